@@ -53,7 +53,7 @@ mod store_kit;
 /// The store in memory, with and without faults, and the kit that every store passes.
 #[cfg(feature = "conformance")]
 pub mod conformance {
-    pub use crate::memory_store::{MemoryStore, StoreFaults};
+    pub use crate::memory_store::{Denied, MemoryStore, StoreFaults};
     pub use crate::store_kit::check_store;
 }
 

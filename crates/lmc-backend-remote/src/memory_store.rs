@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,7 @@ use lmc_backend::conformance::Rng;
 use lmc_backend::{Answers, BoxFuture};
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
+use tokio::sync::Semaphore;
 
 use crate::format::{HEADER_LEN, Name, Refusal, Scope};
 use crate::store::{
@@ -43,6 +45,18 @@ impl StoreFaults {
     }
 }
 
+/// Writes that a store in memory denies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Denied {
+    /// None.
+    #[default]
+    Nothing,
+    /// Writes of descriptions of spaces.
+    Descriptions,
+    /// Writes of values and of small objects.
+    Writes,
+}
+
 /// Bytes in a map: the twin of every real store in tests. It has to be used on a runtime.
 #[derive(Debug)]
 pub struct MemoryStore {
@@ -52,7 +66,12 @@ pub struct MemoryStore {
     ttl: Option<Duration>,
     is_stalled: AtomicBool,
     is_down: AtomicBool,
+    stalls_touches: AtomicBool,
+    denied: Mutex<Denied>,
+    /// Values that were read are handed over with a permit of it each.
+    gate: Mutex<Option<Arc<Semaphore>>>,
     requests: AtomicU64,
+    values_read: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -77,7 +96,11 @@ impl MemoryStore {
             ttl: None,
             is_stalled: AtomicBool::new(false),
             is_down: AtomicBool::new(false),
+            stalls_touches: AtomicBool::new(false),
+            denied: Mutex::default(),
+            gate: Mutex::default(),
             requests: AtomicU64::new(0),
+            values_read: AtomicU64::new(0),
         }
     }
 
@@ -96,6 +119,26 @@ impl MemoryStore {
     /// From now on every operation fails at once; or they work again.
     pub fn fail(&self, is_down: bool) {
         self.is_down.store(is_down, Ordering::SeqCst);
+    }
+
+    /// From now on no touch ends before its deadline; or they end again.
+    pub fn stall_touches(&self, is_stalled: bool) {
+        self.stalls_touches.store(is_stalled, Ordering::SeqCst);
+    }
+
+    /// Denies these writes from now on, and no others.
+    pub fn deny(&self, denied: Denied) {
+        *self.denied.lock() = denied;
+    }
+
+    /// Hands a value that is read from now on over with a permit of the gate; without a gate at once.
+    pub fn hold_values(&self, gate: Option<Arc<Semaphore>>) {
+        *self.gate.lock() = gate;
+    }
+
+    /// Returns the number of values that were read so far, those that are held among them.
+    pub fn values_read(&self) -> u64 {
+        self.values_read.load(Ordering::SeqCst)
     }
 
     /// Returns the number of operations so far, each batch counted once.
@@ -136,6 +179,20 @@ impl MemoryStore {
         let touched = Instant::now();
         let object = Object { bytes, touched };
         self.objects.lock().insert(name, object);
+    }
+
+    /// Fails a write that is denied.
+    fn allow(&self, is_description: bool) -> Result<(), StoreError> {
+        let is_denied = match *self.denied.lock() {
+            Denied::Nothing => false,
+            Denied::Descriptions => is_description,
+            Denied::Writes => true,
+        };
+        let reason = "injected".to_owned();
+        match is_denied {
+            true => Err(StoreError::Denied { reason }),
+            false => Ok(()),
+        }
     }
 
     fn chance(&self, per_mille: u16) -> bool {
@@ -283,13 +340,25 @@ impl Store for MemoryStore {
             Ok(()) => self.get_one(item),
             Err(error) => Got::failed(error, item.slot),
         };
+        let gate = self.gate.lock().clone();
         let got = self.each(items, deadline, get);
-        Box::pin(stream::once(got).flat_map(|got| stream::iter(got.into_iter().enumerate())))
+        let got = stream::once(got).flat_map(|got| stream::iter(got.into_iter().enumerate()));
+        Box::pin(got.then(move |got| {
+            let gate = gate.clone();
+            self.values_read.fetch_add(1, Ordering::SeqCst);
+            async move {
+                if let Some(gate) = gate {
+                    // The gate is never closed.
+                    gate.acquire().await.expect("an open gate").forget();
+                }
+                got
+            }
+        }))
     }
 
     fn put(&self, items: Vec<PutItem>, deadline: Instant) -> Answers<'_, Result<Put, StoreError>> {
         let put = |item: PutItem, begun: Result<(), StoreError>| match begun {
-            Ok(()) => Ok(self.put_one(&item)),
+            Ok(()) => self.allow(false).map(|()| self.put_one(&item)),
             Err(error) => {
                 if !matches!(error, StoreError::Deadline) && self.chance(500) {
                     self.put_one(&item);
@@ -319,7 +388,12 @@ impl Store for MemoryStore {
             let object = objects.get_mut(&Name::Value(key).to_string());
             Ok(object.map(|o| o.touched = Instant::now()).is_some())
         };
-        Box::pin(self.each(keys.to_vec(), deadline, touch))
+        Box::pin(async move {
+            if self.stalls_touches.load(Ordering::SeqCst) {
+                tokio::time::sleep_until(deadline.into()).await;
+            }
+            self.each(keys.to_vec(), deadline, touch).await
+        })
     }
 
     fn list<'a>(
@@ -352,6 +426,7 @@ impl Store for MemoryStore {
     fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
         Box::pin(async move {
             self.begin(deadline).await?;
+            self.allow(matches!(name, Name::Space(_)))?;
             self.insert(name.to_string(), bytes.to_vec());
             Ok(())
         })

@@ -5,28 +5,22 @@
 mod common;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use futures_util::StreamExt;
 use lmc_backend::conformance::{
     Conformance, Guarantee, block_on, clear_all, lens_of, load_batch, store_batch, test_key,
 };
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Health, LoadItem, Loaded,
-    LocateHint, Located, StoreItem, Stored, ready,
+    Backend, BackendError, Clear, ClearEpoch, Health, LoadItem, Loaded, LocateHint, Located,
+    StoreItem, Stored,
 };
-use lmc_backend_remote::conformance::{MemoryStore, StoreFaults};
-use lmc_backend_remote::format::{ClearSet, MAX_CLEARS_LEN, Name, Scope, SpaceRecord, Tenant};
-use lmc_backend_remote::{
-    Each, GetItem, Got, Head, ListPage, Put, PutItem, RemoteConfig, RemoteTier, Single,
-    StaleDeleted, Store, StoreError,
-};
+use lmc_backend_remote::conformance::{Denied, MemoryStore, StoreFaults};
+use lmc_backend_remote::format::{ClearSet, MAX_CLEARS_LEN, Name, SpaceRecord, Tenant};
+use lmc_backend_remote::{RemoteConfig, RemoteTier, StaleDeleted};
 use lmc_key::{ChunkKey, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint};
 use lmc_memory::Pool;
 use lmc_testkit::{pool, soon, until};
-use parking_lot::Mutex;
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
 
@@ -648,237 +642,85 @@ fn a_description_that_is_damaged_is_written_again_and_one_of_a_later_version_is_
     }
 }
 
-/// A store that refuses descriptions of spaces at first, and takes all else until it is asked to
-/// do less.
-#[derive(Debug, Default)]
-struct Undescribable {
-    store: MemoryStore,
-    takes: AtomicBool,
-    denies_writes: AtomicBool,
-    is_touch_stalled: AtomicBool,
-    /// Values are handed over, each after a permit of it.
-    gate: Mutex<Option<Arc<Semaphore>>>,
-    /// Values that were read.
-    read: AtomicU64,
-}
-
-impl Undescribable {
-    fn denied<T>(&self) -> Option<Result<T, StoreError>> {
-        let reason = "injected".to_owned();
-        let denies = self.denies_writes.load(Ordering::SeqCst);
-        denies.then_some(Err(StoreError::Denied { reason }))
-    }
-}
-
-/// A tier over such a store, with a pool.
-fn over(store: &Arc<Undescribable>, config: RemoteConfig, runtime: &Runtime) -> RemoteTier {
-    let tier = RemoteTier::start(config, store.clone(), runtime.handle().clone());
-    wait_until_used(&tier);
-    tier
-}
-
-fn counter_of(tier: &RemoteTier, name: &str) -> u64 {
-    let counters = tier.counters();
-    counters.iter().find(|(found, _)| *found == name).unwrap().1
-}
-
 /// The breaker took reads away, and its probe, a read, brought them back until the next write.
 #[test]
 fn a_store_that_denies_writes_is_read_on() {
-    let (store, runtime, pool) = (Arc::<Undescribable>::default(), runtime(), pool(1 << 20));
-    let tier = over(&store, config(), &runtime);
-    let written = |n| store_batch(&tier, vec![item(&pool, test_key(n), 5000)], soon()).remove(0);
-    assert!(matches!(written(0), Ok(Stored::Written)));
-    store.denies_writes.store(true, Ordering::SeqCst);
+    let rig = Rig::new();
+    assert_eq!(rig.store(test_key(0)).unwrap(), Stored::Written);
+    rig.store.deny(Denied::Writes);
     // In one batch: the headers that are read for it are read before all writes.
-    let items = (1..20).map(|n| item(&pool, test_key(n), 5000));
-    for written in store_batch(&tier, items.collect(), soon()) {
+    let items = (1..20).map(|n| rig.item(test_key(n)));
+    for written in store_batch(&rig.tier, items.collect(), soon()) {
         assert!(matches!(written, Err(BackendError::Unavailable(_))));
     }
-    assert!(clear_all(&tier, soon()).is_err());
-    assert!(matches!(tier.health(), Health::Degraded { .. }));
-    assert_eq!(
-        lens_of(&tier, &[test_key(1)], soon())[0].as_ref().unwrap(),
-        &None
-    );
-    assert_eq!(counter_of(&tier, "taken_out"), 0);
-    assert!(counter_of(&tier, "failed") >= 19);
-    store.denies_writes.store(false, Ordering::SeqCst);
-    assert!(matches!(written(1), Ok(Stored::Written)));
-    clear_all(&tier, soon()).unwrap();
-    assert_eq!(tier.health(), Health::Ready);
+    assert!(clear_all(&rig.tier, soon()).is_err());
+    assert!(matches!(rig.tier.health(), Health::Degraded { .. }));
+    assert!(!rig.is_located(test_key(1)));
+    assert_eq!(rig.counter("taken_out"), 0);
+    assert!(rig.counter("failed") >= 19);
+    rig.store.deny(Denied::Nothing);
+    assert_eq!(rig.store(test_key(1)).unwrap(), Stored::Written);
+    clear_all(&rig.tier, soon()).unwrap();
+    assert_eq!(rig.tier.health(), Health::Ready);
 }
 
 #[test]
 fn a_touch_that_the_deadline_cut_off_is_tried_again() {
     const TTL: Duration = Duration::from_secs(10_000);
-    let store = Undescribable {
-        store: MemoryStore::default().with_ttl(TTL),
-        ..Undescribable::default()
-    };
-    let (store, runtime, pool) = (Arc::new(store), runtime(), pool(1 << 20));
+    let store = MemoryStore::default().with_ttl(TTL);
     let mut config = config();
     config.timeout = Duration::from_millis(100);
-    let tier = over(&store, config, &runtime);
+    let rig = Rig::over(Arc::new(store), config);
     let key = test_key(1);
-    store_batch(&tier, vec![item(&pool, key, 5000)], soon())
-        .remove(0)
-        .unwrap();
-    store.store.age_by(TTL * 2 / 3);
-    store.is_touch_stalled.store(true, Ordering::SeqCst);
-    let load = || {
-        let item = LoadItem::new(key, pool.reserve(5000).unwrap());
-        load_batch(&tier, vec![item], soon()).remove(0)
-    };
-    assert!(is_hit(&key, load()));
-    until("the touch has failed", || counter_of(&tier, "failed") > 0);
-    store.is_touch_stalled.store(false, Ordering::SeqCst);
+    rig.store(key).unwrap();
+    rig.store.age_by(TTL * 2 / 3);
+    rig.store.stall_touches(true);
+    assert!(rig.is_hit(key));
+    until("the touch has failed", || rig.counter("failed") > 0);
+    rig.store.stall_touches(false);
     until("it is touched", || {
-        assert!(is_hit(&key, load()));
-        counter_of(&tier, "touched") == 1
+        assert!(rig.is_hit(key));
+        rig.counter("touched") == 1
     });
 }
 
 /// A reader that was slower than the repair hid the repaired value for a minute.
 #[test]
 fn a_read_from_before_a_repair_does_not_hide_the_repaired_value() {
-    let (store, runtime, pool) = (Arc::<Undescribable>::default(), runtime(), pool(1 << 20));
-    let tier = over(&store, config(), &runtime);
+    let rig = Rig::new();
     let key = test_key(1);
-    let write = || store_batch(&tier, vec![item(&pool, key, 5000)], soon()).remove(0);
-    write().unwrap();
-    let mut bytes = store.store.bytes(Name::Value(key)).unwrap();
-    bytes[1000] ^= 1;
-    store.store.set_bytes(Name::Value(key), Some(bytes));
-    let load = || {
-        let item = LoadItem::new(key, pool.reserve(5000).unwrap());
-        load_batch(&tier, vec![item], soon()).remove(0)
-    };
+    rig.store(key).unwrap();
+    rig.damage(key, |bytes| bytes[1000] ^= 1);
     let gate = Arc::new(Semaphore::new(0));
-    *store.gate.lock() = Some(Arc::clone(&gate));
+    rig.store.hold_values(Some(Arc::clone(&gate)));
     std::thread::scope(|scope| {
-        let late = scope.spawn(load);
-        until("the damaged value is read", || {
-            store.read.load(Ordering::SeqCst) == 1
-        });
-        *store.gate.lock() = None;
-        assert!(!is_hit(&key, load()));
-        assert!(matches!(write(), Ok(Stored::Written)));
+        let late = scope.spawn(|| rig.load(key));
+        until("the damaged value is read", || rig.store.values_read() == 1);
+        rig.store.hold_values(None);
+        assert!(!rig.is_hit(key));
+        assert_eq!(rig.store(key).unwrap(), Stored::Written);
         gate.add_permits(1);
         assert!(!is_hit(&key, late.join().unwrap()));
     });
-    assert_eq!(counter_of(&tier, "damaged"), 2);
-    assert!(is_hit(&key, load()));
-    assert_eq!(
-        lens_of(&tier, &[key], soon())[0].as_ref().unwrap(),
-        &Some(5000)
-    );
+    assert_eq!(rig.counter("damaged"), 2);
+    assert!(rig.is_hit(key) && rig.is_located(key));
 }
 
 #[test]
 fn a_description_that_fails_is_tried_again_and_costs_nothing_else() {
-    let store = Arc::new(Undescribable::default());
-    let runtime = runtime();
-    let tier = RemoteTier::start(config(), store.clone(), runtime.handle().clone());
-    wait_until_used(&tier);
+    let rig = Rig::new();
+    rig.store.deny(Denied::Descriptions);
     let (space, key) = described_space("");
-    let record = SpaceRecord::new(&space, None);
-    tier.describe_spaces(move |_| Some(record.clone()));
-    let pool = pool(1 << 20);
-    let counter = |name: &str| {
-        let counters = tier.counters();
-        let counter = counters.iter().find(|(found, _)| *found == name);
-        counter.unwrap().1
-    };
-    let stored = store_batch(&tier, vec![item(&pool, key, 5000)], soon());
-    assert!(matches!(stored[..], [Ok(Stored::Written)]), "{stored:?}");
+    rig.describe(&space, None);
+    assert_eq!(rig.store(key).unwrap(), Stored::Written);
     // More often than a store may fail before it is taken out.
     until("it has failed a few times", || {
-        counter("spaces_undescribed") >= 8
+        rig.counter("spaces_undescribed") >= 8
     });
-    assert_eq!((tier.health(), counter("taken_out")), (Health::Ready, 0));
+    let state = (rig.tier.health(), rig.counter("taken_out"));
+    assert_eq!(state, (Health::Ready, 0));
     let name = Name::Space(space.id());
-    assert_eq!(store.store.bytes(name), None);
-    store.takes.store(true, Ordering::SeqCst);
-    until("it is described", || store.store.bytes(name).is_some());
-}
-
-impl Store for Undescribable {
-    fn kind(&self) -> &'static str {
-        self.store.kind()
-    }
-
-    fn ttl(&self) -> Option<Duration> {
-        self.store.ttl()
-    }
-
-    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
-        self.store.heads(keys, deadline)
-    }
-
-    fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
-        let gate = self.gate.lock().clone();
-        let got = self.store.get(items, deadline);
-        Box::pin(got.then(move |got| {
-            let gate = gate.clone();
-            async move {
-                self.read.fetch_add(1, Ordering::SeqCst);
-                if let Some(gate) = gate {
-                    gate.acquire().await.unwrap().forget();
-                }
-                got
-            }
-        }))
-    }
-
-    fn put(&self, items: Vec<PutItem>, deadline: Instant) -> Answers<'_, Result<Put, StoreError>> {
-        if self.denies_writes.load(Ordering::SeqCst) {
-            let denied = items.iter().map(|_| self.denied().unwrap());
-            return ready(denied.collect::<Vec<_>>());
-        }
-        self.store.put(items, deadline)
-    }
-
-    fn remove<'a>(&'a self, names: &'a [Name], deadline: Instant) -> Each<'a, bool> {
-        self.store.remove(names, deadline)
-    }
-
-    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
-        if self.is_touch_stalled.load(Ordering::SeqCst) {
-            return Box::pin(async move {
-                tokio::time::sleep_until(deadline.into()).await;
-                keys.iter().map(|_| Err(StoreError::Deadline)).collect()
-            });
-        }
-        self.store.touch(keys, deadline)
-    }
-
-    fn list<'a>(
-        &'a self,
-        scope: Scope,
-        token: Option<&'a str>,
-        limit: usize,
-        deadline: Instant,
-    ) -> Single<'a, ListPage> {
-        self.store.list(scope, token, limit, deadline)
-    }
-
-    fn read(&self, name: Name, max: usize, deadline: Instant) -> Single<'_, Option<Bytes>> {
-        self.store.read(name, max, deadline)
-    }
-
-    fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
-        if matches!(name, Name::Space(_)) && !self.takes.load(Ordering::SeqCst) {
-            let reason = "injected".to_owned();
-            return Box::pin(std::future::ready(Err(StoreError::Denied { reason })));
-        }
-        match self.denied() {
-            Some(denied) => Box::pin(std::future::ready(denied)),
-            None => self.store.write(name, bytes, deadline),
-        }
-    }
-
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, ()> {
-        self.store.close(deadline)
-    }
+    assert_eq!(rig.store.bytes(name), None);
+    rig.store.deny(Denied::Nothing);
+    until("it is described", || rig.store.bytes(name).is_some());
 }
