@@ -75,13 +75,13 @@ def bench(tools, port, mode):
     # The second mode must not find what the first has stored.
     urllib.request.urlopen(urllib.request.Request(
         f"{tools.url}/cache/clear", data=b'{"tier": "l1", "force": true}', method="POST",
-        headers={"content-type": "application/json"}), timeout=10).read()
+        headers={"content-type": "application/json"}), timeout=60).read()
     models = None
     with concurrent.futures.ThreadPoolExecutor() as pool:
         running = pool.submit(tools.run, *args)
         while not running.done():
-            with urllib.request.urlopen(f"{tools.url}/status", timeout=10) as answer:
-                if models is None and json.load(answer)["cache_context_meta"]:
+            with urllib.request.urlopen(f"{tools.url}/status", timeout=60) as answer:
+                if not (models and isinstance(models, list)) and json.load(answer)["cache_context_meta"]:
                     _, described = tools.run("describe", "kvcache")
                     models = described.get("models") if isinstance(described, dict) else described
             time.sleep(0.2)

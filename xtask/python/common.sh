@@ -29,6 +29,21 @@ debian() {
         cannot "apt-get could not install $*: install them as root, then try again"
 }
 
+# Sets `python` to a Python for which a condition is true: `find_python CONDITION REASON`, where the
+# reason is for a machine that has none.
+find_python() {
+    local attempt
+    for attempt in 1 2; do
+        for python in python3.11 python3; do
+            if "$python" -c "import sys; sys.exit(not ($1))" 2>/dev/null; then
+                return
+            fi
+        done
+        [ "$attempt" = 2 ] || debian python3
+    done
+    cannot "$2"
+}
+
 # Makes the folder of an environment, unless it is there already: `make_in FOLDER MAKER`. Begins
 # again when an earlier run was cut off.
 make_in() {

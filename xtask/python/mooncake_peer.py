@@ -18,27 +18,12 @@ import time
 
 from mooncake.store import MooncakeDistributedStore
 
+from checks import cpu, free_port
+
 OWNER = 3 << 30
 BUFFER = 512 << 20
 # A client has memory of its own for copies.
 LOCAL = 512 << 20
-
-
-def free_port():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
-
-
-def cpu(process):
-    nanos = 0
-    for task in os.listdir(f"/proc/{process}/task"):
-        try:
-            with open(f"/proc/{process}/task/{task}/schedstat") as stat:
-                nanos += int(stat.read().split()[0])
-        except FileNotFoundError:
-            pass
-    return nanos / 1e9
 
 
 def connect(master, metadata, segment):

@@ -1,6 +1,6 @@
 """Real vLLM engines against a server that speaks LMCache's multiprocess protocol.
 
-  scenarios.py --server-bin target/release/lmc [--only NAME ...]
+  scenarios.py --server-bin target/python/bin/lmc --package target/python [--only NAME ...]
   scenarios.py --peer lmcache                    the same against LMCache's own server
 
 Prints one line a check and ends with `N passed, N failed`. Every wait has a deadline, and no
@@ -9,265 +9,44 @@ process outlives the run.
 
 import argparse
 import contextlib
-import ctypes
-import glob
 import json
 import os
-import queue
-import random
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 
 import checks
 from checks import check, free_port
+from harness import (
+    ANSWER_DEADLINE,
+    LENGTHS,
+    MAX_TOKENS,
+    Child,
+    Engine,
+    Server,
+    VllmServe,
+    eventually,
+    expected_hits,
+    prompts,
+    shared_prefix,
+)
+from own import connector, containers, lmcache_server
+from own_events import Subscriber, events
+from own_models import hybrid, latent, lora
+from page import Page
 from proxy import CutShort, Proxy
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-CHUNK = 256
-MAX_TOKENS = 16
-START_DEADLINE = 180
-ANSWER_DEADLINE = 120
+# The model has no tokenizer: prompts and answers are token ids.
+TOKENS = ["--tokens-only", "--skip-tokenizer-init", "--max-model-len", "4096"]
 
 # What LMCache 0.5.6's own server fails, as it stands at the head of a check's name.
 PEER_FAULTS = {
     "lmcache-driven: cached tokens": "a lookup may miss what a store has just acknowledged",
     "wrong_dtype": "it hands bytes of the wrong type over, and the engine dies",
 }
-
-
-def die_with_parent():
-    """In a child: be killed when this run ends, even when it is killed itself."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def group(leader):
-    """The processes that a child has started, itself included."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    found = []
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(pid) == leader:
-                found.append(pid)
-    return found
-
-
-class Child:
-    """A child process with its log in a file; killed at the end whatever happens."""
-
-    running = []
-
-    def __init__(self, name, command, **options):
-        self.name = name
-        self.log = tempfile.NamedTemporaryFile(
-            mode="w+", prefix=f"lmc-{name}-", suffix=".log", delete=False
-        )
-        options.setdefault("stdout", self.log)
-        self.process = subprocess.Popen(
-            command, stderr=self.log, start_new_session=True, preexec_fn=die_with_parent, **options
-        )
-        Child.running.append(self)
-
-    def kill(self, how=signal.SIGKILL):
-        pids = {self.process.pid, *group(self.process.pid)}
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, how)
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(20)
-        # An engine that is killed leaves its KV cache, 1 GiB of memory, behind under its id.
-        for pid in pids:
-            for segment in glob.glob(f"/dev/shm/lmcache_kv_{pid}_*"):
-                os.unlink(segment)
-
-    def tail(self, lines=15):
-        with open(self.log.name, errors="replace") as f:
-            return "".join(f.readlines()[-lines:])
-
-
-class Engine(Child):
-    """A vLLM engine behind engine.py."""
-
-    def __init__(self, name, model, **options):
-        command = [sys.executable, os.path.join(HERE, "engine.py"), "--model", model]
-        for key, value in options.items():
-            command += [f"--{key}", str(value)]
-        env = dict(os.environ, OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
-        super().__init__(
-            name, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-        )
-        self.answers = queue.Queue()
-        threading.Thread(target=self.read, daemon=True).start()
-
-    def read(self):
-        for line in self.process.stdout:
-            self.answers.put(json.loads(line))
-        self.answers.put(None)
-
-    def answer(self, deadline):
-        try:
-            answer = self.answers.get(timeout=deadline)
-        except queue.Empty:
-            raise RuntimeError(f"{self.name}: no answer in {deadline} s\n{self.tail()}") from None
-        if answer is None:
-            raise RuntimeError(f"{self.name} died\n{self.tail()}")
-        return answer
-
-    def ready(self):
-        self.answer(START_DEADLINE)
-        return self
-
-    def submit(self, prompts, max_tokens=MAX_TOKENS):
-        prompts = [p if isinstance(p, dict) else {"ids": p} for p in prompts]
-        command = {"op": "generate", "prompts": prompts, "max_tokens": max_tokens}
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-
-    def quit(self):
-        """Lets the engine end by itself, so that it removes its own shared memory."""
-        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-            self.process.stdin.write('{"op": "quit"}\n')
-            self.process.stdin.flush()
-            self.process.wait(30)
-        self.kill()
-
-    def outputs(self, prompts):
-        """Ids, cached tokens and finish reason of each prompt."""
-        self.submit(prompts)
-        return self.answer(ANSWER_DEADLINE)["outputs"]
-
-    def generate(self, prompts):
-        """Ids and cached tokens of each prompt."""
-        outputs = self.outputs(prompts)
-        return [o["ids"] for o in outputs], [o["cached"] for o in outputs]
-
-    def dies(self, deadline):
-        """Whether the engine's process ends by itself within the deadline."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(deadline)
-        return self.process.poll() is not None
-
-
-class Server:
-    """The server under test, which can be killed and started again at the same ports."""
-
-    def __init__(self, args, *flags):
-        self.args = args
-        self.flags = flags
-        self.port, self.http = free_port(), free_port()
-        self.child = None
-
-    def start(self):
-        common = ["--host", "127.0.0.1", "--port", str(self.port), "--l1-size-gb", "1"]
-        common += ["--chunk-size", str(CHUNK), "--http-port", str(self.http)]
-        if self.args.peer:
-            lmcache = os.path.join(os.path.dirname(sys.executable), "lmcache")
-            command = [sys.executable, lmcache, "server", *common]
-            command += ["--eviction-policy", "LRU", "--no-l1-use-lazy"]
-            # It has one transfer mode and no shared memory unless asked.
-            command += ["--supported-transfer-mode", "auto", "--shm-name", f"lmc-peer-{self.port}"]
-        else:
-            command = [self.args.server_bin, "serve", *common, *self.flags]
-        self.child = Child("server", command)
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection(
-                ("127.0.0.1", self.port), 1
-            ):
-                return self
-            if self.child.process.poll() is not None:
-                break
-            time.sleep(0.05)
-        raise RuntimeError(f"the server did not start\n{self.child.tail()}")
-
-    def transfer_config(self):
-        """The value of --kv-transfer-config that our server printed; one with the port alone for
-        LMCache's."""
-        if self.args.peer:
-            return json.dumps({
-                "kv_connector": "LMCacheMPConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": {"lmcache.mp.port": self.port},
-            })
-        with open(self.child.log.name, errors="replace") as log:
-            return log.read().split("--kv-transfer-config '")[1].split("'")[0]
-
-    def segments(self):
-        """The pool that a server which was killed leaves behind; its name holds the port."""
-        return glob.glob(f"/dev/shm/lmc*[_-]{self.port}*")
-
-    def stop(self):
-        """Asks the server to end; ours must then leave nothing behind."""
-        if self.child is None:
-            return
-        asked = time.monotonic()
-        self.child.kill(signal.SIGTERM)
-        took = time.monotonic() - asked
-        if not self.args.peer:
-            check("the server ends when asked to, and leaves no shared memory",
-                  self.child.process.returncode == 0 and not self.segments(),
-                  f"exit {self.child.process.returncode} after {took:.1f} s, {self.segments()}")
-        self.discard()
-
-    def discard(self):
-        """Kills the server where it still runs, and removes the pool that it left."""
-        self.child.kill()
-        for segment in self.segments():
-            os.unlink(segment)
-
-    def ask(self, path, body=None):
-        """The answer over HTTP; to a POST where there is a body."""
-        url = f"http://127.0.0.1:{self.http}{path}"
-        body = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=5) as answer:
-            return json.load(answer)
-
-    def status(self):
-        return self.ask("/status")
-
-    def held(self):
-        """What is held for engines: all zero when no engine is at work."""
-        status = self.status()["lmc"]
-        return {
-            "sessions": status["sessions"]["sessions"],
-            "stores": status["transfers"]["stores"],
-            "retrieves": status["transfers"]["retrieves"],
-            "leases": status["usage"]["leases"],
-            "reserved": status["usage"]["reserved_slots"],
-        }
-
-
-def prompts(seed, *lengths):
-    rng = random.Random(seed)
-    return [[rng.randrange(1, 1000) for _ in range(n)] for n in lengths]
-
-
-def expected_hits(*lengths):
-    """Whole chunks, less one token when that is all of the prompt: vLLM computes the last."""
-    return [min(n // CHUNK * CHUNK, n - 1) for n in lengths]
-
-
-def eventually(what, deadline=30):
-    """Tries until it returns something true or the deadline comes; the last value."""
-    end = time.monotonic() + deadline
-    while True:
-        value = what()
-        if value or time.monotonic() > end:
-            return value
-        time.sleep(0.2)
-
-
-LENGTHS = (300, 700, 1025, 512, 100)
 
 
 class Run:
@@ -277,6 +56,7 @@ class Run:
         self.args = args
         self.model = args.model
         self.server = Server(args)
+        self.connectors = ("stock", "lmc") if args.package and not args.peer else ("stock",)
         self.plain = {}
 
     def baseline(self):
@@ -304,7 +84,7 @@ class Run:
 
     def engine(self, name, **options):
         options.setdefault("port", self.server.port)
-        return Engine(name, self.model, **options)
+        return Engine(name, options.pop("model", self.model), **options)
 
     def cold_and_warm(self, name, engine, seed, dtype="float32"):
         batch = prompts(seed, *LENGTHS)
@@ -318,19 +98,33 @@ class Run:
         ids, cached = engine.generate(prompts(seed, *LENGTHS))
         check(f"{name}: warm ids are those without a connector", ids == self.plain[dtype, seed])
         wanted = expected_hits(*LENGTHS)
-        check(f"{name}: cached tokens are {wanted}", cached == wanted, f"found {cached}")
+        if not check(f"{name}: cached tokens are {wanted}", cached == wanted, f"found {cached}"):
+            print(engine.tail())
+
+    def kill_in_request(self, name, engine, delay, batch=None):
+        """Kills an engine `delay` seconds after it was sent a batch; prompts never seen by default."""
+        engine.submit(batch or prompts(60 + int(delay * 100), *[3000] * 6), max_tokens=400)
+        time.sleep(delay)
+        engine.kill()
+        self.nothing_held(f"{name} killed {delay} s into a request")
+
+    def skip_save(self, name, engine):
+        """Requests that ask for no store, then the same ones without that."""
+        batch = prompts(8, *LENGTHS)
+        skips = [{"ids": ids, "transfer": {"lmcache.skip_save": True}} for ids in batch]
+        for time_of in ("first", "second"):
+            ids, cached = engine.generate(skips)
+            check(f"{name}: ids of the {time_of} request are those without a connector",
+                  ids == self.plain["float32", 8])
+            check(f"{name}: nothing is cached at the {time_of} request",
+                  cached == [0] * len(batch), str(cached))
+        self.cold_and_warm(f"{name}, then without it", engine, 8)
 
     def nothing_held(self, name):
         if self.args.peer:
             return
         free = eventually(lambda: not any(self.server.held().values()))
         check(f"{name}: nothing is held afterwards", free, str(self.server.held()))
-
-
-def shared_prefix(seed):
-    """A prompt, and one with the same first 600 tokens."""
-    first, other = prompts(50 + seed, 900, 500)
-    return [first, first[:600] + other]
 
 
 def both_modes(run):
@@ -360,17 +154,16 @@ def both_modes(run):
 
 def sharing_and_death(run):
     """A second engine finds what the first stored, dies in mid-request, and comes back."""
-    three = run.engine("three").ready()
+    # They start at once: one after the other takes longer.
+    delays = {delay: run.engine("three") for delay in (0.0, 0.05, 0.3)}
+    three = delays[0.0].ready()
     run.warm("second engine", three, 1)
     run.cold_and_warm("second engine", three, 3)
     run.warm("first engine", run.one, 3)
-    for delay in (0.0, 0.05, 0.3):
-        three.submit(prompts(60 + int(delay * 100), *[3000] * 6), max_tokens=400)
-        time.sleep(delay)
-        three.kill()
-        run.nothing_held(f"engine killed {delay} s into a request")
-        if delay < 0.3:
-            three = run.engine("three").ready()
+    for delay, three in delays.items():
+        if delay:
+            three.ready()
+        run.kill_in_request("engine", three, delay)
     ids, _ = run.one.generate(prompts(4, *LENGTHS))
     check("the other engine goes on", ids == run.plain["float32", 4])
     three = run.engine("three").ready()
@@ -382,7 +175,8 @@ def sharing_and_death(run):
 def server_restart(run):
     """The server is killed and started again; the engine goes on answering throughout."""
     run.server.child.kill()
-    time.sleep(2.5)
+    # Longer than the time between two signs of life and the wait for an answer.
+    time.sleep(6.5)
     ids, cached = run.one.generate(prompts(5, *LENGTHS))
     check("server down: the engine answers with the right ids", ids == run.plain["float32", 5])
     check("server down: nothing is cached", not any(cached), str(cached))
@@ -418,7 +212,7 @@ def load_failure(run):
             server = Server(run.args).start()
             proxy = Proxy(free_port(), server.port, server.child.kill)
             engine = run.engine(f"{policy}-{mode}", port=proxy.port, mode=mode, policy=policy,
-                                timeout=2)
+                                timeout=2, heartbeat=1)
             cases.append((mode, policy, server, proxy, engine))
     prompt = prompts(3, *LENGTHS)[1:2]
     plain = run.plain["float32", 3][1]
@@ -433,7 +227,7 @@ def load_failure(run):
         output = engine.outputs(prompt)[0]
         took = time.monotonic() - asked
         check(f"{name}: the server died when the retrieve was sent",
-              proxy.struck and server.child.process.poll() is not None)
+              eventually(lambda: proxy.struck and server.child.process.poll() is not None))
         if policy == "recompute":
             check(f"{name}: the request ends as without a connector",
                   (output["ids"], output["finish"]) == (plain, "length"),
@@ -467,21 +261,30 @@ def disk_restart(run):
 
     try:
         server.start()
-        engine = run.engine("disk", port=server.port).ready()
-        run.cold_and_warm("disk", engine, 3)
-        check("disk: every chunk goes down",
-              eventually(lambda: disk()["queued_bytes"] == 0 and disk()["chunks"] == 9),
-              f"{disk()['chunks']} of 9")
+        engines = {connector: run.engine(f"disk-{connector}", port=server.port, connector=connector)
+                   for connector in run.connectors}
+        for connector, engine in engines.items():
+            engine.ready()
+            run.cold_and_warm(f"disk, {connector}", engine, 3)
+        chunks = 9 * len(engines)
+        check("disk: every chunk is written to the disk",
+              eventually(lambda: disk()["queued_bytes"] == 0 and disk()["chunks"] == chunks),
+              f"{disk()['chunks']} of {chunks}")
         for how, seed in (("killed", 6), ("stopped", 7)):
             server.child.kill(signal.SIGKILL if how == "killed" else signal.SIGTERM)
             server.start()
             found = disk()["chunks"]
-            # The engine notices that the server is another by what it stores next.
-            eventually(lambda: any(engine.generate(prompts(seed, *LENGTHS))[1]))
-            run.warm(f"disk, server {how} and started again", engine, 3)
-            check(f"disk, server {how}: the chunks came from disk",
-                  found >= 9 and disk()["promoted"] >= 9, f"{found} found, {disk()['promoted']} read")
-        engine.kill()
+            check(f"disk, server {how}: it finds what was written", found >= chunks, str(found))
+            for connector, engine in engines.items():
+                # The engine notices that the server is another by what it stores next.
+                eventually(lambda: any(engine.generate(prompts(seed, *LENGTHS))[1]))
+                before = disk()["promoted"]
+                run.warm(f"disk, {connector}, server {how} and started again", engine, 3)
+                promoted = disk()["promoted"] - before
+                check(f"disk, {connector}, server {how}: the chunks came from disk",
+                      promoted >= 9, f"{promoted} read")
+        for engine in engines.values():
+            engine.kill()
         free = eventually(lambda: not any(server.held().values()))
         check("disk: nothing is held afterwards", free, str(server.held()))
     finally:
@@ -493,9 +296,9 @@ class Peers:
     """Two servers that read each other's chunks, with an engine each. What the reader reads passes
     a proxy that can kill the owner in the middle of it."""
 
-    def __init__(self, run, policy):
+    def __init__(self, run, policy, connector):
         self.run = run
-        self.name = f"peers, policy {policy}"
+        self.name = f"peers, {connector}, policy {policy}"
         at = [f"127.0.0.1:{free_port()}" for _ in range(3)]
         self.addresses = at[:2]
         self.third = None
@@ -507,8 +310,9 @@ class Peers:
         ports = [int(address.split(":")[1]) for address in at]
         self.proxy = CutShort(ports[2], ports[0], self.owner.child.kill)
         self.reader.start()
-        self.first = run.engine("peers-first", port=self.owner.port)
-        self.second = run.engine("peers-second", port=self.reader.port, policy=policy)
+        self.first = run.engine("peers-first", port=self.owner.port, connector=connector)
+        self.second = run.engine("peers-second", port=self.reader.port, connector=connector,
+                                 policy=policy)
 
     def counters(self):
         return self.reader.status()["lmc"]["lower"][0]["counters"]
@@ -524,13 +328,23 @@ class Peers:
 
     def share(self):
         run, name = self.run, self.name
-        run.cold_and_warm(f"{name}, first engine", self.first, 3)
-        run.warm(f"{name}, second engine", self.second, 3)
-        found = self.counters()
+        # A proxy that gets no core for 0.7 s costs a lease: then other prompts are tried.
+        for seed in (3, 4, 5):
+            before = self.counters()
+            run.cold_and_warm(f"{name}, first engine", self.first, seed)
+            ids, cached = self.second.generate(prompts(seed, *LENGTHS))
+            check(f"{name}, second engine: ids are those without a connector",
+                  ids == run.plain["float32", seed])
+            found = self.counters()
+            if found["failed"] + found["lapsed"] == before["failed"] + before["lapsed"]:
+                break
+        check(f"{name}, second engine: its prompts are warm", cached == expected_hits(*LENGTHS),
+              str(cached))
         check(f"{name}: each chunk was read from the other server, once and whole",
-              found["read"] == 9 and not found["corrupt"] + found["lapsed"], str(found))
-        run.warm(f"{name}, second engine again", self.second, 3)
-        check(f"{name}: then it has them itself", self.counters()["read"] == 9)
+              found["read"] == before["read"] + 9 and not found["corrupt"]
+              and found["lapsed"] == before["lapsed"], str(found))
+        run.warm(f"{name}, second engine again", self.second, seed)
+        check(f"{name}: then it has them itself", self.counters()["read"] == found["read"])
 
     def hint(self):
         """A third server has the same chunks; a request that names it is read from it alone."""
@@ -572,7 +386,8 @@ class Peers:
         self.proxy.left = usage["chunk_bytes"] // usage["chunks"] * 3 // 2
         outputs = self.second.outputs(prompts(6, *LENGTHS))
         check(f"{name}: the owner died while its chunks were read",
-              self.proxy.struck and self.owner.child.process.poll() is not None)
+              eventually(lambda: self.proxy.struck
+                         and self.owner.child.process.poll() is not None))
         check(f"{name}: ids are those without a connector when the owner dies in mid-read",
               [output["ids"] for output in outputs] == run.plain["float32", 6])
         check(f"{name}: and no request fails",
@@ -593,14 +408,21 @@ class Peers:
 
 
 def peers(run):
-    """Two servers that read each other's chunks, under both of vLLM's policies; a third that a
-    request names; the owner dies."""
+    """Two servers that read each other's chunks, under both of vLLM's policies and with lmc's own
+    connector; a third that a request names; the owner dies."""
     if run.args.peer:
         return
+    peers_of(run, ("recompute", "fail"), "stock")
+    # Afterwards: twelve engines and servers at once need more memory than small machines have.
+    if "lmc" in run.connectors:
+        peers_of(run, ("fail",), "lmc")
+
+
+def peers_of(run, policies, connector):
     pairs = []
     try:
-        for policy in ("recompute", "fail"):
-            pairs.append(Peers(run, policy))
+        for policy in policies:
+            pairs.append(Peers(run, policy, connector))
         for pair in pairs:
             pair.ready()
         pairs[0].share()
@@ -621,6 +443,93 @@ class Redis(Child):
                                    "--save", "", "--appendonly", "no"])
 
 
+# Seconds for which a store hangs, prompts whose first token is timed without a store, and the most
+# prompts meanwhile: each leaves 1 MiB in a server's memory of 1 GiB, which must hold the first too.
+HANG, TIMED, MOST = 60, 20, 500
+# What LMCache's connector and lmc's own log when a server answers no sign of life in time.
+DEGRADED, LOST = "entering degraded mode", "no KV cache: server"
+
+
+def hang(run, redis, url, server, engine):
+    """A Redis that hangs for a minute under a server with the default timeouts, which replaces the
+    engine's server. Prompts go on throughout: their ids are right, and their first tokens come
+    about as soon as from a server without a store. Returns the server."""
+    name = "remote, a store that hangs"
+
+    def replaced_by(*flags):
+        """A server with these flags at the ports of the one before, once the engine uses it."""
+        server.discard()
+        new = Server(run.args, *flags)
+        new.port, new.http = server.port, server.http
+        new.start()
+
+        def caches():
+            engine.generate(prompts(8, *LENGTHS))
+            return any(engine.generate(prompts(8, *LENGTHS))[1])
+
+        check(f"{name}: the engine uses the server with {' '.join(flags) or 'no store'}",
+              eventually(caches))
+        return new
+
+    def first_token(number):
+        """Seconds until the first token of a prompt that no server has seen, and its id."""
+        engine.submit(prompts(1000 + number, 700), max_tokens=1)
+        answer = engine.answer(ANSWER_DEADLINE)
+        return answer["seconds"], answer["outputs"][0]["ids"]
+
+    server = replaced_by()
+    without = [first_token(number) for number in range(TIMED)]
+    server = replaced_by("--remote", url)
+    run.cold_and_warm(f"{name}, before that", engine, 2)
+    redis.process.send_signal(signal.SIGSTOP)
+    stopped, during, right, stored, unsure = time.monotonic(), [], 0, set(), set()
+    lost = engine.said(DEGRADED)
+    while time.monotonic() < stopped + HANG:
+        during.append(first_token(len(during)))
+        if len(during) % 10 == 1:
+            # Each of them is cold once, and warm from then on.
+            seed = 3 + len(during) // 10 % 5
+            ids, cached = engine.generate(prompts(seed, *LENGTHS))
+            all_hits = expected_hits(*LENGTHS)
+            hits = [all_hits if seed in stored else [0] * len(LENGTHS)]
+            if seed in unsure:
+                hits.append(all_hits)
+            if engine.said(DEGRADED) > lost:
+                # The machine kept the engine from the server: chunks may be missing.
+                lost = engine.said(DEGRADED)
+                hits.append(cached)
+                stored.discard(seed)
+                unsure.add(seed)
+            else:
+                stored.add(seed)
+                unsure.discard(seed)
+            right += ids == run.plain["float32", seed] and cached in hits
+        time.sleep(max(0, stopped + len(during) * HANG / MOST - time.monotonic()))
+    run.warm(f"{name}, at its end", engine, 2)
+    redis.process.send_signal(signal.SIGCONT)
+    batches = (len(during) + 9) // 10
+    check(f"{name}: {batches} batches have the ids and the hits that they have without a store",
+          right == batches, f"{right} of them")
+    compared = min(len(during), TIMED)
+    check(f"{name}: first tokens are those without a store",
+          [ids for _, ids in during[:compared]] == [ids for _, ids in without[:compared]])
+    times = {what: sorted(seconds for seconds, _ in timed)
+             for what, timed in (("without a store", without), ("while it hangs", during))}
+    for what, taken in times.items():
+        print(f"      time to first token {what}: {len(taken)} prompts, median "
+              f"{taken[len(taken) // 2] * 1e3:.0f} ms, longest {taken[-1] * 1e3:.0f} ms", flush=True)
+    longest = times["while it hangs"][-1]
+    # A prompt that waits for the store takes the 5 s of --remote-timeout-seconds.
+    check(f"{name}: no prompt waits for it",
+          longest < min(times["without a store"][-1] * 3, 0.9) + 4,
+          f"{longest:.1f} s")
+    healthy = eventually(lambda: all(
+        tier["fault"] is None for tier in server.status()["lmc"]["tiers"]))
+    check("remote, a store that hung: it is used again", healthy,
+          str(server.status()["lmc"]["tiers"]))
+    return server
+
+
 def remote(run):
     """Two servers with one store: each finds what the other stored, also after a restart of
     everything; a store that hangs costs hits and nothing else."""
@@ -638,35 +547,34 @@ def remote(run):
     def lower(server):
         return server.status()["lmc"]["lower"][0]
 
-    try:
+    def start(which):
+        """A server for each store, and its engine; they start at once."""
+        started = []
         for kind, url in stores.items():
             # A busy machine may take longer than the default.
-            flags = ["--remote", url, "--remote-locate-timeout", "5s"]
-            first, second = Server(run.args, *flags), Server(run.args, *flags)
-            servers += [first, second]
-            first.start()
-            engine = run.engine(f"remote-{kind}-first", port=first.port).ready()
+            server = Server(run.args, "--remote", url, "--remote-locate-timeout", "5s")
+            servers.append(server)
+            server.start()
+            engine = run.engine(f"remote-{kind}-{which}", port=server.port)
+            started.append((kind, server, engine))
+        return started
+
+    try:
+        for kind, first, engine in start("first"):
+            engine.ready()
             run.cold_and_warm(f"remote, {kind}", engine, 3)
             check(f"remote, {kind}: every chunk is written",
                   eventually(lambda: lower(first)["written"] == 9), str(lower(first)))
             engine.kill()
             first.discard()
-            second.start()
-            engine = run.engine(f"remote-{kind}-second", port=second.port).ready()
+        for kind, second, engine in start("second"):
+            engine.ready()
             run.warm(f"remote, {kind}, another engine and server", engine, 3)
             check(f"remote, {kind}: the chunks came from the store",
                   lower(second)["promoted"] == 9, str(lower(second)))
             if kind == "redis":
-                redis.process.send_signal(signal.SIGSTOP)
-                ids, _ = engine.generate(prompts(6, *LENGTHS))
-                check("remote, a store that hangs: cold ids are those without a connector",
-                      ids == run.plain["float32", 6])
-                run.warm("remote, a store that hangs", engine, 3)
-                redis.process.send_signal(signal.SIGCONT)
-                healthy = eventually(lambda: all(
-                    tier["fault"] is None for tier in second.status()["lmc"]["tiers"]))
-                check("remote, a store that hung: it is used again", healthy,
-                      str(second.status()["lmc"]["tiers"]))
+                second = hang(run, redis, stores[kind], second, engine)
+                servers.append(second)
             engine.kill()
             free = eventually(lambda: not any(second.held().values()))
             check(f"remote, {kind}: nothing is held afterwards", free, str(second.held()))
@@ -683,24 +591,15 @@ def skip_save(run):
     """A request that says lmcache.skip_save stores nothing; the same one without it does."""
     if run.args.peer:
         return
-    engine = run.engine("skip-save").ready()
-    batch = prompts(8, *LENGTHS)
-    skips = [{"ids": ids, "transfer": {"lmcache.skip_save": True}} for ids in batch]
-    for time_of in ("first", "second"):
-        ids, cached = engine.generate(skips)
-        check(f"skip_save: ids of the {time_of} request are those without a connector",
-              ids == run.plain["float32", 8])
-        check(f"skip_save: nothing is cached at the {time_of} request",
-              cached == [0] * len(batch), str(cached))
-    run.cold_and_warm("skip_save, then without it", engine, 8)
-    engine.kill()
+    run.skip_save("skip_save", run.one)
     run.nothing_held("skip_save")
 
 
 def wrong_dtype(run):
     """An engine of the same model name in bfloat16 beside one in float32."""
+    half = run.engine("half", dtype="bfloat16")
     ids, _ = run.one.generate(prompts(1, *LENGTHS))
-    half = run.engine("half", dtype="bfloat16").ready()
+    half.ready()
     answers, cached = [], []
     for _ in range(2):
         for prompt in prompts(1, *LENGTHS):
@@ -718,84 +617,160 @@ def wrong_dtype(run):
 
 
 def serve(run):
-    """`vllm serve` with the line that `lmc serve` printed, asked over HTTP, as a user would."""
-    http = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", run.model]
-    # The model has no tokenizer: prompts and answers are token ids.
-    command += ["--tokens-only", "--skip-tokenizer-init", "--dtype", "float32"]
-    command += ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "4096"]
-    command += ["--max-num-batched-tokens", "8192", "--host", "127.0.0.1", "--port", str(http)]
-    command += ["--kv-transfer-config", run.server.transfer_config()]
-    env = dict(os.environ, VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
-               OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    child = Child("vllm-serve", command, env=env)
+    """`vllm serve` with the line that `lmc serve` printed, and lmc's own connector as its page says,
+    asked over HTTP, as a user would."""
+    with contextlib.ExitStack() as stack:
+        child = stack.enter_context(
+            VllmServe(run.model, *TOKENS, "--kv-transfer-config", run.server.transfer_config(),
+                      paths=[run.args.package]))
+        # It is installed while the other starts.
+        if run.args.package:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            page = stack.enter_context(Page(run, folder))
+        run.server_clear()
+        ask_twice(run, "vllm serve", child)
+        if run.args.package:
+            ask_twice(run, "vllm serve, own", page.vllm)
+            counted = eventually(lambda: page.vllm.metric("vllm:lmc_total"), 10)
+            check("vllm serve, own: vLLM's metrics hold the connector's", counted > 0, str(counted))
 
-    def up():
-        with contextlib.suppress(OSError):
-            return urllib.request.urlopen(f"http://127.0.0.1:{http}/health", timeout=2).status
-        if child.process.poll() is not None:
-            raise RuntimeError(f"vllm serve ended\n{child.tail(30)}")
-        return None
 
-    if not check("vllm serve: starts", eventually(up, START_DEADLINE) == 200):
-        print(child.tail(30))
-        return
+def ask_twice(run, name, child):
+    """Asks a `vllm serve` over HTTP, cold and warm."""
+    child.ready()
 
     def ask(ids):
         body = {"token_ids": ids, "sampling_params": {"max_tokens": MAX_TOKENS,
                 "temperature": 0, "ignore_eos": True, "detokenize": False}, "model": run.model}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{http}/inference/v1/generate", json.dumps(body).encode(),
-            {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=ANSWER_DEADLINE) as answer:
+        with child.open("/inference/v1/generate", body, ANSWER_DEADLINE) as answer:
             return json.load(answer)["choices"][0]["token_ids"]
 
-    def cached_tokens():
-        with urllib.request.urlopen(f"http://127.0.0.1:{http}/metrics", timeout=5) as answer:
-            lines = answer.read().decode().splitlines()
-        hits = [l for l in lines if l.startswith("vllm:external_prefix_cache_hits_total")]
-        return sum(float(l.rsplit(" ", 1)[1]) for l in hits)
+    def hits():
+        return child.metric("vllm:external_prefix_cache_hits_total")
 
-    run.server_clear()
     prompt = prompts(2, *LENGTHS)[2]
-    cold, warm = ask(prompt), ask(prompt)
+    answers, found = [ask(prompt)], []
+
+    def is_warm():
+        # The chunks may be stored after the answer.
+        before = hits()
+        answers.append(ask(prompt))
+        eventually(lambda: hits() > before, 3)
+        found.append(hits() - before)
+        return found[-1] == 1024
+
+    check(f"{name}: then 1024 tokens come from the cache", eventually(is_warm), str(found))
     plain = run.plain["float32", 2][2]
-    check("vllm serve: cold and warm ids are those without a connector", cold == warm == plain)
-    hits = eventually(cached_tokens, 10)
-    check("vllm serve: the second time 1024 tokens come from the cache", hits == 1024, str(hits))
-    child.kill(signal.SIGTERM)
+    check(f"{name}: cold and warm ids are those without a connector",
+          all(ids == plain for ids in answers))
 
 
 def tensor_parallel(run):
-    """Two ranks, each with its half of every chunk."""
+    """Two ranks, each with its half of every chunk; of lmc's connector also its KV events, and one
+    rank whose loads fail, or come late."""
+    for connector in run.connectors:
+        with Subscriber() as subscriber:
+            tensor_parallel_of(run, connector, subscriber)
+
+
+def tensor_parallel_of(run, connector, subscriber):
+    name = f"tensor parallel, {connector}"
+    own = {"faulty": True, "events": subscriber.port} if connector == "lmc" else {}
     # Its ranks wait for each other by spinning, so on two cores its signs of life are late.
-    pair = run.engine("pair", tp=2, heartbeat=10, timeout=60)
-    pair.ready()
+    pair = run.engine(f"pair-{connector}", tp=2, heartbeat=10, timeout=60, connector=connector,
+                      **own).ready()
     batch = prompts(1, *LENGTHS)[1:2]
-    cold, none = pair.generate(batch)
-    warm, cached = pair.generate(batch)
-    check("tensor parallel: cold and warm ids are those of one rank without a connector",
-          cold == warm == run.plain["float32", 1][1:2])
-    check("tensor parallel: both ranks' chunks are found", none == [0] and cached == [512],
-          f"{none} {cached}")
+
+    def stored():
+        return run.server.status()["lmc"]["engine"]["inserted"]
+
+    if connector == "lmc":
+        subscriber.join()
+    before = 0 if run.args.peer else stored()
+    answers = [pair.generate(batch)]
+    if not run.args.peer:
+        # A rank that gets no core stores its chunks after the answer.
+        eventually(lambda: stored() == before + 4, 5)
+
+    def found():
+        # One that got no core for so long that it lost the server stores them now.
+        answers.append(pair.generate(batch))
+        return answers[-1][1] == [512]
+
+    check(f"{name}: both ranks' chunks are found", eventually(found, 90) and not any(answers[0][1]),
+          str([cached for _, cached in answers]))
+    if not run.args.peer:
+        check(f"{name}: each rank stores two chunks", eventually(lambda: stored() == before + 4))
+    check(f"{name}: ids are those of one rank without a connector",
+          all(ids == run.plain["float32", 1][1:2] for ids, _ in answers))
+    if connector == "lmc":
+        if pair.said(LOST):
+            print("(a rank lost the server meanwhile: events are compared by the scenario events)")
+        else:
+            subscriber.check(f"{name}, events", pair, batch)
+        rank_faults(run, name, pair)
     pair.quit()
-    run.nothing_held("tensor parallel")
+    run.nothing_held(name)
 
 
-SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart, peers, remote,
-             skip_save, wrong_dtype, serve, tensor_parallel]
+def rank_faults(run, name, pair):
+    """The second rank fails to load some requests, and loads others steps later than the first."""
+    batch, plain = prompts(1, *LENGTHS), run.plain["float32", 1]
+    right = []
+
+    def is_warm():
+        ids, cached = pair.generate(batch)
+        right.append(ids == plain)
+        return cached == expected_hits(*LENGTHS)
+
+    # Ranks that get no core store their chunks after the answer, or lose the server for a while.
+    check(f"{name}: five prompts are stored", eventually(is_warm, 90))
+    for fault in ("fails", "late", "late and fails"):
+        # Two with the fault among others.
+        faulty = [{"ids": ids} | ({"transfer": {"lmc.fault": fault}} if n in (1, 2) else {})
+                  for n, ids in enumerate(batch)]
+
+        def faults():
+            before = pair.said(f"fault: {fault}, ")
+            outputs = pair.outputs(faulty)
+            right.append([o["ids"] for o in outputs] == plain
+                         and {o["finish"] for o in outputs} == {"length"})
+            if pair.said(f"fault: {fault}, ") == before + 2:
+                return True
+            eventually(is_warm, 90)
+            return False
+
+        check(f"{name}, a rank {fault}: two requests do so", eventually(faults, 90))
+        check(f"{name}, a rank {fault}: the next requests are warm", eventually(is_warm, 90))
+    pair.abort([{"ids": ids, "transfer": {"lmc.fault": "late"}} for ids in batch[1:3]], 4)
+    check(f"{name}, aborted while a rank is late: the next requests are warm",
+          eventually(is_warm, 90))
+    check(f"{name}, with a rank that fails or is late: ids and ends are those without a connector",
+          all(right), str(right))
+
+
+# `connector` is the last: it kills the server, whose chunks `sharing_and_death` finds.
+SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart, peers,
+             remote, skip_save, wrong_dtype, serve, tensor_parallel, events, containers, lora,
+             hybrid, latent, lmcache_server, connector]
+
+
+# What uses `run.one`, an engine with the stock connector.
+NEED_ONE = (sharing_and_death, server_restart, skip_save, wrong_dtype)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server-bin", default="target/release/lmc")
     parser.add_argument("--model", default=os.path.join(sys.prefix, "model"))
+    parser.add_argument("--package", help="folder with lmc's Python package")
     parser.add_argument("--peer", choices=["lmcache"])
     parser.add_argument("--only", nargs="*", metavar="NAME",
                         help="of: " + ", ".join(s.__name__ for s in SCENARIOS))
     args = parser.parse_args()
     if args.peer is not None:
         checks.known_faults = PEER_FAULTS
+    Engine.package = args.package
     started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))
     run = Run(args)
@@ -813,17 +788,20 @@ def main():
         for scenario in SCENARIOS:
             if args.only and scenario.__name__ not in args.only:
                 continue
-            if scenario in (sharing_and_death, server_restart, wrong_dtype) and not hasattr(
-                run, "one"
-            ):
+            if scenario in NEED_ONE and not hasattr(run, "one"):
                 run.one = run.engine("one").ready()
                 run.one.generate(prompts(1, *LENGTHS))
             print(f"---- {scenario.__name__}: {scenario.__doc__} "
                   f"[{time.monotonic() - started:.0f} s]", flush=True)
+            others = set(Child.running)
             try:
                 scenario(run)
             except Exception as error:  # A scenario that breaks must not hide the others.
                 check(f"{scenario.__name__}", False, str(error))
+                shared = {run.server.child, getattr(run, "one", None)}
+                for child in set(Child.running) - others - shared:
+                    # A server removes its pool when asked to end.
+                    child.kill(signal.SIGTERM if child.name == "server" else signal.SIGKILL)
     finally:
         for child in Child.running:
             if child is not run.server.child:

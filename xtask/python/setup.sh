@@ -12,26 +12,12 @@ VLLM=0.32.0
 LMCACHE=0.5.6
 key=$(cat "$here/requirements.txt" "$here/setup.sh" "$here/common.sh" "$here/model.py" | sha256sum | cut -c1-12)
 
-# The versions in requirements.txt were chosen for this one, and vLLM's wheels are made for few.
-python_3_11() {
-    for python in python3.11 python3; do
-        if "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-            echo "$python"
-            return
-        fi
-    done
-}
-
 make() {
     local folder=$1 python site
     log "making $folder (downloads about 2.5 GB from PyPI the first time, 6 GB on disk)"
-    python=$(python_3_11)
-    if [ -z "$python" ]; then
-        debian python3
-        python=$(python_3_11)
-    fi
-    [ -n "$python" ] ||
-        cannot "no Python 3.11, for which vLLM's packages are pinned: install it so that python3.11 runs"
+    # The versions in requirements.txt were chosen for this one, and vLLM's wheels are made for few.
+    find_python 'sys.version_info[:2] == (3, 11)' \
+        "no Python 3.11, for which vLLM's packages are pinned: install it so that python3.11 runs"
     # vLLM's kernels are linked to it; without it vLLM is imported, warns, and dies at the first step.
     "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || debian libnuma1
     log "1 of 4: $(grep -vc '^#' "$here/requirements.txt") pinned packages"

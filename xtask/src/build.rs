@@ -1,4 +1,5 @@
-//! `cargo xtask test-build`: what a newcomer builds, without a warning.
+//! `cargo xtask test-build`: what a newcomer builds, without a warning; `cargo xtask test-features`:
+//! every library alone, with none of its features and with each.
 //!
 //! Cargo has no stable setting that denies warnings, and `RUSTFLAGS` would build everything a
 //! second time. Cargo repeats the warnings of what it built earlier, so its output is read.
@@ -13,11 +14,50 @@ use crate::toolchain;
 /// Every crate as a program gets it that embeds it: without the features that our tests turn on.
 const CRATES: &str = "cargo check --workspace --locked";
 
+/// Features that build only with tools that a machine may lack.
+const NEEDS_TOOLS: [&str; 1] = ["nixl"];
+
+/// Builds each library alone. A build of the workspace gives a dependency the features that any
+/// crate asks for, so that it does not show what one of them lacks without the others.
+pub(crate) fn run_features() -> Result<bool> {
+    let mut lines = Vec::new();
+    for entry in std::fs::read_dir("crates").context("crates")? {
+        let folder = entry?.path();
+        let manifest = folder.join("Cargo.toml");
+        if !folder.join("src/lib.rs").exists() {
+            continue;
+        }
+        let text = std::fs::read_to_string(&manifest);
+        let text = text.with_context(|| manifest.display().to_string())?;
+        let manifest: toml::Table = text.parse().context(manifest.display().to_string())?;
+        lines.extend(alone(&manifest));
+    }
+    lines.sort();
+    check(lines)
+}
+
+/// The commands that build a library with none of its features, and with each.
+fn alone(manifest: &toml::Table) -> Vec<String> {
+    let name = manifest["package"]["name"].as_str().unwrap_or_default();
+    let base = format!("cargo check --locked -p {name} --lib --no-default-features");
+    let features = manifest.get("features").and_then(|it| it.as_table());
+    let features = features.into_iter().flat_map(|table| table.keys());
+    let with = features
+        .filter(|feature| !NEEDS_TOOLS.contains(&feature.as_str()))
+        .map(|feature| format!("{base} --features {feature}"));
+    std::iter::once(base.clone()).chain(with).collect()
+}
+
 pub(crate) fn run() -> Result<bool> {
     let readme = std::fs::read_to_string("README.md").context("README.md")?;
     let mut lines = builds(&readme);
     ensure!(!lines.is_empty(), "README.md has no `cargo run`");
     lines.push(CRATES.to_owned());
+    check(lines)
+}
+
+/// Runs builds and counts those without a warning. Returns true if all are.
+fn check(lines: Vec<String>) -> Result<bool> {
     let (mut passed, mut failed) = (0, 0);
     let denies_warnings = toolchain::denies_warnings();
     for line in lines {
@@ -86,6 +126,16 @@ mod tests {
             "cargo build --locked -p lmc-engine --example embed",
         ];
         assert_eq!(builds(page), wanted);
+    }
+
+    #[test]
+    fn a_library_is_built_with_none_of_its_features_and_with_each() {
+        let manifest = "[package]\nname = \"a\"\n[features]\nnixl = []\nredis = []\n";
+        let base = "cargo check --locked -p a --lib --no-default-features";
+        assert_eq!(
+            alone(&manifest.parse().expect("a manifest")),
+            [base.to_owned(), format!("{base} --features redis")]
+        );
     }
 
     /// The release build warned of unused code, and of two examples of one name, while CI built

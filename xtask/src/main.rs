@@ -22,6 +22,7 @@ mod toolchain;
 mod two_sides;
 mod ucx;
 mod vllm;
+mod wheel;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
@@ -48,14 +49,21 @@ enum Action {
     /// Run the gate and the lab: all there is to check; sets up what it needs, says what it does
     #[command(alias = "ci")]
     Test(test::StepArgs),
-    /// Check layering, file sizes, links, invariants, unsafe code
-    Tidy,
+    Tidy(tidy::TidyArgs),
     /// Build what a newcomer builds, without a warning
     TestBuild,
+    /// Build every library alone, with none of its features and with each
+    TestFeatures,
     /// Run real vLLM on CPU against `lmc serve`: --only NAME..., --peer lmcache
     TestVllm(vllm::ScriptArgs),
     /// Run LMCache's command-line tools and benchmark against `lmc serve`
     TestCli(vllm::ScriptArgs),
+    /// Test the logic of lmc's Python package, without vLLM and without a server
+    TestPython,
+    /// Compare what lmc's connector uses of vLLM with the next version's wheel on PyPI
+    TestInterface(vllm::InterfaceArgs),
+    /// Build the Python wheel, which holds the program, and check it
+    Wheel,
     /// Test NIXL channels on the real library, which it fetches from PyPI
     TestNixl {
         /// Fail where the library cannot be had
@@ -91,10 +99,14 @@ fn run(action: &Action) -> Result<bool> {
     match action {
         Action::Check(args) => test::check(args),
         Action::Test(args) => test::run(args),
-        Action::Tidy => tidy::run(),
+        Action::Tidy(args) => tidy::run(args),
         Action::TestBuild => build::run(),
+        Action::TestFeatures => build::run_features(),
         Action::TestVllm(args) => vllm::run(args),
         Action::TestCli(args) => vllm::run_cli(args),
+        Action::TestPython => vllm::run_python(),
+        Action::TestInterface(args) => vllm::run_interface(args),
+        Action::Wheel => wheel::run(),
         Action::TestNixl { require } => nixl::run(*require),
         Action::TestMultinode => multinode::run(),
         Action::TestRemote => remote::run(),
@@ -123,12 +135,14 @@ fn build_release(flags: &str) -> Result<PathBuf> {
     let built = build.stdin(Stdio::null()).status();
     let built = built.context("cannot run cargo")?;
     ensure!(built.success(), "{typed} failed: see above");
-    // This program is …/target/debug/xtask.
+    Ok(target()?.join("release"))
+}
+
+/// Returns the folder that cargo builds into: this program is …/target/debug/xtask.
+fn target() -> Result<PathBuf> {
     let own = std::env::current_exe()?;
     let target = own.parent().and_then(Path::parent);
-    Ok(target
-        .context("xtask lies in a target folder")?
-        .join("release"))
+    Ok(target.context("xtask lies in a target folder")?.to_owned())
 }
 
 /// The folder of the workspace.

@@ -208,7 +208,7 @@ impl Namespaces {
         // UCX lists interfaces once, when its backend is made.
         let begun = Instant::now();
         while !(namespaces.is_up(0)? && namespaces.is_up(1)?) {
-            ensure!(begun.elapsed() < COMMAND, "the veth does not come up");
+            ensure!(begun.elapsed() < COMMAND, "the veth is not up in time");
             std::thread::sleep(Duration::from_millis(20));
         }
         Ok(namespaces)

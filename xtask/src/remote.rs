@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use crate::outcomes::Outcomes;
 use crate::{packages, scripts, shown};
@@ -12,37 +12,71 @@ use crate::{packages, scripts, shown};
 /// Time for the tests of one kind of store, with their build.
 const LIMIT: Duration = Duration::from_secs(1800);
 
-/// The tests of the tier, and of the program's commands.
+/// The tests of the tier, and the files with tests of the program over each kind of store.
 const TIER: [&str; 2] = ["--package=lmc-backend-remote", "--all-features"];
-const COMMANDS: [&str; 2] = ["--package=lmc-server", "--test=remote_tools"];
+const OVER_REDIS: [&str; 4] = [
+    "--test=remote",
+    "--test=remote_secrets",
+    "--test=remote_shared",
+    "--test=remote_tools",
+];
+const OVER_S3: [&str; 2] = ["--test=remote", "--test=remote_tools"];
 
 pub(crate) fn run() -> Result<bool> {
     let mut outcomes = Outcomes::default();
+    println!("\n==> mounts");
+    match file_systems() {
+        Ok(()) => outcomes.ran("mounts", mounts()),
+        Err(why) => outcomes.skip("mounts", &why),
+    }
     println!("\n==> redis");
     let had = packages::install("redis-server", "redis-server")
         .and_then(|()| packages::install("redis-cli", "redis-tools"))
         .and_then(|()| packages::install("openssl", "openssl"));
     match had {
-        Ok(()) => outcomes.ran("redis", all_tests("redis", None)),
+        Ok(()) => outcomes.ran("redis", all_tests("redis", &OVER_REDIS, None)),
         Err(why) => outcomes.skip("redis", &why),
     }
     println!("\n==> s3");
     match s3_servers() {
-        Ok(bin) => outcomes.ran("s3", all_tests("s3", Some(&bin))),
+        Ok(bin) => outcomes.ran("s3", all_tests("s3", &OVER_S3, Some(&bin))),
         Err(why) => outcomes.skip("s3", &why),
     }
     Ok(outcomes.finish())
 }
 
+/// Checks that file systems can be mounted that are full, or served by a program.
+fn file_systems() -> Result<()> {
+    ensure!(
+        packages::is_root(),
+        "file systems are mounted by root alone"
+    );
+    ensure!(Path::new("/dev/fuse").exists(), "there is no /dev/fuse");
+    packages::install("sshfs", "sshfs")?;
+    packages::install("/usr/lib/openssh/sftp-server", "openssh-sftp-server")?;
+    packages::install("mkfs.ext4", "e2fsprogs")
+}
+
+/// Runs the tests that mount file systems, which no other process sees.
+fn mounts() -> Result<String> {
+    let mut tests = Command::new("unshare");
+    tests.args(["--mount", "cargo", "test", "--locked"]);
+    tests.args(TIER).args(["--test=mounts", "--", "--ignored"]);
+    let passed = shown::passed(&shown::output(&mut tests, LIMIT)?)?;
+    Ok(format!(
+        "{passed} cases over file systems that were mounted"
+    ))
+}
+
 /// Runs the tests of the tier and of the commands over one kind of store.
-fn all_tests(kind: &str, programs: Option<&Path>) -> Result<String> {
+fn all_tests(kind: &str, files: &[&str], programs: Option<&Path>) -> Result<String> {
     let file = format!("--test={kind}");
     let tier = tests(&[TIER[0], TIER[1], &file, "--", "--ignored"], programs)?;
-    let commands = tests(
-        &[COMMANDS[0], COMMANDS[1], "--", "--ignored", kind],
-        programs,
-    )?;
-    Ok(format!("{tier} cases, and {commands} of `lmc remote`"))
+    let program = [&["--package=lmc-server"], files, &["--", "--ignored", kind]].concat();
+    let program = tests(&program, programs)?;
+    Ok(format!(
+        "{tier} cases of the tier, and {program} of the program"
+    ))
 }
 
 /// Returns the folder of the programs `s3s-fs` and `moto_server`.

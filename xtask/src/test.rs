@@ -76,6 +76,7 @@ fn gate(has: &Has) -> Vec<Step> {
         Step::new("deny", "cargo deny --locked check bans licenses sources"),
         Step::new("clippy", clippy),
         Step::new("features", default_features),
+        Step::new("alone", "cargo xtask test-features"),
         match has.denies_warnings {
             true => docs.with("RUSTDOCFLAGS", "-Dwarnings"),
             false => docs,
@@ -102,6 +103,9 @@ fn lab() -> Vec<Step> {
             "cargo xtask test-rdma --level best --level tcp --level cma",
         ),
         Step::new("remote", "cargo xtask test-remote"),
+        Step::new("python", "cargo xtask test-python"),
+        Step::new("interface", "cargo xtask test-interface"),
+        Step::new("wheel", "cargo xtask wheel"),
         Step::new("vllm", "cargo xtask test-vllm"),
         Step::new("cli", "cargo xtask test-cli"),
     ]

@@ -71,7 +71,7 @@ pub(crate) struct TwoSides<'a> {
     pub(crate) driver: End,
     /// A folder of its own for what is said.
     pub(crate) logs: &'a Path,
-    /// For all of it.
+    /// Time limit of the whole run.
     pub(crate) limit: Duration,
 }
 
@@ -138,13 +138,13 @@ impl Suite {
 #[derive(Debug, Clone)]
 pub(crate) struct Cell {
     pub(crate) operation: String,
-    /// Of one object.
+    /// Bytes of one object.
     pub(crate) bytes: u64,
     /// Objects of a batch.
     pub(crate) batch: u64,
     /// Batches that were timed.
     pub(crate) rounds: u64,
-    /// Of one batch.
+    /// Median time of one batch.
     pub(crate) median_us: f64,
     pub(crate) gib_per_s: f64,
 }

@@ -102,7 +102,7 @@ pub(crate) fn environment(
     variables.into_iter().map(owned).collect()
 }
 
-/// From UCX's log, how it reaches peers: what stands after `cfg#1`. That of a process to itself
+/// Reads from UCX's log how it reaches peers: the text after `cfg#1`. That of a process to itself
 /// is left out.
 pub(crate) fn configurations(log: &str) -> Vec<&str> {
     let between =

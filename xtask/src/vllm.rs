@@ -1,6 +1,6 @@
 //! `cargo xtask test-vllm` and `test-cli`: real clients of the protocol against the server.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
@@ -33,26 +33,69 @@ pub(crate) struct ScriptArgs {
     args: Vec<String>,
 }
 
-/// Runs the scenarios of xtask/python/scenarios.py. Whether all of them passed.
+/// Runs the scenarios of xtask/python/scenarios.py with what the wheel installs. Whether all of
+/// them passed.
 pub(crate) fn run(args: &ScriptArgs) -> Result<bool> {
-    checks("xtask/python/scenarios.py", &args.args)
+    let script = "xtask/python/scenarios.py";
+    let package = match crate::wheel::installed() {
+        Ok(folder) => folder,
+        Err(why) if why.is::<NotToBeHad>() => return Ok(scripts::skipped(script, &why)),
+        Err(fault) => return Err(fault),
+    };
+    let own = ["--package".to_owned(), package.display().to_string()];
+    let args = [&own[..], &args.args].concat();
+    checks(script, &package.join("bin/lmc"), &args)
+}
+
+/// Runs the tests of the Python package that need no vLLM, with the native module and a server as
+/// they are built for tests. Whether all passed.
+pub(crate) fn run_python() -> Result<bool> {
+    let mut build = Command::new("cargo");
+    // What the tests of the workspace were built from: other targets would have other features, and
+    // be compiled once more.
+    build.args(["build", "--locked", "--workspace", "--all-targets"]);
+    let built = build.stdin(Stdio::null()).status();
+    if !built.context("cannot run cargo")?.success() {
+        return Ok(false);
+    }
+    let folder = crate::target()?.join("debug");
+    let mut tests = Command::new("python3");
+    tests.args(["-m", "unittest", "discover", "-s", ".", "-t", "."]);
+    tests.env("LMC_NATIVE", folder.join("lib_native.so"));
+    tests.env("LMC_PROGRAM", folder.join("lmc"));
+    let status = tests.current_dir("python").stdin(Stdio::null()).status();
+    Ok(status.context("cannot run python3")?.success())
+}
+
+/// Version of vLLM after the one that the connector is tested with.
+const NEXT_VLLM: &str = "0.33.0";
+
+/// Arguments of `cargo xtask test-interface`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct InterfaceArgs {
+    /// Version of vLLM to compare with
+    #[arg(default_value = NEXT_VLLM, value_name = "VERSION")]
+    version: String,
+}
+
+/// Compares what the connector uses of vLLM with another version of it. Whether nothing differs.
+pub(crate) fn run_interface(args: &InterfaceArgs) -> Result<bool> {
+    let mut check = Command::new("python3");
+    check.args(["xtask/python/interface_check.py", &args.version]);
+    let status = check.stdin(Stdio::null()).status();
+    Ok(status.context("cannot run python3")?.success())
 }
 
 /// Runs LMCache's own command-line tools against the server. Whether all did what they should.
 pub(crate) fn run_cli(args: &ScriptArgs) -> Result<bool> {
-    checks("xtask/python/cli_check.py", &args.args)
+    checks("xtask/python/cli_check.py", &build_server()?, &args.args)
 }
 
-/// Runs a script of checks against the server, in the Python environment.
-fn checks(script: &str, args: &[String]) -> Result<bool> {
-    let server = build_server()?;
+/// Runs a script of checks against a server, in the Python environment.
+fn checks(script: &str, server: &Path, args: &[String]) -> Result<bool> {
     let folder = match environment() {
         Ok(folder) => folder,
-        Err(why) if why.is::<NotToBeHad>() => {
-            println!("SKIPPED {script}: {why:#}");
-            println!("0 passed, 0 failed, 1 skipped");
-            return Ok(true);
-        }
+        Err(why) if why.is::<NotToBeHad>() => return Ok(scripts::skipped(script, &why)),
         Err(fault) => return Err(fault),
     };
     let python = format!("{folder}/bin/python");
@@ -64,7 +107,7 @@ fn checks(script: &str, args: &[String]) -> Result<bool> {
     let status = Command::new(&python)
         .arg(script)
         .arg("--server-bin")
-        .arg(&server)
+        .arg(server)
         .args(args)
         .stdin(Stdio::null())
         .status()

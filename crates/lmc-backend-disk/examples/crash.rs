@@ -75,7 +75,7 @@ fn len(n: u64) -> u64 {
     SIZES[(n % SIZES.len() as u64) as usize]
 }
 
-/// In one call, so that a line is there whole or not at all.
+/// Prints a line in one call, so that the line is there whole or not at all.
 fn tell(what: char, n: u64) -> io::Result<()> {
     let line = format!("{what} {n}\n");
     let mut out = io::stdout().lock();

@@ -33,12 +33,12 @@ const MIN_SIZE: u64 = 4 << 20;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DiskIo {
-    /// By io_uring where the kernel lets us, else by threads.
+    /// Uses io_uring where the kernel allows it, else threads.
     #[default]
     Auto,
-    /// By io_uring, or not at all.
+    /// Uses io_uring, or refuses to start.
     Uring,
-    /// By threads that block.
+    /// Uses threads that block.
     Threads,
 }
 

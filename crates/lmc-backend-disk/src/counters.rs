@@ -19,7 +19,7 @@ macro_rules! counters {
         }
 
         impl DiskStats {
-            /// Each by its name.
+            /// Returns each counter with its name.
             pub fn named(&self) -> Vec<(&'static str, u64)> {
                 vec![$((stringify!($name), self.$name)),*]
             }

@@ -59,7 +59,7 @@ pub enum DiskError {
         set: String,
         /// A folder of another set.
         other_path: PathBuf,
-        /// That set.
+        /// Id of the other set.
         other_set: String,
     },
     /// The record of the last clear, outside of the drives, cannot be read or written.

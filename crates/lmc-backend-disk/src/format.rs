@@ -428,7 +428,7 @@ impl Record {
         }
     }
 
-    /// None for a kind that this version does not know.
+    /// Decodes a record; `None` for a kind that this version does not know.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let mut r = Reader::new(bytes);
         let kind = r.u32();
@@ -563,7 +563,7 @@ pub(crate) fn decode_frame(
 /// without gaps, padded to a whole block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CheckpointHeader {
-    /// That of its records, see [`version_of`].
+    /// Version of the file's records, see [`version_of`].
     pub(crate) version: u32,
     pub(crate) drive_id: [u8; 16],
     /// The log whose frames follow on this checkpoint.

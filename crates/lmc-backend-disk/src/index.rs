@@ -24,7 +24,7 @@ struct Chunk {
 /// The segment of a chunk, and its index in the segment's list.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
-    /// That of its key.
+    /// Hash of the chunk's key.
     hash: u64,
     segment: u32,
     /// Index in the segment's list.
@@ -57,7 +57,8 @@ pub(crate) struct Segment {
     busy: u32,
     /// True if the segment's file exists.
     made: bool,
-    /// All was cleared while it was busy: it is free when it is not any more.
+    /// True if the index was cleared while the segment was busy: the segment is free when its
+    /// operations end.
     cleared: bool,
 }
 
@@ -72,9 +73,9 @@ pub(crate) struct Extent {
 /// Result of an allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Allocation {
-    /// Here.
+    /// The extent in the current segment.
     Extent(Extent),
-    /// At the start of a segment's next use, which must be logged.
+    /// The extent at the start of a segment's next use, which must be logged.
     Begun {
         extent: Extent,
         begin: Record,
@@ -140,7 +141,7 @@ pub(crate) const SNAPSHOT_PART: usize = 4096;
 /// Progress of a snapshot of an index.
 #[derive(Debug)]
 pub(crate) struct Snapshot {
-    /// Of each segment when it began.
+    /// Generation of each segment when the snapshot began.
     generations: Vec<u64>,
     /// The segment whose chunks are being copied, and the next of them in its list.
     segment: usize,

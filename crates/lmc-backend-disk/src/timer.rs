@@ -28,7 +28,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// By deadline; the number tells those of one instant apart.
+    /// Watched operations by deadline; the number distinguishes those of one instant.
     watched: BTreeMap<(Instant, u64), Weak<dyn Expire>>,
     number: u64,
     stopped: bool,

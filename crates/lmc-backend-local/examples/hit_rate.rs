@@ -1,6 +1,7 @@
 //! Hit ratio of each policy on real request traces, by capacity.
 //!
-//! `cargo run --release -p lmc-backend-local --example hit_rate [FOLDER]`
+//! `cargo xtask bench hit-rate FOLDER`, with a folder of traces such as Mooncake publishes in
+//! `FAST25-release/traces` of github.com/kvcache-ai/Mooncake.
 //!
 //! Replays traces in Mooncake's format (one JSON object a line with `hash_ids`, one id for each
 //! block of 512 tokens, equal ids for equal prefixes) through a `LocalTier`: each request leases
@@ -123,8 +124,10 @@ fn belady(trace: &[Vec<u64>], blocks: usize) -> usize {
 }
 
 fn main() {
-    let beside = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/traces");
-    let folder = env::args().nth(1).map_or(beside, PathBuf::from);
+    let Some(folder) = env::args().nth(1).map(PathBuf::from) else {
+        eprintln!("hit_rate FOLDER: a folder of traces in Mooncake's format is required");
+        std::process::exit(2);
+    };
     let mut traces: Vec<PathBuf> = fs::read_dir(&folder)
         .unwrap_or_else(|error| panic!("no folder of traces at {}: {error}", folder.display()))
         .filter_map(|entry| Some(entry.ok()?.path()))

@@ -1,6 +1,6 @@
 //! Measures the time and the heap of the index, at 10 thousand to 10 million chunks.
 //!
-//! `cargo run --release -p lmc-backend-local --example index_speed [CHUNKS…]`
+//! `cargo xtask bench index [CHUNKS…]`
 
 #[path = "../tests/support/counting_alloc.rs"]
 mod counting_alloc;

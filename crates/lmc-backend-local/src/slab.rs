@@ -113,11 +113,11 @@ const STATE_MASK: u8 = 0b11;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum EvictionState {
-    /// In its policy's queues.
+    /// Queued by its policy.
     Queued = 0,
     /// Taken out because it was leased or pinned when its turn came; comes back as just used.
     Held,
-    /// In its class's list of entries whose turn came while children were resident.
+    /// Listed by its class: its turn came while children were resident.
     Parent,
 }
 

@@ -9,9 +9,13 @@ use std::time::{Duration, Instant};
 use lmc_backend::conformance::Rng;
 use lmc_backend_p2p::Session;
 use lmc_backend_p2p::directory::{
-    Announce, Announced, DirectoryHost, Find, Fingerprint, MAX_ANNOUNCED, TableLimits,
+    Announce, Announced, DirectoryHost, DirectoryServer, Find, Fingerprint, MAX_ANNOUNCED,
+    TableLimits,
 };
 use lmc_backend_p2p::message::{Hello, OLDEST_VERSION, Reply, Request, VERSION};
+use lmc_memory::ArenaConfig;
+use lmc_transfer::{ChannelConfig, SocketChannel, SocketConfig, TransferChannel, block_on};
+use tokio::runtime::{Builder, Handle};
 
 /// Chunks of a prompt.
 const PROMPT: u64 = 512;
@@ -19,6 +23,65 @@ const PROMPT: u64 = 512;
 fn fingerprint(n: u64) -> Fingerprint {
     let [a, b, c, d, e, f, ..] = Rng::new(n).next_u64().to_le_bytes();
     Fingerprint::from_bytes([a, b, c, d, e, f])
+}
+
+fn hello(name: &str) -> Request {
+    Request::Hello(Hello {
+        oldest: OLDEST_VERSION,
+        newest: VERSION,
+        features: 0,
+        name: name.to_owned(),
+        address: "10.0.0.1:7700".to_owned(),
+        chunk_size: 256,
+        algorithm: "blake3".to_owned(),
+        clears: lmc_backend_p2p::Clears::default(),
+        spaces: Vec::new(),
+        nixl: None,
+    })
+}
+
+/// A member that is connected to its directory over loopback.
+struct Connected {
+    channel: SocketChannel,
+    /// Listens until it is dropped.
+    _directory: DirectoryServer,
+}
+
+impl Connected {
+    fn new(host: &Arc<DirectoryHost>, runtime: &Handle) -> Self {
+        let config = |name: &str| {
+            let arena = ArenaConfig::anonymous(1 << 20).build().expect("1 MiB");
+            let channel = ChannelConfig::new(name.parse().expect("a name"), Arc::new(arena));
+            SocketConfig::new(channel, "tcp://127.0.0.1:0".parse().expect("an address"))
+        };
+        let host = Arc::clone(host);
+        let directory = DirectoryServer::start(host, config("directory"), runtime.clone())
+            .expect("loopback has free ports");
+        let channel = config("asker").build().expect("loopback has free ports");
+        let to = "directory".parse().expect("a name");
+        let at = directory.address();
+        block_on(channel.connect(&to, at, None, soon())).expect("it listens");
+        let this = Self {
+            channel,
+            _directory: directory,
+        };
+        let hello = hello("asker").to_bytes().expect("it fits");
+        let reply = Reply::from_bytes(&this.ask(hello)).expect("a reply");
+        assert!(matches!(reply, Reply::Hello(_)));
+        this
+    }
+
+    fn ask(&self, request: Vec<u8>) -> Vec<u8> {
+        let to = "directory".parse().expect("a name");
+        let asked = self.channel.ask(&to, request.into(), soon());
+        // Tokio would let a task that never yields wait for no more than 128 answers.
+        let answer = block_on(tokio::task::unconstrained(asked));
+        answer.expect("an answer").to_vec()
+    }
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(10)
 }
 
 /// A member as its directory sees it: messages as bytes.
@@ -42,19 +105,8 @@ impl Member {
             messages: 0,
             bytes: 0,
         };
-        let hello = Hello {
-            oldest: OLDEST_VERSION,
-            newest: VERSION,
-            features: 0,
-            name: format!("member-{number}"),
-            address: "10.0.0.1:7700".to_owned(),
-            chunk_size: 256,
-            algorithm: "blake3".to_owned(),
-            clears: lmc_backend_p2p::Clears::default(),
-            spaces: Vec::new(),
-            nixl: None,
-        };
-        assert!(matches!(this.ask(&Request::Hello(hello)), Reply::Hello(_)));
+        let hello = hello(&format!("member-{number}"));
+        assert!(matches!(this.ask(&hello), Reply::Hello(_)));
         this
     }
 
@@ -84,19 +136,22 @@ impl Member {
 
 fn main() {
     let entries = std::env::args().nth(1).and_then(|n| n.parse().ok());
-    let runtime = tokio::runtime::Builder::new_current_thread()
+    let mut sockets = Builder::new_multi_thread();
+    let sockets = sockets.worker_threads(2).enable_all().build();
+    let sockets = sockets.expect("threads");
+    let runtime = Builder::new_current_thread()
         .enable_time()
         .start_paused(true)
         .build()
         .expect("a runtime without IO can be built");
     runtime.block_on(async {
-        one_table(entries.unwrap_or(10_000_000)).await;
+        one_table(entries.unwrap_or(10_000_000), sockets.handle()).await;
         many_members(1000, 1000).await;
     });
 }
 
 /// Fills one directory by few members, and looks prompts up.
-async fn one_table(entries: u64) {
+async fn one_table(entries: u64, sockets: &Handle) {
     const MEMBERS: u64 = 10;
     let directory = host(entries as usize);
     let chunks = entries / MEMBERS;
@@ -124,7 +179,11 @@ async fn one_table(entries: u64) {
     assert!(each <= 24.0);
     let mut rng = Rng::new(1);
     let asker = members[0].session.clone();
-    let times = |what: &str, first: &mut dyn FnMut() -> u64| {
+    let here = |find: Vec<u8>| directory.serve(&asker, &find);
+    let connected = Connected::new(&directory, sockets);
+    let there = |find: Vec<u8>| connected.ask(find);
+    type Ask<'a> = &'a dyn Fn(Vec<u8>) -> Vec<u8>;
+    let times = |what: &str, ask: Ask<'_>, first: &mut dyn FnMut() -> u64| {
         let mut times: Vec<Duration> = Vec::new();
         for _ in 0..1000 {
             let first = first();
@@ -134,7 +193,7 @@ async fn one_table(entries: u64) {
             });
             let find = find.to_bytes().expect("it fits");
             let begun = Instant::now();
-            black_box(directory.serve(&asker, black_box(&find)));
+            black_box(ask(black_box(find)));
             times.push(begun.elapsed());
         }
         times.sort_unstable();
@@ -143,17 +202,17 @@ async fn one_table(entries: u64) {
             times[500], times[990]
         );
     };
-    times("all at one member", &mut || {
-        chunks + rng.below(entries - chunks - PROMPT)
-    });
+    let mut anywhere = || chunks + rng.below(entries - chunks - PROMPT);
+    times("all at one member", &here, &mut anywhere);
+    times("the same, asked over loopback", &there, &mut anywhere);
     tokio::time::sleep(Duration::from_secs(1)).await;
-    times("none there", &mut || u64::MAX / 2);
+    times("none there", &here, &mut || u64::MAX / 2);
     tokio::time::sleep(Duration::from_secs(1)).await;
     // A system prompt that all members have.
     for member in &mut members {
         member.announce(u64::MAX / 3..u64::MAX / 3 + PROMPT, 0..0);
     }
-    times("all at each member", &mut || u64::MAX / 3);
+    times("all at each member", &here, &mut || u64::MAX / 3);
 }
 
 fn host(entries: usize) -> Arc<DirectoryHost> {

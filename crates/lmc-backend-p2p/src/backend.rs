@@ -1,11 +1,13 @@
 //! [`P2pBackend`]: peers as a tier of the engine, over sockets, and NIXL beside them.
 
 use std::fmt;
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use futures_util::FutureExt;
 use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, LocateHint,
     Located, Page, Sharing, StoreItem, Stored, Usage, ready,
@@ -15,6 +17,7 @@ use lmc_transfer::{Address, PeerEvent, PeerId, SocketConfig, SocketError, Transf
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::chunks::Chunks;
 use crate::daemon_link::DaemonLink;
@@ -186,13 +189,22 @@ impl<C: Chunks> P2pBackend<C> {
     }
 }
 
-/// Answers a question of a peer on a runtime, and not on the channel's threads.
+/// Answers a question of a peer: at once, on the thread of the channel that received it, where
+/// nothing has to be waited for, because waking another thread and this one again takes longer than
+/// most answers; otherwise on a runtime. A panic becomes an empty answer, so that the channel's
+/// thread goes on.
 pub(crate) fn answer_on(
     runtime: &Handle,
     answer: impl Future<Output = Vec<u8>> + Send + 'static,
 ) -> BoxFuture<'static, Bytes> {
-    let serving = runtime.spawn(answer);
-    let serving = tokio_util::task::AbortOnDropHandle::new(serving);
+    let answer = AssertUnwindSafe(answer).catch_unwind();
+    let mut answer = Box::pin(answer.map(Result::unwrap_or_default));
+    let entered = runtime.enter();
+    if let Some(answer) = answer.as_mut().now_or_never() {
+        return Box::pin(std::future::ready(answer.into()));
+    }
+    drop(entered);
+    let serving = AbortOnDropHandle::new(runtime.spawn(answer));
     Box::pin(async move { serving.await.unwrap_or_default().into() })
 }
 
@@ -364,5 +376,40 @@ impl<C: Chunks> Drop for P2pBackend<C> {
             let _entered = self.runtime.enter();
             drop(tasks);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use tokio::runtime::Builder;
+    use tokio::sync::oneshot;
+
+    use super::*;
+
+    #[test]
+    fn an_answer_that_waits_for_nothing_is_made_at_once_and_another_on_the_runtime() {
+        let runtime = Builder::new_multi_thread().worker_threads(1).build();
+        let runtime = runtime.expect("a runtime");
+        let here = thread::current().id();
+        let elsewhere = move || vec![u8::from(thread::current().id() != here)];
+        let at_once = answer_on(runtime.handle(), async move { elsewhere() });
+        assert_eq!(at_once.now_or_never(), Some(Bytes::from(vec![0])));
+        let (go, gone) = oneshot::channel::<()>();
+        let later = answer_on(runtime.handle(), async move {
+            let _ = gone.await;
+            elsewhere()
+        });
+        go.send(()).expect("it waits for this");
+        assert_eq!(runtime.block_on(later), Bytes::from(vec![1]));
+    }
+
+    #[test]
+    fn a_panic_is_an_empty_answer_and_does_not_reach_the_thread_of_the_channel() {
+        let runtime = Builder::new_multi_thread().worker_threads(1).build();
+        let runtime = runtime.expect("a runtime");
+        let answer = answer_on(runtime.handle(), async { panic!("a fault of this test") });
+        assert_eq!(answer.now_or_never(), Some(Bytes::new()));
     }
 }

@@ -8,6 +8,7 @@ use lmc_transfer::{
     Address, AddressError, BoxFuture, ConnectError, Filled, Index, PeerId, ReadLease,
     SocketChannel, TransferChannel, TransferError,
 };
+use tokio::runtime::Handle;
 
 use crate::link::{Link, now};
 use crate::message::{NixlAddress, Transport};
@@ -107,6 +108,10 @@ impl Link for DaemonLink {
 
     fn is_current(&self, session: &Session) -> bool {
         self.sockets.peer_incarnation(&session.peer) == Some(session.incarnation)
+    }
+
+    fn home(&self, peer: &PeerId) -> Option<Handle> {
+        self.sockets.home(peer)
     }
 
     fn nixl(&self) -> Option<NixlAddress> {

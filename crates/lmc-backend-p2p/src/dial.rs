@@ -44,7 +44,7 @@ pub(crate) type Named = Arc<Mutex<Vec<NamedPeer>>>;
 
 /// Names, addresses and connections of the named peers.
 #[derive(Debug)]
-struct Dialer {
+pub(crate) struct Dialer {
     names: Names,
     connected: HashMap<SocketAddr, PeerId>,
     failures: HashMap<SocketAddr, Failure>,
@@ -58,17 +58,12 @@ pub(crate) async fn stay_connected<C: Chunks>(
     directories: Vec<String>,
     named: Named,
 ) {
-    let mut dialer = Dialer {
-        names: Names::new(peers.iter().chain(&directories)),
-        connected: HashMap::new(),
-        failures: HashMap::new(),
-        nixl_failures: HashMap::new(),
-    };
+    let mut dialer = Dialer::new(peers.iter().chain(&directories));
     let mut strangers = BTreeSet::new();
     let own = node.link.sockets.id().clone();
     *named.lock() = dialer.named(&own);
     loop {
-        dialer.resolve().await;
+        dialer.resolve(lookup).await;
         dialer.connect(&node).await;
         connect_dialed(&node).await;
         *named.lock() = dialer.named(&own);
@@ -83,8 +78,20 @@ pub(crate) async fn stay_connected<C: Chunks>(
 }
 
 impl Dialer {
+    pub(crate) fn new<'a>(names: impl IntoIterator<Item = &'a String>) -> Self {
+        Self {
+            names: Names::new(names),
+            connected: HashMap::new(),
+            failures: HashMap::new(),
+            nixl_failures: HashMap::new(),
+        }
+    }
+
     /// Resolves the names whose time has come.
-    async fn resolve(&mut self) {
+    pub(crate) async fn resolve<F>(&mut self, lookup: impl Fn(String) -> F)
+    where
+        F: Future<Output = std::io::Result<Vec<SocketAddr>>> + Send + 'static,
+    {
         if !self.names.resolve(lookup).await {
             return;
         }
@@ -96,7 +103,7 @@ impl Dialer {
     }
 
     /// Connects to each address whose peer is not connected.
-    async fn connect<C: Chunks>(&mut self, node: &DaemonNode<C>) {
+    pub(crate) async fn connect<C: Chunks>(&mut self, node: &DaemonNode<C>) {
         let addresses: BTreeSet<SocketAddr> = self.names.addresses().collect();
         let connects = addresses.into_iter().map(|address| {
             let known = self.connected.get(&address).cloned();
@@ -146,7 +153,7 @@ impl Dialer {
     }
 
     /// Returns the named peers for people.
-    fn named(&self, own: &PeerId) -> Vec<NamedPeer> {
+    pub(crate) fn named(&self, own: &PeerId) -> Vec<NamedPeer> {
         let mut named = Vec::new();
         for (name, addresses, failure) in self.names.iter() {
             for address in addresses {

@@ -5,6 +5,7 @@ use std::time::Instant;
 use futures_util::FutureExt;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use lmc_transfer::{BoxFuture, Filled, Index, PeerId, TransferError};
+use tokio::runtime::Handle;
 
 use crate::message::{NixlAddress, Transport};
 use crate::owner::Session;
@@ -19,6 +20,12 @@ pub trait Link: Send + Sync + 'static {
 
     /// Returns true if this incarnation of the peer is connected.
     fn is_current(&self, session: &Session) -> bool;
+
+    /// Returns the runtime of the thread at which a peer's replies arrive. None by default: reads
+    /// run where they are asked for.
+    fn home(&self, _peer: &PeerId) -> Option<Handle> {
+        None
+    }
 
     /// Returns this side's NIXL channel, as its hello names it.
     fn nixl(&self) -> Option<NixlAddress>;
@@ -41,7 +48,7 @@ pub trait Link: Send + Sync + 'static {
     /// Ends the connections to a peer.
     fn disconnect<'a>(&'a self, peer: &'a PeerId, deadline: Instant) -> BoxFuture<'a, ()>;
 
-    /// Sends a request to a connected peer, and returns its reply.
+    /// Sends a request to a connected peer, and returns its reply. Ends by the deadline.
     ///
     /// # Errors
     /// [`TransferError`]; after [`TransferError::Deadline`] the peer may have handled it.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use lmc_backend::ClearEpoch;
 use lmc_key::{ChunkKey, SpaceId};
-use lmc_transfer::PeerId;
+use lmc_transfer::{PeerId, TransferError};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 
@@ -722,11 +722,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
     ) -> Result<Reply, String> {
         let body = request.to_bytes().map_err(|error| error.to_string())?;
         let sent = now();
-        let answer = until(deadline, self.link.request(peer, body, deadline)).await;
-        let reply = match answer {
-            None => Err("no answer by the deadline".to_owned()),
-            Some(Err(error)) => Err(error.to_string()),
-            Some(Ok(bytes)) => Reply::from_bytes(&bytes).map_err(|error| {
+        let reply = match self.link.request(peer, body, deadline).await {
+            Err(TransferError::Deadline) => Err("no answer by the deadline".to_owned()),
+            Err(error) => Err(error.to_string()),
+            Ok(bytes) => Reply::from_bytes(&bytes).map_err(|error| {
                 let mut peers = self.peers.lock();
                 if let Some(peer) = peers.get_mut(peer) {
                     peer.counters.malformed += 1;

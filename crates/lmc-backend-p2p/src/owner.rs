@@ -126,7 +126,9 @@ impl Rate {
         let gained = most * nanos / 1_000_000_000;
         if gained > 0 {
             self.left = (self.left + gained).min(most);
-            self.at = Some(now);
+            // The time of less than a byte counts the next time.
+            let counted = gained * 1_000_000_000 / most;
+            self.at = Some(at + Duration::from_nanos(counted as u64));
         }
         self.left
     }

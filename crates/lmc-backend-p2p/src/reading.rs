@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use futures_util::FutureExt;
 use futures_util::future::{join, join_all};
 use futures_util::stream::{self, FuturesUnordered, StreamExt};
 use lmc_backend::{
@@ -16,7 +17,8 @@ use lmc_backend::{
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ReservedSlot, WrittenSlot};
-use lmc_transfer::{Filled, PeerId, Slot, TransferError};
+use lmc_transfer::{BoxFuture, Filled, PeerId, Slot, TransferError};
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::chunks::{Chunks, chunk_digest};
 use crate::link::{Link, now, until};
@@ -323,12 +325,43 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 }
             }
         }
-        let read = |(peer, items, _)| {
-            let this = Arc::clone(self);
-            async move { this.load_group(peer, items, deadline).await }
-        };
+        let read = |(peer, items, _)| self.begin_group(peer, items, deadline);
         let groups: FuturesUnordered<_> = groups.into_iter().map(read).collect();
         Box::pin(stream::iter(misses).chain(groups.flat_map(stream::iter)))
+    }
+
+    /// Begins to read chunks from one peer, on the thread at which its replies arrive: each that is
+    /// waited for elsewhere wakes a thread.
+    fn begin_group(
+        self: &Arc<Self>,
+        peer: PeerId,
+        items: Vec<IndexedItem>,
+        deadline: Instant,
+    ) -> BoxFuture<'static, Vec<(usize, Loaded)>> {
+        let home = self.link.home(&peer);
+        let indices: Vec<usize> = items.iter().map(|(index, _)| *index).collect();
+        let mut group = Box::pin(Arc::clone(self).load_group(peer, items, deadline));
+        let Some(home) = home else {
+            return group;
+        };
+        // The request goes from here, before the other thread is awake.
+        let entered = home.enter();
+        if let Some(done) = (&mut group).now_or_never() {
+            return Box::pin(std::future::ready(done));
+        }
+        drop(entered);
+        let group = AbortOnDropHandle::new(home.spawn(group));
+        Box::pin(async move {
+            group.await.unwrap_or_else(|_| {
+                // The thread ended, and the slots went back to their pool.
+                let failed = |index| {
+                    let error = BackendError::Closed;
+                    let slot = FailedSlot::Quarantined;
+                    (index, Loaded::Failed { error, slot })
+                };
+                indices.into_iter().map(failed).collect()
+            })
+        })
     }
 
     /// Reads chunks from one peer, and those that it does not serve from others that have them.

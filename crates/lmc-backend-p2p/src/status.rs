@@ -109,7 +109,7 @@ pub struct DirectoryUse {
     pub is_asked: bool,
     /// Prompts whose holders it was asked for, and answered.
     pub answered: u64,
-    /// Of those, prompts for which it named a holder.
+    /// Prompts that the directory was asked for and named a holder of.
     pub found: u64,
     /// Prompts for which it gave no answer in time.
     pub failed: u64,

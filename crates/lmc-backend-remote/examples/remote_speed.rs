@@ -1,10 +1,10 @@
 //! Speed of the tier over a store, or of the bare way to the same store; `cargo xtask bench remote`
 //! runs it. Prints a line of JSON.
 //!
-//! `remote_speed WHO URL BYTES COUNT`: WHO is `lmc`, or `bare`: for `redis://…` the crate `redis`
+//! `remote_speed WHO URL BYTES COUNT [TTL]`: WHO is `lmc`, or `bare`: for `redis://…` the crate `redis`
 //! with as many connections, for `s3://…` the crate `object_store` with as many requests at a time,
 //! for `file://…` threads that write, rename and read files. BYTES is the length of a value, COUNT
-//! the number of values.
+//! the number of values, TTL the seconds that lmc has them expire after in Redis.
 
 use std::env;
 use std::fs::{self, OpenOptions};
@@ -37,11 +37,11 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 const SINGLES: usize = 32;
 
 struct Figures {
-    put: Duration,
-    get: Duration,
-    /// Of one value, nothing else under way.
+    put: Took,
+    get: Took,
+    /// Time to read one value, nothing else under way.
     single: Duration,
-    /// Of headers of all values, at most 512.
+    /// Time to read the headers of all values, at most 512.
     locate: Option<Duration>,
 }
 
@@ -68,9 +68,11 @@ impl Figures {
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = env::args().skip(1).collect();
-    let [who, url, len, count] = &arguments[..] else {
+    let [who, url, len, count, ttl @ ..] = &arguments[..] else {
         return Err("expected WHO URL BYTES COUNT".into());
     };
+    let ttl = ttl.first().map(|ttl| ttl.parse()).transpose()?;
+    let ttl = ttl.map(Duration::from_secs);
     let (len, count): (u64, u64) = (len.parse()?, count.parse()?);
     let arena = ArenaConfig::anonymous((2 * (count + 1) * len.next_multiple_of(4096)) as usize);
     // As a server's pool: no call pays for its pages.
@@ -89,7 +91,7 @@ fn main() -> Result<()> {
     let slots: Result<Vec<SealedSlot>> = keys.iter().map(|key| filled(&pool, key, len)).collect();
     let slots = slots?;
     let figures = match (&**who, url.split_once("://")) {
-        ("lmc", _) => ours(&runtime, url, &pool, &keys, &slots)?,
+        ("lmc", _) => ours(&runtime, (url, ttl), &pool, &keys, &slots)?,
         ("bare", Some(("file", folder))) => {
             files(&runtime, Path::new(folder), &pool, &keys, &slots)?
         }
@@ -98,12 +100,15 @@ fn main() -> Result<()> {
         _ => return Err("expected lmc or bare, and a URL".into()),
     };
     let bytes = (count * len) as f64;
-    let speed = |time: Duration| bytes / time.as_secs_f64() / 1e9;
+    let speed = |took: &Took| bytes / took.time.as_secs_f64() / 1e9;
     let micros = |time: Duration| time.as_secs_f64() * 1e6;
     println!(
-        "{{\"put_gb_per_s\": {}, \"get_gb_per_s\": {}, \"get_one_us\": {}, \"locate_us\": {}}}",
-        speed(figures.put),
-        speed(figures.get),
+        "{{\"put_gb_per_s\": {}, \"get_gb_per_s\": {}, \"put_busy\": {}, \"get_busy\": {}, \
+         \"get_one_us\": {}, \"locate_us\": {}}}",
+        speed(&figures.put),
+        speed(&figures.get),
+        figures.put.busy,
+        figures.get.busy,
         micros(figures.single),
         figures.locate.map_or(0.0, micros),
     );
@@ -118,7 +123,7 @@ fn filled(pool: &Pool, key: &ChunkKey, len: u64) -> Result<SealedSlot> {
 
 fn ours(
     runtime: &Runtime,
-    url: &str,
+    (url, ttl): (&str, Option<Duration>),
     pool: &Pool,
     keys: &[ChunkKey],
     slots: &[SealedSlot],
@@ -126,7 +131,11 @@ fn ours(
     let store: Arc<dyn Store> = match url.split_once("://") {
         Some(("file", folder)) => Arc::new(FileStore::new(FileConfig::new(folder))?),
         Some(("s3", _)) => Arc::new(S3Store::new(S3Config::new(url.parse()?, env::vars())?)?),
-        _ => Arc::new(RedisStore::new(RedisConfig::new(url.parse()?))?),
+        _ => {
+            let mut config = RedisConfig::new(url.parse()?);
+            config.ttl = ttl;
+            Arc::new(RedisStore::new(config)?)
+        }
     };
     let config = RemoteConfig::default();
     let tier = RemoteTier::start(config, store, runtime.handle().clone());
@@ -136,12 +145,12 @@ fn ours(
         }
         let items = keys.iter().zip(slots);
         let items = items.map(|(key, slot)| StoreItem::new(*key, slot.clone()));
-        let begun = Instant::now();
-        let mut stored = tier.store(items.collect(), begun + TIMEOUT);
+        let begun = Clock::now()?;
+        let mut stored = tier.store(items.collect(), begun.at + TIMEOUT);
         while let Some((_, stored)) = stored.next().await {
             stored?;
         }
-        let put = begun.elapsed();
+        let put = begun.took()?;
         let asked = &keys[..keys.len().min(512)];
         let begun = Instant::now();
         for located in tier
@@ -165,9 +174,9 @@ fn ours(
             }
             Ok(())
         };
-        let begun = Instant::now();
+        let begun = Clock::now()?;
         load(keys, slots).await?;
-        let get = begun.elapsed();
+        let get = begun.took()?;
         Ok(Figures {
             put,
             get,
@@ -256,15 +265,15 @@ fn files(
             .join(Name::Value(*key).to_string().replace('/', "-"))
     };
     fs::create_dir_all(folder.join("bare"))?;
-    let each = |one: &(dyn Fn(usize) -> Result<()> + Sync)| -> Result<Duration> {
-        let begun = Instant::now();
+    let each = |one: &(dyn Fn(usize) -> Result<()> + Sync)| -> Result<Took> {
+        let begun = Clock::now()?;
         std::thread::scope(|scope| {
             let part = |first| move || (first..keys.len()).step_by(AT_ONCE).try_for_each(one);
             let threads: Vec<_> = (0..AT_ONCE).map(|first| scope.spawn(part(first))).collect();
             let mut ends = threads.into_iter().map(|thread| thread.join());
             ends.try_for_each(|end| end.map_err(|_| "a thread panicked")?)
         })?;
-        Ok(begun.elapsed())
+        begun.took()
     };
     let write = |n: usize| -> Result<()> {
         let temporary = path(&keys[n]).with_extension("new");
@@ -315,11 +324,45 @@ async fn all<F: Future<Output = Result<()>>>(
     count: usize,
     at_once: usize,
     one: impl Fn(usize) -> F,
-) -> Result<Duration> {
-    let begun = Instant::now();
+) -> Result<Took> {
+    let begun = Clock::now()?;
     let mut done = stream::iter(0..count).map(one).buffer_unordered(at_once);
     while let Some(one) = done.next().await {
         one?;
     }
-    Ok(begun.elapsed())
+    begun.took()
+}
+
+/// Time of a part of the run, and the share of all cores' time that anything ran in it.
+struct Took {
+    time: Duration,
+    busy: f64,
+}
+
+/// The start of a part of the run.
+struct Clock {
+    at: Instant,
+    /// Time of all cores, and that part of it in which they had nothing to do.
+    cores: (u64, u64),
+}
+
+impl Clock {
+    fn now() -> Result<Self> {
+        let stat = fs::read_to_string("/proc/stat")?;
+        let cores = stat.lines().next().ok_or("no cores")?.split_whitespace();
+        let times: Vec<u64> = cores.skip(1).take(8).flat_map(str::parse).collect();
+        let idle = times.get(3..5).ok_or("no idle time")?.iter().sum();
+        let cores = (times.iter().sum(), idle);
+        let at = Instant::now();
+        Ok(Self { at, cores })
+    }
+
+    fn took(&self) -> Result<Took> {
+        let end = Self::now()?;
+        let [all, idle] = [end.cores.0 - self.cores.0, end.cores.1 - self.cores.1];
+        Ok(Took {
+            time: end.at - self.at,
+            busy: 1.0 - idle as f64 / all.max(1) as f64,
+        })
+    }
 }

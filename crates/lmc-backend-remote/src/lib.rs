@@ -30,7 +30,7 @@ pub use small::{read_clears, read_description};
 mod store;
 pub use store::{
     Each, GetItem, Got, Head, HeaderBytes, ListPage, ListedObject, Put, PutItem, PutMode, Single,
-    Store, StoreError, StoreUsage,
+    Store, StoreError,
 };
 
 #[cfg(feature = "redis")]
@@ -46,6 +46,8 @@ mod tier;
 pub use tier::{RemoteConfig, RemoteTier, StaleDeleted};
 
 #[cfg(feature = "conformance")]
+mod faulty_store;
+#[cfg(feature = "conformance")]
 mod memory_store;
 #[cfg(feature = "conformance")]
 mod store_kit;
@@ -53,8 +55,9 @@ mod store_kit;
 /// The store in memory, with and without faults, and the kit that every store passes.
 #[cfg(feature = "conformance")]
 pub mod conformance {
+    pub use crate::faulty_store::FaultyStore;
     pub use crate::memory_store::{Denied, MemoryStore, StoreFaults};
-    pub use crate::store_kit::check_store;
+    pub use crate::store_kit::{check_replaced_values, check_store};
 }
 
 /// The README's examples, compiled and run with the doctests.

@@ -111,17 +111,17 @@ impl MemoryStore {
         self
     }
 
-    /// From now on no operation ends before its deadline; or they end again.
+    /// Makes every operation last until its deadline from now on; or lets operations end again.
     pub fn stall(&self, is_stalled: bool) {
         self.is_stalled.store(is_stalled, Ordering::SeqCst);
     }
 
-    /// From now on every operation fails at once; or they work again.
+    /// Makes every operation fail at once from now on; or lets operations work again.
     pub fn fail(&self, is_down: bool) {
         self.is_down.store(is_down, Ordering::SeqCst);
     }
 
-    /// From now on no touch ends before its deadline; or they end again.
+    /// Makes every touch last until its deadline from now on; or lets touches end again.
     pub fn stall_touches(&self, is_stalled: bool) {
         self.stalls_touches.store(is_stalled, Ordering::SeqCst);
     }

@@ -94,12 +94,6 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// other; the one whose content is lost sees that when it reads again.
     fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()>;
 
-    /// Asks for the store's own usage, by all its users; `None` where it does not say. Default: it
-    /// does not.
-    fn usage(&self, _deadline: Instant) -> Single<'_, Option<StoreUsage>> {
-        Box::pin(std::future::ready(Ok(None)))
-    }
-
     /// Ends what runs on behalf of the store, by the deadline; what still runs then is left alone.
     /// Operations afterwards answer with [`StoreError::Unavailable`].
     fn close(&self, deadline: Instant) -> BoxFuture<'_, ()>;
@@ -246,15 +240,6 @@ pub struct ListPage {
     pub objects: Vec<ListedObject>,
     /// Start of the next page; `None` at the end.
     pub next: Option<String>,
-}
-
-/// Usage of a store by all its users, as it says itself.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StoreUsage {
-    /// Bytes in use.
-    pub bytes: u64,
-    /// Bytes that the store may hold; `None` where there is no limit or none is known.
-    pub capacity: Option<u64>,
 }
 
 /// An operation of a store that failed, for one object or as a whole.

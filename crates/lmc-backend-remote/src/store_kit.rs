@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{check_value, fill_value, test_key};
@@ -40,6 +41,78 @@ pub async fn check_store(store: Arc<dyn Store>, timeout: Duration) {
     kit.late().await;
     kit.closed().await;
     assert_eq!(kit.pool.usage().slots, 0, "every slot came back");
+}
+
+/// Values that replace each other in [`check_replaced_values`].
+const REPLACED: u64 = 60;
+
+/// Checks that a reader of a value which a writer replaces all the time finds one whole value or
+/// another. `writer` and `reader` are two clients of one store.
+///
+/// # Panics
+/// If the reader finds half a value, or none.
+pub async fn check_replaced_values(
+    writer: Arc<dyn Store>,
+    reader: Arc<dyn Store>,
+    timeout: Duration,
+) {
+    let arena = ArenaConfig::anonymous(POOL).build();
+    let arena = Arc::new(arena.expect("a test machine has the memory"));
+    let pool = Pool::new(arena, PoolConfig::default()).expect("the default alignment");
+    let soon = || Instant::now() + timeout;
+    let key = keys().into_iter().max_by_key(len).expect("some keys");
+    let is_written = AtomicBool::new(false);
+    let rounds_read = AtomicUsize::new(0);
+    let put = |round: u64| {
+        let mut slot = pool.reserve(len(&key)).expect("the slots came back");
+        slot.bytes_mut().fill(round as u8);
+        let sum = checksum(slot.bytes_mut());
+        let slot = slot.written().seal();
+        let offset = writer.payload_offset();
+        let header = Header::raw(key, epoch(round), offset, slot.len(), sum);
+        let mode = PutMode::Replace;
+        writer.put(vec![PutItem { header, slot, mode }], soon())
+    };
+    let write = async {
+        // A busy machine may read late.
+        for round in 0..10 * REPLACED {
+            if round >= REPLACED && rounds_read.load(Ordering::SeqCst) > 1 {
+                break;
+            }
+            let put = all(put(round), 1).await.pop();
+            assert!(matches!(put, Some(Ok(Put::Written))), "{put:?}");
+        }
+        is_written.store(true, Ordering::SeqCst);
+    };
+    assert!(all(put(0), 1).await.pop().is_some_and(|put| put.is_ok()));
+    let mut rounds = BTreeSet::new();
+    let read = async {
+        while !is_written.load(Ordering::SeqCst) {
+            let slot = pool.reserve(len(&key)).expect("the slots came back");
+            let got = reader.get(vec![GetItem { key, slot }], soon());
+            let got = all(got, 1).await.pop();
+            let Some(Got::Value { header, slot, .. }) = got else {
+                panic!("{got:?}");
+            };
+            let slot = slot.written().seal();
+            let round = header.epoch.counter as u8;
+            assert!(
+                slot.bytes().iter().all(|&byte| byte == round),
+                "half a value"
+            );
+            assert_eq!(checksum(slot.bytes()), header.plain_sum);
+            let head = reader.heads(&[key], soon()).await.pop();
+            let head = head.expect("an answer").expect("a head");
+            assert!(head.expect("the value is there").check(&key).is_ok());
+            rounds.insert(round);
+            rounds_read.store(rounds.len(), Ordering::SeqCst);
+        }
+    };
+    tokio::join!(write, read);
+    assert!(
+        rounds.len() > 1,
+        "no read while it was replaced: {rounds:?}"
+    );
 }
 
 struct Kit {

@@ -8,11 +8,11 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use lmc_backend::conformance::{block_on, fill_value, load_batch, store_batch, test_key};
 use lmc_backend::{Backend, BackendError, Health, LoadItem, StoreItem, Stored};
-use lmc_backend_remote::conformance::{MemoryStore, check_store};
+use lmc_backend_remote::conformance::{MemoryStore, check_replaced_values, check_store};
 use lmc_backend_remote::format::Name;
 use lmc_backend_remote::{
     FileConfig, FileStore, Limits, RemoteConfig, RemoteTier, Store, StoreError,
@@ -22,7 +22,7 @@ use lmc_memory::Pool;
 use lmc_testkit::{Folder, is_root, pool, soon, until};
 use tokio::runtime::Runtime;
 
-use self::common::{is_hit, item, passes_the_kit, runtime, wait_until_used};
+use self::common::{is_hit, item, passes_the_kit, passes_the_lossy_kit, runtime, wait_until_used};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 const LEN: u64 = 10_000;
@@ -117,6 +117,14 @@ fn stores_pass_their_kit() {
 fn the_tier_over_a_folder_passes_the_kit() {
     let rig = Rig::new();
     passes_the_kit(&rig.tier);
+}
+
+#[test]
+fn the_tier_over_a_folder_that_fails_and_flips_bits_passes_the_kit() {
+    for seed in 1..=2 {
+        let folder = folder();
+        passes_the_lossy_kit(store(&folder), seed);
+    }
 }
 
 #[test]
@@ -283,9 +291,9 @@ fn a_collection_removes_the_oldest_of_a_folder_beyond_its_share() {
         ..limits
     };
     let fanout = first.hash.as_bytes()[0];
-    let would = store.collect(fanout, dry).unwrap();
+    let would = store.collect(fanout, dry, None).unwrap();
     assert!(keys.iter().all(|&key| rig.is_hit(key)) && old.exists());
-    let collected = store.collect(fanout, limits).unwrap();
+    let collected = store.collect(fanout, limits, None).unwrap();
     assert_eq!(would, collected);
     assert_eq!(
         (collected.evicted, collected.expired, collected.temporary),
@@ -295,7 +303,7 @@ fn a_collection_removes_the_oldest_of_a_folder_beyond_its_share() {
     let hits: Vec<bool> = keys.iter().map(|&key| rig.is_hit(key)).collect();
     assert_eq!(hits, [false, false, true, true]);
     assert!(rig.is_hit(elsewhere) && unknown.exists() && young.exists() && !old.exists());
-    let again = store.collect(fanout, limits).unwrap();
+    let again = store.collect(fanout, limits, None).unwrap();
     assert_eq!((again.evicted, again.removed_bytes), (0, 0));
 }
 
@@ -316,7 +324,7 @@ fn a_collection_removes_what_is_too_old_by_the_file_servers_clock() {
     let result = runtime.block_on(store.touch(&[touched], soon()));
     assert!(matches!(result[..], [Ok(true)]), "{result:?}");
     for key in [old, touched] {
-        store.collect(key.hash.as_bytes()[0], limits).unwrap();
+        store.collect(key.hash.as_bytes()[0], limits, None).unwrap();
     }
     assert!(!rig.is_hit(old) && rig.is_hit(touched));
     let head = runtime.block_on(store.heads(&[touched], soon()));
@@ -347,24 +355,14 @@ fn several_collectors_keep_a_folder_within_its_size_while_it_is_written() {
 
 #[test]
 fn readers_never_see_half_of_a_value_that_is_replaced() {
-    let rig = Rig::new();
-    let key = test_key(1);
-    rig.store(key).unwrap();
-    let bytes = fs::read(rig.path(key)).unwrap();
-    let until = Instant::now() + Duration::from_millis(300);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let temporary = rig.folder.join("v1/.tmp-test");
-            while Instant::now() < until {
-                fs::write(&temporary, &bytes).unwrap();
-                fs::rename(&temporary, rig.path(key)).unwrap();
-            }
-        });
-        let mut hits = 0;
-        while Instant::now() < until {
-            assert!(rig.is_hit(key));
-            hits += 1;
-        }
-        assert!(hits > 0);
-    });
+    for direct in [true, false] {
+        let folder = folder();
+        let store = || {
+            let mut config = FileConfig::new(folder.to_path_buf());
+            config.direct = direct;
+            Arc::new(FileStore::new(config).unwrap())
+        };
+        runtime().block_on(check_replaced_values(store(), store(), TIMEOUT));
+        assert_eq!(files(&folder).len(), 1, "temporary files are left");
+    }
 }

@@ -26,14 +26,15 @@ use self::common::{passes_the_kit, runtime};
 use self::servers::{BUCKET, Fault, KEY, Kind, Proxy, SECRET, Server, TOKEN};
 
 fn store(port: u16, bucket: &str, secret: &str) -> Arc<S3Store> {
-    let endpoint = format!("http://127.0.0.1:{port}");
-    let variables = [
-        ("AWS_ENDPOINT_URL", endpoint.as_str()),
-        ("AWS_ACCESS_KEY_ID", KEY),
-        ("AWS_SECRET_ACCESS_KEY", secret),
-        ("AWS_SESSION_TOKEN", TOKEN),
-    ];
-    let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let variables = servers::variables(port).into_iter();
+    let variables = variables.map(|(name, value)| {
+        let value = if value == SECRET {
+            secret.to_owned()
+        } else {
+            value
+        };
+        (name.to_owned(), value)
+    });
     let url = format!("s3://{bucket}/of/lmc").parse().unwrap();
     let store = S3Store::new(S3Config::new(url, variables).unwrap());
     Arc::new(store.unwrap())
@@ -97,6 +98,25 @@ fn passes_the_kits(kind: Kind) {
     let store = store(server.port, BUCKET, SECRET);
     runtime().block_on(check_store(store, DEADLINE));
     passes_the_kit(&rig_at(server.port).tier);
+}
+
+/// No bucket is full: the server in between says so.
+#[test]
+fn a_full_server_refuses_writes_and_is_read_on() {
+    for (status, code) in [(507, "InsufficientStorage"), (403, "QuotaExceeded")] {
+        let proxy = Proxy::start(0, move |head, _| match head.starts_with("put") {
+            true => Fault::error(status, code, "no space is left"),
+            false => Fault::error(404, "NoSuchKey", ""),
+        });
+        let rig = rig_at(proxy.port);
+        for stored in rig.store(0..10) {
+            let full = matches!(stored, Err(BackendError::Full { needed }) if needed > 0);
+            assert!(full, "{status}: {stored:?}");
+        }
+        assert!(rig.is_ready(), "{:?}", rig.tier.health());
+        assert_eq!(rig.hits(0..10), 0, "reads go on");
+        assert_eq!(rig.pool.usage().used, 0);
+    }
 }
 
 #[test]
@@ -425,12 +445,11 @@ fn a_server_that_wants_less_is_asked_again_later() {
         2 => Fault::None,
         _ => Fault::error(503, "SlowDown", "reduce your rate"),
     });
-    let direct = rig_at(server.port);
-    direct.write(0..5);
-    let rig = rig_with(proxy.port, BUCKET, SECRET);
-    let read = rig.store.read(Name::Clears, 100, soon());
-    assert!(matches!(rig.runtime.block_on(read), Ok(None)));
-    assert_eq!(proxy.requests.load(Ordering::SeqCst) % 3, 0);
+    // Without a tier, whose own requests would take some of the answers.
+    let bare = store(proxy.port, BUCKET, SECRET);
+    let read = bare.read(Name::Clears, 100, soon());
+    assert!(matches!(runtime().block_on(read), Ok(None)));
+    assert_eq!(proxy.requests.load(Ordering::SeqCst), 3);
     let never = Proxy::start(server.port, |_, _| Fault::error(503, "SlowDown", ""));
     let rig = rig_with(never.port, BUCKET, SECRET);
     until("the reason is known", || {

@@ -20,7 +20,7 @@ use lmc_backend_remote::format::{ClearSet, MAX_CLEARS_LEN, Name, SpaceRecord, Te
 use lmc_backend_remote::{RemoteConfig, RemoteTier, StaleDeleted};
 use lmc_key::{ChunkKey, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint};
 use lmc_memory::Pool;
-use lmc_testkit::{pool, soon, until};
+use lmc_testkit::{DEADLINE, pool, soon, until};
 use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
 
@@ -45,6 +45,13 @@ struct Rig {
 impl Rig {
     fn new() -> Self {
         Self::over(Arc::default(), config())
+    }
+
+    /// A tier that gives its store time.
+    fn patient() -> Self {
+        let mut config = config();
+        config.timeout = DEADLINE;
+        Self::over(Arc::default(), config)
     }
 
     fn over(store: Arc<MemoryStore>, config: RemoteConfig) -> Self {
@@ -117,7 +124,9 @@ fn the_tier_over_a_faulty_store_passes_the_kit() {
 
 #[test]
 fn what_is_absent_is_not_asked_for_again_until_it_is_stored() {
-    let rig = Rig::new();
+    let mut config = config();
+    config.absent_ttl = Duration::from_secs(3600);
+    let rig = Rig::over(Arc::default(), config);
     let key = test_key(1);
     assert!(!rig.is_located(key));
     let before = rig.store.requests();
@@ -437,7 +446,7 @@ fn a_store_that_hangs_is_taken_out_and_holds_no_caller() {
 
 #[test]
 fn callers_with_little_time_do_not_take_a_slow_store_out() {
-    let rig = Rig::new();
+    let rig = Rig::patient();
     let key = test_key(1);
     rig.store(key).unwrap();
     rig.store.stall(true);
@@ -456,7 +465,7 @@ fn callers_with_little_time_do_not_take_a_slow_store_out() {
 
 #[test]
 fn lookups_under_way_are_bounded() {
-    let rig = Rig::new();
+    let rig = Rig::patient();
     rig.store.stall(true);
     for n in 0..100 {
         let brief = Instant::now();

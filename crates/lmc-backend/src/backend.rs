@@ -81,7 +81,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// until nothing reads from them any more.
     ///
     /// # Errors
-    /// [`BackendError`] for each chunk; after one, the chunk may or may not be present.
+    /// [`BackendError`] for each chunk; after one, the chunk may or may not be present, or
+    /// become present later.
     fn store(
         &self,
         items: Vec<StoreItem>,

@@ -15,6 +15,9 @@ pub struct LocateHint {
     /// Payload bytes that each chunk has, where that is known: a source that claims another length
     /// does not have the chunk. Default: none.
     pub chunk_bytes: Option<u64>,
+    /// Time that each tier may take for its answer, where no prompt waits for it; the engine makes
+    /// the deadline of it. Default: none, which leaves each tier its own timeout.
+    pub timeout: Option<Duration>,
 }
 
 impl LocateHint {
@@ -35,6 +38,13 @@ impl LocateHint {
     #[must_use]
     pub fn with_chunk_bytes(mut self, chunk_bytes: Option<u64>) -> Self {
         self.chunk_bytes = chunk_bytes;
+        self
+    }
+
+    /// Sets the time that each tier may take for its answer.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
         self
     }
 }

@@ -30,7 +30,7 @@ use crate::store::{StoreRequest, StoreStart, StoreTicket};
 const EVICT_AT_ONCE: usize = 256;
 /// Time at the end of a close in which nothing more is offered, at most.
 const CLOSE_MARGIN: Duration = Duration::from_secs(2);
-/// Of [`Inner::unoffered`] before a close.
+/// Value of [`Inner::unoffered`] before a close.
 const NOT_CLOSED: u64 = u64::MAX;
 
 /// Owner of the leases that the engine takes while it offers chunks to lower tiers.
@@ -344,6 +344,9 @@ impl CacheEngine {
     }
 
     /// Pins chunks: they are not evicted until they are unpinned. Returns true for those in DRAM.
+    ///
+    /// For embedding programs, such as one that keeps a system prompt in DRAM; the server does not
+    /// call it.
     pub fn pin(&self, keys: &[ChunkKey]) -> Vec<bool> {
         self.0.tier.pin(keys)
     }

@@ -22,12 +22,12 @@ const TIER_SHIFT: u32 = 120;
 /// Location of a chunk that this engine has by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OwnChunk {
-    /// In DRAM.
+    /// The chunk is in DRAM.
     Dram {
         /// Payload bytes.
         len: u64,
     },
-    /// In a lower tier whose index is in this process.
+    /// The chunk is in a lower tier whose index is in this process.
     Lower {
         /// Payload bytes.
         len: u64,

@@ -95,11 +95,13 @@ impl fmt::Debug for SpaceFilter {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WritePolicy {
-    /// At their commit: they survive the end of this process where the tier does.
+    /// Chunks are written at their commit: they survive the end of this process where the tier
+    /// does.
     #[default]
     Through,
-    /// At their eviction above the high watermark, and at the close of the engine. A chunk that is
-    /// evicted because a caller needs its memory is not written: the write would hold that memory.
+    /// Chunks are written at their eviction above the high watermark, and at the close of the
+    /// engine. A chunk that is evicted because a caller needs its memory is not written: the write
+    /// would hold that memory.
     Back,
 }
 
@@ -107,7 +109,7 @@ pub enum WritePolicy {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Admission {
-    /// All chunks.
+    /// Every chunk is admitted.
     #[default]
     Always,
     /// Chunks that were found this many times after they were computed, from 1 to

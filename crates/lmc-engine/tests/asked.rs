@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::{Delayed, Gated, Rng, block_on, check_value, fill_value, lens_of};
+use lmc_backend::conformance::{
+    Delayed, Gated, block_on, check_value, fill_value, lens_of, test_hash,
+};
 use lmc_backend::{
     Backend, BackendError, BoxFuture, Clear, ClearEpoch, LocateHint, Located, MemoryBackend,
     Sharing, StoreItem, Stored,
@@ -15,7 +17,7 @@ use lmc_engine::{
     Admission, CacheEngine, EngineConfig, Found, LeaseLimit, LookupRequest, LowerStatus, LowerTier,
     OwnerId, PolicyKind, Rank, StoreRequest, StoreStart, TenantId, TierPolicy,
 };
-use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{soon, until};
 
@@ -26,21 +28,12 @@ const CHUNK: u64 = 4096;
 const SPACE: SpaceId = SpaceId::new([7; 16]);
 const OTHER: SpaceId = SpaceId::new([8; 16]);
 
-fn hash(number: u64) -> ChunkHash {
-    let mut rng = Rng::new(number);
-    let mut hash = [0; 32];
-    for part in hash.chunks_exact_mut(8) {
-        part.copy_from_slice(&rng.next_u64().to_le_bytes());
-    }
-    ChunkHash::new(hash)
-}
-
 fn key(space: SpaceId, kv_rank: u16, number: u64) -> ChunkKey {
     ChunkKey {
         space,
         kv_rank,
         group: 0,
-        hash: hash(number),
+        hash: test_hash(number),
     }
 }
 
@@ -111,7 +104,7 @@ fn put(tier: &dyn Backend, space: SpaceId, numbers: Range<u64>, epoch: ClearEpoc
 }
 
 fn request(ranks: &[Rank], numbers: Range<u64>) -> LookupRequest {
-    LookupRequest::new(OwnerId(2), numbers.map(hash).collect(), ranks.to_vec())
+    LookupRequest::new(OwnerId(2), numbers.map(test_hash).collect(), ranks.to_vec())
 }
 
 const RANK: Rank = Rank {
@@ -222,7 +215,7 @@ impl Backend for Scripted {
 
 #[test]
 fn a_tier_that_has_to_be_asked_is_awaited_and_its_chunks_are_found() {
-    let tier = Delayed::slow(MemoryBackend::shared(), Duration::from_millis(30));
+    let tier = Delayed::slow(MemoryBackend::shared(), Duration::from_millis(500));
     put(tier.inner(), SPACE, 0..8, ClearEpoch::default());
     let engine = engine(64, vec![Arc::new(tier)]);
     let lookup = engine.lookup(request(&[RANK], 0..12));
@@ -281,7 +274,7 @@ fn a_prompt_that_no_tier_has_is_asked_for_by_its_first_chunk_only() {
 
 #[test]
 fn a_tier_that_answers_too_late_costs_a_miss_and_no_more() {
-    let late = Delayed::late(MemoryBackend::shared(), Duration::from_secs(2));
+    let late = Delayed::late(MemoryBackend::shared(), Duration::from_secs(20));
     put(late.inner(), SPACE, 0..4, ClearEpoch::default());
     let here = MemoryBackend::default();
     put(&here, SPACE, 0..2, ClearEpoch::default());
@@ -291,11 +284,28 @@ fn a_tier_that_answers_too_late_costs_a_miss_and_no_more() {
     let begun = Instant::now();
     assert_eq!(found(&engine, 0..4).hits, 2, "what the other tier has");
     assert!(
-        begun.elapsed() < Duration::from_secs(2),
+        begun.elapsed() < Duration::from_secs(20),
         "{:?}",
         begun.elapsed()
     );
     assert_eq!(status(&engine, 1).locate_failed, 1);
+    assert_idle(&engine);
+}
+
+/// An order to copy chunks to a peer once copied none where a busy machine took longer than the 5 ms
+/// that a prompt waits.
+#[test]
+fn where_no_prompt_waits_a_slow_tier_may_take_longer_than_its_timeout() {
+    let slow = Delayed::slow(MemoryBackend::shared(), Duration::from_millis(50));
+    put(slow.inner(), SPACE, 0..4, ClearEpoch::default());
+    let engine = engine_with(64, vec![Arc::new(slow)], |_, policy| {
+        policy.locate_timeout = Duration::from_millis(10);
+    });
+    assert_eq!(found(&engine, 0..4).hits, 0);
+    let hint = LocateHint::default().with_timeout(Duration::from_secs(20));
+    let keys = keys(0..4);
+    block_on(engine.promote_for_peer(TenantId::default(), &keys, hint));
+    assert_eq!(engine.usage().chunks, 4);
     assert_idle(&engine);
 }
 

@@ -1,6 +1,6 @@
 //! Measures the hashes of a prompt: computed, remembered, and against a bare comparison.
 //!
-//! `cargo run --release -p lmc-key --example hash_speed [chunk_size]`
+//! `cargo xtask bench hash [chunk_size]`
 //!
 //! Prints the conditions, then microseconds per prompt (the median of many), nanoseconds per
 //! chunk, and the ratio to the ceiling: one `memcmp` of the prompt with a copy of it, which any

@@ -77,7 +77,7 @@ impl Hash for ChunkKey {
 }
 
 impl fmt::Display for ChunkKey {
-    /// For logs: the head of each part.
+    /// Shows the head of each part, for logs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (space, hash) = (self.space.to_string(), self.hash.to_string());
         write!(

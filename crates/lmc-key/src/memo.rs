@@ -77,7 +77,7 @@ pub struct MemoStats {
     pub evicted: u64,
 }
 
-/// On a pair of cache lines of its own, as its neighbours are written by other threads.
+/// A value on a pair of cache lines of its own, as its neighbours are written by other threads.
 #[derive(Default)]
 #[repr(align(128))]
 struct Shard(Mutex<ShardState>);

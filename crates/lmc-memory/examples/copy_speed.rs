@@ -1,7 +1,7 @@
 //! Measures gather and scatter against plain copies on the same cores in the same run.
 //!
 //! ```text
-//! cargo run --release -p lmc-memory --example copy_speed -- [threads] [MiB a side]
+//! cargo xtask bench copy [threads] [MiB a side]
 //! ```
 //! Each line moves every byte of an engine's cache (POSIX shared memory, as vLLM's CPU worker
 //! shares it) to or from slots of a pool in shared memory, chunk by chunk as a store or
@@ -116,7 +116,7 @@ fn open(case: &Case, bytes: u64, segment: &Arc<MappedSegment>) -> Result<PagedKv
         _ => KvOrder::TokensFirst,
     };
     let group = KvGroup::describe(&tensors, order, None, case.chunk_tokens as u32)?;
-    let segments = vec![Arc::clone(segment)];
+    let segments = vec![Arc::clone(segment) as _];
     Ok(group.open(&[0; LAYERS as usize], segments)?)
 }
 

@@ -1,7 +1,7 @@
 //! Measures the time until a pool is usable, and until all its pages are present.
 //!
 //! ```text
-//! cargo run --release -p lmc-memory --example prefault_speed -- [threads] [GiB]
+//! cargo xtask bench prefault [threads] [GiB]
 //! ```
 
 use std::error::Error;

@@ -58,7 +58,7 @@ impl PartedChecksum {
     /// Bytes of which every part before the last is a multiple, and the least of the last.
     pub const PART: usize = 1024;
 
-    /// Of nothing yet.
+    /// Starts the checksum of no bytes.
     pub fn new() -> Self {
         #[cfg(target_arch = "x86_64")]
         if let Some(sum) = x86::Avx2::new() {
@@ -121,11 +121,13 @@ mod x86 {
     /// Stripes between two scrambles: the secret moves on by 8 bytes for each.
     const STRIPES: usize = (SECRET.len() - STRIPE) / 8;
     const BLOCK: usize = STRIPES * STRIPE;
-    /// Bytes ahead that are prefetched into the first-level cache.
-    const NEAR: usize = 2048;
+    /// Bytes ahead that are prefetched into the first-level cache. Of distances from 1 to 8 KiB, and
+    /// from 4 to 32 KiB for [`FAR`], this pair was the fastest for bytes that are in no cache: 13 %
+    /// above 2 and 6 KiB on an AMD EPYC, and as fast with AVX-512.
+    const NEAR: usize = 4096;
     /// Bytes ahead that are prefetched into the second-level cache. More than a page, since no
     /// processor prefetches beyond the end of a page by itself.
-    const FAR: usize = 6144;
+    const FAR: usize = 12_288;
     const PRIME32_1: u64 = 0x9E37_79B1;
     const PRIME32_2: u64 = 0x85EB_CA77;
     const PRIME32_3: u64 = 0xC2B2_AE3D;
@@ -146,7 +148,7 @@ mod x86 {
     pub(super) struct Avx2([u64; 8]);
 
     impl Avx2 {
-        /// Of no bytes yet; `None` where the processor lacks AVX2.
+        /// Starts the checksum of no bytes; `None` where the processor lacks AVX2.
         pub(super) fn new() -> Option<Self> {
             is_x86_feature_detected!("avx2").then_some(Self(START))
         }

@@ -49,7 +49,7 @@ pub use layout::{GroupLayout, LayoutError, Planes};
 pub use pool::{
     Pool, PoolConfig, PoolError, PoolUsage, QuarantinedSlot, ReservedSlot, SealedSlot, WrittenSlot,
 };
-pub use segment::{MappedSegment, SegmentError};
+pub use segment::{KvMemory, MappedSegment, ProcessMemory, SegmentError};
 pub use shared_name::{NameError, SharedName};
 
 /// The README's examples, compiled and run with the doctests.

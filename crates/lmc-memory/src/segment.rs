@@ -1,13 +1,18 @@
-//! Shared memory of another process: an engine's own KV cache.
+//! Memory that an engine's KV cache lies in: shared by another process, or of this process.
 
+use std::fmt;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
 
+use rustix::fs::{SealFlags, fcntl_get_seals};
+use rustix::io::Errno;
 use thiserror::Error;
 
-use crate::arena::map::Mapping;
+use crate::arena::map::{Mapping, page_size};
 use crate::arena::shared_file;
 use crate::sigbus::Guard;
 use crate::{NameError, SharedName};
@@ -64,6 +69,16 @@ pub enum SegmentError {
         /// The segment.
         name: SharedName,
     },
+    /// A descriptor that was passed is not of shared memory: it could be a file whose pages take
+    /// arbitrarily long to read.
+    #[error("the descriptor that was passed for the pool is not of shared memory: {source}")]
+    NotShared {
+        /// Error of the system call.
+        source: io::Error,
+    },
+    /// A pool without a name can be cut short.
+    #[error("the pool that was passed has no name and is not sealed against a change of its size")]
+    Unsealed,
     /// The owner cut the segment short, or the system had no page left for it, while we were
     /// using it. Nothing copied since can be trusted; the engine must register again.
     #[error("shared memory {name} was cut short or ran out of pages while it was in use")]
@@ -71,6 +86,80 @@ pub enum SegmentError {
         /// The segment.
         name: SharedName,
     },
+}
+
+/// Memory that copies of [`CopyPool`](crate::CopyPool) read and write.
+///
+/// # Safety
+/// From `base_ptr`, `size` bytes stay mapped for reads and writes until the value is dropped, whatever
+/// becomes of what they hold; bytes that are gone are reported by `check`.
+pub unsafe trait KvMemory: fmt::Debug + Send + Sync {
+    /// First byte.
+    fn base_ptr(&self) -> NonNull<u8>;
+
+    /// Number of bytes.
+    fn size(&self) -> u64;
+
+    /// Checks that all bytes are still there. Bytes read between two successful checks are the ones
+    /// that were written.
+    ///
+    /// # Errors
+    /// [`SegmentError`], which stays for good.
+    fn check(&self) -> Result<(), SegmentError>;
+}
+
+/// Memory of this process that its owner lends, such as the tensors of an engine.
+#[derive(Debug)]
+pub struct ProcessMemory {
+    base: NonNull<u8>,
+    len: u64,
+}
+
+// SAFETY: it is an address; the copies that use it coordinate through `PagedKv`.
+unsafe impl Send for ProcessMemory {}
+// SAFETY: as above.
+unsafe impl Sync for ProcessMemory {}
+
+impl ProcessMemory {
+    /// Borrows `len` bytes from `base` on.
+    ///
+    /// # Safety
+    /// The bytes stay allocated, readable and writable until the value is dropped, and no code of this
+    /// process holds a Rust reference to them. Others may read and write them at any time.
+    pub unsafe fn new(base: NonNull<u8>, len: u64) -> Self {
+        Self { base, len }
+    }
+}
+
+// SAFETY: `ProcessMemory::new` has the caller's promise.
+unsafe impl KvMemory for ProcessMemory {
+    fn base_ptr(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    fn size(&self) -> u64 {
+        self.len
+    }
+
+    fn check(&self) -> Result<(), SegmentError> {
+        Ok(())
+    }
+}
+
+// SAFETY: the mapping lasts as long as the value, and the guard keeps a page that is gone readable and
+// writable, which `check` reports.
+unsafe impl KvMemory for MappedSegment {
+    fn base_ptr(&self) -> NonNull<u8> {
+        self.base_ptr()
+    }
+
+    fn size(&self) -> u64 {
+        self.len()
+    }
+
+    fn check(&self) -> Result<(), SegmentError> {
+        self.check()
+    }
 }
 
 /// A foreign POSIX shared-memory segment, mapped read/write and unmapped on drop.
@@ -92,7 +181,7 @@ impl MappedSegment {
     /// # Errors
     /// See [`SegmentError`]; a `len` of 0 is an error of [`SegmentError::Open`].
     pub fn open(name: &SharedName, len: u64) -> Result<Self, SegmentError> {
-        Self::find(name).and_then(|found| found.map(len))
+        Self::find(name, false).and_then(|found| found.map(len))
     }
 
     /// Maps the first `len` bytes of a segment that a user owns.
@@ -104,7 +193,7 @@ impl MappedSegment {
     /// # Errors
     /// [`SegmentError::OtherUser`], and those of [`MappedSegment::open`].
     pub fn open_for(user: u32, name: &SharedName, len: u64) -> Result<Self, SegmentError> {
-        let found = Self::find(name)?;
+        let found = Self::find(name, false)?;
         let owner = found.owner;
         if user != owner {
             let name = name.clone();
@@ -113,26 +202,56 @@ impl MappedSegment {
         found.map(len)
     }
 
-    /// Opens a segment and checks what it is.
-    fn find(name: &SharedName) -> Result<Found, SegmentError> {
+    /// Maps the pool of a server, as its workers do: the first `len` bytes.
+    ///
+    /// # Errors
+    /// Those of [`MappedSegment::open`].
+    pub fn open_pool(name: &SharedName, len: u64) -> Result<Self, SegmentError> {
+        Self::find(name, true).and_then(|found| found.map(len))
+    }
+
+    /// Maps the pool of a server from a descriptor that the server passed: `len` bytes, exactly.
+    ///
+    /// A pool without a name must be sealed against shrinking and growing. One with a name cannot be
+    /// sealed; it may be cut short as under its name, which [`MappedSegment::check`] notices.
+    ///
+    /// # Errors
+    /// [`SegmentError::NotShared`], [`SegmentError::Unsealed`], and those of
+    /// [`MappedSegment::open`].
+    pub fn of_descriptor(
+        descriptor: OwnedFd,
+        name: Option<&SharedName>,
+        len: u64,
+    ) -> Result<Self, SegmentError> {
+        // Only files of shared memory have seals. Asked first, since a file of FUSE could make other
+        // calls wait.
+        let seals = fcntl_get_seals(&descriptor).map_err(|error| SegmentError::NotShared {
+            source: error.into(),
+        })?;
+        let sealed = seals.contains(SealFlags::SHRINK | SealFlags::GROW);
+        if name.is_none() && !sealed {
+            return Err(SegmentError::Unsealed);
+        }
+        let name = name.cloned().unwrap_or_else(SharedName::of_sealed);
+        let file = File::from(descriptor);
+        let found = Found::check(name, file)?;
+        if found.size > len {
+            return Err(wrong_size(&found.name, len, found.size));
+        }
+        found.map(len)
+    }
+
+    /// Opens a segment and checks what it is. A pool is refused unless `pool` is true.
+    fn find(name: &SharedName, pool: bool) -> Result<Found, SegmentError> {
         let open = |source| SegmentError::Open {
             name: name.clone(),
             source,
         };
         let file = shared_file::open(name, false).map_err(open)?;
-        if shared_file::is_pool(name, &file).map_err(open)? {
+        if !pool && shared_file::is_pool(name, &file).map_err(open)? {
             return Err(SegmentError::OwnPool { name: name.clone() });
         }
-        let meta = file.metadata().map_err(open)?;
-        // No links at all: the engine has removed the name since.
-        if !meta.is_file() || meta.nlink() > 1 {
-            return Err(SegmentError::NotPlain { name: name.clone() });
-        }
-        Ok(Found {
-            name: name.clone(),
-            owner: meta.uid(),
-            file,
-        })
+        Found::check(name.clone(), file)
     }
 
     /// Returns true if another mapping is of the same file, under whatever name.
@@ -162,6 +281,26 @@ impl MappedSegment {
         self.map.base()
     }
 
+    /// Enters the pages of a part into the page table of this process, so that the first copies do
+    /// not stop at each. Returns false where some of them are not in memory yet: they are left to
+    /// their owner.
+    ///
+    /// # Errors
+    /// Those of the system: the part lies outside of the segment or does not begin with a page, or
+    /// Linux is older than 5.14.
+    pub fn enter_pages(&self, part: Range<u64>) -> io::Result<bool> {
+        let (page, len) = (page_size() as u64, self.len());
+        if part.start >= part.end || part.end > len || !part.start.is_multiple_of(page) {
+            return Err(Errno::INVAL.into());
+        }
+        let (start, len) = (part.start as usize, (part.end - part.start) as usize);
+        let are_there = self.map.is_in_memory(start, len)?;
+        if are_there {
+            self.map.try_populate(start, len)?;
+        }
+        Ok(are_there)
+    }
+
     /// Checks that the segment still has all the bytes that are mapped, and that none was lost.
     /// Bytes read between two successful checks are the ones that the owner had written.
     ///
@@ -173,7 +312,14 @@ impl MappedSegment {
                 name: self.name.clone(),
             });
         }
-        check_size(&self.file, &self.name, self.len())
+        let meta = self.file.metadata().map_err(|source| SegmentError::Open {
+            name: self.name.clone(),
+            source,
+        })?;
+        match meta.len() < self.len() {
+            true => Err(wrong_size(&self.name, self.len(), meta.len())),
+            false => Ok(()),
+        }
     }
 }
 
@@ -181,17 +327,43 @@ impl MappedSegment {
 struct Found {
     name: SharedName,
     owner: u32,
+    size: u64,
     file: File,
 }
 
 impl Found {
+    /// Checks that a file is a regular one.
+    fn check(name: SharedName, file: File) -> Result<Self, SegmentError> {
+        let meta = match file.metadata() {
+            Ok(meta) => meta,
+            Err(source) => return Err(SegmentError::Open { name, source }),
+        };
+        // No links at all: it never had a name, or its owner has removed the name since.
+        if !meta.is_file() || meta.nlink() > 1 {
+            return Err(SegmentError::NotPlain { name });
+        }
+        Ok(Self {
+            name,
+            owner: meta.uid(),
+            size: meta.len(),
+            file,
+        })
+    }
+
     fn map(self, len: u64) -> Result<MappedSegment, SegmentError> {
-        let Self { name, owner, file } = self;
+        let Self {
+            name,
+            owner,
+            size,
+            file,
+        } = self;
+        if size < len {
+            return Err(wrong_size(&name, len, size));
+        }
         let open = |source| SegmentError::Open {
             name: name.clone(),
             source,
         };
-        check_size(&file, &name, len)?;
         let bytes = usize::try_from(len).map_err(|e| open(io::Error::other(e)))?;
         let map = Mapping::shared(&file, bytes).map_err(open)?;
         let guard = Guard::new(map.base(), map.len(), Some(owner)).map_err(open)?;
@@ -204,27 +376,18 @@ impl Found {
     }
 }
 
-fn check_size(file: &File, name: &SharedName, expected: u64) -> Result<(), SegmentError> {
-    let found = file
-        .metadata()
-        .map_err(|source| SegmentError::Open {
-            name: name.clone(),
-            source,
-        })?
-        .len();
-    if found < expected {
-        return Err(SegmentError::Size {
-            name: name.clone(),
-            expected,
-            found,
-        });
+fn wrong_size(name: &SharedName, expected: u64, found: u64) -> SegmentError {
+    SegmentError::Size {
+        name: name.clone(),
+        expected,
+        found,
     }
-    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::os::unix::fs::FileExt;
 
     use super::*;
     use crate::ArenaConfig;
@@ -279,6 +442,34 @@ mod tests {
             MappedSegment::open(&name, 4096),
             Err(SegmentError::OwnPool { .. })
         ));
+    }
+
+    #[test]
+    fn pages_that_are_in_memory_are_entered_and_others_are_left_out() {
+        const HALF: u64 = 4 << 20;
+        let name = engine_segment("pages", &[7; HALF as usize]);
+        let file = File::options().write(true).open(name.path()).unwrap();
+        file.set_len(2 * HALF).unwrap();
+        let segment = MappedSegment::open(&name, 2 * HALF).unwrap();
+        assert!(segment.enter_pages(0..HALF).unwrap());
+        assert!(!segment.enter_pages(0..2 * HALF).unwrap());
+        assert!(!segment.enter_pages(HALF..2 * HALF).unwrap());
+        assert!(segment.enter_pages(HALF..2 * HALF + 1).is_err());
+        assert!(segment.enter_pages(1..HALF).is_err());
+        assert_eq!(file.metadata().unwrap().blocks() * 512, HALF);
+        let pagemap = File::open("/proc/self/pagemap").unwrap();
+        let is_entered = |offset: u64| {
+            let page = (segment.base_ptr().as_ptr() as u64 + offset) / page_size() as u64;
+            let mut entry = [0; 8];
+            pagemap.read_exact_at(&mut entry, page * 8).unwrap();
+            // Bit 63: the page is present.
+            entry[7] & 0x80 != 0
+        };
+        let entered = (0..2 * HALF)
+            .step_by(page_size())
+            .filter(|&offset| is_entered(offset));
+        assert!(entered.eq((0..HALF).step_by(page_size())));
+        fs::remove_file(name.path()).unwrap();
     }
 
     #[test]

@@ -76,6 +76,11 @@ impl SharedName {
         Ok(Self(name.to_owned()))
     }
 
+    /// Returns the name of a sealed pool, which messages show; no folder has it.
+    pub(crate) fn of_sealed() -> Self {
+        Self("lmc-pool".to_owned())
+    }
+
     /// The name without a leading slash, as clients get it.
     pub fn as_str(&self) -> &str {
         &self.0

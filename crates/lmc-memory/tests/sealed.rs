@@ -3,13 +3,14 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::Command;
 use std::ptr;
 use std::sync::Arc;
 
-use lmc_memory::{ArenaConfig, ArenaError, Demand, Pool, PoolConfig};
+use lmc_memory::{ArenaConfig, ArenaError, Demand, MappedSegment, Pool, PoolConfig, SegmentError};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 const SOCKET_VARIABLE: &str = "LMC_TEST_SEALED";
 const BYTES: usize = 4 << 20;
@@ -136,7 +137,7 @@ fn sealed_memory_is_mapped_by_its_descriptor_and_cannot_be_cut() {
     std::fs::remove_file(&path).expect("it is ours");
     send_descriptor(
         &socket,
-        arena.sealed_file().expect("a sealed arena has one"),
+        arena.shared_file().expect("a sealed arena has one"),
     );
     let offsets = [ours.offset(), theirs.offset()].map(u64::to_ne_bytes);
     socket
@@ -159,12 +160,101 @@ fn huge_pages_behind_sealed_memory_are_an_error_or_a_note() {
     assert!(matches!(err, Err(ArenaError::HugePages { .. })));
     let arena = sealed().with_huge_pages(Demand::Auto).build().unwrap();
     assert_eq!(arena.report().notes.len(), 1);
-    assert!(arena.sealed_file().is_some());
+    assert!(arena.shared_file().is_some());
     assert!(
         ArenaConfig::anonymous(4096)
             .build()
             .unwrap()
-            .sealed_file()
+            .shared_file()
             .is_none()
     );
+}
+
+fn memfd(len: u64, seals: SealFlags) -> OwnedFd {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = File::from(memfd_create(c"lmc-test", flags).expect("memory"));
+    file.set_len(len).expect("memory");
+    fcntl_add_seals(&file, seals).expect("it may be sealed");
+    file.into()
+}
+
+#[test]
+fn a_pool_is_mapped_from_its_descriptor_and_from_no_other() {
+    let len = 2 * 4096;
+    let sealed = SealFlags::SHRINK | SealFlags::GROW;
+    MappedSegment::of_descriptor(memfd(len, sealed), None, len).expect("a sealed pool");
+
+    let open = |path: &str| OwnedFd::from(File::open(path).expect("it is there"));
+    let (pipe, _writer) = io::pipe().expect("a pipe");
+    let (socket, _other) = UnixStream::pair().expect("a pair");
+    let this = std::env::current_exe().expect("a path");
+    let others = [
+        open("/dev/null"),
+        open("/dev/zero"),
+        open("/proc/self/stat"),
+        open("/"),
+        open(this.to_str().expect("text")),
+        pipe.into(),
+        socket.into(),
+    ];
+    for other in others {
+        let refused = MappedSegment::of_descriptor(other, None, len);
+        assert!(
+            matches!(refused, Err(SegmentError::NotShared { .. })),
+            "{refused:?}"
+        );
+    }
+    let folder = MappedSegment::of_descriptor(open("/dev/shm"), None, len);
+    assert!(folder.is_err(), "{folder:?}");
+    for seals in [SealFlags::empty(), SealFlags::SHRINK, SealFlags::GROW] {
+        let refused = MappedSegment::of_descriptor(memfd(len, seals), None, len);
+        assert!(
+            matches!(refused, Err(SegmentError::Unsealed)),
+            "{refused:?}"
+        );
+    }
+    for size in [0, len - 1, len + 1, 2 * len] {
+        let refused = MappedSegment::of_descriptor(memfd(size, sealed), None, len);
+        let SegmentError::Size {
+            expected, found, ..
+        } = refused.expect_err("another size")
+        else {
+            panic!("{size}");
+        };
+        assert_eq!((expected, found), (len, size));
+    }
+    // A copy of the descriptor that may only read.
+    let file = memfd(len, sealed);
+    let read_only = open(&format!("/proc/self/fd/{}", file.as_raw_fd()));
+    let refused = MappedSegment::of_descriptor(read_only, None, len);
+    assert!(
+        matches!(refused, Err(SegmentError::Open { .. })),
+        "{refused:?}"
+    );
+}
+
+/// A pool with a name, which stock clients need, cannot be sealed. Its descriptor gives what its name
+/// gives: what is lost is noticed, and kills no process.
+#[test]
+fn a_pool_with_a_name_is_mapped_from_its_descriptor_and_a_cut_is_noticed() {
+    let name = format!("lmc_test_passed_{}", std::process::id());
+    let arena = ArenaConfig::shared(&name, BYTES).build().expect("memory");
+    let name = arena.shared_name().expect("it has a name");
+    let passed = || {
+        let file = arena.shared_file().expect("it has a file");
+        file.try_clone_to_owned().expect("a descriptor")
+    };
+    let unsealed = MappedSegment::of_descriptor(passed(), None, BYTES as u64);
+    assert!(matches!(unsealed, Err(SegmentError::Unsealed)));
+    let pool = MappedSegment::of_descriptor(passed(), Some(name), BYTES as u64).expect("the pool");
+    // SAFETY: both are mappings of the same bytes, which nothing else touches meanwhile.
+    unsafe {
+        arena.base_ptr().add(4097).write(42);
+        assert_eq!(pool.base_ptr().add(4097).read(), 42);
+    }
+    pool.check().expect("it is whole");
+    File::from(passed()).set_len(4096).expect("not sealed");
+    // SAFETY: inside the mapping; the page is gone, which the guard survives.
+    assert_eq!(unsafe { pool.base_ptr().add(8192).read_volatile() }, 0);
+    assert!(matches!(pool.check(), Err(SegmentError::Lost { .. })));
 }

@@ -55,7 +55,10 @@ fn store(engine: &CacheEngine, keys: &[ChunkKey]) -> Result<()> {
     engine.commit(tickets);
     let deadline = Instant::now() + Duration::from_secs(60);
     while engine.lower_status()[0].queued_bytes > 0 {
-        ensure!(Instant::now() < deadline, "copies do not go down");
+        ensure!(
+            Instant::now() < deadline,
+            "the disk does not get the copies"
+        );
         thread::sleep(Duration::from_millis(1));
     }
     Ok(())

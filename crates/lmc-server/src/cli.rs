@@ -270,7 +270,7 @@ fn serve(matches: &ArgMatches) -> ExitCode {
 fn print(loaded: &Loaded) -> String {
     let mut notes = Vec::new();
     if loaded.config.pool_size == config::PoolSize::Auto {
-        let shared = loaded.config.shm_name != config::SegmentName::None;
+        let shared = loaded.config.shm_name.is_in_dev_shm();
         let (_, why) = crate::choose_pool_size(crate::FreeMemory::now(shared));
         notes.push(("l1-size-gb", format!("now {why}")));
     }

@@ -19,11 +19,13 @@ use tracing::{error, info, warn};
 
 use crate::cli::error_text;
 use crate::config::{
-    Loaded, LogFormat, ServeConfig, human_bytes, human_duration, is_loopback, policy_name,
+    Loaded, LogFormat, SegmentName, ServeConfig, human_bytes, human_duration, is_loopback,
+    policy_name,
 };
 use crate::http::{self, Http};
 use crate::peers::Peers;
 use crate::signals::Signals;
+use crate::vllm::own_transfer_config;
 use crate::{disk, log, losses, nixl, occupant, peers, pool, remote, transfer_config};
 
 /// Name of traffic without a salt in LMCache's tools.
@@ -67,9 +69,9 @@ const OPEN_NEWS: Duration = Duration::from_secs(10);
 enum Stop {
     /// Everything under way was answered.
     Clean,
-    /// By a deadline or a second signal.
+    /// Stopped by a deadline or a second signal.
     Forced,
-    /// In order, because another process took the pool's memory away.
+    /// Stopped in order, because another process took the pool's memory away.
     PoolLost,
 }
 
@@ -160,9 +162,13 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
          ({:.0} ms after the start)",
         started.elapsed().as_secs_f64() * 1e3
     );
+    let for_vllm = match (&config.shm_name, &config.ipc_path) {
+        (SegmentName::Sealed, Some(socket)) => own_transfer_config(socket),
+        _ => transfer_config(&config.host, address.port(), config.transfer_mode),
+    };
     info!(
-        "for vLLM on this host, as the same user: vllm serve MODEL --kv-transfer-config '{}'",
-        transfer_config(&config.host, address.port(), config.transfer_mode)
+        "for vLLM on this host, as the same user: vllm serve MODEL --kv-transfer-config \
+         '{for_vllm}'"
     );
     let ended = tokio::select! {
         signal = signals.first() => signal,
@@ -483,6 +489,9 @@ fn summary(config: &ServeConfig, service: &Service, arena: &Arena) {
     let report = arena.report();
     let backing = match arena.shared_name() {
         Some(name) => format!("shared memory {}", name.path().display()),
+        None if arena.shared_file().is_some() => {
+            "sealed memory without a name: only lmc's own connector can map it".to_owned()
+        }
         None => "private memory: workers that copy by themselves are refused".to_owned(),
     };
     info!(

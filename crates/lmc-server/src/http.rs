@@ -62,7 +62,7 @@ pub struct Http {
 }
 
 impl Http {
-    /// For a service whose engines connect to `engines`.
+    /// Makes the HTTP side of a service whose engines connect to `engines`.
     pub fn new(service: Service, engines: SocketAddr, loaded: &Loaded) -> Self {
         Self {
             guard: Guard::new(&loaded.config),

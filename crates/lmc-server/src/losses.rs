@@ -13,8 +13,6 @@ use tracing::warn;
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Name of the tier of peers.
 const PEERS: &str = "peers";
-/// Start of the names of the tiers of shared stores.
-const STORE: &str = "remote";
 /// Shortest time between two warnings.
 const WARN_EVERY: Duration = Duration::from_secs(60);
 
@@ -81,7 +79,6 @@ impl News {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Warning {
     Dropped,
-    StoreDropped,
     WriteFailed,
     ReadFailed,
     PeerReadFailed,
@@ -94,13 +91,8 @@ impl Warning {
             PEERS => Self::PeerReadFailed,
             _ => Self::ReadFailed,
         };
-        // The stores are `remote`, `remote2` and so on.
-        let dropped = match tier.starts_with(STORE) {
-            true => Self::StoreDropped,
-            false => Self::Dropped,
-        };
         let all = [
-            (dropped, losses.dropped),
+            (Self::Dropped, losses.dropped),
             (Self::WriteFailed, losses.write_failed),
             (read_failed, losses.promote_failed),
         ];
@@ -110,10 +102,7 @@ impl Warning {
     fn text(self) -> &'static str {
         match self {
             Self::Dropped => {
-                "chunks were not written to a lower tier, and will be misses once memory evicts them: they come faster than it writes; add drives, or write less with --disk-admit second"
-            }
-            Self::StoreDropped => {
-                "chunks were not written to a shared store, and will be misses once the nearer tiers evict them: they come faster than it writes; write less with --remote-admit or --remote-salts"
+                "chunks were not written to a lower tier, and will be misses once the nearer tiers evict them: they come faster than it writes; write less with --disk-admit, --remote-admit or --remote-salts, or add drives"
             }
             Self::WriteFailed => {
                 "chunks could not be written to a lower tier, and will be misses once memory evicts them: GET /status says what is wrong with it"
@@ -186,17 +175,19 @@ mod tests {
         assert_eq!(of(PEERS), [write_failed, (Warning::PeerReadFailed, 3)]);
     }
 
-    /// Operators were advised to add drives to a shared store.
+    /// Operators were advised to add drives to a shared store, and to nothing else.
     #[test]
-    fn what_a_shared_store_dropped_has_a_remedy_of_its_own() {
+    fn what_was_dropped_has_a_remedy_for_each_kind_of_tier() {
         let losses = Losses {
             dropped: 1,
             ..Losses::default()
         };
-        let of = |tier| Warning::of(tier, losses).collect::<Vec<_>>();
-        assert_eq!(of("disk"), [(Warning::Dropped, 1)]);
-        for tier in ["remote", "remote2"] {
-            assert_eq!(of(tier), [(Warning::StoreDropped, 1)]);
+        for tier in ["disk", "remote", "remote2"] {
+            let found = Warning::of(tier, losses).collect::<Vec<_>>();
+            assert_eq!(found, [(Warning::Dropped, 1)]);
+        }
+        for setting in ["--disk-admit", "--remote-admit", "--remote-salts", "drives"] {
+            assert!(Warning::Dropped.text().contains(setting), "{setting}");
         }
     }
 }

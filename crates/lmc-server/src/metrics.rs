@@ -13,7 +13,7 @@ use lmc_vllm_adapter::{HistogramSnapshot, ServiceStatus};
 
 use crate::log;
 
-/// Of the text exposition format.
+/// Content type of the text exposition format.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// One series of the page: a name, with its labels if it has any.
@@ -58,8 +58,8 @@ metrics! {
     "lmc_pool_largest_free_bytes" gauge "Longest run of free bytes." = |s| s.usage.largest_free_bytes;
     "lmc_chunks" gauge "Chunks that can be found." = |s| s.usage.chunks;
     "lmc_chunk_bytes" gauge "Bytes of chunks that can be found." = |s| s.usage.chunk_bytes;
-    "lmc_leases" gauge "Leases out." = |s| s.usage.leases;
-    "lmc_pinned_chunks" gauge "Chunks pinned." = |s| s.usage.pinned;
+    "lmc_leases" gauge "Leases of chunks in memory that are held now." = |s| s.usage.leases;
+    "lmc_pinned_chunks" gauge "Chunks pinned in memory." = |s| s.usage.pinned;
     "lmc_reserved_slots" gauge "Slots reserved and not committed." = |s| s.usage.reserved_slots;
     "lmc_quarantined_slots" gauge "Slots that something may still be writing to after a failure." = |s| s.usage.quarantined_slots;
     "lmc_pool_withheld_bytes" gauge "Bytes of the pool that the system has no memory for: /dev/shm is full." = |s| s.usage.withheld_bytes;
@@ -98,14 +98,14 @@ metrics! {
     "lmc_lookup_leases_expired_total" counter "Leases of lookups ended by time." = |s| s.counts.lookup_leases_expired;
     "lmc_copies_too_late_total" counter "Copies that were not made, or were stopped, because their worker was gone or had given up waiting." = |s| s.counts.copies_too_late;
     "lmc_over_limit_total" counter "Requests turned away because a limit was reached." = |s| s.counts.over_limit;
-    "lmc_pings_total" counter "Signs of life." = |s| s.counts.pings;
+    "lmc_pings_total" counter "Pings of workers." = |s| s.counts.pings;
     "lmc_reported_blocks_total" counter "Blocks that engines reported as allocated." = |s| s.counts.reported_blocks;
     "lmc_chunks_present_total" counter "Chunks not stored because they were there or being written already." = |s| s.counts.chunks_present;
     "lmc_chunks_null_total" counter "Chunks not stored because the engine had dropped some of their blocks." = |s| s.counts.chunks_null;
     "lmc_chunk_hits_total" counter "Chunks that were asked for and found." = |s| s.engine.hits;
     "lmc_chunk_misses_total" counter "Chunks that were asked for and not found." = |s| s.engine.misses;
     "lmc_chunks_removed_total" counter "Chunks removed by name." = |s| s.engine.removed;
-    "lmc_chunks_cleared_total" counter "Chunks that went with a clear." = |s| s.engine.cleared;
+    "lmc_chunks_cleared_total" counter "Chunks removed by a clear." = |s| s.engine.cleared;
     "lmc_reservations_over_quota_total" counter "Reservations refused by a quota." = |s| s.engine.over_quota;
     "lmc_evicted_chunks_total{reason=\"room\"}" counter "Chunks evicted, by reason: memory for another chunk, a quota, or the watermark." = |s| s.engine.evicted_room;
     "lmc_evicted_chunks_total{reason=\"quota\"}" counter "" = |s| s.engine.evicted_quota;
@@ -139,29 +139,29 @@ type TierMetric = (
     fn(&LowerStatus) -> u64,
 );
 
-/// Metrics of the tiers below memory, with the label `tier`.
+/// Metrics of the lower tiers, with the label `tier`.
 #[rustfmt::skip]
 const TIER_METRICS: &[TierMetric] = &[
-    ("lmc_tier_chunks", "gauge", "Chunks in a tier below memory.", |t| t.chunks),
-    ("lmc_tier_bytes", "gauge", "Their bytes.", |t| t.bytes),
-    ("lmc_tier_capacity_bytes", "gauge", "Bytes that the tier may hold.", |t| t.capacity.unwrap_or(0)),
-    ("lmc_tier_queued_bytes", "gauge", "Bytes on their way to the tier.", |t| t.queued_bytes),
-    ("lmc_tier_copied_chunks_total", "counter", "Chunks that the tier has taken.", |t| t.written),
-    ("lmc_tier_copied_bytes_total", "counter", "Their bytes.", |t| t.written_bytes),
-    ("lmc_tier_copies_dropped_total", "counter", "Chunks not copied because too many were on their way.", |t| t.write_dropped),
-    ("lmc_tier_copies_declined_total", "counter", "Chunks that the tier did not want.", |t| t.write_declined),
-    ("lmc_tier_copies_failed_total", "counter", "Chunks that could not be copied.", |t| t.write_failed),
-    ("lmc_tier_fetched_chunks_total", "counter", "Chunks that came up into memory.", |t| t.promoted),
-    ("lmc_tier_fetched_bytes_total", "counter", "Their bytes.", |t| t.promoted_bytes),
+    ("lmc_tier_chunks", "gauge", "Chunks in this lower tier.", |t| t.chunks),
+    ("lmc_tier_bytes", "gauge", "Bytes of chunks in this lower tier.", |t| t.bytes),
+    ("lmc_tier_capacity_bytes", "gauge", "Bytes that this tier may hold.", |t| t.capacity.unwrap_or(0)),
+    ("lmc_tier_queued_bytes", "gauge", "Bytes of chunks queued to be written to this tier.", |t| t.queued_bytes),
+    ("lmc_tier_copied_chunks_total", "counter", "Chunks written to this tier since the start.", |t| t.written),
+    ("lmc_tier_copied_bytes_total", "counter", "Bytes of chunks written to this tier since the start.", |t| t.written_bytes),
+    ("lmc_tier_copies_dropped_total", "counter", "Chunks not written to this tier because its queue was full.", |t| t.write_dropped),
+    ("lmc_tier_copies_declined_total", "counter", "Chunks that this tier declined, by its admission rule or for lack of capacity.", |t| t.write_declined),
+    ("lmc_tier_copies_failed_total", "counter", "Chunks that could not be written to this tier.", |t| t.write_failed),
+    ("lmc_tier_fetched_chunks_total", "counter", "Chunks promoted from this tier into memory.", |t| t.promoted),
+    ("lmc_tier_fetched_bytes_total", "counter", "Bytes of chunks promoted from this tier into memory.", |t| t.promoted_bytes),
     ("lmc_tier_fetches_missed_total", "counter", "Chunks that this tier was said to have and did not have, or not as they had been stored, or with another length than chunks of their space have.", |t| t.promote_missed),
-    ("lmc_tier_fetches_failed_total", "counter", "Chunks that could not be read, or not in time.", |t| t.promote_failed),
+    ("lmc_tier_fetches_failed_total", "counter", "Chunks that could not be read from this tier, or not in time.", |t| t.promote_failed),
     ("lmc_tier_fetches_skipped_total", "counter", "Chunks that were not read from this tier because recomputing them is faster.", |t| t.promote_skipped),
     ("lmc_tier_lookups_failed_total", "counter", "Lookups that this tier did not answer, or not in time.", |t| t.locate_failed),
 ];
 /// Counters of a tier itself, with the labels `tier` and `what`.
 const TIER_EVENTS: (&str, &str) = (
     "lmc_tier_events_total",
-    "What a tier itself counted, such as damaged chunks and failed reads.",
+    "Events that a tier itself counts, such as damaged chunks and failed reads.",
 );
 
 /// Name, help and value of a metric of a directory.

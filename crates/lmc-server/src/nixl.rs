@@ -9,7 +9,9 @@ use crate::config::{HostPort, PeerTransport, ServeConfig};
 
 /// Returns true if the configuration allows NIXL.
 fn is_allowed(config: &ServeConfig) -> bool {
-    config.p2p_listen.is_some() && config.p2p_transport != PeerTransport::Sockets
+    config.p2p_listen.is_some()
+        && config.p2p_transport != PeerTransport::Sockets
+        && !config.p2p_encrypt
 }
 
 #[cfg(not(feature = "nixl"))]

@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use lmc_backend::{BoxFuture, ClearEpoch, LocateHint, Usage};
@@ -50,6 +50,9 @@ struct Lent {
     /// thread busy at most.
     summing: tokio::sync::Mutex<()>,
 }
+
+/// Time in which a peer says which of the chunks it has that it ordered to read.
+const FETCH_LOCATE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Bytes that are summed on another thread before the request is looked at again, about: it may
 /// have ended.
@@ -192,7 +195,10 @@ impl Chunks for Lender {
     fn fetch<'a>(&'a self, keys: &'a [ChunkKey], from: &'a PeerId) -> BoxFuture<'a, ()> {
         Box::pin(async move {
             if let Some(engine) = self.engine() {
-                let hint = LocateHint::default().with_sources(Arc::new([from.to_string()]));
+                let sources = Arc::new([from.to_string()]);
+                let hint = LocateHint::default().with_sources(sources);
+                // No prompt waits for it.
+                let hint = hint.with_timeout(FETCH_LOCATE_TIMEOUT);
                 engine.promote_for_peer(self.tenant(keys), keys, hint).await;
             }
         })
@@ -281,6 +287,7 @@ fn channel(
     if let Some(path) = &config.p2p_key {
         channel.keys = Some(Keys::read(path).map_err(|error| anyhow!("--p2p-key: {error}"))?);
     }
+    channel.encrypt_objects = config.p2p_encrypt;
     Ok(SocketConfig::new(channel, address(listen)))
 }
 

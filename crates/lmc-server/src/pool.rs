@@ -24,6 +24,7 @@ pub(crate) fn make(config: &ServeConfig, cores: usize) -> Result<Arena> {
     let bytes = usize::try_from(bytes).context("--l1-size-gb")?;
     let arena = match &config.shm_name {
         SegmentName::None => ArenaConfig::anonymous(bytes),
+        SegmentName::Sealed => ArenaConfig::sealed(bytes),
         SegmentName::Name(name) => ArenaConfig::shared(name.as_str(), bytes),
         // A port that the system chooses is not known yet, and must not tie two servers together.
         SegmentName::Auto if config.port == 0 => {
@@ -84,7 +85,7 @@ fn reclaim() -> Option<JoinHandle<()>> {
 /// Bytes of the pool. The size is compared with what is free only after the pages of killed
 /// servers are, where that could decide.
 fn size(config: &ServeConfig, freeing: Option<JoinHandle<()>>) -> Result<u64> {
-    let shared = config.shm_name != SegmentName::None;
+    let shared = config.shm_name.is_in_dev_shm();
     let mut free = FreeMemory::now(shared);
     let decided = match config.pool_size {
         PoolSize::Bytes(bytes) => free.holds(bytes),
@@ -136,9 +137,9 @@ fn warn_of_size(config: &ServeConfig, pool: u64) {
             human_bytes(pool),
             human_bytes(chunk),
             config.chunk_size,
-            match config.shm_name {
-                SegmentName::None => "",
-                _ => ", and enlarge /dev/shm for it (docker --shm-size, or --ipc=host)",
+            match config.shm_name.is_in_dev_shm() {
+                false => "",
+                true => ", and enlarge /dev/shm for it (docker --shm-size, or --ipc=host)",
             }
         );
     }

@@ -1,13 +1,30 @@
-//! The flag by which a stock vLLM reaches a server.
+//! The flag by which vLLM reaches a server, with the stock connector or with lmc's own.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::path::Path;
 
+use lmc_vllm_adapter::LOCAL_SOCKET;
 use serde_json::json;
 
 use crate::config::TransferMode;
 
 /// Default address at which LMCache's connector looks for a server.
 const CONNECTOR_PORT: u16 = 5555;
+
+/// The value of vLLM's `--kv-transfer-config` for lmc's own connector, which is to reach the server
+/// by its Unix socket.
+pub(crate) fn own_transfer_config(socket: &Path) -> String {
+    let mut config = json!({
+        "kv_connector": "LmcConnector",
+        "kv_connector_module_path": "lmc.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    });
+    if socket != Path::new(LOCAL_SOCKET) {
+        config["kv_connector_extra_config"] = json!({"lmc.socket": socket});
+    }
+    config.to_string()
+}
 
 /// The value of vLLM's `--kv-transfer-config` for engines that are to reach the server which
 /// listens at `host` and `port`. It holds neither spaces nor single quotes.
@@ -92,6 +109,18 @@ mod tests {
         assert_eq!(mode(TransferMode::Auto), "engine_driven");
         assert_eq!(mode(TransferMode::EngineDriven), "engine_driven");
         assert_eq!(mode(TransferMode::LmcacheDriven), "lmcache_driven");
+    }
+
+    #[test]
+    fn lmcs_own_connector_is_given_a_path_that_it_does_not_look_at() {
+        let own = own_transfer_config(Path::new(LOCAL_SOCKET));
+        let line = format!("vllm serve MODEL --kv-transfer-config '{own}'");
+        let path = format!("{}/../../docs/connector.md", env!("CARGO_MANIFEST_DIR"));
+        let text = std::fs::read_to_string(path).unwrap();
+        assert!(text.contains(&line), "docs/connector.md lacks {line}");
+        let other = own_transfer_config(Path::new("/tmp/s"));
+        let other: Value = serde_json::from_str(&other).unwrap();
+        assert_eq!(other["kv_connector_extra_config"]["lmc.socket"], "/tmp/s");
     }
 
     /// The line is pasted into shells, in single quotes.

@@ -14,7 +14,7 @@ use std::time::Duration;
 use common::Server;
 use common::prompt::{CHUNKS, Prompt, await_hits, register_wide};
 use lmc_testkit::{Folder, until};
-use lmc_vllm_adapter::Client;
+use lmc_vllm_adapter::{Client, Request};
 use network::{Network, v4, v6};
 
 /// Host that stores prompts.
@@ -27,10 +27,10 @@ const PORT: u16 = 7700;
 const SMALL: u32 = 8;
 /// Values for each token of prompts that cross a slow link for seconds: 2 MiB a chunk.
 const LARGE: u32 = 512;
-/// Rate of a slow link, at which a large prompt takes three seconds.
-const SLOW: &str = "32mbit";
-/// Bytes that have crossed a slow link when a read is in its middle.
-const MIDDLE: u64 = 4 << 20;
+/// Rate of a slow link, at which a large prompt takes six seconds.
+const SLOW: &str = "16mbit";
+/// Bytes that have crossed a slow link when a read is under way.
+const MIDDLE: u64 = 1 << 20;
 /// Duration of a lease.
 const LEASE: Duration = Duration::from_secs(2);
 
@@ -172,6 +172,19 @@ fn at(address: &str) -> String {
     }
 }
 
+/// Stores prompts at the owner until one of them was read over NIXL.
+fn until_read_over_nixl(at_owner: &mut Worker, reader: &Daemon<'_>, at_reader: &mut Worker) {
+    let before = reader.counter("read_nixl_bytes");
+    // Those of another host are others.
+    let mut prompts = (100 * (reader.host as u32 + 1)..).map(Prompt);
+    until("a prompt is read over NIXL", || {
+        let prompt = prompts.next().expect("there are many");
+        at_owner.store(prompt);
+        at_reader.until_found(prompt);
+        reader.counter("read_nixl_bytes") > before
+    });
+}
+
 /// An owner that has stored prompt 0, and a reader that has read it, over a slow link from now on.
 struct Pair<'a> {
     owner: Daemon<'a>,
@@ -197,13 +210,7 @@ impl<'a> Pair<'a> {
         at_owner.store(Prompt(0));
         at_reader.until_found(Prompt(0));
         if transport == NIXL {
-            let mut prompts = (100..).map(Prompt);
-            until("a prompt is read over NIXL", || {
-                let prompt = prompts.next().expect("there are many");
-                at_owner.store(prompt);
-                at_reader.until_found(prompt);
-                reader.counter("read_nixl_bytes") > 0.0
-            });
+            until_read_over_nixl(&mut at_owner, &reader, &mut at_reader);
         }
         network.slow_down(OWNER, SLOW);
         Self {
@@ -229,9 +236,14 @@ impl<'a> Pair<'a> {
 
     /// Awaits the read that [`Self::begin_to_read`] began, which something has ended early.
     fn is_cut_short(&mut self) {
+        self.ends_early();
+        self.reader.until_nothing_is_held();
+    }
+
+    /// As [`Self::is_cut_short`], where memory may stay in quarantine.
+    fn ends_early(&mut self) {
         let hits = self.at_reader.finish(Prompt(1), "cut short");
         assert!(hits < WHOLE, "nothing has disturbed the read");
-        self.reader.until_nothing_is_held();
     }
 
     /// Stores another prompt at the owner, and reads it.
@@ -256,6 +268,10 @@ impl<'a> Pair<'a> {
 #[test]
 #[ignore = "needs root and namespaces: cargo xtask test-multinode"]
 fn daemons_read_each_other_over_ipv4_ipv6_and_behind_a_wildcard() {
+    daemons_read_each_other(SOCKETS);
+}
+
+fn daemons_read_each_other(transport: &'static str) {
     let network = Network::new();
     let key = Folder::temporary();
     let families = [
@@ -268,16 +284,21 @@ fn daemons_read_each_other_over_ipv4_ipv6_and_behind_a_wildcard() {
             true => at(&v4(1)),
             false => at(&one),
         };
-        let owner = Daemon::start(&network, OWNER, &at(&one), "", &key);
-        let reader = Daemon::start(&network, READER, &at(&other), &named, &key);
+        let owner = Daemon::start_by(&network, OWNER, &at(&one), "", &key, transport);
+        let reader = Daemon::start_by(&network, READER, &at(&other), &named, &key, transport);
         let (mut at_owner, mut at_reader) = (owner.worker(SMALL), reader.worker(SMALL));
         at_owner.store(Prompt(0));
         at_reader.until_found(Prompt(0));
-        assert_eq!(owner.counter("served"), CHUNKS as f64, "{named}");
+        // More where a read was late, and was asked for again.
+        assert!(owner.counter("served") >= CHUNKS as f64, "{named}");
         // One of two that names the other is enough.
         at_reader.store(Prompt(1));
         at_owner.until_found(Prompt(1));
-        assert_eq!(reader.counter("served"), CHUNKS as f64, "{named}");
+        assert!(reader.counter("served") >= CHUNKS as f64, "{named}");
+        if transport == NIXL {
+            until_read_over_nixl(&mut at_owner, &reader, &mut at_reader);
+            until_read_over_nixl(&mut at_reader, &owner, &mut at_owner);
+        }
         owner.until_nothing_is_held();
         reader.until_nothing_is_held();
     }
@@ -286,33 +307,68 @@ fn daemons_read_each_other_over_ipv4_ipv6_and_behind_a_wildcard() {
 #[test]
 #[ignore = "needs root and namespaces: cargo xtask test-multinode"]
 fn a_peer_is_found_again_under_another_address() {
+    a_peer_comes_back(SOCKETS);
+}
+
+fn a_peer_comes_back(transport: &'static str) {
     let network = Network::new();
     let key = Folder::temporary();
-    network.resolve(READER, &v4(1), "owner");
+    network.resolve(READER, &[v4(1)], "owner");
     let listen = at(&v4(2));
-    let reader = Daemon::start(&network, READER, &listen, &at("owner"), &key);
+    let reader = Daemon::start_by(&network, READER, &listen, &at("owner"), &key, transport);
     let mut at_reader = reader.worker(SMALL);
     for (number, prompt) in [(1, Prompt(0)), (7, Prompt(1))] {
         network.change_addresses(OWNER, number);
-        network.resolve(READER, &v4(number), "owner");
-        let owner = Daemon::start(&network, OWNER, &at(&v4(number)), "", &key);
-        owner.worker(SMALL).store(prompt);
+        network.resolve(READER, &[v4(number)], "owner");
+        let listen = at(&v4(number));
+        let owner = Daemon::start_by(&network, OWNER, &listen, "", &key, transport);
+        let mut at_owner = owner.worker(SMALL);
+        at_owner.store(prompt);
         at_reader.until_found(prompt);
-        assert_eq!(owner.counter("served"), CHUNKS as f64);
+        // More where a read was late, as on a loaded machine, and was asked for again.
+        assert!(owner.counter("served") >= CHUNKS as f64);
+        if transport == NIXL {
+            until_read_over_nixl(&mut at_owner, &reader, &mut at_reader);
+        }
     }
     reader.until_nothing_is_held();
 }
 
 #[test]
 #[ignore = "needs root and namespaces: cargo xtask test-multinode"]
+fn each_address_of_a_name_is_a_peer() {
+    let network = Network::new();
+    let key = Folder::temporary();
+    network.resolve(READER, &[v4(1), v6(1)], "owners");
+    let listen = at(&v4(2));
+    let reader = Daemon::start(&network, READER, &listen, &at("owners"), &key);
+    let mut at_reader = reader.worker(SMALL);
+    let owners = [v4(1), v6(1)].map(|at| Daemon::start(&network, OWNER, &self::at(&at), "", &key));
+    for (prompt, owner) in (0..).map(Prompt).zip(&owners) {
+        owner.worker(SMALL).store(prompt);
+        at_reader.until_found(prompt);
+        // More where a read was late, as on a loaded machine, and was asked for again.
+        assert!(owner.counter("served") >= CHUNKS as f64, "{prompt:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs root and namespaces: cargo xtask test-multinode"]
 fn a_link_that_delays_and_drops_frames_costs_time_only() {
+    a_link_delays_and_drops_frames(SOCKETS);
+}
+
+fn a_link_delays_and_drops_frames(transport: &'static str) {
     let mut network = Network::new();
     network.degrade(OWNER, 5, 20);
     let key = Folder::temporary();
     let (one, other) = (at(&v4(1)), at(&v4(2)));
-    let owner = Daemon::start(&network, OWNER, &one, "", &key);
-    let reader = Daemon::start(&network, READER, &other, &one, &key);
+    let owner = Daemon::start_by(&network, OWNER, &one, "", &key, transport);
+    let reader = Daemon::start_by(&network, READER, &other, &one, &key, transport);
     let (mut at_owner, mut at_reader) = (owner.worker(SMALL), reader.worker(SMALL));
+    if transport == NIXL {
+        until_read_over_nixl(&mut at_owner, &reader, &mut at_reader);
+    }
     for prompt in 0..8 {
         at_owner.store(Prompt(prompt));
         at_reader.until_found(Prompt(prompt));
@@ -353,9 +409,61 @@ fn a_link_that_is_cut_in_mid_read_is_a_miss() {
 
 #[test]
 #[ignore = "needs root and namespaces: cargo xtask test-multinode"]
-fn an_owner_that_is_killed_between_lookup_and_retrieve_is_a_miss() {
+fn chunks_from_before_a_clear_are_served_by_neither_side_of_a_cut() {
     let network = Network::new();
     let mut pair = Pair::start(&network);
+    network.speed_up(OWNER);
+    network.cut(READER, true);
+    // The owner has prompt 0 as well.
+    pair.at_reader.store(Prompt(1));
+    let clear = Request::Clear { force: true };
+    pair.at_owner.client.ask(&clear).expect("an answer");
+    let look_up = |at: &mut Worker, prompt: u32, attempt: usize| {
+        let request = format!("old-{prompt}-{attempt}");
+        at.begin(Prompt(prompt), &request);
+        at.finish(Prompt(prompt), &request)
+    };
+    for prompt in 0..2 {
+        assert_eq!(look_up(&mut pair.at_owner, prompt, 0), 0);
+        // The reader has not heard of it, and has its own.
+        assert_eq!(look_up(&mut pair.at_reader, prompt, 0), WHOLE);
+    }
+    let read = pair.owner.counter("read");
+    network.cut(READER, false);
+    let mut attempt = 0;
+    until("the reader has heard of the clear", || {
+        attempt += 1;
+        let prompts = [0, 1];
+        for prompt in prompts {
+            assert_eq!(look_up(&mut pair.at_owner, prompt, attempt), 0);
+        }
+        let found = prompts.map(|prompt| look_up(&mut pair.at_reader, prompt, attempt));
+        found == [0, 0]
+    });
+    for prompt in 0..2 {
+        assert_eq!(look_up(&mut pair.at_owner, prompt, attempt + 1), 0);
+    }
+    assert_eq!(pair.owner.counter("read"), read);
+    // What is computed from then on is read in both directions.
+    for prompt in 0..2 {
+        pair.at_owner.store(Prompt(prompt));
+        pair.at_reader.until_found(Prompt(prompt));
+    }
+    pair.at_reader.store(Prompt(3));
+    pair.at_owner.until_found(Prompt(3));
+    pair.owner.until_nothing_is_held();
+    pair.reader.until_nothing_is_held();
+}
+
+#[test]
+#[ignore = "needs root and namespaces: cargo xtask test-multinode"]
+fn an_owner_that_is_killed_between_lookup_and_retrieve_is_a_miss() {
+    let network = Network::new();
+    an_owner_is_killed_before_the_retrieve(Pair::start(&network));
+}
+
+fn an_owner_is_killed_before_the_retrieve(mut pair: Pair<'_>) {
+    let network = pair.owner.network;
     pair.at_owner.store(Prompt(1));
     pair.at_reader.begin(Prompt(1), "cut short");
     pair.owner.server.process.kill();
@@ -404,11 +512,18 @@ fn an_owner_is_killed_in_mid_read(mut pair: Pair<'_>) {
 #[ignore = "needs root and namespaces: cargo xtask test-multinode"]
 fn an_owner_that_stops_between_lookup_and_retrieve_is_a_miss() {
     let network = Network::new();
-    let mut pair = Pair::start(&network);
+    an_owner_stops_before_the_retrieve(Pair::start(&network));
+}
+
+fn an_owner_stops_before_the_retrieve(mut pair: Pair<'_>) {
     pair.at_owner.store(Prompt(1));
     pair.at_reader.begin(Prompt(1), "cut short");
     pair.owner.server.process.stop();
-    pair.is_cut_short();
+    match pair.transport {
+        // Memory that the owner may still write to stays in quarantine while it is stopped.
+        NIXL => pair.ends_early(),
+        _ => pair.is_cut_short(),
+    }
     pair.owner.server.signal(libc::SIGCONT);
     pair.goes_on();
 }
@@ -441,6 +556,38 @@ mod over_nixl {
 
     #[test]
     #[ignore = "needs root, namespaces and NIXL: cargo xtask test-multinode"]
+    fn daemons_read_each_other_over_ipv4_ipv6_and_behind_a_wildcard() {
+        daemons_read_each_other(NIXL);
+    }
+
+    #[test]
+    #[ignore = "needs root, namespaces and NIXL: cargo xtask test-multinode"]
+    fn a_peer_is_found_again_under_another_address() {
+        a_peer_comes_back(NIXL);
+    }
+
+    #[test]
+    #[ignore = "needs root, namespaces and NIXL: cargo xtask test-multinode"]
+    fn a_link_that_delays_and_drops_frames_costs_time_only() {
+        a_link_delays_and_drops_frames(NIXL);
+    }
+
+    #[test]
+    #[ignore = "needs root, namespaces and NIXL: cargo xtask test-multinode"]
+    fn an_owner_that_is_killed_between_lookup_and_retrieve_is_a_miss() {
+        let network = Network::new();
+        an_owner_is_killed_before_the_retrieve(Pair::start_by(&network, NIXL));
+    }
+
+    #[test]
+    #[ignore = "needs root, namespaces and NIXL: cargo xtask test-multinode"]
+    fn an_owner_that_stops_between_lookup_and_retrieve_is_a_miss() {
+        let network = Network::new();
+        an_owner_stops_before_the_retrieve(Pair::start_by(&network, NIXL));
+    }
+
+    #[test]
+    #[ignore = "needs root, namespaces and NIXL: cargo xtask test-multinode"]
     fn an_owner_that_is_killed_in_mid_read_is_a_miss() {
         let network = Network::new();
         an_owner_is_killed_in_mid_read(Pair::start_by(&network, NIXL));
@@ -461,8 +608,7 @@ mod over_nixl {
         pair.begin_to_read();
         network.cut(READER, true);
         // Memory that the owner may still write to stays in quarantine while the link is cut.
-        let hits = pair.at_reader.finish(Prompt(1), "cut short");
-        assert!(hits < WHOLE, "nothing has disturbed the read");
+        pair.ends_early();
         network.cut(READER, false);
         pair.goes_on();
     }

@@ -453,6 +453,7 @@ fn one_plane_is_not_taken_for_latent_attention() {
             dtype: "bfloat16".to_owned(),
             use_mla,
             num_physical_slots: None,
+            record: None,
         }));
         assert!(
             matches!(registered, Ok(Reply::Registered { .. })),

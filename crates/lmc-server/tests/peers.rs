@@ -2,11 +2,16 @@
 
 mod common;
 
+use std::time::{Duration, Instant};
+
 use lmc_testkit::{Folder, free_port, until};
 use lmc_vllm_adapter::{Client, Reply, Request, RequestConfigs, Sources};
 
 use common::Server;
-use common::prompt::{CHUNKS, look_up, read_found, register, register_wide, retrieve, store};
+use common::prompt::{
+    CHUNKS, Prompt, await_hits, hits_so_far, look_up, read_found, register, register_wide,
+    retrieve, store,
+};
 
 /// Starts a daemon that listens for peers at `port`, and connects to others.
 fn start(port: u16, peers: &[u16], flags: &[&str]) -> Server {
@@ -59,7 +64,8 @@ fn two_daemons() -> (Server, Server) {
 fn a_daemon_reads_what_another_has_stored() {
     let (first, second) = two_daemons();
     assert_eq!(tier_counter(&second, "read"), CHUNKS as f64);
-    assert_eq!(tier_counter(&first, "served"), CHUNKS as f64);
+    // More where a read was late, and was asked for again.
+    assert!(tier_counter(&first, "served") >= CHUNKS as f64);
     // From now on it has them itself.
     drop(first);
     until_found(&second);
@@ -87,7 +93,7 @@ fn what_another_has_on_disk_is_promoted_there_and_read() {
     let first = start(one, &[], &flags);
     let second = start(two, &[one], &[]);
     until_found(&second);
-    assert_eq!(tier_counter(&first, "served"), CHUNKS as f64);
+    assert!(tier_counter(&first, "served") >= CHUNKS as f64);
 }
 
 #[test]
@@ -115,6 +121,160 @@ fn peers_with_another_key_are_strangers() {
     assert_eq!(retrieve(&mut client, &shm_name, "request"), 0);
     let friend = start(three, &[one], &["--p2p-key", &right]);
     until_found(&friend);
+    // The variable names the file as the flag does.
+    let (listen, peer) = (free_port(), format!("127.0.0.1:{one}"));
+    let listen = format!("127.0.0.1:{listen}");
+    let mut command = common::lmc();
+    command.env("LMC_P2P_KEY", &right);
+    let by_variable = Server::start_by(
+        command,
+        &[
+            "--p2p-listen",
+            &listen,
+            "--p2p-peer",
+            &peer,
+            "--l1-size-gb",
+            "64MiB",
+        ],
+    );
+    until_found(&by_variable);
+}
+
+/// Returns what `lmc peers --json` prints about a server.
+fn peers_status(server: &Server) -> serde_json::Value {
+    lmc_peers(server, &["--json"]).parse().expect("JSON")
+}
+
+/// Waits until a server has accepted the hellos of this number of peers.
+fn until_connected(server: &Server, peers: usize) {
+    until("the peers are connected", || {
+        let status = peers_status(server);
+        let known = status["peers"].as_array().expect("a list");
+        known.iter().filter(|peer| peer["version"] == 1).count() == peers
+    });
+}
+
+#[test]
+fn a_daemon_ignores_itself_among_the_peers_that_are_named() {
+    let ports = [free_port(), free_port()];
+    // All hosts have the same list.
+    let daemons = ports.map(|port| start(port, &ports, &[]));
+    for (number, daemon) in daemons.iter().enumerate() {
+        until_connected(daemon, 1);
+        let named = |port: u16| {
+            let status = peers_status(daemon);
+            let name = format!("127.0.0.1:{port}");
+            let mut all = status["named"].as_array().expect("a list").iter();
+            let found = all.find(|one| one["name"] == name.as_str());
+            found.expect("it is named").clone()
+        };
+        // It connects by itself, or the other has done so.
+        let other = ports[1 - number];
+        until("both addresses were connected to", || {
+            named(ports[number])["id"].is_string() && named(other)["id"].is_string()
+        });
+        let (own, other) = (named(ports[number]), named(other));
+        assert_eq!(
+            (&own["itself"], &other["itself"]),
+            (&true.into(), &false.into())
+        );
+        assert!(own["failure"].is_null(), "{own}");
+        let status = peers_status(daemon);
+        assert_eq!(own["id"], status["id"]);
+        assert_eq!(other["id"], status["peers"][0]["id"]);
+        let shown = lmc_peers(daemon, &[]);
+        assert!(!shown.contains("not connected"), "{shown}");
+    }
+    let [first, second] = daemons;
+    let (mut client, shm_name) = worker(&first);
+    store(&mut client, &shm_name);
+    until_found(&second);
+}
+
+#[test]
+fn more_than_eight_named_peers_are_warned_about() {
+    let ports: Vec<u16> = (0..9).map(|_| free_port()).collect();
+    let warning = "lookups slow down with more than 8 peers";
+    let many = start(free_port(), &ports, &[]);
+    let line = many.line(warning);
+    assert!(line.contains("peers=9"), "{line}");
+    let few = start(free_port(), &ports[1..], &[]);
+    let log = few.log();
+    assert!(!log.iter().any(|line| line.contains(warning)), "{log:#?}");
+}
+
+#[test]
+fn a_lookup_waits_for_a_store_that_a_peers_engine_has_prepared() {
+    let one = free_port();
+    let first = start(one, &[], &[]);
+    let reader = |pending: &str| {
+        // The machine may be busy.
+        let flags = [
+            "--p2p-locate-timeout",
+            "10s",
+            "--p2p-pending-timeout",
+            pending,
+        ];
+        let server = start(free_port(), &[one], &flags);
+        until_connected(&server, 1);
+        let (client, shm_name) = worker(&server);
+        (server, client, shm_name)
+    };
+    let (patient, mut waiting, waiting_shm) = reader("60s");
+    let (_impatient, mut leaving, leaving_shm) = reader("50ms");
+    let (mut writer, shm_name) = worker(&first);
+    // On a busy machine the read of a chunk may be late: another prompt is tried.
+    let mut prompts = (10..).map(Prompt);
+    let mut prompt = Prompt::default();
+    until("a lookup finds all that it has waited for", || {
+        prompt = prompts.next().expect("there are many");
+        let early = format!("early-{}", prompt.0);
+        prompt.prepare_store(&mut writer, &shm_name);
+        prompt.begin_lookup(&mut waiting, &early);
+        prompt.begin_lookup(&mut leaving, &early);
+        until("the lookup ends that waits for 50 ms", || {
+            hits_so_far(&mut leaving, &early).is_some_and(|hits| {
+                assert_eq!(hits, 0, "nothing is committed");
+                true
+            })
+        });
+        // The other goes on, and later ones, which find nothing, end before it.
+        for number in 1..4 {
+            let request = format!("absent-{number}-{}", prompt.0);
+            let found = Prompt(number).retrieve(&mut waiting, &waiting_shm, &request);
+            assert_eq!(found, 0);
+        }
+        assert_eq!(hits_so_far(&mut waiting, &early), None);
+        prompt.commit_store(&mut writer);
+        let hits = await_hits(&mut waiting, &early);
+        prompt.read_back(&mut waiting, &waiting_shm, &early, hits);
+        hits == CHUNKS as u64
+    });
+    assert!(tier_counter(&patient, "read") >= CHUNKS as f64);
+    let mut tries = 0;
+    until("the other finds the prompt as well", || {
+        tries += 1;
+        let request = format!("late-{tries}");
+        prompt.retrieve(&mut leaving, &leaving_shm, &request) == CHUNKS as u64
+    });
+}
+
+/// At two chunks a second, six chunks take a second and a half: two are lent at once, and the
+/// third goes into debt.
+#[test]
+fn what_a_daemon_serves_stays_within_its_rate() {
+    let one = free_port();
+    let first = start(one, &[], &["--p2p-serve-rate", "64KiB"]);
+    let second = start(free_port(), &[one], &["--p2p-locate-timeout", "10s"]);
+    let (mut client, shm_name) = worker(&first);
+    store(&mut client, &shm_name);
+    until_connected(&second, 1);
+    let begun = Instant::now();
+    until_found(&second);
+    // No bound from above: a busy machine takes longer.
+    assert!(begun.elapsed() > Duration::from_millis(1400));
+    assert!(tier_counter(&second, "busy") > 0.0);
+    assert_eq!(tier_counter(&second, "read"), CHUNKS as f64);
 }
 
 #[test]
@@ -189,7 +349,9 @@ fn lmc_peers_shows_who_is_there_and_why_others_are_not() {
     let moved = format!("{CHUNKS} ({} KiB)", bytes / 1024);
     assert!(row.contains(&address) && row.contains(&moved), "{shown}");
     let missing = format!("127.0.0.1:{absent}: the connection failed");
-    assert!(shown.contains(&missing), "{shown}");
+    until("the address without a daemon is named", || {
+        lmc_peers(&second, &[]).contains(&missing)
+    });
     let json: serde_json::Value = lmc_peers(&second, &["--json"]).parse().expect("JSON");
     let peer = &json["peers"][0];
     assert_eq!(peer["counters"]["read"], CHUNKS);
@@ -197,7 +359,8 @@ fn lmc_peers_shows_who_is_there_and_why_others_are_not() {
     assert_eq!(json["named"].as_array().map(Vec::len), Some(2));
     assert_eq!(json["named"][0]["id"], peer["id"]);
     let served: serde_json::Value = lmc_peers(&first, &["--json"]).parse().expect("JSON");
-    assert_eq!(served["peers"][0]["counters"]["served"], CHUNKS);
+    let served = served["peers"][0]["counters"]["served"].as_u64();
+    assert!(served >= Some(CHUNKS as u64), "{served:?}");
     // One that disconnects is named until it is back.
     drop(first);
     until("the peer is gone", || {
@@ -232,26 +395,21 @@ fn a_request_is_read_from_the_peer_that_it_names() {
     let ports: Vec<u16> = owners.iter().map(|(_, port)| *port).collect();
     let by_address = format!("stranger,127.0.0.1:{}", ports[0]);
     for (sources, owner) in [("alpha", 0), ("beta", 1), (&*by_address, 0)] {
-        // On a loaded machine an answer takes longer than half of the default.
-        let reader = start(free_port(), &ports, &["--p2p-locate-timeout", "10s"]);
-        until("both owners are connected", || {
-            let status: serde_json::Value = lmc_peers(&reader, &["--json"]).parse().expect("JSON");
-            let peers = status["peers"].as_array().expect("a list");
-            peers.iter().filter(|peer| peer["version"] == 1).count() == 2
+        let (other, _) = &owners[1 - owner];
+        until("all is read", || {
+            // A new reader: what another has read is in its memory. On a loaded machine an answer
+            // takes longer than half of the default.
+            let reader = start(free_port(), &ports, &["--p2p-locate-timeout", "10s"]);
+            until_connected(&reader, 2);
+            let before = tier_counter(other, "served");
+            let (mut client, shm_name) = worker(&reader);
+            let reply = look_up(&mut client, "request", named(sources));
+            assert_eq!(reply.expect("an answer"), Reply::None);
+            let found = read_found(&mut client, &shm_name, "request");
+            let by_other = tier_counter(other, "served") - before;
+            assert_eq!(by_other, 0.0, "{sources}: read from {}", names[1 - owner]);
+            found == CHUNKS as u64
         });
-        let before: Vec<f64> = (owners.iter())
-            .map(|(owner, _)| tier_counter(owner, "served"))
-            .collect();
-        let (mut client, shm_name) = worker(&reader);
-        let reply = look_up(&mut client, "request", named(sources));
-        assert_eq!(reply.expect("an answer"), Reply::None);
-        let found = read_found(&mut client, &shm_name, "request");
-        assert_eq!(found, CHUNKS as u64, "{sources}");
-        for (number, (server, _)) in owners.iter().enumerate() {
-            let served = tier_counter(server, "served") - before[number];
-            let expected = if number == owner { CHUNKS as f64 } else { 0.0 };
-            assert_eq!(served, expected, "{sources}: {}", names[number]);
-        }
     }
 }
 
@@ -290,11 +448,16 @@ fn a_peer_reads_on_order_what_a_daemon_has_in_memory() {
         run_peers(&first, &["copy", "beta", "--model", "other"]).expect_err("no such model");
     assert!(other.contains("no live space"), "{other}");
     let two = format!("{}", 2 * 256 * 2 * 2 * 8 * 4);
-    let copied = lmc_peers(&first, &["copy", "beta", "--limit", &two]);
-    assert!(copied.starts_with("beta has 2 of 2 chunks"), "{copied}");
-    let copied = lmc_peers(&first, &["copy", "beta", "--model", "model"]);
+    // On a busy machine a read may be late.
+    until("two chunks are copied", || {
+        let copied = lmc_peers(&first, &["copy", "beta", "--limit", &two]);
+        copied.starts_with("beta has 2 of 2 chunks")
+    });
     let all = format!("beta has {CHUNKS} of {CHUNKS} chunks");
-    assert!(copied.starts_with(&all), "{copied}");
+    until("all chunks are copied", || {
+        let copied = lmc_peers(&first, &["copy", "beta", "--model", "model"]);
+        copied.starts_with(&all)
+    });
     // Those that were there were not read again.
     assert_eq!(tier_counter(&second, "read"), CHUNKS as f64);
     drop(first);

@@ -1,91 +1,19 @@
 //! Several daemons that share a store.
 
 mod common;
+#[allow(dead_code, reason = "the tests of the tier use all of it")]
+#[path = "../../lmc-backend-remote/tests/s3/servers.rs"]
+mod s3_servers;
+
+use std::process::Output;
 
 use lmc_testkit::{Folder, until};
-use lmc_vllm_adapter::{Client, Request};
+use lmc_vllm_adapter::Request;
 
 use common::Server;
-use common::prompt::{CHUNKS, Prompt, await_hits, register, retrieve, store};
-
-/// A daemon over a shared folder, and a worker that is registered there.
-struct Daemon {
-    server: Server,
-    client: Client,
-    shm_name: String,
-    requests: usize,
-}
-
-impl Daemon {
-    fn start(folder: &Folder) -> Self {
-        Self::start_with(folder, &[])
-    }
-
-    fn start_with(folder: &Folder, more: &[&str]) -> Self {
-        let url = format!("file://{}", folder.text());
-        Self::start_by(&[&["--remote", &url], more].concat())
-    }
-
-    fn start_by(flags: &[&str]) -> Self {
-        // The machine may be busy, and nothing may be absent for long.
-        let patient = ["--remote-locate-timeout", "5", "--remote-negative-ttl", "0"];
-        let flags = [&["--l1-size-gb", "64MiB"], &patient[..], flags].concat();
-        let server = Server::start(&flags);
-        // What is offered to a store before it is in use is not written.
-        server.line("remote store in use");
-        let mut client = server.client();
-        let shm_name = register(&mut client);
-        Self {
-            server,
-            client,
-            shm_name,
-            requests: 0,
-        }
-    }
-
-    fn written(&self) -> f64 {
-        self.server
-            .metric("lmc_tier_copied_chunks_total{tier=\"remote\"}")
-    }
-
-    /// Returns the number of the prompt's chunks that a lookup finds. They are not read: a clear may
-    /// come in between.
-    fn found(&mut self) -> usize {
-        self.requests += 1;
-        let request_id = format!("request-{}", self.requests);
-        Prompt::default().begin_lookup(&mut self.client, &request_id);
-        let found = await_hits(&mut self.client, &request_id) as usize;
-        let end = Request::EndSession { request_id };
-        self.client.ask(&end).expect("an answer");
-        found
-    }
-
-    /// Waits until the whole prompt is found, and reads it.
-    fn until_read(&mut self) {
-        until("the prompt is found", || self.found() == CHUNKS);
-        let read = retrieve(&mut self.client, &self.shm_name, "reading");
-        assert_eq!(read, CHUNKS as u64);
-    }
-
-    fn until_absent(&mut self) {
-        until("the prompt is not found", || self.found() == 0);
-    }
-
-    /// Stores the prompt until it is in the store.
-    fn store(&mut self) {
-        until("all chunks are in the store", || {
-            // A clear that is learned of meanwhile empties memory.
-            if self.found() == 0 {
-                Prompt::default().try_store(&mut self.client, &self.shm_name);
-            }
-            self.written() == CHUNKS as f64
-        });
-    }
-}
-
-fn folder() -> Folder {
-    Folder::inside(env!("CARGO_TARGET_TMPDIR"))
-}
+use common::prompt::{CHUNKS, Prompt, register, retrieve, store};
+use common::redis::Redis;
+use common::remote::{Daemon, Target, folder};
 
 #[test]
 fn a_daemon_finds_what_another_has_stored_also_when_all_have_stopped() {
@@ -146,41 +74,25 @@ fn a_clear_at_one_daemon_empties_the_others_and_deletes_nothing() {
     first.until_read();
 }
 
-/// Returns the number of chunks in a folder.
-fn chunks(folder: &Folder) -> usize {
-    let mut count = 0;
-    let mut folders = vec![folder.join("v1")];
-    while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(folder).expect("a folder") {
-            let path = entry.expect("an entry").path();
-            let name = path.file_name().and_then(|name| name.to_str());
-            match path.is_dir() {
-                true => folders.push(path),
-                // A hash, a rank and a group.
-                false => count += usize::from(name.is_some_and(|name| name.ends_with("-0-0"))),
-            }
-        }
-    }
-    count
-}
-
-fn clear(daemon: &Daemon, flags: &[&str]) -> std::process::Output {
+fn clear(daemon: &Daemon, flags: &[&str]) -> Output {
     let url = format!("127.0.0.1:{}", daemon.server.http);
     let mut command = common::lmc();
     command.args(["clear", "--url", &url]).args(flags);
     command.output().expect("the binary runs")
 }
 
-#[test]
-fn a_shared_clear_deletes_what_it_covers_and_nothing_that_was_stored_after_it() {
-    let folder = folder();
-    let (mut first, mut second) = (Daemon::start(&folder), Daemon::start(&folder));
+fn a_shared_clear_deletes_what_it_covers(target: &Target) {
+    let (mut first, mut second) = (Daemon::start_in(target), Daemon::start_in(target));
     first.store();
     second.until_read();
-    assert_eq!(chunks(&folder), CHUNKS);
+    assert_eq!(target.chunks(), CHUNKS as u64);
     let said = clear(&first, &[]);
     assert!(said.status.success(), "{said:?}");
-    assert_eq!(chunks(&folder), CHUNKS, "an ordinary clear deletes nothing");
+    assert_eq!(
+        target.chunks(),
+        CHUNKS as u64,
+        "an ordinary clear deletes nothing"
+    );
     second.until_absent();
     // What is stored again is as new as the clear.
     second.store();
@@ -189,17 +101,42 @@ fn a_shared_clear_deletes_what_it_covers_and_nothing_that_was_stored_after_it() 
     let text = String::from_utf8_lossy(&said.stdout).into_owned();
     assert!(said.status.success(), "{said:?}");
     assert!(text.contains("deleted 6 of 6 chunks in remote"), "{text}");
-    assert_eq!(chunks(&folder), 0);
+    assert_eq!(target.chunks(), 0);
     second.until_absent();
     first.until_absent();
-    assert!(folder.join("v1/clears").exists());
     let deleted = "lmc_tier_events_total{tier=\"remote\",what=\"stale_deleted\"}";
     assert_eq!(first.server.metric(deleted), CHUNKS as f64);
     // What is stored after the clear stays.
-    Daemon::start(&folder).store();
+    Daemon::start_in(target).store();
     let tier = first.server.get("/cache/clear/shared");
     assert!(tier.contains("\"state\":\"done\""), "{tier}");
-    assert_eq!(chunks(&folder), CHUNKS);
+    assert_eq!(target.chunks(), CHUNKS as u64);
+}
+
+#[test]
+fn a_shared_clear_deletes_what_it_covers_and_nothing_that_was_stored_after_it() {
+    let folder = folder();
+    a_shared_clear_deletes_what_it_covers(&Target::new(format!("file://{}", folder.text())));
+    assert!(folder.join("v1/clears").exists());
+}
+
+#[test]
+#[ignore = "needs redis-server: cargo xtask test-remote"]
+fn a_shared_clear_deletes_in_a_redis() {
+    let redis = Redis::start(&[]);
+    let url = format!("redis://127.0.0.1:{}", redis.port);
+    a_shared_clear_deletes_what_it_covers(&Target::new(url));
+}
+
+#[test]
+#[ignore = "needs s3s-fs and moto_server: cargo xtask test-remote"]
+fn a_shared_clear_deletes_in_an_s3() {
+    for kind in [s3_servers::Kind::Files, s3_servers::Kind::Moto] {
+        let server = s3_servers::Server::start(kind);
+        let mut target = Target::new(format!("s3://{}/of/lmc", s3_servers::BUCKET));
+        target.variables = s3_servers::variables(server.port);
+        a_shared_clear_deletes_what_it_covers(&target);
+    }
 }
 
 #[test]

@@ -21,11 +21,12 @@ use lmc_backend_remote::{FileConfig, FileStore, Put, PutItem, PutMode, Store};
 use lmc_key::{
     ChunkHash, ChunkKey, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint, SpaceId,
 };
-use lmc_testkit::{Folder, Process, free_port, pool, soon, until};
+use lmc_testkit::{Folder, pool, soon};
 use serde_json::Value;
 use tokio::runtime::Runtime;
 
-use s3_servers::{BUCKET, Fault, KEY, Kind, Proxy, SECRET, Server as S3Server, TOKEN};
+use common::redis::Redis;
+use s3_servers::{BUCKET, Fault, Kind, Proxy, Server as S3Server};
 
 /// Bytes of a chunk, and what a store has of it beside the header.
 const LEN: u64 = 5000;
@@ -96,12 +97,7 @@ impl Rig {
     }
 
     fn over_s3(port: u16) -> Self {
-        let variables = vec![
-            ("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{port}")),
-            ("AWS_ACCESS_KEY_ID", KEY.to_owned()),
-            ("AWS_SECRET_ACCESS_KEY", SECRET.to_owned()),
-            ("AWS_SESSION_TOKEN", TOKEN.to_owned()),
-        ];
+        let variables = s3_servers::variables(port);
         let url = format!("s3://{BUCKET}/of/lmc");
         let owned = |(name, value): &(&str, String)| ((*name).to_owned(), value.clone());
         let config = S3Config::new(url.parse().expect("a URL"), variables.iter().map(owned));
@@ -376,6 +372,100 @@ fn make_old(path: &Path, hours: u64) {
     file.set_modified(then).expect("it is ours");
 }
 
+/// Collects chunks by tenant, model and space. The store has its objects as files, at these paths.
+/// Of three old chunks and a young one the size leaves `left`.
+fn is_collected_by_selectors(rig: &Rig, path: &dyn Fn(Name) -> PathBuf, size: u64, left: usize) {
+    let secrets = Folder::temporary();
+    let salt = secrets.join("salt");
+    let salt_file = salt.to_str().expect("text");
+    fs::write(&salt, "marked-salt").expect("space");
+    let (common, salted) = (space("model", ""), space("model", "marked-salt"));
+    let other = space("other", "");
+    let probe = probe_key([3; 32]);
+    rig.put(&[probe]);
+    make_old(&path(Name::Value(probe)), 48);
+    for space in [&common, &salted, &other] {
+        rig.fill(space, 4);
+        make_old(&path(Name::Space(space.id())), 48);
+        for key in &keys(space.id(), 4)[..3] {
+            make_old(&path(Name::Value(*key)), 48);
+        }
+    }
+    let counts = || [&common, &salted, &other].map(|space| rig.count_of(space));
+    for (flags, part) in [
+        (["--model", "nosuch"], "no space is described"),
+        (["--space", "00"], "32 digits"),
+        (["--tenant", "/nosuch"], "No such file"),
+    ] {
+        let flags = [&flags[..], &["--older-than", "1d"]].concat();
+        rig.run("gc", &flags).failed_with(part);
+    }
+    let flags = ["--model", "model", "--older-than", "1d", "--dry-run"];
+    let said = rig.run("gc", &flags).succeeded();
+    assert!(said.out.contains("would remove 6 chunks"), "{}", said.out);
+    assert_eq!(counts(), [4, 4, 4]);
+    let flags = ["--tenant", salt_file, "--older-than", "1d"];
+    let said = rig.run("gc", &flags).succeeded();
+    assert!(said.out.contains("removed 3 chunks"), "{}", said.out);
+    assert_eq!(counts(), [4, 1, 4]);
+    // Both spaces of the model fit, and so does the other model alone; all together would not.
+    let value = LEN + rig.store.payload_offset();
+    let (both, one) = match rig.url.starts_with("file:") {
+        true => (256 * 2 * value, 256 * value),
+        false => (5 * value, 4 * value),
+    };
+    for (model, size, left) in [("model", both, 4), ("other", one, 4), ("other", size, left)] {
+        rig.run("gc", &["--model", model, "--size", &size.to_string()])
+            .succeeded();
+        assert_eq!(counts(), [4, 1, left]);
+    }
+    let common_id = common.id().to_string();
+    rig.run("gc", &["--space", &common_id, "--older-than", "1d"])
+        .succeeded();
+    assert_eq!(counts(), [1, 1, left]);
+    assert_eq!(rig.count(Scope::PROBES), 1, "a probe is of no model");
+}
+
+#[test]
+fn a_folder_is_collected_by_model_tenant_and_space() {
+    let folder = folder();
+    let rig = Rig::over(&folder);
+    let path = |name: Name| folder.join(name.to_string());
+    is_collected_by_selectors(&rig, &path, 1, 0);
+    // Leftovers go with their space: its chunks have gone, and not long ago it was described.
+    let [of_model, of_other, unused] = ["model", "other", "unused"].map(|model| space(model, ""));
+    rig.write(
+        Name::Space(unused.id()),
+        SpaceRecord::new(&unused, None).encode(),
+    );
+    make_old(&path(Name::Space(unused.id())), 2);
+    let temporary = |space: &KeySpace| {
+        let chunk = path(Name::Value(keys(space.id(), 1)[0]));
+        let file = chunk.with_file_name(".tmp-00");
+        fs::create_dir_all(file.parent().expect("a folder")).expect("space");
+        file
+    };
+    let leftovers = [
+        temporary(&of_model),
+        temporary(&of_other),
+        folder.join("v1/.tmp-00"),
+    ];
+    for file in &leftovers {
+        fs::write(file, "x").expect("space");
+        make_old(file, 2);
+    }
+    let described = || [&of_model, &of_other, &unused].map(|s| rig.has(Name::Space(s.id())));
+    assert_eq!(described(), [true, false, true]);
+    rig.fill(&of_other, 1);
+    make_old(&path(Name::Space(of_other.id())), 2);
+    rig.run("gc", &["--model", "other"]).succeeded();
+    assert_eq!(described(), [true, true, true]);
+    rig.run("gc", &["--model", "unused"]).succeeded();
+    assert_eq!(described(), [true, true, false]);
+    let left = leftovers.map(|file| file.exists());
+    assert_eq!(left, [true, false, true]);
+}
+
 #[test]
 fn chunks_of_a_folder_are_removed_by_model_tenant_and_space() {
     is_removed_by_selectors(&Rig::over(&folder()));
@@ -594,31 +684,6 @@ fn a_folder_of_many_names_is_counted_page_by_page() {
     assert_eq!(rig.json("du", &["--json"])["chunks"], 10_000);
 }
 
-/// A Redis of its own.
-struct Redis {
-    port: u16,
-    process: Process,
-    _folder: Folder,
-}
-
-impl Redis {
-    fn start(options: &[&str]) -> Self {
-        let (port, folder) = (free_port(), Folder::temporary());
-        let mut command = Command::new("redis-server");
-        command.args(["--port", &port.to_string(), "--bind", "127.0.0.1"]);
-        command.args(["--dir", folder.text(), "--save", "", "--appendonly", "no"]);
-        let process = Process::spawn(command.args(options).stdout(Stdio::null()));
-        until("the server answers", || {
-            std::net::TcpStream::connect(("127.0.0.1", port)).is_ok()
-        });
-        Self {
-            port,
-            process,
-            _folder: folder,
-        }
-    }
-}
-
 #[test]
 #[ignore = "needs redis-server: cargo xtask test-remote"]
 fn a_redis_is_checked_and_counted() {
@@ -659,6 +724,8 @@ fn chunks_of_a_redis_are_removed() {
         .succeeded();
     assert!(said.out.contains("3 chunks are left"), "{}", said.out);
     rig.put(&[probe_key([3; 32])]);
+    rig.run("gc", &["--model", "model", "--older-than", "1s"])
+        .succeeded();
     let said = rig.run("gc", &["--older-than", "1s"]).succeeded();
     assert!(
         said.out.contains("maxmemory-policy allkeys-lru"),
@@ -701,6 +768,11 @@ fn chunks_of_an_s3_are_removed_and_collected() {
     assert_eq!(rig.count_of(&space), 2);
     rig.run("gc", &[]).succeeded();
     assert_eq!(rig.count_of(&space), 2);
+    let server = S3Server::start(Kind::Files);
+    let bucket = server.folder.join(BUCKET).join("of/lmc");
+    let path = |name: Name| bucket.join(name.to_string());
+    // The youngest chunk fits.
+    is_collected_by_selectors(&Rig::over_s3(server.port), &path, value, 1);
 }
 
 #[test]

@@ -174,7 +174,7 @@ trait Op: Send + Sized + 'static {
         inner: &C,
         deadline: Instant,
     ) -> impl Future<Output = Self::Outcome> + Send;
-    /// With some objects only.
+    /// Runs the call with some of its objects only.
     fn run_partly<C: TransferChannel>(
         self,
         inner: &C,

@@ -2,15 +2,20 @@
 //!
 //! It uses no async runtime, so a thread that calls it measures the server only.
 
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
+use socket2::{Domain, SockAddr, Socket, Type};
 use thiserror::Error;
 
 use crate::protocol::{Operation, Reply, Request, ValueError, decode_reply, encode_request};
-use crate::transport::{Decoder, Event, Limits, ZmtpError, encode_message, encode_ready, greeting};
+use crate::transport::{
+    Decoder, Event, Limits, ZmtpError, encode_message, encode_ready, greeting, receive_with,
+};
 
 const READ_CHUNK: usize = 16 << 10;
 
@@ -59,7 +64,8 @@ pub enum ClientError {
 /// A connection to a server that sends requests and waits for replies.
 #[derive(Debug)]
 pub struct Client {
-    stream: TcpStream,
+    stream: Socket,
+    descriptor: Option<OwnedFd>,
     decoder: Decoder,
     input: BytesMut,
     output: BytesMut,
@@ -76,6 +82,27 @@ impl Client {
     pub fn connect(address: impl ToSocketAddrs, timeout: Duration) -> Result<Self, ClientError> {
         let stream = TcpStream::connect(address)?;
         stream.set_nodelay(true)?;
+        Self::over(stream.into(), timeout)
+    }
+
+    /// Connects to a server's Unix socket, as [`Self::connect`].
+    ///
+    /// # Errors
+    /// [`ClientError`] when no server listens at the path or it is not a ROUTER socket.
+    pub fn connect_unix(path: impl AsRef<Path>, timeout: Duration) -> Result<Self, ClientError> {
+        let socket = Socket::new(Domain::UNIX, Type::STREAM.cloexec(), None)?;
+        // A server that is stopped lets connections queue up, and then connecting waits.
+        socket.set_write_timeout(Some(timeout))?;
+        socket
+            .connect(&SockAddr::unix(path)?)
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::WouldBlock => ClientError::Timeout(timeout),
+                _ => error.into(),
+            })?;
+        Self::over(socket, timeout)
+    }
+
+    fn over(stream: Socket, timeout: Duration) -> Result<Self, ClientError> {
         let mut output = BytesMut::with_capacity(READ_CHUNK);
         output.extend_from_slice(&greeting());
         encode_ready("DEALER", &mut output);
@@ -85,6 +112,7 @@ impl Client {
         };
         let mut client = Self {
             stream,
+            descriptor: None,
             decoder: Decoder::new(limits),
             input: BytesMut::new(),
             output,
@@ -121,6 +149,12 @@ impl Client {
             }),
             reply => Ok(reply),
         }
+    }
+
+    /// Takes the last descriptor that came with a reply, such as that of
+    /// [`Operation::PoolDescriptor`].
+    pub fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        self.descriptor.take()
     }
 
     /// Sends a request and returns its number, for [`Self::receive`].
@@ -196,12 +230,8 @@ impl Client {
             return Err(ClientError::Timeout(self.timeout));
         }
         self.stream.set_read_timeout(Some(left))?;
-        let filled = self.input.len();
-        self.input.resize(filled + READ_CHUNK, 0);
-        let read = self.stream.read(&mut self.input[filled..]);
-        self.input
-            .truncate(filled + read.as_ref().map_or(0, |&read| read));
-        match read {
+        let (input, descriptor) = (&mut self.input, &mut self.descriptor);
+        match receive_with(&self.stream, input, READ_CHUNK, descriptor) {
             Ok(0) => Err(ClientError::Closed),
             Ok(_) => Ok(self.decoder.next(&mut self.input)?),
             Err(error) => match error.kind() {

@@ -4,12 +4,14 @@
 //! [`Request`]s to a [`Service`]; the service carries them out on a
 //! [`CacheEngine`](lmc_engine::CacheEngine). Operations, codec and transport are separate: handlers
 //! do not depend on an encoding, so another codec can be added. [`Client`] implements the client's
-//! side, for load generators and tests.
+//! side, for load generators and tests; the feature `adapters` has the engine's side, for engines.
 //!
 //! Every length from outside is checked before memory is allocated for it, and every value is
 //! parsed into a type before it is used. *Not* included: pickle (a pickled payload is refused,
 //! never loaded), GPU memory, gRPC.
 
+#[cfg(feature = "adapters")]
+pub mod adapters;
 mod client;
 #[cfg(any(test, feature = "fuzzing"))]
 #[cfg_attr(
@@ -23,9 +25,10 @@ mod transport;
 
 pub use client::{Client, ClientError, encode_request_frames};
 pub use protocol::{
-    BlockAllocation, CacheKey, CpuShm, DecodeError, DescriptorError, EngineDrivenContext,
-    EngineGroup, KvDescriptor, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache,
-    Reply, Request, RequestConfigs, SlotDescriptor, Sources, TensorMeta, ValueError,
+    BlockAllocation, CacheKey, ConfigValue, CpuShm, DecodeError, DescriptorError,
+    EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, KvDescriptor, KvEvent,
+    KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
+    SlotDescriptor, Sources, TensorMeta, ValueError,
 };
 pub use service::{
     ClientId, EventLogStatus, HISTOGRAM_BUCKETS, HeldStatus, HistogramSnapshot, InspectError,
@@ -38,6 +41,9 @@ pub use transport::{
 
 /// Release of lmcache whose multiprocess protocol this crate implements.
 pub const LMCACHE_RELEASE: &str = "0.5.6";
+
+/// Path of the Unix socket at which lmc's own connector looks for a server first.
+pub const LOCAL_SOCKET: &str = "/run/lmc/lmc.sock";
 
 /// The README's examples, compiled and run with the doctests.
 #[cfg(doctest)]

@@ -51,7 +51,9 @@ fn a_peer_whose_requests_wait_for_the_server_has_no_deadline() {
         zmq.peer_timeout = Duration::from_millis(500);
         zmq.max_in_flight = 2;
     });
-    let mut client = Client::connect(server.address, Duration::from_secs(1)).expect("served");
+    // Longer than the deadline of a peer.
+    let timeout = Duration::from_secs(4);
+    let mut client = Client::connect(server.address, timeout).expect("served");
     begin_lookup(&mut client, &key);
     let mut bytes = Vec::new();
     for uid in 50..54 {
@@ -268,7 +270,7 @@ fn a_stalled_peer_keeps_its_slots_and_its_connection() {
     worker.prepare_store(&key);
     // Half a frame.
     worker.client.send_encoded(&[0, 200, 1]).expect("sent");
-    server.eventually("it stalls", |s| s.transport.stalled == 2);
+    server.eventually("it stalls", |s| s.transport.stalled >= 2);
     let status = server.status();
     assert_eq!(status.usage.reserved_slots, 2);
     assert_eq!(status.transport.connections_open, 1);
@@ -278,7 +280,8 @@ fn a_stalled_peer_keeps_its_slots_and_its_connection() {
 
 #[test]
 fn a_cut_off_peer_does_not_delay_the_stop() {
-    let server = Server::start();
+    let stop_timeout = Duration::from_secs(30);
+    let server = Server::with(1 << 20, |_| {}, |zmq| zmq.stop_timeout = stop_timeout);
     let mut worker = Worker::register(&server, 1);
     let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
     worker.prepare_store(&key);
@@ -286,7 +289,7 @@ fn a_cut_off_peer_does_not_delay_the_stop() {
     server.eventually("cut off", |s| s.transport.broken == 1);
     let started = Instant::now();
     drop(server);
-    assert!(started.elapsed() < Duration::from_secs(3));
+    assert!(started.elapsed() < stop_timeout);
 }
 
 /// Registers an engine whose memory the server copies, of one layer `[16, 4, 8]`.
@@ -394,7 +397,7 @@ fn a_worker_that_stalled_and_continues_is_served_again() {
     );
     let (first, rest) = ping.split_at(ping.len() / 2);
     worker.client.send_encoded(first).expect("sent");
-    server.eventually("it stalls", |s| s.transport.stalled == 1);
+    server.eventually("it stalls", |s| s.transport.stalled >= 1);
     worker.client.send_encoded(rest).expect("sent");
     let answer = worker.client.receive(9, Operation::Ping);
     assert_eq!(answer.expect("an answer"), Reply::Bool(true));
@@ -460,7 +463,7 @@ fn a_connection_without_a_request_is_closed_and_an_idle_engine_is_not() {
     let server = Server::with(
         1 << 20,
         |_| {},
-        |zmq| zmq.first_request_timeout = Duration::from_millis(300),
+        |zmq| zmq.first_request_timeout = Duration::from_secs(2),
     );
     let mut engine = Worker::register(&server, 1);
     let silent: Vec<_> = (0..10).map(|_| server.client()).collect();

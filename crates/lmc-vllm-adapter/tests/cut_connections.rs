@@ -628,7 +628,8 @@ fn slots_of_a_host_that_vanishes_are_released() {
     let mut process = Process::launch(command, server.address);
     process.run("register");
     process.run("prepare");
-    // The kernel of an idle client answers the probes, so its connection stays open.
+    // The kernel of an idle client answers the probes, so its connection stays open. Time itself is
+    // what is tested: unanswered probes would end it after 3 s, by the kernel's clock.
     std::thread::sleep(Duration::from_secs(4));
     assert_eq!(server.status().transport.connections_open, 1);
     assert_eq!(server.status().usage.reserved_slots, 2);

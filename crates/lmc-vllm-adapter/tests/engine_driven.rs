@@ -578,6 +578,7 @@ fn stages_of_a_pipeline_may_have_different_numbers_of_layers() {
                 dtype: "float32".to_owned(),
                 use_mla: false,
                 num_physical_slots: Some(CHUNK as u32),
+                record: None,
             };
             let key = CacheKey {
                 model_name: MODEL.to_owned(),

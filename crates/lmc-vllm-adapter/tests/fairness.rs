@@ -195,6 +195,7 @@ fn a_lookup_costs_little_however_many_workers_and_ranks_there_are() {
             dtype: "float32".to_owned(),
             use_mla: false,
             num_physical_slots: Some(CHUNK as u32),
+            record: None,
         })
     };
     let key = |world_size, worker_id| CacheKey {

@@ -51,6 +51,17 @@ fn server() -> Server {
     Server::with(64 << 20, |config| config.hasher = hasher, |_| {})
 }
 
+/// Returns an answer without the capability that only lmc has.
+fn without_own_capability(mut answer: Vec<Bytes>) -> Vec<Bytes> {
+    let both = b"\x92\xafkv_event_stream\xaflmc_engine_keys";
+    if let Some(value) = answer.last_mut()
+        && value[..] == both[..]
+    {
+        *value = Bytes::from_static(b"\x91\xafkv_event_stream");
+    }
+    answer
+}
+
 /// Sends the recorded requests, each on its connection, and compares the replies. `differs` removes
 /// the parts of a reply that may differ between servers.
 fn replay(server: &Server, recording: &str, differs: impl Fn(&[Bytes]) -> Vec<Bytes>) {
@@ -75,6 +86,7 @@ fn replay(server: &Server, recording: &str, differs: impl Fn(&[Bytes]) -> Vec<By
             let answer = said
                 .remove(&(connection, uid))
                 .expect("it was asked before");
+            let answer = without_own_capability(answer);
             assert_eq!(differs(&answer), differs(&frames), "answer {compared}");
             compared += 1;
         }

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use common::{Answer as _, CHUNK, Server, Worker, lookup, prompt};
-use lmc_vllm_adapter::{Client, Limits, Reply, Request, encode_request_frames};
+use lmc_key::ChunkHash;
+use lmc_vllm_adapter::{Client, IdentityDigest, Limits, Reply, Request, encode_request_frames};
 
 /// Checks that the server still serves and holds nothing for clients that are gone.
 fn assert_serving(server: &Server) {
@@ -128,7 +129,26 @@ fn invalid_requests_are_refused_with_a_reason() {
             key: without_worker,
             instance_id,
         },
-        "worker_id is missing",
+        "worker_id is required",
+    );
+    let hash = ChunkHash::new([1; 32]);
+    let unnamed = with(&|k| (k.token_ids, k.chunk_hashes) = (Vec::new(), vec![hash; 4]));
+    check(
+        Request::Lookup(unnamed),
+        "lmc_chunk_hashes need lmc_identity",
+    );
+    let twice = with(&|k| {
+        k.identity = Some(IdentityDigest::of("i"));
+        k.chunk_hashes = vec![hash; 4];
+    });
+    check(Request::Lookup(twice), "no token_ids");
+    let foreign = with(&|k| k.identity = Some(IdentityDigest::of("i")));
+    check(
+        Request::PrepareStore {
+            key: foreign,
+            instance_id,
+        },
+        "another identity",
     );
     let other = with(&|k| k.model_name = "other".to_owned());
     check(
@@ -254,7 +274,7 @@ fn a_message_that_comes_byte_by_byte_has_one_deadline() {
 /// pieces, was disconnected at the first piece.
 #[test]
 fn a_message_in_pieces_after_a_pause_is_answered() {
-    let timeout = Duration::from_millis(500);
+    let timeout = Duration::from_millis(1500);
     let server = Server::with(1 << 20, |_| {}, |zmq| zmq.peer_timeout = timeout);
     let mut stream = TcpStream::connect(server.address).expect("a connection");
     stream.set_nodelay(true).expect("TCP");
@@ -264,11 +284,11 @@ fn a_message_in_pieces_after_a_pause_is_answered() {
     stream.write_all(&opened(&message)).expect("sent");
     let mut answer = vec![0; 4096];
     assert!(stream.read(&mut answer).expect("an answer") > 0);
-    for _ in 0..3 {
+    for _ in 0..2 {
         std::thread::sleep(timeout * 3 / 2);
         let (first, second) = message.split_at(message.len() / 2);
         stream.write_all(first).expect("sent");
-        std::thread::sleep(timeout / 20);
+        std::thread::sleep(timeout / 60);
         stream.write_all(second).expect("sent");
         assert!(stream.read(&mut answer).expect("an answer") > 0, "closed");
     }
@@ -444,6 +464,24 @@ fn a_flood_that_never_reads_its_answers_delays_no_other_client() {
     );
     drop((worker, scheduler));
     assert_serving(&server);
+}
+
+#[test]
+fn requests_behind_a_full_output_are_answered_once_it_is_sent() {
+    const REQUESTS: usize = 1000;
+    let server = Server::with(1 << 20, |_| {}, |zmq| zmq.max_unread = 256);
+    let burst = encode_request_frames(0, &Request::Noop).repeat(REQUESTS);
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                let mut client = server.client();
+                client.send_encoded(&burst).expect("sent");
+                for _ in 0..REQUESTS {
+                    client.receive_frames().expect("answered");
+                }
+            });
+        }
+    });
 }
 
 #[test]

@@ -280,6 +280,7 @@ fn mla_readers_of_one_engine_do_not_count_as_two_engines() {
             dtype: OPAQUE.to_owned(),
             use_mla: true,
             num_physical_slots: Some(CHUNK as u32),
+            record: None,
         };
         let mut client = server.client();
         let reply = client.ask(&Request::RegisterEngineDriven(context));

@@ -313,6 +313,7 @@ fn chunks_of_equal_layout_are_shared_between_both_modes() {
         dtype: "float32".to_owned(),
         use_mla: false,
         num_physical_slots: None,
+        record: None,
     };
     other
         .ask(&Request::RegisterEngineDriven(context))

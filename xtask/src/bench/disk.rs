@@ -138,11 +138,8 @@ pub(crate) fn run(args: &DiskArgs) -> Result<bool> {
     let text = text(&asked, &conditions, &cells, &dram, &starts);
     println!("{text}");
     if !asked.dry {
-        page::write(SECTION, &text)?;
-        fs::write(
-            JSON,
-            serde_json::to_string_pretty(&as_json(&conditions, &cells, &dram, &starts))? + "\n",
-        )?;
+        let figures = as_json(&conditions, &cells, &dram, &starts);
+        page::write(SECTION, &text, JSON, &figures)?;
     }
     Ok(true)
 }
@@ -561,7 +558,7 @@ fn text(
         text,
         "\n| lookup of 256 chunks in memory | p50 | p99 |\n|---|---|---|\n\
          | the disk idle | {:.1} µs | {:.1} µs |\n\
-         | {:.2} GB/s coming up from it | {:.1} µs | {:.1} µs |",
+         | {:.2} GB/s promoted from it | {:.1} µs | {:.1} µs |",
         micros("idle_p50"),
         micros("idle_p99"),
         of_dram("gb_per_s"),

@@ -1,8 +1,11 @@
 //! `cargo xtask bench`.
 
+mod adapter;
 mod ceiling;
 mod conditions;
 mod disk;
+mod engines;
+mod examples;
 mod figures;
 mod link;
 mod metrics;
@@ -13,11 +16,14 @@ mod rounds;
 mod serve;
 mod server;
 mod transfer;
+mod vllm;
 
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+
+use self::examples::ExampleArgs;
 
 /// Benchmarks beside the peers and the local ceilings.
 #[derive(Debug, clap::Subcommand)]
@@ -27,8 +33,20 @@ pub(crate) enum BenchAction {
     Transfer(transfer::TransferArgs),
     P2p(p2p::P2pArgs),
     Remote(remote::RemoteArgs),
+    Adapter(adapter::AdapterArgs),
+    Vllm(vllm::VllmArgs),
     /// Measures a directory of chunks by itself: bytes of an entry, look-ups, 1,000 members
-    Directory,
+    Directory(ExampleArgs),
+    /// Measures the hashing of prompts, beside the bare hash functions
+    Hash(ExampleArgs),
+    /// Measures gather and scatter beside plain copies on the same cores
+    Copy(ExampleArgs),
+    /// Measures the time until a pool is usable, and until it is prefaulted
+    Prefault(ExampleArgs),
+    /// Measures lookups in the index, and its bytes for each chunk
+    Index(ExampleArgs),
+    /// Measures the hit rates of eviction policies on a folder of Mooncake's traces
+    HitRate(ExampleArgs),
 }
 
 pub(crate) fn run(action: &BenchAction) -> Result<bool> {
@@ -38,16 +56,15 @@ pub(crate) fn run(action: &BenchAction) -> Result<bool> {
         BenchAction::Transfer(args) => transfer::run(args),
         BenchAction::P2p(args) => p2p::run(args),
         BenchAction::Remote(args) => remote::run(args),
-        BenchAction::Directory => directory(),
+        BenchAction::Adapter(args) => adapter::run(args),
+        BenchAction::Vllm(args) => vllm::run(args),
+        BenchAction::Directory(args) => examples::run("lmc-backend-p2p", "directory_scale", args),
+        BenchAction::Hash(args) => examples::run("lmc-key", "hash_speed", args),
+        BenchAction::Copy(args) => examples::run("lmc-memory", "copy_speed", args),
+        BenchAction::Prefault(args) => examples::run("lmc-memory", "prefault_speed", args),
+        BenchAction::Index(args) => examples::run("lmc-backend-local", "index_speed", args),
+        BenchAction::HitRate(args) => examples::run("lmc-backend-local", "hit_rate", args),
     }
-}
-
-fn directory() -> Result<bool> {
-    let release = crate::build_release("--package lmc-backend-p2p --example directory_scale")?;
-    let program = release.join("examples/directory_scale");
-    let ran = Command::new(&program).status();
-    let ran = ran.with_context(|| format!("cannot run {}", program.display()))?;
-    Ok(ran.success())
 }
 
 /// Refuses numbers with which nothing would be measured.

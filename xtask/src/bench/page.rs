@@ -3,13 +3,16 @@
 use std::fs;
 
 use anyhow::{Context, Result};
+use serde_json::Value;
 
 const PAGE: &str = "docs/benchmarks.md";
 
-/// Puts a benchmark's section in place of the one that is there, or at the end.
-pub(crate) fn write(bench: &str, text: &str) -> Result<()> {
+/// Puts a benchmark's section in place of the one that is there, or at the end, and writes its
+/// figures into a file.
+pub(crate) fn write(bench: &str, text: &str, json: &str, figures: &Value) -> Result<()> {
     let old = fs::read_to_string(PAGE).context(PAGE)?;
-    fs::write(PAGE, with_section(&old, bench, text)).context(PAGE)
+    fs::write(PAGE, with_section(&old, bench, text)).context(PAGE)?;
+    fs::write(json, serde_json::to_string_pretty(figures)? + "\n").context(json.to_owned())
 }
 
 fn with_section(page: &str, bench: &str, text: &str) -> String {

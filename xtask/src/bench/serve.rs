@@ -117,14 +117,12 @@ pub(crate) fn run(options: &ServeArgs) -> Result<bool> {
     let text = page(&conditions, &figures, options.rounds, programs.peer.name());
     println!("{text}");
     if !options.dry_run && options.before.is_none() {
-        super::page::write("bench serve", &text)?;
         let value = json!({
             "conditions": conditions::json(&conditions),
             "rounds": options.rounds,
             "figures": figures.json(),
         });
-        fs::create_dir_all("docs/benchmarks")?;
-        fs::write(JSON, serde_json::to_string_pretty(&value)? + "\n")?;
+        super::page::write("bench serve", &text, JSON, &value)?;
     }
     Ok(all_well)
 }

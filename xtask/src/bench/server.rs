@@ -60,7 +60,7 @@ pub(crate) struct Server {
     child: Child,
     pub(crate) port: u16,
     pub(crate) http: u16,
-    /// From the start of the process to the first connection that was accepted.
+    /// Time from the start of the process to the first connection that was accepted.
     pub(crate) start: Duration,
 }
 

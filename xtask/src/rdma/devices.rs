@@ -21,7 +21,7 @@ pub(crate) struct Port {
 }
 
 impl Port {
-    /// As UCX names it.
+    /// Name of the device, as UCX has it.
     pub(crate) fn name(&self) -> String {
         format!("{}:{}", self.device, self.number)
     }
@@ -37,7 +37,7 @@ impl Port {
             .join(&self.number)
     }
 
-    /// All its counters.
+    /// Reads all counters of the device.
     pub(crate) fn counters(&self) -> Counters {
         let mut counters = Counters::default();
         for kind in ["counters", "hw_counters"] {
@@ -51,7 +51,7 @@ impl Port {
         counters
     }
 
-    /// For people.
+    /// Describes the device for people.
     pub(crate) fn described(&self) -> String {
         format!("{} ({}, {})", self.name(), self.layer, self.state)
     }
@@ -62,7 +62,7 @@ impl Port {
 pub(crate) struct Counters(pub(crate) BTreeMap<String, u64>);
 
 impl Counters {
-    /// By how much a counter moved; 0 where there is none of that name.
+    /// Returns by how much a counter moved; 0 where there is none of that name.
     fn moved(&self, before: &Self, name: &str) -> u64 {
         let at = |counters: &Self| counters.0.get(name).copied().unwrap_or_default();
         at(self).saturating_sub(at(before))

@@ -33,7 +33,7 @@ const MODULES: &str = "modules";
 const PARTS: &str = "rdma-guest-";
 const PROVIDER: &str = "usr/lib/x86_64-linux-gnu/libibverbs/librxe-rdmav34.so";
 const FLAGS: &str = "--channel nixl --arena-mib 48 --sweep-kib 1024 --timeout 30 --limit 200";
-/// From the start of a guest to its end; with the whole suite.
+/// Time from the start of a guest to its end; with the whole suite.
 const LIMIT: Duration = Duration::from_secs(360);
 const SUITE_LIMIT: Duration = Duration::from_secs(1500);
 const COMMAND: Duration = Duration::from_secs(60);
@@ -642,7 +642,7 @@ mod tests {
     }
 
     /// A fixed order loaded `virtio` before `virtio_ring`. Debian's 6.1.192 turned that
-    /// dependency round, and on a new machine every guest came up without its device.
+    /// dependency round, and on a new machine every guest booted without its device.
     #[test]
     fn each_module_comes_after_those_that_it_needs() {
         if !packages::found("depmod") {

@@ -118,7 +118,9 @@ fn minor_version(version: &str) -> Option<u32> {
 /// Each outside crate has its reason above it, in the workspace's manifest or, where one crate
 /// alone uses it, in that crate's; and a crate uses it.
 pub(crate) fn reasons(tree: &Tree, findings: &mut Findings) {
-    let mut manifests = vec!["xtask/Cargo.toml".to_owned()];
+    let mut manifests = ["xtask", "python"]
+        .map(|folder| format!("{folder}/Cargo.toml"))
+        .to_vec();
     manifests.extend(
         tree.crates()
             .iter()

@@ -8,7 +8,12 @@ use super::Findings;
 use super::tree::Tree;
 
 const PAGE: &str = "ARCHITECTURE.md";
-const SCENARIOS: &str = "xtask/python/scenarios.py";
+/// Files of the scenarios, which are all imported by the first.
+const SCENARIOS: [&str; 3] = [
+    "xtask/python/scenarios.py",
+    "xtask/python/own.py",
+    "xtask/python/own_models.py",
+];
 /// Fewer rows mean that the table was lost, not that there is little to hold.
 const LEAST_ROWS: usize = 15;
 
@@ -65,9 +70,10 @@ fn missing(tree: &Tree, name: &str) -> Option<String> {
         return Some("expected crate::module::test".to_owned());
     };
     if *package == "test-vllm" {
-        let scenario = format!("def {test}(");
-        let there = tree.text(SCENARIOS).contains(&scenario);
-        return (!there).then(|| format!("{SCENARIOS} has no such scenario"));
+        let scenario = format!("\ndef {test}(run):");
+        let there = |file: &&str| tree.text(file).contains(&scenario);
+        let found = SCENARIOS.iter().any(there);
+        return (!found).then(|| format!("{} have no such scenario", SCENARIOS.join(", ")));
     }
     let folder = if *package == "xtask" {
         "xtask".to_owned()
@@ -132,7 +138,8 @@ mod tests {
                 "mod tests {\n    #[test]\n    // Why.\n    fn held() {}\n    fn helper() {}\n}",
             ),
             ("crates/a/tests/c.rs", "#[tokio::test]\nasync fn waits() {}"),
-            (SCENARIOS, "def restart(run):\n"),
+            (SCENARIOS[0], "import x\n\ndef restart(run):\n"),
+            (SCENARIOS[2], "\ndef lora(run):\n    def inner(run):\n"),
         ]);
         let check = |name: &str, there: bool| {
             assert_eq!(
@@ -145,6 +152,8 @@ mod tests {
         check("a::b::tests::held", true);
         check("a::c::waits", true);
         check("test-vllm::restart", true);
+        check("test-vllm::lora", true);
+        check("test-vllm::inner", false);
         check("a::b::tests::helper", false);
         check("a::c::held", false);
         check("held", false);

@@ -3,15 +3,29 @@
 
 mod crates;
 mod invariants;
+mod lines;
 mod links;
 mod source;
 mod tree;
 mod unsafe_code;
 mod words;
 
+use std::path::PathBuf;
+
 use anyhow::Result;
 
 use self::tree::Tree;
+
+/// Check layering, file sizes, links, invariants, unsafe code
+#[derive(Debug, clap::Args)]
+pub(crate) struct TidyArgs {
+    /// Print the lines of Rust in each crate instead, product code and tests
+    #[arg(long)]
+    lines: bool,
+    /// Another tree to count the lines of, such as a worktree of an earlier commit
+    #[arg(long, requires = "lines")]
+    of: Option<PathBuf>,
+}
 
 /// Findings of a rule.
 #[derive(Debug, Default)]
@@ -71,9 +85,14 @@ const RULES: &[Rule] = &[
     },
 ];
 
-/// Runs every rule. Whether the tree keeps them all.
-pub(crate) fn run() -> Result<bool> {
-    let tree = Tree::read(&crate::root())?;
+/// Runs every rule. Returns true if the tree keeps them all.
+pub(crate) fn run(args: &TidyArgs) -> Result<bool> {
+    let root = args.of.clone().unwrap_or_else(crate::root);
+    let tree = Tree::read(&root)?;
+    if args.lines {
+        lines::print(&tree);
+        return Ok(true);
+    }
     let (mut passed, mut failed) = (0, 0);
     for rule in RULES {
         let mut findings = Findings::default();

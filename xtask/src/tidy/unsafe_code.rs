@@ -31,10 +31,16 @@ crates/lmc-transfer/src/socket/window.rs: sockets receive into the arena and sen
 crates/lmc-transfer/src/nixl/agent.rs: the arena as NIXL asks for it
 crates/lmc-transfer/src/nixl/library.rs: dlopen
 crates/lmc-memory/examples/copy_speed.rs: memcpy to compare with
+crates/lmc-vllm-adapter/src/adapters/mover.rs: slots of the pool as slices, for one copy
+crates/lmc-vllm-adapter/src/adapters/tensors.rs: an engine's tensors, by their addresses
+crates/lmc-vllm-adapter/src/transport/passing.rs: an option of sockets that libraries do not know
 crates/lmc-vllm-adapter/src/transport/pidfd.rs: pidfd_open, poll
+crates/lmc-server/tests/containers.rs: tensors of an engine in the test
+crates/lmc-vllm-adapter/tests/common/engine.rs: tensors of an engine in the test, and fork
 crates/lmc-server/src/bench/mapped.rs: shared memory as an engine's worker maps it
 crates/lmc-server/src/nixl.rs: variables that UCX reads, set before any thread starts
 crates/lmc-server/src/pool_size.rs: sysconf and its friends
+python/src/worker.rs: tensors whose memory the engine keeps
 crates/lmc-testkit/src/cpu.rs: the clock of a thread's CPU time
 crates/lmc-testkit/src/process.rs: signals to a program under test
 crates/lmc-backend-local/tests/support/counting_alloc.rs: an allocator that counts

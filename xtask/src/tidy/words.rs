@@ -37,6 +37,8 @@ const ALLOWED: &[&str] = &[
     "placeholder",
     "release_proven_quiet",
     "--quiet",
+    // A variable of OpenMP.
+    "OMP_PLACES",
     // Names in JSON and in metrics.
     "evicted_room",
     "chunks_no_room",
@@ -47,8 +49,51 @@ const ALLOWED: &[&str] = &[
 
 /// First words of a doc comment that makes no sense without its neighbours.
 const OPENINGS: &[&str] = &[
-    "Whether", "What", "Who", "Whom", "Whose", "Where", "How", "Their", "Its", "It", "They",
-    "Those", "The same",
+    "Whether",
+    "What",
+    "Who",
+    "Whom",
+    "Whose",
+    "Where",
+    "How",
+    "Their",
+    "Its",
+    "It",
+    "They",
+    "Them",
+    "Those",
+    "These",
+    "That",
+    "The same",
+    "Of",
+    "By",
+    "One of them",
+    "One that",
+    "All of them",
+    "All of it",
+    "As before",
+    "Since when",
+    "From when",
+    "From now on",
+    "For people",
+    "For programs",
+    "None yet",
+    "Not known yet",
+    "To be",
+    "Here",
+    "So",
+];
+
+/// Phrases of the old dialect, in any text, with the words to use instead.
+const PHRASES: &[(&str, &str)] = &[
+    ("come up", "promoted"),
+    ("comes up", "promoted"),
+    ("came up", "promoted"),
+    ("coming up", "promoted"),
+    ("go down", "written through, demoted"),
+    ("goes down", "written through, demoted"),
+    ("went down", "written through, demoted"),
+    ("did not want", "declined"),
 ];
 
 /// Texts use the glossary's words, and doc comments begin with a line that stands alone.
@@ -80,6 +125,23 @@ fn check(file: &File, findings: &mut Findings) {
             ));
         }
         in_doc = doc.is_some();
+        if let Some(opening) = metric_help(line)
+            .and_then(|help| OPENINGS.iter().find(|opening| begins_with(help, opening)))
+        {
+            findings.faults.push(format!(
+                "{}: the help of a metric that begins with {opening:?}; it is shown alone, so \
+                 begin with the thing that is counted",
+                file.at(index)
+            ));
+        }
+        for (phrase, instead) in PHRASES {
+            if line.contains(phrase) {
+                findings.faults.push(format!(
+                    "{}: {phrase:?}; the glossary has: {instead}",
+                    file.at(index)
+                ));
+            }
+        }
         let mut rest = line.to_owned();
         for allowed in ALLOWED {
             rest = rest.replace(allowed, "");
@@ -100,6 +162,26 @@ fn doc_text(line: &str) -> Option<&str> {
     let line = line.trim_start();
     let text = line.strip_prefix("///").or(line.strip_prefix("//!"))?;
     (!text.starts_with('/')).then_some(text.trim_start())
+}
+
+/// The help of a metric in a line that declares one: the string after its kind.
+fn metric_help(line: &str) -> Option<&str> {
+    let after = ["gauge", "counter"].into_iter().find_map(|kind| {
+        let (_, rest) = line.split_once(&format!("{kind} \""))?;
+        Some(rest)
+    });
+    let quoted = ["\"gauge\", \"", "\"counter\", \""];
+    let in_tuple = || {
+        quoted
+            .into_iter()
+            .find_map(|kind| Some(line.split_once(kind)?.1))
+    };
+    let in_table = || {
+        let mut cells = line.strip_prefix("| `lmc")?.split(" | ").skip(1);
+        let kind = cells.next()?;
+        (kind.starts_with("gauge") || kind.starts_with("counter")).then(|| cells.next())?
+    };
+    after.or_else(in_tuple).or_else(in_table)
 }
 
 fn begins_with(text: &str, opening: &str) -> bool {
@@ -152,6 +234,18 @@ mod tests {
             ("/// Whether it is.", 1),
             ("/// Returns it.\n/// What follows is the same comment.", 0),
             ("/// Itself, which is another word.", 0),
+            ("/// Of the request.", 1),
+            (
+                "    (\"lmc_a\", \"gauge\", \"Their bytes.\", |t| t.bytes),",
+                1,
+            ),
+            ("    \"lmc_a\" counter \"Its bytes.\" = |s| s.bytes;", 1),
+            ("| `lmc_a` | gauge, by `tier` | Their bytes. |", 1),
+            (
+                "    \"lmc_a\" counter \"Bytes of chunks.\" = |s| s.bytes;",
+                0,
+            ),
+            ("// Chunks that came up into memory.", 1),
         ] {
             assert_eq!(faults(text), wanted, "{text}");
         }

@@ -24,7 +24,7 @@ use crate::volume::BLOCK;
 pub(super) struct Growth {
     /// True if a segment may have to be made or freed.
     wanted: bool,
-    /// Nothing will be wanted any more.
+    /// True once no more space will be asked for.
     over: bool,
     /// Chunks that wait for a segment.
     parked: VecDeque<StoreItem>,

@@ -16,7 +16,7 @@ use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op};
 
 /// The two writes of a chunk.
 struct Writes {
-    /// With its sum once the second has begun.
+    /// The chunk, with its sum once the second has begun.
     ready: Ready,
     left: u8,
     error: Option<io::Error>,

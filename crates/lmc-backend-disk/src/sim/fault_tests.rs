@@ -211,7 +211,9 @@ fn a_log_that_cannot_be_written_stops_stores_until_it_can() {
     let timeout = Instant::now() + Duration::from_millis(50);
     let removed = block_on(tier.remove(&[test_key(30)], timeout));
     assert!(removed[0].is_err(), "it is not durable");
-    assert!(matches!(tier.health(), Health::Degraded { .. }));
+    until("the fault is known", || {
+        matches!(tier.health(), Health::Degraded { .. })
+    });
     let stored = store_batch(&tier, vec![item(&pool, 31)], soon());
     assert!(matches!(stored[..], [Ok(Stored::Declined)]), "{stored:?}");
     assert!(is_there(&tier, &pool, 0), "what is there is read");
@@ -271,7 +273,7 @@ fn a_removal_does_not_wait_for_a_drive_that_never_had_the_chunk() {
     };
     assert!(remove(of_first).is_err(), "it is not durable");
     assert!(remove(of_first).is_err(), "a restart would find it");
-    let removed = remove(of_second);
+    let removed = block_on(tier.remove(&[of_second], soon())).remove(0);
     assert!(matches!(removed, Ok(true)), "{removed:?}");
 }
 
@@ -551,7 +553,8 @@ fn a_removal_during_a_store_survives_a_crash() {
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault_in("log-", Kind::WriteDurably, Fault::Stall);
     let timeout = || Instant::now() + Duration::from_millis(50);
-    drop(store_batch(&tier, vec![item(&pool, 20)], timeout()));
+    let stored_by = Instant::now() + Duration::from_secs(2);
+    drop(store_batch(&tier, vec![item(&pool, 20)], stored_by));
     assert_eq!(volume.stalled(), 1, "its frame is on the way");
     let first = block_on(tier.remove(&[test_key(20)], timeout())).remove(0);
     // It is gone, as far as anybody can see, and the log does not know.

@@ -58,7 +58,8 @@ fn change_names(names: &mut BTreeMap<String, u32>, change: &NameChange) {
 pub(crate) enum Fault {
     /// The operation ends with this error and does nothing.
     Error(i32),
-    /// As [`Self::Error`] for what is longer than a block: there is only a little space left.
+    /// Fails as [`Self::Error`] does for writes longer than a block: there is only a little space
+    /// left.
     ErrorIfLong(i32),
     /// The operation is not answered until [`SimVolume::thaw`].
     Stall,

@@ -332,7 +332,7 @@ impl<T> Later<T> {
             .map(|(_, thing)| thing)
     }
 
-    /// All, due or not.
+    /// Takes all tasks, due or not.
     pub(super) fn take_all(&mut self) -> impl Iterator<Item = T> {
         self.0.drain(..).map(|(_, thing)| thing)
     }

@@ -52,7 +52,7 @@ struct Inbox {
     messages: VecDeque<Message>,
     /// The thread sleeps or is about to: ring.
     asleep: bool,
-    /// Since when it stops.
+    /// Time since which the engine stops.
     stopping: Option<Instant>,
 }
 

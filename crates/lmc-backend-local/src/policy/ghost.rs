@@ -8,7 +8,7 @@ use hashbrown::HashTable;
 /// taken for one that was here before, which costs a little memory in the wrong queue.
 #[derive(Debug, Default)]
 pub(super) struct Ghost {
-    /// In the order of arrival; those recalled since are still in here.
+    /// Entries in the order of arrival, including entries recalled since.
     order: VecDeque<u32>,
     present: HashTable<u32>,
 }

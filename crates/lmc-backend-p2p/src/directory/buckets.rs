@@ -36,7 +36,7 @@ impl Fingerprint {
 pub struct SetDigest {
     /// Number of fingerprints.
     pub count: u64,
-    /// All of them, combined by exclusive or.
+    /// Hashes of the bucket's entries, combined by exclusive or.
     pub xor: u64,
 }
 

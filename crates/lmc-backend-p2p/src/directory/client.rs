@@ -129,7 +129,7 @@ impl ChangedKeys {
 #[derive(Debug, Default)]
 pub(crate) struct Contacts {
     pub(crate) named: HashSet<PeerId>,
-    /// In the order in which they are asked.
+    /// Directories in the order in which they are asked.
     pub(crate) directories: Vec<PeerId>,
 }
 

@@ -76,7 +76,7 @@ counters! {
     restarted,
     /// Prompts whose holders were asked for.
     asked,
-    /// Of those, prompts for which a member was named.
+    /// Prompts that members asked for and for which a member was named.
     found,
     /// Messages that are not of the protocol.
     malformed,

@@ -17,7 +17,7 @@ struct Run {
 /// Runs of a prompt whose chunks are noted one after the other.
 pub(super) struct Runs {
     runs: Vec<Run>,
-    /// Of each number, one more than the index of its last run; 0 for none.
+    /// For each number, one more than the index of its last run; 0 for none.
     of_number: Vec<u8>,
     /// Numbers that may begin a run with the chunk that is noted.
     fresh: Vec<u16>,

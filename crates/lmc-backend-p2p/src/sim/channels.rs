@@ -1,6 +1,8 @@
 //! Two daemons over real channels: sockets, and a second channel of sockets in place of NIXL,
 //! which takes one peer at a time.
 
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -16,6 +18,7 @@ use super::chunks::SimChunks;
 use super::net::Memory;
 use super::{LEN, bytes, key};
 use crate::backend::{P2pBackend, P2pConfig, new_peer_id};
+use crate::dial::Dialer;
 use crate::message::{
     ChunkLease, ChunkState, Lease, Leased, Locate, Located as LocatedMessage, Released, Reply,
     Request, Transport,
@@ -115,18 +118,69 @@ impl Daemon {
 
     /// Waits until a peer's hello was accepted, and it is read by this transport.
     async fn until_read_by(&self, peer: &PeerId, by: Transport) {
-        let reads = || {
-            let known = self.tier.node().peers.lock().with_hello();
-            known.contains(peer) && self.tier.node().transport(peer) == Some(by)
-        };
-        let waits = async {
-            while !reads() {
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
-        };
-        let waited = tokio::time::timeout(DEADLINE, waits).await;
-        waited.unwrap_or_else(|_| panic!("not read by {by:?}"));
+        self.until_known(peer).await;
+        let reads = || self.tier.node().transport(peer) == Some(by);
+        until(reads, &format!("not read by {by:?}")).await;
     }
+
+    /// Waits until a peer's hello was accepted: before that, its questions are refused.
+    async fn until_known(&self, peer: &PeerId) {
+        let knows = || self.tier.node().peers.lock().with_hello().contains(peer);
+        until(knows, "no hello").await;
+    }
+}
+
+async fn until(holds: impl Fn() -> bool, otherwise: &str) {
+    let waits = async {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let waited = tokio::time::timeout(DEADLINE, waits).await;
+    waited.unwrap_or_else(|_| panic!("{otherwise}"));
+}
+
+/// The name of a headless service has an address for each of its daemons, this one included.
+#[test]
+fn each_address_of_a_name_is_a_peer_and_this_daemon_is_none() {
+    runtime().block_on(async {
+        let owners = ["one", "two"].map(|name| daemon(name, None, false));
+        let reader = daemon("reader", None, false);
+        let address = |daemon: &Daemon| {
+            let text = daemon.tier.address().to_string();
+            let at: SocketAddr = text.trim_start_matches("tcp://").parse().expect("numbers");
+            at
+        };
+        let service = [&owners[0], &reader, &owners[1]].map(address).to_vec();
+        let mut dialer = Dialer::new([&"service:7700".to_owned()]);
+        dialer
+            .resolve(|_| std::future::ready(Ok(service.clone())))
+            .await;
+        dialer.connect(reader.tier.node()).await;
+        for owner in &owners {
+            reader.until_known(&owner.id).await;
+            owner.until_known(&reader.id).await;
+        }
+        let named = dialer.named(&reader.id);
+        let found = named.iter().map(|one| {
+            assert!(one.failure.is_none(), "{one:?}");
+            (one.id.clone().expect("connected"), one.itself)
+        });
+        let found: BTreeSet<(String, bool)> = found.collect();
+        let expected = [&owners[0], &owners[1], &reader].map(|daemon| {
+            let id = daemon.id.to_string();
+            (id, daemon.id == reader.id)
+        });
+        assert_eq!(found, BTreeSet::from(expected));
+        assert_eq!(reader.tier.node().peers.lock().iter().count(), 2);
+        // Each has a half of the prompt.
+        let half = CHUNKS / 2;
+        (0..half).for_each(|chunk| owners[0].chunks.store(key(0, chunk), 0));
+        (half..CHUNKS).for_each(|chunk| owners[1].chunks.store(key(0, chunk), 0));
+        assert_eq!(reader.read().await, (0, CHUNKS * LEN));
+        let served = owners.each_ref().map(|one| one.tier.node().counters());
+        assert_eq!(served.map(|counters| counters.served), [half, half]);
+    });
 }
 
 /// The only peer that a NIXL channel takes, while it is connected.
@@ -171,6 +225,7 @@ fn bytes_go_over_sockets_until_both_sides_are_connected_over_nixl() {
         let stranger = Stranger::connect(&owner, None).await;
         let reader = daemon("reader", Some(owner.tier.address()), true);
         reader.until_read_by(&owner.id, Transport::Sockets).await;
+        owner.until_known(&reader.id).await;
         assert_eq!(reader.read().await, (0, ALL));
         stranger.leave(&owner).await;
         reader.until_read_by(&owner.id, Transport::Nixl).await;
@@ -207,6 +262,7 @@ fn a_peer_without_nixl_is_read_over_sockets() {
             owner.store();
             let reader = daemon("reader", Some(owner.tier.address()), reader_has);
             reader.until_read_by(&owner.id, Transport::Sockets).await;
+            owner.until_known(&reader.id).await;
             assert_eq!(reader.read().await, (0, ALL));
         }
     });

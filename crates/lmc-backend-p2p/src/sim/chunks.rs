@@ -23,7 +23,7 @@ const PROMOTION: std::time::Duration = std::time::Duration::from_millis(3);
 #[derive(Debug)]
 struct Entry {
     slot: SealedSlot,
-    /// Of every other chunk, so that digests of others come with the release.
+    /// Checksum of every other chunk, so that digests of the rest come with the release.
     checksum: Option<u64>,
 }
 

@@ -8,6 +8,7 @@ use futures_util::FutureExt;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use lmc_transfer::{BoxFuture, Filled, Index, PeerId, Slot, TransferError};
 use parking_lot::Mutex;
+use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::chunks::SimChunks;
@@ -118,6 +119,8 @@ pub(super) struct State {
     pub(super) leaving: Option<usize>,
     /// True once serving a request has panicked.
     pub(super) panicked: bool,
+    /// Runtime of the thread at which all replies arrive, where there is one.
+    pub(super) home: Option<Handle>,
 }
 
 /// All daemons and what is between them.
@@ -160,6 +163,7 @@ impl Net {
             last_incarnation: 0,
             leaving: None,
             panicked: false,
+            home: None,
         })))
     }
 
@@ -513,7 +517,7 @@ pub(super) struct SimGrant {
     net: Weak<Mutex<State>>,
     host: usize,
     number: u64,
-    /// As the channel's lease does, it keeps the slots.
+    /// Keeps the slots, as the channel's lease does.
     _slots: Vec<SealedSlot>,
 }
 
@@ -540,6 +544,10 @@ impl Link for SimLink {
             host.alive && host.incarnation == session.incarnation && state.linked.contains(&pair);
         host.alive &= !leaves;
         is_current
+    }
+
+    fn home(&self, _: &PeerId) -> Option<Handle> {
+        self.net().0.lock().home.clone()
     }
 
     fn connect<'a>(

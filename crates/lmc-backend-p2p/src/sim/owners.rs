@@ -74,7 +74,7 @@ async fn begin_to_load(
     reading
 }
 
-/// So was an owner that stops while it is read.
+/// An owner that stops while it is read was waited for, too.
 #[test]
 fn a_read_is_given_up_soon_after_its_lease() {
     run(async {

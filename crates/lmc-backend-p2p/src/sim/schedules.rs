@@ -527,6 +527,43 @@ fn a_silent_peer_is_not_taken_for_one_without_the_chunk() {
     });
 }
 
+/// A peer that stands still delays the first prompt by the timeout, and those after it not at all
+/// while it is left alone; those that find their chunks at another peer it delays as little.
+#[test]
+fn a_peer_that_never_answers_delays_a_lookup_by_the_timeout_at_most() {
+    run(async {
+        let net = Net::new(8, Faults::none());
+        (0..3).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        net.freeze(1, Duration::from_secs(3_600));
+        let mut waits = Vec::new();
+        for number in 0..20 {
+            let begun = now();
+            let located = net
+                .node(0)
+                .locate(&prompt(number, 1), LocateHint::none(), begun + LOCATE)
+                .await;
+            assert!(located[0].is_err(), "it may have the chunk: {located:?}");
+            waits.push(now() - begun);
+        }
+        assert_eq!(waits[0], LOCATE);
+        // The other peer's answer is waited for.
+        let others = waits[1..].iter();
+        assert!(others.max() <= Some(&(LOCATE / 4)), "{waits:?}");
+        // Long after, it is asked again.
+        tokio::time::sleep(Duration::from_secs(600)).await;
+        let keys = prompt(99, 1);
+        net.chunks(2).store(keys[0], 0);
+        let begun = now();
+        let located = net
+            .node(0)
+            .locate(&keys, LocateHint::none(), begun + LOCATE)
+            .await;
+        assert!(matches!(located[0], Ok(Located::Present(_))), "{located:?}");
+        assert!(now() - begun <= LOCATE / 2, "{:?}", now() - begun);
+    });
+}
+
 /// The first peer claims to have every chunk, so that the second is not waited for; but its claim
 /// is not believed.
 #[test]

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use lmc_backend::ClearEpoch;
+use lmc_backend::{ClearEpoch, LocateHint, Located};
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
 use super::net::{Faults, Net};
-use super::schedules::prompt;
+use super::schedules::{LOCATE, fetch, load, prompt, slow};
 use super::{LEN, run};
+use crate::link::now;
 use crate::message::{
     ChunkLease, Hello, KeyBatch, Lease, Leased, Locate, Release, Renew, Reply, Request, Transport,
 };
@@ -32,14 +33,23 @@ fn lease(keys: &[ChunkKey]) -> Request {
 
 /// Serves a request of host 1 or another at host 0.
 async fn serve(net: Net, from: usize, request: Request) -> Reply {
-    let (node, session) = (net.node(0), net.session(from));
+    serve_at(net, 0, from, request).await
+}
+
+/// Serves a request of one host at another.
+async fn serve_at(net: Net, owner: usize, from: usize, request: Request) -> Reply {
+    let (node, session) = (net.node(owner), net.session(from));
     let request = request.to_bytes().expect("it fits");
     let reply = node.serve(&session, &request).await;
     Reply::from_bytes(&reply).expect("a reply")
 }
 
 async fn leased(net: &Net, from: usize, keys: &[ChunkKey]) -> Leased {
-    match serve(net.clone(), from, lease(keys)).await {
+    leased_at(net, 0, from, keys).await
+}
+
+async fn leased_at(net: &Net, owner: usize, from: usize, keys: &[ChunkKey]) -> Leased {
+    match serve_at(net.clone(), owner, from, lease(keys)).await {
         Reply::Leased(leased) => leased,
         other => panic!("{other:?}"),
     }
@@ -148,7 +158,7 @@ fn a_peer_that_goes_while_its_hello_is_served_is_forgotten() {
     });
 }
 
-/// So did one that went before its connect was noted.
+/// A peer that went before its connect was noted stayed known.
 #[test]
 fn a_peer_that_goes_while_its_connect_is_noted_is_forgotten() {
     run(async {
@@ -159,5 +169,155 @@ fn a_peer_that_goes_while_its_connect_is_noted_is_forgotten() {
         let connected = net.node(0).connected(&net.session(1)).await;
         assert!(connected.is_err(), "{connected:?}");
         assert_eq!(net.node(0).peers.lock().iter().count(), 0);
+    });
+}
+
+/// Returns the addresses of the holders that a busy owner names to a peer.
+async fn named_holders(net: &Net, to: usize, keys: &[ChunkKey]) -> Vec<String> {
+    let answer = leased(net, to, keys).await;
+    assert!(
+        matches!(answer.chunks[..], [ChunkLease::Busy, ..]),
+        "{answer:?}"
+    );
+    let holders = answer.holders.into_iter();
+    holders.map(|holder| holder.address).collect()
+}
+
+/// The second reader looks the prompt up before the first has read it: it knows from the busy
+/// owner's answer alone who else has the chunks, and the owner from the first reader's request.
+#[test]
+fn a_busy_owner_names_the_peers_that_have_read_its_chunks_and_those_are_read() {
+    run(async {
+        let net = Net::new(59, Faults::none());
+        // It lends four chunks at a time.
+        net.start(0, 64, |config| config.limits.bytes = 4 * LEN);
+        (1..4).for_each(|host| net.start(host, 64, |_| ()));
+        for a in 0..4 {
+            for b in 0..a {
+                assert!(net.connect(a, b).await);
+            }
+        }
+        let keys = prompt(0, 4);
+        keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
+        let hint = LocateHint::none();
+        let located = net.node(2).locate(&keys, hint, now() + LOCATE).await;
+        let present = |one: &Result<Located, _>| matches!(one, Ok(Located::Present(_)));
+        assert!(located.iter().all(present), "{located:?}");
+        assert_eq!(fetch(&net, 1, &keys).await.hits, 4);
+        // By then the owner has heard of it.
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        // A third peer leases all that the owner lends.
+        let all = leased(&net, 3, &keys).await;
+        let granted = |chunk: &ChunkLease| matches!(chunk, ChunkLease::Granted { .. });
+        assert!(all.chunks.iter().all(granted), "{all:?}");
+        let tally = load(&net, 2, &keys, Duration::from_secs(1)).await;
+        assert_eq!(tally.hits, 4, "{tally:?}");
+        assert_eq!(net.node(1).counters().served, 4);
+        assert_eq!(net.node(2).counters().busy, 4);
+        // No peer is sent to itself, or to one that is gone.
+        assert_eq!(named_holders(&net, 2, &keys).await, ["host-1:1"]);
+        assert_eq!(named_holders(&net, 1, &keys).await, [""; 0]);
+        net.kill(1, Duration::ZERO);
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        assert_eq!(named_holders(&net, 2, &keys).await, [""; 0]);
+    });
+}
+
+/// Reads from the one of two owners that has lent less, whichever it is.
+#[test]
+fn the_less_loaded_of_two_owners_is_read() {
+    for (loaded, idle) in [(0, 1), (1, 0)] {
+        run(async {
+            // Both answer at once: one that is late is not compared.
+            let net = Net::new(60, slow(Duration::ZERO, Duration::ZERO));
+            (0..4).for_each(|host| net.start(host, 512, |_| ()));
+            for (a, b) in [(2, 0), (2, 1), (3, loaded)] {
+                assert!(net.connect(a, b).await);
+            }
+            let other = prompt(99, 8);
+            other
+                .iter()
+                .for_each(|&key| net.chunks(loaded).store(key, 0));
+            // Either owner is the first choice for some of the prompts.
+            for number in 0..16 {
+                let keys = prompt(number, 2);
+                for owner in [loaded, idle] {
+                    keys.iter().for_each(|&key| net.chunks(owner).store(key, 0));
+                }
+                let lent = leased_at(&net, loaded, 3, &other).await;
+                let before = net.node(idle).counters().served;
+                assert_eq!(fetch(&net, 2, &keys).await.hits, 2);
+                assert_eq!(net.node(idle).counters().served, before + 2, "{number}");
+                let release = Request::Release(Release { lease: lent.lease });
+                serve_at(net.clone(), loaded, 3, release).await;
+            }
+        });
+    }
+}
+
+/// The bound allows one second's chunks at once. A lease goes into debt for the rest of its chunk,
+/// and the next one waits until that is paid. Each look at the bound once cost up to a byte.
+#[test]
+fn leases_wait_for_the_rate_at_which_chunks_are_served() {
+    const PER_SECOND: u64 = 8;
+    const SECONDS: u64 = 10;
+    run(async {
+        let net = Net::new(62, Faults::none());
+        net.start(0, 128, |config| {
+            config.limits.bytes_per_second = Some(PER_SECOND * LEN);
+        });
+        net.start(1, 8, |_| ());
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(0, PER_SECOND + 1);
+        keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
+        let begun = now();
+        let mut served = 0;
+        while now() < begun + Duration::from_secs(SECONDS) {
+            let leased = leased(&net, 1, &keys[..]).await;
+            let granted = |chunk: &&ChunkLease| matches!(chunk, ChunkLease::Granted { .. });
+            let granted = leased.chunks.iter().filter(granted).count() as u64;
+            match served {
+                0 => assert_eq!(granted, PER_SECOND, "one second's worth at once"),
+                _ => assert!(granted <= 1, "{leased:?}"),
+            }
+            served += granted;
+            let release = Request::Release(Release {
+                lease: leased.lease,
+            });
+            serve(net.clone(), 1, release).await;
+        }
+        // The last one goes into debt.
+        let most = PER_SECOND * (SECONDS + 1) + 1;
+        assert!((most - 5..=most).contains(&served), "{served} of {most}");
+    });
+}
+
+/// The thread at which a peer's replies arrive ends in the middle of a read.
+#[test]
+fn a_read_whose_thread_ends_fails_its_chunks() {
+    run(async {
+        let net = Net::new(57, Faults::none());
+        (0..2).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(0, 3);
+        keys.iter().for_each(|key| net.chunks(0).store(*key, 0));
+        let home = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .build()
+            .expect("a runtime without IO can be built");
+        net.0.lock().home = Some(home.handle().clone());
+        let reading = tokio::spawn({
+            let (net, keys) = (net.clone(), keys.clone());
+            async move { fetch(&net, 1, &keys).await }
+        });
+        while home.handle().metrics().num_alive_tasks() == 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        home.shutdown_background();
+        let tally = reading.await.expect("no panic");
+        // The first chunk is located before the others, and all are read together.
+        assert_eq!((tally.hits, tally.failed, tally.quarantined), (0, 3, 3));
+        net.0.lock().home = None;
+        assert_eq!(fetch(&net, 1, &keys).await.hits, 3);
     });
 }

@@ -3,11 +3,13 @@
 //! Hashes are even, so that each of the 256 folders holds about the same. Several daemons may
 //! collect one tree: each takes folders at random, and what another one has removed is no error.
 
+use std::collections::HashSet;
 use std::io;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use lmc_key::SpaceId;
 use parking_lot::{Condvar, Mutex};
 use rustix::fs::{AtFlags, OFlags};
 
@@ -60,18 +62,29 @@ struct File {
 }
 
 impl Values {
-    /// Collects one folder.
-    pub(super) fn collect(&self, fanout: u8, limits: Limits) -> Result<Collected, StoreError> {
+    /// Collects one folder. With `spaces`, only their chunks count and are removed.
+    pub(super) fn collect(
+        &self,
+        fanout: u8,
+        limits: Limits,
+        spaces: Option<&HashSet<SpaceId>>,
+    ) -> Result<Collected, StoreError> {
         self.read_clock()?;
         let now = self.clock.now();
         let now = now.ok_or_else(|| StoreError::unavailable("the file server shows no time"))?;
         let deadline = Instant::now() + TIMEOUT;
         let mut collected = Collected::default();
         let mut files = Vec::new();
-        for space in self.spaces_of(fanout, deadline)? {
+        let is_picked = |folder: &str| {
+            let id = || folder.rsplit('/').next()?.parse::<SpaceId>().ok();
+            spaces.is_none_or(|spaces| id().is_some_and(|id| spaces.contains(&id)))
+        };
+        let mut folders = self.spaces_of(fanout, deadline)?;
+        folders.retain(|folder| is_picked(folder));
+        for space in folders {
             self.files_of(&space, (now, deadline), limits, &mut files, &mut collected)?;
         }
-        if fanout == 0 {
+        if fanout == 0 && spaces.is_none() {
             self.collect_others(now, limits, &mut collected)?;
         }
         files.sort_by_key(|file| file.modified);
@@ -122,9 +135,7 @@ impl Values {
     ) -> Result<(), StoreError> {
         let names = self.tree.names(folder, |_| Ok(true))?;
         if names.is_empty() && !limits.dry_run {
-            // A writer that is about to use it makes it again.
-            let (parent, name) = self.tree.parent(folder)?;
-            let _ = rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR);
+            self.tree.remove_empty(folder);
         }
         for name in names {
             if Instant::now() >= deadline {
@@ -265,7 +276,7 @@ fn run(shared: &(Mutex<bool>, Condvar), values: &Weak<Values>, limits: Limits, p
         let mut fanout = [0];
         // Without random numbers the first folder is collected, and others by other daemons.
         let _ = getrandom::fill(&mut fanout);
-        wait = match values.collect(fanout[0], limits) {
+        wait = match values.collect(fanout[0], limits, None) {
             Ok(collected) if collected.evicted > 0 => pause / 4,
             Ok(_) => pause,
             Err(error) => {

@@ -7,14 +7,15 @@ mod threads;
 mod tree;
 mod value;
 
-use std::path::{Path, PathBuf};
+use std::collections::HashSet;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::{FutureExt, stream};
 use lmc_backend::{Answers, BoxFuture, FailedSlot};
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, SpaceId};
 use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Timespec, Timestamps, UTIME_NOW};
 
@@ -102,10 +103,18 @@ impl FileStore {
 
     /// Collects one of the 256 folders, which may have 1/256 of the bytes. Blocks.
     ///
+    /// With `spaces`, only their chunks count towards the limits and are removed, and of files that
+    /// were being written only those beside these chunks.
+    ///
     /// # Errors
     /// [`StoreError`].
-    pub fn collect(&self, fanout: u8, limits: Limits) -> Result<Collected, StoreError> {
-        self.values.collect(fanout, limits)
+    pub fn collect(
+        &self,
+        fanout: u8,
+        limits: Limits,
+        spaces: Option<&HashSet<SpaceId>>,
+    ) -> Result<Collected, StoreError> {
+        self.values.collect(fanout, limits, spaces)
     }
 
     /// Returns true while files are read and written without the page cache.
@@ -121,11 +130,6 @@ impl FileStore {
     pub fn read_clock(&self) -> Result<(), StoreError> {
         let read = self.values.read_clock();
         read.map_err(|error| store_error(error, 0))
-    }
-
-    /// Returns the folder.
-    pub fn root(&self) -> &Path {
-        self.values.tree.path()
     }
 
     /// Returns the milliseconds by which the file server's clock is ahead of this host's, negative
@@ -239,8 +243,13 @@ impl Store for FileStore {
 
     fn remove<'a>(&'a self, names: &'a [Name], deadline: Instant) -> Each<'a, bool> {
         let remove = |values: &Values, name: Name| {
-            let removed = values.unlink(&name.to_string());
-            removed.map_err(|error| store_error(error, 0))
+            let path = name.to_string();
+            let removed = values.unlink(&path);
+            let removed = removed.map_err(|error| store_error(error, 0))?;
+            if let Some((folder, _)) = path.rsplit_once('/') {
+                values.tree.remove_empty(folder);
+            }
+            Ok(removed)
         };
         Box::pin(self.each(names, deadline, remove))
     }

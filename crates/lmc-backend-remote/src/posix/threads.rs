@@ -284,7 +284,7 @@ mod tests {
         let gate = Arc::new(Mutex::new(gate));
         let hang = |lane| {
             let gate = Arc::clone(&gate);
-            let deadline = Instant::now() + Duration::from_millis(50);
+            let deadline = Instant::now() + Duration::from_secs(1);
             let wait = move |n| {
                 // Ends when the sender is dropped.
                 let _ = gate.lock().recv();

@@ -2,13 +2,13 @@
 
 use std::ffi::CString;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use rustix::fd::{AsFd, OwnedFd};
-use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, ResolveFlags, Stat};
+use rustix::fs::{AtFlags, CWD, Dir, FileType, FsWord, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
 /// Permissions of new files and folders, less the umask.
@@ -20,25 +20,28 @@ const FOLDER_MODE: Mode = Mode::from_raw_mode(0o777);
 #[derive(Debug)]
 pub(super) struct Tree {
     root: PathBuf,
-    opened: Mutex<Option<Arc<OwnedFd>>>,
+    opened: Mutex<Opened>,
     has_openat2: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Opened {
+    folder: Option<Arc<OwnedFd>>,
+    /// Kind of file system that was found first.
+    kind: Option<FsWord>,
 }
 
 impl Tree {
     pub(super) fn new(root: PathBuf) -> Self {
         Self {
             root,
-            opened: Mutex::new(None),
+            opened: Mutex::default(),
             has_openat2: AtomicBool::new(true),
         }
     }
 
-    pub(super) fn path(&self) -> &Path {
-        &self.root
-    }
-
     fn root(&self) -> io::Result<Arc<OwnedFd>> {
-        if let Some(root) = &*self.opened.lock() {
+        if let Some(root) = &self.opened.lock().folder {
             return Ok(Arc::clone(root));
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -51,17 +54,25 @@ impl Tree {
                 format!("{root}: {error}; mount the file system and create the folder"),
             )
         })?;
-        let opened = Arc::new(opened);
-        *self.opened.lock() = Some(Arc::clone(&opened));
-        Ok(opened)
+        let kind = rustix::fs::fstatfs(&opened)?.f_type;
+        let folder = Arc::new(opened);
+        let mut opened = self.opened.lock();
+        if *opened.kind.get_or_insert(kind) != kind {
+            let root = self.root.display();
+            let why = format!("{root}: another kind of file system is there; mount the right one");
+            return Err(io::Error::other(why));
+        }
+        opened.folder = Some(Arc::clone(&folder));
+        Ok(folder)
     }
 
-    /// Runs an operation, once more from a new root where the server no longer knows the old one.
+    /// Runs an operation, once more from a new root where the old one is of no use: the server no
+    /// longer knows it, or it was mounted by a process that ended.
     fn with_root<T>(&self, run: impl Fn(&OwnedFd) -> Result<T, Errno>) -> io::Result<T> {
         let root = self.root()?;
         match run(&root) {
-            Err(Errno::STALE) => {
-                *self.opened.lock() = None;
+            Err(Errno::STALE | Errno::NOTCONN) => {
+                self.opened.lock().folder = None;
                 Ok(run(&*self.root()?)?)
             }
             result => Ok(result?),
@@ -114,6 +125,21 @@ impl Tree {
             }
         }
         self.parent(path)
+    }
+
+    /// Removes a folder and those above it, as far as they are empty. A writer that needs one makes
+    /// it again.
+    pub(super) fn remove_empty(&self, folder: &str) {
+        let mut path = folder;
+        loop {
+            let removed = self.parent(path).and_then(|(parent, name)| {
+                Ok(rustix::fs::unlinkat(&parent, name, AtFlags::REMOVEDIR)?)
+            });
+            match (removed, path.rsplit_once('/')) {
+                (Ok(()), Some((above, _))) => path = above,
+                _ => return,
+            }
+        }
     }
 
     /// Returns the state of a file without following a link.

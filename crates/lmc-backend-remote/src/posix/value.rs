@@ -6,14 +6,19 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use lmc_backend::FailedSlot;
+use parking_lot::Mutex;
 use rustix::fd::OwnedFd;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::clock::Clock;
+use super::list::Names;
 use super::tree::{Tree, is_absent, is_file, temporary};
 use crate::format::{HEADER_LEN, Name, Refusal};
 use crate::store::{GetItem, Got, Head, HeaderBytes, Put, PutItem, PutMode, StoreError};
+
+/// Attempts to write into a folder that others remove because it is empty.
+const MAX_ATTEMPTS: usize = 4;
 
 /// Bytes of a block, to which direct I/O is aligned, and the offset of the payload.
 pub(super) const BLOCK: usize = 4096;
@@ -33,6 +38,8 @@ impl Block {
 pub(super) struct Values {
     pub(super) tree: Tree,
     pub(super) clock: Clock,
+    /// Names of the folder that the last page ended in.
+    pub(super) read_ahead: Mutex<Option<Names>>,
     /// True until the file system refuses direct I/O.
     direct: AtomicBool,
 }
@@ -48,6 +55,7 @@ impl Values {
         Self {
             tree,
             clock: Clock::default(),
+            read_ahead: Mutex::default(),
             direct: AtomicBool::new(direct),
         }
     }
@@ -275,17 +283,20 @@ impl Values {
         deadline: Instant,
         write: impl Fn(&OwnedFd) -> io::Result<()>,
     ) -> io::Result<bool> {
-        let mut made = self.tree.made_parent(path)?;
-        let temporary = |folder: &OwnedFd| temporary(folder, OFlags::WRONLY | flags);
-        let (file, name) = match temporary(&made.0) {
-            // A collector has just removed the empty folder.
-            Err(error) if is_absent(&error) => {
-                made = self.tree.made_parent(path)?;
-                temporary(&made.0)?
-            }
-            opened => opened?,
+        let make = || {
+            let (folder, target) = self.tree.made_parent(path)?;
+            let (file, name) = temporary(&folder, OFlags::WRONLY | flags)?;
+            Ok((folder, target, file, name))
         };
-        let (folder, target) = made;
+        let mut made = make();
+        for _ in 1..MAX_ATTEMPTS {
+            match made {
+                // Another has just removed the empty folder.
+                Err(error) if is_absent(&error) => made = make(),
+                _ => break,
+            }
+        }
+        let (folder, target, file, name) = made?;
         let written = write(&file).and_then(|()| {
             self.clock.note(&file);
             let in_time = Instant::now() < deadline;

@@ -171,7 +171,7 @@ type Sender<J> = mpsc::UnboundedSender<(usize, <J as Job>::Answer)>;
 struct Batch<'a, J: Job> {
     store: &'a RedisStore,
     link: Arc<Link>,
-    /// Of the connections when the servers were found.
+    /// Generation of the connections when the servers were found.
     generation: Generation,
     deadline: Instant,
     answers: Sender<J>,

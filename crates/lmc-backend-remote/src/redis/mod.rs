@@ -32,7 +32,7 @@ use crate::clock::ahead_ms;
 use crate::format::{HEADER_LEN, Name, Scope};
 use crate::store::{
     Each, GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, Single, Store, StoreError,
-    StoreUsage, until,
+    until,
 };
 use crate::tls;
 
@@ -462,20 +462,6 @@ impl RedisStore {
         let now = time.and_then(|time| time.checked_add(asked.elapsed() / 2));
         Ok(now.and_then(ahead_ms))
     }
-
-    async fn used(&self, deadline: Instant) -> Result<Option<StoreUsage>, StoreError> {
-        let mut usage = StoreUsage::default();
-        let mut capacity = Some(0);
-        for node in self.memory(deadline).await? {
-            let Some(used) = node.used else {
-                return Ok(None);
-            };
-            usage.bytes = usage.bytes.saturating_add(used);
-            capacity = capacity.and_then(|sum: u64| sum.checked_add(node.max?));
-        }
-        usage.capacity = capacity;
-        Ok(Some(usage))
-    }
 }
 
 /// Returns the error that the server answered.
@@ -543,7 +529,7 @@ impl Store for RedisStore {
         Box::pin(self.each(names, deadline, 1, ask, is_one))
     }
 
-    /// Of a listing of more than a million names, some may come twice.
+    /// Lists names. In a listing of more than a million names, some may come twice.
     fn list<'a>(
         &'a self,
         scope: Scope,
@@ -588,10 +574,6 @@ impl Store for RedisStore {
             let mut answers = self.each(vec![name], deadline, 1, ask, read).await;
             answers.pop().unwrap_or(Err(StoreError::Deadline))
         })
-    }
-
-    fn usage(&self, deadline: Instant) -> Single<'_, Option<StoreUsage>> {
-        Box::pin(self.used(deadline))
     }
 
     fn close(&self, _deadline: Instant) -> BoxFuture<'_, ()> {

@@ -7,6 +7,7 @@
 //! values of a batch go side by side anyway.
 
 mod http;
+mod profile;
 mod url;
 
 use std::fmt;
@@ -70,11 +71,14 @@ impl S3Config {
     /// Settings with these defaults. Endpoint, region and credentials come from variables such as
     /// those of [`std::env::vars`], by the names that the AWS tools read: `AWS_ENDPOINT_URL_S3`,
     /// `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_DEFAULT_REGION`, `AWS_ACCESS_KEY_ID`,
-    /// `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, and those of web identities and containers.
-    /// Without credentials the instance's metadata service is asked.
+    /// `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, and those of web identities and containers. What
+    /// they leave open comes from the profile `AWS_PROFILE` of `~/.aws/credentials` and
+    /// `~/.aws/config`, or of the files that `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE` name;
+    /// `~` is `HOME`. Without credentials the instance's metadata service is asked.
     ///
     /// # Errors
-    /// [`S3UrlError`] for an endpoint that is not one.
+    /// [`S3UrlError`] for an endpoint that is not one, for a profile that is not there, and for a
+    /// file that cannot be read.
     pub fn new(
         url: S3Url,
         variables: impl IntoIterator<Item = (String, String)>,

@@ -1,5 +1,7 @@
-//! URLs of S3, and what the environment says of an endpoint and of credentials.
+//! URLs of S3, and what environment and files of the AWS tools say of an endpoint and of
+//! credentials.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
 
@@ -7,6 +9,8 @@ use hyper::Uri;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::path::Path;
 use thiserror::Error;
+
+use super::profile::Profile;
 
 /// Longest prefix: keys of S3 have at most 1,024 bytes, and a name needs 128 of them.
 const MAX_PREFIX: usize = 768;
@@ -19,11 +23,26 @@ pub struct S3Url {
     pub(super) prefix: String,
 }
 
-/// The reason why a text is not the URL of a bucket. Does not repeat the text, which may hold a
-/// secret by mistake.
+/// The reason why a text is not the URL of a bucket, or why the settings of the AWS tools are not
+/// usable. Does not repeat a text, which may hold a secret by mistake.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("expected s3://bucket/prefix: {0}")]
-pub struct S3UrlError(&'static str);
+#[non_exhaustive]
+pub enum S3UrlError {
+    /// The text is not the URL of a bucket.
+    #[error("expected s3://bucket/prefix: {0}")]
+    Url(&'static str),
+    /// A setting of the AWS tools has a value that cannot be.
+    #[error("{0}")]
+    Setting(&'static str),
+    /// A file of the AWS tools is there and cannot be read.
+    #[error("{} cannot be read: {reason}; see to its permissions, or name another file by AWS_SHARED_CREDENTIALS_FILE or AWS_CONFIG_FILE", path.display())]
+    File {
+        /// Path of the file.
+        path: std::path::PathBuf,
+        /// Text for a person.
+        reason: String,
+    },
+}
 
 impl fmt::Display for S3Url {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -36,15 +55,15 @@ impl FromStr for S3Url {
 
     fn from_str(text: &str) -> Result<Self, S3UrlError> {
         let rest = text.strip_prefix("s3://");
-        let rest = rest.ok_or(S3UrlError("another scheme"))?;
+        let rest = rest.ok_or(S3UrlError::Url("another scheme"))?;
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         if bucket.contains('@') {
             let reason = "credentials come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, not from the URL";
-            return Err(S3UrlError(reason));
+            return Err(S3UrlError::Url(reason));
         }
         let is_of_bucket = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
         if !(1..=255).contains(&bucket.len()) || !bucket.chars().all(is_of_bucket) {
-            return Err(S3UrlError(
+            return Err(S3UrlError::Url(
                 "the bucket's name has letters, digits, dots and dashes",
             ));
         }
@@ -52,7 +71,7 @@ impl FromStr for S3Url {
         let is_of_prefix = |c: char| is_of_bucket(c) || matches!(c, '/' | '=' | '+' | ',');
         let is_plain = prefix.chars().all(is_of_prefix) && Path::parse(prefix).is_ok();
         if prefix.len() > MAX_PREFIX || prefix.starts_with('/') || !is_plain {
-            return Err(S3UrlError(
+            return Err(S3UrlError::Url(
                 "the prefix has letters, digits and -._=+, in parts that are not empty, . or ..",
             ));
         }
@@ -64,7 +83,7 @@ impl FromStr for S3Url {
     }
 }
 
-/// Endpoint, region and credentials, as the AWS tools take them from the environment.
+/// Endpoint, region and credentials, as the AWS tools take them from environment and files.
 #[derive(Clone, Default)]
 pub(super) struct Access {
     options: Vec<(AmazonS3ConfigKey, String)>,
@@ -79,27 +98,67 @@ impl fmt::Debug for Access {
 }
 
 impl Access {
-    /// Reads variables whose names begin with `AWS_`; others are ignored, and so are empty ones.
+    /// Reads variables whose names begin with `AWS_`, and the files of the AWS tools for what those
+    /// leave open; other variables but `HOME` are ignored, and so are empty ones.
     pub(super) fn of(
         variables: impl IntoIterator<Item = (String, String)>,
     ) -> Result<Self, S3UrlError> {
+        let of_aws = |name: &str| name.starts_with("AWS_") || name == "HOME";
+        let variables = variables.into_iter();
+        let variables = variables.filter(|(name, value)| of_aws(name) && !value.is_empty());
+        let variables: HashMap<String, String> = variables.collect();
         let mut this = Self::default();
-        let mut endpoint = None;
-        for (name, value) in variables {
-            if !name.starts_with("AWS_") || value.is_empty() {
-                continue;
-            }
+        for (name, value) in &variables {
             match name.to_ascii_lowercase().parse() {
-                // The endpoint for S3 alone comes first.
-                Ok(AmazonS3ConfigKey::S3Endpoint) => endpoint = Some(value),
-                Ok(AmazonS3ConfigKey::Endpoint) => endpoint = endpoint.or(Some(value)),
-                // The bucket is the URL's.
-                Ok(AmazonS3ConfigKey::Bucket) | Err(_) => {}
-                Ok(key) => this.options.push((key, value)),
+                // The bucket is the URL's, and the endpoint is looked for below.
+                Ok(
+                    AmazonS3ConfigKey::Bucket
+                    | AmazonS3ConfigKey::Endpoint
+                    | AmazonS3ConfigKey::S3Endpoint,
+                )
+                | Err(_) => {}
+                Ok(key) => this.options.push((key, value.clone())),
             }
         }
+        let profile = Profile::read(&variables)?;
+        let variable = |name: &str| variables.get(name).cloned();
+        // The endpoint for S3 alone comes first.
+        let endpoint = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"];
+        let endpoint = endpoint.into_iter().find_map(variable);
+        let endpoint = endpoint.or_else(|| profile.endpoint.clone());
+        let ignored = variable("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS");
+        let endpoint = endpoint
+            .filter(|_| !ignored.is_some_and(|ignored| ignored.eq_ignore_ascii_case("true")));
         this.endpoint = endpoint.map(|text| self::endpoint(&text)).transpose()?;
+        let has_web_identity = variables.contains_key("AWS_WEB_IDENTITY_TOKEN_FILE");
+        this.complete(profile, has_web_identity);
         Ok(this)
+    }
+
+    /// Takes from a profile the region and the keys that the variables do not have.
+    fn complete(&mut self, profile: Profile, has_web_identity: bool) {
+        use AmazonS3ConfigKey as Key;
+        let has = |key| self.options.iter().any(|(found, _)| *found == key);
+        let has_region = has(Key::Region) || has(Key::DefaultRegion);
+        let has_keys = has(Key::AccessKeyId) || has(Key::SecretAccessKey) || has_web_identity;
+        if let Some(region) = profile.region.filter(|_| !has_region) {
+            self.options.push((Key::Region, region));
+        }
+        match (profile.keys, profile.elsewhere) {
+            _ if has_keys => {}
+            (Some((id, secret, token)), _) => {
+                // One that belongs to other keys.
+                self.options.retain(|(key, _)| *key != Key::Token);
+                self.options.push((Key::AccessKeyId, id));
+                self.options.push((Key::SecretAccessKey, secret));
+                self.options.extend(token.map(|token| (Key::Token, token)));
+            }
+            (None, Some(setting)) => tracing::warn!(
+                setting,
+                "the AWS profile takes its credentials from elsewhere, which lmc does not do; container and instance are asked: give the profile keys, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            ),
+            (None, None) => {}
+        }
     }
 
     pub(super) fn is_plain_http(&self) -> bool {
@@ -126,8 +185,8 @@ impl Access {
 }
 
 fn endpoint(text: &str) -> Result<Uri, S3UrlError> {
-    let wrong = S3UrlError(
-        "the endpoint in AWS_ENDPOINT_URL is not http://host[:port] or https://host[:port]",
+    let wrong = S3UrlError::Setting(
+        "the endpoint in AWS_ENDPOINT_URL, or endpoint_url of the profile, is not http://host[:port] or https://host[:port]",
     );
     let uri: Uri = text.parse().map_err(|_| wrong.clone())?;
     let scheme = matches!(uri.scheme_str(), Some("http" | "https"));
@@ -223,5 +282,60 @@ mod tests {
         let own_host = value(&none, Key::VirtualHostedStyleRequest);
         assert_eq!(own_host.as_deref(), Some("true"));
         assert!(!none.is_plain_http());
+    }
+
+    #[test]
+    fn variables_come_before_the_profile() {
+        let home = lmc_testkit::Folder::temporary();
+        std::fs::create_dir(home.join(".aws")).expect("a folder");
+        let text = "[default]\naws_access_key_id = of-file\naws_secret_access_key = secret-of-file\n\
+                    region = eu-west-1\nendpoint_url = http://of.file:9000\n";
+        std::fs::write(home.join(".aws/config"), text).expect("space");
+        let access = |variables: &[(&str, &str)]| {
+            let own = [("HOME", home.text())];
+            let owned = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
+            Access::of(own.iter().chain(variables).map(owned)).expect("settings")
+        };
+        use AmazonS3ConfigKey as Key;
+        let values = |access: &Access| {
+            [
+                Key::AccessKeyId,
+                Key::SecretAccessKey,
+                Key::Token,
+                Key::Region,
+                Key::Endpoint,
+            ]
+            .map(|key| {
+                access
+                    .builder("bucket")
+                    .get_config_value(&key)
+                    .unwrap_or_default()
+            })
+        };
+        let of_file = access(&[("AWS_SESSION_TOKEN", "of-others")]);
+        let endpoint = "http://of.file:9000/";
+        let expected = ["of-file", "secret-of-file", "", "eu-west-1", endpoint];
+        assert_eq!(values(&of_file), expected);
+        assert!(of_file.is_plain_http() && !format!("{of_file:?}").contains("of-file"));
+        let variables = [
+            ("AWS_ACCESS_KEY_ID", "own"),
+            ("AWS_SECRET_ACCESS_KEY", "own-secret"),
+            ("AWS_SESSION_TOKEN", "own-token"),
+            ("AWS_DEFAULT_REGION", "eu-west-2"),
+            ("AWS_ENDPOINT_URL", "https://own"),
+        ];
+        let expected = [
+            "own",
+            "own-secret",
+            "own-token",
+            "eu-west-2",
+            "https://own/",
+        ];
+        assert_eq!(values(&access(&variables)), expected);
+        let others = access(&[
+            ("AWS_WEB_IDENTITY_TOKEN_FILE", "/nowhere"),
+            ("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "TRUE"),
+        ]);
+        assert_eq!(values(&others), ["", "", "", "eu-west-1", ""]);
     }
 }

@@ -43,7 +43,7 @@ const DAMAGED: (Duration, usize) = (Duration::from_secs(60), 4096);
 
 /// Keys that are remembered as touched.
 const MAX_TOUCHED: usize = 65_536;
-/// Longest time before a key is touched again.
+/// Time before a key is touched again, where its store keeps it for twice as long or longer.
 const TOUCH_PAUSE: Duration = Duration::from_secs(3600);
 
 /// Settings of a [`RemoteTier`].
@@ -265,9 +265,10 @@ impl Shared {
     }
 }
 
-/// Returns the time before a key of a store is touched again.
+/// Returns the time before a key of a store is touched again. No value is touched in the first half
+/// of its time, so a pause of that length lets none expire that is read in the second half.
 fn touch_pause(ttl: Option<Duration>) -> Duration {
-    ttl.map_or(TOUCH_PAUSE, |ttl| TOUCH_PAUSE.min(ttl / 4))
+    ttl.map_or(TOUCH_PAUSE, |ttl| TOUCH_PAUSE.min(ttl / 2))
 }
 
 /// Returns one error for each key of a batch.
@@ -401,5 +402,26 @@ impl Backend for RemoteTier {
             ended.map_err(|_| BackendError::Deadline)
         });
         Box::pin(async move { closing.await.unwrap_or(Err(BackendError::Closed)) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_touched_once_an_hour_where_its_time_allows_that_and_before_it_expires() {
+        let minutes = |n: u64| Duration::from_secs(60 * n);
+        for (ttl, pause) in [
+            (1, 0.5),
+            (60, 30.0),
+            (119, 59.5),
+            (120, 60.0),
+            (10_000, 60.0),
+        ] {
+            let pause = minutes(1).mul_f64(pause);
+            assert_eq!(touch_pause(Some(minutes(ttl))), pause, "{ttl}");
+        }
+        assert_eq!(touch_pause(None), minutes(60));
     }
 }

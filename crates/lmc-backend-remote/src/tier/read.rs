@@ -237,8 +237,8 @@ impl Shared {
         let touched = self.store.touch(&keys, deadline).await;
         self.note_writes(&touched, begun);
         for (key, touched) in keys.iter().zip(&touched) {
-            if matches!(touched, Err(StoreError::Deadline)) {
-                // The next hit tries it again.
+            if touched.as_ref().is_err_and(|error| !error.is_refusal()) {
+                // The next hit tries it again, before the value expires.
                 self.touched.stored(key);
             }
         }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use futures_util::{StreamExt, stream};
+use futures_util::{Stream, StreamExt, stream};
 use lmc_backend::{Answers, BackendError, StoreItem, Stored};
 use lmc_key::ChunkKey;
 use tokio::sync::{mpsc, oneshot};
@@ -13,6 +13,9 @@ use super::claims::Claim;
 use super::{Shared, each, same};
 use crate::format::{Header, MAX_PAYLOAD_LEN, Name};
 use crate::store::{Head, Put, PutItem, PutMode, StoreError};
+
+/// Values, and bytes, with which a store begins while the checksums of those after them are made.
+const GROUP: (usize, u64) = (4, 1 << 20);
 
 /// The answers to a batch, in which a key may stand more than once.
 struct Batch {
@@ -132,11 +135,8 @@ impl Shared {
         if puts.is_empty() || batch.is_abandoned() {
             return;
         }
-        let Ok(puts) = self.summed(puts).await else {
-            return;
-        };
         let begun = Instant::now();
-        let mut answers = self.store.put(puts, deadline);
+        let mut answers = self.put(puts, deadline);
         while let Some((at, put)) = answers.next().await {
             let Some((claim, index, item, unseen)) = given.get_mut(at).and_then(Option::take)
             else {
@@ -213,19 +213,42 @@ impl Shared {
         }
     }
 
-    /// Makes the headers of chunks, on a thread where their checksums are not known yet.
-    async fn summed(&self, puts: Vec<(StoreItem, PutMode)>) -> Result<Vec<PutItem>, BackendError> {
+    /// Writes values. Their headers, with their checksums where those are not known yet, are made on
+    /// a thread, while values before them are on the way to the store.
+    fn put(
+        &self,
+        puts: Vec<(StoreItem, PutMode)>,
+        deadline: Instant,
+    ) -> impl Stream<Item = (usize, Result<Put, StoreError>)> {
         let offset = self.store.payload_offset();
-        let sum = move |(item, mode): (StoreItem, PutMode)| {
-            let StoreItem {
-                key, epoch, slot, ..
-            } = item;
-            let header = Header::raw(key, epoch, offset, slot.len(), slot.checksum());
-            PutItem { header, slot, mode }
+        let (groups, mut summed) = mpsc::unbounded_channel();
+        tokio::task::spawn_blocking(move || {
+            let (mut first, mut group, mut bytes) = (0, Vec::new(), 0);
+            for (item, mode) in puts {
+                let StoreItem {
+                    key, epoch, slot, ..
+                } = item;
+                let header = Header::raw(key, epoch, offset, slot.len(), slot.checksum());
+                bytes += slot.len();
+                group.push(PutItem { header, slot, mode });
+                if group.len() < GROUP.0 || bytes < GROUP.1 {
+                    continue;
+                }
+                let next = first + group.len();
+                // The receiver is gone when the writer is.
+                if groups.send((first, std::mem::take(&mut group))).is_err() {
+                    return;
+                }
+                (first, bytes) = (next, 0);
+            }
+            let _ = groups.send((first, group));
+        });
+        let groups = stream::poll_fn(move |context| summed.poll_recv(context));
+        let put = move |(first, items)| {
+            let put = self.store.put(items, deadline);
+            put.map(move |(at, put)| (first + at, put))
         };
-        let sum_all = move || puts.into_iter().map(sum).collect();
-        let summed = tokio::task::spawn_blocking(sum_all).await;
-        summed.map_err(|_| BackendError::Closed)
+        groups.map(put).flatten_unordered(None)
     }
 
     pub(super) async fn remove(

@@ -11,6 +11,7 @@ use lmc_backend::conformance::{
     Conformance, Guarantee, block_on, check_value, fill_value, load_batch, store_batch, test_key,
 };
 use lmc_backend::{Backend, BackendError, Health, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend_remote::conformance::{FaultyStore, StoreFaults};
 use lmc_backend_remote::format::Scope;
 use lmc_backend_remote::{ListedObject, RemoteConfig, RemoteTier, Store};
 use lmc_key::ChunkKey;
@@ -52,6 +53,23 @@ pub(crate) fn wait_until_used(tier: &RemoteTier) {
 pub(crate) fn passes_the_kit(tier: &RemoteTier) {
     let tally = Conformance::new(Guarantee::Exact).run(tier);
     assert!(tally.hits > 100 && tally.written > 30, "{tally:?}");
+}
+
+/// Checks the tier over a store whose answers are wrong or fail, by the kit, which closes it. The
+/// store has to be empty.
+pub(crate) fn passes_the_lossy_kit(store: Arc<dyn Store>, seed: u64) {
+    let store = Arc::new(FaultyStore::new(store, StoreFaults::some(), seed));
+    let mut config = RemoteConfig::default();
+    config.probe_pause = (Duration::from_millis(1), Duration::from_millis(5));
+    let runtime = runtime();
+    let tier = RemoteTier::start(config, store, runtime.handle().clone());
+    wait_until_used(&tier);
+    let kit = Conformance::new(Guarantee::Lossy).with_operations(300);
+    let tally = kit.run(&tier);
+    assert!(tally.hits > 20 && tally.failures > 5, "{tally:?}");
+    let counters = tier.counters();
+    let damaged = counters.iter().find(|(name, _)| *name == "damaged");
+    assert!(damaged.is_some_and(|(_, count)| *count > 0), "{counters:?}");
 }
 
 /// A tier over a real server. Its chunks have numbers, and lengths by those.

@@ -15,6 +15,16 @@ pub(crate) const SECRET: &str = "marked-secret-7c1f";
 pub(crate) const TOKEN: &str = "marked-token-93ab";
 pub(crate) const BUCKET: &str = "bucket";
 
+/// Returns the variables by which lmc finds the server at a port.
+pub(crate) fn variables(port: u16) -> Vec<(&'static str, String)> {
+    vec![
+        ("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{port}")),
+        ("AWS_ACCESS_KEY_ID", KEY.to_owned()),
+        ("AWS_SECRET_ACCESS_KEY", SECRET.to_owned()),
+        ("AWS_SESSION_TOKEN", TOKEN.to_owned()),
+    ]
+}
+
 /// A real server with one bucket.
 pub(crate) struct Server {
     kind: Kind,

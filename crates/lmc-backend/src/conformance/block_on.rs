@@ -1,4 +1,5 @@
-//! The least executor.
+//! An executor for one future of a test. That of `lmc-transfer` is part of its
+//! interface, and yields before it parks.
 
 use std::pin::pin;
 use std::sync::Arc;

@@ -8,6 +8,7 @@ use std::task::{Poll, Waker};
 use std::time::Instant;
 
 use futures_util::future::{Either, select};
+use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
 use super::delayed::sleep_until;
@@ -24,6 +25,7 @@ pub struct Gated<B> {
     gate: Arc<Mutex<Gate>>,
     loads: AtomicU64,
     stores: AtomicU64,
+    removals: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -47,6 +49,7 @@ impl<B: Backend> Gated<B> {
             gate: Arc::default(),
             loads: AtomicU64::new(0),
             stores: AtomicU64::new(0),
+            removals: AtomicU64::new(0),
         }
     }
 
@@ -78,6 +81,11 @@ impl<B: Backend> Gated<B> {
         self.stores.load(Ordering::Relaxed)
     }
 
+    /// Calls of [`Backend::remove`] that have ended so far.
+    pub fn removals(&self) -> u64 {
+        self.removals.load(Ordering::Relaxed)
+    }
+
     /// Waits until the gate is open. Returns false if the deadline came first.
     async fn pass(&self, deadline: Instant) -> bool {
         let opened = poll_fn(|context| {
@@ -94,7 +102,7 @@ impl<B: Backend> Gated<B> {
 }
 
 impl<B: Backend> Backend for Gated<B> {
-    crate::forward!(inner: name sharing takes_writes index locate remove clears list usage counters close);
+    crate::forward!(inner: name sharing takes_writes index locate clears list usage counters close);
 
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
         self.loads.fetch_add(items.len() as u64, Ordering::Relaxed);
@@ -108,6 +116,18 @@ impl<B: Backend> Backend for Gated<B> {
     ) -> Answers<'_, Result<Stored, BackendError>> {
         self.stores.fetch_add(items.len() as u64, Ordering::Relaxed);
         store_after(&self.inner, self.pass(deadline), items, deadline)
+    }
+
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
+        Box::pin(async move {
+            let removed = self.inner.remove(keys, deadline).await;
+            self.removals.fetch_add(1, Ordering::Relaxed);
+            removed
+        })
     }
 
     fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {

@@ -28,7 +28,8 @@ pub enum Guarantee {
     /// [`Conformance::bytes_needed`].
     Exact,
     /// A chunk may vanish and an operation may fail at any time; what is read is right, and
-    /// what was removed or never stored is not found.
+    /// what was removed or never stored is not found, unless a store of it has failed before: a
+    /// server may carry that out after the removal, as when its answer was cut off.
     Lossy,
 }
 
@@ -133,6 +134,9 @@ struct Run<'a> {
     pool: Pool,
     rng: Rng,
     model: BTreeMap<ChunkKey, Known>,
+    /// Keys of which a store failed or was dropped: in a lossy tier it may take effect after a
+    /// removal.
+    late: BTreeSet<ChunkKey>,
     lens: BTreeMap<ChunkKey, u64>,
     keys: Vec<ChunkKey>,
     /// Clears that the tier acknowledged.
@@ -163,6 +167,7 @@ impl<'a> Run<'a> {
             pool: pool.expect("the default alignment fits every arena"),
             rng,
             model: BTreeMap::new(),
+            late: BTreeSet::new(),
             lens,
             keys,
             clears: Vec::new(),
@@ -271,6 +276,12 @@ impl<'a> Run<'a> {
         items
     }
 
+    /// Notes that a store of a key has failed or was dropped.
+    fn may_be_stored(&mut self, key: ChunkKey) {
+        self.model.entry(key).or_insert(Known::Unsure);
+        self.late.insert(key);
+    }
+
     async fn store(&mut self) {
         let items = self.items_to_store();
         let keys: Vec<_> = items.iter().map(|item| item.key).collect();
@@ -300,7 +311,7 @@ impl<'a> Run<'a> {
                     assert!(!self.exact(), "storing {key:?}: {error}");
                     self.tally.failures += 1;
                     // A chunk that was there stays there; one that was not may be now.
-                    self.model.entry(key).or_insert(Known::Unsure);
+                    self.may_be_stored(key);
                 }
             }
         }
@@ -437,7 +448,10 @@ impl<'a> Run<'a> {
                     let possible = before.contains_key(key) || !was_there || kept;
                     assert!(possible, "{key:?} was removed from nowhere");
                     self.tally.removed += u64::from(*was_there);
-                    self.model.remove(key);
+                    match self.late.contains(key) && !self.exact() {
+                        true => self.model.insert(*key, Known::Unsure),
+                        false => self.model.remove(key),
+                    };
                 }
                 Err(error) => {
                     assert!(!self.exact(), "removing {key:?}: {error}");
@@ -551,6 +565,8 @@ impl<'a> Run<'a> {
                 assert!(!removes || gone >= sure, "{gone} of {sure} are gone");
                 self.tally.removed += gone;
                 self.model.retain(|key, _| !covered(&key));
+                // What arrives late has an older epoch.
+                self.late.retain(|key| !covered(&key));
                 self.clears.push(clear);
                 let noted = self.backend.clears();
                 let noted = |space| {
@@ -578,7 +594,7 @@ impl<'a> Run<'a> {
         }
         // The store may have taken effect for what the clear did not cover.
         for key in keys.iter().filter(|key| !(is_cleared && covered(key))) {
-            self.model.entry(*key).or_insert(Known::Unsure);
+            self.may_be_stored(*key);
         }
         if self.rng.chance(500) {
             storing.for_each(|_| std::future::ready(())).await;
@@ -596,7 +612,7 @@ impl<'a> Run<'a> {
             0 => {
                 let items = self.items_to_store();
                 for item in &items {
-                    self.model.entry(item.key).or_insert(Known::Unsure);
+                    self.may_be_stored(item.key);
                 }
                 once(self.backend.store(items, deadline).next().map(drop)).await;
             }

@@ -31,4 +31,4 @@ mod rng;
 pub use rng::Rng;
 
 mod value;
-pub use value::{Mismatch, check_value, fill_value, test_key};
+pub use value::{Mismatch, check_value, fill_value, test_hash, test_key};

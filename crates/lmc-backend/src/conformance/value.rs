@@ -1,4 +1,5 @@
-//! Keys by number, and bytes that say whose they are.
+//! Keys by number, and bytes that name their key. Those of the kit of `lmc-transfer` name a batch
+//! and an object, since channels know no keys.
 
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use thiserror::Error;
@@ -21,19 +22,24 @@ pub struct Mismatch {
     pub found: u8,
 }
 
-/// The key with number `n`: every field depends on it, and keys that differ only in rank or
-/// group are among the neighbours.
-pub fn test_key(n: u64) -> ChunkKey {
-    let mut rng = Rng::new(n / 4);
+/// The hash with number `n`.
+pub fn test_hash(n: u64) -> ChunkHash {
+    let mut rng = Rng::new(n);
     let mut hash = [0; 32];
     for part in hash.chunks_exact_mut(8) {
         part.copy_from_slice(&rng.next_u64().to_le_bytes());
     }
+    ChunkHash::new(hash)
+}
+
+/// The key with number `n`: every field depends on it, and keys that differ only in rank or
+/// group are among the neighbours.
+pub fn test_key(n: u64) -> ChunkKey {
     ChunkKey {
         space: SpaceId::new([(n / 4 % 3) as u8; 16]),
         kv_rank: (n % 2) as u16,
         group: (n / 2 % 2) as u16,
-        hash: ChunkHash::new(hash),
+        hash: test_hash(n / 4),
     }
 }
 

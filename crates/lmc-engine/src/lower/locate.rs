@@ -279,7 +279,7 @@ impl Tiers {
         let asked = self.tiers.iter().enumerate();
         let asked = asked.filter(|(_, tier)| tier.backend.index().is_none());
         let located = asked.map(|(index, tier)| async move {
-            let timeout = tier.policy.locate_timeout;
+            let timeout = hint.timeout.unwrap_or(tier.policy.locate_timeout);
             let deadline = Instant::now() + timeout;
             let located = tier.backend.locate(keys, hint, deadline);
             // A tier that breaks its contract must not hold the prompt up.

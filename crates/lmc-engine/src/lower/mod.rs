@@ -116,7 +116,7 @@ fn count(counter: &AtomicU64, n: u64) {
 struct Tier {
     backend: Arc<dyn Backend>,
     policy: TierPolicy,
-    /// None where every chunk is admitted.
+    /// Counts of uses, for admission; `None` where every chunk is admitted.
     uses: Option<Uses>,
     queue: WriteQueue,
     counters: Counters,
@@ -504,7 +504,7 @@ impl Tiers {
         self.removal.read()
     }
 
-    /// For a holder that offers chunks and must not keep the tiers alive.
+    /// Returns a weak handle, for a holder that offers chunks and must not keep the tiers alive.
     pub(crate) fn downgrade(self: &Arc<Self>) -> Weak<Self> {
         Arc::downgrade(self)
     }

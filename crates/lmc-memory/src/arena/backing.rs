@@ -23,7 +23,7 @@ pub(super) enum Behind {
 }
 
 impl Behind {
-    fn file(&self) -> Option<&File> {
+    pub(super) fn file(&self) -> Option<&File> {
         match self {
             Self::Nothing => None,
             Self::Named(named) => Some(named.file()),
@@ -36,7 +36,7 @@ impl Behind {
 /// then the file with its name.
 #[derive(Debug)]
 pub(super) struct Backing {
-    /// For a shared file, of which another process can take the pages away.
+    /// Guard of a shared file, of which another process can take the pages away.
     guard: Option<Guard>,
     map: Mapping,
     behind: Behind,

@@ -1,4 +1,4 @@
-//! From a configuration to an arena.
+//! The building of an arena from its configuration.
 
 use std::io;
 use std::sync::Arc;

@@ -9,7 +9,7 @@ use crate::{NameError, SharedName};
 /// Degree to which a property is wanted: off, preferred or required.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Demand {
-    /// Not wanted.
+    /// The property is not wanted.
     #[default]
     Off,
     /// Wanted if it can be had; if not, [`ArenaReport::notes`] says why not.
@@ -97,7 +97,7 @@ impl ArenaConfig {
     }
 
     /// Shared memory without a name, `bytes` bytes, sealed so that no process can cut it short or
-    /// lengthen it (a `memfd`); processes that map it get [`crate::Arena::sealed_file`].
+    /// lengthen it (a `memfd`); processes that map it get [`crate::Arena::shared_file`].
     ///
     /// Huge pages are not supported: [`Demand::Required`] is an error, [`Demand::Auto`] a note.
     pub fn sealed(bytes: usize) -> Self {

@@ -136,6 +136,19 @@ impl Mapping {
         }
     }
 
+    /// Returns true if all pages of a part are in memory, though perhaps not in the page table of
+    /// this process.
+    pub(crate) fn is_in_memory(&self, offset: usize, len: usize) -> io::Result<bool> {
+        self.check(offset, len);
+        let mut pages = vec![0_u8; len.div_ceil(page_size())];
+        let start = self.base().as_ptr().wrapping_add(offset);
+        // SAFETY: the range is this mapping, and `pages` has a byte for each of its pages.
+        match unsafe { libc::mincore(start.cast(), len, pages.as_mut_ptr()) } {
+            0 => Ok(pages.iter().all(|page| page & 1 == 1)),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
     /// Makes pages present by writing to each what it already holds. The write is one atomic
     /// instruction, so it cannot undo a byte that is written at the same time.
     pub(crate) fn touch(&self, offset: usize, len: usize) {

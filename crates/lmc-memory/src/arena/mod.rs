@@ -57,13 +57,10 @@ impl Arena {
         }
     }
 
-    /// The file behind a sealed arena ([`ArenaConfig::sealed`]), for a process that shall map it:
-    /// send the descriptor over a Unix socket (`SCM_RIGHTS`). `None` for other arenas.
-    pub fn sealed_file(&self) -> Option<BorrowedFd<'_>> {
-        match self.backing.behind() {
-            Behind::Sealed(file) => Some(file.as_fd()),
-            Behind::Nothing | Behind::Named(_) => None,
-        }
+    /// The file behind a shared or sealed arena, for a process that shall map it: send the
+    /// descriptor over a Unix socket (`SCM_RIGHTS`). `None` for anonymous memory.
+    pub fn shared_file(&self) -> Option<BorrowedFd<'_>> {
+        self.backing.behind().file().map(AsFd::as_fd)
     }
 
     /// Returns true once bytes of a shared arena were lost: another process cut its file short, or

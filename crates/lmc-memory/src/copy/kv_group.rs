@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::paged::{PagedError, PagedKv, PlaneBase};
-use crate::{DType, GroupLayout, MappedSegment, Planes};
+use crate::{DType, GroupLayout, KvMemory, Planes};
 
 /// Order of tokens and heads within a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -50,7 +50,7 @@ pub struct KvGroup {
     starts: Vec<u64>,
 }
 
-/// In which order a chunk of a KV group holds its elements.
+/// The order in which a chunk of a KV group holds its elements.
 ///
 /// Chunks of two groups mean the same exactly if their orders are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -186,7 +186,7 @@ impl KvGroup {
     pub fn open(
         &self,
         tensor_segments: &[usize],
-        segments: Vec<Arc<MappedSegment>>,
+        segments: Vec<Arc<dyn KvMemory>>,
     ) -> Result<PagedKv, PagedError> {
         assert_eq!(tensor_segments.len(), self.starts.len(), "one a layer");
         let size = self.layout.dtype().size() as u64;

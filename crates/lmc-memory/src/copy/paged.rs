@@ -1,11 +1,11 @@
-//! An engine's paged KV cache in shared memory.
+//! An engine's paged KV cache, in shared memory or in memory of this process.
 
 use std::sync::Arc;
 
 use thiserror::Error;
 
 use super::overlap;
-use crate::{GroupLayout, LayoutError, MappedSegment};
+use crate::{GroupLayout, KvMemory, LayoutError};
 
 /// The first byte of one plane of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +59,7 @@ struct Inner {
     /// Bytes from one block to the next.
     block_stride: u64,
     planes: Vec<PlaneBase>,
-    segments: Vec<Arc<MappedSegment>>,
+    segments: Vec<Arc<dyn KvMemory>>,
     /// True if no byte belongs to two blocks.
     disjoint: bool,
 }
@@ -74,7 +74,7 @@ impl PagedKv {
         blocks: u32,
         block_stride: u64,
         planes: Vec<PlaneBase>,
-        segments: Vec<Arc<MappedSegment>>,
+        segments: Vec<Arc<dyn KvMemory>>,
     ) -> Result<Self, PagedError> {
         let expected = layout.planes().count() as usize * layout.layers() as usize;
         assert_eq!(planes.len(), expected, "planes of the layout");
@@ -88,7 +88,7 @@ impl PagedKv {
         for (plane, base) in planes.iter().enumerate() {
             let len = segments
                 .get(base.segment)
-                .map_or(0, |segment| segment.len());
+                .map_or(0, |segment| segment.size());
             let end = u128::from(base.offset) + extent;
             if end > u128::from(len) {
                 return Err(PagedError::Outside {
@@ -99,7 +99,13 @@ impl PagedKv {
                 });
             }
         }
-        let disjoint = overlap::is_disjoint(blocks, layout.row_bytes(), block_stride, &planes);
+        // Segments may overlap: each tensor of a worker is one of its own.
+        let start = |plane: &PlaneBase| {
+            let base = segments[plane.segment].base_ptr();
+            base.addr().get() as u64 + plane.offset
+        };
+        let starts = planes.iter().map(start).collect();
+        let disjoint = overlap::is_disjoint(blocks, layout.row_bytes(), block_stride, starts);
         Ok(Self {
             inner: Arc::new(Inner {
                 layout,
@@ -149,7 +155,7 @@ impl PagedKv {
     }
 
     /// The segments that the planes lie in.
-    pub(super) fn segments(&self) -> &[Arc<MappedSegment>] {
+    pub(super) fn segments(&self) -> &[Arc<dyn KvMemory>] {
         &self.inner.segments
     }
 }

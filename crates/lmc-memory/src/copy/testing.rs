@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::kv_group::{KvGroup, KvOrder, KvTensor};
 use super::paged::{PagedError, PagedKv};
-use crate::{DType, MappedSegment, SharedName};
+use crate::{DType, KvMemory, MappedSegment, SharedName};
 
 /// A segment as an engine makes it, removed on drop.
 pub(super) struct Segment {
@@ -185,8 +185,8 @@ impl Engine {
         }
     }
 
-    pub(super) fn mapped(&self) -> Vec<Arc<MappedSegment>> {
-        let mapped = |segment: &Segment| Arc::clone(&segment.mapped);
+    pub(super) fn mapped(&self) -> Vec<Arc<dyn KvMemory>> {
+        let mapped = |segment: &Segment| Arc::clone(&segment.mapped) as _;
         self.segments.iter().map(mapped).collect()
     }
 

@@ -16,7 +16,7 @@ use crate::SegmentError;
 /// one share (or one run, if that is longer) for each thread.
 const SHARE: u64 = 512 << 10;
 
-/// From this many bytes on, copies go around the cache.
+/// Bytes from which on copies go around the cache.
 const LARGE: u64 = 1 << 20;
 
 /// Bytes of a run up to which the next one is prefetched meanwhile; longer runs keep the
@@ -26,9 +26,9 @@ const AHEAD: u64 = 64 << 10;
 /// The direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
-    /// From paged memory into chunks.
+    /// Copies go from paged memory into chunks.
     Gather,
-    /// From chunks into paged memory.
+    /// Copies go from chunks into paged memory.
     Scatter,
 }
 
@@ -238,14 +238,15 @@ fn carry_out(
         _ => from,
     };
     // SAFETY: the plan was checked against these segments when it was made, and `check` has
-    // compared the chunks' lengths with its layout, so both sides have the run. Chunks lie in
-    // memory of this process, of which no shared part can be opened as a segment
-    // (`shared_file::is_pool`), so the sides do not overlap. A gather writes chunks, which are
-    // borrowed mutably for the call, each byte in one copy; a scatter writes the segment, each
-    // byte on one thread (`copy`). The segment's bytes belong to the engine's process, which may
-    // write them at any time, as may another plan that the engine asks for meanwhile: they are
-    // only ever copied, never borrowed, and nothing is decided by them, so such a race garbles
-    // bytes of that engine and nothing else. The caller calls `Store::finish`.
+    // compared the chunks' lengths with its layout, so both sides have the run. On the server,
+    // chunks lie in its pool, which cannot be opened as a segment (`shared_file::is_pool`); in a
+    // worker, chunks lie in the mapped pool and the paged side in the engine's own tensors, which
+    // are another mapping. So the sides do not overlap. A gather writes chunks, which are borrowed
+    // mutably for the call, each byte in one copy; a scatter writes the paged side, each byte on
+    // one thread (`copy`). The paged side's bytes belong to the engine, which may write them at any
+    // time, as may another plan that the engine asks for meanwhile: they are only ever copied,
+    // never borrowed, and nothing is decided by them, so such a race garbles bytes of that engine
+    // and nothing else. The caller calls `Store::finish`.
     unsafe {
         let to = match direction {
             Direction::Gather => addresses.chunks[op.chunk as usize].add(op.chunk_offset as usize),

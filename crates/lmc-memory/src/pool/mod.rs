@@ -120,7 +120,7 @@ struct State {
     fault: Option<String>,
 }
 
-/// Ranges without memory that one reservation may come upon.
+/// Ranges without memory that one reservation may meet.
 const WITHHELD_PER_RESERVE: u32 = 8;
 
 impl Pool {
@@ -178,15 +178,8 @@ impl Pool {
         let units = u32::try_from(len.div_ceil(self.align())).ok()?;
         let take = |_| self.take(units);
         let (node, unit) = (0..WITHHELD_PER_RESERVE).find_map(take)??;
-        // No other thread knows the node yet; the mutex that hands it on orders this store.
-        self.inner.counts.at(node).store(1, Ordering::Relaxed);
         self.inner.forget_sum(node);
-        Some(ReservedSlot(Handle {
-            pool: Arc::clone(&self.inner),
-            node,
-            unit,
-            len,
-        }))
+        Some(ReservedSlot(Handle::new(&self.inner, node, unit, len)))
     }
 
     /// A range to hand out; `Some(None)` when none is free, `None` when the one found has no

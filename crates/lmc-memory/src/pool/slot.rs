@@ -10,15 +10,29 @@ use crate::{Arena, checksum};
 /// An owner of a slot. The last one gives it back.
 #[derive(Debug)]
 pub(super) struct Handle {
-    pub(super) pool: Arc<Inner>,
-    pub(super) node: u32,
+    /// Counted once for all owners of the slot: threads that clone slots would else all write to
+    /// the one counter of the pool.
+    pool: ManuallyDrop<Arc<Inner>>,
+    node: u32,
     /// Counted in units of the pool's alignment.
-    pub(super) unit: u32,
+    unit: u32,
     /// Exact bytes, as asked for.
-    pub(super) len: u64,
+    len: u64,
 }
 
 impl Handle {
+    /// The first owner of a slot.
+    pub(super) fn new(pool: &Arc<Inner>, node: u32, unit: u32, len: u64) -> Self {
+        // No other thread knows the node yet; the mutex that hands it on orders this store.
+        pool.counts.at(node).store(1, Ordering::Relaxed);
+        Self {
+            pool: ManuallyDrop::new(Arc::clone(pool)),
+            node,
+            unit,
+            len,
+        }
+    }
+
     fn offset(&self) -> u64 {
         u64::from(self.unit) << self.pool.align_bits
     }
@@ -53,8 +67,11 @@ impl Clone for Handle {
             .at(self.node)
             .fetch_add(1, Ordering::Relaxed);
         assert!(owners < u32::MAX / 2, "a slot has too many owners");
+        // SAFETY: the slot's count of the pool is given back by its last owner, and the new owner
+        // is one since the line above.
+        let pool = unsafe { std::ptr::read(&raw const self.pool) };
         Self {
-            pool: Arc::clone(&self.pool),
+            pool,
             node: self.node,
             unit: self.unit,
             len: self.len,
@@ -74,6 +91,9 @@ impl Drop for Handle {
             // Every read by another owner happened before its own decrement.
             fence(Ordering::Acquire);
             self.pool.give(self.node);
+            // SAFETY: no owner is left that could use the slot's count of the pool, and this one
+            // does not use it again.
+            unsafe { ManuallyDrop::drop(&mut self.pool) };
         }
     }
 }

@@ -27,9 +27,9 @@ pub(crate) struct Case {
 /// Measurements of one kind of operation.
 #[derive(Debug, Default)]
 pub(crate) struct Measured {
-    /// Until the answer was there.
+    /// Times until the answer was there.
     pub(crate) latency: Samples,
-    /// Of that, the control messages: LOOKUP's own answer, or a transfer without its copies.
+    /// Times of the control messages alone: LOOKUP's own answer, or a transfer without its copies.
     pub(crate) control: Samples,
     pub(crate) bytes: u64,
     /// Bytes a second of each client in the time that its operations took, added up.

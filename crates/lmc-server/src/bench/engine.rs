@@ -27,7 +27,7 @@ pub(crate) struct Plan {
 /// Time and bytes of one store or retrieve.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Moved {
-    /// From the first request to the last answer, copies included; without making and checking
+    /// Time from the first request to the last answer, copies included; without making and checking
     /// the bytes.
     pub(crate) took: Duration,
     /// The round trips alone.
@@ -136,6 +136,7 @@ fn register_engine_driven(plan: &Plan, client: &mut Client, instance_id: u64) ->
         dtype: args.dtype.name().to_owned(),
         use_mla: false,
         num_physical_slots: Some(plan.chunk_tokens as u32),
+        record: None,
     }))?;
     let Reply::Registered {
         shm_name,

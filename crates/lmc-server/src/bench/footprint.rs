@@ -9,10 +9,10 @@ use crate::tools::http::Call;
 /// A server's use, as its HTTP side reports it.
 #[derive(Debug, Clone, Copy)]
 struct Holdings {
-    /// In memory and in every tier below it.
+    /// Bytes in memory and in every lower tier.
     chunks: u64,
     workers: u64,
-    /// Since its start, by all engines; `None` for a server that is not lmc.
+    /// Bytes stored since the server's start, by all engines; `None` for a server that is not lmc.
     stored_bytes: Option<u64>,
 }
 

@@ -21,7 +21,7 @@ pub(crate) struct Row {
     pub(crate) control: Summary,
     pub(crate) bytes: u64,
     pub(crate) gb_per_s: f64,
-    /// Of the whole run, the same in all rows of it.
+    /// Costs of the whole run, the same in all rows of it.
     pub(crate) run: RunCosts,
 }
 
@@ -127,7 +127,7 @@ pub(crate) fn rows(case: Case, tally: Tally, seconds: f64, shots: &Snapshots) ->
     rows
 }
 
-/// For people.
+/// Prints rows for people.
 pub(crate) fn table(args: &BenchArgs, chunk_tokens: usize, rows: &[Row]) -> String {
     let mut text = format!(
         "{:<12} {:<8} {:>7} {:>7} {:>8} {:>9} {:>9} {:>9} {:>9} {:>9} {:>7} {:>6} {:>8}\n",
@@ -214,7 +214,7 @@ fn seconds(value: f64) -> String {
     }
 }
 
-/// For programs. Seconds and bytes throughout.
+/// Prints rows as JSON, in seconds and bytes.
 pub(crate) fn json(
     args: &BenchArgs,
     chunk_tokens: usize,
@@ -269,7 +269,7 @@ pub(crate) fn json(
     })
 }
 
-/// For spreadsheets.
+/// Prints rows as comma-separated values, for spreadsheets.
 pub(crate) fn csv(rows: &[Row]) -> String {
     let mut text =
         "workload,operation,tokens,clients,seconds,ops,ops_per_s,p50_s,p90_s,p99_s,max_s,\

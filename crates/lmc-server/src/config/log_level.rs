@@ -6,7 +6,7 @@ use super::suggest::nearest;
 
 const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 /// Crates that log: ours, all of them as `lmc`, and those we use that do.
-const CRATES: [&str; 13] = [
+const CRATES: [&str; 15] = [
     "lmc",
     "lmc_server",
     "lmc_vllm_adapter",
@@ -14,6 +14,8 @@ const CRATES: [&str; 13] = [
     "lmc_backend",
     "lmc_backend_local",
     "lmc_backend_disk",
+    "lmc_backend_p2p",
+    "lmc_backend_remote",
     "lmc_transfer",
     "lmc_memory",
     "lmc_key",
@@ -103,6 +105,24 @@ mod tests {
         ] {
             assert_eq!(read(text).as_deref(), Ok(text));
             assert!(EnvFilter::try_new(filter_of(text)).is_ok(), "{text}");
+        }
+    }
+
+    #[test]
+    fn modules_of_every_crate_under_the_server_are_taken() {
+        let manifest = include_str!("../../Cargo.toml");
+        let tables = manifest.split("\n[dependencies]\n").nth(1);
+        let own = tables.and_then(|tables| tables.split("\n[").next());
+        let own = own.expect("a table of dependencies").lines();
+        let names: Vec<String> = own
+            .filter_map(|line| line.split(['.', ' ', '=']).next())
+            .filter(|name| name.starts_with("lmc-"))
+            .map(|name| name.replace('-', "_"))
+            .collect();
+        assert!(names.len() > 5, "{names:?}");
+        for name in names {
+            let text = format!("{name}=debug");
+            assert_eq!(read(&text).as_deref(), Ok(text.as_str()));
         }
     }
 

@@ -31,8 +31,17 @@ pub enum SegmentName {
     Auto,
     /// No segment: the pool is private to the server.
     None,
+    /// A sealed file without a name, which is passed over the Unix socket.
+    Sealed,
     /// A fixed name.
     Name(SharedName),
+}
+
+impl SegmentName {
+    /// Returns true if `/dev/shm` bounds the pool.
+    pub fn is_in_dev_shm(&self) -> bool {
+        matches!(self, Self::Auto | Self::Name(_))
+    }
 }
 
 /// Side that copies between the engine's memory and the pool.
@@ -216,7 +225,7 @@ pub enum StateDir {
     Auto,
     /// Nowhere.
     None,
-    /// Here.
+    /// The named folder.
     Path(PathBuf),
 }
 
@@ -411,10 +420,14 @@ pub(crate) fn segment_name(raw: &Raw) -> Result<SegmentName, String> {
     match name {
         "auto" => Ok(SegmentName::Auto),
         "" | "none" => Ok(SegmentName::None),
+        "sealed" => Ok(SegmentName::Sealed),
         _ => SharedName::new(name)
             .map(SegmentName::Name)
             .map_err(|error| {
-                format!("{error}; auto derives a name from the port, none keeps the pool private")
+                format!(
+                    "{error}; auto derives a name from the port, sealed has no name and is passed \
+                     over --ipc-path, none keeps the pool private"
+                )
             }),
     }
 }

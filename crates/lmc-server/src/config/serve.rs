@@ -105,6 +105,12 @@ impl ServeConfig {
                 "expected a name or auto: engine-driven transfers go through shared memory",
             );
         }
+        if self.shm_name == SegmentName::Sealed && self.ipc_path.is_none() {
+            layers.refuse(
+                "shm-name",
+                "sealed requires --ipc-path, over which the pool is passed",
+            );
+        }
         if self.disk.is_empty() && self.disk_size != PoolSize::Auto {
             layers.refuse("disk-size", "requires --disk");
         }
@@ -153,6 +159,15 @@ impl ServeConfig {
                 "p2p-transport",
                 "expected --p2p-key with nixl: the memory is described only to peers that prove the key",
             );
+        }
+        if self.p2p_encrypt && self.p2p_transport == PeerTransport::Nixl {
+            layers.refuse(
+                "p2p-encrypt",
+                "expected --p2p-transport auto or sockets: NIXL cannot encrypt",
+            );
+        }
+        if self.p2p_encrypt && self.p2p_listen.is_none() {
+            layers.refuse("p2p-encrypt", "requires --p2p-listen");
         }
         let listeners = [
             ("--p2p-listen", &self.p2p_listen, "read every chunk"),

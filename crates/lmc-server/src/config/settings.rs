@@ -64,7 +64,7 @@ settings! {
         host: String = "host", Value "ADDR", "127.0.0.1", parse::host;
         /// TCP port that engines connect to; 0 lets the system choose.
         port: u16 = "port", Value "PORT", "5555", parse::port;
-        /// Unix socket that engines of the same user reach as ipc://PATH, in addition to TCP; none listens on TCP only.
+        /// Unix socket that engines reach as ipc://PATH, in addition to TCP; none listens on TCP only. lmc's own connector looks at /run/lmc/lmc.sock, and gets the pool over it. Only the same user and root can connect, or everyone that --trusted-users names.
         ipc_path: Option<PathBuf> = "ipc-path", Value "PATH", "none", parse::ipc_path;
         /// Users of this host that may use the server beside its own user and root: names or uids separated by commas, own for no others, or all. Each of them can store chunks that others then hit. A peer on another host or in another network namespace has no uid that the kernel shows, and is served.
         trusted_users: TrustedUsers = "trusted-users", Value "USERS", "own", parse::trusted_users;
@@ -100,7 +100,7 @@ settings! {
         align_bytes: u64 = "l1-align-bytes", Value "BYTES", "4096", parse::alignment;
         /// Back the pool with 2 MiB huge pages (on shared memory after mount -o remount,huge=advise /dev/shm): true fails without them, auto goes on and says why not.
         huge_pages: Demand = "l1-use-hugepages", Switch "BOOL", "auto", parse::demand;
-        /// Name of the shared-memory segment; auto is lmc_PORT_ and 16 digits that other users cannot predict (engines learn it when they register), none keeps the pool private (no engine-driven transfers).
+        /// Name of the shared-memory segment; auto is lmc_PORT_ and 16 digits that other users cannot predict (engines learn it when they register), sealed is memory without a name, outside of /dev/shm, that only lmc's own connector gets, over --ipc-path, none keeps the pool private (no engine-driven transfers).
         shm_name: SegmentName = "shm-name", Value "NAME", "auto", parse::segment_name;
         /// Bind the pool to a NUMA node; none leaves the placement to the system.
         numa_node: Option<u32> = "numa-node", Value "NODE", "none", parse::numa_node;
@@ -164,6 +164,8 @@ settings! {
         p2p_key: Option<PathBuf> = "p2p-key", Value "FILE", "none", parse::optional_path;
         /// Transport of the bytes that peers read from each other. auto: NIXL between hosts with RDMA that have NIXL's library, sockets between others. sockets: sockets only. nixl: NIXL wherever the peer has it, also over TCP and shared memory; the start fails without the library. Needs a build with the feature nixl and --p2p-key.
         p2p_transport: PeerTransport = "p2p-transport", Value "NAME", "auto", |raw| parse::choice(raw, parse::PEER_TRANSPORTS);
+        /// Encrypts the bytes of chunks between this server and its peers. Questions and answers are encrypted in any case. A connection is encrypted if either side asks for it, and a peer without the flag passes on in clear what it has read; NIXL cannot encrypt, so this server reads and lends over sockets only.
+        p2p_encrypt: bool = "p2p-encrypt", Switch "BOOL", "false", parse::switch;
         /// TCP port of NIXL's control connections, on the host of --p2p-listen; 0 lets the system choose, and peers learn it over --p2p-listen.
         p2p_nixl_port: u16 = "p2p-nixl-port", Value "PORT", "0", parse::port;
         /// Network devices that NIXL may use, as UCX names them, separated by commas, such as mlx5_0:1,eth0; all leaves the choice to UCX. It is the variable UCX_NET_DEVICES.
@@ -178,7 +180,7 @@ settings! {
         p2p_serve_rate: Option<u64> = "p2p-serve-rate", Value "SIZE", "none", parse::bound;
     }
     Remote {
-        /// Store that several daemons share and that outlives this host, asked after memory, disk and peers: file:///FOLDER is a folder of a shared file system (NFS, Lustre, Weka), which has to be there; redis://HOST:PORT is a Redis (rediss for TLS, redis-cluster://HOST:PORT,HOST:PORT, redis-sentinel://HOST:PORT/SERVICE); s3://BUCKET/PREFIX is a bucket, with endpoint, region and credentials from the variables that the AWS tools read; none uses no store.
+        /// Store that several daemons share and that outlives this host, asked after memory, disk and peers: file:///FOLDER is a folder of a shared file system (NFS, Lustre, Weka), which has to be there; redis://HOST:PORT is a Redis (rediss for TLS, redis-cluster://HOST:PORT,HOST:PORT, redis-sentinel://HOST:PORT/SERVICE); s3://BUCKET/PREFIX is a bucket, with endpoint, region and credentials as the AWS tools take them, from variables and ~/.aws; none uses no store.
         remote: Option<RemoteUrl> = "remote", Value "URL", "none", parse::remote_url;
         /// Most bytes of the chunks in a shared folder, those of all daemons together; the oldest are removed. Give all daemons the same size. Redis and S3 take none: maxmemory and lifecycle rules bound them. none sets no bound.
         remote_size: Option<u64> = "remote-size", Value "SIZE", "none", parse::bound;

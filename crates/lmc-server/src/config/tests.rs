@@ -160,6 +160,12 @@ fn problems_name_the_setting_the_expectation_and_the_nearest_name() {
         &["--port 70000: expected a port number from 0 to 65535"],
     );
     check(
+        &[("shm-name", "sealed")],
+        &[],
+        "",
+        &["--shm-name sealed: sealed requires --ipc-path, over which the pool is passed"],
+    );
+    check(
         &[],
         &[("LMC_EVICTION_POLICY", "lur")],
         "",

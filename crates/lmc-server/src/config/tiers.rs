@@ -21,6 +21,7 @@ const KINDS: &[(&str, &[Key])] = &[
             ("directory", "p2p_directory"),
             ("key", "p2p_key"),
             ("transport", "p2p_transport"),
+            ("encrypt", "p2p_encrypt"),
             ("nixl_port", "p2p_nixl_port"),
             ("interfaces", "p2p_interfaces"),
             ("name", "p2p_name"),

@@ -89,7 +89,7 @@ struct Seats(Arc<Mutex<Vec<Arc<Seat>>>>);
 /// The seat of one open connection.
 #[derive(Debug)]
 struct Seat {
-    /// Since when it waits for a request's head; `None` while a request is answered.
+    /// Time since which it waits for a request's head; `None` while a request is answered.
     idle_since: Mutex<Option<Instant>>,
     has_asked: AtomicBool,
     evicted: Notify,

@@ -32,7 +32,7 @@ pub(super) struct ConnectionUser(pub(super) Result<(), Untrusted>);
 /// The names under which the HTTP side may be asked, and when it last warned of another.
 #[derive(Debug)]
 pub(super) struct Guard {
-    /// In lower case.
+    /// Allowed host names, in lower case.
     names: Vec<String>,
     warned: Mutex<Option<Instant>>,
 }

@@ -506,7 +506,7 @@ fn count_quotas(http: &Http) -> usize {
         .count()
 }
 
-/// On a thread that may take its time: a change walks the index.
+/// Runs on a thread that may block: a change walks the index.
 async fn change_quota(http: &Http, salt: &Salt, quota: Option<u64>) {
     let engine = http.service.engine().clone();
     let tenant = http.service.tenant(salt);

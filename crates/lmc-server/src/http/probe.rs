@@ -21,7 +21,7 @@ pub(super) struct Probe {
 }
 
 impl Probe {
-    /// For a service whose engines connect to `engines`.
+    /// Makes the probe of a service whose engines connect to `engines`.
     pub(super) fn new(service: Service, mut engines: SocketAddr) -> Self {
         // A wildcard is where one listens, not where one connects.
         match engines {

@@ -98,7 +98,7 @@ pub(super) fn run(verb: &Verb) -> Result<()> {
     }
 }
 
-/// For people, and as JSON.
+/// An answer as text for people, and as JSON.
 type Answer = (String, serde_json::Value);
 
 fn wait<T>(work: impl Future<Output = T>) -> T {

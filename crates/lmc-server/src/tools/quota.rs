@@ -24,7 +24,7 @@ pub(crate) enum Verb {
     Set {
         #[command(flatten)]
         tenant: Tenant,
-        /// Such as 20GiB; a bare number is GiB.
+        /// The quota, such as 20GiB; a bare number is GiB.
         size: String,
     },
     /// Removes a quota; exit code 1 when none is set

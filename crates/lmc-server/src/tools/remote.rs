@@ -7,6 +7,7 @@ mod gc;
 mod listing;
 mod removing;
 mod rm;
+mod selectors;
 
 use std::future::Future;
 use std::io::ErrorKind;

@@ -3,6 +3,9 @@
 #![allow(dead_code, reason = "not every test binary uses all of it")]
 
 pub(crate) mod prompt;
+pub(crate) mod redis;
+pub(crate) mod relay;
+pub(crate) mod remote;
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};

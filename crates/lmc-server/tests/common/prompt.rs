@@ -33,6 +33,7 @@ pub(crate) fn register_as(client: &mut Client, hidden_dim_size: u32, dtype: &str
         dtype: dtype.to_owned(),
         use_mla: false,
         num_physical_slots: Some(CHUNK as u32),
+        record: None,
     }));
     match reply.expect("an answer") {
         Reply::Registered { shm_name, .. } => shm_name,
@@ -129,8 +130,27 @@ impl Prompt {
     }
 
     fn store_by(self, key: CacheKey, client: &mut Client, shm_name: &str) -> bool {
+        let prepared = self.prepare_by(key.clone(), client, shm_name);
+        if prepared {
+            commit(key, client);
+        }
+        prepared
+    }
+
+    /// Begins to store all chunks: writes their bytes, and commits none.
+    pub(crate) fn prepare_store(self, client: &mut Client, shm_name: &str) {
+        let prepared = self.prepare_by(self.key("store"), client, shm_name);
+        assert!(prepared, "the server takes nothing");
+    }
+
+    /// Ends what [`Self::prepare_store`] began.
+    pub(crate) fn commit_store(self, client: &mut Client) {
+        commit(self.key("store"), client);
+    }
+
+    fn prepare_by(self, key: CacheKey, client: &mut Client, shm_name: &str) -> bool {
         let request = Request::PrepareStore {
-            key: key.clone(),
+            key,
             instance_id: 1,
         };
         let reply = client.ask(&request).expect("an answer");
@@ -151,12 +171,6 @@ impl Prompt {
             pool.write_all_at(&bytes, slot.offset)
                 .expect("inside the pool");
         }
-        let commit = Request::CommitStore {
-            key,
-            instance_id: 1,
-            pickled: 0,
-        };
-        assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
         true
     }
 
@@ -211,6 +225,28 @@ impl Prompt {
             request_id: request.to_owned(),
         };
         client.ask(&end).expect("an answer");
+    }
+}
+
+/// Commits a store whose bytes are written.
+fn commit(key: CacheKey, client: &mut Client) {
+    let commit = Request::CommitStore {
+        key,
+        instance_id: 1,
+        pickled: 0,
+    };
+    assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
+}
+
+/// Returns the number of leading chunks that a lookup has found; `None` while it goes on.
+pub(crate) fn hits_so_far(client: &mut Client, request: &str) -> Option<u64> {
+    let query = Request::QueryPrefetchStatus {
+        request_id: request.to_owned(),
+    };
+    match client.ask(&query).expect("an answer") {
+        Reply::None => None,
+        Reply::Int(hits) => Some(hits),
+        other => panic!("{other:?}"),
     }
 }
 

@@ -140,14 +140,17 @@ impl Network {
         command
     }
 
-    /// Writes the file by which a host resolves names: address and name. Programs that run there
+    /// Writes the file by which a host resolves names: addresses and their name. Programs that run there
     /// see it if there was one when they began.
-    pub(crate) fn resolve(&self, host: usize, address: &str, name: &str) {
+    pub(crate) fn resolve(&self, host: usize, addresses: &[String], name: &str) {
         let folder = format!("/etc/netns/{}", self.hosts[host]);
         std::fs::create_dir_all(&folder).expect("root may");
         // The same file is written again, because running programs have it mounted.
-        let line = format!("127.0.0.1 localhost\n{address} {name}\n");
-        std::fs::write(folder + "/hosts", line).expect("root may");
+        let mut lines = "127.0.0.1 localhost\n".to_owned();
+        for address in addresses {
+            lines += &format!("{address} {name}\n");
+        }
+        std::fs::write(folder + "/hosts", lines).expect("root may");
     }
 
     /// Calls `f` on a thread that is on a host: its sockets belong there.

@@ -11,7 +11,7 @@ use crate::{Failure, Shape, Way};
 /// The other process, which ends with this one.
 pub(crate) struct Other {
     child: Child,
-    /// None once it is to end.
+    /// Standard input of the process; `None` once the process is to end.
     input: Option<ChildStdin>,
     output: BufReader<ChildStdout>,
 }

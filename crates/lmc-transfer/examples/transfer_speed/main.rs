@@ -30,11 +30,11 @@ pub(crate) type Failure = Box<dyn std::error::Error + Send + Sync>;
 /// Direction of the bytes, seen from the process that drives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// From here to there, the other side does nothing.
+    /// Bytes go from here to there; the other side does nothing.
     Write,
-    /// From there to here, the other side does nothing.
+    /// Bytes go from there to here; the other side does nothing.
     Read,
-    /// From here to there, the other side receives.
+    /// Bytes go from here to there; the other side receives.
     Send,
 }
 

@@ -29,7 +29,7 @@ pub(crate) struct Drive {
 
 type Check = (&'static str, fn(&mut Drive) -> Result<(), Failure>);
 
-/// In this order, as each begins with what the one before it left.
+/// Checks in order: each begins with what the one before it left.
 const CHECKS: [Check; 9] = [
     ("connect, with a message each way", Drive::connect),
     ("write, mixed sizes", Drive::write),

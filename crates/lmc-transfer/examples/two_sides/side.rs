@@ -22,7 +22,7 @@ const KEY: &[u8] = b"the key that the two sides share";
 /// Flags after the verb.
 #[derive(Clone)]
 pub(crate) struct Flags {
-    /// Of the control connection, `HOST:PORT`.
+    /// Address of the control connection, `HOST:PORT`.
     pub(crate) address: String,
     /// `socket` or `nixl`.
     pub(crate) kind: String,

@@ -74,7 +74,7 @@ const UNIT: u64 = 4096;
 const BATCH: u64 = 8;
 
 impl RandomTest {
-    /// With a fresh seed, or the one in the variable `LMC_SEED`, and 150 rounds.
+    /// Configures 150 rounds with a fresh seed, or the seed in the variable `LMC_SEED`.
     pub fn new(guarantee: Guarantee) -> Self {
         let fresh = || {
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
@@ -135,7 +135,7 @@ struct Plan {
     from: usize,
     to: usize,
     parts: Vec<Part>,
-    /// Of what is written or sent; the tag, too.
+    /// Stamp of the bytes that are written or sent, and the tag.
     stamp: u64,
     deadline: Duration,
     /// The deadline may pass.
@@ -148,7 +148,7 @@ struct Plan {
 enum Kind {
     Write,
     Read,
-    /// With as many slots more than objects.
+    /// A send and a receive. The number counts the slots offered beyond one for each object.
     Paired(usize),
 }
 

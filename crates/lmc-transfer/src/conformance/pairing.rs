@@ -179,17 +179,25 @@ pub fn no_peer_at_the_other_end<R: Rig>(rig: &R) {
     // Few bytes may go along with their offer.
     let both_ways = |lens| [(&a, &b, lens), (&b, &a, lens)];
     for (from, to, lens) in [[4096, 3 << 20], [100, 5]].into_iter().flat_map(both_ways) {
-        let began = Instant::now();
-        let objects = from.objects(1, &lens);
-        let sent = block_on(from.channel.send(objects, &to.id, 1, shortly()));
-        assert_eq!(sent.done, 0);
-        assert_eq!(sent.error, Some(TransferError::Deadline));
+        let mut began = Instant::now();
+        for attempt in 1.. {
+            let objects = from.objects(1, &lens);
+            let sent = block_on(from.channel.send(objects, &to.id, 1, shortly()));
+            assert_eq!(sent.done, 0);
+            assert_eq!(sent.error, Some(TransferError::Deadline));
 
-        // Too late for what was sent before.
-        let filled = block_on(to.channel.receive(to.slots(&lens), &from.id, 1, shortly()));
-        let late = TransferError::Deadline;
-        assert_eq!(filled.error, Some(late));
-        check_untouched(filled.slots, 2);
+            // Too late for what was sent before.
+            let filled = block_on(to.channel.receive(to.slots(&lens), &from.id, 1, shortly()));
+            if filled.error.is_none() {
+                // On a busy machine: what is not idle may still arrive.
+                assert!(!sent.idle && attempt < 10, "attempt {attempt}");
+                began = Instant::now();
+                continue;
+            }
+            assert_eq!(filled.error, Some(TransferError::Deadline));
+            check_untouched(filled.slots, 2);
+            break;
+        }
 
         // And too late for the receiver that gave up.
         let objects = from.objects(2, &lens);

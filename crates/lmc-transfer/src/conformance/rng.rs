@@ -1,4 +1,5 @@
-//! Reproducible randomness.
+//! Reproducible randomness. The kit of `lmc-backend` has the same: neither crate lies below the
+//! other, and a kit may not use helpers of this repository's tests.
 
 /// SplitMix64 (Steele, Lea, Flood 2014): small, seeded, good enough to choose operations.
 #[derive(Clone, Debug)]

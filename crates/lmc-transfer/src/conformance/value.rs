@@ -1,4 +1,5 @@
-//! Bytes that say whose they are.
+//! Bytes that name their batch and object. Those of the kit of `lmc-backend` name a chunk's key,
+//! which this crate does not know.
 
 use thiserror::Error;
 
@@ -10,9 +11,9 @@ use super::Rng;
     "stamp {stamp:#x}, object {object}, {len} bytes: byte {at} is {found:#04x}, expected {expected:#04x}"
 )]
 pub struct Mismatch {
-    /// Of the batch.
+    /// Stamp of the batch.
     pub stamp: u64,
-    /// Of the object in its batch.
+    /// Index of the object in its batch.
     pub object: usize,
     /// Bytes looked at.
     pub len: usize,

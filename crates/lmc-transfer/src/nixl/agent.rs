@@ -129,7 +129,7 @@ pub(super) enum Operation {
 pub(super) struct Remote {
     /// Name of its target agent.
     pub(super) agent: String,
-    /// That agent's own description.
+    /// Metadata of the agent, by itself.
     pub(super) metadata: Vec<u8>,
     /// Address of its arena, in its process.
     pub(super) base: u64,

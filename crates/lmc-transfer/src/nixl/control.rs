@@ -65,7 +65,7 @@ impl Exposures {
     }
 }
 
-/// One of them.
+/// One exposure of memory to a peer, counted until it is dropped.
 #[derive(Debug)]
 struct Exposed(Option<Arc<Exposures>>);
 
@@ -120,7 +120,7 @@ struct Started {
 struct Progress {
     /// Set before the other side learns where the memory is.
     exposed: Option<Exposed>,
-    /// From when the engine knows the connection.
+    /// Number under which the engine knows the connection, once it does.
     number: Option<u64>,
     socket: Option<Arc<Socket>>,
 }

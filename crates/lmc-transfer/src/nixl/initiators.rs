@@ -59,7 +59,7 @@ struct Straggler {
     kept: Kept,
     /// The peer's agent.
     agent: String,
-    /// Since when the peer is gone.
+    /// Time since which the peer is gone.
     gone: Option<Instant>,
     /// A request failed: only the end of this side's agent proves anything.
     unproven: bool,
@@ -86,7 +86,7 @@ struct Initiator {
     retired: bool,
 }
 
-/// All of them, the newest last.
+/// Initiators of a channel, the newest last.
 pub(super) struct Initiators {
     /// Prefix of the agents' names.
     name: String,
@@ -104,7 +104,7 @@ pub(super) struct Initiators {
 }
 
 impl Initiators {
-    /// None yet: the first is given by [`Self::made`].
+    /// Starts without an initiator: [`Self::made`] adds the first.
     pub(super) fn new(name: String, setup: Setup, commands: Commands) -> Self {
         Self {
             name,

@@ -68,7 +68,8 @@ struct Late {
     slots: Vec<QuarantinedSlot>,
     /// True if the connections over which it was asked for have ended.
     cut: bool,
-    /// Since when the peer is known to write nothing that was asked for over them.
+    /// Time since which the peer is known to write nothing that was asked for over these
+    /// connections.
     ended: Option<Instant>,
 }
 
@@ -81,7 +82,7 @@ pub(super) struct Paired {
     sends: HashMap<u64, Sending>,
     receives: Vec<Receiving>,
     offers: Vec<Offer>,
-    /// By the peer's incarnation and the number of its send.
+    /// Late sends by the peer's incarnation and the number of the send.
     late: HashMap<(u64, u64), Late>,
     /// Reads that wait, because their peer may still write for one that was given up: no more
     /// than that is ever withheld.

@@ -19,7 +19,7 @@ pub(super) struct Part {
 /// The parts that one request moves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// Of the plan's parts.
+    /// Indices of the plan's parts.
     pub(super) parts: Range<usize>,
     /// Objects of which it moves bytes.
     pub(super) objects: Range<usize>,

@@ -15,14 +15,14 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum NixlReads {
-    /// By this side where both have RDMA, or are on one host and may use shared memory; by the
-    /// peer elsewhere. Default.
+    /// Bytes move by this side where both have RDMA, or are on one host and may use shared memory;
+    /// by the peer elsewhere. Default.
     #[default]
     Auto,
-    /// By this side, with NIXL's read. Over UCX's TCP, a reader that dies takes the process that
-    /// it reads from with it.
+    /// Bytes move by this side, with NIXL's read. Over UCX's TCP, a reader that dies takes the
+    /// process that it reads from with it.
     Direct,
-    /// By the peer, with NIXL's write.
+    /// Bytes move by the peer, with NIXL's write.
     ByPeer,
 }
 

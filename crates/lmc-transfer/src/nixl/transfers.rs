@@ -106,11 +106,11 @@ pub(super) struct Transfer {
 /// The state of a batch after a look at it.
 #[derive(Debug)]
 pub(super) enum Step {
-    /// As before.
+    /// Nothing changed.
     Same,
     /// Something was begun or is done.
     Moved,
-    /// All of it is in place.
+    /// Every byte is in place.
     Done,
     /// The batch ends here. `broken`: NIXL's connection to the peer is.
     Ended { error: TransferError, broken: bool },
@@ -140,7 +140,7 @@ impl Transfer {
         Self::of_parts(peer, batch, parts, deadline, piece)
     }
 
-    /// Of a batch whose objects lie so.
+    /// Plans the transfer of a batch whose objects lie in `parts`.
     pub(super) fn of_parts(
         peer: Arc<Peer>,
         batch: Batch,

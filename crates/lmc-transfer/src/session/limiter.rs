@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 
 /// Handshakes under way at a time.
 const MAX_HANDSHAKES: usize = 256;
-/// Of these, those that are left to sources that authenticated before.
+/// Handshakes reserved for sources that authenticated before.
 const RESERVED: usize = 64;
 /// Handshakes at a time from one source that has not authenticated yet.
 const MAX_PER_SOURCE: usize = 128;

@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use lmc_memory::SealedSlot;
 use parking_lot::Mutex;
+use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 
 use super::budget::{Account, Charge};
-use super::frame::{Frame, Outcome};
+use super::frame::{Frame, Outcome, Pieces};
 use super::landing::Target;
 use super::offers::{INLINED_OFFERS, OFFER_CAPACITY, Offers};
 use super::shared::Shared;
@@ -47,7 +48,7 @@ pub(super) struct Remote {
 pub(super) enum PieceForm {
     /// Encrypted and authenticated.
     Sealed,
-    /// With a checksum.
+    /// Objects carry a checksum.
     Summed,
     /// Neither: the embedder compares objects with digests of its own.
     Plain,
@@ -57,6 +58,8 @@ pub(super) enum PieceForm {
 pub(super) struct Connection {
     pub(super) remote: Remote,
     pub(super) streams: Vec<Stream>,
+    /// The thread of the first stream.
+    pub(super) home: Handle,
     /// Offers of the peer, and the receives that wait for them.
     pub(super) incoming: Arc<Offers>,
     /// Offers of this side.
@@ -121,7 +124,7 @@ pub(super) struct Arrival {
 pub(super) enum Reply {
     /// The data of a read.
     Arrived(Arrival),
-    /// Of a write, of a read without data, or of a question that was refused.
+    /// Outcome of a write, of a read without data, or of a question that was refused.
     Outcome(Outcome),
     /// The answer to a question.
     Message(Vec<u8>),
@@ -173,6 +176,18 @@ impl Outgoing {
         self.payload.iter().flat_map(|run| &run.segments).copied()
     }
 
+    /// Pieces of the payload.
+    pub(super) fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
+        self.payload.iter().flat_map(|run| {
+            Pieces::of(&run.segments).map(|(part, bytes)| Piece {
+                source: &run.source,
+                part,
+                whole: run.segments[part as usize],
+                bytes,
+            })
+        })
+    }
+
     /// The write that it is.
     pub(super) fn write(&self) -> Option<&Arc<Progress>> {
         match &self.payload.first()?.source {
@@ -181,7 +196,8 @@ impl Outgoing {
         }
     }
 
-    /// To be called before it is sent: the peer may ask again as soon as it has the answer.
+    /// Ends the count of this answer; called before the answer is sent, as the peer may ask again
+    /// once it has it.
     pub(super) fn is_sent(&self) {
         if let Some(unanswered) = &self.answers {
             unanswered.fetch_sub(1, Ordering::Relaxed);
@@ -201,6 +217,17 @@ impl Outgoing {
 pub(super) struct Run {
     pub(super) source: Source,
     pub(super) segments: Vec<Segment>,
+}
+
+/// A piece of a part of a payload.
+#[derive(Debug)]
+pub(super) struct Piece<'a> {
+    pub(super) source: &'a Source,
+    /// Number of the part among those of its source.
+    pub(super) part: u32,
+    /// The part.
+    pub(super) whole: Segment,
+    pub(super) bytes: Segment,
 }
 
 /// The source of parts of a payload.
@@ -264,7 +291,7 @@ impl Source {
 /// The progress of sending a write.
 #[derive(Debug)]
 pub(super) struct Progress {
-    /// Of the request.
+    /// Number of the request.
     pub(super) id: u64,
     /// Slots of the write, until it begins or is cancelled.
     slots: Mutex<Option<Arc<Vec<SealedSlot>>>>,
@@ -329,6 +356,7 @@ impl Connection {
         remote: Remote,
         sockets: &Arc<Sockets>,
         sealers: Vec<Sealer>,
+        home: Handle,
         incoming: Arc<Offers>,
     ) -> (Arc<Self>, Vec<mpsc::UnboundedReceiver<Outgoing>>) {
         let mut queues = Vec::with_capacity(sealers.len());
@@ -348,6 +376,7 @@ impl Connection {
         let connection = Self {
             remote,
             streams: sealers.into_iter().enumerate().map(stream).collect(),
+            home,
             incoming,
             offered: Mutex::default(),
             offer_capacity: Arc::new(Semaphore::new(OFFER_CAPACITY)),

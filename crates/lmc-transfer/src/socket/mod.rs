@@ -18,6 +18,7 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
+use tokio::runtime::Handle;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::net::Listener;
@@ -108,6 +109,13 @@ impl SocketChannel {
         deadline: Instant,
     ) -> BoxFuture<'a, Result<Bytes, TransferError>> {
         Box::pin(self.shared.ask(peer, question, deadline))
+    }
+
+    /// Returns the runtime of the thread at which a connected peer's answers arrive. What asks and
+    /// waits for answers in turn wakes no other thread there; it must not block.
+    pub fn home(&self, peer: &PeerId) -> Option<Handle> {
+        let connection = self.shared.connection(peer).ok()?;
+        Some(connection.home.clone())
     }
 
     /// Returns the name of the peer that listens at an address.

@@ -85,7 +85,7 @@ struct Tags {
 /// The first offer is for the first who waits, the second for the second, and so on.
 #[derive(Debug, Default)]
 struct Tag {
-    /// By arrival.
+    /// Offers by the number of their arrival.
     offers: BTreeMap<u64, Offer>,
     waiting: VecDeque<(u64, Waker)>,
 }

@@ -49,7 +49,7 @@ pub(super) struct StreamReader {
     sockets: Arc<Sockets>,
     stream: usize,
     decoder: Decoder,
-    /// For what the decoder holds.
+    /// Charge for the bytes that the decoder holds.
     charge: Option<Charge>,
     stash: Box<[u8]>,
     /// Start of the unused part of the stash.
@@ -67,11 +67,11 @@ pub(super) struct StreamReader {
 /// The target of a range of a payload.
 #[derive(Clone, Copy)]
 enum Sink<'a> {
-    /// To the open arena.
+    /// Bytes go to the open arena.
     Arena,
-    /// To slots of a lease, while that stands.
+    /// Bytes go to slots of a lease, while the lease stands.
     Lease(&'a Granted),
-    /// To slots of a call, while it holds them.
+    /// Bytes go to slots of a call, while the call holds them.
     Call(&'a Target),
     Nowhere,
 }

@@ -288,7 +288,8 @@ impl Shared {
             openers.push(stream.opener);
         }
         let sockets = Arc::new(Sockets(sockets));
-        let (connection, queues) = Connection::new(self, remote, &sockets, sealers, offers);
+        let home = threads.first().unwrap_or(self.threads.first()).clone();
+        let (connection, queues) = Connection::new(self, remote, &sockets, sealers, home, offers);
         if let Some(bytes) = first {
             connection.streams[0].queue.push_raw(bytes);
         }

@@ -8,9 +8,9 @@ use crate::lease::{Range, Segment};
 pub(super) struct Portion {
     /// Number of the object in the batch.
     pub(super) object: usize,
-    /// In this side's arena.
+    /// Bytes in this side's arena.
     pub(super) local: Segment,
-    /// In the peer's memory; of the same length.
+    /// Bytes in the peer's memory, as many as in `local`.
     pub(super) remote: Range,
 }
 

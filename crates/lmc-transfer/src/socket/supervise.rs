@@ -144,7 +144,8 @@ struct Standstill {
 }
 
 impl Standstill {
-    /// To be called once in each interval; whether it has lasted too long. `None`: all is well.
+    /// Returns whether the state has lasted too long; called once in each interval. `None`: all is
+    /// well.
     fn lasts(&mut self, now: Option<u64>) -> bool {
         let still = now.is_some() && now == self.last;
         self.intervals = if still { self.intervals + 1 } else { 0 };

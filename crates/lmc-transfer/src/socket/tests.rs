@@ -118,7 +118,7 @@ impl Victim {
         }
     }
 
-    /// Nothing of it is left.
+    /// Closes the channel and checks that nothing of it is left.
     fn ends(self) {
         block_on(self.channel.close(soon())).expect("it closes");
         assert_eq!(self.pool.usage().slots, 0);
@@ -320,7 +320,7 @@ fn reading(
 #[test]
 fn what_is_no_handshake_is_closed_counted_and_forgotten() {
     let victim = Victim::new(|config| {
-        config.channel.handshake_timeout = Duration::from_millis(300);
+        config.channel.handshake_timeout = Duration::from_secs(2);
     });
     let (_, first) = first_message(raw_identity(), None);
     let mut changed = first.clone();
@@ -389,7 +389,7 @@ fn what_is_no_handshake_is_closed_counted_and_forgotten() {
 #[test]
 fn idle_connects_keep_no_peer_out() {
     let victim = Victim::new(|config| {
-        config.channel.handshake_timeout = Duration::from_millis(500);
+        config.channel.handshake_timeout = Duration::from_secs(60);
     });
     let stalled: Vec<_> = (0..200).map(|_| victim.stream()).collect();
     let other = Victim::new(|config| config.channel.id = name("other"));
@@ -529,7 +529,7 @@ fn what_comes_after_the_deadline_is_discarded() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
     let bytes = [7; 4096];
-    let filled = reading(&victim, &mut raw, after(300), |raw, id| {
+    let filled = reading(&victim, &mut raw, after(2000), |raw, id| {
         raw.send(&Frame::Data { id });
         let head = PieceHead {
             len: 4096,
@@ -772,10 +772,15 @@ fn each_close_is_over_when_nothing_runs() {
         Arc::new(AtomicBool::new(false)),
     );
     let (begins, ends) = (Arc::clone(&heard), Arc::clone(&over));
+    let gate = Arc::new(AtomicBool::new(false));
+    let open = Arc::clone(&gate);
     let victim = Victim::new(|config| {
         config.channel.on_connect = Some(Arc::new(move |_, _| {
             begins.store(true, Ordering::Release);
-            thread::sleep(Duration::from_millis(500));
+            let deadline = soon();
+            while !open.load(Ordering::Acquire) && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(1));
+            }
             ends.store(true, Ordering::Release);
             None
         }));
@@ -801,6 +806,9 @@ fn each_close_is_over_when_nothing_runs() {
                 assert!(over.load(Ordering::Acquire), "something runs");
             });
         }
+        // Both wait by then.
+        thread::sleep(Duration::from_millis(200));
+        gate.store(true, Ordering::Release);
     });
     other.ends();
     victim.ends();
@@ -904,7 +912,7 @@ fn a_write_that_misses_its_deadline_says_whether_it_is_idle() {
     let all = |_: &Victim| connection.streams[0].capacity.available_permits() == MAX_REQUESTS;
     victim.eventually("there is capacity again", all);
     drop(connection);
-    let filled = reading(&victim, &mut raw, after(100), |_, _| {});
+    let filled = reading(&victim, &mut raw, after(2000), |_, _| {});
     assert_eq!(filled.error, Some(TransferError::Deadline));
     drop(filled);
     victim.eventually("the slots come back", |v| v.pool.usage().slots == 0);

@@ -19,8 +19,6 @@ use lmc_memory::{Arena, PartedChecksum, checksum};
 use crate::lease::Segment;
 use crate::session::Sealer;
 
-const CACHE_LINE: usize = 64;
-
 #[derive(Debug, Clone)]
 pub(super) struct Window(Arc<Arena>);
 
@@ -84,13 +82,6 @@ impl Window {
     /// Checksum of a range.
     pub(super) fn sum(&self, segment: Segment) -> u64 {
         checksum(self.bytes(segment))
-    }
-
-    /// Reads a range into the cache. The kernel copies bytes that are not in a cache more slowly than
-    /// it takes to read them first: no processor prefetches beyond a page while it copies.
-    pub(super) fn read_ahead(&self, segment: Segment) {
-        let lines = self.bytes(segment).iter().step_by(CACHE_LINE);
-        std::hint::black_box(lines.fold(0, |all, byte| all ^ byte));
     }
 
     /// Adds a piece of a range to the range's checksum, which the last one completes. `None` before

@@ -11,8 +11,8 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::io::Interest;
 use tokio::sync::mpsc;
 
-use super::connection::{Connection, Gone, Kept, Outgoing, PieceForm};
-use super::frame::{Frame, MAX_INLINED, PIECE, PieceHead, Pieces, seal_header};
+use super::connection::{Connection, Gone, Kept, Outgoing, Piece, PieceForm};
+use super::frame::{Frame, MAX_INLINED, PIECE, PieceHead, seal_header};
 use super::shared::Shared;
 use super::stats::Counters;
 use super::window::{Part, Parted, Window};
@@ -144,22 +144,7 @@ impl SendQueue {
         let mut sealer = self.sealer.lock();
         let before = sealer.position();
         gathered.header(outgoing, &mut sealer);
-        'all: for run in &outgoing.payload {
-            let mut slot_sum = None;
-            for (part, piece) in Pieces::of(&run.segments) {
-                match run.source.keep(part) {
-                    Some(kept) => {
-                        let whole = run.segments[part as usize];
-                        let is_cached = self.sum_slot(&mut slot_sum, whole, piece, &kept);
-                        self.piece(gathered, &mut sealer, (piece, is_cached), kept);
-                    }
-                    None => {
-                        gathered.abort();
-                        break 'all;
-                    }
-                }
-            }
-        }
+        self.gather(gathered, &mut sealer, &mut outgoing.pieces(), &mut None);
         outgoing.is_sent();
         let send = |fd| gathered.send(&self.window, fd, 0);
         let sent = sockets.0[self.stream].try_now(Interest::WRITABLE, send);
@@ -180,62 +165,53 @@ impl SendQueue {
         outcome
     }
 
-    /// Adds a piece to the checksum of a leased slot that has none yet, where all of the slot is sent
-    /// in one part: its bytes are read from memory once, as the kernel copies them next. Where every
-    /// piece has a checksum of its own, nothing asks for that of the slot. Returns true if the piece
-    /// was added.
-    fn sum_slot(
-        &self,
-        sum: &mut Option<Parted>,
-        part: Segment,
-        piece: Segment,
-        kept: &Kept,
-    ) -> bool {
-        let of = |slot: &&SealedSlot| (slot.offset(), slot.len()) == (part.offset, part.len);
-        let Some(slot) = kept.slot().filter(of) else {
-            return false;
-        };
-        if piece.offset == part.offset {
-            let unknown = self.form != PieceForm::Summed && slot.known_checksum().is_none();
-            *sum = unknown.then(Parted::default);
-        }
-        let is_last = piece.offset + piece.len == part.offset + part.len;
-        let Some(parted) = sum else {
-            return false;
-        };
-        if let Some(sum) = self.window.add_to(piece, parted, is_last) {
-            slot.note_checksum(sum);
-        }
-        true
-    }
-
-    fn piece(
+    /// Gathers pieces of a payload until as much is there as goes with one system call. Returns
+    /// false once nothing of the payload is left, or the rest may not be sent any more.
+    fn gather<'a>(
         &self,
         gathered: &mut Gathered,
         sealer: &mut Sealer,
-        (piece, is_cached): (Segment, bool),
-        kept: Kept,
-    ) {
-        let sum = match self.form {
-            PieceForm::Sealed => return gathered.sealed_piece(&self.window, sealer, piece),
-            // Just before the kernel copies it, so that it is read from memory once.
-            PieceForm::Summed => self.window.sum(piece),
-            PieceForm::Plain => {
-                if !is_cached {
-                    self.window.read_ahead(piece);
-                }
-                0
+        pieces: &mut impl Iterator<Item = Piece<'a>>,
+        slot_sum: &mut Option<Parted>,
+    ) -> bool {
+        for piece in pieces {
+            let Some(kept) = piece.source.keep(piece.part) else {
+                gathered.abort();
+                return false;
+            };
+            self.sum_slot(slot_sum, &piece, &kept);
+            let bytes = piece.bytes;
+            match self.form {
+                PieceForm::Sealed => gathered.sealed_piece(&self.window, sealer, bytes),
+                // Just before the kernel copies it, so that it is read from memory once.
+                PieceForm::Summed => gathered.piece(bytes, self.window.sum(bytes), kept),
+                PieceForm::Plain => gathered.piece(bytes, 0, kept),
             }
+            if gathered.is_full() {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Adds a piece to the checksum of a leased slot that has none yet, where all of the slot is sent
+    /// in one part: its bytes are read from memory once, as the kernel copies them next. Where every
+    /// piece has a checksum of its own, nothing asks for that of the slot.
+    fn sum_slot(&self, sum: &mut Option<Parted>, piece: &Piece<'_>, kept: &Kept) {
+        let (whole, bytes) = (piece.whole, piece.bytes);
+        let of = |slot: &&SealedSlot| (slot.offset(), slot.len()) == (whole.offset, whole.len);
+        let Some(slot) = kept.slot().filter(of) else {
+            return;
         };
-        gathered.piece(piece, sum, kept);
-    }
-
-    fn begin(&self, gathered: &mut Gathered, outgoing: &Outgoing) {
-        gathered.header(outgoing, &mut self.sealer.lock());
-    }
-
-    fn gather(&self, gathered: &mut Gathered, piece: (Segment, bool), kept: Kept) {
-        self.piece(gathered, &mut self.sealer.lock(), piece, kept);
+        if bytes.offset == whole.offset {
+            let unknown = self.form != PieceForm::Summed && slot.known_checksum().is_none();
+            *sum = unknown.then(Parted::default);
+        }
+        let is_last = bytes.offset + bytes.len == whole.offset + whole.len;
+        let Some(parted) = sum else { return };
+        if let Some(sum) = self.window.add_to(bytes, parted, is_last) {
+            slot.note_checksum(sum);
+        }
     }
 
     fn count(&self, sent: usize) {
@@ -413,24 +389,19 @@ impl StreamWriter {
                 return Ok(());
             }
         }
-        stream.queue.begin(&mut self.gathered, &outgoing);
-        for run in &outgoing.payload {
-            let mut slot_sum = None;
-            for (part, piece) in Pieces::of(&run.segments) {
-                let Some(kept) = run.source.keep(part) else {
-                    self.gathered.abort();
-                    return self.flush().await;
-                };
-                let whole = run.segments[part as usize];
-                let queue = &stream.queue;
-                let is_cached = queue.sum_slot(&mut slot_sum, whole, piece, &kept);
-                queue.gather(&mut self.gathered, (piece, is_cached), kept);
-                if self.gathered.is_full() {
-                    self.flush().await?;
-                }
+        let queue = &stream.queue;
+        let (mut pieces, mut slot_sum) = (outgoing.pieces(), None);
+        self.gathered.header(&outgoing, &mut queue.sealer.lock());
+        loop {
+            let more = {
+                let mut sealer = queue.sealer.lock();
+                queue.gather(&mut self.gathered, &mut sealer, &mut pieces, &mut slot_sum)
+            };
+            self.flush().await?;
+            if !more {
+                return Ok(());
             }
         }
-        self.flush().await
     }
 
     /// Sends what was gathered.

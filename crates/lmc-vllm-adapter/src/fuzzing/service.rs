@@ -1,7 +1,7 @@
 //! Runs any order of any operations from several clients, in both transfer modes, on a service.
 //! The bytes of each chunk are derived from the key that they are stored under.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::{Arc, OnceLock};
@@ -268,7 +268,7 @@ impl Choices<'_> {
             request_id: self.request_id(),
             cache_salt: SALTS[self.index(2)].to_owned(),
             num_kv_readers: self.below(3) as u32,
-            configs: Default::default(),
+            ..CacheKey::default()
         }
     }
 
@@ -385,6 +385,8 @@ struct Run<'a> {
     /// Open connection of each client.
     clients: [ClientId; CLIENTS as usize],
     next_client: u64,
+    /// Connections over Unix sockets that were not passed the pool yet.
+    takers: HashSet<ClientId>,
     gone: Vec<EndedConnection>,
     held: Vec<HeldSlots>,
     /// Element type that each worker registered with.
@@ -407,6 +409,7 @@ pub fn service(data: &[u8]) {
         now: Instant::now(),
         clients: [ClientId::new(0); CLIENTS as usize],
         next_client: 0,
+        takers: HashSet::new(),
         gone: Vec::new(),
         held: Vec::new(),
         dtypes: [0; INSTANCES as usize],
@@ -442,17 +445,24 @@ fn registration(instance_id: u64, model: usize, dtype: usize) -> Request {
         dtype: DTYPES[dtype].to_owned(),
         use_mla: false,
         num_physical_slots: None,
+        record: None,
     })
 }
 
 impl Run<'_> {
-    /// Opens a connection for a client; no two connections have the same id.
+    /// Opens a connection for a client, over TCP or over a Unix socket; no two connections have the
+    /// same id.
     fn connect(&mut self, peer: usize) {
         self.next_client += 1;
         let client = ClientId::new(self.next_client);
+        let takes_descriptors = peer % 2 == 1;
+        if takes_descriptors {
+            self.takers.insert(client);
+        }
         let process = std::fs::metadata("/proc/self").expect("proc");
         let own_user = Peer {
             uid: Some(process.uid()),
+            takes_descriptors,
             ..Peer::default()
         };
         self.environment.service.connected(client, own_user);
@@ -569,6 +579,10 @@ impl Run<'_> {
                 key: choices.key(),
                 instance_id,
             },
+            10 if choices.below(4) == 0 => Request::AbandonStore {
+                key: choices.key(),
+                instance_id,
+            },
             10 | 11 => Request::CommitStore {
                 key: choices.key(),
                 instance_id,
@@ -626,6 +640,7 @@ impl Run<'_> {
                 block_ids: vec![choices.block_ids()],
                 skip_first_n_tokens: choices.below(6),
             },
+            23 if choices.below(2) == 0 => Request::PoolDescriptor,
             23 => Request::ReportBlockAllocation {
                 instance_id,
                 model_name: "m".to_owned(),
@@ -659,7 +674,7 @@ impl Run<'_> {
             self.held.iter().find(own).map(|held| held.key.clone())
         };
         let key = match request {
-            Request::CommitStore { key, .. } => {
+            Request::CommitStore { key, .. } | Request::AbandonStore { key, .. } => {
                 prepared(true).into_iter().for_each(|known| *key = known);
                 return;
             }
@@ -747,11 +762,23 @@ impl Run<'_> {
                 }
                 self.hold(client, instance_id, false, &key, held);
             }
-            (Outcome::Reply(Reply::Bool(true)), Request::CommitStore { key, .. }) => {
+            (
+                Outcome::Reply(Reply::Bool(true)),
+                Request::CommitStore { key, .. } | Request::AbandonStore { key, .. },
+            ) => {
                 self.hold(client, instance_id, true, &key, Vec::new());
             }
             (Outcome::Reply(Reply::Bool(true)), Request::CommitRetrieve { key, .. }) => {
                 self.hold(client, instance_id, false, &key, Vec::new());
+            }
+            (Outcome::Reply(reply), Request::PoolDescriptor) => {
+                let is_passed = self.takers.remove(&client);
+                assert_eq!(matches!(reply, Reply::Int(_)), is_passed, "{reply:?}");
+                if is_passed {
+                    // As the transport does before it sends the reply.
+                    let process = Arc::new(Process(Life::Running));
+                    environment.service.set_witness(client, process);
+                }
             }
             (Outcome::Reply(_), Request::Lookup(key)) => {
                 // Some runs continue while the chunks are promoted.

@@ -5,14 +5,15 @@
 //! instead of the operation.
 
 use bytes::Bytes;
+use lmc_key::ChunkHash;
 use thiserror::Error;
 
 use crate::protocol::descriptor::{DescriptorError, KvDescriptor, MAX_DESCRIPTOR};
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
-    BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEvent, KvEventBatch,
-    KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs, SlotDescriptor,
-    Sources,
+    BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest,
+    KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
+    SlotDescriptor, Sources,
 };
 
 /// Most tokens that one prompt may have.
@@ -27,6 +28,16 @@ const MAX_SOURCES: usize = 4096;
 const MAX_CONFIGS: usize = 256;
 /// Most characters that a cache salt may have; LMCache's own limit.
 pub(crate) const MAX_SALT: usize = 128;
+/// Most bytes of an engine's identity record, and of its layout.
+const MAX_RECORD: usize = 16 << 10;
+/// Most chunks that an engine names by their hashes.
+const MAX_CHUNKS: usize = 1 << 18;
+/// Field of a key and of a registration for the identity of an engine.
+const IDENTITY: &str = "lmc_identity";
+/// Field of a key for the hashes of a prompt's chunks.
+const CHUNK_HASHES: &str = "lmc_chunk_hashes";
+/// Field of a registration for the order of the elements in a chunk.
+const LAYOUT: &str = "lmc_layout";
 /// Most ranks that one chunk's KV cache may be split over; a lookup checks each.
 const MAX_WORLD_SIZE: u32 = 4096;
 const MAX_BLOCK_IDS: usize = 4 << 20;
@@ -224,6 +235,10 @@ pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Req
             instance_id: p.read(1, |r| r.number("instance_id"))?,
             pickled: p.read(2, |r| Ok(r.bin("data", usize::MAX)?.len()))?,
         },
+        Operation::AbandonStore => Request::AbandonStore {
+            key: p.read(0, cache_key)?,
+            instance_id: p.read(1, |r| r.number("instance_id"))?,
+        },
         Operation::PrepareRetrieve => Request::PrepareRetrieve {
             key: p.read(0, cache_key)?,
             instance_id: p.read(1, |r| r.number("instance_id"))?,
@@ -252,6 +267,7 @@ pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Req
         },
         Operation::Noop => Request::Noop,
         Operation::GetExperimental => Request::GetExperimental,
+        Operation::PoolDescriptor => Request::PoolDescriptor,
         Operation::SubscribeKvEvents => Request::SubscribeKvEvents {
             instance_id: p.read(0, |r| r.number("instance_id"))?,
             model_name: p.read(1, |r| name(r, "model_name"))?,
@@ -273,6 +289,7 @@ fn payload_count(operation: Operation) -> Option<usize> {
         | Operation::WaitPrefetchStatus
         | Operation::FreeLookupLocks
         | Operation::PrepareStore
+        | Operation::AbandonStore
         | Operation::PrepareRetrieve
         | Operation::CommitRetrieve => 2,
         Operation::UnregisterKvCache
@@ -282,7 +299,10 @@ fn payload_count(operation: Operation) -> Option<usize> {
         | Operation::EndSession
         | Operation::Clear
         | Operation::Ping => 1,
-        Operation::GetChunkSize | Operation::Noop | Operation::GetExperimental => 0,
+        Operation::GetChunkSize
+        | Operation::Noop
+        | Operation::GetExperimental
+        | Operation::PoolDescriptor => 0,
         _ => return None,
     })
 }
@@ -387,8 +407,19 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
             "cache_salt" => key.cache_salt = salt(reader)?,
             "num_kv_readers" => key.num_kv_readers = reader.number("num_kv_readers")?,
             "request_configs" => key.configs = request_configs(reader)?,
+            IDENTITY => {
+                let digest = reader.bin(IDENTITY, 32)?.try_into();
+                let digest = digest.map_err(|_| invalid("lmc_identity must have 32 bytes"))?;
+                key.identity = Some(IdentityDigest(digest));
+            }
+            CHUNK_HASHES => key.chunk_hashes = chunk_hashes(reader)?,
             _ => reader.skip()?,
         }
+    }
+    if !key.chunk_hashes.is_empty() && (key.identity.is_none() || !key.token_ids.is_empty()) {
+        return Err(invalid(
+            "lmc_chunk_hashes need lmc_identity, which names how they are made, and no token_ids",
+        ));
     }
     let missing = [
         (model, "model_name"),
@@ -411,6 +442,21 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
         return Err(ValueError::Invalid(text));
     }
     Ok(key)
+}
+
+fn invalid(text: &str) -> ValueError {
+    ValueError::Invalid(text.to_owned())
+}
+
+/// Reads the hashes of a prompt's chunks: 32 bytes each, in one byte string.
+fn chunk_hashes(reader: &mut Reader<'_>) -> Result<Vec<ChunkHash>, ValueError> {
+    let bytes = reader.bin(CHUNK_HASHES, 32 * MAX_CHUNKS)?;
+    let (hashes, []) = bytes.as_chunks::<32>() else {
+        return Err(invalid(
+            "lmc_chunk_hashes must have 32 bytes for each chunk",
+        ));
+    };
+    Ok(hashes.iter().copied().map(ChunkHash::new).collect())
 }
 
 /// Reads the settings of a request. Ignores an entry that is unknown or whose value has another
@@ -505,7 +551,7 @@ fn engine_group(reader: &mut Reader<'_>) -> Result<EngineGroup, ValueError> {
 fn engine_driven_context(reader: &mut Reader<'_>) -> Result<EngineDrivenContext, ValueError> {
     let (mut instance_id, mut model_name, mut world, mut block_size) = (None, None, None, None);
     let (mut num_layers, mut hidden, mut dtype, mut use_mla) = (None, None, None, None);
-    let mut num_physical_slots = None;
+    let (mut num_physical_slots, mut identity, mut layout) = (None, None, None);
     for _ in 0..reader.map("registration", 64)? {
         match reader.str("registration field", MAX_NAME)? {
             "instance_id" => instance_id = Some(reader.number("instance_id")?),
@@ -520,9 +566,20 @@ fn engine_driven_context(reader: &mut Reader<'_>) -> Result<EngineDrivenContext,
                 num_physical_slots = Some(reader.number("num_physical_slots")?);
             }
             "num_physical_slots" => {}
+            IDENTITY => identity = Some(reader.str(IDENTITY, MAX_RECORD)?.to_owned()),
+            LAYOUT => layout = Some(reader.str(LAYOUT, MAX_RECORD)?.to_owned()),
             _ => reader.skip()?,
         }
     }
+    let record = match (identity, layout) {
+        (Some(identity), Some(layout)) => Some(EngineRecord { identity, layout }),
+        (None, None) => None,
+        _ => {
+            return Err(invalid(
+                "lmc_identity and lmc_layout must be given together",
+            ));
+        }
+    };
     Ok(EngineDrivenContext {
         instance_id: instance_id.ok_or(ValueError::Missing("instance_id"))?,
         model_name: model_name.ok_or(ValueError::Missing("model_name"))?,
@@ -533,6 +590,7 @@ fn engine_driven_context(reader: &mut Reader<'_>) -> Result<EngineDrivenContext,
         dtype: dtype.ok_or(ValueError::Missing("dtype_str"))?,
         use_mla: use_mla.ok_or(ValueError::Missing("use_mla"))?,
         num_physical_slots,
+        record,
     })
 }
 

@@ -161,7 +161,7 @@ impl KvDescriptor {
     }
 }
 
-/// For clients and tests.
+/// Encodes a descriptor, for clients and tests.
 impl Encode for KvDescriptor {
     fn encode(&self, out: &mut Writer) {
         let map = match self {

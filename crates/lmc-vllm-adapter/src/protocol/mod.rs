@@ -10,7 +10,8 @@ pub(crate) use codec::{decode_reply, decode_request, encode_request};
 pub use descriptor::{CpuShm, DescriptorError, KvDescriptor, TensorMeta};
 pub use msgpack::ValueError;
 pub use operation::{
-    BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEvent, KvEventBatch,
-    KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs, SlotDescriptor,
-    Sources,
+    BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, EngineRecord,
+    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request,
+    RequestConfigs, SlotDescriptor, Sources,
 };
+pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR};

@@ -1,7 +1,10 @@
 //! Requests of clients and replies of the server, independent of any encoding.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
+
+use lmc_key::ChunkHash;
 
 use crate::protocol::KvDescriptor;
 
@@ -106,6 +109,11 @@ operations! {
     ServerModuleCall = "server_module_call";
     /// CacheBlend; not supported.
     CbReorderPlan = "cb_reorder_plan";
+    /// Gives back the slots of a prepared store that is not written; lmc's own.
+    AbandonStore = "lmc_abandon_store";
+    /// Passes the descriptor of the pool, with the first byte of the reply; the reply is the pool's
+    /// size in bytes. Over Unix sockets, once for each connection; lmc's own.
+    PoolDescriptor = "lmc_pool_descriptor";
 }
 
 impl Operation {
@@ -129,9 +137,16 @@ impl fmt::Display for Operation {
     }
 }
 
+/// Capability of a server that reads identities and chunk hashes in keys, and knows
+/// [`Operation::AbandonStore`].
+pub(crate) const ENGINE_KEYS: &str = "lmc_engine_keys";
+
+/// Capability of a server that knows [`Operation::PoolDescriptor`], on connections that can pass one.
+pub(crate) const POOL_DESCRIPTOR: &str = "lmc_pool_descriptor";
+
 /// A range of a prompt, with the model, rank and tenant whose KV cache it is (`IPCCacheServerKey`
 /// on the wire).
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct CacheKey {
     /// Model name as the engine gives it.
     pub model_name: String,
@@ -139,8 +154,13 @@ pub struct CacheKey {
     pub world_size: u32,
     /// KV rank of the worker; `None` for a scheduler, which means all ranks.
     pub worker_id: Option<u32>,
-    /// Tokens of the prompt, from its first.
+    /// Tokens of the prompt, from its first; empty where `chunk_hashes` name the chunks.
     pub token_ids: Vec<u32>,
+    /// Hashes of the prompt's chunks, from its first, where the engine hashes its prompts itself.
+    /// Only valid with an `identity`, which names how they are made.
+    pub chunk_hashes: Vec<ChunkHash>,
+    /// Identity of the engine, where its client states one.
+    pub identity: Option<IdentityDigest>,
     /// Index of the first token of the range; a multiple of the chunk size.
     pub start: u64,
     /// Index of the token after the range.
@@ -156,15 +176,79 @@ pub struct CacheKey {
     pub configs: RequestConfigs,
 }
 
+/// The BLAKE3 digest of an engine's identity record, which stands for the record in each key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct IdentityDigest(pub(crate) [u8; 32]);
+
+impl IdentityDigest {
+    /// Returns the digest of a record.
+    pub fn of(record: &str) -> Self {
+        Self(*blake3::hash(record.as_bytes()).as_bytes())
+    }
+}
+
+/// Statement of an engine's own client about its KV cache: chunks of two engines are shared only if
+/// both texts are equal.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineRecord {
+    /// Identity record: the model, the format of its KV cache, and how prompts are hashed.
+    pub identity: String,
+    /// Order of the elements in a chunk.
+    pub layout: String,
+}
+
 /// Settings of one request, from the entries of its `kv_transfer_params` that begin with
-/// `lmcache.`. vLLM's connector forwards them as `request_configs`. Unknown entries are ignored.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+/// `lmcache.`. vLLM's connector forwards them as `request_configs`.
+#[derive(Debug, Clone, Default, PartialEq)]
 #[non_exhaustive]
 pub struct RequestConfigs {
     /// True if chunks of this request must not be stored (`lmcache.skip_save`).
     pub skip_save: bool,
     /// Peers to ask first for chunks of this request (`lmcache.p2p.source`).
     pub sources: Sources,
+    /// Entries that this version does not know. A client sends them; the server ignores them, so
+    /// that they are empty in what it reads.
+    pub others: BTreeMap<String, ConfigValue>,
+}
+
+/// Value of an entry of a request's `kv_transfer_params`.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ConfigValue {
+    /// No value.
+    Nil,
+    /// A truth value.
+    Bool(bool),
+    /// A whole number.
+    Int(i64),
+    /// Another number.
+    Float(f64),
+    /// A text. Lists and objects are given as their JSON.
+    Text(String),
+}
+
+/// Entries of one request that this version does not know, at most.
+const MAX_OTHERS: usize = 48;
+/// Bytes of the name of such an entry, at most.
+const MAX_OTHER_NAME: usize = 256;
+/// Bytes of a text in such an entry, at most.
+const MAX_OTHER_TEXT: usize = 4096;
+
+impl RequestConfigs {
+    /// Takes an entry of a request's `kv_transfer_params`. Leaves out entries beyond 48, names above
+    /// 256 bytes and texts above 4,096 bytes, with which a server would refuse the request.
+    pub fn set(&mut self, name: &str, value: ConfigValue) {
+        match (name, value) {
+            ("lmcache.skip_save", value) => self.skip_save = value == ConfigValue::Bool(true),
+            ("lmcache.p2p.source", ConfigValue::Nil) => self.sources = Sources::default(),
+            ("lmcache.p2p.source", ConfigValue::Text(text)) => self.sources = Sources::parse(&text),
+            ("lmcache.p2p.source", _) => self.sources = Sources::NO_TEXT,
+            (name, _) if name.len() > MAX_OTHER_NAME || self.others.len() >= MAX_OTHERS => {}
+            (_, ConfigValue::Text(text)) if text.len() > MAX_OTHER_TEXT => {}
+            (name, value) => {
+                self.others.insert(name.to_owned(), value);
+            }
+        }
+    }
 }
 
 /// Peers that a request names: `lmcache.p2p.source`, names or addresses with commas between them.
@@ -269,6 +353,8 @@ pub struct EngineDrivenContext {
     pub use_mla: bool,
     /// Tokens per chunk in the worker's layout; `None` means the server's chunk size.
     pub num_physical_slots: Option<u32>,
+    /// Statement of lmc's own client; `None` from the stock client.
+    pub record: Option<EngineRecord>,
 }
 
 /// Counts of blocks and tokens that the engine added to a request.
@@ -353,6 +439,13 @@ pub enum Request {
         /// Size in bytes of a pickled payload; it is refused and never loaded.
         pickled: usize,
     },
+    /// See [`Operation::AbandonStore`].
+    AbandonStore {
+        /// Range of the prepared transfer.
+        key: CacheKey,
+        /// Id of the worker, chosen by its engine.
+        instance_id: u64,
+    },
     /// See [`Operation::PrepareRetrieve`].
     PrepareRetrieve {
         /// Range of the prompt to retrieve.
@@ -392,6 +485,8 @@ pub enum Request {
     Noop,
     /// See [`Operation::GetExperimental`].
     GetExperimental,
+    /// See [`Operation::PoolDescriptor`].
+    PoolDescriptor,
     /// See [`Operation::SubscribeKvEvents`].
     SubscribeKvEvents {
         /// Id of the subscriber, which has at most one subscription.
@@ -428,6 +523,7 @@ impl Request {
             Self::EndSession { .. } => Operation::EndSession,
             Self::PrepareStore { .. } => Operation::PrepareStore,
             Self::CommitStore { .. } => Operation::CommitStore,
+            Self::AbandonStore { .. } => Operation::AbandonStore,
             Self::PrepareRetrieve { .. } => Operation::PrepareRetrieve,
             Self::CommitRetrieve { .. } => Operation::CommitRetrieve,
             Self::Clear { .. } => Operation::Clear,
@@ -436,6 +532,7 @@ impl Request {
             Self::ReportBlockAllocation { .. } => Operation::ReportBlockAllocation,
             Self::Noop => Operation::Noop,
             Self::GetExperimental => Operation::GetExperimental,
+            Self::PoolDescriptor => Operation::PoolDescriptor,
             Self::SubscribeKvEvents { .. } => Operation::SubscribeKvEvents,
         }
     }

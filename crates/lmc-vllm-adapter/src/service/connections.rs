@@ -15,6 +15,8 @@ pub(crate) struct Connection {
     pub(crate) peer: Peer,
     pub(crate) witness: Option<Arc<dyn Witness>>,
     pub(crate) ended: Option<Ended>,
+    /// True once the pool's descriptor was passed over it.
+    has_pool: bool,
 }
 
 /// The end of a connection.
@@ -68,6 +70,25 @@ impl Connections {
         let connections = self.0.lock();
         let connection = connections.get(&client);
         connection.map_or_else(String::new, |connection| connection.peer.address.clone())
+    }
+
+    /// Returns true if descriptors can be passed over a connection.
+    pub(super) fn takes_descriptors(&self, client: ClientId) -> bool {
+        let connections = self.0.lock();
+        (connections.get(&client)).is_some_and(|connection| connection.peer.takes_descriptors)
+    }
+
+    /// Notes that the pool's descriptor is passed over a connection. Returns false if it was before.
+    pub(super) fn pass_pool(&self, client: ClientId) -> bool {
+        let mut connections = self.0.lock();
+        (connections.get_mut(&client))
+            .is_some_and(|connection| !std::mem::replace(&mut connection.has_pool, true))
+    }
+
+    /// Returns true if the pool's descriptor was passed over a connection.
+    pub(super) fn has_pool(&self, client: ClientId) -> bool {
+        let connections = self.0.lock();
+        (connections.get(&client)).is_some_and(|connection| connection.has_pool)
     }
 
     /// Sets the watcher of the processes at the other end of a connection.

@@ -65,7 +65,7 @@ impl Context {
         &self.stats.service
     }
 
-    /// Hashes a range of a prompt. Ends are cut down to whole chunks that the prompt has.
+    /// Hashes a range of a prompt, unless the engine did. Ends are cut down to whole chunks that the prompt has.
     ///
     /// # Errors
     /// The refusal of a request whose range or salt is not possible.
@@ -77,16 +77,23 @@ impl Context {
                 key.start
             )));
         }
-        let end = key.end.min(key.token_ids.len() as u64) / chunk;
+        let named = key.chunk_hashes.len();
+        let end = match named {
+            0 => key.end.min(key.token_ids.len() as u64) / chunk,
+            named => (key.end / chunk).min(named as u64),
+        };
         let start = (key.start / chunk).min(end);
         let salt: Salt = match key.cache_salt.parse() {
             Ok(salt) => salt,
             Err(error) => return Err(refuse(&format!("{error}"))),
         };
         let (start, end) = (start as usize, end as usize);
-        let tokens = &key.token_ids[..end * chunk as usize];
-        let hasher = &self.config.hasher;
-        let hashes = self.memo.hash_prompt(hasher, &salt, tokens);
+        let hashes = if named > 0 {
+            key.chunk_hashes[..end].to_vec()
+        } else {
+            let tokens = &key.token_ids[..end * chunk as usize];
+            (self.memo).hash_prompt(&self.config.hasher, &salt, tokens)
+        };
         Ok(Hashed {
             hashes,
             chunks: start..end,

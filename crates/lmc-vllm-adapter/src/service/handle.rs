@@ -9,7 +9,7 @@ use lmc_engine::CacheEngine;
 use lmc_memory::CopyPool;
 use tokio::sync::watch;
 
-use crate::protocol::{Operation, Reply, Request};
+use crate::protocol::{ENGINE_KEYS, Operation, POOL_DESCRIPTOR, Reply, Request};
 use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::connections::Connections;
 use crate::service::context::{Context, refuse};
@@ -198,6 +198,11 @@ impl Service {
             } => parts
                 .transfers
                 .commit_store(client, &key, instance_id, pickled, now),
+            Request::AbandonStore { key, instance_id } => {
+                parts
+                    .transfers
+                    .abandon_store(client, &key, instance_id, now)
+            }
             Request::PrepareRetrieve { key, instance_id } => {
                 parts
                     .transfers
@@ -219,11 +224,13 @@ impl Service {
                 Reply::None
             }
             Request::Noop => Reply::Text("OK".to_owned()),
-            Request::GetExperimental => Reply::Strings(if parts.context.events.enabled() {
-                vec![KV_EVENT_STREAM.to_owned()]
-            } else {
-                Vec::new()
-            }),
+            Request::GetExperimental => {
+                let events = parts.context.events.enabled().then_some(KV_EVENT_STREAM);
+                let pool = (parts.registry.can_pass_pool(client)).then_some(POOL_DESCRIPTOR);
+                let capabilities = events.into_iter().chain([ENGINE_KEYS]).chain(pool);
+                Reply::Strings(capabilities.map(str::to_owned).collect())
+            }
+            Request::PoolDescriptor => parts.registry.pass_pool(client),
             Request::SubscribeKvEvents {
                 instance_id,
                 model_name,

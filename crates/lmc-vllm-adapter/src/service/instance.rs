@@ -8,12 +8,15 @@ use std::time::Instant;
 use lmc_engine::OwnerId;
 use lmc_key::{DtypeName, KeySpace, LayoutFingerprint, ModelName, Salt, SpaceId};
 use lmc_memory::{
-    ChunkOrder, DType, GroupLayout, KvGroup, KvOrder, KvTensor, MappedSegment, PagedKv, Planes,
-    SegmentError, SharedName,
+    ChunkOrder, DType, GroupLayout, KvGroup, KvMemory, KvOrder, KvTensor, MappedSegment, PagedKv,
+    Planes, SegmentError, SharedName,
 };
 use thiserror::Error;
 
-use crate::protocol::{CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor, RegisterKvCache};
+use crate::protocol::{
+    CpuShm, EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, KvDescriptor,
+    RegisterKvCache,
+};
 use crate::service::context::Context;
 use crate::service::gate::Gate;
 use crate::service::generation::Opaque;
@@ -74,6 +77,8 @@ pub(crate) struct Instance {
     pub(crate) client: ClientId,
     pub(crate) model: ModelName,
     pub(crate) world_size: u32,
+    /// Identity that the engine's own client stated; requests of it name the same.
+    pub(crate) identity: Option<IdentityDigest>,
     /// Names the layout in keys: the registered one, or its generation where that is opaque.
     pub(crate) fingerprint: LayoutFingerprint,
     /// Set when the format of its elements is unknown.
@@ -126,14 +131,23 @@ impl Instance {
             dtype,
         )
         .map_err(invalid)?;
-        let fingerprint = token_order(&[layout], &[])?;
+        let identity = (context.record.as_ref()).map(|record| IdentityDigest::of(&record.identity));
+        let fingerprint = match &context.record {
+            Some(record) => recorded(&layout, record)?,
+            None => token_order(&[layout], &[])?,
+        };
         Ok(Self {
             owner: OwnerId::default(),
             client,
             model: context.model_name.parse().map_err(invalid)?,
             world_size: context.world_size,
+            identity,
             fingerprint,
-            opaque: Opaque::of(fingerprint, &[dtype], &layout.shape()),
+            // A record names the format of the elements.
+            opaque: match identity {
+                Some(_) => None,
+                None => Opaque::of(fingerprint, &[dtype], &layout.shape()),
+            },
             dtype,
             shape: layout.shape(),
             chunk_bytes: layout.chunk_bytes(),
@@ -193,7 +207,7 @@ impl Instance {
                 .map(|layer| segments.open(layer))
                 .collect::<Result<_, _>>()?;
             let paged = described
-                .open(&numbers, segments.mapped.clone())
+                .open(&numbers, segments.memory())
                 .map_err(invalid)?;
             let start = end;
             end += usize::try_from(described.chunk_bytes()).map_err(invalid)?;
@@ -219,6 +233,7 @@ impl Instance {
             client,
             model: registration.model_name.parse().map_err(invalid)?,
             world_size: registration.world_size,
+            identity: None,
             fingerprint,
             opaque: Opaque::of(fingerprint, &dtypes, &shape),
             dtype,
@@ -343,6 +358,18 @@ fn identity(
     Ok((LayoutFingerprint::of(&description), shape))
 }
 
+/// The fingerprint of a chunk that the engine's own client describes.
+fn recorded(
+    layout: &GroupLayout,
+    record: &EngineRecord,
+) -> Result<LayoutFingerprint, RegisterError> {
+    let mut description = b"lmc layout 4: engine".to_vec();
+    description.extend_from_slice(&GroupLayout::canonical_bytes(&[*layout]).map_err(invalid)?);
+    description.extend_from_slice(blake3::hash(record.layout.as_bytes()).as_bytes());
+    description.extend_from_slice(&IdentityDigest::of(&record.identity).0);
+    Ok(LayoutFingerprint::of(&description))
+}
+
 fn token_order(groups: &[GroupLayout], layers: &[u32]) -> Result<LayoutFingerprint, RegisterError> {
     let mut description = b"lmc layout 1: tokens".to_vec();
     description.extend_from_slice(&GroupLayout::canonical_bytes(groups).map_err(invalid)?);
@@ -446,6 +473,12 @@ impl Segments {
             numbers: HashMap::new(),
             mapped: Vec::new(),
         }
+    }
+
+    /// Returns the segments as the memory of a KV group.
+    fn memory(&self) -> Vec<Arc<dyn KvMemory>> {
+        let mapped = self.mapped.iter();
+        mapped.map(|segment| Arc::clone(segment) as _).collect()
     }
 
     fn open(&mut self, tensor: &CpuShm) -> Result<usize, RegisterError> {

@@ -117,7 +117,9 @@ impl Lookups {
                 add(&counters.over_limit, 1);
                 let before = sessions.end(client, &key.request_id);
                 drop(sessions);
-                drop(before);
+                if let Some(before) = before {
+                    before.end();
+                }
                 return Reply::None;
             }
         }
@@ -168,7 +170,9 @@ impl Lookups {
         let before = session.set_lookup(known);
         drop(sessions);
         // Leases of an earlier lookup of the request go back without the sessions being locked.
-        drop(before);
+        if let Some(before) = before {
+            before.end();
+        }
         if let Some(lookup) = promoted {
             let promoting = Promoting {
                 request_id: key.request_id.clone(),
@@ -350,7 +354,9 @@ impl Lookups {
     pub(super) fn end_session(&self, client: ClientId, request_id: &str) -> Reply {
         let session = self.sessions.lock().end(client, request_id);
         // The leases go back here, without the sessions being locked.
-        drop(session);
+        if let Some(session) = session {
+            session.end();
+        }
         Reply::None
     }
 }
@@ -413,7 +419,7 @@ impl Lookups {
             let ended: Vec<Session> = requests.iter().filter_map(end).collect();
             drop(sessions);
             // Their leases go back here, where nothing is locked.
-            drop(ended);
+            ended.into_iter().for_each(Session::end);
         }
     }
 
@@ -444,7 +450,8 @@ impl Lookups {
             add(&counters.sessions_expired, ended.len() as u64);
             add(&counters.lookup_leases_expired, expired_leases as u64);
             // Leases go back and waiters are answered here, where nothing is locked.
-            drop((ended, expired));
+            ended.into_iter().for_each(Session::end);
+            expired.into_iter().for_each(Lookup::end);
             timed_out
                 .into_iter()
                 .for_each(|waiter| waiter.tell(Reply::None));

@@ -4,7 +4,7 @@ use std::fmt;
 
 /// The other end of a connection.
 ///
-/// Everything but the address is `None` where the kernel does not show it: a peer on another host
+/// User and inode are `None` where the kernel does not show it: a peer on another host
 /// or in another network namespace.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Peer {
@@ -14,6 +14,8 @@ pub struct Peer {
     pub uid: Option<u32>,
     /// Inode of the other end's socket, which `/proc/PID/fd` shows for each process that holds it.
     pub inode: Option<u64>,
+    /// True for a Unix socket, over which descriptors can be passed.
+    pub takes_descriptors: bool,
 }
 
 /// State of the processes that map the pool.

@@ -157,7 +157,7 @@ struct OfClient {
 /// All prepared transfers.
 #[derive(Debug, Default)]
 pub(crate) struct Prepared {
-    /// Of each worker, also of one that is not registered any more. None is empty.
+    /// Transfers of each worker, also of one that is not registered any more. No map is empty.
     by_worker: HashMap<u64, HashMap<TransferId, Transfer>>,
     /// Transfers of each connection. None is empty.
     by_client: HashMap<ClientId, OfClient>,

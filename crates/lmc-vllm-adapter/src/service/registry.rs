@@ -8,7 +8,7 @@ use lmc_engine::OwnerId;
 use lmc_key::{LayoutFingerprint, Printable, Salt, SpaceId};
 use parking_lot::Mutex;
 
-use crate::protocol::{CacheKey, EngineDrivenContext, RegisterKvCache, Reply};
+use crate::protocol::{CacheKey, EngineDrivenContext, IdentityDigest, RegisterKvCache, Reply};
 use crate::service::connections::Connections;
 use crate::service::context::{Context, refuse};
 use crate::service::generation::Joined;
@@ -51,18 +51,26 @@ impl Workers {
         OwnerId(self.next_owner)
     }
 
-    /// The layouts that workers of this model have, each once. One whose workers' connections all
+    /// The layouts that workers of this model and identity have, each once. One whose workers' connections all
     /// ended counts only when there is no other: the engine behind it is most likely dead, and
     /// what it lacked or had says nothing about the living.
-    pub(crate) fn layouts(&self, model: &str, world_size: u32) -> Vec<LayoutOf<'_>> {
-        let of_model = |i: &&Instance| i.model.as_str() == model && i.world_size == world_size;
+    pub(crate) fn layouts(
+        &self,
+        model: &str,
+        world_size: u32,
+        identity: Option<IdentityDigest>,
+    ) -> Vec<LayoutOf<'_>> {
+        let is_meant = |i: &&Instance| {
+            i.world_size == world_size && i.identity == identity && i.model.as_str() == model
+        };
         let mut found: Vec<LayoutOf<'_>> = Vec::new();
-        let mut indices: HashMap<LayoutFingerprint, usize> = HashMap::new();
-        for instance in self.instances.values().filter(of_model) {
-            let index = *indices.entry(instance.fingerprint).or_insert(found.len());
-            if index == found.len() {
+        for instance in self.instances.values().filter(is_meant) {
+            let fingerprint = instance.fingerprint;
+            let known = |layout: &LayoutOf<'_>| layout.instance.fingerprint == fingerprint;
+            let index = found.iter().position(known).unwrap_or_else(|| {
                 found.push(LayoutOf::new(instance));
-            }
+                found.len() - 1
+            });
             found[index].add(instance);
         }
         if found.iter().any(|layout| layout.connected) {
@@ -112,18 +120,50 @@ impl Registry {
         }
     }
 
+    /// Returns true if the pool can be passed over a connection.
+    pub(super) fn can_pass_pool(&self, client: ClientId) -> bool {
+        self.context.engine.arena().shared_file().is_some()
+            && self.connections.takes_descriptors(client)
+    }
+
+    /// Returns the size of the pool, whose descriptor goes with the reply. A connection gets one: each
+    /// that it has not read counts against what this process may have under way.
+    pub(super) fn pass_pool(&self, client: ClientId) -> Reply {
+        if !self.can_pass_pool(client) {
+            return refuse(
+                "the pool's descriptor passes only over the Unix socket of --ipc-path, and only if \
+                 the pool is shared memory",
+            );
+        }
+        match self.connections.pass_pool(client) {
+            true => Reply::Int(self.context.engine.arena().len() as u64),
+            false => refuse("this connection has the pool's descriptor already"),
+        }
+    }
+
     pub(super) fn register_engine_driven(
         &self,
         client: ClientId,
         context: &EngineDrivenContext,
         now: Instant,
     ) -> Reply {
-        let Some(name) = self.context.engine.shared_name() else {
-            add(&self.context.stats.service.registrations_refused, 1);
-            return refuse("this server's pool is not shared memory, so no worker can map it");
+        let shm_name = match self.context.engine.shared_name() {
+            Some(name) => name.to_string(),
+            None if self.connections.has_pool(client) => String::new(),
+            None => {
+                add(&self.context.stats.service.registrations_refused, 1);
+                let text = match self.context.engine.arena().shared_file() {
+                    Some(_) => {
+                        "this server's pool has no name: only lmc's own connector can map it, over \
+                         the Unix socket of --ipc-path"
+                    }
+                    None => "this server's pool is not shared memory, so no worker can map it",
+                };
+                return refuse(text);
+            }
         };
         let registered = Reply::Registered {
-            shm_name: name.to_string(),
+            shm_name,
             pool_size: self.context.engine.pool_bytes(),
         };
         let chunk_size = self.context.config.hasher.chunk_size();
@@ -357,7 +397,7 @@ impl Registry {
         salt: &Salt,
     ) -> Vec<Candidate> {
         let workers = self.workers.lock();
-        let mut layouts = workers.layouts(&key.model_name, key.world_size);
+        let mut layouts = workers.layouts(&key.model_name, key.world_size, key.identity);
         if let Some(Binding::One(bound)) = workers.bindings.get(&client)
             && layouts
                 .iter()
@@ -570,13 +610,13 @@ fn silent_workers(
 /// A layout, with what is known of the workers that have it.
 #[derive(Debug)]
 pub(crate) struct LayoutOf<'a> {
-    /// One of them.
+    /// One worker that has the layout.
     pub(crate) instance: &'a Instance,
-    /// Ranks that they are known to be of.
+    /// Ranks that workers with the layout are known to be of.
     pub(crate) ranks: RankSet,
-    /// True if the rank of one of them is not known yet.
+    /// True if the rank of a worker with the layout is not known yet.
     pub(crate) unknown_rank: bool,
-    /// True if one of them is connected.
+    /// True if a worker with the layout is connected.
     connected: bool,
 }
 

@@ -133,7 +133,8 @@ impl Wait {
     }
 }
 
-/// A waiter for an answer. It always gets one: no chunk found, when dropped.
+/// A waiter for the answer to a lookup. The code that takes a waiter out answers it: a waiter must
+/// not be dropped while its connection may still be there.
 pub(crate) struct Waiter {
     until: Instant,
     tell: Option<Box<dyn FnOnce(Reply) + Send>>,
@@ -156,9 +157,10 @@ impl Waiter {
 
 impl Drop for Waiter {
     fn drop(&mut self) {
-        if let Some(tell) = self.tell.take() {
-            tell(Reply::Int(0));
-        }
+        debug_assert!(
+            self.tell.is_none() || std::thread::panicking(),
+            "a waiter was dropped without an answer"
+        );
     }
 }
 
@@ -178,8 +180,7 @@ pub(crate) struct Lookup {
     holds: Vec<RankHold>,
     /// Time at which the leases expire.
     expires: Instant,
-    /// The task that waits for the promotion of chunks. Dropped before the waiters are answered, so
-    /// that nothing is promoted for a lookup whose end was reported.
+    /// The task that waits for the promotion of chunks.
     task: Option<EngineTask>,
     waiting: Vec<Waiter>,
 }
@@ -197,13 +198,24 @@ impl Lookup {
         }
     }
 
-    /// One that is answered.
+    /// Makes a lookup whose result is known.
     pub(crate) fn known(number: u64, hits: u64, holds: Vec<RankHold>, expires: Instant) -> Self {
         Self {
             hits: Some(hits),
             holds,
             ..Self::promoting(number, expires)
         }
+    }
+
+    /// Ends the lookup; to be called where nothing is locked. The promotion ends before its waiters
+    /// are answered, so that nothing is promoted for a lookup whose end was reported. A waiter that
+    /// is left learns that no chunk was found, and the leases go back.
+    pub(crate) fn end(self) {
+        drop(self.task);
+        for waiter in self.waiting {
+            waiter.tell(Reply::Int(0));
+        }
+        drop(self.holds);
     }
 }
 
@@ -212,7 +224,7 @@ impl Lookup {
 pub(crate) enum Hits {
     /// The request never looked up.
     Never,
-    /// Not known yet.
+    /// The leading chunks are not known yet.
     Promoting,
     /// Leading chunks.
     Known(u64),
@@ -236,8 +248,15 @@ impl Session {
         }
     }
 
+    /// Ends the request and its lookup; to be called where nothing is locked.
+    pub(crate) fn end(self) {
+        if let Some(lookup) = self.lookup {
+            lookup.end();
+        }
+    }
+
     /// Takes a lookup and returns an earlier one.
-    #[must_use = "its leases should go back where nothing is locked"]
+    #[must_use = "it is ended where nothing is locked"]
     pub(crate) fn set_lookup(&mut self, lookup: Lookup) -> Option<Lookup> {
         self.lookup.replace(lookup)
     }
@@ -349,7 +368,8 @@ impl Session {
     }
 
     /// Ends what a lookup holds when its time is over: how many leases, and the lookup that held
-    /// them, for where nothing is locked. One whose chunks have not come up by then has no hits.
+    /// them, for where nothing is locked. A lookup whose chunks are not promoted by then has no hits.
+    #[must_use = "the lookup is ended where nothing is locked"]
     pub(crate) fn expire(&mut self, now: Instant) -> Option<(usize, Lookup)> {
         let lookup = self
             .lookup
@@ -436,6 +456,7 @@ impl Sessions {
     }
 
     /// Takes the request of this name that a connection looked up.
+    #[must_use = "it is ended where nothing is locked"]
     pub(crate) fn end(&mut self, client: ClientId, request_id: &str) -> Option<Session> {
         let named = self.by_name.get_mut(request_id)?;
         let index = named.iter().position(|session| session.client == client)?;
@@ -469,6 +490,7 @@ impl Sessions {
     }
 
     /// Visits the requests of the next `names` names. Returns those that `keep` refuses.
+    #[must_use = "they are ended where nothing is locked"]
     pub(crate) fn sweep(
         &mut self,
         names: usize,
@@ -499,6 +521,20 @@ impl Sessions {
             ended.extend(refused);
         }
         ended
+    }
+}
+
+impl Drop for Sessions {
+    /// Gives waiters up without an answer: the service is gone, and every connection with it.
+    fn drop(&mut self) {
+        let lookups = self
+            .by_name
+            .values_mut()
+            .flatten()
+            .filter_map(|session| session.lookup.as_mut());
+        for waiter in lookups.flat_map(|lookup| &mut lookup.waiting) {
+            waiter.tell = None;
+        }
     }
 }
 
@@ -542,7 +578,7 @@ mod tests {
             assert!(sessions.end(client(1), &name).is_some(), "{name}");
         }
         assert_eq!((sessions.len(), sessions.clients().count()), (0, 0));
-        sessions.sweep(9, |_| true);
+        assert!(sessions.sweep(9, |_| true).is_empty());
         assert_eq!(sessions.to_visit(), 0);
     }
 }

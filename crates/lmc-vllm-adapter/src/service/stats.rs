@@ -143,11 +143,11 @@ counters! {
     lookups,
     /// Tokens of whole chunks that lookups asked for.
     lookup_tokens,
-    /// Tokens of them that were found.
+    /// Tokens that lookups found, in any tier.
     hit_tokens,
-    /// Tokens of those found that DRAM had on its own, in every rank.
+    /// Tokens that lookups found and DRAM had on its own, in every rank.
     hit_tokens_dram,
-    /// Tokens of those found that lower tiers added to what DRAM had.
+    /// Tokens that lookups found and lower tiers added to what DRAM had.
     hit_tokens_lower,
     /// Lookups for a model that no engine has registered.
     lookups_unregistered,

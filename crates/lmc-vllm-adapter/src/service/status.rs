@@ -74,11 +74,11 @@ pub struct SessionStatus {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct TransferStatus {
-    /// Into the pool.
+    /// Stores under way, into the pool.
     pub stores: usize,
-    /// Out of the pool.
+    /// Retrieves under way, out of the pool.
     pub retrieves: usize,
-    /// Of either kind, older than the deadline: held until the worker is known to be done.
+    /// Transfers of either kind older than the deadline: held until the worker is known to be done.
     pub overdue: usize,
     /// Transfers of either kind whose connection has ended.
     pub orphaned: usize,

@@ -306,6 +306,7 @@ fn no_process_takes_over_the_number_of_a_connected_worker() {
             dtype: "float32".to_owned(),
             use_mla: true,
             num_physical_slots: Some(CHUNK as u32),
+            record: None,
         })
     };
     let registered = |from, hidden| {
@@ -435,6 +436,7 @@ fn what_a_clear_kept_from_being_found_is_not_announced() {
         dtype: "float32".to_owned(),
         use_mla: true,
         num_physical_slots: Some(CHUNK as u32),
+        record: None,
     };
     let instance = instance::Instance::engine_driven(&context, client(1), CHUNK as u32, now);
     assert_eq!(

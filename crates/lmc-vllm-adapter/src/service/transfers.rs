@@ -102,9 +102,7 @@ impl Transfers {
         now: Instant,
     ) -> Result<(Worker, Hashed), Declined> {
         let Some(worker_id) = key.worker_id else {
-            return Err(Declined::Refused(refuse(
-                "worker_id is missing: whose piece is it?",
-            )));
+            return Err(Declined::Refused(refuse("worker_id is required")));
         };
         if !self.context.pulse.is_steady(now) {
             add(&self.context.stats.service.copies_too_late, 1);
@@ -117,6 +115,11 @@ impl Transfers {
                     "worker {instance_id} registered model {} with world size {}, \
                      the request names {} with {}",
                     instance.model, instance.world_size, key.model_name, key.world_size
+                ))));
+            }
+            if instance.identity != key.identity {
+                return Err(Declined::Refused(refuse(&format!(
+                    "worker {instance_id} registered another identity than the request names"
                 ))));
             }
             if !instance.belongs_to(client) {
@@ -452,6 +455,24 @@ impl Transfers {
         self.commit(space, key, chunks);
         add(&counters.stores, 1);
         Reply::Bool(true)
+    }
+
+    /// Gives back the slots of a store that its worker will not write.
+    pub(super) fn abandon_store(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        instance_id: u64,
+        now: Instant,
+    ) -> Reply {
+        let transfer = self.take_prepared(client, key, instance_id, Direction::Store, now);
+        let known = transfer.is_some();
+        // The slots go back here, where nothing is locked.
+        drop(transfer);
+        if known {
+            add(&self.context.stats.service.stores_failed, 1);
+        }
+        Reply::Bool(known)
     }
 
     /// Leases all chunks of a range, or none.

@@ -26,7 +26,8 @@ const READ_CHUNK: usize = 64 << 10;
 const GROW_CHUNK: usize = 1 << 20;
 /// Time for which a connection is polled after bytes were read or written, before its task sleeps.
 /// A scheduler's lookup is two requests in a row, and waking an idle core takes tens of
-/// microseconds. Other connections are served between two polls.
+/// microseconds. Other connections are served between two polls; at most one connection for each
+/// thread of the runtime polls.
 const BUSY_POLL: Duration = Duration::from_micros(50);
 /// Longest time for which the requests of one connection are handled before other connections get
 /// their turn.
@@ -90,6 +91,8 @@ pub(super) struct Connection {
     decoder: Decoder,
     input: BytesMut,
     output: BytesMut,
+    /// Offset in `output` of the byte that the pool's descriptor goes with, if it is to be passed.
+    pool_at: Option<usize>,
     in_flight: usize,
     deferred_sender: mpsc::UnboundedSender<DeferredReply>,
     deferred: mpsc::UnboundedReceiver<DeferredReply>,
@@ -122,6 +125,7 @@ impl Connection {
             stop,
             input: BytesMut::new(),
             output,
+            pool_at: None,
             in_flight: 0,
             deferred_sender,
             deferred,
@@ -137,7 +141,9 @@ impl Connection {
         // Start of the deadlines for the rest of a message and for the acceptance of replies.
         let (mut input_since, mut output_since) = (waiting_since, waiting_since);
         let (mut owed_input, mut owed_output) = (true, false);
-        let first_request_by = waiting_since + self.serving.config.first_request_timeout;
+        let serving = Arc::clone(&self.serving);
+        let first_request_by = waiting_since + serving.config.first_request_timeout;
+        let mut polling = None;
         loop {
             let Ok(progress) = self.make_progress() else {
                 return;
@@ -177,8 +183,12 @@ impl Connection {
             let streaming = !self.streams.is_empty();
             // Do not poll during a copy: its threads need the cores.
             let may_poll = interest.is_some() && self.in_flight == 0;
-            let poll_again = may_poll && waiting_since.elapsed() < BUSY_POLL;
-            let poll_again = poll_again || progress.has_more;
+            polling = match polling {
+                _ if !may_poll || waiting_since.elapsed() >= BUSY_POLL => None,
+                None => serving.poll(),
+                polling => polling,
+            };
+            let poll_again = polling.is_some() || progress.has_more;
             let owed_since = match (owes_output, owes_input) {
                 (true, true) => input_since.min(output_since),
                 (true, false) => output_since,
@@ -232,18 +242,21 @@ impl Connection {
 
     /// Does all work that needs no waiting, for at most one time slice.
     fn make_progress(&mut self) -> Result<Progress, Ended> {
-        let began = Instant::now();
+        // Start of the time slice: when the first message was handled, since most polls have none.
+        let mut began = None;
         let mut progress = Progress::default();
+        let mut full;
         loop {
             while let Ok(deferred) = self.deferred.try_recv() {
                 self.in_flight -= 1;
                 self.answer(&deferred.uid, &deferred.operation, &deferred.reply);
             }
-            if began.elapsed() >= TIME_SLICE {
-                progress.has_more = true;
+            full = !self.may_read();
+            if full {
                 break;
             }
-            if !self.may_read() {
+            if began.is_some_and(|began: Instant| began.elapsed() >= TIME_SLICE) {
+                progress.has_more = true;
                 break;
             }
             match self.next_event()? {
@@ -251,11 +264,14 @@ impl Connection {
                 Some(Handled::Ping) => {}
                 Some(Handled::Message) => progress.handled_message = true,
             }
+            began.get_or_insert_with(Instant::now);
         }
         let waits = self.pump_streams();
         self.permit.set_streaming(!self.streams.is_empty());
         progress.wrote = self.write()?;
         progress.has_more |= waits && self.output.len() < MAX_UNREAD_EVENTS;
+        // Requests that have arrived behind a full output follow once it is sent.
+        progress.has_more |= full && self.may_read();
         Ok(progress)
     }
 
@@ -347,6 +363,9 @@ impl Connection {
         };
         match outcome {
             Outcome::Reply(reply) => {
+                if asked == Operation::PoolDescriptor && matches!(reply, Reply::Int(_)) {
+                    self.pass_pool();
+                }
                 self.answer(uid, operation, &reply);
                 self.service.record(asked, &reply, started.elapsed());
                 if let Operation::PrepareStore | Operation::PrepareRetrieve = asked {
@@ -378,6 +397,16 @@ impl Connection {
                 self.subscribe(uid, operation, subscription);
                 self.service.record(asked, &Reply::None, started.elapsed());
             }
+        }
+    }
+
+    /// Sends the pool's descriptor with the reply that comes next, and watches the process that gets
+    /// it from now on, before it has any slot.
+    fn pass_pool(&mut self) {
+        self.pool_at = Some(self.output.len());
+        if let Some(process) = self.stream.pool_taker() {
+            self.service.set_witness(self.client, Arc::new(process));
+            self.search.end();
         }
     }
 
@@ -509,8 +538,20 @@ impl Connection {
     fn write(&mut self) -> Result<bool, Ended> {
         let mut moved = false;
         while !self.output.is_empty() {
-            match self.stream.try_write(&self.output) {
+            let sent = match self.pool_at {
+                Some(0) => match self.service.engine().arena().shared_file() {
+                    Some(pool) => self.stream.try_write_with(&self.output, pool),
+                    None => return Err(Ended),
+                },
+                Some(at) => self.stream.try_write(&self.output[..at]),
+                None => self.stream.try_write(&self.output),
+            };
+            match sent {
                 Ok(written) => {
+                    self.pool_at = match self.pool_at {
+                        Some(at) if at > 0 => Some(at - written),
+                        _ => None,
+                    };
                     let counters = self.service.transport_counters();
                     counters
                         .bytes_out

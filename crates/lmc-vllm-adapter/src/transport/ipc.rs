@@ -3,11 +3,13 @@
 use std::fs::{self, Permissions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process;
 
+use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::net::UnixListener;
+
+use super::passing::refuse_descriptors;
 
 /// A listening Unix socket. Dropping it removes the socket's file.
 #[derive(Debug)]
@@ -19,19 +21,23 @@ pub(super) struct IpcListener {
 }
 
 impl IpcListener {
-    /// Listens at a path, for the same user only (mode 0600). Replaces the socket of a server that
-    /// was killed.
+    /// Listens at a path, with a mode that says who may connect. Replaces the socket of a server
+    /// that was killed.
     ///
     /// # Errors
     /// `AddrInUse` when a server listens at the path, `AlreadyExists` when it is no socket.
-    pub(super) fn bind(path: &Path) -> io::Result<Self> {
+    pub(super) fn bind(path: &Path, mode: u32) -> io::Result<Self> {
         match fs::symlink_metadata(path) {
             Ok(there) if !there.file_type().is_socket() => {
                 return Err(io::ErrorKind::AlreadyExists.into());
             }
-            Ok(_) => match UnixStream::connect(path) {
+            Ok(_) => match connect(path) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
-                Ok(_) => return Err(io::ErrorKind::AddrInUse.into()),
+                // A server that is stopped accepts none, and its queue is full.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(io::ErrorKind::AddrInUse.into());
+                }
+                Ok(()) => return Err(io::ErrorKind::AddrInUse.into()),
                 Err(error) => return Err(error),
             },
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -46,7 +52,9 @@ impl IpcListener {
         let made = path.with_file_name(name);
         let _ = fs::remove_file(&made);
         let listener = UnixListener::bind(&made)?;
-        let named = fs::set_permissions(&made, Permissions::from_mode(0o600))
+        // Before Linux 6.16 the kernel knows no refusal, and closes what is sent.
+        let _ = refuse_descriptors(&listener);
+        let named = fs::set_permissions(&made, Permissions::from_mode(mode))
             .and_then(|()| fs::rename(&made, path))
             .and_then(|()| fs::symlink_metadata(path));
         match named {
@@ -76,6 +84,12 @@ impl Drop for IpcListener {
     }
 }
 
+/// Connects without waiting for space in the queue of the server.
+fn connect(path: &Path) -> io::Result<()> {
+    let socket = Socket::new(Domain::UNIX, Type::STREAM.cloexec().nonblocking(), None)?;
+    socket.connect(&SockAddr::unix(path)?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -92,17 +106,45 @@ mod tests {
         let path = folder.join("lmc.sock");
         // As a killed server leaves it.
         drop(std::os::unix::net::UnixListener::bind(&path).expect("a socket"));
-        let first = IpcListener::bind(&path).expect("the stale one is replaced");
+        let first = IpcListener::bind(&path, 0o600).expect("the stale one is replaced");
         let mode = fs::metadata(&path).expect("it is there").mode();
         assert_eq!(mode & 0o777, 0o600);
-        let error = IpcListener::bind(&path).expect_err("one listens there");
+        let error = IpcListener::bind(&path, 0o666).expect_err("one listens there");
         assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
         drop(first);
         assert!(!path.exists());
         fs::write(&path, "a file").expect("written");
-        let error = IpcListener::bind(&path).expect_err("it is a file");
+        let error = IpcListener::bind(&path, 0o600).expect_err("it is a file");
         assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
         assert_eq!(fs::read(&path).expect("untouched"), b"a file");
+        fs::remove_dir_all(folder).expect("removed");
+    }
+    /// A server that is stopped lets connections queue up. A connect would wait for it.
+    #[tokio::test]
+    async fn a_socket_whose_queue_is_full_is_in_use() {
+        let folder = folder("full");
+        let path = folder.join("lmc.sock");
+        let listener = Socket::new(Domain::UNIX, Type::STREAM, None).expect("a socket");
+        let address = SockAddr::unix(&path).expect("a path");
+        listener.bind(&address).expect("a path");
+        listener.listen(0).expect("a socket");
+        let queued = std::os::unix::net::UnixStream::connect(&path).expect("it listens");
+        let (sender, bound) = std::sync::mpsc::channel();
+        let at = path.clone();
+        let runtime = tokio::runtime::Handle::current();
+        std::thread::spawn(move || {
+            let _entered = runtime.enter();
+            sender
+                .send(IpcListener::bind(&at, 0o600).map(drop))
+                .expect("the test waits");
+        });
+        let timeout = std::time::Duration::from_secs(10);
+        let error = bound
+            .recv_timeout(timeout)
+            .expect("it does not wait")
+            .expect_err("in use");
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        drop((queued, listener));
         fs::remove_dir_all(folder).expect("removed");
     }
 }

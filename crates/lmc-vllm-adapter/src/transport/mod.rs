@@ -3,6 +3,7 @@
 mod admission;
 mod connection;
 mod ipc;
+mod passing;
 mod peer;
 mod pidfd;
 mod process;
@@ -12,7 +13,12 @@ mod stream;
 mod trust;
 mod zmtp;
 
+pub(crate) use passing::receive_with;
 pub use router::{BindError, Keepalive, ZmqConfig, ZmqServer};
+#[cfg(feature = "adapters")]
+pub(crate) use stream::Stream;
 pub use trust::{TrustedUsers, Untrusted};
+#[cfg(feature = "adapters")]
+pub(crate) use zmtp::encode_pong;
 pub(crate) use zmtp::{Decoder, Event, encode_message, encode_ready, greeting};
 pub use zmtp::{Limits, ZmtpError};

@@ -57,6 +57,7 @@ pub(super) fn of_tcp(stream: &TcpStream) -> Peer {
         address: remote.to_string(),
         uid: owner.map(|owner| owner.uid),
         inode: owner.map(|owner| owner.inode),
+        takes_descriptors: false,
     }
 }
 
@@ -80,12 +81,20 @@ pub(super) fn is_closed(stream: &TcpStream) -> bool {
 /// Looks up the other end of a Unix socket. Its user is the one that connected.
 pub(super) fn of_unix(stream: &UnixStream) -> Peer {
     let credentials = stream.peer_cred().ok();
-    let pid = credentials.and_then(|credentials| credentials.pid());
+    let pid = pid_of(stream);
     Peer {
         address: pid.map_or_else(|| "unix".to_owned(), |pid| format!("unix pid {pid}")),
         uid: credentials.map(|credentials| credentials.uid()),
         inode: unix_peer(stream).ok().flatten(),
+        takes_descriptors: true,
     }
+}
+
+/// Returns the id of the process that connected a Unix socket; `None` if it is in another PID
+/// namespace.
+pub(super) fn pid_of(stream: &UnixStream) -> Option<u32> {
+    let pid = u32::try_from(stream.peer_cred().ok()?.pid()?).ok()?;
+    (pid != 0).then_some(pid)
 }
 
 /// Converts an IPv4-mapped IPv6 address, as a dual-stack socket reports it, to IPv4.

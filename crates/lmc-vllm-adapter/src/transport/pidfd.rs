@@ -1,7 +1,7 @@
 //! A handle of a process that stays valid when the kernel reuses the process id.
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
 /// Handle of a process, running or dead.
 #[derive(Debug)]
@@ -18,6 +18,31 @@ impl PidFd {
         // SAFETY: the kernel has just opened this descriptor for us, so we alone own it. A
         // descriptor always fits the type.
         Ok(Self(unsafe { OwnedFd::from_raw_fd(fd as libc::c_int) }))
+    }
+
+    /// Opens the process that connected to the other end of a Unix socket, in whatever PID namespace
+    /// it is.
+    ///
+    /// # Errors
+    /// `ENOPROTOOPT` before Linux 6.5; another error if the process is gone.
+    pub(super) fn of_peer(socket: impl AsFd) -> io::Result<Self> {
+        let mut fd: libc::c_int = -1;
+        let mut len = size_of_val(&fd) as libc::socklen_t;
+        // SAFETY: the kernel writes at most `len` bytes into `fd`, and both live across the call.
+        let result = unsafe {
+            libc::getsockopt(
+                socket.as_fd().as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_PEERPIDFD,
+                (&raw mut fd).cast(),
+                &raw mut len,
+            )
+        };
+        if result < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel has just opened this descriptor for us, so we alone own it.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
     }
 
     /// Returns true if all threads of the process have ended. Its memory and files, GPU device

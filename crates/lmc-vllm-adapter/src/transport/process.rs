@@ -11,7 +11,9 @@ use std::fs;
 use std::time::Instant;
 
 use parking_lot::Mutex;
+use tokio::net::UnixStream;
 
+use super::peer;
 use super::pidfd::PidFd;
 use crate::service::{Life, Witness};
 
@@ -57,6 +59,45 @@ impl MappedFile {
 struct Process {
     pid: u32,
     handle: PidFd,
+}
+
+/// The process that connected a Unix socket and was passed the pool over it.
+///
+/// The socket alone names it (`SO_PEERPIDFD`), so it is known in another PID namespace too, which
+/// `/proc` does not show. Only lmc's own client takes the pool, and it maps the pool and copies in
+/// the process that connected. Through a proxy, which does not pass descriptors on, it connects
+/// again and does not take the pool; and threads that copy do not survive a fork.
+#[derive(Debug)]
+pub(super) struct PoolTaker {
+    /// `None` in another PID namespace.
+    pid: Option<u32>,
+    handle: PidFd,
+}
+
+impl PoolTaker {
+    /// Returns the process; `None` where the kernel does not name it (before Linux 6.5).
+    pub(super) fn of(stream: &UnixStream) -> Option<Self> {
+        Some(Self {
+            handle: PidFd::of_peer(stream).ok()?,
+            pid: peer::pid_of(stream),
+        })
+    }
+}
+
+impl Witness for PoolTaker {
+    fn life(&self) -> Life {
+        // The id may be used again once the process is dead.
+        let stopped = self.pid.is_some_and(is_stopped);
+        match self.handle.is_dead() {
+            true => Life::Dead,
+            false if stopped => Life::Stopped,
+            false => Life::Running,
+        }
+    }
+
+    fn pids(&self) -> Vec<u32> {
+        self.pid.into_iter().collect()
+    }
 }
 
 /// All processes that have one socket open and map the pool.

@@ -4,11 +4,12 @@ use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use thiserror::Error;
 use tokio::net::TcpListener;
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tracing::{debug, warn};
@@ -61,7 +62,8 @@ pub struct ZmqConfig {
     pub host: String,
     /// TCP port to listen on; 0 means any free port. Default: 5555.
     pub port: u16,
-    /// Path of an additional Unix socket, which clients reach as `ipc://PATH`. Default: `None`.
+    /// Path of an additional Unix socket, which clients reach as `ipc://PATH`. Its mode is 0600, or
+    /// 0666 where other users are trusted too. Default: `None`.
     pub ipc_path: Option<PathBuf>,
     /// Users of this host that are served. Default: the server's own user and root.
     pub trusted_users: TrustedUsers,
@@ -140,6 +142,30 @@ pub(super) struct Serving {
     pub(super) config: ZmqConfig,
     /// File of the pool, as in the memory maps of processes.
     pool: Option<MappedFile>,
+    /// Connections that may still begin to poll: one for each thread of the runtime, since more
+    /// only take time from the requests of others.
+    polls: AtomicUsize,
+}
+
+impl Serving {
+    /// Permits one connection more to poll, or none where each thread has one that does.
+    pub(super) fn poll(&self) -> Option<Polling<'_>> {
+        let take = |left: usize| left.checked_sub(1);
+        self.polls
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take)
+            .ok()
+            .map(|_| Polling(&self.polls))
+    }
+}
+
+/// Permission to poll, given back on drop.
+#[derive(Debug)]
+pub(super) struct Polling<'a>(&'a AtomicUsize);
+
+impl Drop for Polling<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 impl ZmqServer {
@@ -157,9 +183,11 @@ impl ZmqServer {
             .map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let ipc = config.ipc_path.as_deref().map(|path| {
-            IpcListener::bind(path).map_err(|source| BindError {
-                address: format!("ipc://{}", path.display()),
-                source,
+            IpcListener::bind(path, config.trusted_users.socket_mode()).map_err(|source| {
+                BindError {
+                    address: format!("ipc://{}", path.display()),
+                    source,
+                }
             })
         });
         let ipc = ipc.transpose()?;
@@ -199,6 +227,7 @@ impl ZmqServer {
         let serving = Arc::new(Serving {
             pool: MappedFile::at(self.service.engine().arena().base_ptr().addr().get()),
             config: self.config.clone(),
+            polls: AtomicUsize::new(Handle::current().metrics().num_workers()),
         });
         let admission = Admission::new(serving.config.max_connections);
         let mut connections = JoinSet::new();

@@ -33,6 +33,11 @@ impl Search {
         }
     }
 
+    /// Ends the search: the processes are known otherwise.
+    pub(super) fn end(&self) {
+        self.found.store(true, Ordering::Relaxed);
+    }
+
     /// Starts a search on a blocking thread, unless the processes are known or the pause lasts.
     pub(super) fn begin_if_due(&mut self, service: &Service, client: ClientId, now: Instant) {
         let due = self.begun < SEARCHES && self.next.is_none_or(|next| now >= next);

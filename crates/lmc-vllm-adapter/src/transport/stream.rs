@@ -1,19 +1,26 @@
 //! TCP and Unix sockets as one type.
 
 use std::io;
+use std::os::fd::BorrowedFd;
+#[cfg(feature = "adapters")]
+use std::os::fd::OwnedFd;
 
 use bytes::BytesMut;
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{Interest, Ready};
 use tokio::net::{TcpStream, UnixStream};
 
+#[cfg(feature = "adapters")]
+use super::passing::receive_with;
+use super::passing::send_with;
 use super::peer;
+use super::process::PoolTaker;
 use super::router::Keepalive;
 use crate::service::Peer;
 
-/// An accepted connection.
+/// A connection.
 #[derive(Debug)]
-pub(super) enum Stream {
+pub(crate) enum Stream {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
@@ -45,21 +52,62 @@ impl Stream {
         }
     }
 
-    pub(super) async fn ready(&self, interest: Interest) -> io::Result<Ready> {
+    /// Returns the process at the other end, which was passed the pool; `None` where the kernel does
+    /// not name it.
+    pub(super) fn pool_taker(&self) -> Option<PoolTaker> {
+        match self {
+            Self::Tcp(_) => None,
+            Self::Unix(stream) => PoolTaker::of(stream),
+        }
+    }
+
+    pub(crate) async fn ready(&self, interest: Interest) -> io::Result<Ready> {
         match self {
             Self::Tcp(stream) => stream.ready(interest).await,
             Self::Unix(stream) => stream.ready(interest).await,
         }
     }
 
-    pub(super) fn try_read_buf(&self, into: &mut BytesMut) -> io::Result<usize> {
+    pub(crate) fn try_read_buf(&self, into: &mut BytesMut) -> io::Result<usize> {
         match self {
             Self::Tcp(stream) => stream.try_read_buf(into),
             Self::Unix(stream) => stream.try_read_buf(into),
         }
     }
 
-    pub(super) fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
+    /// Reads bytes, and keeps a descriptor that came with them. [`Self::try_read_buf`] leaves such
+    /// descriptors to the kernel, which closes them.
+    #[cfg(feature = "adapters")]
+    pub(crate) fn try_read_with(
+        &self,
+        into: &mut BytesMut,
+        descriptor: &mut Option<OwnedFd>,
+    ) -> io::Result<usize> {
+        /// The replies that carry a descriptor are short.
+        const MOST: usize = 4096;
+        match self {
+            Self::Tcp(_) => self.try_read_buf(into),
+            Self::Unix(stream) => stream.try_io(Interest::READABLE, || {
+                receive_with(stream, into, MOST, descriptor)
+            }),
+        }
+    }
+
+    /// Sends bytes, and a descriptor with the first of them.
+    pub(super) fn try_write_with(
+        &self,
+        bytes: &[u8],
+        descriptor: BorrowedFd<'_>,
+    ) -> io::Result<usize> {
+        match self {
+            Self::Tcp(_) => Err(io::ErrorKind::Unsupported.into()),
+            Self::Unix(stream) => {
+                stream.try_io(Interest::WRITABLE, || send_with(stream, bytes, descriptor))
+            }
+        }
+    }
+
+    pub(crate) fn try_write(&self, bytes: &[u8]) -> io::Result<usize> {
         match self {
             Self::Tcp(stream) => stream.try_write(bytes),
             Self::Unix(stream) => stream.try_write(bytes),

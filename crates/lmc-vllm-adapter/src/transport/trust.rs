@@ -49,6 +49,15 @@ pub enum Untrusted {
 }
 
 impl TrustedUsers {
+    /// Returns the mode of a Unix socket: other users may connect if any of them is trusted, and are
+    /// then checked.
+    pub(super) fn socket_mode(&self) -> u32 {
+        match self {
+            Self::OwnAnd(others) if others.is_empty() => 0o600,
+            _ => 0o666,
+        }
+    }
+
     /// Checks the user at the other end of a connection.
     ///
     /// # Errors

@@ -2,9 +2,13 @@
 
 #![allow(dead_code, reason = "each test binary uses only some of these helpers")]
 
+#[cfg(feature = "adapters")]
+pub(crate) mod engine;
+
 use std::fs::File;
 use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -26,7 +30,7 @@ pub(crate) const HIDDEN: u32 = 8;
 /// Bytes per chunk: `[2, LAYERS, CHUNK, HIDDEN]` in float32.
 pub(crate) const CHUNK_BYTES: usize = 2 * LAYERS as usize * CHUNK * HIDDEN as usize * 4;
 pub(crate) const MODEL: &str = "test/llama";
-const TIMEOUT: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) struct Server {
     pub(crate) service: Service,
@@ -72,9 +76,28 @@ impl Server {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let shm_name = format!("lmc_test_{}_{number}", std::process::id());
-        let arena = ArenaConfig::shared(&shm_name, pool_bytes)
-            .build()
-            .expect("an arena");
+        let arena = ArenaConfig::shared(&shm_name, pool_bytes);
+        Self::with_arena(arena, engine, lower, service, zmq)
+    }
+
+    /// A server whose pool has no name and is sealed, at a Unix socket.
+    pub(crate) fn sealed(socket: &Path) -> Self {
+        let arena = ArenaConfig::sealed(1 << 20);
+        let zmq = |zmq: &mut ZmqConfig| zmq.ipc_path = Some(socket.to_owned());
+        Self::with_arena(arena, EngineConfig::default(), Vec::new(), |_| {}, zmq)
+    }
+
+    fn with_arena(
+        arena: ArenaConfig,
+        engine: EngineConfig,
+        lower: Vec<Arc<dyn Backend>>,
+        service: impl FnOnce(&mut ServiceConfig),
+        zmq: impl FnOnce(&mut ZmqConfig),
+    ) -> Self {
+        let arena = arena.build().expect("an arena");
+        let shm_name = arena
+            .shared_name()
+            .map_or(String::new(), |name| name.to_string());
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, CHUNK as u32).expect("a chunk size");
         let mut config = ServiceConfig::new(hasher);
         // Tests of the grace time set their own.
@@ -200,6 +223,11 @@ impl Pool {
             .write(true)
             .open(path)
             .expect("a pool");
+        Self::of(file)
+    }
+
+    /// Maps the pool from its descriptor.
+    pub(crate) fn of(file: File) -> Self {
         let mapping = memmap2::MmapRaw::map_raw(&file).expect("the pool can be mapped");
         Self {
             file,
@@ -247,6 +275,27 @@ pub(crate) fn prompt(seed: u32, tokens: usize) -> Vec<u32> {
         .collect()
 }
 
+/// The registration of a worker that copies by itself.
+pub(crate) fn registration(instance_id: u64, dtype: &str, world_size: u32) -> EngineDrivenContext {
+    let size = match dtype {
+        "float32" => 4,
+        "uint8" => 1,
+        _ => 2,
+    };
+    EngineDrivenContext {
+        instance_id,
+        model_name: MODEL.to_owned(),
+        world_size,
+        block_size: 4,
+        num_layers: LAYERS,
+        hidden_dim_size: HIDDEN * 4 / size,
+        dtype: dtype.to_owned(),
+        use_mla: false,
+        num_physical_slots: Some(CHUNK as u32),
+        record: None,
+    }
+}
+
 /// A worker that copies by itself from and to the shared pool.
 pub(crate) struct Worker {
     pub(crate) client: Client,
@@ -274,31 +323,35 @@ impl Worker {
 
     /// Registers over a given connection, which may lead through a proxy.
     pub(crate) fn register_on(
-        mut client: Client,
+        client: Client,
         instance_id: u64,
         rank: u32,
         world_size: u32,
         dtype: &'static str,
     ) -> Self {
-        let size = match dtype {
-            "float32" => 4,
-            "uint8" => 1,
-            _ => 2,
-        };
-        let hidden = HIDDEN * 4 / size;
-        let reply = client
-            .ask(&Request::RegisterEngineDriven(EngineDrivenContext {
-                instance_id,
-                model_name: MODEL.to_owned(),
-                world_size,
-                block_size: 4,
-                num_layers: LAYERS,
-                hidden_dim_size: hidden,
-                dtype: dtype.to_owned(),
-                use_mla: false,
-                num_physical_slots: Some(CHUNK as u32),
-            }))
-            .expect("registered");
+        Self::register_with(client, instance_id, rank, world_size, dtype, Pool::open)
+    }
+
+    /// Registers over a Unix socket, over which the server passes the pool's descriptor.
+    pub(crate) fn register_passed(mut client: Client, instance_id: u64) -> Self {
+        let size = client.answer(&Request::PoolDescriptor);
+        let file = File::from(client.take_descriptor().expect("it comes with the reply"));
+        let len = file.metadata().expect("it is open").len();
+        assert_eq!(size, Reply::Int(len));
+        Self::register_with(client, instance_id, 0, 1, "float32", |_| Pool::of(file))
+    }
+
+    fn register_with(
+        mut client: Client,
+        instance_id: u64,
+        rank: u32,
+        world_size: u32,
+        dtype: &'static str,
+        pool: impl FnOnce(&str) -> Pool,
+    ) -> Self {
+        let context = registration(instance_id, dtype, world_size);
+        let reply = client.ask(&Request::RegisterEngineDriven(context));
+        let reply = reply.expect("registered");
         let Reply::Registered { shm_name, .. } = reply else {
             panic!("unexpected {reply:?}");
         };
@@ -307,7 +360,7 @@ impl Worker {
             instance_id,
             rank,
             world_size,
-            pool: Pool::open(&shm_name),
+            pool: pool(&shm_name),
             dtype,
         }
     }

@@ -13,7 +13,7 @@ use super::transfer::{Batch, Player, iperf, nixl_variables};
 use super::{ceiling, conditions, page};
 use crate::ucx::Nixl;
 use crate::{packages, scripts, two_sides};
-use report::{BARE, FIRST, LATER, MOONCAKE, Report};
+use report::{BARE, FIRST, LATER, LMCACHE, MOONCAKE, Report};
 
 /// Section of the page, and file, for each transport.
 const SOCKETS: (&str, &str) = ("bench p2p", "docs/benchmarks/p2p.json");
@@ -47,7 +47,7 @@ pub(crate) struct P2pArgs {
     /// One round of three cells, in under a minute; writes nothing
     #[arg(long)]
     quick: bool,
-    /// Measure Mooncake Store over TCP in the same run, fetched from PyPI
+    /// Measure Mooncake Store and LMCache's P2P over TCP in the same run, fetched from PyPI
     #[arg(long)]
     race: bool,
     /// Write nothing
@@ -103,6 +103,45 @@ impl Reads {
     }
 }
 
+/// A script that is measured beside lmc, and obeys lines as the example does.
+struct Other {
+    name: &'static str,
+    python: String,
+    script: &'static str,
+    /// Folder of further Python packages.
+    packages: Option<String>,
+}
+
+impl Other {
+    fn mooncake() -> Result<Self> {
+        let folder = scripts::set_up("xtask/python/mooncake.sh", &[])?;
+        Ok(Self {
+            name: MOONCAKE,
+            python: format!("{folder}/bin/python"),
+            script: "xtask/python/mooncake_peer.py",
+            packages: None,
+        })
+    }
+
+    fn lmcache() -> Result<Self> {
+        let python = format!("{}/bin/python", crate::vllm::environment()?);
+        let packages = scripts::set_up("xtask/python/lmcache_p2p.sh", &[&python])?;
+        Ok(Self {
+            name: LMCACHE,
+            python,
+            script: "xtask/python/lmcache_peer.py",
+            packages: Some(packages),
+        })
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.python);
+        command.args([self.script, "drive"]);
+        command.envs(self.packages.iter().map(|folder| ("PYTHONPATH", folder)));
+        command
+    }
+}
+
 pub(super) fn run(args: &P2pArgs) -> Result<bool> {
     ensure!(args.rounds > 0, "--rounds takes a number above 0");
     packages::install("iperf3", "iperf3")?;
@@ -116,16 +155,15 @@ pub(super) fn run(args: &P2pArgs) -> Result<bool> {
         variables = nixl_variables(&Nixl::find()?, "tcp", logs);
     }
     let program = crate::build_release(&flags)?.join("examples/p2p_speed");
+    fs::create_dir_all("target/bench")?;
     let mut conditions = conditions::machine();
     let version = conditions::output("iperf3", &["--version"]);
     conditions.push(("iperf3", version.lines().next().unwrap_or("unknown").into()));
     let mut report = Report::new(conditions, over_nixl);
-    let mooncake = args.race.then(|| -> Result<_> {
-        fs::create_dir_all("target/bench")?;
-        let folder = scripts::set_up("xtask/python/mooncake.sh", &[])?;
-        Ok(format!("{folder}/bin/python"))
-    });
-    let mooncake = mooncake.transpose()?;
+    let others = match args.race {
+        true => vec![Other::mooncake()?, Other::lmcache()?],
+        false => Vec::new(),
+    };
     let rounds = if args.quick { 1 } else { args.rounds };
     for round in 1..=rounds {
         println!("round {round} of {rounds}");
@@ -139,14 +177,12 @@ pub(super) fn run(args: &P2pArgs) -> Result<bool> {
             report.missed(cell, missed);
         }
         drop(player);
-        if let Some(python) = &mooncake {
-            let mut command = Command::new(python);
-            command.args(["xtask/python/mooncake_peer.py", "drive"]);
-            let mut player = Player::run(command, MOONCAKE)?;
+        for other in &others {
+            let mut player = Player::run(other.command(), other.name)?;
             for cell in args.cells() {
-                // Few prompts: it takes up to ten times as long.
+                // Few prompts: it takes up to twenty times as long.
                 let found = player.ask(&line(cell, PROMPTS.0), CELL_SECONDS)?;
-                report.cell(cell, MOONCAKE, &Reads::of(&found, MOONCAKE)?);
+                report.cell(cell, other.name, &Reads::of(&found, other.name)?);
             }
         }
         report.ceiling(
@@ -159,8 +195,7 @@ pub(super) fn run(args: &P2pArgs) -> Result<bool> {
     println!("{text}");
     if !(args.dry_run || args.quick) {
         let (section, json) = if over_nixl { NIXL } else { SOCKETS };
-        page::write(section, &text)?;
-        fs::write(json, serde_json::to_string_pretty(&report.json())? + "\n")?;
+        page::write(section, &text, json, &report.json())?;
     }
     Ok(true)
 }

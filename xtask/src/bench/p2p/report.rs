@@ -13,6 +13,7 @@ pub(super) const FIRST: &str = "first";
 pub(super) const LATER: &str = "later";
 pub(super) const BARE: &str = "bare";
 pub(super) const MOONCAKE: &str = "mooncake";
+pub(super) const LMCACHE: &str = "lmcache";
 /// Names of the figures.
 const P50: &str = "p50_s";
 const P99: &str = "p99_s";
@@ -30,12 +31,19 @@ CPU is that of all threads of a process while a prefix is read, in seconds for e
 
 ";
 
-const RACE: &str = "
-Mooncake Store (`mooncake-transfer-engine-non-cuda` 0.3.13.post1) over TCP, with the same chunks in the same rounds after lmc's: one `batch_get_into` of a prefix from Python into registered memory of the reader, which asks the master and reads, compares no checksum and commits nothing.
-
-| prefix | Mooncake: p50 / p99 | GB/s | CPU s/GB, reader + owner | lmc is faster by: first / later lease |
-|---|---|---|---|---|
-";
+/// Kind and name of each system that lmc is compared with, and how it is measured.
+const RACES: [(&str, &str, &str); 2] = [
+    (
+        MOONCAKE,
+        "Mooncake",
+        "Mooncake Store (`mooncake-transfer-engine-non-cuda` 0.3.13.post1) over TCP, with the same chunks in the same rounds after lmc's: one `batch_get_into` of a prefix from Python into registered memory of the reader, which asks the master and reads, compares no checksum and commits nothing.",
+    ),
+    (
+        LMCACHE,
+        "LMCache",
+        "LMCache's P2P (`lmcache` 0.5.6 with `nixl-cu12` 1.5.1, UCX over TCP on `lo`), end to end, in the same rounds: a coordinator and two `lmcache server`. A client looks a prefix up at one of them and asks every millisecond for its state, until all of it lies in that server's memory under its locks, read from the other. No checksum is compared. CPU is that of the two servers.",
+    ),
+];
 
 pub(super) struct Report {
     conditions: Vec<(&'static str, String)>,
@@ -102,12 +110,18 @@ impl Report {
         for row in self.cells.rows() {
             let _ = writeln!(text, "{}", self.row(row));
         }
-        let raced = |row: &&str| self.cells.median(row, MOONCAKE, P50).is_some();
-        if self.cells.rows().iter().any(raced) {
-            text.push_str(RACE);
-        }
-        for row in self.cells.rows().into_iter().filter(raced) {
-            let _ = writeln!(text, "{}", self.race(row));
+        for (kind, name, about) in RACES {
+            let raced = |row: &&str| self.cells.median(row, kind, P50).is_some();
+            let mut rows = self.cells.rows().into_iter().filter(raced).peekable();
+            if rows.peek().is_some() {
+                let _ = writeln!(
+                    text,
+                    "\n{about}\n\n| prefix | {name}: p50 / p99 | GB/s | CPU s/GB, reader + owner | lmc is faster by: first / later lease |\n|---|---|---|---|---|"
+                );
+            }
+            for row in rows {
+                let _ = writeln!(text, "{}", self.race(row, kind));
+            }
         }
         text.push_str("\n| what else the machine does | GB/s |\n|---|---|\n");
         for row in self.ceilings.rows() {
@@ -143,30 +157,23 @@ impl Report {
         )
     }
 
-    fn race(&self, row: &str) -> String {
-        let cell = |kind: &str| {
-            let of = |what| self.cells.median(row, kind, what).unwrap_or(f64::NAN);
-            let (p50, p99) = (of(P50) * 1e3, of(P99) * 1e3);
-            let cpu = (of(CPU_READER), of(CPU_OWNER));
-            format!(
-                "{p50:.2} / {p99:.2} ms | {:.2} | {:.2} + {:.2}",
-                of(SPEED),
-                cpu.0,
-                cpu.1
-            )
+    fn race(&self, row: &str, kind: &str) -> String {
+        let of = |what| self.cells.median(row, kind, what).unwrap_or(f64::NAN);
+        let faster = |ours: &str| {
+            let ratio = self
+                .cells
+                .between(row, [kind, ours], P50, |other, ours| other / ours);
+            shown(ratio, |ratio: f64| format!("{ratio:.1}×"))
         };
-        let first = self
-            .cells
-            .between(row, [MOONCAKE, FIRST], P50, |other, first| other / first);
-        let later = self
-            .cells
-            .between(row, [MOONCAKE, LATER], P50, |other, later| other / later);
-        let times = |ratio| shown(ratio, |ratio: f64| format!("{ratio:.1}×"));
         format!(
-            "| {row} | {} | {} / {} |",
-            cell(MOONCAKE),
-            times(first),
-            times(later)
+            "| {row} | {:.2} / {:.2} ms | {:.2} | {:.2} + {:.2} | {} / {} |",
+            of(P50) * 1e3,
+            of(P99) * 1e3,
+            of(SPEED),
+            of(CPU_READER),
+            of(CPU_OWNER),
+            faster(FIRST),
+            faster(LATER)
         )
     }
 

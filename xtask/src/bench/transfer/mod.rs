@@ -3,7 +3,6 @@
 mod player;
 mod report;
 
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Result, bail, ensure};
@@ -241,8 +240,7 @@ pub(super) fn run(args: &TransferArgs) -> Result<bool> {
     let text = report.text(asked.rounds, asked.seconds);
     println!("{text}");
     if !asked.dry {
-        page::write(SECTION, &text)?;
-        fs::write(JSON, serde_json::to_string_pretty(&report.json())? + "\n")?;
+        page::write(SECTION, &text, JSON, &report.json())?;
     }
     Ok(true)
 }

@@ -25,7 +25,7 @@ const GRACE: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(in crate::bench) struct Sample {
     pub(in crate::bench) gib_per_s: f64,
-    /// Of the side that drives and of the other.
+    /// CPU seconds per GiB of the side that drives and of the other.
     pub(in crate::bench) cpu_s_per_gib: (f64, f64),
     /// Seconds that a batch took; `None` where batches are not measured apart.
     pub(in crate::bench) p50: Option<f64>,
@@ -52,7 +52,7 @@ impl Sample {
 /// The example `transfer_speed` as one of its kinds, with its other process.
 pub(in crate::bench) struct Player {
     child: Child,
-    /// None once it is to end.
+    /// Standard input of the process; `None` once the process is to end.
     input: Option<ChildStdin>,
     lines: Receiver<String>,
     who: String,

@@ -556,8 +556,8 @@ fn abandoned(volume: &FolderVolume) {
     volume.close(file);
 }
 
-/// All of it. The volumes are made with little and with much depth, with and without the pool's
-/// memory registered.
+/// Runs every check. The volumes are made with little and with much depth, with and without the
+/// pool's memory registered.
 fn suite(parent: &Path, engine: DiskIo) {
     let (arena, pool) = pool();
     let dir = TempFolder::inside(parent);

@@ -2,7 +2,6 @@
 
 use std::collections::HashSet;
 use std::hash::{BuildHasher, RandomState};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -377,7 +376,7 @@ impl Check {
         }
     }
 
-    /// Removes what was written, and the folders that are empty then.
+    /// Removes what was written.
     async fn clean_up(&mut self) {
         let names: Vec<Name> = self.written.drain().collect();
         if names.is_empty() {
@@ -401,30 +400,6 @@ impl Check {
             Some(Ok(_)) => _ = self.fault("a value that was removed is still there: does a cache stand before the store, or does the bucket keep versions?"),
             Some(Err(error)) => _ = self.failed("looking for a removed value", &error),
         }
-        if let Opened::File(store) = &self.target.opened {
-            let root = store.root().to_owned();
-            let remove = move || remove_empty_folders(&root, &names);
-            // Empty folders do no harm, should the file system hang now.
-            let _ = tokio::time::timeout(STEP, tokio::task::spawn_blocking(remove)).await;
-        }
-    }
-}
-
-/// Removes the folders of names from which they were removed, as far as they are empty. A writer that
-/// needs one makes it again.
-fn remove_empty_folders(root: &Path, names: &[Name]) {
-    let mut folders: Vec<_> = (names.iter())
-        .flat_map(|name| {
-            let path = root.join(name.to_string());
-            let parents = path.ancestors().skip(1).take_while(|path| *path != root);
-            parents.map(Path::to_owned).collect::<Vec<_>>()
-        })
-        .collect();
-    folders.sort();
-    folders.dedup();
-    // Folders come before what is in them.
-    for folder in folders.iter().rev() {
-        let _ = std::fs::remove_dir(folder);
     }
 }
 

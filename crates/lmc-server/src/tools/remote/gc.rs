@@ -1,6 +1,6 @@
 //! `lmc remote gc`: keeps a store that does not expire by itself within its size and age.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +14,7 @@ use super::du::{Usage, shown};
 use super::listing::{Listing, folders_bar};
 use super::removing::{Action, Selection, remove_descriptions};
 use super::rm::older_than;
+use super::selectors::Selectors;
 use super::{Target, Url, deadline, explained, memory};
 use crate::config::{human_bytes, parse_bytes};
 
@@ -29,9 +30,14 @@ pub(super) const HELP: &str = "\
 Examples:
   lmc remote gc file:///mnt/shared/lmc --size 20TiB --older-than 30d
   lmc remote gc s3://bucket/lmc --older-than 30d --dry-run
+  lmc remote gc file:///mnt/shared/lmc --model meta-llama/Llama-3.1-8B --size 2TiB
+Selectors narrow each other, as for `lmc remote rm`: only chunks of the spaces that they pick count
+towards the size and are removed, and of the leftovers only those of these spaces; values of killed
+checks stay.
 Without --size and --older-than only leftovers go: files that were being written an hour ago or
 earlier, values of killed checks, descriptions of spaces without chunks. Each of a folder's 256
-parts is kept to 1/256 of the size, the oldest chunks by the store's clock first. Daemons with
+parts is kept to 1/256 of the size, the oldest chunks by the store's clock first: a size below some
+thousand chunks removes more than it says, so try --dry-run. Daemons with
 --remote-size or --remote-ttl do the same by themselves. A Redis needs no collection.";
 
 // A doc comment here would become the text of the command.
@@ -39,7 +45,9 @@ parts is kept to 1/256 of the size, the oldest chunks by the store's clock first
 pub(crate) struct Arguments {
     #[command(flatten)]
     pub(super) url: Url,
-    /// Most bytes of all chunks, such as 20TiB; a bare number is bytes. The oldest go first.
+    #[command(flatten)]
+    selectors: Selectors,
+    /// Most bytes of the chunks, such as 20TiB; a bare number is bytes. The oldest go first.
     #[arg(long, value_name = "SIZE")]
     size: Option<String>,
     /// Age above which chunks go, such as 12h or 30d.
@@ -68,9 +76,14 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
         true => ("would remove", Action::Count),
         false => ("removed", Action::Remove),
     };
+    let mut selection = Selection {
+        spaces: arguments.selectors.spaces(&target).await?,
+        older_than: None,
+    };
     match &target.opened {
         Opened::File(store) => {
-            let collected = collect(store, limits).await?;
+            let spaces = selection.spaces.clone().map(Arc::new);
+            let collected = collect(store, limits, spaces).await?;
             let usage = Usage {
                 chunks: collected.expired + collected.evicted,
                 bytes: collected.removed_bytes,
@@ -84,7 +97,7 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
             );
             let unused = async |object: &ListedObject, space| {
                 let is_old = object.age.is_some_and(|age| age > LEFT);
-                Ok(is_old && !has_chunks(&target, space).await?)
+                Ok(is_old && selection.has(space) && !has_chunks(&target, space).await?)
             };
             let descriptions = remove_descriptions(&target, action, unused).await?;
             println!(
@@ -101,32 +114,34 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
             nodes.iter().for_each(|node| println!("{}", memory(node).1));
         }
         _ => {
-            let age = oldest(&target, limits).await?;
-            let usage = match age {
+            selection.older_than = oldest(&target, &selection, limits).await?;
+            let usage = match selection.older_than {
                 None => Usage::default(),
-                older_than => {
-                    let selection = Selection {
-                        spaces: None,
-                        older_than,
-                    };
-                    selection.apply(&target, action).await?.usage
-                }
+                Some(_) => selection.apply(&target, action).await?.usage,
             };
             println!("{verb} {}", shown(usage));
         }
+    }
+    if selection.spaces.is_some() {
+        return Ok(());
     }
     let probes = probes(&target, action).await?;
     println!("{verb} {probes} values of killed checks");
     Ok(())
 }
 
-/// Collects all folders, one at a time.
-async fn collect(store: &Arc<FileStore>, limits: Limits) -> Result<Collected> {
+/// Collects all folders, one at a time: all spaces, or some.
+async fn collect(
+    store: &Arc<FileStore>,
+    limits: Limits,
+    spaces: Option<Arc<HashSet<SpaceId>>>,
+) -> Result<Collected> {
     let bar = folders_bar(256).with_message("collecting");
     let mut sum = Collected::default();
     for fanout in 0..=u8::MAX {
-        let store = Arc::clone(store);
-        let collecting = tokio::task::spawn_blocking(move || store.collect(fanout, limits));
+        let (store, spaces) = (Arc::clone(store), spaces.clone());
+        let collect = move || store.collect(fanout, limits, spaces.as_deref());
+        let collecting = tokio::task::spawn_blocking(collect);
         let Ok(collected) = tokio::time::timeout(FOLDER, collecting).await else {
             return Err(anyhow!(
                 "folder {fanout:02x} takes more than {} s: the file system hangs or is very slow",
@@ -161,15 +176,23 @@ async fn has_chunks(target: &Target, space: SpaceId) -> Result<bool> {
     Ok(!page.objects.is_empty() || page.next.is_some())
 }
 
-/// Returns the age above which chunks go; `None` if all stay. Chunks of one minute go together.
-async fn oldest(target: &Target, limits: Limits) -> Result<Option<Duration>> {
+/// Returns the age above which selected chunks go; `None` if all stay. Chunks of one minute go
+/// together.
+async fn oldest(
+    target: &Target,
+    selection: &Selection,
+    limits: Limits,
+) -> Result<Option<Duration>> {
     let Some(most) = limits.max_bytes else {
         return Ok(limits.ttl);
     };
     let mut minutes: BTreeMap<u64, u64> = BTreeMap::new();
-    let mut listing = Listing::of_chunks(&target.opened, None);
+    let mut listing = selection.listing(target);
     while let Some(page) = listing.next().await? {
-        for object in page {
+        let picked = page
+            .iter()
+            .filter(|object| selection.picks(object) == Some(true));
+        for object in picked {
             let age = object.age.map_or(0, |age| age.as_secs() / 60);
             *minutes.entry(age.min(MAX_MINUTES)).or_default() += object.len.unwrap_or(0);
         }

@@ -39,15 +39,11 @@ pub(super) enum Action {
 
 impl Selection {
     /// Returns whether an object is picked; `None` where its age would decide and is not known.
-    fn picks(&self, object: &ListedObject) -> Option<bool> {
+    pub(super) fn picks(&self, object: &ListedObject) -> Option<bool> {
         let Name::Value(key) = object.name else {
             return Some(false);
         };
-        if self
-            .spaces
-            .as_ref()
-            .is_some_and(|spaces| !spaces.contains(&key.space))
-        {
+        if !self.has(key.space) {
             return Some(false);
         }
         match self.older_than {
@@ -56,17 +52,27 @@ impl Selection {
         }
     }
 
+    /// Returns whether chunks of a space can be picked.
+    pub(super) fn has(&self, space: SpaceId) -> bool {
+        self.spaces
+            .as_ref()
+            .is_none_or(|spaces| spaces.contains(&space))
+    }
+
+    /// Lists the chunks of a store among which the picked ones are.
+    pub(super) fn listing(&self, target: &Target) -> Listing {
+        let mut only = self.spaces.iter().flatten();
+        let space = only.next().filter(|_| only.next().is_none());
+        Listing::of_chunks(&target.opened, space.copied())
+    }
+
     /// Counts the chunks, or removes them. Ends at the first page with a failure.
     pub(super) async fn apply(&self, target: &Target, action: Action) -> Result<Picked> {
         if self.older_than.is_some() {
             know_ages(target).await?;
         }
         let store = target.opened.store();
-        let mut only = self.spaces.iter().flatten();
-        let mut listing = match (only.next(), only.next()) {
-            (Some(&space), None) => Listing::of_chunks(&target.opened, Some(space)),
-            _ => Listing::of_chunks(&target.opened, None),
-        };
+        let mut listing = self.listing(target);
         let mut picked = Picked::default();
         while let Some(mut page) = listing.next().await? {
             page.retain(|object| {

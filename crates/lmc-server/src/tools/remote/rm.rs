@@ -1,25 +1,16 @@
 //! `lmc remote rm`: removes the chunks of a model, a tenant or a space.
 
-use std::collections::HashSet;
-use std::fs::File;
 use std::io::{self, BufRead, IsTerminal, Read, Write};
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use lmc_backend_remote::format::{Name, Scope, SpaceRecord};
-use lmc_key::{Salt, SpaceId};
 
 use super::du::shown;
-use super::listing::{Listing, descriptions};
 use super::removing::{Action, Picked, Selection, remove_descriptions};
+use super::selectors::Selectors;
 use super::{Target, Url};
 use crate::config::parse_duration;
-use crate::daemon::DEFAULT_SALT;
-
-/// Most bytes of a file with a salt.
-const MAX_SALT_FILE: u64 = 4096;
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
@@ -36,15 +27,8 @@ the store go on: what is removed is a miss for them.";
 pub(crate) struct Arguments {
     #[command(flatten)]
     pub(super) url: Url,
-    /// Only chunks of this model.
-    #[arg(long)]
-    model: Option<String>,
-    /// Only chunks of the space with this id, of 32 digits.
-    #[arg(long, value_name = "ID")]
-    space: Option<String>,
-    /// Only chunks of the tenant whose cache_salt is in this file; _default for none.
-    #[arg(long, value_name = "SALT_FILE")]
-    tenant: Option<PathBuf>,
+    #[command(flatten)]
+    selectors: Selectors,
     /// Only chunks that are older, such as 12h or 30d, by the store's clock.
     #[arg(long, value_name = "DURATION")]
     older_than: Option<String>,
@@ -67,7 +51,12 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
         .transpose()?;
     let spaces = match arguments.all {
         true => None,
-        false => Some(spaces(&target, arguments).await?),
+        false => {
+            let picked = arguments.selectors.spaces(&target).await?;
+            Some(picked.context(
+                "expected --model, --space or --tenant; to remove the chunks of all models and tenants, give --all",
+            )?)
+        }
     };
     let selection = Selection { spaces, older_than };
     if arguments.dry_run || !arguments.yes {
@@ -88,10 +77,7 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
     }
     println!("removed {} from {}", shown(picked.usage), target.url);
     if selection.older_than.is_none() {
-        let picks = async |_: &_, space| {
-            let spaces = selection.spaces.as_ref();
-            Ok(spaces.is_none_or(|spaces| spaces.contains(&space)))
-        };
+        let picks = async |_: &_, space| Ok(selection.has(space));
         remove_descriptions(&target, Action::Remove, picks).await?;
     }
     Ok(())
@@ -121,74 +107,4 @@ fn is_confirmed() -> Result<bool> {
     let mut answer = String::new();
     io::stdin().lock().take(100).read_line(&mut answer)?;
     Ok(matches!(answer.trim(), "y" | "Y" | "yes"))
-}
-
-/// Returns the spaces that the selectors pick; at least one.
-async fn spaces(target: &Target, arguments: &Arguments) -> Result<HashSet<SpaceId>> {
-    let space = arguments.space.as_ref().map(|text| {
-        let id: Option<SpaceId> = text.parse().ok();
-        id.with_context(|| {
-            format!(
-                "--space {text}: expected the 32 digits of an id, as `lmc remote du` shows them"
-            )
-        })
-    });
-    let space = space.transpose()?;
-    let salt = arguments.tenant.as_deref().map(read_salt).transpose()?;
-    let (model, salt) = (arguments.model.as_deref(), salt.as_ref());
-    if model.is_none() && salt.is_none() {
-        let id = space.context("expected --model, --space or --tenant; to remove the chunks of all models and tenants, give --all")?;
-        return Ok(HashSet::from([id]));
-    }
-    let is_picked = |record: &SpaceRecord| {
-        model.is_none_or(|model| record.fields().model.as_str() == model)
-            && salt.is_none_or(|salt| record.is_of(salt))
-    };
-    let store = target.opened.store();
-    let mut picked = HashSet::new();
-    let mut listing = Listing::of_scope(&target.opened, Scope::Spaces);
-    while let Some(page) = listing.next().await? {
-        let ids = page.iter().filter_map(|object| match object.name {
-            Name::Space(id) => Some(id).filter(|id| space.is_none_or(|space| space == *id)),
-            _ => None,
-        });
-        let ids: Vec<SpaceId> = ids.collect();
-        let records = descriptions(&store, &ids).await?;
-        picked.extend(
-            records
-                .into_iter()
-                .filter(|(_, r)| is_picked(r))
-                .map(|(id, _)| id),
-        );
-    }
-    if picked.is_empty() {
-        bail!(
-            "no space is described with that model and tenant: `lmc remote du {}` shows what is there",
-            target.url
-        );
-    }
-    Ok(picked)
-}
-
-/// Reads a salt. The error does not repeat it.
-fn read_salt(path: &Path) -> Result<Salt> {
-    let shown = path.display();
-    let mut text = String::new();
-    let file = File::open(path).with_context(|| format!("--tenant {shown}"))?;
-    let read = file.take(MAX_SALT_FILE).read_to_string(&mut text);
-    read.with_context(|| format!("--tenant {shown}"))?;
-    let text = text.strip_suffix('\n').unwrap_or(&text);
-    let text = text.strip_suffix('\r').unwrap_or(text);
-    match text {
-        "" => bail!(
-            "--tenant {shown}: the file is empty; write {DEFAULT_SALT} into it for traffic without a salt"
-        ),
-        DEFAULT_SALT => Ok(Salt::default()),
-        // The text of the error has a character of the salt.
-        salt => Salt::parse(salt).map_err(|_| {
-            anyhow!(
-                "--tenant {shown}: expected one salt of at most 128 characters, without @, / and \\"
-            )
-        }),
-    }
 }

@@ -49,7 +49,7 @@ impl Proxy {
 /// the peer still counted as connected.
 #[test]
 fn one_dead_stream_ends_the_connection() {
-    let often = |config: &mut SocketConfig| config.keepalive = Duration::from_millis(50);
+    let often = |config: &mut SocketConfig| config.keepalive = Duration::from_millis(500);
     let victim = Victim::new(often);
     let proxy = Proxy::new(victim.port(), 2);
     let other = Victim::new(|config| {
@@ -60,7 +60,8 @@ fn one_dead_stream_ends_the_connection() {
     let address = local(proxy.port);
     let connect = other.channel.connect(&to, &address, None, soon());
     block_on(connect).expect("through the proxy");
-    thread::sleep(Duration::from_millis(300));
+    // Longer than a dead stream would live.
+    thread::sleep(Duration::from_millis(2500));
     assert!(
         other.channel.is_connected(&to),
         "it lives as long as all streams do"
@@ -78,7 +79,7 @@ fn one_dead_stream_ends_the_connection() {
 /// asked any more, and the peer still counted as connected.
 #[test]
 fn a_peer_that_answers_nothing_is_taken_for_dead() {
-    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(50));
+    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(500));
     let mut raw = Raw::connect(&victim, 1);
     let over = AtomicBool::new(false);
     thread::scope(|scope| {

@@ -168,7 +168,7 @@ fn idle_connects_of_many_addresses_keep_no_peer_out() {
             let began = Instant::now();
             let connected = block_on(other.channel.connect(&to, address, None, soon()));
             connected.unwrap_or_else(|error| panic!("round {round}: {error}"));
-            assert!(began.elapsed() < Duration::from_secs(5), "round {round}");
+            assert!(began.elapsed() < Duration::from_secs(20), "round {round}");
             other.ends();
         }
         over.store(true, Ordering::Relaxed);

@@ -5,7 +5,7 @@ use crate::socket::frame::PIECE;
 
 #[test]
 fn a_silent_peer_is_taken_for_dead() {
-    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(50));
+    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(500));
     let mut raw = Raw::connect(&victim, 1);
     let filled = reading(&victim, &mut raw, soon(), |_, _| {});
     let gone = matches!(filled.error, Some(TransferError::PeerGone { .. }));
@@ -19,7 +19,7 @@ fn a_silent_peer_is_taken_for_dead() {
 /// The peer showed signs of life, so everything that was to be sent to it waited for ever.
 #[test]
 fn a_peer_that_takes_nothing_is_taken_for_dead() {
-    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(50));
+    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(500));
     let mut raw = Raw::connect(&victim, 1);
     let (to, over) = (name("raw"), AtomicBool::new(false));
     thread::scope(|scope| {

@@ -3,11 +3,13 @@
 
 use bytes::Bytes;
 
-use crate::protocol::codec::{MAX_GROUPS, MAX_NAME, decode_operation};
+use crate::protocol::codec::{
+    CHUNK_HASHES, IDENTITY, LAYOUT, MAX_GROUPS, MAX_NAME, decode_operation,
+};
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
-    BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, KvEvent, KvEventBatch,
-    KvEventKind, Operation, Reply, Request, RequestConfigs, SlotDescriptor, Sources,
+    BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, KvEvent,
+    KvEventBatch, KvEventKind, Operation, Reply, Request, RequestConfigs, SlotDescriptor, Sources,
 };
 
 const MAX_SLOTS: usize = 1 << 20;
@@ -55,6 +57,7 @@ pub(crate) fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
             timeout,
         } => push(&[request_id, timeout]),
         Request::PrepareStore { key, instance_id }
+        | Request::AbandonStore { key, instance_id }
         | Request::PrepareRetrieve { key, instance_id }
         | Request::CommitRetrieve { key, instance_id } => push(&[key, instance_id]),
         Request::CommitStore {
@@ -75,7 +78,10 @@ pub(crate) fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
             cursor,
             max_events,
         } => push(&[instance_id, model_name, cursor, &(*max_events as u64)]),
-        Request::GetChunkSize | Request::Noop | Request::GetExperimental => {}
+        Request::GetChunkSize
+        | Request::Noop
+        | Request::GetExperimental
+        | Request::PoolDescriptor => {}
     }
     frames
 }
@@ -88,17 +94,26 @@ record!(EngineGroup, |group|
     "recurrent_state": group.recurrent_state,
 );
 
-record!(EngineDrivenContext, |context|
-    "instance_id": context.instance_id,
-    "model_name": context.model_name,
-    "world_size": context.world_size,
-    "block_size": context.block_size,
-    "num_layers": context.num_layers,
-    "hidden_dim_size": context.hidden_dim_size,
-    "dtype_str": context.dtype,
-    "use_mla": context.use_mla,
-    "num_physical_slots": context.num_physical_slots,
-);
+impl Encode for EngineDrivenContext {
+    fn encode(&self, out: &mut Writer) {
+        let mut fields: Vec<(&str, &dyn Encode)> = vec![
+            ("instance_id", &self.instance_id),
+            ("model_name", &self.model_name),
+            ("world_size", &self.world_size),
+            ("block_size", &self.block_size),
+            ("num_layers", &self.num_layers),
+            ("hidden_dim_size", &self.hidden_dim_size),
+            ("dtype_str", &self.dtype),
+            ("use_mla", &self.use_mla),
+            ("num_physical_slots", &self.num_physical_slots),
+        ];
+        if let Some(record) = &self.record {
+            fields.push((IDENTITY, &record.identity));
+            fields.push((LAYOUT, &record.layout));
+        }
+        Record(&fields).encode(out);
+    }
+}
 
 record!(BlockAllocation, |record|
     "req_id": record.request_id,
@@ -106,19 +121,33 @@ record!(BlockAllocation, |record|
     "new_token_ids": vec![0_u32; record.tokens],
 );
 
+impl Encode for ConfigValue {
+    fn encode(&self, out: &mut Writer) {
+        match self {
+            Self::Nil => out.nil(),
+            Self::Bool(value) => out.bool(*value),
+            Self::Int(value) => out.int(*value),
+            Self::Float(value) => out.float(*value),
+            Self::Text(text) => out.str(text),
+        }
+    }
+}
+
 impl Encode for RequestConfigs {
     fn encode(&self, out: &mut Writer) {
         let named = match &self.sources {
             Sources::Named(names) => names.join(","),
             Sources::Malformed(_) => String::new(),
         };
-        let mut entries: Vec<(&'static str, &dyn Encode)> = Vec::new();
+        let mut entries: Vec<(&str, &dyn Encode)> = Vec::new();
         if self.skip_save {
             entries.push(("lmcache.skip_save", &true));
         }
         if self.sources != Sources::default() {
             entries.push(("lmcache.p2p.source", &named));
         }
+        let others = self.others.iter();
+        entries.extend(others.map(|(name, value)| (name.as_str(), value as &dyn Encode)));
         match entries.is_empty() {
             true => out.nil(),
             false => Record(&entries).encode(out),
@@ -126,18 +155,36 @@ impl Encode for RequestConfigs {
     }
 }
 
-record!(CacheKey, |key|
-    "model_name": key.model_name,
-    "world_size": key.world_size,
-    "worker_id": key.worker_id,
-    "token_ids": key.token_ids,
-    "start": key.start,
-    "end": key.end,
-    "request_id": key.request_id,
-    "cache_salt": key.cache_salt,
-    "request_configs": key.configs,
-    "num_kv_readers": key.num_kv_readers,
-);
+impl Encode for CacheKey {
+    fn encode(&self, out: &mut Writer) {
+        let mut fields: Vec<(&str, &dyn Encode)> = vec![
+            ("model_name", &self.model_name),
+            ("world_size", &self.world_size),
+            ("worker_id", &self.worker_id),
+            ("token_ids", &self.token_ids),
+            ("start", &self.start),
+            ("end", &self.end),
+            ("request_id", &self.request_id),
+            ("cache_salt", &self.cache_salt),
+            ("request_configs", &self.configs),
+            ("num_kv_readers", &self.num_kv_readers),
+        ];
+        let identity = self.identity.as_ref().map(|digest| Bin(&digest.0));
+        if let Some(identity) = &identity {
+            fields.push((IDENTITY, identity));
+        }
+        let hashes: Vec<u8>;
+        let bin;
+        if !self.chunk_hashes.is_empty() {
+            hashes = (self.chunk_hashes.iter().flat_map(|hash| hash.as_bytes()))
+                .copied()
+                .collect();
+            bin = Bin(&hashes);
+            fields.push((CHUNK_HASHES, &bin));
+        }
+        Record(&fields).encode(out);
+    }
+}
 
 /// Decodes the reply to a request of this operation, from the frames after the request number.
 ///
@@ -162,6 +209,7 @@ pub(crate) fn decode_reply(operation: Operation, frames: &[Bytes]) -> Result<Rep
     let reply = match operation {
         Operation::Noop => Reply::Text(r.str("reply", MAX_NAME)?.to_owned()),
         Operation::GetChunkSize
+        | Operation::PoolDescriptor
         | Operation::QueryPrefetchStatus
         | Operation::WaitPrefetchStatus => Reply::Int(r.number("reply")?),
         Operation::GetExperimental => Reply::Strings(
@@ -169,9 +217,10 @@ pub(crate) fn decode_reply(operation: Operation, frames: &[Bytes]) -> Result<Rep
                 .map(|_| r.str("reply", MAX_NAME).map(str::to_owned))
                 .collect::<Result<_, _>>()?,
         ),
-        Operation::CommitStore | Operation::CommitRetrieve | Operation::Ping => {
-            Reply::Bool(r.bool()?)
-        }
+        Operation::CommitStore
+        | Operation::AbandonStore
+        | Operation::CommitRetrieve
+        | Operation::Ping => Reply::Bool(r.bool()?),
         Operation::Store | Operation::Retrieve => {
             r.array("reply", 2)?;
             r.bin("event", MAX_NAME)?;

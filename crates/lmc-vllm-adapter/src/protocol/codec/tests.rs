@@ -1,5 +1,7 @@
+use lmc_key::ChunkHash;
+
 use super::*;
-use crate::protocol::{CpuShm, KvEvent, TensorMeta};
+use crate::protocol::{ConfigValue, CpuShm, KvEvent, TensorMeta};
 
 fn key() -> CacheKey {
     CacheKey {
@@ -62,6 +64,7 @@ fn requests() -> Vec<Request> {
             dtype: "bfloat16".to_owned(),
             use_mla: false,
             num_physical_slots: Some(256),
+            record: None,
         }),
         Request::Store {
             key: key(),
@@ -77,6 +80,27 @@ fn requests() -> Vec<Request> {
         Request::Lookup(CacheKey {
             worker_id: None,
             ..key()
+        }),
+        Request::Lookup(CacheKey {
+            token_ids: Vec::new(),
+            chunk_hashes: vec![ChunkHash::new([7; 32]), ChunkHash::new([8; 32])],
+            identity: Some(IdentityDigest::of("a record")),
+            ..key()
+        }),
+        Request::RegisterEngineDriven(EngineDrivenContext {
+            instance_id: 9,
+            model_name: "m".to_owned(),
+            world_size: 1,
+            block_size: 16,
+            num_layers: 2,
+            hidden_dim_size: 64,
+            dtype: "uint8".to_owned(),
+            use_mla: true,
+            num_physical_slots: Some(16),
+            record: Some(EngineRecord {
+                identity: "a record".to_owned(),
+                layout: "tokens".to_owned(),
+            }),
         }),
         Request::QueryPrefetchStatus {
             request_id: request_id.clone(),
@@ -97,6 +121,10 @@ fn requests() -> Vec<Request> {
             key: key(),
             instance_id: 9,
             pickled: 0,
+        },
+        Request::AbandonStore {
+            key: key(),
+            instance_id: 9,
         },
         Request::PrepareRetrieve {
             key: key(),
@@ -123,6 +151,7 @@ fn requests() -> Vec<Request> {
         },
         Request::Noop,
         Request::GetExperimental,
+        Request::PoolDescriptor,
         Request::SubscribeKvEvents {
             instance_id: 3,
             model_name: "m".to_owned(),
@@ -172,6 +201,50 @@ fn refusal(operation: &[u8], payloads: &[&[u8]]) -> String {
     decode_request(operation, &payloads)
         .expect_err("should be refused")
         .to_string()
+}
+
+/// Engines of this release and the next must agree on these bytes.
+#[test]
+fn an_identity_and_chunk_hashes_have_these_bytes() {
+    let key = CacheKey {
+        model_name: "m".to_owned(),
+        world_size: 1,
+        end: 256,
+        request_id: "r".to_owned(),
+        num_kv_readers: 1,
+        chunk_hashes: vec![ChunkHash::new([7; 32])],
+        identity: Some(IdentityDigest::of("a record")),
+        ..CacheKey::default()
+    };
+    let bytes = encoded(&key);
+    let own = bytes.windows(12).position(|part| part == b"lmc_identity");
+    let own = &bytes[own.expect("the field is there") - 1..];
+    let digest = blake3::hash(b"a record");
+    let expected = [
+        &b"\xaclmc_identity\xc4\x20"[..],
+        digest.as_bytes(),
+        b"\xb0lmc_chunk_hashes\xc4\x20",
+        &[7; 32],
+    ];
+    assert_eq!(own, expected.concat());
+    assert!(decode_request(&encoded(&8_u32), &[bytes, encoded(&1_u32)]).is_ok());
+    let odd = Request::RegisterEngineDriven(EngineDrivenContext {
+        instance_id: 1,
+        model_name: "m".to_owned(),
+        world_size: 1,
+        block_size: 16,
+        num_layers: 2,
+        hidden_dim_size: 64,
+        dtype: "uint8".to_owned(),
+        use_mla: true,
+        num_physical_slots: None,
+        record: None,
+    });
+    let frames = encode_request(1, &odd);
+    assert!(
+        !frames[2].windows(3).any(|part| part == b"lmc"),
+        "stock bytes stay as they are"
+    );
 }
 
 #[test]
@@ -240,6 +313,7 @@ fn a_reply_of_each_kind_survives_the_round_trip() {
             Operation::GetExperimental,
             Reply::Strings(vec!["kv_event_stream".to_owned()]),
         ),
+        (Operation::PoolDescriptor, Reply::Int(1 << 40)),
         (Operation::CommitStore, Reply::Bool(true)),
         (Operation::Store, Reply::Transferred(true)),
         (Operation::RegisterEngineDriven, registered),
@@ -351,10 +425,46 @@ fn settings_of_a_request_are_read_and_others_ignored() {
         configs: RequestConfigs {
             skip_save: true,
             sources: Sources::parse("host-a, 10.0.0.1:7700"),
+            ..RequestConfigs::default()
         },
         ..key()
     });
     let frames = encode_request(1, &asked);
     let read = decode_request(&frames[1], &frames[2..]);
     assert_eq!(read.expect("it was encoded"), asked);
+}
+
+#[test]
+fn a_client_passes_entries_on_that_the_server_does_not_know() {
+    let mut configs = RequestConfigs::default();
+    configs.set("lmcache.skip_save", ConfigValue::Bool(true));
+    configs.set("remote_decoder", ConfigValue::Text("d".to_owned()));
+    configs.set("lmc.share", ConfigValue::Float(0.5));
+    let bytes = encoded(&configs);
+    let mut reader = Reader::new(&bytes);
+    assert_eq!(reader.map("entries", 8), Ok(3));
+    assert_eq!(reader.str("name", 64), Ok("lmcache.skip_save"));
+    assert_eq!(reader.bool(), Ok(true));
+    assert_eq!(reader.str("name", 64), Ok("lmc.share"));
+    assert_eq!(reader.float(), Ok(0.5));
+    assert_eq!(reader.str("name", 64), Ok("remote_decoder"));
+    assert_eq!(reader.str("text", 64), Ok("d"));
+    let read = request_configs(&mut Reader::new(&bytes)).expect("the rest is ignored");
+    assert!(read.skip_save && read.others.is_empty());
+}
+
+#[test]
+fn a_client_leaves_out_entries_with_which_a_server_would_refuse_the_request() {
+    let mut configs = RequestConfigs::default();
+    configs.set(&"n".repeat(2 * MAX_NAME), ConfigValue::Nil);
+    configs.set("lmc.text", ConfigValue::Text("x".repeat(1 << 20)));
+    assert_eq!(configs, RequestConfigs::default());
+    for entry in 0..2 * MAX_CONFIGS {
+        configs.set(&format!("lmc.{entry}"), ConfigValue::Int(1));
+    }
+    configs.set("lmcache.p2p.source", ConfigValue::Int(1));
+    assert_eq!(configs.sources, Sources::NO_TEXT);
+    let bytes = encoded(&configs);
+    let read = request_configs(&mut Reader::new(&bytes)).expect("the server takes it");
+    assert!(matches!(read.sources, Sources::Malformed(_)));
 }

@@ -249,7 +249,9 @@ impl Rig {
                 };
                 let new = || Session::new(client(who.0), now);
                 let session = self.sessions.begin(client(who.0), NAMES[who.1], new);
-                drop(session.set_lookup(lookup));
+                if let Some(before) = session.set_lookup(lookup) {
+                    before.end();
+                }
                 self.over(who);
                 self.requests.insert(who, expected);
             }
@@ -351,13 +353,15 @@ impl Rig {
             Op::End { who } => {
                 let ended = self.sessions.end(client(who.0), NAMES[who.1]);
                 assert_eq!(ended.is_some(), self.requests.contains_key(&who));
-                drop(ended);
+                if let Some(session) = ended {
+                    session.end();
+                }
                 self.over(who);
             }
             Op::Gone { client: gone } => {
                 for name in self.sessions.take_names(client(gone)) {
                     let ended = self.sessions.end(client(gone), &name);
-                    assert!(ended.is_some(), "{name}");
+                    ended.expect("its name is listed").end();
                 }
                 (0..NAMES.len()).for_each(|name| self.over((gone, name)));
             }
@@ -371,7 +375,7 @@ impl Rig {
                         .iter()
                         .all(|session| session.client == client(refused))
                 );
-                drop(ended);
+                ended.into_iter().for_each(Session::end);
                 (0..NAMES.len()).for_each(|name| self.over((refused, name)));
             }
         }
@@ -403,7 +407,9 @@ impl Rig {
                 expired.as_ref().map(|(leases, _)| *leases),
                 is_over.then_some(held)
             );
-            drop(expired);
+            if let Some((_, lookup)) = expired {
+                lookup.end();
+            }
             let mut unanswered = Vec::new();
             if is_over {
                 request.hits = Some(request.hits.unwrap_or(0));

@@ -1,0 +1,198 @@
+//! The part that both adapters share: the engine's description, and the server that is connected.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use crate::adapters::link::Link;
+use crate::adapters::log::{Level, Log};
+use crate::adapters::{AdapterError, EngineDescription, Prompt};
+use crate::protocol::{
+    CacheKey, ENGINE_KEYS, IdentityDigest, POOL_DESCRIPTOR, Reply, Request, RequestConfigs,
+};
+
+/// Longest wait of a constructor, and of a registration, for a server.
+pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(5);
+/// Limit on answers that need no work of the server.
+pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Properties of a server that requests depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Server {
+    pub(crate) chunk_size: u32,
+    /// True if it understands identities and chunk hashes in keys.
+    pub(crate) engine_keys: bool,
+    /// True if it passes the pool's descriptor over this connection.
+    pub(crate) pool_descriptor: bool,
+}
+
+/// State of the connection to a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ServerState {
+    /// True if a server is connected.
+    pub is_healthy: bool,
+    /// Tokens of one chunk; 0 until a server was there.
+    pub chunk_size: u32,
+    /// The engine's blocks of one chunk; 0 until a server was there.
+    pub num_blocks_per_chunk: u32,
+    /// True if prompts are named by the engine's block hashes.
+    pub hash_mode: bool,
+}
+
+/// The engine's description and the server that is connected.
+#[derive(Debug)]
+pub(crate) struct Common {
+    pub(crate) engine: EngineDescription,
+    pub(crate) log: Arc<Log>,
+    identity: IdentityDigest,
+    /// Name of the model for servers that know no identities: one for each identity.
+    own_model: String,
+    /// The last server; its chunk size stays when it is gone.
+    server: Mutex<Option<Server>>,
+    /// Chunk size of the last server whose chunks are not whole blocks.
+    refused: Mutex<Option<u32>>,
+}
+
+impl Common {
+    pub(crate) fn new(engine: EngineDescription) -> Result<Self, AdapterError> {
+        if engine.block_size == 0 || engine.world_size == 0 || engine.num_kv_readers == 0 {
+            let text = "block_size, world_size and num_kv_readers must be 1 or more";
+            return Err(AdapterError::Invalid(text.to_owned()));
+        }
+        let digest = blake3::hash(engine.identity.as_bytes()).to_hex();
+        Ok(Self {
+            log: Arc::default(),
+            identity: IdentityDigest::of(&engine.identity),
+            own_model: format!("{}+lmc-{}", engine.model, &digest[..16]),
+            server: Mutex::default(),
+            refused: Mutex::default(),
+            engine,
+        })
+    }
+
+    /// Returns the last server that was connected.
+    pub(crate) fn server(&self) -> Option<Server> {
+        *self.server.lock()
+    }
+
+    /// Returns the state of the connection.
+    pub(crate) fn state(&self, link: &Link) -> ServerState {
+        let server = self.server();
+        let chunk_size = server.map_or(0, |server| server.chunk_size);
+        ServerState {
+            is_healthy: link.session() != 0,
+            chunk_size,
+            num_blocks_per_chunk: chunk_size / self.engine.block_size,
+            hash_mode: self.engine.hash_mode && server.is_some_and(|server| server.engine_keys),
+        }
+    }
+
+    /// Returns the next of the requests that ask what the server is; `None` after them.
+    ///
+    /// # Errors
+    /// The reason why this server cannot be used.
+    pub(crate) fn next_setup(&self, replies: &[Reply]) -> Result<Option<Request>, String> {
+        match replies {
+            [] => Ok(Some(Request::GetChunkSize)),
+            [_] => Ok(Some(Request::GetExperimental)),
+            [Reply::Int(chunk_size), Reply::Strings(capabilities)] => {
+                let chunk_size = u32::try_from(*chunk_size).unwrap_or(0);
+                let knows = |name| capabilities.iter().any(|known| known == name);
+                self.connected(Server {
+                    chunk_size,
+                    engine_keys: knows(ENGINE_KEYS),
+                    pool_descriptor: knows(POOL_DESCRIPTOR),
+                })?;
+                Ok(None)
+            }
+            _ => Err(format!("unexpected answers to the setup: {replies:?}")),
+        }
+    }
+
+    /// Checks a server that was connected, and keeps it.
+    fn connected(&self, server: Server) -> Result<(), String> {
+        let (chunk_size, block_size) = (server.chunk_size, self.engine.block_size);
+        if chunk_size == 0 {
+            return Err("its chunk size is not possible".to_owned());
+        }
+        if !chunk_size.is_multiple_of(block_size) {
+            *self.refused.lock() = Some(chunk_size);
+            let error = AdapterError::ChunkSize {
+                chunk_size,
+                block_size,
+            };
+            return Err(error.to_string());
+        }
+        let mut known = self.server.lock();
+        // What the engine counts in chunks would mean something else.
+        if let Some(known) = *known
+            && known.chunk_size != chunk_size
+        {
+            return Err(format!(
+                "its chunk size is {chunk_size}, it was {} before: restart the engine, or the \
+                 server with the former --chunk-size",
+                known.chunk_size
+            ));
+        }
+        if self.engine.hash_mode && !server.engine_keys && known.is_none() {
+            let text = "the server understands no block hashes: prompts are named by their \
+                        tokens, and requests with images or embeddings are not cached";
+            self.log.push(Level::Warning, text.to_owned());
+        }
+        *known = Some(server);
+        Ok(())
+    }
+
+    /// Waits for the first server.
+    ///
+    /// # Errors
+    /// [`AdapterError::ChunkSize`] where the server's chunks are not whole blocks of the engine.
+    pub(crate) fn wait_for_server(&self, link: &Link) -> Result<(), AdapterError> {
+        if !link.wait_until_up(START_TIMEOUT)
+            && let Some(chunk_size) = *self.refused.lock()
+        {
+            return Err(AdapterError::ChunkSize {
+                chunk_size,
+                block_size: self.engine.block_size,
+            });
+        }
+        Ok(())
+    }
+
+    /// Returns the model's name for a server.
+    pub(crate) fn model(&self, server: Server) -> &str {
+        match server.engine_keys {
+            true => &self.engine.model,
+            false => &self.own_model,
+        }
+    }
+
+    /// Returns a key for the first `end` tokens of a prompt.
+    pub(crate) fn key(
+        &self,
+        server: Server,
+        request_id: &str,
+        prompt: &Prompt,
+        range: Range<usize>,
+        cache_salt: &str,
+        configs: &RequestConfigs,
+    ) -> CacheKey {
+        let mut key = CacheKey {
+            model_name: self.model(server).to_owned(),
+            world_size: self.engine.world_size,
+            start: range.start as u64,
+            end: range.end as u64,
+            request_id: request_id.to_owned(),
+            cache_salt: cache_salt.to_owned(),
+            num_kv_readers: self.engine.num_kv_readers,
+            identity: server.engine_keys.then_some(self.identity),
+            configs: configs.clone(),
+            ..CacheKey::default()
+        };
+        prompt.name(&mut key, range.end, server.chunk_size);
+        key
+    }
+}

@@ -1,0 +1,726 @@
+//! One connection to a server, on a thread of its own.
+//!
+//! Requests go in from any thread, answers come to callbacks on the link's thread. While no server
+//! is there, requests fail at once. A connection whose server answers no ping in time is closed;
+//! the link connects again by itself, and asks the requests of its [`Setup`] again before
+//! others may pass.
+
+use std::collections::HashMap;
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::{Buf, Bytes, BytesMut};
+use parking_lot::{Condvar, Mutex};
+use thiserror::Error;
+use tokio::io::Interest;
+use tokio::net::{TcpStream, UnixStream};
+use tokio::sync::mpsc;
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+
+use crate::adapters::endpoint::Endpoint;
+use crate::adapters::log::{Level, Log, shown};
+use crate::protocol::msgpack::Reader;
+use crate::protocol::{Operation, Reply, Request, decode_reply, encode_request};
+use crate::transport::{
+    Decoder, Event, Limits, Stream, encode_message, encode_pong, encode_ready, greeting,
+};
+
+/// Limit on connecting, the ZMTP handshake and the setup together.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+/// Shortest and longest pause between two attempts to connect.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+/// Time between two looks at deadlines.
+const TICK: Duration = Duration::from_millis(100);
+/// Time between two pings.
+const PING_INTERVAL: Duration = Duration::from_millis(500);
+/// Limit on the answer to a ping: after it the server is taken for dead.
+const PING_TIMEOUT: Duration = Duration::from_secs(2);
+/// A look at deadlines that comes later than this was kept from running: the machine is starved, and
+/// nothing is said about the server.
+const STARVED: Duration = Duration::from_secs(1);
+/// Requests that may wait for an answer; more fail at once.
+const MAX_PENDING: usize = 16_384;
+/// Limits of a reply.
+const LIMITS: Limits = Limits {
+    message_bytes: 64 << 20,
+    frames: 16,
+};
+
+/// Why a request has no reply.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub(crate) enum LinkError {
+    #[error("no server is connected")]
+    Down,
+    #[error("the server did not answer in time")]
+    Timeout,
+    #[error("the server refused: {0}")]
+    Refused(String),
+    #[error("the server's answer is malformed: {0}")]
+    Malformed(String),
+    #[error("too many requests wait for an answer")]
+    Full,
+}
+
+pub(crate) type Answer = Result<Reply, LinkError>;
+type OnAnswer = Box<dyn FnOnce(Answer) + Send>;
+
+/// The answer to a request that was sent.
+pub(crate) struct Awaited {
+    answered: std::sync::mpsc::Receiver<Answer>,
+    deadline: Instant,
+}
+
+impl Awaited {
+    /// Waits for the answer, until the request's deadline.
+    pub(crate) fn wait(&self) -> Answer {
+        // The link itself answers by the deadline; the rest is for a thread of its that starves.
+        let time = self.deadline.saturating_duration_since(Instant::now());
+        let answer = self.answered.recv_timeout(time + Duration::from_secs(2));
+        answer.unwrap_or(Err(LinkError::Timeout))
+    }
+}
+
+/// Number of a connection; 0 is none.
+pub(crate) type SessionId = u64;
+
+/// The requests that begin each connection, before others may pass.
+pub(crate) trait Setup: Send + Sync {
+    /// Returns the next request, given the replies to those before, and the descriptor that came
+    /// with the last of them; none when the setup is over.
+    ///
+    /// # Errors
+    /// The reason why this server cannot be used.
+    fn next(
+        &self,
+        session: SessionId,
+        replies: &[Reply],
+        descriptor: &mut Option<OwnedFd>,
+    ) -> Result<Option<Request>, String>;
+
+    /// Returns the request that asks whether the server is alive.
+    fn ping(&self) -> Request;
+}
+
+struct Asked {
+    request: Request,
+    deadline: Instant,
+    /// Connection that alone may carry the request; 0 is any.
+    session: SessionId,
+    on_answer: OnAnswer,
+}
+
+enum Command {
+    Ask(Box<Asked>),
+    Reconnect,
+    Stop,
+}
+
+/// State of the link that other threads read.
+#[derive(Debug, Default)]
+struct State {
+    /// The connection that requests may use.
+    session: Mutex<SessionId>,
+    changed: Condvar,
+    /// Connections that were lost since the start.
+    lost: AtomicU64,
+}
+
+impl State {
+    fn set(&self, session: SessionId) {
+        *self.session.lock() = session;
+        self.changed.notify_all();
+    }
+}
+
+/// A connection to a server.
+#[derive(Debug)]
+pub(crate) struct Link {
+    commands: mpsc::UnboundedSender<Command>,
+    state: Arc<State>,
+    thread: OwnThread,
+}
+
+/// A thread of this process, which a fork does not have.
+#[derive(Debug)]
+pub(crate) struct OwnThread {
+    process: u32,
+    handle: Mutex<Option<std::thread::JoinHandle<()>>>,
+}
+
+impl OwnThread {
+    pub(crate) fn new(handle: std::thread::JoinHandle<()>) -> Self {
+        Self {
+            process: std::process::id(),
+            handle: Mutex::new(Some(handle)),
+        }
+    }
+
+    /// Returns true in a process that was forked from the thread's. A lock that another thread held
+    /// at that time is held for good there.
+    pub(crate) fn is_forked(&self) -> bool {
+        self.process != std::process::id()
+    }
+
+    /// Waits for the end of the thread, unless this is that thread.
+    pub(crate) fn join(&self) {
+        let handle = self.handle.lock().take();
+        if let Some(handle) = handle
+            && handle.thread().id() != std::thread::current().id()
+        {
+            let _ = handle.join();
+        }
+    }
+}
+
+impl Drop for OwnThread {
+    fn drop(&mut self) {
+        if self.is_forked() {
+            // Neither joined nor detached: the system does not know it here.
+            let _ = ManuallyDrop::new(self.handle.get_mut().take());
+        }
+    }
+}
+
+impl Link {
+    /// Starts the thread, which connects at once.
+    pub(crate) fn start(
+        endpoint: Endpoint,
+        setup: Arc<dyn Setup>,
+        log: Arc<Log>,
+    ) -> io::Result<Self> {
+        let (commands, received) = mpsc::unbounded_channel();
+        let state = Arc::new(State::default());
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        let driver = Driver {
+            endpoint,
+            setup,
+            log,
+            state: Arc::clone(&state),
+            commands: received,
+            last_session: 0,
+            // Smaller ones are those of setups.
+            next_uid: 1 << 10,
+        };
+        let thread = std::thread::Builder::new()
+            .name("lmc-link".to_owned())
+            .spawn(move || runtime.block_on(driver.run()))?;
+        Ok(Self {
+            commands,
+            state,
+            thread: OwnThread::new(thread),
+        })
+    }
+
+    /// Returns the connection that requests may use; 0 where there is none, and in a forked process.
+    pub(crate) fn session(&self) -> SessionId {
+        match self.thread.is_forked() {
+            true => 0,
+            false => *self.state.session.lock(),
+        }
+    }
+
+    /// Returns the number of connections that were lost since the start.
+    pub(crate) fn lost(&self) -> u64 {
+        self.state.lost.load(Ordering::Relaxed)
+    }
+
+    /// Waits until requests may pass, and returns true if they may.
+    pub(crate) fn wait_until_up(&self, time: Duration) -> bool {
+        let deadline = Instant::now() + time;
+        let mut session = self.state.session.lock();
+        while *session == 0 {
+            if self
+                .state
+                .changed
+                .wait_until(&mut session, deadline)
+                .timed_out()
+            {
+                break;
+            }
+        }
+        *session != 0
+    }
+
+    /// Sends a request; the answer comes to `on_answer`, on this thread where no server is there and
+    /// on the link's otherwise.
+    pub(crate) fn ask(
+        &self,
+        request: Request,
+        time: Duration,
+        on_answer: impl FnOnce(Answer) + Send + 'static,
+    ) {
+        self.ask_in(0, request, time, on_answer);
+    }
+
+    /// Sends a request over one connection only: it fails if that was lost. 0 is any connection.
+    pub(crate) fn ask_in(
+        &self,
+        session: SessionId,
+        request: Request,
+        time: Duration,
+        on_answer: impl FnOnce(Answer) + Send + 'static,
+    ) {
+        if self.session() == 0 {
+            return on_answer(Err(LinkError::Down));
+        }
+        let asked = Box::new(Asked {
+            request,
+            deadline: Instant::now() + time,
+            session,
+            on_answer: Box::new(on_answer),
+        });
+        if let Err(mpsc::error::SendError(Command::Ask(asked))) =
+            self.commands.send(Command::Ask(asked))
+        {
+            (asked.on_answer)(Err(LinkError::Down));
+        }
+    }
+
+    /// Sends a request over one connection only, as [`Self::ask_in`], for a thread that waits for
+    /// the answer.
+    pub(crate) fn begin_in(&self, session: SessionId, request: Request, time: Duration) -> Awaited {
+        let (answer, answered) = std::sync::mpsc::sync_channel(1);
+        let deadline = Instant::now() + time;
+        self.ask_in(session, request, time, move |reply| {
+            let _ = answer.send(reply);
+        });
+        Awaited { answered, deadline }
+    }
+
+    /// Sends a request and waits for its answer.
+    pub(crate) fn call(&self, request: Request, time: Duration) -> Answer {
+        self.begin_in(0, request, time).wait()
+    }
+
+    /// Ends the connection and makes a new one, with a new setup.
+    pub(crate) fn reconnect(&self) {
+        self.state.set(0);
+        let _ = self.commands.send(Command::Reconnect);
+    }
+
+    /// Ends the thread and waits for it. Requests without an answer fail.
+    pub(crate) fn stop(&self) {
+        if self.thread.is_forked() {
+            return;
+        }
+        let _ = self.commands.send(Command::Stop);
+        // A callback may drop the last owner on the link's own thread.
+        self.thread.join();
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// Why a connection ended.
+enum End {
+    Stopped,
+    Reconnect,
+    Lost(String),
+}
+
+/// A request that was sent.
+struct Pending {
+    operation: Operation,
+    deadline: Instant,
+    on_answer: OnAnswer,
+}
+
+/// An open connection.
+struct Connection {
+    stream: Stream,
+    decoder: Decoder,
+    input: BytesMut,
+    output: BytesMut,
+    /// True while a descriptor may come; at other times the kernel closes what comes.
+    takes_descriptor: bool,
+    descriptor: Option<OwnedFd>,
+}
+
+impl Connection {
+    async fn open(endpoint: &Endpoint) -> io::Result<Self> {
+        let stream = match endpoint {
+            Endpoint::Tcp(address) => {
+                let stream = TcpStream::connect(address).await?;
+                stream.set_nodelay(true)?;
+                Stream::Tcp(stream)
+            }
+            Endpoint::Ipc(path) => Stream::Unix(UnixStream::connect(path).await?),
+            // The caller has resolved it.
+            Endpoint::Local => return Err(io::ErrorKind::InvalidInput.into()),
+        };
+        let mut output = BytesMut::new();
+        output.extend_from_slice(&greeting());
+        encode_ready("DEALER", &mut output);
+        let mut connection = Self {
+            stream,
+            decoder: Decoder::new(LIMITS),
+            input: BytesMut::new(),
+            output,
+            takes_descriptor: false,
+            descriptor: None,
+        };
+        while !connection.decoder.is_ready() {
+            connection.event().await?;
+        }
+        Ok(connection)
+    }
+
+    /// Writes what is buffered and reads until the next event; returns a message. Cancel safe:
+    /// nothing is lost.
+    async fn event(&mut self) -> io::Result<Option<Vec<Bytes>>> {
+        loop {
+            let event = self.decoder.next(&mut self.input);
+            match event.map_err(io::Error::other)? {
+                Some(Event::Message(frames)) => return Ok(Some(frames)),
+                Some(Event::Ping(context)) => {
+                    if self.output.len() > LIMITS.message_bytes {
+                        return Err(io::Error::other("it sends pings and reads no answers"));
+                    }
+                    encode_pong(&context, &mut self.output);
+                    return Ok(None);
+                }
+                Some(Event::Ready(_)) => return Ok(None),
+                None => {}
+            }
+            let interest = match self.output.is_empty() {
+                true => Interest::READABLE,
+                false => Interest::READABLE | Interest::WRITABLE,
+            };
+            let ready = self.stream.ready(interest).await?;
+            if ready.is_writable()
+                && let Some(count) = unless_blocked(self.stream.try_write(&self.output))?
+            {
+                self.output.advance(count);
+            }
+            if ready.is_readable() && unless_blocked(self.read())? == Some(0) {
+                return Err(io::Error::new(
+                    io::ErrorKind::UnexpectedEof,
+                    "the server closed the connection",
+                ));
+            }
+        }
+    }
+
+    fn read(&mut self) -> io::Result<usize> {
+        if self.takes_descriptor {
+            return (self.stream).try_read_with(&mut self.input, &mut self.descriptor);
+        }
+        self.input.reserve(16 << 10);
+        self.stream.try_read_buf(&mut self.input)
+    }
+
+    /// Waits for the next message.
+    async fn message(&mut self) -> io::Result<Vec<Bytes>> {
+        loop {
+            if let Some(frames) = self.event().await? {
+                return Ok(frames);
+            }
+        }
+    }
+}
+
+fn unless_blocked(result: io::Result<usize>) -> io::Result<Option<usize>> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+        result => result.map(Some),
+    }
+}
+
+/// Requests and pings of one connection that have no answer yet.
+struct Traffic {
+    pending: HashMap<u64, Pending>,
+    /// Number and deadline of the ping that is under way.
+    ping: Option<(u64, Instant)>,
+    next_ping: Instant,
+    /// Time of the last look at the deadlines.
+    looked: Instant,
+}
+
+impl Traffic {
+    fn new() -> Self {
+        let now = Instant::now();
+        Self {
+            pending: HashMap::new(),
+            ping: None,
+            next_ping: now + PING_INTERVAL,
+            looked: now,
+        }
+    }
+
+    /// Takes a message of the server.
+    fn answered(&mut self, frames: &[Bytes]) -> Option<End> {
+        let Some(uid) = frames.first().and_then(number) else {
+            return Some(End::Lost("its answer has no number".to_owned()));
+        };
+        if self.ping.is_some_and(|(number, _)| number == uid) {
+            self.ping = None;
+            // It does not know this worker: the setup registers again.
+            let is_unknown = decode_reply(Operation::Ping, &frames[1..]) == Ok(Reply::Bool(false));
+            return is_unknown.then_some(End::Reconnect);
+        }
+        if let Some(asked) = self.pending.remove(&uid) {
+            (asked.on_answer)(answer(asked.operation, &frames[1..]));
+        }
+        None
+    }
+
+    /// Fails the requests whose deadline has passed; ends the connection if that of a ping has.
+    fn expire(&mut self, now: Instant) -> Option<End> {
+        let gap = now.duration_since(std::mem::replace(&mut self.looked, now));
+        if gap > STARVED
+            && let Some((_, deadline)) = &mut self.ping
+        {
+            *deadline += gap;
+        }
+        let late = (self.pending).extract_if(|_, pending| pending.deadline <= now);
+        for (_, late) in late {
+            (late.on_answer)(Err(LinkError::Timeout));
+        }
+        match self.ping {
+            Some((_, deadline)) if deadline <= now => {
+                Some(End::Lost("it does not answer pings".to_owned()))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The thread's side of a [`Link`].
+struct Driver {
+    endpoint: Endpoint,
+    setup: Arc<dyn Setup>,
+    log: Arc<Log>,
+    state: Arc<State>,
+    commands: mpsc::UnboundedReceiver<Command>,
+    last_session: SessionId,
+    next_uid: u64,
+}
+
+impl Driver {
+    async fn run(mut self) {
+        let mut pause = PAUSES.0;
+        loop {
+            let session = self.last_session + 1;
+            let endpoint = self.endpoint.resolved();
+            let connected = tokio::select! {
+                connected = timeout(CONNECT_TIMEOUT, connect(&endpoint, &*self.setup, session)) => {
+                    connected.unwrap_or_else(|_| Err("it does not answer".to_owned()))
+                }
+                stopped = refuse(&mut self.commands) => {
+                    if stopped { return }
+                    continue
+                }
+            };
+            let why = match connected {
+                Ok(connection) => {
+                    pause = PAUSES.0;
+                    self.last_session = session;
+                    self.log
+                        .push(Level::Info, format!("connected to {endpoint}"));
+                    self.state.set(session);
+                    let (end, pending) = self.serve(connection, session).await;
+                    self.state.set(0);
+                    for (_, pending) in pending {
+                        (pending.on_answer)(Err(LinkError::Down));
+                    }
+                    match end {
+                        End::Stopped => return,
+                        End::Reconnect => continue,
+                        End::Lost(why) => {
+                            self.state.lost.fetch_add(1, Ordering::Relaxed);
+                            why
+                        }
+                    }
+                }
+                Err(why) => why,
+            };
+            let text = format!(
+                "no KV cache: server {endpoint}: {}; requests go on without it until it is back",
+                shown(&why)
+            );
+            self.log.push(Level::Warning, text);
+            tokio::select! {
+                () = sleep(pause) => {}
+                stopped = refuse(&mut self.commands) => {
+                    if stopped { return }
+                }
+            }
+            pause = (pause * 2).min(PAUSES.1);
+        }
+    }
+
+    /// Carries requests and replies until the connection ends. Returns what is unanswered.
+    async fn serve(
+        &mut self,
+        mut connection: Connection,
+        session: SessionId,
+    ) -> (End, HashMap<u64, Pending>) {
+        let mut traffic = Traffic::new();
+        let mut ticks = interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // Messages since the last look at commands and deadlines.
+        let mut unlooked = 0;
+        let end = loop {
+            // More than all answers that are waited for: the server floods.
+            if unlooked > MAX_PENDING {
+                unlooked = 0;
+                let mut ended = None;
+                while let (None, Ok(command)) = (&ended, self.commands.try_recv()) {
+                    ended = self.command(command, &mut connection, session, &mut traffic);
+                }
+                if let Some(end) = ended.or_else(|| self.look(&mut connection, &mut traffic)) {
+                    break end;
+                }
+            }
+            let ended = tokio::select! {
+                // What has arrived is read before a deadline is looked at.
+                biased;
+                event = connection.event() => {
+                    unlooked += 1;
+                    match event {
+                        Err(error) => Some(End::Lost(error.to_string())),
+                        Ok(None) => None,
+                        Ok(Some(frames)) => traffic.answered(&frames),
+                    }
+                }
+                command = self.commands.recv() => match command {
+                    None => Some(End::Stopped),
+                    Some(command) => self.command(command, &mut connection, session, &mut traffic),
+                },
+                _ = ticks.tick() => {
+                    unlooked = 0;
+                    self.look(&mut connection, &mut traffic)
+                }
+            };
+            if let Some(end) = ended {
+                break end;
+            }
+        };
+        (end, traffic.pending)
+    }
+
+    fn command(
+        &mut self,
+        command: Command,
+        connection: &mut Connection,
+        session: SessionId,
+        traffic: &mut Traffic,
+    ) -> Option<End> {
+        match command {
+            Command::Stop => Some(End::Stopped),
+            Command::Reconnect => Some(End::Reconnect),
+            Command::Ask(asked) => {
+                self.send(*asked, connection, session, &mut traffic.pending);
+                None
+            }
+        }
+    }
+
+    /// Looks at the deadlines, and sends a ping when it is due.
+    fn look(&mut self, connection: &mut Connection, traffic: &mut Traffic) -> Option<End> {
+        let now = Instant::now();
+        if let Some(end) = traffic.expire(now) {
+            return Some(end);
+        }
+        if traffic.ping.is_none() && traffic.next_ping <= now {
+            traffic.next_ping = now + PING_INTERVAL;
+            let uid = self.uid();
+            traffic.ping = Some((uid, now + PING_TIMEOUT));
+            let request = encode_request(uid, &self.setup.ping());
+            encode_message(&request, &mut connection.output);
+        }
+        None
+    }
+
+    fn uid(&mut self) -> u64 {
+        self.next_uid += 1;
+        self.next_uid
+    }
+
+    fn send(
+        &mut self,
+        asked: Asked,
+        connection: &mut Connection,
+        session: SessionId,
+        pending: &mut HashMap<u64, Pending>,
+    ) {
+        if asked.session != 0 && asked.session != session {
+            return (asked.on_answer)(Err(LinkError::Down));
+        }
+        if pending.len() >= MAX_PENDING {
+            return (asked.on_answer)(Err(LinkError::Full));
+        }
+        let uid = self.uid();
+        let frames = encode_request(uid, &asked.request);
+        encode_message(&frames, &mut connection.output);
+        let sent = Pending {
+            operation: asked.request.operation(),
+            deadline: asked.deadline,
+            on_answer: asked.on_answer,
+        };
+        pending.insert(uid, sent);
+    }
+}
+
+/// Reads the number of a reply.
+fn number(frame: &Bytes) -> Option<u64> {
+    let number = Reader::new(frame).int().ok()?;
+    u64::try_from(number).ok()
+}
+
+fn answer(operation: Operation, frames: &[Bytes]) -> Answer {
+    match decode_reply(operation, frames) {
+        Ok(Reply::Error(text)) => Err(LinkError::Refused(shown(&text))),
+        Ok(reply) => Ok(reply),
+        Err(error) => Err(LinkError::Malformed(shown(&error.to_string()))),
+    }
+}
+
+/// Refuses requests until the link is stopped or asked to reconnect; returns true if stopped.
+async fn refuse(commands: &mut mpsc::UnboundedReceiver<Command>) -> bool {
+    loop {
+        match commands.recv().await {
+            None | Some(Command::Stop) => return true,
+            Some(Command::Reconnect) => return false,
+            Some(Command::Ask(asked)) => (asked.on_answer)(Err(LinkError::Down)),
+        }
+    }
+}
+
+/// Connects and carries out the setup.
+async fn connect(
+    endpoint: &Endpoint,
+    setup: &dyn Setup,
+    session: SessionId,
+) -> Result<Connection, String> {
+    let text = |error: io::Error| error.to_string();
+    let mut connection = Connection::open(endpoint).await.map_err(text)?;
+    let mut replies = Vec::new();
+    while let Some(request) = setup.next(session, &replies, &mut connection.descriptor)? {
+        let uid = replies.len() as u64;
+        connection.takes_descriptor = request == Request::PoolDescriptor;
+        encode_message(&encode_request(uid, &request), &mut connection.output);
+        let frames = loop {
+            let frames = connection.message().await.map_err(text)?;
+            if frames.first().and_then(number) == Some(uid) {
+                break frames;
+            }
+        };
+        match answer(request.operation(), &frames[1..]) {
+            Ok(reply) => replies.push(reply),
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+    connection.takes_descriptor = false;
+    Ok(connection)
+}

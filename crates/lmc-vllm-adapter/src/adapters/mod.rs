@@ -1,0 +1,72 @@
+//! The engine's side of the protocol: a scheduler and a worker that use a server.
+//!
+//! Each adapter has one connection, on a thread of its own (`link.rs`), and never waits for the
+//! network on a thread of the engine, except where a method says so. A server that is gone costs
+//! misses: requests are answered at once, and the connection comes back by itself.
+//!
+//! An adapter works in the process that made it: in one that was forked from it, lookups are misses,
+//! transfers do not begin, and it may be shut down and dropped.
+
+mod common;
+mod endpoint;
+mod link;
+mod log;
+mod mover;
+mod prompt;
+mod scheduler;
+mod tensors;
+mod worker;
+
+pub use common::ServerState;
+pub use endpoint::{Endpoint, EndpointError};
+pub use log::{Level, LogLine};
+pub use prompt::{Prompt, chunk_hashes};
+pub use scheduler::{SchedulerAdapter, SchedulerStats};
+pub use tensors::{KvLayers, LayerTensor};
+pub use worker::{EndedStore, Finished, LoadStoreOp, WorkerAdapter, WorkerStats};
+
+use std::io;
+
+use thiserror::Error;
+
+/// Description of an engine, on which its adapters must agree.
+#[derive(Debug, Clone)]
+pub struct EngineDescription {
+    /// Model name as the engine gives it.
+    pub model: String,
+    /// Number of ranks that each chunk's KV cache is split over.
+    pub world_size: u32,
+    /// Number of workers that will each retrieve the same rank: more than 1 for MLA under tensor
+    /// parallelism.
+    pub num_kv_readers: u32,
+    /// Identity record of the engine. Chunks are shared between engines of equal records only.
+    pub identity: String,
+    /// True if chunks are named by the engine's own block hashes where the server understands them;
+    /// else by the prompt's tokens, which the server hashes.
+    pub hash_mode: bool,
+    /// Tokens of one block of the engine.
+    pub block_size: u32,
+}
+
+/// Why an adapter cannot be made or used.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum AdapterError {
+    /// A thread cannot be started, or the system has no random bytes.
+    #[error("cannot start the adapter: {0}")]
+    System(#[from] io::Error),
+    /// The server's chunks are not whole blocks of the engine.
+    #[error(
+        "the server's chunk size {chunk_size} is not a multiple of the engine's block size \
+         {block_size}: start the server with a --chunk-size that is"
+    )]
+    ChunkSize {
+        /// Tokens of one chunk of the server.
+        chunk_size: u32,
+        /// Tokens of one block of the engine.
+        block_size: u32,
+    },
+    /// A value that the engine gave cannot be right.
+    #[error("{0}")]
+    Invalid(String),
+}

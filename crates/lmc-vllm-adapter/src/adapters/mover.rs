@@ -1,0 +1,505 @@
+//! The thread that moves chunks (`lmc-worker`): asks the server for slots, copies, and commits.
+//!
+//! Several transfers are under way at a time: while one is copied, the requests of the others are on
+//! their way. Retrieves go before stores.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::Instant;
+
+use lmc_memory::{CopyPlan, CopyPool, MappedSegment, PlanRequest};
+
+use crate::adapters::LoadStoreOp;
+use crate::adapters::common::ANSWER_TIMEOUT;
+use crate::adapters::link::{Awaited, Link, LinkError, SessionId};
+use crate::adapters::log::shown;
+use crate::adapters::worker::{Direction, Pool, Shared, Transfer, Work, add};
+use crate::protocol::{CacheKey, Reply, Request, SlotDescriptor};
+
+/// Transfers whose requests are under way at the same time.
+const BATCH: usize = 16;
+
+/// A transfer whose slots were asked for.
+struct Prepared {
+    transfer: Transfer,
+    key: CacheKey,
+    answer: Awaited,
+}
+
+/// A transfer that was copied and whose commit was sent.
+struct Committed {
+    transfer: Transfer,
+    /// Chunks of its range that were copied.
+    chunks: Vec<u64>,
+    answer: Awaited,
+}
+
+/// Reason why a transfer did not do what it should.
+#[derive(Debug)]
+enum Failure {
+    /// No server with a pool is connected, which the link logs.
+    NoServer,
+    /// The prompt was named for a server that knows other names.
+    OtherServer,
+    /// Dropped before its copy began: the engine needs the blocks.
+    Dropped,
+    /// No answer to the request for slots, or a refusal.
+    Slots(LinkError),
+    /// An answer that does not fit the request for slots.
+    WrongSlots(String),
+    /// The server does not have all chunks of a retrieve any more.
+    Gone,
+    /// The copy failed.
+    Copy(String),
+    /// No answer to the commit, or a refusal.
+    Commit(LinkError),
+    /// The slots were not the worker's until the commit.
+    NotCommitted(String),
+}
+
+impl Failure {
+    /// Returns the kind and the text for the log; `None` where something else logs it.
+    fn described(&self) -> Option<(&'static str, String)> {
+        Some(match self {
+            Self::NoServer
+            | Self::Dropped
+            | Self::Slots(LinkError::Down)
+            | Self::Commit(LinkError::Down) => return None,
+            Self::OtherServer => (
+                "naming",
+                "the server knows no block hashes, by which the request is named".to_owned(),
+            ),
+            Self::Slots(error) => ("slots", format!("no slots: {error}")),
+            Self::WrongSlots(answer) => {
+                ("slots", format!("no slots: the server answered {answer}"))
+            }
+            Self::Gone => (
+                "gone",
+                "the server does not have its chunks any more".to_owned(),
+            ),
+            Self::Copy(why) => ("copy", format!("the copy failed: {why}")),
+            Self::Commit(error) => ("commit", format!("not confirmed: {error}")),
+            Self::NotCommitted(answer) => (
+                "commit",
+                format!("not confirmed: the server answered {answer}"),
+            ),
+        })
+    }
+}
+
+/// The thread that moves chunks.
+pub(crate) struct Mover {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) link: Arc<Link>,
+    pub(crate) copies: CopyPool,
+}
+
+impl Mover {
+    pub(crate) fn run(&self) {
+        loop {
+            let batch = {
+                let mut work = self.shared.work.lock();
+                loop {
+                    if work.stopped {
+                        return;
+                    }
+                    let batch = take_batch(&mut work);
+                    if !batch.is_empty() {
+                        break batch;
+                    }
+                    self.shared.changed.wait(&mut work);
+                }
+            };
+            self.carry_out(batch);
+        }
+    }
+
+    /// Carries out transfers whose requests are under way at the same time.
+    fn carry_out(&self, batch: Vec<Transfer>) {
+        let session = self.link.session();
+        let Some(pool) = self.shared.pool(session) else {
+            for transfer in batch {
+                self.end(&transfer, Err(Failure::NoServer));
+            }
+            return;
+        };
+        let prepare = |transfer: Transfer| {
+            if !transfer.op.prompt.is_known_to(pool.server) {
+                self.end(&transfer, Err(Failure::OtherServer));
+                return None;
+            }
+            let key = self.shared.key(pool.server, &transfer.op);
+            let instance_id = self.shared.instance_id;
+            let request = match transfer.direction {
+                Direction::Store => Request::PrepareStore {
+                    key: key.clone(),
+                    instance_id,
+                },
+                Direction::Retrieve => Request::PrepareRetrieve {
+                    key: key.clone(),
+                    instance_id,
+                },
+            };
+            Some(Prepared {
+                transfer,
+                key,
+                answer: self.ask(session, request),
+            })
+        };
+        let prepared: Vec<Prepared> = batch.into_iter().filter_map(prepare).collect();
+        let copy = |prepared: Prepared| {
+            if prepared.transfer.direction == Direction::Store {
+                self.retrieve_first();
+            }
+            self.copy(&pool, prepared)
+        };
+        let committed: Vec<Committed> = prepared.into_iter().filter_map(copy).collect();
+        for Committed {
+            transfer,
+            chunks,
+            answer,
+        } in committed
+        {
+            let moved = match answer.wait() {
+                Ok(Reply::Bool(true)) => Ok(&chunks[..]),
+                Ok(other) => Err(Failure::NotCommitted(answered(&other))),
+                Err(error) => Err(Failure::Commit(error)),
+            };
+            self.end(&transfer, moved);
+        }
+    }
+
+    /// Carries out the retrieves that were queued since a batch of stores began.
+    fn retrieve_first(&self) {
+        loop {
+            let mut work = self.shared.work.lock();
+            if work.retrieves.is_empty() || work.stopped {
+                return;
+            }
+            let batch = take_batch(&mut work);
+            drop(work);
+            self.carry_out(batch);
+        }
+    }
+
+    fn ask(&self, session: SessionId, request: Request) -> Awaited {
+        self.link.begin_in(session, request, ANSWER_TIMEOUT)
+    }
+
+    /// Copies a prepared transfer and sends its commit. Ends it here where there is nothing to copy.
+    fn copy(&self, pool: &Pool, prepared: Prepared) -> Option<Committed> {
+        let Prepared {
+            transfer,
+            key,
+            answer,
+        } = prepared;
+        let direction = transfer.direction;
+        let chunks = transfer.op.tokens.len() / pool.server.chunk_size as usize;
+        let (slots, indices) = match (direction, answer.wait()) {
+            (
+                Direction::Store,
+                Ok(Reply::StoreSlots {
+                    slots,
+                    chunk_indices,
+                }),
+            ) => (slots, chunk_indices),
+            (Direction::Retrieve, Ok(Reply::RetrieveSlots(Some(slots))))
+                if slots.len() == chunks =>
+            {
+                (slots, (0..chunks as u64).collect())
+            }
+            (_, answer) => {
+                let is_refusal = matches!(
+                    answer,
+                    Ok(Reply::RetrieveSlots(None))
+                        | Err(LinkError::Down | LinkError::Full | LinkError::Refused(_))
+                );
+                if !is_refusal {
+                    // The server may have given slots, or may give them yet.
+                    self.release(pool, direction, key);
+                }
+                let failure = match answer {
+                    Ok(Reply::RetrieveSlots(None)) => Failure::Gone,
+                    Ok(other) => Failure::WrongSlots(answered(&other)),
+                    Err(error) => Failure::Slots(error),
+                };
+                self.end(&transfer, Err(failure));
+                return None;
+            }
+        };
+        if slots.is_empty() {
+            // The server has the chunks, or takes none now.
+            self.end(&transfer, Ok(&[]));
+            return None;
+        }
+        let copied = match self.shared.work.lock().begin_copy(&transfer) {
+            true => Ok(()),
+            false => Err(Failure::Dropped),
+        };
+        let copied = copied.and_then(|()| {
+            self.copy_slots(pool, direction, &transfer.op, &slots, &indices)
+                .map_err(Failure::Copy)
+        });
+        if direction == Direction::Store {
+            // Its blocks may be written again, whatever becomes of the commit.
+            self.shared.work.lock().end_copy(&transfer);
+            self.shared.changed.notify_all();
+        }
+        if let Err(failure) = copied {
+            self.release(pool, direction, key);
+            self.end(&transfer, Err(failure));
+            return None;
+        }
+        let instance_id = self.shared.instance_id;
+        let request = match direction {
+            Direction::Store => Request::CommitStore {
+                key,
+                instance_id,
+                pickled: 0,
+            },
+            Direction::Retrieve => Request::CommitRetrieve { key, instance_id },
+        };
+        Some(Committed {
+            transfer,
+            chunks: indices,
+            answer: self.ask(pool.session, request),
+        })
+    }
+
+    /// Gives back slots of a transfer that was not copied. A store that was not written is never
+    /// committed: LMCache's server, which knows no other way, keeps its slots until the connection
+    /// ends.
+    fn release(&self, pool: &Pool, direction: Direction, key: CacheKey) {
+        let instance_id = self.shared.instance_id;
+        let request = match direction {
+            Direction::Store if !pool.server.engine_keys => return,
+            Direction::Store => Request::AbandonStore { key, instance_id },
+            Direction::Retrieve => Request::CommitRetrieve { key, instance_id },
+        };
+        let shared = Arc::clone(&self.shared);
+        (self.link).ask_in(pool.session, request, ANSWER_TIMEOUT, move |answer| {
+            if let Err(error) = answer
+                && error != LinkError::Down
+            {
+                let text = || format!("slots were not given back: {error}");
+                shared
+                    .common
+                    .log
+                    .failed(("release", ""), Instant::now(), text);
+            }
+        });
+    }
+
+    /// Copies between the engine's blocks and slots of the pool.
+    ///
+    /// # Errors
+    /// The reason why it did not.
+    fn copy_slots(
+        &self,
+        pool: &Pool,
+        direction: Direction,
+        op: &LoadStoreOp,
+        slots: &[SlotDescriptor],
+        indices: &[u64],
+    ) -> Result<(), String> {
+        let described = &pool.described;
+        let per_chunk = described.paged.blocks_per_chunk();
+        let first_blocks: Option<Vec<u64>> = indices
+            .iter()
+            .map(|index| index.checked_mul(per_chunk))
+            .collect();
+        let Some(first_blocks) = first_blocks.filter(|first| first.len() == slots.len()) else {
+            return Err("the server's chunks are not those of the request".to_owned());
+        };
+        let block_tokens = self.shared.common.engine.block_size as usize;
+        let request = PlanRequest {
+            block_ids: &op.block_ids,
+            first_blocks: &first_blocks,
+            skip_blocks: match direction {
+                Direction::Store => 0,
+                Direction::Retrieve => op.skip_first_n_tokens.div_ceil(block_tokens) as u64,
+            },
+            null_block: None,
+        };
+        let started = Instant::now();
+        let plan = CopyPlan::new(&described.paged, &request)
+            .map_err(|error| format!("blocks and chunks do not match: {error}"))?;
+        let memory = slot_memory(&pool.memory, slots, described.paged.chunk_bytes());
+        // SAFETY: the slots lie inside the mapping, which `pool` keeps, and no two overlap. The server
+        // gave them to this worker alone; whatever another process writes there meanwhile garbles
+        // bytes and nothing else, and the commit tells whether they were this worker's until the end.
+        let memory = memory.map(|slots| slots.into_iter().map(|mut slot| unsafe { slot.as_mut() }));
+        let copied = match (memory, direction) {
+            (None, _) => Err("the server's slots are not chunks of its pool".to_owned()),
+            (Some(memory), Direction::Store) => {
+                let mut memory: Vec<&mut [u8]> = memory.collect();
+                memory.iter().for_each(|slot| map_pages(slot));
+                (self.copies.gather(&plan, &mut memory)).map_err(|error| error.to_string())
+            }
+            (Some(memory), Direction::Retrieve) => {
+                let memory: Vec<&[u8]> = memory.map(|slot| &*slot).collect();
+                (self.copies.scatter(&plan, &memory)).map_err(|error| error.to_string())
+            }
+        };
+        add(
+            &self.shared.counters.copy_nanos,
+            started.elapsed().as_nanos() as u64,
+        );
+        // A pool that was cut short is noticed here.
+        copied.and_then(|_| pool.memory.check().map_err(|error| error.to_string()))
+    }
+
+    /// Ends a transfer, unless it was dropped before, and counts it: with the chunks of its range that
+    /// it moved, or as failed.
+    fn end(&self, transfer: &Transfer, moved: Result<&[u64], Failure>) {
+        let shared = &self.shared;
+        if let Err(failure) = &moved
+            && let Some((kind, why)) = failure.described()
+        {
+            let (what, consequence) = match transfer.direction {
+                Direction::Store => ("store", "its chunks are not cached"),
+                Direction::Retrieve => ("load", "its blocks are reported as failed"),
+            };
+            shared.common.log.failed((what, kind), Instant::now(), || {
+                let request_id = shown(&transfer.op.request_id);
+                format!("{what} failed for request {request_id}: {why}; {consequence}")
+            });
+        }
+        let counters = &shared.counters;
+        let chunk_bytes =
+            (shared.pool.lock().as_ref()).map_or(0, |pool| pool.described.paged.chunk_bytes());
+        let (chunks, bytes, failed) = match transfer.direction {
+            Direction::Store => (
+                &counters.stored_chunks,
+                &counters.stored_bytes,
+                &counters.stores_failed,
+            ),
+            Direction::Retrieve => (
+                &counters.retrieved_chunks,
+                &counters.retrieved_bytes,
+                &counters.retrieves_failed,
+            ),
+        };
+        let mut work = shared.work.lock();
+        if !work.end(transfer, moved.as_deref().unwrap_or_default()) {
+            return;
+        }
+        match &moved {
+            Ok(moved) => {
+                add(chunks, moved.len() as u64);
+                add(bytes, moved.len() as u64 * chunk_bytes);
+            }
+            Err(_) => add(failed, 1),
+        }
+        if moved.is_err() && transfer.direction == Direction::Retrieve {
+            // Blocks that are shared with the engine's own prefix cache were not touched.
+            let op = &transfer.op;
+            let skipped = op.skip_first_n_tokens / shared.common.engine.block_size as usize;
+            work.failed_blocks.extend(op.block_ids.iter().skip(skipped));
+        }
+        drop(work);
+        shared.changed.notify_all();
+    }
+}
+
+/// Returns the start of an answer that does not fit its request.
+fn answered(reply: &Reply) -> String {
+    shown(&format!("{reply:?}"))
+}
+
+/// Maps the pages of a slot by reads: the kernel maps the 64 KiB around a read, but one page for a
+/// write, and the first copy into a slot would take most of its time for that.
+fn map_pages(slot: &[u8]) {
+    for byte in slot.iter().step_by(64 << 10) {
+        std::hint::black_box(*byte);
+    }
+}
+
+/// Takes the transfers of the next batch: retrieves, or else stores.
+///
+/// No two name the same range of a request: the server gives both the same slots, which are the
+/// worker's only until the first is committed.
+fn take_batch(work: &mut Work) -> Vec<Transfer> {
+    let queue = match work.retrieves.is_empty() {
+        false => &mut work.retrieves,
+        true => &mut work.stores,
+    };
+    let mut batch: Vec<Transfer> = Vec::new();
+    while batch.len() < BATCH
+        && let Some(next) = queue.pop_front()
+    {
+        let names_same = |other: &Transfer| {
+            other.op.request_id == next.op.request_id && other.op.tokens == next.op.tokens
+        };
+        if batch.iter().any(names_same) {
+            queue.push_front(next);
+            break;
+        }
+        batch.push(next);
+    }
+    batch
+}
+
+/// Returns the memory of slots; `None` where one is not a chunk of the pool or two overlap.
+fn slot_memory(
+    pool: &MappedSegment,
+    slots: &[SlotDescriptor],
+    chunk_bytes: u64,
+) -> Option<Vec<NonNull<[u8]>>> {
+    let mut ranges: Vec<(u64, u64)> = (slots.iter())
+        .map(|slot| (slot.offset, slot.length))
+        .collect();
+    ranges.sort_unstable();
+    let apart = (ranges.windows(2)).all(|pair| pair[0].0.saturating_add(pair[0].1) <= pair[1].0);
+    let inside = |slot: &SlotDescriptor| {
+        let end = slot.offset.checked_add(slot.length);
+        slot.length == chunk_bytes && end.is_some_and(|end| end <= pool.len())
+    };
+    if !apart || !slots.iter().all(inside) {
+        return None;
+    }
+    let memory = slots.iter().map(|slot| {
+        // SAFETY: the range lies inside the mapping.
+        let start = unsafe { pool.base_ptr().add(slot.offset as usize) };
+        NonNull::slice_from_raw_parts(start, slot.length as usize)
+    });
+    Some(memory.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use lmc_memory::SharedName;
+
+    use super::*;
+
+    #[test]
+    fn slots_that_are_no_chunks_of_the_pool_are_refused() {
+        let name = format!("lmc_test_slots_{}", std::process::id());
+        let name = SharedName::new(&name).expect("a name");
+        fs::write(name.path(), [0; 4096]).expect("a segment");
+        let pool = MappedSegment::open_pool(&name, 4096).expect("mapped");
+        fs::remove_file(name.path()).expect("it is there");
+        let fits = |slots: &[(u64, u64)]| {
+            let slot = |&(offset, length): &(u64, u64)| SlotDescriptor {
+                offset,
+                length,
+                ..SlotDescriptor::default()
+            };
+            let slots: Vec<_> = slots.iter().map(slot).collect();
+            slot_memory(&pool, &slots, 1024).is_some()
+        };
+        assert!(fits(&[(3072, 1024), (0, 1024)]));
+        for wrong in [
+            &[(3073, 1024)][..],
+            &[(u64::MAX, 1024)],
+            &[(0, 1023)],
+            &[(0, 2048)],
+            &[(0, 1024), (1023, 1024)],
+            &[(0, 1024), (0, 1024)],
+        ] {
+            assert!(!fits(wrong), "{wrong:?}");
+        }
+    }
+}

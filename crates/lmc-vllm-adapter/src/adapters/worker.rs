@@ -1,0 +1,689 @@
+//! The worker's side: moves chunks between the engine's blocks and the server's pool.
+//!
+//! The engine's thread only queues what is to be moved, for the thread of [`Mover`].
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_memory::{CopyPool, MappedSegment, Planes, SharedName};
+use parking_lot::{Condvar, Mutex};
+
+use crate::adapters::common::{Common, START_TIMEOUT, Server, ServerState};
+use crate::adapters::link::{Link, OwnThread, SessionId, Setup};
+use crate::adapters::mover::Mover;
+use crate::adapters::tensors::Described;
+use crate::adapters::{AdapterError, Endpoint, EngineDescription, KvLayers, LogLine, Prompt};
+use crate::protocol::{
+    CacheKey, EngineDrivenContext, EngineRecord, Reply, Request, RequestConfigs,
+};
+
+/// One transfer between blocks of the engine and chunks of a prompt.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LoadStoreOp {
+    /// Id of the request.
+    pub request_id: String,
+    /// The prompt up to the end of the range, at least.
+    pub prompt: Prompt,
+    /// The range in tokens, in whole chunks.
+    pub tokens: Range<usize>,
+    /// The blocks of the range.
+    pub block_ids: Vec<u32>,
+    /// Tokens at the start of the range whose blocks a retrieve must not write.
+    pub skip_first_n_tokens: usize,
+    /// Name of the tenant.
+    pub cache_salt: String,
+    /// Settings of the request.
+    pub configs: RequestConfigs,
+    /// Number by which [`WorkerAdapter::take_ended_stores`] names this store. `None`: it is not
+    /// named there.
+    pub store_number: Option<u64>,
+}
+
+/// A store that has ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EndedStore {
+    /// Number of the store.
+    pub number: u64,
+    /// Chunks that this store has added to the server, counted from the first of its range.
+    pub chunks: Vec<u64>,
+}
+
+/// Requests whose transfers have ended.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Finished {
+    /// Requests that the engine has named finished and that have no store left.
+    pub stores: HashSet<String>,
+    /// Requests whose retrieves have all ended, well or not.
+    pub retrieves: HashSet<String>,
+}
+
+/// Figures of a [`WorkerAdapter`] since its start.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WorkerStats {
+    /// Chunks written into the pool and committed.
+    pub stored_chunks: u64,
+    /// Payload bytes of those chunks.
+    pub stored_bytes: u64,
+    /// Stores that ended without a commit.
+    pub stores_failed: u64,
+    /// Chunks read from the pool.
+    pub retrieved_chunks: u64,
+    /// Payload bytes of those chunks.
+    pub retrieved_bytes: u64,
+    /// Retrieves that ended without all their chunks.
+    pub retrieves_failed: u64,
+    /// Time in which bytes were copied, in nanoseconds.
+    pub copy_nanos: u64,
+    /// Connections to the server that were lost.
+    pub connections_lost: u64,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) stored_chunks: AtomicU64,
+    pub(crate) stored_bytes: AtomicU64,
+    pub(crate) stores_failed: AtomicU64,
+    pub(crate) retrieved_chunks: AtomicU64,
+    pub(crate) retrieved_bytes: AtomicU64,
+    pub(crate) retrieves_failed: AtomicU64,
+    pub(crate) copy_nanos: AtomicU64,
+}
+
+pub(crate) fn add(counter: &AtomicU64, count: u64) {
+    counter.fetch_add(count, Ordering::Relaxed);
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Store,
+    Retrieve,
+}
+
+/// A transfer that is queued or under way, with its number.
+#[derive(Debug)]
+pub(crate) struct Transfer {
+    pub(crate) number: u64,
+    pub(crate) direction: Direction,
+    pub(crate) op: LoadStoreOp,
+}
+
+/// Progress of a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Progress {
+    Queued,
+    Copying,
+    /// The blocks may be written again; the server has not confirmed the store yet.
+    Copied,
+}
+
+/// Transfers of one request that have not ended.
+#[derive(Debug, Default)]
+struct OfRequest {
+    /// Stores by their numbers.
+    stores: HashMap<u64, Progress>,
+    retrieves: usize,
+    /// True if the request had a store, and its end was not reported yet.
+    had_stores: bool,
+    /// True once the engine has named the request finished.
+    finished: bool,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Work {
+    pub(crate) retrieves: VecDeque<Transfer>,
+    pub(crate) stores: VecDeque<Transfer>,
+    requests: HashMap<String, OfRequest>,
+    /// Requests whose retrieves have ended since the last report.
+    retrieved: HashSet<String>,
+    pub(crate) failed_blocks: HashSet<u32>,
+    /// Stores with a number that have ended since the last report.
+    ended: Vec<EndedStore>,
+    pub(crate) stopped: bool,
+    next_number: u64,
+}
+
+impl Work {
+    fn queue(&mut self, direction: Direction, op: LoadStoreOp) {
+        let number = self.next_number;
+        self.next_number += 1;
+        let request = self.requests.entry(op.request_id.clone()).or_default();
+        let queue = match direction {
+            Direction::Store => {
+                request.stores.insert(number, Progress::Queued);
+                request.had_stores = true;
+                &mut self.stores
+            }
+            Direction::Retrieve => {
+                request.retrieves += 1;
+                &mut self.retrieves
+            }
+        };
+        queue.push_back(Transfer {
+            number,
+            direction,
+            op,
+        });
+    }
+
+    /// Returns true if a transfer may be copied now: it was not dropped meanwhile.
+    pub(crate) fn begin_copy(&mut self, transfer: &Transfer) -> bool {
+        let request = self.requests.get_mut(&transfer.op.request_id);
+        match transfer.direction {
+            Direction::Retrieve => true,
+            Direction::Store => request
+                .and_then(|request| request.stores.get_mut(&transfer.number))
+                .is_some_and(|progress| {
+                    *progress = Progress::Copying;
+                    true
+                }),
+        }
+    }
+
+    /// Notes that a store needs its blocks no more.
+    pub(crate) fn end_copy(&mut self, transfer: &Transfer) {
+        if let Some(request) = self.requests.get_mut(&transfer.op.request_id)
+            && let Some(progress) = request.stores.get_mut(&transfer.number)
+        {
+            *progress = Progress::Copied;
+        }
+    }
+
+    /// Notes the end of a transfer, and the chunks that it moved. Returns false for a store that was
+    /// dropped before.
+    pub(crate) fn end(&mut self, transfer: &Transfer, chunks: &[u64]) -> bool {
+        let request_id = &transfer.op.request_id;
+        if let (Direction::Store, Some(number)) = (transfer.direction, transfer.op.store_number) {
+            let chunks = chunks.to_vec();
+            self.ended.push(EndedStore { number, chunks });
+        }
+        let Some(request) = self.requests.get_mut(request_id) else {
+            return false;
+        };
+        match transfer.direction {
+            Direction::Store => request.stores.remove(&transfer.number).is_some(),
+            Direction::Retrieve => {
+                request.retrieves -= 1;
+                if request.retrieves == 0 {
+                    self.retrieved.insert(request_id.clone());
+                    if !request.had_stores {
+                        self.requests.remove(request_id);
+                    }
+                }
+                true
+            }
+        }
+    }
+
+    fn has_stores(&self, request_id: &str) -> bool {
+        let request = self.requests.get(request_id);
+        let needs_blocks = |progress: &Progress| *progress != Progress::Copied;
+        request.is_some_and(|request| request.stores.values().any(needs_blocks))
+    }
+
+    /// Drops the stores of a request that are not being copied, and returns their number.
+    fn drop_stores(&mut self, request_id: &str) -> usize {
+        let Some(request) = self.requests.get_mut(request_id) else {
+            return 0;
+        };
+        let before = request.stores.len();
+        let begun = |progress: &Progress| *progress != Progress::Queued;
+        request.stores.retain(|_, progress| begun(progress));
+        let stores = &request.stores;
+        self.stores.retain(|transfer| {
+            let stays =
+                transfer.op.request_id != request_id || stores.contains_key(&transfer.number);
+            if let (false, Some(number)) = (stays, transfer.op.store_number) {
+                let chunks = Vec::new();
+                self.ended.push(EndedStore { number, chunks });
+            }
+            stays
+        });
+        before - stores.len()
+    }
+}
+
+/// The engine's memory, once it is registered.
+#[derive(Debug)]
+struct Registered {
+    layers: KvLayers,
+    described: Arc<Described>,
+    chunk_size: u32,
+}
+
+/// The pool of the connected server.
+#[derive(Debug, Clone)]
+pub(crate) struct Pool {
+    pub(crate) session: SessionId,
+    pub(crate) memory: Arc<MappedSegment>,
+    pub(crate) described: Arc<Described>,
+    pub(crate) server: Server,
+}
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) common: Arc<Common>,
+    pub(crate) instance_id: u64,
+    pub(crate) kv_rank: u32,
+    registered: Mutex<Option<Registered>>,
+    pub(crate) pool: Mutex<Option<Pool>>,
+    /// True if the next connection is to map the pool by its name: the last one brought no descriptor.
+    by_name: AtomicBool,
+    pub(crate) work: Mutex<Work>,
+    pub(crate) changed: Condvar,
+    pub(crate) counters: Counters,
+}
+
+pub(crate) struct WorkerSetup(Arc<Shared>);
+
+impl Setup for WorkerSetup {
+    fn next(
+        &self,
+        session: SessionId,
+        replies: &[Reply],
+        descriptor: &mut Option<OwnedFd>,
+    ) -> Result<Option<Request>, String> {
+        let shared = &self.0;
+        if replies.len() <= 2
+            && let Some(request) = shared.common.next_setup(replies)?
+        {
+            return Ok(Some(request));
+        }
+        let server = shared.common.server().ok_or("no answer to the setup")?;
+        let mut registered = shared.registered.lock();
+        let Some(registered) = &mut *registered else {
+            return Ok(None);
+        };
+        if registered.chunk_size != server.chunk_size {
+            // Registered while no server was there.
+            let described = registered.layers.describe(server.chunk_size);
+            registered.described = Arc::new(described.map_err(|error| error.to_string())?);
+            registered.chunk_size = server.chunk_size;
+        }
+        let described = &registered.described;
+        let registration = match replies.get(2..).unwrap_or_default() {
+            [] if server.pool_descriptor && !shared.by_name.swap(false, Ordering::Relaxed) => {
+                return Ok(Some(Request::PoolDescriptor));
+            }
+            // On this connection the server takes the other end, which is a proxy's, for the process
+            // that copies.
+            [Reply::Int(_)] if descriptor.is_none() => {
+                shared.by_name.store(true, Ordering::Relaxed);
+                return Err("no descriptor of its pool has arrived, as through a proxy".to_owned());
+            }
+            // The descriptor is kept until the registration is answered.
+            [] | [Reply::Int(_)] => return Ok(Some(shared.registration(server, described))),
+            [.., last] => last,
+        };
+        let Reply::Registered {
+            shm_name,
+            pool_size,
+        } = registration
+        else {
+            return Err(format!(
+                "unexpected answer to the registration: {registration:?}"
+            ));
+        };
+        let memory = Arc::new(map_pool(shm_name, *pool_size, descriptor.take())?);
+        enter_pages(&memory);
+        *shared.pool.lock() = Some(Pool {
+            session,
+            memory,
+            described: Arc::clone(described),
+            server,
+        });
+        Ok(None)
+    }
+
+    fn ping(&self) -> Request {
+        let registered = self.0.registered.lock().is_some();
+        Request::Ping {
+            instance_id: registered.then_some(self.0.instance_id),
+        }
+    }
+}
+
+/// Maps the pool by the descriptor that the server passed, or by its name.
+fn map_pool(
+    shm_name: &str,
+    pool_size: u64,
+    descriptor: Option<OwnedFd>,
+) -> Result<MappedSegment, String> {
+    let named = || SharedName::new(shm_name).map_err(|error| error.to_string());
+    let Some(descriptor) = descriptor else {
+        return MappedSegment::open_pool(&named()?, pool_size).map_err(|error| {
+            format!(
+                "{error}: engine and server must run on one host, and share /dev/shm or the folder \
+                 of the server's Unix socket (--ipc-path)"
+            )
+        });
+    };
+    let name = match shm_name {
+        "" => None,
+        _ => Some(named()?),
+    };
+    let memory = MappedSegment::of_descriptor(descriptor, name.as_ref(), pool_size);
+    memory.map_err(|error| error.to_string())
+}
+
+/// Enters the pages of the pool into the page table of this process, as the server gets them.
+/// Without it each copy to a new slot stops at each of its pages.
+///
+/// Threads of the engine that map memory wait while a piece is entered. So the thread has the
+/// engine's own priority, since one that gives way to all others waits for a core in the middle of
+/// a piece, for seconds on a busy machine. It rests between two pieces instead.
+fn enter_pages(memory: &Arc<MappedSegment>) {
+    const PART: u64 = 8 << 20;
+    /// Bytes that are entered at a time.
+    const PIECE: usize = 256 << 10;
+    /// Rest after a piece, in times that it took: the thread uses a fifth of a core.
+    const REST: u32 = 4;
+    const LONGEST_REST: Duration = Duration::from_millis(10);
+    const AGAIN: Duration = Duration::from_secs(1);
+    /// Passes in a row that find nothing new: the server gets its pages as they are used, or has gone.
+    const IN_VAIN: u32 = 10;
+
+    let (len, memory) = (memory.len(), Arc::downgrade(memory));
+    let run = move || {
+        let enter = |start: u64| {
+            let end = len.min(start + PART);
+            (start..end).step_by(PIECE).all(|start| {
+                let (piece, began) = (start..end.min(start + PIECE as u64), Instant::now());
+                let entered = memory.upgrade().map(|memory| memory.enter_pages(piece));
+                thread::sleep((began.elapsed() * REST).min(LONGEST_REST));
+                matches!(entered, Some(Ok(true)))
+            })
+        };
+        let mut left: Vec<u64> = (0..len).step_by(PART as usize).collect();
+        let mut in_vain = 0;
+        loop {
+            let before = left.len();
+            left.retain(|&start| !enter(start));
+            in_vain = if left.len() == before { in_vain + 1 } else { 0 };
+            if left.is_empty() || in_vain == IN_VAIN || memory.strong_count() == 0 {
+                return;
+            }
+            thread::sleep(AGAIN);
+        }
+    };
+    // It only saves time.
+    let _ = thread::Builder::new()
+        .name("lmc-pages".to_owned())
+        .spawn(run);
+}
+
+impl Shared {
+    fn registration(&self, server: Server, described: &Described) -> Request {
+        let engine = &self.common.engine;
+        let chunk = &described.chunk;
+        Request::RegisterEngineDriven(EngineDrivenContext {
+            instance_id: self.instance_id,
+            model_name: self.common.model(server).to_owned(),
+            world_size: engine.world_size,
+            block_size: engine.block_size,
+            num_layers: chunk.layers(),
+            hidden_dim_size: (chunk.row_bytes() / chunk.dtype().size() as u64) as u32,
+            dtype: chunk.dtype().name().to_owned(),
+            use_mla: chunk.planes() == Planes::Fused,
+            num_physical_slots: Some(chunk.rows()),
+            record: server.engine_keys.then(|| EngineRecord {
+                identity: engine.identity.clone(),
+                layout: described.layout.clone(),
+            }),
+        })
+    }
+
+    pub(crate) fn key(&self, server: Server, op: &LoadStoreOp) -> CacheKey {
+        let (range, salt) = (op.tokens.clone(), &op.cache_salt);
+        let key = self
+            .common
+            .key(server, &op.request_id, &op.prompt, range, salt, &op.configs);
+        CacheKey {
+            worker_id: Some(self.kv_rank),
+            ..key
+        }
+    }
+
+    /// Returns the pool of the connection that is up.
+    pub(crate) fn pool(&self, session: SessionId) -> Option<Pool> {
+        let pool = self.pool.lock().clone();
+        pool.filter(|pool| session != 0 && pool.session == session)
+    }
+}
+
+/// Moves the chunks of an engine's worker, without ever waiting on its thread.
+#[derive(Debug)]
+pub struct WorkerAdapter {
+    shared: Arc<Shared>,
+    link: Arc<Link>,
+    thread: OwnThread,
+}
+
+impl WorkerAdapter {
+    /// Connects to a server. Waits at most 5 s for it; without one, stores are dropped and
+    /// retrieves fail until it is there. `copy_threads` threads copy, the adapter's own included.
+    ///
+    /// # Errors
+    /// [`AdapterError`]: the server's chunks are not whole blocks of the engine, or no thread can be
+    /// started.
+    pub fn start(
+        endpoint: Endpoint,
+        engine: EngineDescription,
+        kv_rank: u32,
+        copy_threads: usize,
+    ) -> Result<Self, AdapterError> {
+        let common = Arc::new(Common::new(engine)?);
+        if kv_rank >= common.engine.world_size {
+            let text = format!(
+                "kv_rank must be less than world_size {}, found {kv_rank}",
+                common.engine.world_size
+            );
+            return Err(AdapterError::Invalid(text));
+        }
+        let mut id = [0; 8];
+        getrandom::fill(&mut id).map_err(std::io::Error::from)?;
+        let shared = Arc::new(Shared {
+            common: Arc::clone(&common),
+            // LMCache's server reads a signed number.
+            instance_id: u64::from_le_bytes(id) >> 1,
+            kv_rank,
+            registered: Mutex::default(),
+            pool: Mutex::default(),
+            by_name: AtomicBool::new(false),
+            work: Mutex::default(),
+            changed: Condvar::new(),
+            counters: Counters::default(),
+        });
+        let setup = Arc::new(WorkerSetup(Arc::clone(&shared)));
+        let link = Arc::new(Link::start(endpoint, setup, Arc::clone(&common.log))?);
+        common.wait_for_server(&link)?;
+        let mover = Mover {
+            shared: Arc::clone(&shared),
+            link: Arc::clone(&link),
+            copies: CopyPool::new(copy_threads.saturating_sub(1))?,
+        };
+        let thread = thread::Builder::new()
+            .name("lmc-worker".to_owned())
+            .spawn(move || mover.run())?;
+        Ok(Self {
+            shared,
+            link,
+            thread: OwnThread::new(thread),
+        })
+    }
+
+    /// Registers the paged KV cache of one group of layers, and waits at most 5 s for the server's
+    /// answer. Without a server it is registered when there is one.
+    ///
+    /// # Errors
+    /// [`AdapterError::Invalid`] for tensors whose layout is not known.
+    pub fn register_kv_caches(&self, layers: KvLayers) -> Result<(), AdapterError> {
+        let shared = &self.shared;
+        // Without a server any chunk size shows whether the layout is known.
+        let chunk_size =
+            (shared.common.server()).map_or(layers.tokens_per_block(), |s| s.chunk_size);
+        let described = layers.describe(chunk_size)?;
+        *shared.registered.lock() = Some(Registered {
+            layers,
+            described: Arc::new(described),
+            chunk_size,
+        });
+        self.link.reconnect();
+        self.link.wait_until_up(START_TIMEOUT);
+        Ok(())
+    }
+
+    /// Queues a store. Its blocks must keep their content until the request is reported by
+    /// [`WorkerAdapter::get_finished`], or [`WorkerAdapter::wait_for_stores`] has returned.
+    pub fn submit_store_request(&self, op: LoadStoreOp) {
+        self.submit(Direction::Store, [op]);
+    }
+
+    /// Queues a retrieve. Its blocks belong to the adapter until the request is reported by
+    /// [`WorkerAdapter::get_finished`].
+    pub fn submit_retrieve_request(&self, op: LoadStoreOp) {
+        self.submit(Direction::Retrieve, [op]);
+    }
+
+    /// Queues several stores, see [`WorkerAdapter::submit_store_request`].
+    pub fn batched_submit_store_requests(&self, ops: Vec<LoadStoreOp>) {
+        self.submit(Direction::Store, ops);
+    }
+
+    /// Queues several retrieves, see [`WorkerAdapter::submit_retrieve_request`].
+    pub fn batched_submit_retrieve_requests(&self, ops: Vec<LoadStoreOp>) {
+        self.submit(Direction::Retrieve, ops);
+    }
+
+    fn submit(&self, direction: Direction, ops: impl IntoIterator<Item = LoadStoreOp>) {
+        let mut work = self.shared.work.lock();
+        for op in ops {
+            work.queue(direction, op);
+        }
+        drop(work);
+        self.shared.changed.notify_all();
+    }
+
+    /// Returns the requests whose transfers have ended. A request with stores is reported once, when
+    /// the engine has named it finished, in this call or before; one with retrieves when they have
+    /// ended.
+    pub fn get_finished(&self, finished: impl IntoIterator<Item = String>) -> Finished {
+        let mut work = self.shared.work.lock();
+        for request_id in finished {
+            if let Some(request) = work.requests.get_mut(&request_id) {
+                request.finished = true;
+            }
+        }
+        let mut stores = HashSet::new();
+        work.requests.retain(|request_id, request| {
+            if request.had_stores && request.finished && request.stores.is_empty() {
+                request.had_stores = false;
+                stores.insert(request_id.clone());
+            }
+            request.had_stores || request.retrieves > 0
+        });
+        Finished {
+            stores,
+            retrieves: std::mem::take(&mut work.retrieved),
+        }
+    }
+
+    /// Returns the blocks that retrieves failed to fill since the last call. Called after
+    /// [`WorkerAdapter::get_finished`], it returns those of each request that was reported, now or
+    /// in an earlier call.
+    pub fn get_block_ids_with_load_errors(&self) -> HashSet<u32> {
+        std::mem::take(&mut self.shared.work.lock().failed_blocks)
+    }
+
+    /// Returns the stores with a number that have ended since the last call. Called after
+    /// [`WorkerAdapter::get_finished`], it returns, now or in an earlier call, those of each request
+    /// that was reported, but for stores that were dropped.
+    pub fn take_ended_stores(&self) -> Vec<EndedStore> {
+        std::mem::take(&mut self.shared.work.lock().ended)
+    }
+
+    /// Returns true while a store of the request needs its blocks.
+    pub fn has_stores(&self, request_id: &str) -> bool {
+        self.shared.work.lock().has_stores(request_id)
+    }
+
+    /// Waits until no store of these requests needs its blocks, so that their blocks may be written
+    /// again. After `time`, what has not begun is dropped, and only the copy under way is waited
+    /// for: it waits for no other process, and its blocks must not change before it has ended. Returns true if nothing was dropped.
+    pub fn wait_for_stores(&self, request_ids: &[String], time: Duration) -> bool {
+        let shared = &self.shared;
+        let deadline = Instant::now() + time;
+        let mut work = shared.work.lock();
+        let under_way = |work: &Work| request_ids.iter().any(|id| work.has_stores(id));
+        while under_way(&work) {
+            if shared.changed.wait_until(&mut work, deadline).timed_out() {
+                break;
+            }
+        }
+        if !under_way(&work) {
+            return true;
+        }
+        let dropped = request_ids
+            .iter()
+            .map(|id| work.drop_stores(id))
+            .sum::<usize>();
+        add(&shared.counters.stores_failed, dropped as u64);
+        // What is left is being copied, which waits for nothing.
+        while under_way(&work) {
+            shared.changed.wait(&mut work);
+        }
+        dropped == 0
+    }
+
+    /// Returns the state of the connection to the server.
+    pub fn server(&self) -> ServerState {
+        self.shared.common.state(&self.link)
+    }
+
+    /// Returns the lines for the engine's log since the last call.
+    pub fn take_log(&self) -> Vec<LogLine> {
+        self.shared.common.log.take()
+    }
+
+    /// Returns the figures since the start.
+    pub fn stats(&self) -> WorkerStats {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let counters = &self.shared.counters;
+        WorkerStats {
+            stored_chunks: get(&counters.stored_chunks),
+            stored_bytes: get(&counters.stored_bytes),
+            stores_failed: get(&counters.stores_failed),
+            retrieved_chunks: get(&counters.retrieved_chunks),
+            retrieved_bytes: get(&counters.retrieved_bytes),
+            retrieves_failed: get(&counters.retrieves_failed),
+            copy_nanos: get(&counters.copy_nanos),
+            connections_lost: self.link.lost(),
+        }
+    }
+
+    /// Ends all threads. What was queued is dropped; the copy under way is waited for. The memory of
+    /// the tensors is not touched afterwards.
+    pub fn shutdown(&self) {
+        if self.thread.is_forked() {
+            return;
+        }
+        self.shared.work.lock().stopped = true;
+        self.shared.changed.notify_all();
+        // Answers that the thread waits for fail.
+        self.link.stop();
+        self.thread.join();
+        *self.shared.pool.lock() = None;
+        *self.shared.registered.lock() = None;
+    }
+}
+
+impl Drop for WorkerAdapter {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}

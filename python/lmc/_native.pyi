@@ -1,0 +1,168 @@
+"""Adapters between an engine and `lmc serve`, in Rust.
+
+All methods may be called from any thread and none of them waits for the network unless its text
+says so. The interpreter's lock is released while Rust works.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from lmc.ops import LoadStoreOp
+
+def chunk_hashes(block_hashes: Sequence[bytes], blocks_per_chunk: int, chunks: int) -> bytes:
+    """Returns the last block hash of each of the first `chunks` chunks, 32 bytes each.
+
+    A hash of another length is replaced by its BLAKE3 digest.
+    """
+
+class SchedulerAdapter:
+    """Lookups of an engine's scheduler."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        model: str,
+        world_size: int,
+        num_kv_readers: int = 1,
+        identity: str = "",
+        hash_mode: bool = True,
+        block_size: int,
+    ) -> None:
+        """Starts one thread and waits at most 5 s for the server at `endpoint`.
+
+        The endpoint is `tcp://HOST:PORT`, `ipc://PATH`, or `local`: `/run/lmc/lmc.sock` where it
+        is there, else `tcp://127.0.0.1:5555`. Without a server every lookup is a miss
+        until one is there. Raises `ValueError` if the server's chunk size is no multiple of
+        `block_size`.
+        """
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of a chunk; 0 until a server was there."""
+
+    @property
+    def num_blocks_per_chunk(self) -> int:
+        """Blocks of a chunk; 0 until a server was there."""
+
+    @property
+    def hash_mode(self) -> bool:
+        """Whether lookups may name block hashes: the server must know them."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the server answers."""
+
+    def maybe_submit_lookup_request(
+        self,
+        request_id: str,
+        *,
+        token_ids: Sequence[int] | None = None,
+        block_hashes: Sequence[bytes] | None = None,
+        cache_salt: str = "",
+        configs: Mapping[str, object] | None = None,
+    ) -> None:
+        """Asks for the leading chunks of a prompt, unless this request has asked before.
+
+        Exactly one of `token_ids` and `block_hashes` must be given.
+        """
+
+    def check_lookup_result(self, request_id: str) -> int | None:
+        """Returns the matched tokens: `None` while pending, 0 for an unknown request."""
+
+    def cleanup_lookup_result(self, request_id: str) -> None:
+        """Removes the result; the server keeps the leases."""
+
+    def end_session(self, request_id: str) -> None:
+        """Gives back all leases of a request."""
+
+    def reset_cache(self) -> bool:
+        """Clears the server's cache and waits at most 10 s for that."""
+
+    def stats(self) -> dict[str, int]:
+        """Returns counters since the start."""
+
+    def take_log(self) -> list[tuple[int, str]]:
+        """Returns the lines for the log since the last call: level of `logging`, text."""
+
+    def shutdown(self) -> None:
+        """Ends the thread."""
+
+class WorkerAdapter:
+    """Copies between an engine's KV cache and the server's pool."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        model: str,
+        world_size: int,
+        kv_rank: int,
+        num_kv_readers: int = 1,
+        identity: str = "",
+        hash_mode: bool = True,
+        block_size: int,
+        copy_threads: int = 1,
+    ) -> None: ...
+    @property
+    def chunk_size(self) -> int: ...
+    @property
+    def num_blocks_per_chunk(self) -> int: ...
+    @property
+    def hash_mode(self) -> bool: ...
+    @property
+    def healthy(self) -> bool: ...
+    def register_kv_caches(
+        self,
+        tensors: Sequence[tuple[int, Sequence[int], Sequence[int], str]],
+        *,
+        layout: str,
+        tokens_per_block: int,
+    ) -> None:
+        """Names the tensors of one KV group, in layer order.
+
+        A tensor is its address, shape, strides in elements and element type. The memory must stay
+        valid until `shutdown` returns. Raises `ValueError` for a layout that lmc does not know.
+        """
+
+    def submit_store_request(self, op: LoadStoreOp) -> None:
+        """Queues a store; a Rust thread copies."""
+
+    def submit_retrieve_request(self, op: LoadStoreOp) -> None:
+        """Queues a load; a Rust thread copies."""
+
+    def batched_submit_store_requests(self, ops: Sequence[LoadStoreOp]) -> None: ...
+    def batched_submit_retrieve_requests(self, ops: Sequence[LoadStoreOp]) -> None: ...
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Returns the requests whose stores, and those whose retrieves, have all ended.
+
+        A store is reported once the engine has named its request, in this call or before.
+        """
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Returns the blocks whose load failed since the last call.
+
+        They are returned no later than `get_finished` names their request.
+        """
+
+    def take_ended_stores(self) -> list[tuple[int, list[int]]]:
+        """Returns the numbered stores that have ended since the last call.
+
+        Each with the chunks that it has added to the server, counted from the first of its range.
+        They are returned no later than `get_finished` names their request, but for those that
+        `wait_for_stores` has dropped.
+        """
+
+    def has_stores(self, request_id: str) -> bool:
+        """Whether a store of this request is under way."""
+
+    def wait_for_stores(self, request_ids: Sequence[str], timeout: float) -> bool:
+        """Waits until no store of these requests is under way.
+
+        After `timeout` seconds it cancels what has not begun, waits for the copy under way, and
+        returns `False`.
+        """
+
+    def stats(self) -> dict[str, int]: ...
+    def take_log(self) -> list[tuple[int, str]]: ...
+    def shutdown(self) -> None:
+        """Ends all threads. No Rust thread touches Python or the tensors afterwards."""

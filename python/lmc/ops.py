@@ -1,0 +1,28 @@
+"""The copies that the scheduler asks a worker for."""
+
+from dataclasses import dataclass
+
+ConfigValue = str | int | float | bool | None
+
+
+@dataclass(slots=True)
+class LoadStoreOp:
+    """Store or load of whole chunks of one request.
+
+    `start` and `end` count tokens and are multiples of the chunk size; `block_ids` are the blocks
+    of these tokens. `token_ids` are the prompt's tokens up to `end`, or `chunk_hashes` the hashes
+    of its chunks up to `end`, 32 bytes each.
+    """
+
+    request_id: str
+    block_ids: list[int]
+    start: int
+    end: int
+    token_ids: list[int] | None = None
+    chunk_hashes: bytes | None = None
+    cache_salt: str = ""
+    configs: dict[str, ConfigValue] | None = None
+    # Tokens at the start of a load that are not written: their blocks are shared.
+    skip_first_n_tokens: int = 0
+    # Number by which the adapter names the end of a store; `None`: it does not.
+    store_number: int | None = None

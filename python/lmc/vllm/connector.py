@@ -1,0 +1,347 @@
+"""`LmcConnector`: vLLM's connector interface over the adapters."""
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.utils import get_pp_indices
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, is_full_attention_spec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from lmc import _native
+from lmc.vllm import interface
+from lmc.vllm.cores import beside_the_engine
+from lmc.vllm.events import EventTally, StoredChunks
+from lmc.vllm.identity import hash_mode, identity_record
+from lmc.vllm.kv_events import LmcKVEvents, are_wanted, chunk_of, event_source, stored
+from lmc.vllm.metadata import Step
+from lmc.vllm.scheduler import SchedulerSide
+from lmc.vllm.settings import Settings
+from lmc.vllm.stats import LmcPromMetrics, LmcStats, StatsSource
+from lmc.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent, KVConnectorKVEvents
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.lmc")
+
+KVConnectorMetadata.register(Step)
+
+
+class LmcConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the KV cache of prompts in `lmc serve`.
+
+    vLLM makes one in its scheduler and one in each worker.
+    """
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
+        interface.check(logger.warning)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._spec = _supported_group(vllm_config, kv_cache_config)
+        settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
+        cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+        mode = hash_mode(
+            cache.prefix_caching_hash_algo, settings.hash_mode, os.environ.get("PYTHONHASHSEED")
+        )
+        # Ranks of one tensor-parallel group hold the same latent vectors.
+        readers = parallel.tensor_parallel_size if self._is_latent else 1
+        common: dict[str, Any] = {
+            "model": vllm_config.model_config.model,
+            "world_size": parallel.world_size // readers,
+            "num_kv_readers": readers,
+            "identity": identity_record(
+                vllm_config,
+                kv_cache_config,
+                mode,
+                "vllm " + ".".join(vllm.__version__.split(".")[:2]),
+                _layers_of_ranks(vllm_config),
+                settings.identity,
+            ),
+            "hash_mode": mode.by_hash,
+            "block_size": cache.block_size,
+        }
+        can_store = self._kv_transfer_config.is_kv_producer
+        has_events = are_wanted(vllm_config)
+        # Events of chunks that not all ranks have stored.
+        self._tally = EventTally(common["world_size"], chunk_of)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._stats = StatsSource()
+        self._last_line = ""
+        if role == KVConnectorRole.SCHEDULER:
+            if mode.warning is not None:
+                logger.warning(mode.warning)
+            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+                logger.warning(
+                    "one failed load ends its request with an error: set "
+                    '"kv_load_failure_policy":"recompute" in --kv-transfer-config'
+                )
+            speculative = vllm_config.speculative_config
+            self._scheduler = SchedulerSide(
+                _native.SchedulerAdapter(settings.endpoint, **common),
+                _native.chunk_hashes,
+                block_size=cache.block_size,
+                by_hash=mode.by_hash,
+                can_store=can_store,
+                # A draft model writes the last tokens of a request again.
+                volatile_tokens=0
+                if speculative is None
+                else 1 + speculative.num_speculative_tokens,
+                events=event_source(cache.block_size) if has_events else None,
+            )
+        else:
+            with beside_the_engine():
+                adapter = _native.WorkerAdapter(
+                    settings.endpoint,
+                    kv_rank=parallel.rank // readers,
+                    copy_threads=settings.copy_threads,
+                    **common,
+                )
+            self._worker = WorkerSide(
+                adapter,
+                can_store=can_store and parallel.rank % readers == 0,
+                events=StoredChunks(adapter, cache.block_size, stored) if has_events else None,
+            )
+        self._log()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a store that is dropped is a miss later."""
+        return False
+
+    # Workers.
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        assert self._worker is not None
+        (group,) = self._kv_cache_config.kv_cache_groups
+        layout = self._kv_cache_config.kv_cache_layout
+        if layout is None:
+            raise ValueError("vLLM did not say in which layout the KV cache lies")
+        self._worker.register_kv_caches(
+            [kv_caches[name] for name in group.layer_names],
+            KVCacheLayout[layout].layer_view_order,
+            blocks=self._kv_cache_config.num_blocks,
+            block_size=self._spec.block_size,
+            is_latent=self._is_latent,
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert self._worker is not None
+        self._worker.handle_preemptions(_step(kv_connector_metadata))
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.start_load(_step(self._connector_metadata))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Does nothing: loads end before vLLM schedules their request."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: "torch.Tensor",
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,
+    ) -> None:
+        """Does nothing: stores begin when all layers are there."""
+
+    def wait_for_save(self) -> None:
+        """Begins the stores of this step; their blocks stay until they have ended."""
+        assert self._worker is not None
+        self._worker.submit_stores(_step(self._connector_metadata))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        assert self._worker is not None
+        step = self._connector_metadata
+        return self._worker.get_finished(None if step is None else _step(step))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.adapter.get_block_ids_with_load_errors()
+
+    def get_kv_connector_kv_cache_events(self) -> "KVConnectorKVEvents | None":
+        """Returns the chunks that this worker has stored since the last step."""
+        assert self._worker is not None
+        events = self._worker.take_events()
+        return LmcKVEvents(events) if events else None
+
+    # Scheduler.
+
+    def on_new_request(self, request: "Request") -> None:
+        assert self._scheduler is not None
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        assert self._scheduler is not None
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        assert self._scheduler is not None
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        assert self._scheduler is not None
+        self._scheduler.update_connector_output(connector_output)
+        if connector_output.kv_cache_events:
+            self._tally.add(connector_output.kv_cache_events.get_all_events())
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        """Returns the chunks that all ranks have stored; vLLM publishes them."""
+        return self._tally.take()
+
+    def register_finished_partial_tail(
+        self,
+        request: "Request",
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Returns False: nothing is kept of a partial block.
+
+        vLLM 0.32 calls this for Mamba layers alone (`MambaManager.finalize_partial_tail_offload`),
+        and lmc refuses models that have some.
+        """
+        return False
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return self._scheduler.request_finished(request), None
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return self._scheduler.request_finished(request), None
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.adapter.reset_cache() if self._scheduler is not None else None
+
+    # Both.
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        self._log()
+        if self._scheduler is not None:
+            totals = {
+                **self._scheduler.adapter.stats(),
+                **self._scheduler.counts,
+                "kv_events_dropped": self._tally.dropped,
+            }
+        else:
+            assert self._worker is not None
+            totals = self._worker.adapter.stats()
+        return self._stats.take(totals)
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> "KVConnectorStats | None":
+        return LmcStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: "dict[type[PromMetric], type[PromMetricT]]",
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> "KVConnectorPromMetrics | None":
+        return LmcPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Ends all threads; vLLM frees the KV cache afterwards."""
+        self._log()
+        for side in self._sides:
+            side.adapter.shutdown()
+
+    def _log(self) -> None:
+        """Writes the adapters' lines to vLLM's log, once a step."""
+        for side in self._sides:
+            for level, text in side.adapter.take_log():
+                # A server that stays away is named at each attempt to connect.
+                if text != self._last_line:
+                    logger.log(level, "%s", text)
+                self._last_line = text
+
+    @property
+    def _sides(self) -> "list[SchedulerSide | WorkerSide]":
+        return [side for side in (self._scheduler, self._worker) if side is not None]
+
+    @property
+    def _is_latent(self) -> bool:
+        return isinstance(self._spec, MLAAttentionSpec)
+
+
+def _step(metadata: object) -> Step:
+    assert isinstance(metadata, Step)
+    return metadata
+
+
+def _supported_group(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> "KVCacheSpec":
+    """Returns the spec of the only KV group, or raises `ValueError` for what lmc cannot hold."""
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ValueError(
+            "lmc does not hold the KV cache of context-parallel engines: start vLLM without "
+            "--decode-context-parallel-size and --prefill-context-parallel-size, or without lmc"
+        )
+    groups = kv_cache_config.kv_cache_groups
+    kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+    if len(groups) != 1 or not is_full_attention_spec(groups[0].kv_cache_spec):
+        raise ValueError(
+            "lmc holds the KV cache of models with one group of full-attention layers, and this "
+            f"model has {len(groups)} groups ({kinds}): start vLLM with "
+            "--disable-hybrid-kv-cache-manager where the model allows that, or without lmc"
+        )
+    spec = groups[0].kv_cache_spec
+    if spec.block_size != config.cache_config.block_size:
+        raise ValueError(
+            f"lmc needs KV blocks of as many tokens as vLLM's block hashes: the group has "
+            f"{spec.block_size}, the hashes {config.cache_config.block_size}: set --block-size to "
+            "one that the attention backend uses as it is"
+        )
+    return spec
+
+
+def _layers_of_ranks(config: "VllmConfig") -> list[tuple[int, int]]:
+    """Returns the layers of each pipeline rank, which all ranks state alike."""
+    layers = config.model_config.get_total_num_hidden_layers()
+    ranks = config.parallel_config.pipeline_parallel_size
+    return [get_pp_indices(layers, rank, ranks) for rank in range(ranks)]

@@ -1,0 +1,92 @@
+"""State of one request in the scheduler's connector."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lmc.ops import ConfigValue
+from lmc.vllm.adapters import Adapters
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+# Request fields of other connectors that lmc's server reads as well.
+ALIASES = frozenset(
+    (
+        "remote_prefiller",
+        "remote_decoder",
+        "remote_kv_source",
+        "do_remote_prefill",
+        "do_remote_decode",
+    )
+)
+MAX_SALT = 128
+# Salts that begin so are made here, and never taken from a request as they are.
+OWN_SALT = "lmc-"
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What the scheduler's connector knows of a request.
+
+    A request is looked up, may be loaded, and stores its chunks as they become complete. A
+    preemption starts it again.
+    """
+
+    request: "Request"
+    salt: str
+    configs: dict[str, ConfigValue] | None
+    # The request's chunks are named by vLLM's block hashes; by tokens otherwise.
+    by_hash: bool
+    # Preemptions of the request at its lookup.
+    preemptions: int
+    # Tokens that the server has; `None` until it has answered.
+    matched: int | None = None
+    # Tokens that vLLM had itself when the server's answer was used.
+    computed: int = 0
+    # vLLM has given the request its blocks.
+    is_allocated: bool = False
+    # A load was sent to the workers and not reported as finished.
+    is_loading: bool = False
+    # The server may hold leases for the request.
+    has_session: bool = False
+    # Tokens that were found or whose store was sent to the workers.
+    stored: int = 0
+    # A store was sent to the workers at some time; outlives preemptions.
+    has_stored: bool = False
+
+
+def transfer_configs(params: dict[str, Any] | None) -> dict[str, ConfigValue] | None:
+    """Returns the entries of `kv_transfer_params` that are for lmc's server."""
+    if not params:
+        return None
+    configs = {
+        key: value if isinstance(value, (str, int, float, bool, type(None))) else _json(value)
+        for key, value in params.items()
+        if isinstance(key, str) and key.startswith(("lmcache.", "lmc."))
+    }
+    for key in ALIASES & params.keys():
+        value = params[key]
+        configs[key] = value if isinstance(value, str) else _json(value)
+    return configs or None
+
+
+def effective_salt(request: "Request", adapters: Adapters) -> str | None:
+    """Returns the salt that keeps a request's chunks apart from others'.
+
+    The request's own salt, unless the protocol cannot carry it or a LoRA adapter changes the KV
+    data: then the digest of all of these. `None` where nothing tells the adapter's KV data apart.
+    """
+    salt, lora = request.cache_salt or "", request.lora_request
+    is_plain = len(salt) <= MAX_SALT and not set(salt) & set("@/\\\0")
+    if lora is None and is_plain and not salt.startswith(OWN_SALT):
+        return salt
+    adapter = None if lora is None else adapters.named(lora)
+    if lora is not None and adapter is None:
+        return None
+    return OWN_SALT + hashlib.sha256(_json([salt, adapter]).encode()).hexdigest()
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

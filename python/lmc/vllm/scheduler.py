@@ -1,0 +1,252 @@
+"""The scheduler's side of the connector: lookups, and what workers shall load and store.
+
+Nothing here waits. The workers' state is not known here: what was sent to them decides.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from lmc.ops import LoadStoreOp
+from lmc.vllm.adapters import Adapters
+from lmc.vllm.events import EventSource
+from lmc.vllm.metadata import Step
+from lmc.vllm.request import RequestState, effective_salt, transfer_configs
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from lmc._native import SchedulerAdapter
+
+
+class SchedulerSide:
+    """State of all requests that the scheduler knows."""
+
+    def __init__(
+        self,
+        adapter: "SchedulerAdapter",
+        chunk_hashes: Callable[[Sequence[bytes], int, int], bytes],
+        *,
+        block_size: int,
+        by_hash: bool,
+        can_store: bool,
+        volatile_tokens: int = 0,
+        events: EventSource | None = None,
+    ) -> None:
+        """`volatile_tokens` at a request's end may be computed again (speculative decoding).
+
+        `events` describes stores where vLLM's KV events are on.
+        """
+        self.adapter = adapter
+        self.counts: Counter[str] = Counter()
+        self._chunk_hashes = chunk_hashes
+        self._block_size = block_size
+        self._by_hash = by_hash
+        self._can_store = can_store
+        self._volatile_tokens = volatile_tokens
+        self._events = events
+        self._adapters = Adapters()
+        self._requests: dict[str, RequestState] = {}
+        # Requests that are not cached, each of which is counted once.
+        self._refused: set[str] = set()
+        # For the next step.
+        self._loads: list[LoadStoreOp] = []
+        self._finished: set[str] = set()
+
+    def on_new_request(self, request: "Request") -> None:
+        """Counts a request that will not be cached."""
+        # Also where there is no server yet: vLLM's prefix cache keeps its blocks.
+        salt = effective_salt(request, self._adapters)
+        by_hash = self._by_hash and self.adapter.hash_mode
+        if salt is None or not self._is_cacheable(request, by_hash):
+            self._refuse(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Returns the tokens to load beyond those that vLLM has; none while that is not known."""
+        state = self._state(request)
+        if state is None or state.is_allocated:
+            # A request that comes back without a preemption has lost its load: it computes.
+            return 0, False
+        if state.matched is None:
+            state.matched = self.adapter.check_lookup_result(request.request_id)
+            if state.matched is None:
+                return None, False
+            self.adapter.cleanup_lookup_result(request.request_id)
+        state.computed = num_computed_tokens
+        # vLLM computes at least one token, which it takes its first output from.
+        new_tokens = min(state.matched, request.num_tokens - 1) - num_computed_tokens
+        return (new_tokens, True) if new_tokens > 0 else (0, False)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """Plans the load of a request that has its blocks now."""
+        state = self._requests.get(request.request_id)
+        # The second call for a request comes after its load.
+        if state is None or state.is_allocated:
+            return
+        state.is_allocated = True
+        matched = state.stored = state.matched or 0
+        if num_external_tokens == 0:
+            self._end_session(state)
+            return
+        (block_ids,) = blocks.get_block_ids()
+        if len(block_ids) * self._block_size < matched:
+            raise RuntimeError(
+                f"vLLM gave request {request.request_id} {len(block_ids)} blocks of "
+                f"{self._block_size} tokens to load {matched} tokens into"
+            )
+        chunk = self.adapter.chunk_size
+        start = state.computed // chunk * chunk
+        load = self._op(state, block_ids, start, matched)
+        load.skip_first_n_tokens = state.computed - start
+        self._loads.append(load)
+        state.is_loading = True
+        self.counts["load_tokens"] += matched - state.computed
+
+    def build_connector_meta(self, output: "SchedulerOutput") -> Step:
+        """Returns what the workers shall do in this step."""
+        step = Step(loads=self._loads, finished=self._finished)
+        self._loads, self._finished = [], set()
+        for request_id in output.preempted_req_ids or ():
+            state = self._requests.get(request_id)
+            if state is not None and state.has_stored:
+                step.preempted.append(request_id)
+        if self._can_store and self.adapter.healthy:
+            self._add_stores(step, output)
+        return step
+
+    def _add_stores(self, step: Step, output: "SchedulerOutput") -> None:
+        """Adds the chunks that this step completes."""
+        chunk, requests = self.adapter.chunk_size, self._requests
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = requests.get(request_id)
+            if state is None:
+                continue
+            request = state.request
+            # vLLM counts the tokens of a step as computed once it is scheduled.
+            end = request.num_computed_tokens + scheduled
+            if end < state.stored + chunk:
+                continue
+            # Draft tokens that are scheduled may be rejected; those in the request are not.
+            end = min(end, request.num_tokens) - self._volatile_tokens
+            end -= end % chunk
+            if end <= state.stored or self._adapters.are_refused(request.lora_request):
+                continue
+            table = output.kv_connector_block_state
+            block_ids = table.get_block_ids(request_id) if table is not None else None
+            if block_ids is None:
+                continue
+            store = self._op(state, block_ids[0], state.stored, end)
+            if self._events is not None:
+                store.store_number, blocks = self._events.describe(request, state.stored, end)
+                step.blocks[store.store_number] = blocks
+            step.stores.append(store)
+            self.counts["store_tokens"] += end - state.stored
+            state.stored = end
+            state.has_stored = True
+
+    def update_connector_output(self, output: "KVConnectorOutput") -> None:
+        """Notes which loads have ended."""
+        for request_id in output.finished_recving or ():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            state.is_loading = False
+            # vLLM has taken off what failed; what was loaded of a whole prompt lacks one token.
+            chunk = self.adapter.chunk_size
+            kept = state.request.num_computed_tokens + 1
+            state.stored = min(state.stored, kept - kept % chunk)
+            self._end_session(state)
+
+    def request_finished(self, request: "Request") -> bool:
+        """Removes a request. Returns whether vLLM must keep its blocks until a worker names it."""
+        self._refused.discard(request.request_id)
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return False
+        if state.has_session and state.matched is None:
+            self.adapter.cleanup_lookup_result(request.request_id)
+        self._end_session(state)
+        # vLLM keeps the blocks of an aborted request that loads until the load is reported, and
+        # would not know the request a second time. It has had no blocks to store since then.
+        if state.is_loading or not state.has_stored:
+            return False
+        self._finished.add(request.request_id)
+        return True
+
+    def _state(self, request: "Request") -> RequestState | None:
+        """Returns the state of a request that is looked up; begins the lookup where it is new."""
+        state = self._requests.get(request.request_id)
+        if state is not None and state.preemptions == request.num_preemptions:
+            return state
+        by_hash = self._by_hash and self.adapter.hash_mode
+        if self.adapter.chunk_size == 0 or not self._is_cacheable(request, by_hash):
+            return None
+        salt = effective_salt(request, self._adapters)
+        if salt is None:
+            self._refuse(request)
+            return None
+        has_stored = state is not None and state.has_stored
+        if state is not None:
+            self._end_session(state)
+        state = RequestState(
+            request=request,
+            salt=salt,
+            configs=transfer_configs(request.kv_transfer_params),
+            by_hash=by_hash,
+            preemptions=request.num_preemptions,
+            has_stored=has_stored,
+        )
+        self._requests[request.request_id] = state
+        if request.skip_reading_prefix_cache or request.num_tokens < self.adapter.chunk_size:
+            state.matched = 0
+            return state
+        self.adapter.maybe_submit_lookup_request(
+            request.request_id,
+            token_ids=None if by_hash else request.all_token_ids[:],
+            block_hashes=request.block_hashes if by_hash else None,
+            cache_salt=state.salt,
+            configs=state.configs,
+        )
+        state.has_session = True
+        return state
+
+    def _refuse(self, request: "Request") -> None:
+        if request.request_id not in self._refused:
+            self._refused.add(request.request_id)
+            self.counts["refused_requests"] += 1
+
+    def _is_cacheable(self, request: "Request", by_hash: bool) -> bool:
+        """Whether what names a request's chunks names all that they hold."""
+        if request.resumable:
+            # The prompt of a streaming session changes while it runs.
+            return False
+        return by_hash or not (request.mm_features or request.prompt_embeds is not None)
+
+    def _op(self, state: RequestState, block_ids: list[int], start: int, end: int) -> LoadStoreOp:
+        request, size = state.request, self._block_size
+        op = LoadStoreOp(
+            request_id=request.request_id,
+            block_ids=block_ids[start // size : end // size],
+            start=start,
+            end=end,
+            cache_salt=state.salt,
+            configs=state.configs,
+        )
+        if state.by_hash:
+            chunk = self.adapter.chunk_size
+            op.chunk_hashes = self._chunk_hashes(request.block_hashes, chunk // size, end // chunk)
+        else:
+            op.token_ids = request.all_token_ids[:end]
+        return op
+
+    def _end_session(self, state: RequestState) -> None:
+        if state.has_session:
+            state.has_session = False
+            self.adapter.end_session(state.request.request_id)

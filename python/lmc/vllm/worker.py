@@ -1,0 +1,125 @@
+"""The worker's side of the connector: copies, and when they have ended."""
+
+import logging
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from lmc.vllm.events import StoredChunks
+from lmc.vllm.metadata import Step
+
+if TYPE_CHECKING:
+    import torch
+
+    from lmc._native import WorkerAdapter
+
+logger = logging.getLogger("vllm.lmc")
+
+# Names of the orders in which heads and tokens lie in a block.
+LAYOUTS: dict[tuple[int, ...], str] = {(0, 1, 2, 3): "HND", (0, 2, 1, 3): "NHD"}
+# Longest time that a step waits for stores of requests that lost their blocks, in seconds.
+PREEMPTION_TIMEOUT = 5.0
+
+
+class WorkerSide:
+    """Copies of one worker."""
+
+    def __init__(
+        self,
+        adapter: "WorkerAdapter",
+        *,
+        can_store: bool,
+        events: StoredChunks | None = None,
+    ) -> None:
+        """`can_store`: this rank stores; ranks with equal KV data store it once.
+
+        `events` makes KV events where vLLM's are on.
+        """
+        self.adapter = adapter
+        self._can_store = can_store
+        self._events = events if can_store else None
+
+    def register_kv_caches(
+        self,
+        tensors: "Sequence[torch.Tensor]",
+        axes: tuple[int, ...],
+        *,
+        blocks: int,
+        block_size: int,
+        is_latent: bool,
+    ) -> None:
+        """Names the KV cache of each layer to the adapter.
+
+        vLLM's tensors have the axes blocks, heads, tokens, content. `axes` is the order in which
+        they lie in memory. `is_latent`: one vector for each token instead of heads (MLA).
+        """
+        layout = LAYOUTS.get(axes)
+        if layout is None:
+            raise ValueError(
+                f"lmc does not know a KV cache whose axes lie in memory as {axes}: "
+                "set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC"
+            )
+        known: set[int] = set()
+        described = []
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                raise ValueError(
+                    f"lmc copies KV caches in host memory only, and this one is on "
+                    f"{tensor.device}: use LMCacheMPConnector there"
+                )
+            if tensor.dim() != 4 or tensor.shape[0] != blocks:
+                raise ValueError(
+                    f"lmc does not know a KV cache of shape {tuple(tensor.shape)} with {blocks} "
+                    f"blocks of {block_size} tokens: set --block-size to one that the attention "
+                    "backend uses as it is"
+                )
+            # Layers may share one cache.
+            if tensor.data_ptr() in known:
+                continue
+            known.add(tensor.data_ptr())
+            view = tensor.permute(axes)
+            if is_latent:
+                view = view.squeeze(axes.index(1))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            described.append((view.data_ptr(), list(view.shape), list(view.stride()), dtype))
+        self.adapter.register_kv_caches(described, layout=layout, tokens_per_block=block_size)
+
+    def handle_preemptions(self, step: Step) -> None:
+        """Waits until no store reads the blocks that requests have lost."""
+        if step.preempted and not self.adapter.wait_for_stores(step.preempted, PREEMPTION_TIMEOUT):
+            logger.warning(
+                "stores of %d preempted requests took longer than %.0f s; those that had not begun "
+                "were dropped, and their chunks are not cached",
+                len(step.preempted),
+                PREEMPTION_TIMEOUT,
+            )
+
+    def start_load(self, step: Step) -> None:
+        """Begins the loads of a step."""
+        if step.loads:
+            self.adapter.batched_submit_retrieve_requests(step.loads)
+
+    def submit_stores(self, step: Step) -> None:
+        """Begins the stores of a step, which has written their blocks."""
+        if step.stores and self._can_store:
+            if self._events is not None:
+                self._events.submitted(step.blocks)
+            self.adapter.batched_submit_store_requests(step.stores)
+
+    def take_events(self) -> list[Hashable]:
+        """Returns the KV events of the chunks that were stored since the last call.
+
+        Called after `get_finished`, it returns those of each request that was reported.
+        """
+        return [] if self._events is None else self._events.take()
+
+    def get_finished(self, step: Step | None) -> tuple[set[str], set[str]]:
+        """Returns the requests whose stores, and whose loads, have ended.
+
+        Of finished requests only those are named to the adapter whose blocks vLLM keeps: vLLM ends
+        on a report of any other.
+        """
+        finished = step.finished if step is not None else set()
+        if self._can_store:
+            return self.adapter.get_finished(finished)
+        # vLLM waits for every rank, and this one has stored nothing.
+        return finished, self.adapter.get_finished(set())[1]

@@ -1,0 +1,548 @@
+"""A small model of vLLM's scheduler and workers that drives both sides of the connector by a seed.
+
+Each block's memory holds a tag for each token: the hash of the prompt up to it. What vLLM frees is
+overwritten before the next step computes, so that a store that still reads it stores a wrong tag,
+and a load that still writes to it is seen by its owner. All choices come from one generator, in an
+order that no hash of a text changes, so that a seed replays exactly.
+"""
+
+import pickle
+import random
+from types import SimpleNamespace
+
+from lmc.vllm.scheduler import SchedulerSide
+from lmc.vllm.worker import WorkerSide
+from tests.engine import BLOCK, CHUNK, Blocks, chunk_hashes, output
+
+PER_CHUNK = CHUNK // BLOCK
+POISON = "freed"
+MAX_RUNNING = 5
+
+
+class Request:
+    """What the connector reads of a request, and what the model knows of it."""
+
+    cache_salt = lora_request = kv_transfer_params = prompt_embeds = None
+    mm_features, resumable = (), False
+
+    def __init__(self, request_id, tokens, length, skips_reading):
+        self.request_id = request_id
+        self.all_token_ids, self.tags = [], []
+        for token in tokens:
+            self.append(token)
+        self.length = length
+        self.skip_reading_prefix_cache = skips_reading
+        self.num_computed_tokens = self.num_preemptions = 0
+        self.status = "waiting"
+        self.table = []
+
+    def append(self, token):
+        self.all_token_ids.append(token)
+        self.tags.append(hash((self.tags[-1] if self.tags else 0, token)))
+
+    @property
+    def num_tokens(self):
+        return len(self.all_token_ids)
+
+    @property
+    def block_hashes(self):
+        ends = range(BLOCK - 1, self.num_tokens, BLOCK)
+        return [(self.tags[end] % (1 << 255)).to_bytes(32, "big") for end in ends]
+
+
+class Server:
+    """Chunks by rank and name; leases by request."""
+
+    def __init__(self):
+        self.chunks = {}
+        self.leases = {}
+
+    def holds(self, name, ranks):
+        return all((rank, name) in self.chunks for rank in range(ranks))
+
+    def evict(self, rng, everything):
+        leased = {name for names in self.leases.values() for name in names}
+        for key in list(self.chunks):
+            if everything or (key[1] not in leased and rng.random() < 0.5):
+                del self.chunks[key]
+
+
+def names_of(prompt):
+    """The names of a prompt's chunks, from block hashes or tokens."""
+    if isinstance(prompt, bytes):
+        return [prompt[at : at + 32] for at in range(0, len(prompt), 32)]
+    hashes = Request("", prompt, 0, False).block_hashes
+    return hashes[PER_CHUNK - 1 :: PER_CHUNK]
+
+
+class SchedulerAdapter:
+    """Lookups that are answered after some time."""
+
+    chunk_size = CHUNK
+
+    def __init__(self, rng, server, ranks, hash_mode):
+        self.rng, self.server, self.ranks = rng, server, ranks
+        self.hash_mode, self.healthy = hash_mode, True
+        self.pending, self.found = {}, {}
+
+    def maybe_submit_lookup_request(self, request_id, *, token_ids, block_hashes, **_):
+        assert (token_ids is None) != (block_hashes is None)
+        assert request_id not in self.pending and request_id not in self.found
+        if block_hashes is None:
+            self.pending[request_id] = names_of(token_ids)
+        else:
+            self.pending[request_id] = block_hashes[PER_CHUNK - 1 :: PER_CHUNK]
+
+    def answer(self):
+        for request_id in list(self.pending):
+            if self.rng.random() < 0.5:
+                names = self.pending.pop(request_id)
+                count = 0
+                while count < len(names) and self.server.holds(names[count], self.ranks):
+                    count += 1
+                self.found[request_id] = count * CHUNK
+                self.server.leases[request_id] = names[:count]
+
+    def check_lookup_result(self, request_id):
+        assert request_id in self.pending or request_id in self.found
+        return self.found.get(request_id)
+
+    def cleanup_lookup_result(self, request_id):
+        self.pending.pop(request_id, None)
+        self.found.pop(request_id, None)
+
+    def end_session(self, request_id):
+        self.cleanup_lookup_result(request_id)
+        self.server.leases.pop(request_id, None)
+
+
+class WorkerAdapter:
+    """Copies that take some time, as `WorkerAdapter` in Rust reports them."""
+
+    num_blocks_per_chunk = PER_CHUNK
+
+    def __init__(self, model, rank, stored_rank):
+        self.model, self.rank, self.stored_rank = model, rank, stored_rank
+        self.memory = [[POISON] * BLOCK for _ in range(model.blocks)]
+        # Stores as [op, what was read of its blocks or none, whether it is being copied].
+        self.stores, self.loads = [], []
+        self.had_stores, self.named, self.retrieved, self.failed = set(), set(), set(), set()
+
+    def batched_submit_store_requests(self, ops):
+        self.stores += [[op, None] for op in ops]
+        self.had_stores |= {op.request_id for op in ops}
+
+    def batched_submit_retrieve_requests(self, ops):
+        self.loads += ops
+
+    def work(self):
+        """Carries on with some copies."""
+        rng = self.model.rng
+        for op in list(self.loads):
+            if rng.random() < 0.4:
+                self.loads.remove(op)
+                self.load(op)
+        for store in list(self.stores):
+            if rng.random() < 0.4:
+                self.carry_on(store)
+
+    def carry_on(self, store):
+        op, read = store
+        if read is None:
+            store[1] = self.read(op)
+            return
+        self.stores.remove(store)
+        assert read == self.read(op), f"blocks of {op.request_id} changed while they were stored"
+        if self.model.rng.random() < 0.1:
+            return
+        names = self.names(op)[op.start // CHUNK :]
+        for at, name in enumerate(names):
+            tags = read[at * CHUNK : (at + 1) * CHUNK]
+            assert tags == self.model.expected[name], f"{op.request_id} stored other data: {tags}"
+            self.model.server.chunks[self.stored_rank, name] = tags
+
+    def names(self, op):
+        names = names_of(op.token_ids if op.chunk_hashes is None else op.chunk_hashes)
+        assert len(names) == op.end // CHUNK
+        return names
+
+    def read(self, op):
+        assert len(op.block_ids) * BLOCK == op.end - op.start
+        return [tag for block in op.block_ids for tag in self.memory[block]]
+
+    def load(self, op):
+        model, skipped = self.model, op.skip_first_n_tokens // BLOCK
+        assert op.skip_first_n_tokens % BLOCK == 0
+        for block in op.block_ids[skipped:]:
+            assert model.holders[block] == [op.request_id], (
+                f"{op.request_id} loads into block {block} of {model.holders[block]}"
+            )
+        names = self.names(op)[op.start // CHUNK :]
+        leased = set(model.server.leases.get(op.request_id, ()))
+        has_all = all(
+            name in leased and (self.stored_rank, name) in model.server.chunks for name in names
+        )
+        fails = not has_all or model.rng.random() < 0.1
+        for at, block in enumerate(op.block_ids):
+            if at < skipped:
+                continue
+            if fails:
+                self.failed.add(block)
+                self.memory[block] = ["torn"] * BLOCK
+            else:
+                tags = model.server.chunks[self.stored_rank, names[at // PER_CHUNK]]
+                start = at % PER_CHUNK * BLOCK
+                self.memory[block] = tags[start : start + BLOCK]
+        self.retrieved.add(op.request_id)
+
+    def wait_for_stores(self, request_ids, timeout):
+        drops = self.model.rng.random() < 0.3
+        dropped = 0
+        for store in list(self.stores):
+            if store[0].request_id not in request_ids:
+                continue
+            if drops and store[1] is None:
+                self.stores.remove(store)
+                dropped += 1
+                continue
+            while store in self.stores:
+                self.carry_on(store)
+        return dropped == 0
+
+    def get_finished(self, finished):
+        self.named |= finished & self.had_stores
+        busy = {op.request_id for op, _ in self.stores}
+        ended = self.named - busy
+        self.named -= ended
+        self.had_stores -= ended
+        # A request that loads twice in a row is reported when no load is left.
+        retrieved = self.retrieved - {op.request_id for op in self.loads}
+        self.retrieved -= retrieved
+        return ended, retrieved
+
+    def get_block_ids_with_load_errors(self):
+        failed, self.failed = self.failed, set()
+        return failed
+
+
+class Model:
+    """vLLM: one scheduler and its workers."""
+
+    def __init__(self, seed):
+        self.rng = rng = random.Random(seed)
+        self.ranks = rng.choice((1, 1, 2))
+        # Ranks of latent layers hold the same data, which the first stores.
+        is_latent = self.ranks == 2 and rng.random() < 0.5
+        self.blocks = rng.randrange(24, 60)
+        self.budget = rng.choice((10, 24, 64))
+        self.shares = rng.random() < 0.5
+        self.server = Server()
+        by_hash = rng.random() < 0.7
+        stored_ranks = 1 if is_latent else self.ranks
+        self.adapter = SchedulerAdapter(rng, self.server, stored_ranks, by_hash)
+        self.scheduler = SchedulerSide(
+            self.adapter, chunk_hashes, block_size=BLOCK, by_hash=by_hash, can_store=True
+        )
+        self.workers = [
+            WorkerSide(
+                WorkerAdapter(self, rank, 0 if is_latent else rank),
+                can_store=not is_latent or rank == 0,
+            )
+            for rank in range(self.ranks)
+        ]
+        self.prefixes = [[rng.randrange(4) for _ in range(60)] for _ in range(3)]
+        self.requests, self.waiting, self.running = {}, [], []
+        self.free = list(range(self.blocks))
+        self.holders = [[] for _ in range(self.blocks)]
+        # Blocks that were freed since the workers last computed.
+        self.freed = []
+        # Block of each finished block hash, for sharing.
+        self.cached = {}
+        # What each chunk must hold.
+        self.expected = {}
+        self.loaded, self.failed_loads = set(), set()
+        self.reports = {"sending": {}, "recving": {}}
+        self.made = self.loads = self.saves = self.preemptions = 0
+
+    # The scheduler.
+
+    def add(self):
+        rng = self.rng
+        prefix = rng.choice(self.prefixes)
+        tokens = prefix[: rng.randrange(1, len(prefix))]
+        tokens += [rng.randrange(4) for _ in range(rng.randrange(12))]
+        # A request must fit.
+        length = min(len(tokens) + rng.randrange(1, 30), self.blocks * BLOCK)
+        request = Request(f"r{self.made}", tokens[: length - 1], length, rng.random() < 0.1)
+        self.made += 1
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+        self.scheduler.on_new_request(request)
+
+    def abort(self):
+        alive = [r for r in self.requests.values() if r.status != "finished"]
+        if not alive:
+            return
+        request = self.rng.choice(alive)
+        is_loading = request.status == "loading" and request.request_id not in self.loaded
+        self.loaded.discard(request.request_id)
+        self.failed_loads.discard(request.request_id)
+        self.finish(request, is_loading)
+
+    def finish(self, request, is_loading=False):
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+        request.status = "finished"
+        if not self.scheduler.request_finished(request) and not is_loading:
+            self.release(request)
+
+    def release(self, request):
+        """Frees a finished request's blocks; vLLM does not know it any more."""
+        assert request.status == "finished"
+        self.free_blocks(request)
+        del self.requests[request.request_id]
+
+    def free_blocks(self, request):
+        for block in request.table:
+            self.holders[block].remove(request.request_id)
+            if not self.holders[block]:
+                self.free.append(block)
+                self.freed.append(block)
+                self.cached = {h: b for h, b in self.cached.items() if b != block}
+        request.table = []
+
+    def allocate(self, request, tokens, shared=()):
+        needed = -(-tokens // BLOCK) - len(request.table) - len(shared)
+        if needed > len(self.free):
+            return False
+        self.rng.shuffle(self.free)
+        taken = [*shared, *(self.free.pop() for _ in range(needed))]
+        for block in taken:
+            self.holders[block].append(request.request_id)
+        request.table += taken
+        return True
+
+    def preempt(self, request):
+        self.running.remove(request)
+        self.free_blocks(request)
+        request.status = "waiting"
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.preemptions += 1
+        self.waiting.insert(0, request)
+
+    def schedule(self):
+        budget, scheduled, preempted = self.budget, {}, []
+        for request in list(self.running):
+            if request not in self.running or budget == 0:
+                continue
+            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            while not self.allocate(request, request.num_computed_tokens + count):
+                victim = self.running[-1]
+                budget += scheduled.pop(victim.request_id, 0)
+                self.preempt(victim)
+                preempted.append(victim.request_id)
+                if victim is request:
+                    break
+            else:
+                scheduled[request.request_id] = count
+                budget -= count
+        # vLLM keeps requests that hold blocks in a queue of their own, which goes first.
+        waiting = sorted(self.waiting, key=lambda request: not request.table)
+        for request in [] if preempted else waiting:
+            if len(self.running) >= MAX_RUNNING or budget == 0:
+                break
+            count = self.admit(request, budget)
+            if count is None:
+                break
+            if count:
+                scheduled[request.request_id] = count
+                budget -= count
+        tables = {request.request_id: request.table for request in self.requests.values()}
+        step = self.scheduler.build_connector_meta(output(scheduled, tables, preempted))
+        for request_id, count in scheduled.items():
+            self.requests[request_id].num_computed_tokens += count
+        return scheduled, pickle.loads(pickle.dumps(step))
+
+    def admit(self, request, budget):
+        """Returns the tokens that a waiting request computes, or `None` where no block is left."""
+        if request.status == "loading":
+            if request.request_id not in self.loaded:
+                return 0
+            self.end_load(request)
+        shared, external, is_async = [], 0, False
+        computed = request.num_computed_tokens
+        if computed == 0:
+            shared = self.shared(request)
+            computed = len(shared) * BLOCK
+            external, is_async = self.scheduler.get_num_new_matched_tokens(request, computed)
+            if external is None:
+                return 0
+            assert is_async == (external > 0)
+            computed += external
+        count = 0 if is_async else min(request.num_tokens - computed, budget)
+        # A load keeps its blocks without progress: those that hold some must be able to go on.
+        if is_async and self.lacking(request) > len(self.free) - sum(
+            self.lacking(other) for other in self.waiting if other.table
+        ):
+            return None
+        if not self.allocate(request, computed + count, shared):
+            return None
+        self.scheduler.update_state_after_alloc(request, Blocks(list(request.table)), external)
+        request.num_computed_tokens = computed
+        if is_async:
+            request.status = "loading"
+            self.loads += 1
+            return 0
+        request.status = "running"
+        self.waiting.remove(request)
+        self.running.append(request)
+        return count
+
+    def lacking(self, request):
+        return -(-(request.num_tokens + 1) // BLOCK) - len(request.table)
+
+    def shared(self, request):
+        """The leading blocks that another request holds; never all of a prompt."""
+        found = []
+        if self.shares and not request.skip_reading_prefix_cache:
+            for name in request.block_hashes[: (request.num_tokens - 1) // BLOCK]:
+                if name not in self.cached:
+                    break
+                found.append(self.cached[name])
+        return found
+
+    def end_load(self, request):
+        self.loaded.remove(request.request_id)
+        if request.request_id in self.failed_loads:
+            self.failed_loads.remove(request.request_id)
+            if request.num_computed_tokens == 0:
+                self.free_blocks(request)
+        self.cache(request)
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_computed_tokens -= 1
+        request.status = "waiting"
+
+    def cache(self, request):
+        whole = request.num_computed_tokens // BLOCK
+        for name, block in zip(request.block_hashes[:whole], request.table):
+            self.cached.setdefault(name, block)
+
+    def update(self, scheduled, outputs):
+        """Takes what the workers report, in vLLM's order."""
+        failed = set().union(*(output.failed for output in outputs))
+        for request in self.waiting:
+            if request.status != "loading":
+                continue
+            for at, block in enumerate(request.table[: -(-request.num_computed_tokens // BLOCK)]):
+                if block in failed:
+                    request.num_computed_tokens = at * BLOCK
+                    self.failed_loads.add(request.request_id)
+                    break
+        for request_id in scheduled:
+            request = self.requests.get(request_id)
+            if request is None or request.status != "running":
+                continue
+            self.cache(request)
+            if request.num_computed_tokens == request.num_tokens:
+                request.append(self.rng.randrange(4))
+                self.expect(request)
+                if request.num_tokens >= request.length:
+                    self.finish(request)
+        recving = self.aggregate("recving", outputs)
+        self.scheduler.update_connector_output(SimpleNamespace(finished_recving=set(recving)))
+        for request_id in recving:
+            request = self.requests[request_id]
+            assert request_id not in self.loaded, f"{request_id} is reported twice"
+            if request.status == "loading":
+                self.loaded.add(request_id)
+            else:
+                self.release(request)
+        for request_id in self.aggregate("sending", outputs):
+            self.saves += 1
+            self.release(self.requests[request_id])
+
+    def aggregate(self, kind, outputs):
+        """Requests that every worker has reported, in an order that does not depend on hashes."""
+        counts, complete = self.reports[kind], []
+        for reported in outputs:
+            for request_id in sorted(getattr(reported, kind)):
+                assert request_id in self.requests, f"{request_id} is reported and not known"
+                counts[request_id] = counts.get(request_id, 0) + 1
+                if counts[request_id] == self.ranks:
+                    del counts[request_id]
+                    complete.append(request_id)
+        return complete
+
+    def expect(self, request):
+        """Notes what the chunks of a request must hold."""
+        names = request.block_hashes[PER_CHUNK - 1 :: PER_CHUNK]
+        for at, name in enumerate(names):
+            self.expected[name] = request.tags[at * CHUNK : (at + 1) * CHUNK]
+
+    # The workers.
+
+    def run(self, worker, scheduled, step, freed):
+        worker.handle_preemptions(step)
+        memory = worker.adapter.memory
+        for block in freed:
+            memory[block] = [POISON] * BLOCK
+        for request_id, count in scheduled.items():
+            request = self.requests[request_id]
+            end = request.num_computed_tokens
+            for at in range(end):
+                block, offset = request.table[at // BLOCK], at % BLOCK
+                if at >= end - count:
+                    memory[block][offset] = request.tags[at]
+                else:
+                    assert memory[block][offset] == request.tags[at], (
+                        f"{request_id} computes with {memory[block][offset]} at token {at}"
+                    )
+        worker.start_load(step)
+        worker.submit_stores(step)
+        worker.adapter.work()
+        sending, recving = worker.get_finished(step)
+        failed = worker.adapter.get_block_ids_with_load_errors()
+        return SimpleNamespace(sending=sending, recving=recving, failed=failed)
+
+    def step(self):
+        scheduled, step = self.schedule()
+        # Blocks that are freed from here on are overwritten before the next step.
+        freed, self.freed = self.freed, []
+        outputs = [self.run(worker, scheduled, step, freed) for worker in self.workers]
+        self.update(scheduled, outputs)
+        self.adapter.answer()
+        for worker in self.workers:
+            worker.adapter.work()
+
+    def play(self, steps=80):
+        rng = self.rng
+        for _ in range(steps):
+            if rng.random() < 0.4:
+                self.add()
+                self.expect(list(self.requests.values())[-1])
+            if rng.random() < 0.08:
+                self.abort()
+            if rng.random() < 0.05:
+                self.server.evict(rng, rng.random() < 0.3)
+            if rng.random() < 0.05:
+                self.adapter.healthy = not self.adapter.healthy
+            self.step()
+        for _ in range(3000):
+            if not self.requests:
+                break
+            self.step()
+        self.check_idle()
+
+    def check_idle(self):
+        """Nothing is left of requests that have all ended."""
+        assert not self.requests, f"these never end: {list(self.requests)}"
+        assert not any(self.holders) and len(self.free) == self.blocks
+        assert not self.server.leases, f"leases are left: {self.server.leases}"
+        assert not self.scheduler._requests
+        assert not self.adapter.pending and not self.adapter.found
+        assert not self.reports["sending"] and not self.reports["recving"]
+        for worker in self.workers:
+            adapter = worker.adapter
+            assert not (adapter.loads or adapter.retrieved or adapter.named)

