@@ -7,7 +7,7 @@ use anyhow::{Result, bail, ensure};
 
 use crate::scripts::NotToBeHad;
 use crate::steps::{Step, Steps};
-use crate::{nixl, packages, toolchain};
+use crate::{nixl, toolchain};
 
 /// Steps of a run.
 #[derive(Debug, clap::Args)]
@@ -20,12 +20,10 @@ pub(crate) struct StepArgs {
     list: bool,
 }
 
-/// Parts of the machine that decide which steps run.
+/// Parts of the machine that decide how the steps of the gate run.
 struct Has {
     nextest: bool,
     deny: bool,
-    /// True if the tools that build the feature `nixl` are installed.
-    nixl_tools: bool,
     /// True for a toolchain whose warnings are errors.
     denies_warnings: bool,
 }
@@ -35,15 +33,10 @@ impl Has {
         Self {
             nextest: succeeds("cargo", &["nextest", "--version"]),
             deny: succeeds("cargo", &["deny", "--version"]),
-            nixl_tools: packages::found("g++") && succeeds("sh", &["-c", LIBCLANG]),
             denies_warnings: toolchain::denies_warnings(),
         }
     }
 }
-
-/// Lists the libraries that bindgen can read C++ with.
-const LIBCLANG: &str = "ls $LIBCLANG_PATH /usr/lib/llvm-*/lib/libclang*.so* \
-                        /usr/lib/*/libclang*.so* /usr/lib64/libclang*.so* 2>/dev/null | grep -q clang";
 
 /// The gate: needs no network once the crates are fetched, no rights, and a few minutes.
 fn gate(has: &Has) -> Vec<Step> {
@@ -53,29 +46,16 @@ fn gate(has: &Has) -> Vec<Step> {
         // What a test prints is shown, because that is where it says why it was skipped.
         "cargo test --locked --workspace --all-targets --no-fail-fast -- --show-output"
     };
-    let clippy = match (has.nixl_tools, has.denies_warnings) {
-        (true, true) => {
-            "cargo clippy --locked --workspace --all-targets --all-features -- -D warnings"
-        }
-        (true, false) => "cargo clippy --locked --workspace --all-targets --all-features",
-        (false, true) => "cargo clippy --locked --workspace --all-targets -- -D warnings",
-        (false, false) => "cargo clippy --locked --workspace --all-targets",
-    };
-    let docs = match has.nixl_tools {
-        true => "cargo doc --locked --workspace --no-deps --all-features",
-        false => "cargo doc --locked --workspace --no-deps",
-    };
-    let default_features = match has.denies_warnings {
+    let clippy = match has.denies_warnings {
         true => "cargo clippy --locked --workspace --all-targets -- -D warnings",
         false => "cargo clippy --locked --workspace --all-targets",
     };
-    let docs = Step::new("docs", docs);
+    let docs = Step::new("docs", "cargo doc --locked --workspace --no-deps");
     vec![
         Step::new("format", "cargo fmt --all --check"),
         Step::new("tidy", "cargo xtask tidy"),
         Step::new("deny", "cargo deny --locked check bans licenses sources"),
         Step::new("clippy", clippy),
-        Step::new("features", default_features),
         Step::new("alone", "cargo xtask test-features"),
         match has.denies_warnings {
             true => docs.with("RUSTDOCFLAGS", "-Dwarnings"),
@@ -90,8 +70,17 @@ fn gate(has: &Has) -> Vec<Step> {
 }
 
 /// The lab: real peers and servers, other hosts, crashes. Fetches and installs what it needs.
-fn lab() -> Vec<Step> {
-    vec![
+/// `nixl_tools` is true if the tools that build the feature `nixl` are installed.
+fn lab(nixl_tools: bool) -> Vec<Step> {
+    let mut steps = Vec::new();
+    if nixl_tools {
+        let clippy =
+            "cargo clippy --locked --workspace --all-targets --all-features -- -D warnings";
+        let docs = "cargo doc --locked --workspace --no-deps --all-features";
+        steps.push(Step::new("clippy-all", clippy));
+        steps.push(Step::new("docs-all", docs).with("RUSTDOCFLAGS", "-Dwarnings"));
+    }
+    steps.extend([
         Step::new("build", "cargo xtask test-build"),
         Step::new("nixl", "cargo xtask test-nixl"),
         Step::new("fuzz", "cargo xtask fuzz --seconds 20"),
@@ -108,7 +97,8 @@ fn lab() -> Vec<Step> {
         Step::new("wheel", "cargo xtask wheel"),
         Step::new("vllm", "cargo xtask test-vllm"),
         Step::new("cli", "cargo xtask test-cli"),
-    ]
+    ]);
+    steps
 }
 
 /// Runs the gate.
@@ -119,21 +109,19 @@ pub(crate) fn check(args: &StepArgs) -> Result<bool> {
 
 /// Runs the gate and the lab.
 pub(crate) fn run(args: &StepArgs) -> Result<bool> {
-    let mut has = Has::find();
+    let has = Has::find();
     let mut done = Steps::default();
+    let mut nixl_tools = true;
     if !args.list {
         // The Python environment is made by the step that needs it.
-        has.nixl_tools = match nixl::build_tools() {
-            Ok(()) => true,
-            Err(why) => {
-                ensure!(why.is::<NotToBeHad>(), "{why:#}");
-                done.note(&format!("{why:#}"));
-                false
-            }
-        };
+        if let Err(why) = nixl::build_tools() {
+            ensure!(why.is::<NotToBeHad>(), "{why:#}");
+            done.note(&format!("{why:#}"));
+            nixl_tools = false;
+        }
     }
     let mut steps = gate(&has);
-    steps.extend(lab());
+    steps.extend(lab(nixl_tools));
     run_steps(steps, args, &has, done)
 }
 
@@ -153,12 +141,6 @@ fn run_steps(mut steps: Vec<Step>, args: &StepArgs, has: &Has, mut done: Steps) 
         bail!(
             "unknown step {unknown:?}, expected one of {}",
             names.join(", ")
-        );
-    }
-    if !has.nixl_tools {
-        done.note(
-            "clippy and docs looked at default features only: the feature nixl needs g++ and \
-             libclang (Debian: g++ libclang-dev), which `cargo xtask test` installs",
         );
     }
     if !has.nextest {
@@ -189,7 +171,7 @@ fn lacks(step: &str, has: &Has) -> Option<String> {
             );
         }
         "format" => ("rustfmt", "fmt"),
-        "clippy" | "features" => ("clippy", "clippy"),
+        "clippy" | "clippy-all" => ("clippy", "clippy"),
         _ => return None,
     };
     let why = || format!("no {component}: `rustup component add {component}`, then try again");

@@ -32,11 +32,14 @@ const BLOCKS: usize = 32;
 const WIDTH: usize = 64;
 const PLANE: usize = BLOCKS * BLOCK * WIDTH;
 
-/// Returns a command that runs a program in a container, with `folder` at `/run/lmc`.
+/// Returns a command that runs a program, given by its path, in a container, with `folder` at
+/// `/run/lmc`. The program is opened before the container's `/tmp` may hide it.
 fn container(folder: &Path, own_network: bool) -> Command {
     let script = format!(
-        "set -e; mount -t tmpfs tmpfs /dev/shm; mount --bind {} /mnt; mount -t tmpfs tmpfs /run; \
-         mkdir /run/lmc; mount --move /mnt /run/lmc; mount -t tmpfs tmpfs /tmp; exec \"$@\"",
+        "set -e; exec 9<\"$1\"; shift; \
+         mount -t tmpfs tmpfs /dev/shm; mount --bind {} /mnt; mount -t tmpfs tmpfs /run; \
+         mkdir /run/lmc; mount --move /mnt /run/lmc; mount -t tmpfs tmpfs /tmp; \
+         exec /proc/self/fd/9 \"$@\"",
         folder.display()
     );
     let mut command = Command::new("unshare");
@@ -54,7 +57,7 @@ fn container(folder: &Path, own_network: bool) -> Command {
 
 /// Returns why there can be no containers here.
 fn impossible(folder: &Path) -> Option<String> {
-    let tried = container(folder, true).arg("true").output();
+    let tried = container(folder, true).arg("/bin/true").output();
     match tried {
         Ok(output) if output.status.success() => None,
         Ok(output) => Some(String::from_utf8_lossy(&output.stderr).into_owned()),
