@@ -72,7 +72,7 @@ fn daemons(nixl: &Result<Nixl>) -> Result<String> {
         transports = "sockets and NIXL";
     }
     tests
-        .args(["--test", "multinode", "--", "--ignored"])
+        .args(["--test", "it", "--", "multinode::", "--ignored"])
         // Most of them wait for a slow link or a silent peer.
         .args(["--test-threads", "12"]);
     let said = shown::output(&mut tests, DAEMONS)?;

@@ -31,8 +31,8 @@ pub(crate) fn library() -> Result<PathBuf> {
 const TESTS: [&str; 2] = [
     "cargo test --locked --package lmc-transfer --features nixl,conformance --no-fail-fast -- \
      --show-output",
-    "cargo test --locked --package lmc-server --features nixl --test nixl_peers --no-fail-fast -- \
-     --show-output",
+    "cargo test --locked --package lmc-server --features nixl --test it --no-fail-fast -- \
+     nixl_peers:: --show-output",
 ];
 
 /// Runs the tests of channels and of peers with NIXL. Whether all passed, or could not be run here; with

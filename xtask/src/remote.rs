@@ -12,15 +12,8 @@ use crate::{packages, scripts, shown};
 /// Time for the tests of one kind of store, with their build.
 const LIMIT: Duration = Duration::from_secs(1800);
 
-/// The tests of the tier, and the files with tests of the program over each kind of store.
+/// The tests of the tier.
 const TIER: [&str; 2] = ["--package=lmc-backend-remote", "--all-features"];
-const OVER_REDIS: [&str; 4] = [
-    "--test=remote",
-    "--test=remote_secrets",
-    "--test=remote_shared",
-    "--test=remote_tools",
-];
-const OVER_S3: [&str; 2] = ["--test=remote", "--test=remote_tools"];
 
 pub(crate) fn run() -> Result<bool> {
     let mut outcomes = Outcomes::default();
@@ -34,12 +27,12 @@ pub(crate) fn run() -> Result<bool> {
         .and_then(|()| packages::install("redis-cli", "redis-tools"))
         .and_then(|()| packages::install("openssl", "openssl"));
     match had {
-        Ok(()) => outcomes.ran("redis", all_tests("redis", &OVER_REDIS, None)),
+        Ok(()) => outcomes.ran("redis", all_tests("redis", None)),
         Err(why) => outcomes.skip("redis", &why),
     }
     println!("\n==> s3");
     match s3_servers() {
-        Ok(bin) => outcomes.ran("s3", all_tests("s3", &OVER_S3, Some(&bin))),
+        Ok(bin) => outcomes.ran("s3", all_tests("s3", Some(&bin))),
         Err(why) => outcomes.skip("s3", &why),
     }
     Ok(outcomes.finish())
@@ -61,7 +54,7 @@ fn file_systems() -> Result<()> {
 fn mounts() -> Result<String> {
     let mut tests = Command::new("unshare");
     tests.args(["--mount", "cargo", "test", "--locked"]);
-    tests.args(TIER).args(["--test=mounts", "--", "--ignored"]);
+    tests.args(TIER).args(["--test=it", "--", "mounts::", "--ignored"]);
     let passed = shown::passed(&shown::output(&mut tests, LIMIT)?)?;
     Ok(format!(
         "{passed} cases over file systems that were mounted"
@@ -69,10 +62,11 @@ fn mounts() -> Result<String> {
 }
 
 /// Runs the tests of the tier and of the commands over one kind of store.
-fn all_tests(kind: &str, files: &[&str], programs: Option<&Path>) -> Result<String> {
-    let file = format!("--test={kind}");
-    let tier = tests(&[TIER[0], TIER[1], &file, "--", "--ignored"], programs)?;
-    let program = [&["--package=lmc-server"], files, &["--", "--ignored", kind]].concat();
+fn all_tests(kind: &str, programs: Option<&Path>) -> Result<String> {
+    let file = format!("{kind}::");
+    let tier = [TIER[0], TIER[1], "--test=it", "--", "--ignored", &file];
+    let tier = tests(&tier, programs)?;
+    let program = ["--package=lmc-server", "--test=it", "--", "--ignored", kind];
     let program = tests(&program, programs)?;
     Ok(format!(
         "{tier} cases of the tier, and {program} of the program"

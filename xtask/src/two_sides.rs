@@ -30,7 +30,7 @@ pub(crate) fn build_suite() -> Result<PathBuf> {
     let mut build = Command::new("cargo");
     build
         .args(["test", "--locked", "--package", "lmc-transfer"])
-        .args(["--features", "nixl,conformance", "--test", "nixl"])
+        .args(["--features", "nixl,conformance", "--test", "it"])
         .args(["--no-run", "--message-format=json-render-diagnostics"]);
     println!("$ {}", shown::typed(&build));
     let built = build.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
@@ -39,7 +39,7 @@ pub(crate) fn build_suite() -> Result<PathBuf> {
     let said = String::from_utf8(built.stdout)?;
     let executable = |line: &str| {
         let line: Value = serde_json::from_str(line).ok()?;
-        (line["target"]["name"] == "nixl").then_some(())?;
+        (line["target"]["name"] == "it").then_some(())?;
         Some(PathBuf::from(line["executable"].as_str()?))
     };
     said.lines()

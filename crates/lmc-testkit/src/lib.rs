@@ -20,6 +20,9 @@ pub use folder::Folder;
 
 pub mod interleave;
 
+mod lab;
+pub use lab::{LAB, in_lab, rounds};
+
 mod memory;
 pub use memory::pool;
 

@@ -44,7 +44,7 @@ run_suite() {
   for property in $(sed -n 's/.*lmc.properties=\([a-z_,]*\).*/\1/p' /proc/cmdline | tr , ' '); do
     echo "@property $property"
     LMC_NIXL_SCENARIO=suite:$property UCX_LOG_FILE=/tmp/suite.ucx.$property \
-      suite --exact scenario --nocapture --test-threads=1 2>&1 | sed 's/^/@suite /'
+      suite --exact nixl::scenario --nocapture --test-threads=1 2>&1 | sed 's/^/@suite /'
     grep 'cfg#' /tmp/suite.ucx.$property | grep -v 'self cfg#' | sed 's/^/@suite-ucx /'
   done
 }

@@ -102,6 +102,7 @@ fn candidates(folder: &str, modules: &[&str]) -> Vec<String> {
         } else {
             found.push(format!("{folder}/src/{path}.rs"));
             found.push(format!("{folder}/src/{path}/mod.rs"));
+            found.push(format!("{folder}/tests/it/{path}.rs"));
             found.push(format!("{folder}/tests/{path}.rs"));
         }
     }

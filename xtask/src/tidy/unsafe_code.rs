@@ -23,7 +23,7 @@ crates/lmc-memory/src/pool/slot.rs: a slot is its range of the arena
 crates/lmc-memory/src/pool/slot_bytes.rs: a slot's bytes as a slice
 crates/lmc-memory/src/segment.rs: another process's memory, mapped
 crates/lmc-memory/src/sigbus.rs: a handler for pages that another process took away
-crates/lmc-memory/tests/sealed.rs: a descriptor is passed over a socket and mapped
+crates/lmc-memory/tests/it/sealed.rs: a descriptor is passed over a socket and mapped
 crates/lmc-transfer/examples/transfer_speed/nixl.rs: NIXL asks where the arena lies
 crates/lmc-transfer/examples/transfer_speed/stream.rs: options of a socket that the standard library does not set
 crates/lmc-transfer/src/net/raw.rs: system calls on sockets
@@ -35,8 +35,8 @@ crates/lmc-vllm-adapter/src/adapters/mover.rs: slots of the pool as slices, for 
 crates/lmc-vllm-adapter/src/adapters/tensors.rs: an engine's tensors, by their addresses
 crates/lmc-vllm-adapter/src/transport/passing.rs: an option of sockets that libraries do not know
 crates/lmc-vllm-adapter/src/transport/pidfd.rs: pidfd_open, poll
-crates/lmc-server/tests/containers.rs: tensors of an engine in the test
-crates/lmc-vllm-adapter/tests/common/engine.rs: tensors of an engine in the test, and fork
+crates/lmc-server/tests/it/containers.rs: tensors of an engine in the test
+crates/lmc-vllm-adapter/tests/it/common/engine.rs: tensors of an engine in the test, and fork
 crates/lmc-server/src/bench/mapped.rs: shared memory as an engine's worker maps it
 crates/lmc-server/src/nixl.rs: variables that UCX reads, set before any thread starts
 crates/lmc-server/src/pool_size.rs: sysconf and its friends

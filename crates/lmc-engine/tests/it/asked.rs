@@ -1,0 +1,748 @@
+//! Tiers that have to be asked, clear epochs, ranks, origins, and the limits of promotion.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use lmc_backend::conformance::{
+    Delayed, Gated, block_on, check_value, fill_value, lens_of, test_hash,
+};
+use lmc_backend::{
+    Backend, BackendError, BoxFuture, Clear, ClearEpoch, LocateHint, Located, MemoryBackend,
+    Sharing, StoreItem, Stored,
+};
+use lmc_engine::{
+    Admission, CacheEngine, EngineConfig, Found, LeaseLimit, LookupRequest, LowerStatus, LowerTier,
+    OwnerId, PolicyKind, Rank, StoreRequest, StoreStart, TenantId, TierPolicy,
+};
+use lmc_key::{ChunkKey, SpaceId};
+use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+use lmc_testkit::{soon, until};
+
+mod policies;
+
+const CHUNK: u64 = 4096;
+const SPACE: SpaceId = SpaceId::new([7; 16]);
+const OTHER: SpaceId = SpaceId::new([8; 16]);
+
+fn key(space: SpaceId, kv_rank: u16, number: u64) -> ChunkKey {
+    ChunkKey {
+        space,
+        kv_rank,
+        group: 0,
+        hash: test_hash(number),
+    }
+}
+
+fn keys(numbers: Range<u64>) -> Vec<ChunkKey> {
+    numbers.map(|number| key(SPACE, 0, number)).collect()
+}
+
+fn engine_with(
+    chunks: u64,
+    tiers: Vec<Arc<dyn Backend>>,
+    change: impl FnOnce(&mut EngineConfig, &mut TierPolicy),
+) -> CacheEngine {
+    let mut config = EngineConfig::default();
+    config.shards = Some(2);
+    (config.high_watermark, config.low_watermark) = (1.0, 1.0);
+    let mut policy = TierPolicy::default();
+    policy.write_queue_bytes = Some(chunks * CHUNK);
+    // The machine may be busy.
+    policy.locate_timeout = Duration::from_secs(5);
+    change(&mut config, &mut policy);
+    let arena = ArenaConfig::anonymous((chunks * CHUNK) as usize).build();
+    let tiers = tiers
+        .into_iter()
+        .map(|tier| LowerTier::new(tier, policy.clone()));
+    CacheEngine::with_tiers(config, Arc::new(arena.expect("memory")), tiers).expect("an engine")
+}
+
+fn engine(chunks: u64, tiers: Vec<Arc<dyn Backend>>) -> CacheEngine {
+    engine_with(chunks, tiers, |_, _| {})
+}
+
+/// Stores chunks of one rank; returns how many were new.
+fn write(engine: &CacheEngine, space: SpaceId, kv_rank: u16, numbers: Range<u64>) -> usize {
+    let request = |number: u64| StoreRequest {
+        key: key(space, kv_rank, number),
+        parent: None,
+        tenant: TenantId::default(),
+        len: CHUNK,
+    };
+    let requests: Vec<_> = numbers.map(request).collect();
+    let mut tickets = Vec::new();
+    for start in engine.store(OwnerId(1), &requests) {
+        if let StoreStart::Reserved(mut ticket) = start {
+            let key = ticket.key();
+            fill_value(&key, ticket.bytes_mut());
+            tickets.push(ticket);
+        }
+    }
+    engine.commit(tickets).len()
+}
+
+/// Puts chunks into a tier as another process would, which has cleared as often as `epoch` says.
+fn put(tier: &dyn Backend, space: SpaceId, numbers: Range<u64>, epoch: ClearEpoch) {
+    let arena = ArenaConfig::anonymous(1 << 20).build().expect("memory");
+    let pool = Pool::new(Arc::new(arena), PoolConfig::default()).expect("a pool");
+    for number in numbers {
+        let key = key(space, 0, number);
+        let mut slot = pool.reserve(CHUNK).expect("an empty pool");
+        fill_value(&key, slot.bytes_mut());
+        let item = StoreItem::new(key, slot.written().seal()).with_epoch(epoch);
+        let stored = tier.store(vec![item], soon());
+        let stored = block_on(lmc_backend::in_order(stored, 1));
+        assert!(
+            matches!(stored[..], [Some(Ok(Stored::Written))]),
+            "{stored:?}"
+        );
+    }
+}
+
+fn request(ranks: &[Rank], numbers: Range<u64>) -> LookupRequest {
+    LookupRequest::new(OwnerId(2), numbers.map(test_hash).collect(), ranks.to_vec())
+}
+
+const RANK: Rank = Rank {
+    space: SPACE,
+    kv_rank: 0,
+    chunk_bytes: None,
+};
+
+/// Looks up one rank, and checks every byte that is found.
+fn found(engine: &CacheEngine, numbers: Range<u64>) -> Found {
+    let found = engine
+        .lookup(request(&[RANK], numbers.clone()))
+        .wait_blocking();
+    let leases = found.ranks.first().map(|rank| &rank.leases);
+    for (slot, key) in leases.iter().flat_map(|l| l.iter()).zip(keys(numbers)) {
+        check_value(&key, slot.bytes()).expect("the bytes that were stored");
+    }
+    found
+}
+
+fn status(engine: &CacheEngine, tier: usize) -> LowerStatus {
+    engine.lower_status().swap_remove(tier)
+}
+
+fn settle(engine: &CacheEngine) {
+    until("writes end", || {
+        let status = engine.lower_status();
+        status.iter().all(|tier| tier.queued_bytes == 0)
+    });
+}
+
+fn assert_idle(engine: &CacheEngine) {
+    settle(engine);
+    let usage = engine.usage();
+    assert_eq!((usage.leases, usage.reserved_slots), (0, 0));
+    assert_eq!(usage.used_bytes, usage.chunk_bytes, "no slot is lost");
+}
+
+/// A shared tier that says "pending" a number of times before it tells what it has, and may lie
+/// about lengths.
+#[derive(Debug)]
+struct Scripted {
+    inner: MemoryBackend,
+    pending: AtomicUsize,
+    asked: AtomicU64,
+    longer_by: u64,
+    cost: Duration,
+    /// Epoch that lookups name.
+    epoch: Option<ClearEpoch>,
+    /// Sources that lookups were advised to ask first.
+    hinted: Mutex<Vec<String>>,
+}
+
+impl Scripted {
+    fn new() -> Self {
+        Self {
+            inner: MemoryBackend::shared(),
+            pending: AtomicUsize::new(0),
+            asked: AtomicU64::new(0),
+            longer_by: 0,
+            cost: Duration::ZERO,
+            epoch: None,
+            hinted: Mutex::default(),
+        }
+    }
+}
+
+impl Backend for Scripted {
+    lmc_backend::forward!(inner: load store remove clear clears list usage health close);
+
+    fn name(&self) -> &str {
+        "scripted"
+    }
+
+    fn sharing(&self) -> Sharing {
+        Sharing::Shared
+    }
+
+    fn locate<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        hint: &'a LocateHint,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        self.asked.fetch_add(keys.len() as u64, Ordering::Relaxed);
+        let mut hinted = self.hinted.lock().expect("no test panics with it");
+        hinted.extend(hint.sources.iter().cloned());
+        let take = |left: usize| left.checked_sub(1);
+        let order = Ordering::Relaxed;
+        let is_pending = self.pending.fetch_update(order, order, take).is_ok();
+        Box::pin(async move {
+            let mut located = self.inner.locate(keys, hint, deadline).await;
+            for one in &mut located {
+                match one {
+                    Ok(one) if is_pending => *one = Located::Pending,
+                    Ok(Located::Present(location)) => {
+                        location.len += self.longer_by;
+                        location.cost = self.cost;
+                        location.epoch = self.epoch.unwrap_or(location.epoch);
+                    }
+                    _ => {}
+                }
+            }
+            located
+        })
+    }
+}
+
+#[test]
+fn a_tier_that_has_to_be_asked_is_awaited_and_its_chunks_are_found() {
+    let tier = Delayed::slow(MemoryBackend::shared(), Duration::from_millis(500));
+    put(tier.inner(), SPACE, 0..8, ClearEpoch::default());
+    let engine = engine(64, vec![Arc::new(tier)]);
+    let lookup = engine.lookup(request(&[RANK], 0..12));
+    let lookup = lookup.try_found().expect_err("the tier was not asked yet");
+    let found = lookup.wait_blocking();
+    assert_eq!((found.hits, found.resident), (8, 0));
+    drop(found);
+    assert_eq!(self::found(&engine, 0..12).resident, 8, "in DRAM now");
+    assert_eq!(status(&engine, 0).promoted, 8);
+    assert_idle(&engine);
+}
+
+#[test]
+fn the_advice_of_a_lookup_reaches_the_tiers_that_are_asked() {
+    let tier = Arc::new(Scripted::new());
+    put(&*tier, SPACE, 0..4, ClearEpoch::default());
+    let engine = engine(64, vec![Arc::clone(&tier) as _]);
+    let hint = LocateHint::default().with_sources(Arc::new(["host-b".to_owned()]));
+    let found = engine.lookup(request(&[RANK], 0..4).with_hint(hint));
+    assert_eq!(found.wait_blocking().hits, 4);
+    // The first chunk, and then the others.
+    let hinted = tier.hinted.lock().expect("no test panics with it");
+    assert_eq!(*hinted, ["host-b", "host-b"]);
+}
+
+#[test]
+fn chunks_of_several_tiers_make_one_prefix() {
+    // DRAM has 0 and 5, the disk 1 to 3 and 6, the remote store all.
+    let (disk, remote) = (
+        Arc::new(MemoryBackend::default()),
+        Arc::new(Scripted::new()),
+    );
+    put(&*disk, SPACE, 1..4, ClearEpoch::default());
+    put(&*disk, SPACE, 6..7, ClearEpoch::default());
+    put(&*remote, SPACE, 0..10, ClearEpoch::default());
+    let engine = engine(64, vec![disk, Arc::clone(&remote) as _]);
+    write(&engine, SPACE, 0, 0..1);
+    write(&engine, SPACE, 0, 5..6);
+    let found = found(&engine, 0..12);
+    assert_eq!((found.hits, found.resident), (10, 1));
+    assert_eq!(
+        (status(&engine, 0).promoted, status(&engine, 1).promoted),
+        (4, 4)
+    );
+    // Chunk 4 first, then those after it that nothing here has.
+    assert_eq!(remote.asked.load(Ordering::Relaxed), 1 + 5);
+}
+
+#[test]
+fn a_prompt_that_no_tier_has_is_asked_for_by_its_first_chunk_only() {
+    let tier = Arc::new(Scripted::new());
+    let engine = engine(64, vec![Arc::clone(&tier) as _]);
+    assert_eq!(found(&engine, 0..200).hits, 0);
+    assert_eq!(tier.asked.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_tier_that_answers_too_late_costs_a_miss_and_no_more() {
+    let late = Delayed::late(MemoryBackend::shared(), Duration::from_secs(20));
+    put(late.inner(), SPACE, 0..4, ClearEpoch::default());
+    let here = MemoryBackend::default();
+    put(&here, SPACE, 0..2, ClearEpoch::default());
+    let engine = engine_with(64, vec![Arc::new(here), Arc::new(late)], |_, policy| {
+        policy.locate_timeout = Duration::from_millis(10);
+    });
+    let begun = Instant::now();
+    assert_eq!(found(&engine, 0..4).hits, 2, "what the other tier has");
+    assert!(
+        begun.elapsed() < Duration::from_secs(20),
+        "{:?}",
+        begun.elapsed()
+    );
+    assert_eq!(status(&engine, 1).locate_failed, 1);
+    assert_idle(&engine);
+}
+
+/// An order to copy chunks to a peer once copied none where a busy machine took longer than the 5 ms
+/// that a prompt waits.
+#[test]
+fn where_no_prompt_waits_a_slow_tier_may_take_longer_than_its_timeout() {
+    let slow = Delayed::slow(MemoryBackend::shared(), Duration::from_millis(50));
+    put(slow.inner(), SPACE, 0..4, ClearEpoch::default());
+    let engine = engine_with(64, vec![Arc::new(slow)], |_, policy| {
+        policy.locate_timeout = Duration::from_millis(10);
+    });
+    assert_eq!(found(&engine, 0..4).hits, 0);
+    let hint = LocateHint::default().with_timeout(Duration::from_secs(20));
+    let keys = keys(0..4);
+    block_on(engine.promote_for_peer(TenantId::default(), &keys, hint));
+    assert_eq!(engine.usage().chunks, 4);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_tier_that_lies_about_a_length_costs_a_miss_and_no_byte() {
+    let tier = Scripted {
+        longer_by: 1,
+        ..Scripted::new()
+    };
+    put(&tier, SPACE, 0..4, ClearEpoch::default());
+    let engine = engine(64, vec![Arc::new(tier)]);
+    assert_eq!(found(&engine, 0..4).hits, 0);
+    assert_eq!(status(&engine, 0).promote_failed, 4);
+    assert_idle(&engine);
+}
+
+/// Chunks that a peer gave with another length than their space's, and with digests that matched,
+/// were once committed and then failed at each retrieve.
+#[test]
+fn a_chunk_of_another_length_than_its_space_has_is_a_counted_miss_in_every_tier() {
+    let rank = |chunk_bytes| Rank {
+        chunk_bytes: Some(chunk_bytes),
+        ..RANK
+    };
+    for tier in [MemoryBackend::shared(), MemoryBackend::default()] {
+        put(&tier, SPACE, 0..4, ClearEpoch::default());
+        let engine = engine(64, vec![Arc::new(tier)]);
+        let hits = |chunk_bytes| {
+            let lookup = engine.lookup(request(&[rank(chunk_bytes)], 0..4));
+            lookup.wait_blocking().hits
+        };
+        assert_eq!(hits(CHUNK / 2), 0);
+        assert!(status(&engine, 0).promote_missed > 0);
+        assert_eq!(status(&engine, 0).promoted, 0, "nothing is read");
+        assert_eq!(hits(CHUNK), 4);
+        // What came to DRAM while no length was known gives way to what engines store.
+        assert_eq!(hits(CHUNK / 2), 0);
+        let stored = write(&engine, SPACE, 0, 0..4);
+        assert_eq!(stored, 1, "the first was removed");
+        assert_eq!(hits(CHUNK), 4);
+        assert_idle(&engine);
+    }
+}
+
+#[test]
+fn a_chunk_that_turns_out_older_than_its_tier_said_is_a_miss() {
+    let tier = Scripted {
+        epoch: Some(ClearEpoch::default().next()),
+        ..Scripted::new()
+    };
+    put(&tier, SPACE, 0..4, ClearEpoch::default());
+    let engine = engine(64, vec![Arc::new(tier)]);
+    assert_eq!(found(&engine, 0..4).hits, 0);
+    assert_eq!(status(&engine, 0).promote_missed, 4);
+    assert_idle(&engine);
+}
+
+/// A lookup that learned of a clear once waited until every tier had noted it.
+#[test]
+fn a_lookup_that_learns_of_a_clear_waits_for_no_tier_to_note_it() {
+    let hangs = Arc::new(Gated::new(MemoryBackend::default()));
+    let tier = MemoryBackend::shared();
+    put(&tier, SPACE, 0..4, ClearEpoch::default().next());
+    let engine = engine(64, vec![Arc::clone(&hangs) as _, Arc::new(tier)]);
+    hangs.hold_clears();
+    let begun = Instant::now();
+    assert_eq!(found(&engine, 0..4).hits, 4);
+    let waited = begun.elapsed();
+    assert!(waited < Duration::from_secs(5), "{waited:?}");
+    hangs.open();
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_clear_that_another_process_passes_on_through_a_tier_empties_dram() {
+    let tier = Arc::new(MemoryBackend::shared());
+    let engine = engine(8, vec![tier.clone()]);
+    assert_eq!(write(&engine, SPACE, 0, 0..2), 2);
+    assert_eq!(write(&engine, OTHER, 0, 0..2), 2);
+    let of_space = ClearEpoch::default().next();
+    block_on(tier.clear(Clear::space(OTHER, of_space), soon())).expect("noted");
+    until("one space is empty", || engine.usage().chunks == 2);
+    assert_eq!(engine.clear_epoch(OTHER), of_space);
+    let of_all = of_space.next();
+    block_on(tier.clear(Clear::all(of_all), soon())).expect("noted");
+    until("DRAM is empty", || engine.usage().chunks == 0);
+    assert_eq!(engine.newest_clear(), of_all);
+}
+
+#[test]
+fn a_chunk_that_is_being_written_is_waited_for_until_the_timeout() {
+    let tier = Arc::new(Scripted::new());
+    put(&*tier, SPACE, 0..4, ClearEpoch::default());
+    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config, _| {
+        config.pending_timeout = Duration::from_secs(10);
+    });
+    tier.pending.store(5, Ordering::Relaxed);
+    assert_eq!(found(&engine, 0..4).hits, 4);
+    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config, _| {
+        config.pending_timeout = Duration::from_millis(20);
+    });
+    tier.pending.store(usize::MAX, Ordering::Relaxed);
+    assert_eq!(found(&engine, 0..4).hits, 0, "it never came");
+}
+
+#[test]
+fn a_clear_deletes_nothing_in_a_shared_tier_and_its_older_chunks_are_absent() {
+    let tier = Arc::new(MemoryBackend::shared());
+    let engine = engine(64, vec![Arc::clone(&tier) as _]);
+    write(&engine, SPACE, 0, 0..4);
+    settle(&engine);
+    let cleared = engine.clear(true);
+    assert!(
+        cleared.complete && (cleared.dram, cleared.lower) == (4, 0),
+        "{cleared:?}"
+    );
+    assert_eq!(tier.usage().expect("open").chunks, 4, "they are there");
+    assert_eq!(found(&engine, 0..4).hits, 0, "and are not found");
+    assert_eq!(status(&engine, 0).promote_missed, 0, "nor read");
+    // Stored again, they replace the older ones.
+    assert_eq!(write(&engine, SPACE, 0, 0..2), 2);
+    settle(&engine);
+    engine.clear_dram(true);
+    assert_eq!(found(&engine, 0..4).hits, 2);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_clear_elsewhere_is_learned_from_a_chunk_and_clears_the_space_here() {
+    let (disk, remote) = (
+        Arc::new(MemoryBackend::default()),
+        Arc::new(MemoryBackend::shared()),
+    );
+    let engine = engine(64, vec![Arc::clone(&disk) as _, Arc::clone(&remote) as _]);
+    write(&engine, SPACE, 0, 0..4);
+    write(&engine, OTHER, 0, 0..4);
+    settle(&engine);
+    // Another process cleared, and stored one more chunk.
+    let cleared = ClearEpoch::default().next();
+    put(&*remote, SPACE, 4..5, cleared);
+    let found = found(&engine, 4..5);
+    assert_eq!(found.hits, 1, "the newer chunk itself");
+    drop(found);
+    assert_eq!(self::found(&engine, 0..4).hits, 0, "what is older is gone");
+    let space = |space: SpaceId| {
+        let keys: Vec<_> = (0..4).map(|number| key(space, 0, number)).collect();
+        let lens = lens_of(&*disk, &keys, soon()).into_iter();
+        lens.filter(|len| matches!(len, Ok(Some(_)))).count()
+    };
+    assert_eq!((space(SPACE), space(OTHER)), (0, 4), "of that space only");
+    assert!(disk.clears().contains(&Clear::space(SPACE, cleared)));
+    assert_idle(&engine);
+    drop(engine);
+    // The next process knows it from its disk.
+    let older = Arc::new(MemoryBackend::shared());
+    put(&*older, SPACE, 10..12, ClearEpoch::default());
+    let engine = self::engine(64, vec![disk, older]);
+    assert_eq!(self::found(&engine, 10..12).hits, 0);
+}
+
+#[test]
+fn a_write_begun_before_a_clear_elsewhere_is_not_found_after_it() {
+    let remote = Arc::new(MemoryBackend::shared());
+    let engine = engine(64, vec![Arc::clone(&remote) as _]);
+    let wanted = StoreRequest {
+        key: key(SPACE, 0, 0),
+        parent: None,
+        tenant: TenantId::default(),
+        len: CHUNK,
+    };
+    let Some(StoreStart::Reserved(ticket)) = engine.store(OwnerId(1), &[wanted]).pop() else {
+        panic!("an empty pool");
+    };
+    put(&*remote, SPACE, 4..5, ClearEpoch::default().next());
+    assert_eq!(found(&engine, 4..5).hits, 1);
+    assert_eq!(engine.commit(vec![ticket]), [lmc_engine::Inserted::Cleared]);
+    assert_eq!(found(&engine, 0..1).hits, 0);
+}
+
+#[test]
+fn ranks_are_joined_and_a_rank_without_a_chunk_ends_the_prefix() {
+    let tier = Arc::new(Scripted::new());
+    let engine = engine(64, vec![Arc::clone(&tier) as _]);
+    let rank = |kv_rank| Rank {
+        space: SPACE,
+        kv_rank,
+        chunk_bytes: None,
+    };
+    write(&engine, SPACE, 0, 0..6);
+    write(&engine, SPACE, 1, 0..4);
+    settle(&engine);
+    let found = engine
+        .lookup(request(&[rank(0), rank(1)], 0..8))
+        .wait_blocking();
+    assert_eq!((found.hits, found.resident, found.ranks.len()), (4, 4, 2));
+    assert!(found.ranks.iter().all(|rank| rank.leases.len() == 4));
+    drop(found);
+    // One rank comes from the tier, the other from DRAM.
+    engine.clear_dram(true);
+    write(&engine, SPACE, 0, 0..6);
+    let found = engine
+        .lookup(request(&[rank(0), rank(1)], 0..8))
+        .wait_blocking();
+    assert_eq!((found.hits, found.resident), (4, 0));
+    drop(found);
+    let none = engine
+        .lookup(request(&[rank(0), rank(7)], 0..8))
+        .wait_blocking();
+    assert_eq!(none.hits, 0);
+    drop(none);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_chunk_is_never_written_to_the_tier_that_it_came_from() {
+    let (first, second) = (
+        Arc::new(Gated::new(MemoryBackend::default())),
+        Arc::new(Gated::new(MemoryBackend::default())),
+    );
+    put(&*first, SPACE, 0..4, ClearEpoch::default());
+    let tiers: Vec<Arc<dyn Backend>> = vec![Arc::clone(&first) as _, Arc::clone(&second) as _];
+    let engine = engine_with(64, tiers, |_, policy| {
+        policy.admit = Admission::Reused(1);
+    });
+    let before = first.stores();
+    assert_eq!(found(&engine, 0..4).hits, 4);
+    assert_eq!(found(&engine, 0..4).resident, 4);
+    settle(&engine);
+    assert_eq!(first.stores(), before, "it has them");
+    assert_eq!(
+        second.stores(),
+        4,
+        "the other tier is offered what is found"
+    );
+    assert_idle(&engine);
+}
+
+#[test]
+fn chunks_that_are_recomputed_faster_are_not_read() {
+    let slow = || Scripted {
+        cost: Duration::from_millis(10),
+        ..Scripted::new()
+    };
+    for (recompute, hits) in [(1, 0), (100, 8)] {
+        let tier = slow();
+        put(&tier, SPACE, 0..8, ClearEpoch::default());
+        let engine = engine_with(64, vec![Arc::new(tier)], |config, _| {
+            config.recompute_time = Some(Duration::from_millis(recompute));
+        });
+        assert_eq!(found(&engine, 0..8).hits, hits, "{recompute} ms a chunk");
+        let status = status(&engine, 0);
+        assert_eq!(
+            (status.promoted, status.promote_skipped),
+            (hits as u64, 8 - hits as u64)
+        );
+    }
+}
+
+#[test]
+fn reads_in_flight_hold_at_most_a_quarter_of_the_pool() {
+    let tier = Arc::new(Gated::new(MemoryBackend::default()));
+    put(&*tier, SPACE, 0..64, ClearEpoch::default());
+    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config, _| {
+        // More than is ever granted.
+        config.promotion_bytes = Some(64 * CHUNK);
+    });
+    tier.shut();
+    let lookups: Vec<_> = (0..4)
+        .map(|n| engine.lookup(request(&[RANK], n * 16..n * 16 + 16)))
+        .collect();
+    until("reads begin", || tier.loads() > 0);
+    thread::sleep(Duration::from_millis(50));
+    let reserved = engine.usage().reserved_slots;
+    assert!((1..=16).contains(&reserved), "{reserved} of 64 slots");
+    tier.open();
+    for lookup in lookups {
+        assert_eq!(lookup.wait_blocking().hits, 16);
+    }
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_promoted_chunk_counts_as_used_once() {
+    for policy in [PolicyKind::S3Fifo, PolicyKind::Arc] {
+        let disk = Arc::new(MemoryBackend::default());
+        put(&*disk, SPACE, 0..200, ClearEpoch::default());
+        let engine = engine_with(20, vec![disk], |config, _| config.policy = policy);
+        let hot = 1000..1004;
+        write(&engine, SPACE, 0, hot.clone());
+        for _ in 0..3 {
+            assert_eq!(found(&engine, hot.clone()).resident, 4);
+        }
+        // A scan of the disk, each chunk once.
+        for number in 0..200 {
+            assert_eq!(found(&engine, number..number + 1).hits, 1);
+        }
+        let there = engine.acquire(OwnerId(9), &keys(hot));
+        assert!(
+            there.is_some(),
+            "{policy}: the scan pushed out what is used often"
+        );
+    }
+}
+
+/// Allows nothing beyond a number of bytes.
+struct AtMost(u64);
+
+impl LeaseLimit for AtMost {
+    fn allowed(&self, leased: u64, more: u64) -> u64 {
+        (leased + more).min(self.0)
+    }
+}
+
+#[test]
+fn a_lookup_keeps_no_more_than_its_caller_allows() {
+    let tier = Arc::new(MemoryBackend::shared());
+    put(&*tier, SPACE, 4..16, ClearEpoch::default());
+    let engine = engine(64, vec![tier]);
+    write(&engine, SPACE, 0, 0..4);
+    for (allowed, hits) in [(2, 2), (4, 4), (10, 10), (100, 16)] {
+        let limit = Arc::new(AtMost(allowed * CHUNK));
+        let lookup = engine.lookup(request(&[RANK], 0..16).with_limit(limit));
+        assert_eq!(
+            lookup.wait_blocking().hits,
+            hits,
+            "{allowed} chunks allowed"
+        );
+        engine.clear_dram(false);
+        write(&engine, SPACE, 0, 0..4);
+    }
+    assert_idle(&engine);
+}
+
+#[test]
+fn promotions_count_against_the_tenants_quota() {
+    let disk = Arc::new(MemoryBackend::default());
+    put(&*disk, SPACE, 0..8, ClearEpoch::default());
+    let engine = engine(64, vec![disk]);
+    let tenant = TenantId(3);
+    engine.set_quota(tenant, Some(4 * CHUNK));
+    let lookup = engine.lookup(request(&[RANK], 0..8).with_tenant(tenant));
+    assert_eq!(lookup.wait_blocking().hits, 4);
+    assert_eq!(engine.tenant(tenant).bytes, 4 * CHUNK);
+}
+
+#[test]
+fn an_engine_runs_on_the_runtime_that_it_is_given() {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_time()
+        .build()
+        .expect("a runtime");
+    let disk = Arc::new(MemoryBackend::default());
+    put(&*disk, SPACE, 0..4, ClearEpoch::default());
+    let engine = engine_with(64, vec![disk], |config, _| {
+        config.runtime = Some(runtime.handle().clone());
+    });
+    let lookup = engine.lookup(request(&[RANK], 0..4));
+    assert_eq!(runtime.block_on(lookup.wait()).hits, 4);
+    write(&engine, SPACE, 0, 10..12);
+    settle(&engine);
+    assert!(engine.close(soon()).is_complete());
+    drop(engine);
+    // Nothing of the engine is left on the runtime.
+    until("its tasks end", || runtime.metrics().num_alive_tasks() == 0);
+}
+
+#[test]
+fn chunks_stored_by_one_engine_are_found_by_another_through_a_shared_tier() {
+    let tier = Arc::new(MemoryBackend::shared());
+    let (a, b) = (
+        engine(64, vec![Arc::clone(&tier) as _]),
+        engine(64, vec![Arc::clone(&tier) as _]),
+    );
+    write(&a, SPACE, 0, 0..4);
+    settle(&a);
+    assert_eq!(found(&b, 0..4).hits, 4);
+    a.clear(true);
+    write(&a, SPACE, 0, 4..8);
+    settle(&a);
+    assert_eq!(found(&b, 4..8).hits, 4);
+    assert_eq!(found(&b, 0..4).hits, 0, "cleared by the other");
+}
+
+#[test]
+fn what_is_promoted_for_others_counts_for_its_tenant() {
+    let disk = Arc::new(MemoryBackend::default());
+    put(&*disk, SPACE, 0..4, ClearEpoch::default());
+    let engine = engine(64, vec![disk]);
+    let (tenant, keys) = (TenantId(3), (0..4).map(|number| key(SPACE, 0, number)));
+    let keys: Vec<ChunkKey> = keys.collect();
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let (_, leased) = runtime.block_on(engine.lease_own(tenant, &keys, soon()));
+    assert!(leased.iter().all(Option::is_some));
+    assert_eq!(engine.tenant(tenant).bytes, 4 * CHUNK);
+    assert_eq!(engine.tenant(TenantId::default()).bytes, 0);
+}
+
+#[test]
+fn runs_of_prompts_in_dram_are_listed_heads_first_within_a_limit() {
+    let engine = engine(64, Vec::new());
+    let store = |space, prompt: u64, parent: Option<u64>, numbers: Range<u64>| {
+        let mut parent = parent.map(|number| key(space, 0, number));
+        for number in numbers {
+            let key = key(space, 0, prompt * 100 + number);
+            let request = StoreRequest {
+                key,
+                parent,
+                tenant: TenantId::default(),
+                len: CHUNK,
+            };
+            let Some(StoreStart::Reserved(ticket)) = engine.store(OwnerId(1), &[request]).pop()
+            else {
+                panic!("there is memory");
+            };
+            engine.commit(vec![ticket]);
+            parent = Some(key);
+        }
+    };
+    store(SPACE, 1, None, 0..4);
+    store(SPACE, 2, None, 0..2);
+    // Branches off the first prompt after two chunks.
+    store(SPACE, 3, Some(101), 0..2);
+    store(OTHER, 4, None, 0..1);
+    let listed = |limit: u64| {
+        let runs = engine.dram_runs(limit * CHUNK, |key| key.space == SPACE);
+        assert!(runs.iter().flatten().all(|(_, len)| *len == CHUNK));
+        let mut lens: Vec<usize> = runs.iter().map(Vec::len).collect();
+        lens.sort_unstable();
+        (runs, lens)
+    };
+    let (runs, lens) = listed(64);
+    assert_eq!(lens.iter().sum::<usize>(), 8);
+    // The branch is a run of its own, or the rest of the prompt is.
+    assert_eq!(lens, [2, 2, 4]);
+    let prompts = runs.iter().filter(|run| run.len() == 2 || run.len() == 4);
+    assert_eq!(prompts.count(), 3);
+    let (runs, lens) = listed(2);
+    assert_eq!(lens, [1, 1], "both heads: {runs:?}");
+    assert_eq!(listed(0).1, [0; 0]);
+}

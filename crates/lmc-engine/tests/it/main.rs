@@ -1,0 +1,5 @@
+//! Tests of the public API of the crate, in one program.
+
+mod asked;
+mod engine;
+mod lower;

@@ -1,0 +1,235 @@
+//! `lmc bench` against a real server: what it reports, and what makes it fail.
+
+use std::os::unix::fs::FileExt;
+use std::process::{Command, Output, Stdio};
+
+use lmc_testkit::until;
+use serde_json::Value;
+
+use crate::common::{Server, segment};
+
+fn start() -> Server {
+    Server::start(&["--l1-size-gb", "64MiB", "--chunk-size", "32"])
+}
+
+fn bench(server: &Server, args: &[&str]) -> Command {
+    let mut command = crate::common::lmc();
+    command
+        .args([
+            "bench",
+            "--url",
+            &format!("tcp://127.0.0.1:{}", server.port),
+        ])
+        .args(["--http-url", &format!("127.0.0.1:{}", server.http)])
+        .args(["--layers", "2", "--hidden", "64", "--warmup", "0", "--json"])
+        .args(args)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+fn report(output: &Output) -> Value {
+    let errors = String::from_utf8_lossy(&output.stderr);
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {errors}"))
+}
+
+#[test]
+fn every_workload_is_measured_and_every_byte_is_right() {
+    let server = start();
+    for mode in ["engine_driven", "lmcache_driven"] {
+        let args = [
+            "--workload",
+            "noop,lookup,lookup-cold,store,retrieve",
+            "--tokens",
+            "100",
+            "--clients",
+            "1,5",
+            "--count",
+            "6",
+            "--tp",
+            "2",
+            "--shared-prefix",
+            "0.5",
+            "--mode",
+            mode,
+        ];
+        let output = bench(&server, &args).output().expect("it runs");
+        let report = report(&output);
+        assert_eq!(output.status.code(), Some(0), "{mode}: {report:#}");
+        assert_eq!(report["passed"], true);
+        assert_eq!(report["chunk_tokens"], 32);
+        assert_eq!(report["chunk_bytes"], 2 * 2 * 64 * 2 * 32);
+        let rows = report["rows"].as_array().expect("rows");
+        assert_eq!(rows.len(), 10, "{report:#}");
+        for row in rows {
+            let clients = row["clients"].as_u64().expect("a number");
+            assert_eq!(row["ops"], 6 * clients, "{row:#}");
+            assert_eq!(row["wrong_bytes"], 0);
+            assert_eq!(row["errors"], 0);
+            assert_eq!(row["misses"], 0, "{row:#}");
+            let time = |name: &str| row["latency_seconds"][name].as_f64().expect("seconds");
+            assert!(time("p50") > 0.0 && time("p50") <= time("p99"));
+            assert!(time("p99") <= time("max"));
+        }
+        let retrieve = rows.iter().rfind(|row| row["operation"] == "retrieve");
+        let retrieve = retrieve.expect("a row");
+        // 5 clients, 6 retrieves each, 3 chunks of each of 2 workers.
+        let bytes = 5 * 6 * 3 * 2 * 16384;
+        assert_eq!(retrieve["bytes"], bytes, "{retrieve:#}");
+        let verified = retrieve["verified_bytes"].as_u64().expect("a number");
+        // What was read before the clock ran was checked as well.
+        assert!(verified >= bytes, "{retrieve:#}");
+    }
+}
+
+#[test]
+fn a_mix_is_measured_kind_by_kind_and_written_as_csv() {
+    let server = start();
+    let path = std::env::temp_dir().join(format!("lmc-bench-{}.csv", server.port));
+    let file = path.to_str().expect("a path");
+    let args = ["--tokens", "64", "--count", "60", "--csv", file];
+    let output = bench(&server, &args).output().expect("it runs");
+    let report = report(&output);
+    assert_eq!(output.status.code(), Some(0), "{report:#}");
+    let rows = report["rows"].as_array().expect("rows");
+    let kinds: Vec<_> = rows.iter().map(|row| row["operation"].clone()).collect();
+    assert_eq!(kinds, ["lookup", "store", "retrieve"]);
+    let ops: u64 = rows.iter().filter_map(|row| row["ops"].as_u64()).sum();
+    assert_eq!(ops, 60);
+    let csv = std::fs::read_to_string(&path).expect("the file");
+    std::fs::remove_file(&path).expect("it is there");
+    assert_eq!(csv.lines().count(), 4, "{csv}");
+    assert!(csv.starts_with("workload,operation,tokens"));
+}
+
+/// A server that returns other bytes than were stored fails the bench: the test flips bytes all over its pool while retrieves are running.
+#[test]
+fn a_wrong_byte_makes_exit_code_1() {
+    let server = start();
+    let args = [
+        "--workload",
+        "retrieve",
+        "--tokens",
+        "64",
+        "--duration",
+        "3",
+    ];
+    let mut child = bench(&server, &args).spawn().expect("it runs");
+    let pool = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(segment(server.port).expect("the pool's name"))
+        .expect("the pool");
+    until("the bench ends", || {
+        // Chunks have 16 KiB, so every one of the first 4 MiB gets its wrong byte. Retrieves
+        // copy nothing into the pool, so the bytes stay wrong.
+        for offset in (0..4 << 20).step_by(16384) {
+            pool.write_all_at(&[0x5A; 3], offset + 100).expect("inside");
+        }
+        child.try_wait().expect("a child").is_some()
+    });
+    let output = child.wait_with_output().expect("it ended");
+    let report = report(&output);
+    assert_eq!(output.status.code(), Some(1), "{report:#}");
+    assert_eq!(report["passed"], false);
+    assert!(report["rows"][0]["wrong_bytes"].as_u64() > Some(0));
+    assert_eq!(
+        report["errors"],
+        Value::Array(Vec::new()),
+        "no request failed"
+    );
+}
+
+#[test]
+fn no_server_and_wrong_flags_have_their_own_codes() {
+    let server = start();
+    let code = |args: &[&str]| {
+        let output = bench(&server, args).output().expect("it runs");
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr).into_owned(),
+        )
+    };
+    let (exit, text) = code(&["--tokens", "0"]);
+    assert_eq!(exit, Some(2), "{text}");
+    assert!(text.contains("--tokens: expected"), "{text}");
+    let (exit, text) = code(&["--workload", "lookup", "--tokens", "31"]);
+    assert_eq!(exit, Some(1), "{text}");
+    assert!(text.contains("chunk of 32 tokens"), "{text}");
+    let (exit, text) = code(&["--block-size", "5"]);
+    assert_eq!(exit, Some(1), "{text}");
+    assert!(text.contains("divisor"), "{text}");
+    let refused = Command::new(env!("CARGO_BIN_EXE_lmc"))
+        .args(["bench", "--url", "tcp://127.0.0.1:1"])
+        .output()
+        .expect("it runs");
+    assert_eq!(refused.status.code(), Some(1));
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert!(text.contains("no server for engines"), "{text}");
+}
+
+/// A default run of `lmc bench` once sent its load to whatever listened on the production port,
+/// evicted chunks there, and left its own behind. It now refuses a server that is in use, and
+/// leaves one that was empty as it was.
+#[test]
+fn a_server_in_use_is_refused_and_an_empty_one_is_left_empty() {
+    let server = start();
+    let run = |args: &[&str]| {
+        let args = [
+            args,
+            &["--workload", "store", "--tokens", "64", "--count", "3"],
+        ]
+        .concat();
+        let output = bench(&server, &args).output().expect("it runs");
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stderr).into_owned(),
+        )
+    };
+    let chunks = || {
+        let url = format!("http://127.0.0.1:{}/status", server.http);
+        let mut answer = ureq::get(&url).call().expect("an answer");
+        let status: Value = answer.body_mut().read_json().expect("JSON");
+        status["lmc"]["usage"]["chunks"].as_u64().expect("a number")
+    };
+    let (code, errors) = run(&[]);
+    assert_eq!(code, Some(0), "{errors}");
+    assert_eq!(chunks(), 0, "the run is cleared: {errors}");
+    let (code, errors) = run(&["--force"]);
+    assert_eq!(code, Some(0), "{errors}");
+    let held = chunks();
+    assert!(held >= 6, "nothing is cleared with --force: {errors}");
+    let (code, errors) = run(&[]);
+    assert_eq!(code, Some(1), "a server with chunks is refused: {errors}");
+    assert_eq!(chunks(), held, "and nothing was stored: {errors}");
+    // What cannot be seen may be in use. Another server's HTTP side says nothing about this one.
+    let other = start();
+    for url in [
+        "127.0.0.1:1".to_owned(),
+        format!("127.0.0.1:{}", other.http),
+    ] {
+        let mut bench = Command::new(env!("CARGO_BIN_EXE_lmc"));
+        bench.args([
+            "bench",
+            "--url",
+            &format!("tcp://127.0.0.1:{}", server.port),
+        ]);
+        let output = bench.args(["--count", "1", "--http-url", &url]).output();
+        assert_eq!(output.expect("it runs").status.code(), Some(1), "{url}");
+    }
+    assert_eq!(chunks(), held);
+}
+
+/// `lmc --help` described `bench` by the name of a Rust type.
+#[test]
+fn the_overview_says_what_bench_does() {
+    let output = Command::new(env!("CARGO_BIN_EXE_lmc"))
+        .arg("--help")
+        .output();
+    let help = output.expect("the binary runs").stdout;
+    let help = String::from_utf8_lossy(&help).into_owned();
+    let bench = help
+        .lines()
+        .find(|line| line.trim_start().starts_with("bench "));
+    assert!(!bench.expect("a line").contains('`'), "{help}");
+}

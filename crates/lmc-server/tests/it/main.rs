@@ -1,0 +1,27 @@
+//! Tests of the real binary, in one program.
+
+mod bench;
+mod cli;
+mod common;
+mod containers;
+mod daemon;
+mod disk;
+mod encrypted_peers;
+mod first_chunks;
+mod frozen_copies;
+mod hostile_peers;
+mod multinode;
+#[cfg(feature = "nixl")]
+mod nixl_peers;
+mod operator;
+mod other_users;
+mod peers;
+mod pool;
+mod pool_lost;
+mod remote;
+mod remote_secrets;
+mod remote_shared;
+mod remote_tools;
+#[allow(dead_code, reason = "the tests of the tier use all of it")]
+#[path = "../../../lmc-backend-remote/tests/it/s3/servers.rs"]
+mod s3_servers;
