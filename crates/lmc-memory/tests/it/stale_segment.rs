@@ -44,7 +44,12 @@ fn start(name: &str) -> Child {
 fn start_named(name: &str) -> (Child, String) {
     let this = std::env::current_exe().expect("a test has a path");
     let mut child = Command::new(this)
-        .args(["--exact", "stale_segment::other_server", "--nocapture", "--test-threads=1"])
+        .args([
+            "--exact",
+            "stale_segment::other_server",
+            "--nocapture",
+            "--test-threads=1",
+        ])
         .env(NAME_VARIABLE, name)
         .stdout(Stdio::piped())
         .spawn()

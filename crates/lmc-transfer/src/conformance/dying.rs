@@ -78,7 +78,7 @@ fn lost(error: Option<&TransferError>) {
 
 /// A peer dies under reads: what was read is right, and everything comes back.
 pub fn a_peer_dies_while_it_is_read<R: Rig>(rig: &R) {
-    for round in 0..4 {
+    for round in 0..3 {
         let (a, b) = pair(rig);
         let lens = [1 << 20, 1, 70_000, 1 << 20];
         let kept = b.objects(round, &lens);
@@ -134,7 +134,7 @@ fn gone(error: &TransferError) {
 /// A peer dies under writes, and another begins at its address at once: nothing that was written
 /// to the old one arrives in the memory of the new one.
 pub fn a_peer_dies_while_it_is_written<R: Rig>(rig: &R) {
-    for round in 0..4 {
+    for round in 0..3 {
         let (a, b) = pair(rig);
         let lens = [1 << 20, 1, 70_000, 1 << 20];
         let targets = b.slots(&lens);
@@ -166,7 +166,7 @@ pub fn a_peer_dies_while_it_is_written<R: Rig>(rig: &R) {
             let new = Side::new(rig, "b");
             let mut kept = vec![new.slot(new.pool.usage().largest_free)];
             stamp_all(9, &mut kept);
-            thread::sleep(Duration::from_millis(100));
+            thread::sleep(Duration::from_millis(50));
             over.store(true, Ordering::Relaxed);
             let kept = kept.remove(0).written();
             check_value(9, 0, kept.bytes()).expect("writes to the dead stay with the dead");

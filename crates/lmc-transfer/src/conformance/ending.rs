@@ -169,7 +169,7 @@ pub fn a_close_without_time<R: Rig>(rig: &R) {
 
 /// After a close nothing reads or writes the memory any more, whatever peers do.
 pub fn a_close_ends_all_writing<R: Rig>(rig: &R) {
-    for round in 0..15 {
+    for round in 0..8 {
         let (a, b) = pair(rig);
         let lens = [2 << 20, 1, 70_000];
         let mut targets = a.slots(&lens);
@@ -371,7 +371,7 @@ pub fn dropped_reads_and_writes<R: Rig>(rig: &R) {
     let from = b.indices(&kept);
     let targets = b.slots(&lens);
     let to = b.indices(&targets);
-    for round in 0..40 {
+    for round in 0..24 {
         let deadline = later();
         drop_half_way(
             a.channel.read(a.slots(&lens), &b.id, &from, deadline),
@@ -405,9 +405,9 @@ pub fn dropped_sends_and_receives<R: Rig>(rig: &R) {
     eventually("the other side knows too", || b.channel.is_connected(&a.id));
     let mut rng = Rng::new(12);
     let lens = [1 << 20, 1, 70_000];
-    for tag in 0..20 {
+    for tag in 0..16 {
         // Both are there; one of them goes, at some point.
-        let limit = Instant::now() + Duration::from_millis(300);
+        let limit = Instant::now() + Duration::from_millis(50);
         thread::scope(|scope| {
             if tag % 2 == 0 {
                 scope.spawn(|| {

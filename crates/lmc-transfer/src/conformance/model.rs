@@ -341,8 +341,9 @@ impl<'a, R: Rig> Run<'a, R> {
         let micros = match (self.exact(), drops) {
             (true, _) if tight => self.rng.below(2000),
             // The other half of what is dropped waits until then.
-            (true, None) => 30_000_000,
-            _ => 10_000 + self.rng.below(150_000),
+            (true, None) => 60_000_000,
+            // Long enough for most, on a busy machine.
+            _ => 10_000 + self.rng.below(60_000),
         };
         Plan {
             kind,

@@ -18,7 +18,7 @@ fn both<C: TransferChannel>(
 ) -> (Sent, Filled) {
     let pause = |first: bool| {
         if !first {
-            thread::sleep(Duration::from_millis(30));
+            thread::sleep(Duration::from_millis(10));
         }
     };
     thread::scope(|scope| {
@@ -204,7 +204,7 @@ pub fn no_peer_at_the_other_end<R: Rig>(rig: &R) {
         let sent = block_on(from.channel.send(objects, &to.id, 1, shortly()));
         assert_eq!(sent.done, 0);
         assert_eq!(sent.error, Some(TransferError::Deadline));
-        assert!(began.elapsed() < LATE, "three calls of 200 ms each");
+        assert!(began.elapsed() < LATE, "three calls of 50 ms each");
     }
     for side in [&a, &b] {
         side.memory_is_still();

@@ -39,7 +39,7 @@ fn after(millis: u64) -> Instant {
 }
 
 fn soon() -> Instant {
-    after(20_000)
+    after(60_000)
 }
 
 fn name(text: &str) -> PeerId {
@@ -89,7 +89,7 @@ impl Victim {
 
     fn stream(&self) -> TcpStream {
         let stream = TcpStream::connect(("127.0.0.1", self.port())).expect("it listens");
-        let time = Some(Duration::from_secs(20));
+        let time = Some(Duration::from_secs(60));
         stream.set_read_timeout(time).expect("a timeout");
         stream.set_nodelay(true).expect("a socket");
         stream
@@ -320,7 +320,7 @@ fn reading(
 #[test]
 fn what_is_no_handshake_is_closed_counted_and_forgotten() {
     let victim = Victim::new(|config| {
-        config.channel.handshake_timeout = Duration::from_secs(2);
+        config.channel.handshake_timeout = Duration::from_millis(300);
     });
     let (_, first) = first_message(raw_identity(), None);
     let mut changed = first.clone();
@@ -351,7 +351,14 @@ fn what_is_no_handshake_is_closed_counted_and_forgotten() {
     for (mut stream, case) in streams.into_iter().zip(cases) {
         assert!(finds_it_closed(&mut stream), "{case:?}");
     }
+    let all = cases.len() as u64;
+    let refused = |v: &Victim| v.channel.stats().refused_handshakes == all;
+    victim.eventually("all are counted", refused);
+    assert!(victim.channel.shared.joining.lock().is_empty());
+    victim.ends();
+
     // Those who prove the key, and then say what cannot be.
+    let victim = Victim::new(|_| {});
     let mut odd = side();
     odd.unit = 3;
     let welcome = Message::Welcome {
@@ -375,7 +382,7 @@ fn what_is_no_handshake_is_closed_counted_and_forgotten() {
         session.send(message).expect("sent");
         assert!(finds_it_closed(&mut session.stream), "{message:?}");
     }
-    let all = (cases.len() + messages.len()) as u64;
+    let all = messages.len() as u64;
     let refused = |v: &Victim| v.channel.stats().refused_handshakes == all;
     victim.eventually("all are counted", refused);
     assert!(victim.channel.shared.joining.lock().is_empty());
@@ -529,7 +536,7 @@ fn what_comes_after_the_deadline_is_discarded() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
     let bytes = [7; 4096];
-    let filled = reading(&victim, &mut raw, after(2000), |raw, id| {
+    let filled = reading(&victim, &mut raw, after(400), |raw, id| {
         raw.send(&Frame::Data { id });
         let head = PieceHead {
             len: 4096,
@@ -711,7 +718,8 @@ fn a_flood_of_pings_keeps_no_peer_out() {
                 }
             }
         });
-        thread::sleep(Duration::from_millis(100));
+        let under_way = |v: &Victim| v.channel.stats().bytes_in > 100_000;
+        victim.eventually("the flood is under way", under_way);
         let (to, address) = (name("victim"), victim.channel.address());
         block_on(other.channel.connect(&to, address, None, soon())).expect("it is heard");
         for _ in 0..10 {
@@ -806,8 +814,8 @@ fn each_close_is_over_when_nothing_runs() {
                 assert!(over.load(Ordering::Acquire), "something runs");
             });
         }
-        // Both wait by then.
-        thread::sleep(Duration::from_millis(200));
+        // Both wait by then, as a rule: one that does not yet finds nothing running either.
+        thread::sleep(Duration::from_millis(50));
         gate.store(true, Ordering::Release);
     });
     other.ends();
@@ -855,13 +863,16 @@ fn a_write_that_misses_its_deadline_says_whether_it_is_idle() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
     let (to, index) = (name("raw"), [Index::arena(1, 0)]);
-    let large = victim.object(4, 7 << 20);
-    let first = victim.channel.write(vec![large], &to, &index, after(300));
-    let sent = block_on(first);
-    assert_eq!(
-        (sent.error, sent.idle),
-        (Some(TransferError::Deadline), false)
-    );
+    // On a busy machine, the deadline may come before the first byte is sent.
+    let begins = |victim: &Victim| {
+        let large = victim.object(4, 7 << 20);
+        let write = victim.channel.write(vec![large], &to, &index, after(100));
+        let sent = block_on(write);
+        assert_eq!(sent.error, Some(TransferError::Deadline));
+        !sent.idle
+    };
+    let writes = 1 + (0..20).take_while(|_| !begins(&victim)).count();
+    assert!(writes <= 20, "no write begins");
     // It waits behind the first one.
     let small = victim.object(6, 4096);
     let second = victim.channel.write(vec![small], &to, &index, after(100));
@@ -874,10 +885,14 @@ fn a_write_that_misses_its_deadline_says_whether_it_is_idle() {
     let slots = victim.pool.usage().slots;
     assert_eq!(slots, 1, "what is never sent keeps a slot");
     let capacity = connection.streams[0].capacity.available_permits();
-    assert_eq!(capacity, MAX_REQUESTS - 2, "there is no end to what waits");
+    assert_eq!(
+        capacity,
+        MAX_REQUESTS - writes - 1,
+        "there is no end to what waits"
+    );
     // So it is with offers.
     let object = vec![victim.object(6, 4096)];
-    let sent = block_on(victim.channel.send(object, &to, 1, after(300)));
+    let sent = block_on(victim.channel.send(object, &to, 1, after(100)));
     assert_eq!(
         (sent.error, sent.idle),
         (Some(TransferError::Deadline), true)
@@ -912,7 +927,7 @@ fn a_write_that_misses_its_deadline_says_whether_it_is_idle() {
     let all = |_: &Victim| connection.streams[0].capacity.available_permits() == MAX_REQUESTS;
     victim.eventually("there is capacity again", all);
     drop(connection);
-    let filled = reading(&victim, &mut raw, after(2000), |_, _| {});
+    let filled = reading(&victim, &mut raw, after(300), |_, _| {});
     assert_eq!(filled.error, Some(TransferError::Deadline));
     drop(filled);
     victim.eventually("the slots come back", |v| v.pool.usage().slots == 0);

@@ -2,6 +2,7 @@
 
 use crate::support::socket::{Tcp, Unix};
 
+use lmc_testkit::rounds;
 use lmc_transfer::conformance::{Guarantee, RandomTest};
 use lmc_transfer::{Faults, FlakyRig};
 
@@ -21,11 +22,12 @@ mod slow {
 
 #[test]
 fn a_faulty_channel_never_gives_a_wrong_byte() {
-    for seed in 0..4 {
+    let mut counts = [0; 9];
+    for seed in 0..rounds(2, 4) as u64 {
         let rig = FlakyRig::new(Tcp::default(), Faults::some(), seed);
         let test = RandomTest::new(Guarantee::Lossy);
-        let tally = test.with_seed(seed).with_rounds(60).run(&rig);
-        let counts = [
+        let tally = test.with_seed(seed).with_rounds(rounds(30, 60)).run(&rig);
+        let found = [
             tally.written,
             tally.read,
             tally.received,
@@ -36,6 +38,10 @@ fn a_faulty_channel_never_gives_a_wrong_byte() {
             tally.dropped,
             tally.died,
         ];
-        assert!(counts.iter().all(|count| *count > 0), "{tally:?}");
+        for (count, found) in counts.iter_mut().zip(found) {
+            *count += found;
+        }
     }
+    // About ten of the rarest are expected.
+    assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
 }

@@ -10,8 +10,8 @@ mod scenarios;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use lmc_transfer::conformance;
 use crate::support::nixl::{NixlRig, SCENARIO, skipped};
+use lmc_transfer::conformance;
 
 const TCP: &str = "tcp";
 /// Bytes over `process_vm_readv` and its sister; `tcp` is for what else UCX has to say.
@@ -24,7 +24,12 @@ fn run(scenario: &str, transports: &str) {
     }
     let exe = std::env::current_exe().expect("the test program has a path");
     let output = Command::new(exe)
-        .args(["--exact", "nixl::scenario", "--nocapture", "--test-threads=1"])
+        .args([
+            "--exact",
+            "nixl::scenario",
+            "--nocapture",
+            "--test-threads=1",
+        ])
         .env(SCENARIO, scenario)
         .env("UCX_TLS", transports)
         .env("UCX_NET_DEVICES", "lo")

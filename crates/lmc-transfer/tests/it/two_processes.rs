@@ -1,12 +1,14 @@
 //! Sockets between two processes, one of which is frozen, killed and started again.
 
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot};
+use lmc_testkit::{Folder, Process, free_port, rounds, soon, until};
 use lmc_transfer::conformance::{check_value, fill_value};
 use lmc_transfer::{
     Address, ChannelConfig, Index, PeerId, Rights, Slot, SocketChannel, SocketConfig,
@@ -14,22 +16,21 @@ use lmc_transfer::{
 };
 
 const LISTEN: &str = "LMC_TEST_PEER_LISTEN";
+/// Set where the peer writes to where it is asked. Elsewhere it sends back what it receives.
+const WRITES: &str = "LMC_TEST_PEER_WRITES";
 const LENS: [u64; 5] = [1 << 20, 1, 70_000, 4096, 3 << 20];
 /// Stamp of the peer's objects.
 const STAMP: u64 = 21;
 /// Tag under which the peer sends back what it receives.
 const TAG: u64 = 5;
-/// Tag under which the peer receives indices, to which it writes.
+/// Tag under which the peer receives indices, to which it writes until it is refused, and under
+/// which it then sends them back.
 const WRITE_TAG: u64 = 6;
 /// Bytes of what it writes.
 const WRITTEN: u64 = 16 << 20;
 
 fn after(millis: u64) -> Instant {
     Instant::now() + Duration::from_millis(millis)
-}
-
-fn soon() -> Instant {
-    after(30_000)
 }
 
 fn name(text: &str) -> PeerId {
@@ -43,7 +44,10 @@ fn side(id: &str, listen: Address) -> (SocketChannel, Pool) {
     let mut config = ChannelConfig::new(name(id), arena);
     config.open_arena = true;
     config.rights = Rights::ReadWrite;
-    let channel = SocketConfig::new(config, listen).build();
+    let mut config = SocketConfig::new(config, listen);
+    // A frozen peer is not taken for dead, however long its test is kept from going on.
+    config.keepalive = Duration::from_secs(60);
+    let channel = config.build();
     (channel.expect("it listens"), pool)
 }
 
@@ -63,8 +67,8 @@ fn objects(pool: &Pool, stamp: u64) -> Vec<SealedSlot> {
         .collect()
 }
 
-/// The other process: has objects in its arena, sends back what it receives, and writes to where
-/// it is asked.
+/// The other process: has objects in its arena, and sends back what it receives or writes to
+/// where it is asked.
 #[test]
 #[ignore = "it is the peer that the other tests start"]
 fn peer() {
@@ -77,98 +81,98 @@ fn peer() {
         channel.address(),
         channel.incarnation()
     );
+    // The test kills it; should the test die, this ends by itself.
+    let end = after(240_000);
+    match std::env::var_os(WRITES) {
+        Some(_) => write_until_refused(&channel, &pool, end),
+        None => send_back(&channel, &pool, end),
+    }
+}
+
+/// Receives, or returns `None` while the test is not connected.
+fn received(
+    channel: &SocketChannel,
+    slots: Vec<ReservedSlot>,
+    tag: u64,
+    end: Instant,
+) -> Option<Vec<SealedSlot>> {
+    let received = block_on(channel.receive(slots, &name("test"), tag, end));
+    match received.into_result() {
+        Ok(received) => Some(received.into_iter().map(|slot| slot.seal()).collect()),
+        Err(_) => {
+            thread::sleep(Duration::from_millis(5));
+            None
+        }
+    }
+}
+
+fn send_back(channel: &SocketChannel, pool: &Pool, end: Instant) {
+    while Instant::now() < end {
+        if let Some(back) = received(channel, slots(pool), TAG, end) {
+            let _ = block_on(channel.send(back, &name("test"), TAG, end));
+        }
+    }
+}
+
+fn write_until_refused(channel: &SocketChannel, pool: &Pool, end: Instant) {
     let test = name("test");
     let mut object = pool.reserve(WRITTEN).expect("capacity");
     object.bytes_mut().fill(9);
     let object = object.written().seal();
-    // The test kills it; should the test die, this ends by itself.
-    let end = after(120_000);
     while Instant::now() < end {
         let index = vec![pool.reserve(24).expect("capacity")];
-        let sent = block_on(channel.receive(index, &test, WRITE_TAG, after(20)));
-        if let Ok(sent) = sent.into_result() {
-            let index = sent[0].bytes().try_into().expect("24 bytes");
-            let index = [Index::from_bytes(index)];
-            for _ in 0..300 {
-                let objects = vec![object.clone()];
-                let _ = block_on(channel.write(objects, &test, &index, after(1000)));
-            }
-        }
-        let received = block_on(channel.receive(slots(&pool), &test, TAG, after(500)));
-        let Ok(received) = received.into_result() else {
-            thread::sleep(Duration::from_millis(5));
+        let Some(asked) = received(channel, index, WRITE_TAG, end) else {
             continue;
         };
-        let back = received.into_iter().map(|slot| slot.seal()).collect();
-        let _ = block_on(channel.send(back, &test, TAG, after(5000)));
+        let index = asked[0].bytes().try_into().expect("24 bytes");
+        let index = [Index::from_bytes(index)];
+        let mut refused = 0;
+        while refused < 3 && Instant::now() < end {
+            let objects = vec![object.clone()];
+            let sent = block_on(channel.write(objects, &test, &index, after(1000)));
+            refused += usize::from(matches!(sent.error, Some(TransferError::NotLeased { .. })));
+        }
+        let _ = block_on(channel.send(asked, &test, WRITE_TAG, end));
     }
 }
 
 struct Peer {
-    child: Child,
+    process: Process,
     address: Address,
     incarnation: u64,
     indices: Vec<Index>,
 }
 
 impl Peer {
-    fn start(listen: &Address) -> Self {
+    fn start(listen: &Address, change: impl FnOnce(&mut Command)) -> Self {
         let program = std::env::current_exe().expect("a running test");
-        let mut child = Command::new(program)
+        let mut command = Command::new(program);
+        command
             .args(["two_processes::peer", "--exact", "--ignored", "--nocapture"])
             .env(LISTEN, listen.to_string())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("a process");
-        let output = BufReader::new(child.stdout.take().expect("piped"));
-        let mut lines = output.lines().map(|line| line.expect("text"));
-        let ready = lines.find_map(|line| line.split_once("ready ").map(|(_, r)| r.to_owned()));
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        change(&mut command);
+        let mut process = Process::spawn(&mut command);
+        let (_, output) = process.pipes();
+        let mut lines = BufReader::new(output).lines();
+        let ready = lines.find_map(|line| {
+            let line = line.expect("text");
+            line.split_once("ready ").map(|(_, rest)| rest.to_owned())
+        });
         let ready = ready.expect("the peer says that it is ready");
         let (address, rest) = ready.split_once(' ').expect("three words");
         let (incarnation, units) = rest.split_once(' ').expect("three words");
         let incarnation = incarnation.parse().expect("a number");
         let numbers = units.trim_matches(['[', ']']).split(", ");
         Self {
-            child,
+            process,
             address: address.parse().expect("an address"),
             incarnation,
             indices: numbers
                 .map(|n| Index::arena(incarnation, n.parse().expect("a number")))
                 .collect(),
         }
-    }
-
-    fn signal(&self, signal: &str) {
-        // The shell's own: not every machine has the program.
-        let kill = format!("kill {signal} {}", self.child.id());
-        let status = Command::new("sh").args(["-c", &kill]).status();
-        assert!(status.expect("sh is there").success());
-    }
-
-    /// Stops all its threads, until SIGCONT.
-    fn stop(&self) {
-        self.signal("-STOP");
-        let end = soon();
-        let stopped = || {
-            let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id()));
-            let mut threads = threads.expect("its threads").flatten();
-            // The state follows the name, which is in brackets.
-            threads.all(|thread| {
-                let stat = std::fs::read_to_string(thread.path().join("stat"));
-                stat.is_ok_and(|stat| stat.contains(") T "))
-            })
-        };
-        while !stopped() {
-            assert!(Instant::now() < end, "it does not stop");
-            thread::sleep(Duration::from_millis(1));
-        }
-    }
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -195,12 +199,15 @@ fn read(
     filled.error
 }
 
-fn check(listen: &str) {
-    let any_port = "tcp://127.0.0.1:0".parse().expect("an address");
-    let (channel, pool) = side("test", any_port);
-    let mut peer = Peer::start(&listen.parse().expect("an address"));
+fn check(listen: &Address) {
+    let (channel, pool) = side("test", any_port());
+    let mut peer = Peer::start(listen, |_| {});
     let id = name("peer");
-    for round in 0..3 {
+    for round in 0..rounds(2, 3) as u64 {
+        if round > 0 {
+            peer = Peer::start(listen, |_| {});
+        }
+        assert_eq!(peer.address, *listen);
         // Ranges that the peer uses for nothing: what was not idle may still arrive there.
         let aside = (0..5).map(|n| Index::arena(peer.incarnation, 8192 + 700 * n));
         let aside: Vec<Index> = aside.collect();
@@ -220,28 +227,36 @@ fn check(listen: &str) {
         drop(back);
 
         // Frozen: calls end by their deadlines. Then it goes on as if nothing had been.
-        peer.stop();
+        peer.process.stop();
         let late = TransferError::Deadline;
-        assert_eq!(read(&channel, &pool, &peer, after(200)), Some(late));
-        let write = channel.write(objects(&pool, 9), &id, &aside, after(1000));
-        let sent = block_on(write);
-        assert_eq!(sent.error, Some(TransferError::Deadline));
-        assert!(!sent.idle, "it may arrive once the peer goes on");
+        assert_eq!(read(&channel, &pool, &peer, after(100)), Some(late));
+        // A write that has begun may arrive once the peer goes on. On a busy machine none of it
+        // may have begun by the deadline.
+        until("a write is under way at its deadline", || {
+            let write = channel.write(objects(&pool, 9), &id, &aside, after(100));
+            let sent = block_on(write);
+            assert_eq!(sent.error, Some(TransferError::Deadline));
+            !sent.idle
+        });
         assert!(channel.is_connected(&id));
-        peer.signal("-CONT");
+        peer.process.signal(libc::SIGCONT);
         assert_eq!(read(&channel, &pool, &peer, soon()), None);
 
         // Killed in the midst of reads.
+        let done = AtomicU64::new(0);
         let error = thread::scope(|scope| {
             let reads = scope.spawn(|| {
                 loop {
                     if let Some(error) = read(&channel, &pool, &peer, soon()) {
                         break error;
                     }
+                    done.fetch_add(1, Ordering::Relaxed);
                 }
             });
-            thread::sleep(Duration::from_millis(50));
-            peer.signal("-KILL");
+            until("reads go on", || {
+                reads.is_finished() || done.load(Ordering::Relaxed) > 2 + round
+            });
+            peer.process.signal(libc::SIGKILL);
             reads.join().expect("reads do not panic")
         });
         let gone = matches!(
@@ -251,10 +266,7 @@ fn check(listen: &str) {
         assert!(gone, "{error:?}");
         assert!(!channel.is_connected(&id));
         assert_eq!(pool.usage().quarantined_slots, 0);
-        let address = peer.address.clone();
-        drop(peer);
-        peer = Peer::start(&address);
-        assert_eq!(peer.address, address);
+        peer.process.kill();
     }
     let stats = channel.stats();
     assert_eq!((stats.corrupt, stats.broken), (0, 0), "{stats:?}");
@@ -262,17 +274,22 @@ fn check(listen: &str) {
     assert_eq!(pool.usage().slots, 0);
 }
 
+fn any_port() -> Address {
+    "tcp://127.0.0.1:0".parse().expect("an address")
+}
+
 /// A writer was frozen in the midst of a write, and its slot was reused meanwhile: when it went on,
 /// up to 18 MB of its bytes landed in the next object, after its own deadline.
 #[test]
 fn a_frozen_writer_lands_in_no_reused_slot() {
-    let any_port = "tcp://127.0.0.1:0".parse().expect("an address");
-    let (channel, pool) = side("test", any_port);
-    let peer = Peer::start(&"tcp://127.0.0.1:0".parse().expect("an address"));
+    let (channel, pool) = side("test", any_port());
+    let peer = Peer::start(&any_port(), |command| {
+        command.env(WRITES, "1");
+    });
     let id = name("peer");
     let connected = block_on(channel.connect(&id, &peer.address, None, soon()));
     connected.expect("it listens");
-    for round in 0..3 {
+    for round in 0..rounds(2, 3) as u64 {
         let target = pool.reserve(WRITTEN).expect("capacity");
         let offset = target.offset();
         let lease = channel.grant_write(&id, vec![target]);
@@ -281,17 +298,17 @@ fn a_frozen_writer_lands_in_no_reused_slot() {
         index
             .bytes_mut()
             .copy_from_slice(&lease.indices()[0].to_bytes());
-        let before = channel.stats().bytes_in;
+        let before = channel.stats();
         let sent = vec![index.written().seal()];
         let sent = block_on(channel.send(sent, &id, WRITE_TAG, soon()));
         assert_eq!(sent.into_result(), Ok(1));
         // In the midst of a write, more or less.
         let end = soon();
-        while channel.stats().bytes_in < before + WRITTEN * (round + 1) / 2 {
+        while channel.stats().bytes_in < before.bytes_in + WRITTEN * (round + 1) / 2 {
             assert!(Instant::now() < end, "it does not write");
             thread::yield_now();
         }
-        peer.stop();
+        peer.process.stop();
         // The peer is frozen, and that is no hindrance.
         let slots = block_on(lease.revoke());
         assert_eq!(slots.len(), 1);
@@ -300,15 +317,13 @@ fn a_frozen_writer_lands_in_no_reused_slot() {
         assert_eq!(reused.offset(), offset, "the pool gives out the same slot");
         reused.bytes_mut().fill(5);
         let reused = reused.written().seal();
-        let refused = channel.stats().refused_requests;
-        peer.signal("-CONT");
-        // Its later writes are refused; so it has gone on by then.
-        let end = soon();
-        while channel.stats().refused_requests < refused + 50 {
-            assert!(Instant::now() < end, "{:?}", channel.stats());
-            thread::sleep(Duration::from_millis(2));
-        }
-        assert!(reused.bytes().iter().all(|byte| *byte == 5), "it landed");
+        peer.process.signal(libc::SIGCONT);
+        // It sends this when all its writes have ended, the later ones refused.
+        let index = vec![pool.reserve(24).expect("capacity")];
+        let over = block_on(channel.receive(index, &id, WRITE_TAG, soon()));
+        over.into_result().expect("the peer ends its writes");
+        assert!(channel.stats().refused_requests >= before.refused_requests + 3);
+        assert!(reused.bytes() == vec![5; WRITTEN as usize], "it landed");
         drop(reused);
     }
     block_on(channel.close(soon())).expect("it closes");
@@ -317,13 +332,13 @@ fn a_frozen_writer_lands_in_no_reused_slot() {
 
 #[test]
 fn over_tcp() {
-    check("tcp://127.0.0.1:0");
+    let host = "127.0.0.1".to_owned();
+    let port = free_port();
+    check(&Address::Tcp { host, port });
 }
 
 #[test]
 fn over_unix_sockets() {
-    let folder = std::env::temp_dir().join(format!("lmc-two-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).expect("a folder");
-    check(&format!("unix:{}", folder.join("peer").display()));
-    std::fs::remove_dir_all(&folder).expect("removed");
+    let folder = Folder::temporary();
+    check(&Address::Unix(folder.join("peer")));
 }

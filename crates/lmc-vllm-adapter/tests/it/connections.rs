@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use crate::common::{Answer as _, CHUNK, MODEL, Segment, Server, Worker, prompt};
+use bytes::Bytes;
 use lmc_backend::conformance::Gated;
 use lmc_backend::{Backend, LocalIndex, MemoryBackend};
 use lmc_vllm_adapter::{

@@ -101,7 +101,11 @@ impl Process {
 
     fn launch(mut command: Command, server: SocketAddr) -> Self {
         let mut child = command
-            .args(["--exact", "cut_connections::a_worker_process", "--nocapture"])
+            .args([
+                "--exact",
+                "cut_connections::a_worker_process",
+                "--nocapture",
+            ])
             .env(AS_PROCESS, server.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

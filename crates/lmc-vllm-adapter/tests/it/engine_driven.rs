@@ -1,6 +1,8 @@
 //! Workers that copy by themselves, over real connections and a real shared pool.
 
-use crate::common::{Answer as _, CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt};
+use crate::common::{
+    Answer as _, CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt,
+};
 use lmc_vllm_adapter::{
     CacheKey, Client, EngineDrivenContext, KvEventKind, Operation, Reply, Request,
 };

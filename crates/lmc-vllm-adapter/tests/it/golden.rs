@@ -6,10 +6,10 @@
 
 use std::collections::HashMap;
 
+use crate::common::{Segment, Server};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
-use crate::common::{Segment, Server};
 use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_vllm_adapter::Client;
 use serde_json::Value;

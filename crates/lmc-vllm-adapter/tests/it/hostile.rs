@@ -4,8 +4,8 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use crate::common::{Answer as _, CHUNK, Server, Worker, lookup, prompt};
+use bytes::Bytes;
 use lmc_key::ChunkHash;
 use lmc_vllm_adapter::{Client, IdentityDigest, Limits, Reply, Request, encode_request_frames};
 

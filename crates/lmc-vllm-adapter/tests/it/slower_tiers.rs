@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::common::{Answer as _, CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt};
+use crate::common::{
+    Answer as _, CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt,
+};
 use lmc_backend::MemoryBackend;
 use lmc_backend::conformance::Gated;
 use lmc_engine::EngineConfig;

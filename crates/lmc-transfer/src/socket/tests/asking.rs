@@ -62,7 +62,7 @@ fn a_question_without_an_answer_ends_by_its_deadline_or_with_its_peer() {
     });
     let asker = connected(&silent);
     let to = name("victim");
-    let late = block_on(asker.ask(&to, Bytes::new(), after(50)));
+    let late = block_on(asker.ask(&to, Bytes::new(), after(300)));
     assert!(matches!(late, Err(TransferError::Deadline)), "{late:?}");
     let gone = thread::scope(|scope| {
         let asked = scope.spawn(|| block_on(asker.ask(&to, Bytes::new(), soon())));

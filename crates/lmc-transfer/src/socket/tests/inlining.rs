@@ -108,7 +108,7 @@ fn a_late_send_is_idle_once_the_peer_says_so() {
         thread::scope(|scope| {
             let object = vec![victim.object(6, 100)];
             let sending = scope.spawn(|| {
-                let send = victim.channel.send(object, &to, 1, after(100));
+                let send = victim.channel.send(object, &to, 1, after(200));
                 block_on(send)
             });
             let id = raw.inlined(6, 100);

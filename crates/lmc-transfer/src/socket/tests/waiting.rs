@@ -1,13 +1,29 @@
 //! Peers that say nothing, take nothing, or take it late.
 
+use lmc_testkit::until;
+
 use super::*;
 use crate::socket::frame::PIECE;
 
 #[test]
 fn a_silent_peer_is_taken_for_dead() {
-    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(500));
+    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(200));
     let mut raw = Raw::connect(&victim, 1);
-    let filled = reading(&victim, &mut raw, soon(), |_, _| {});
+    let (slots, indices) = (vec![victim.slot(1, 4096)], [Index::arena(1, 0)]);
+    let from = name("raw");
+    let filled = thread::scope(|scope| {
+        let read = scope.spawn(|| block_on(victim.channel.read(slots, &from, &indices, soon())));
+        // It is silent from the request on, however late that comes.
+        until("a request is under way", || {
+            raw.send(&Frame::Ping(0));
+            let connection = victim.channel.shared.connection(&from);
+            connection.is_ok_and(|connection| {
+                connection.streams[0].capacity.available_permits() < MAX_REQUESTS
+            })
+        });
+        assert!(matches!(raw.frame(), Frame::Read { .. }));
+        read.join().expect("a read does not panic")
+    });
     let gone = matches!(filled.error, Some(TransferError::PeerGone { .. }));
     assert!(gone, "{:?}", filled.error);
     drop(filled);
@@ -19,7 +35,7 @@ fn a_silent_peer_is_taken_for_dead() {
 /// The peer showed signs of life, so everything that was to be sent to it waited for ever.
 #[test]
 fn a_peer_that_takes_nothing_is_taken_for_dead() {
-    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(500));
+    let victim = Victim::new(|config| config.keepalive = Duration::from_millis(200));
     let mut raw = Raw::connect(&victim, 1);
     let (to, over) = (name("raw"), AtomicBool::new(false));
     thread::scope(|scope| {
@@ -119,7 +135,8 @@ fn the_longer_keepalive_of_two_counts() {
     block_on(seldom.channel.connect(&to, address, None, soon())).expect("it listens");
     let connection = often.channel.shared.connection(&name("seldom"));
     let connection = connection.expect("connected");
-    thread::sleep(Duration::from_millis(600));
+    // Three times as long as it would live by its own keepalive.
+    thread::sleep(Duration::from_millis(100));
     assert!(connection.end().is_none(), "{:?}", connection.end());
     drop(connection);
     seldom.ends();

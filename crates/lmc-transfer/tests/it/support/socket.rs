@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_memory::Arena;
+use lmc_testkit::free_port;
 use lmc_transfer::conformance::Rig;
 use lmc_transfer::{
     Address, ChannelConfig, SocketChannel, SocketConfig, TransferChannel, block_on,
@@ -22,7 +23,7 @@ fn start(
     let id = id.parse().expect("the suite's names are valid");
     let mut config = SocketConfig::new(ChannelConfig::new(id, arena), listen);
     change(&mut config.channel);
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         match config.clone().build() {
             Ok(channel) => return channel,
@@ -35,7 +36,7 @@ fn start(
 
 /// Leaves to peers what a killed process leaves: closed sockets.
 fn kill(channel: &SocketChannel) {
-    let soon = Instant::now() + Duration::from_secs(10);
+    let soon = Instant::now() + Duration::from_secs(60);
     block_on(channel.close(soon)).expect("threads end");
 }
 
@@ -54,15 +55,11 @@ impl Rig for Tcp {
         change: impl FnOnce(&mut ChannelConfig),
     ) -> SocketChannel {
         let mut ports = self.ports.lock();
-        let port = ports.get(id).copied().unwrap_or(0);
+        // A channel may start again at its port, which nobody may take meanwhile.
+        let port = *ports.entry(id.to_owned()).or_insert_with(free_port);
         let host = "127.0.0.1".to_owned();
         let listen = Address::Tcp { host, port };
-        let channel = start(id, arena, listen, change);
-        let Address::Tcp { port, .. } = channel.address() else {
-            panic!("{}", channel.address());
-        };
-        ports.insert(id.to_owned(), *port);
-        channel
+        start(id, arena, listen, change)
     }
 
     fn kill(&self, channel: &SocketChannel) {
