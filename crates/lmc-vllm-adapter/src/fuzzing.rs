@@ -94,6 +94,7 @@ pub fn request(data: &[u8]) {
 mod tests {
     use std::path::Path;
 
+    use lmc_testkit::rounds;
     use proptest::prelude::*;
 
     /// Replays the inputs that libFuzzer kept because each reaches code that the others do not.
@@ -116,7 +117,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(600))]
+        #![proptest_config(ProptestConfig::with_cases(rounds(300, 600) as u32))]
 
         #[test]
         fn no_stream_panics(data in prop::collection::vec(any::<u8>(), 0..500)) {

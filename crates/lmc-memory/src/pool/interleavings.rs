@@ -2,6 +2,7 @@
 //! each change of a count of owners another thread may go on.
 
 use lmc_testkit::interleave::{explore, random_below, spawn, yield_now};
+use lmc_testkit::rounds;
 
 use super::*;
 use crate::ArenaConfig;
@@ -60,7 +61,7 @@ fn step(pool: &Pool, shelf: &Shelf, byte: u8) {
 
 #[test]
 fn a_slot_goes_back_once_and_only_when_its_last_owner_is_gone() {
-    explore(3000, || {
+    explore(rounds(500, 3000), || {
         let arena = ArenaConfig::anonymous(1).build().expect("a page");
         let config = PoolConfig::default().with_align(UNIT as usize);
         let pool = Pool::new(Arc::new(arena), config).expect("an alignment");

@@ -33,7 +33,7 @@ fn other_server() {
     let mut slot = pool.reserve(1 << 20).expect("an empty pool");
     slot.bytes_mut().fill(0xab);
     println!("\nready {name}");
-    std::thread::sleep(std::time::Duration::from_secs(60));
+    std::thread::sleep(std::time::Duration::from_secs(240));
 }
 
 fn start(name: &str) -> Child {

@@ -355,6 +355,7 @@ pub(crate) fn fuzz(data: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use lmc_testkit::rounds;
     use proptest::prelude::*;
 
     use super::*;
@@ -498,7 +499,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(300))]
+        #![proptest_config(ProptestConfig::with_cases(rounds(100, 300) as u32))]
 
         #[test]
         fn frames_come_out_as_they_went_in_however_they_are_cut(

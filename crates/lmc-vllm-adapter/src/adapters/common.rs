@@ -2,21 +2,15 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use crate::adapters::link::Link;
 use crate::adapters::log::{Level, Log};
-use crate::adapters::{AdapterError, EngineDescription, Prompt};
+use crate::adapters::{AdapterError, EngineDescription, Prompt, Timeouts};
 use crate::protocol::{
     CacheKey, ENGINE_KEYS, IdentityDigest, POOL_DESCRIPTOR, Reply, Request, RequestConfigs,
 };
-
-/// Longest wait of a constructor, and of a registration, for a server.
-pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(5);
-/// Limit on answers that need no work of the server.
-pub(crate) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Properties of a server that requests depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,6 +40,7 @@ pub struct ServerState {
 #[derive(Debug)]
 pub(crate) struct Common {
     pub(crate) engine: EngineDescription,
+    pub(crate) timeouts: Timeouts,
     pub(crate) log: Arc<Log>,
     identity: IdentityDigest,
     /// Name of the model for servers that know no identities: one for each identity.
@@ -57,13 +52,14 @@ pub(crate) struct Common {
 }
 
 impl Common {
-    pub(crate) fn new(engine: EngineDescription) -> Result<Self, AdapterError> {
+    pub(crate) fn new(engine: EngineDescription, timeouts: Timeouts) -> Result<Self, AdapterError> {
         if engine.block_size == 0 || engine.world_size == 0 || engine.num_kv_readers == 0 {
             let text = "block_size, world_size and num_kv_readers must be 1 or more";
             return Err(AdapterError::Invalid(text.to_owned()));
         }
         let digest = blake3::hash(engine.identity.as_bytes()).to_hex();
         Ok(Self {
+            timeouts,
             log: Arc::default(),
             identity: IdentityDigest::of(&engine.identity),
             own_model: format!("{}+lmc-{}", engine.model, &digest[..16]),
@@ -146,12 +142,13 @@ impl Common {
         Ok(())
     }
 
-    /// Waits for the first server.
+    /// Waits for the first server, or for one whose chunks do not fit the engine.
     ///
     /// # Errors
     /// [`AdapterError::ChunkSize`] where the server's chunks are not whole blocks of the engine.
     pub(crate) fn wait_for_server(&self, link: &Link) -> Result<(), AdapterError> {
-        if !link.wait_until_up(START_TIMEOUT)
+        let is_refused = || self.refused.lock().is_some();
+        if !link.wait_until_up(self.timeouts.start, is_refused)
             && let Some(chunk_size) = *self.refused.lock()
         {
             return Err(AdapterError::ChunkSize {

@@ -37,8 +37,6 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_
 const TICK: Duration = Duration::from_millis(100);
 /// Time between two pings.
 const PING_INTERVAL: Duration = Duration::from_millis(500);
-/// Limit on the answer to a ping: after it the server is taken for dead.
-const PING_TIMEOUT: Duration = Duration::from_secs(2);
 /// A look at deadlines that comes later than this was kept from running: the machine is starved, and
 /// nothing is said about the server.
 const STARVED: Duration = Duration::from_secs(1);
@@ -191,6 +189,7 @@ impl Link {
         endpoint: Endpoint,
         setup: Arc<dyn Setup>,
         log: Arc<Log>,
+        ping_timeout: Duration,
     ) -> io::Result<Self> {
         let (commands, received) = mpsc::unbounded_channel();
         let state = Arc::new(State::default());
@@ -201,6 +200,7 @@ impl Link {
             endpoint,
             setup,
             log,
+            ping_timeout,
             state: Arc::clone(&state),
             commands: received,
             last_session: 0,
@@ -230,11 +230,12 @@ impl Link {
         self.state.lost.load(Ordering::Relaxed)
     }
 
-    /// Waits until requests may pass, and returns true if they may.
-    pub(crate) fn wait_until_up(&self, time: Duration) -> bool {
+    /// Waits until requests may pass, and returns true if they may. Gives up when `is_in_vain`
+    /// returns true after an attempt to connect.
+    pub(crate) fn wait_until_up(&self, time: Duration, is_in_vain: impl Fn() -> bool) -> bool {
         let deadline = Instant::now() + time;
         let mut session = self.state.session.lock();
-        while *session == 0 {
+        while *session == 0 && !is_in_vain() {
             if self
                 .state
                 .changed
@@ -500,6 +501,8 @@ struct Driver {
     endpoint: Endpoint,
     setup: Arc<dyn Setup>,
     log: Arc<Log>,
+    /// Limit on the answer to a ping: after it the server is taken for dead.
+    ping_timeout: Duration,
     state: Arc<State>,
     commands: mpsc::UnboundedReceiver<Command>,
     last_session: SessionId,
@@ -542,7 +545,11 @@ impl Driver {
                         }
                     }
                 }
-                Err(why) => why,
+                Err(why) => {
+                    // Some wait for the outcome of the setup.
+                    self.state.set(0);
+                    why
+                }
             };
             let text = format!(
                 "no KV cache: server {endpoint}: {}; requests go on without it until it is back",
@@ -635,7 +642,7 @@ impl Driver {
         if traffic.ping.is_none() && traffic.next_ping <= now {
             traffic.next_ping = now + PING_INTERVAL;
             let uid = self.uid();
-            traffic.ping = Some((uid, now + PING_TIMEOUT));
+            traffic.ping = Some((uid, now + self.ping_timeout));
             let request = encode_request(uid, &self.setup.ping());
             encode_message(&request, &mut connection.output);
         }

@@ -26,6 +26,7 @@ pub use tensors::{KvLayers, LayerTensor};
 pub use worker::{EndedStore, Finished, LoadStoreOp, WorkerAdapter, WorkerStats};
 
 use std::io;
+use std::time::Duration;
 
 use thiserror::Error;
 
@@ -46,6 +47,27 @@ pub struct EngineDescription {
     pub hash_mode: bool,
     /// Tokens of one block of the engine.
     pub block_size: u32,
+}
+
+/// Longest waits of an adapter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Timeouts {
+    /// Wait of a constructor, and of a registration, for a server. Default: 5 s.
+    pub start: Duration,
+    /// Wait for an answer that needs no work of the server. Default: 5 s.
+    pub answer: Duration,
+    /// Wait for the answer to a ping, after which the server is taken for dead. Default: 2 s.
+    pub ping: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Self {
+            start: Duration::from_secs(5),
+            answer: Duration::from_secs(5),
+            ping: Duration::from_secs(2),
+        }
+    }
 }
 
 /// Why an adapter cannot be made or used.

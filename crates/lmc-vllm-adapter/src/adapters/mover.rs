@@ -10,7 +10,6 @@ use std::time::Instant;
 use lmc_memory::{CopyPlan, CopyPool, MappedSegment, PlanRequest};
 
 use crate::adapters::LoadStoreOp;
-use crate::adapters::common::ANSWER_TIMEOUT;
 use crate::adapters::link::{Awaited, Link, LinkError, SessionId};
 use crate::adapters::log::shown;
 use crate::adapters::worker::{Direction, Pool, Shared, Transfer, Work, add};
@@ -183,7 +182,8 @@ impl Mover {
     }
 
     fn ask(&self, session: SessionId, request: Request) -> Awaited {
-        self.link.begin_in(session, request, ANSWER_TIMEOUT)
+        let timeout = self.shared.common.timeouts.answer;
+        self.link.begin_in(session, request, timeout)
     }
 
     /// Copies a prepared transfer and sends its commit. Ends it here where there is nothing to copy.
@@ -277,7 +277,8 @@ impl Mover {
             Direction::Retrieve => Request::CommitRetrieve { key, instance_id },
         };
         let shared = Arc::clone(&self.shared);
-        (self.link).ask_in(pool.session, request, ANSWER_TIMEOUT, move |answer| {
+        let timeout = self.shared.common.timeouts.answer;
+        (self.link).ask_in(pool.session, request, timeout, move |answer| {
             if let Err(error) = answer
                 && error != LinkError::Down
             {

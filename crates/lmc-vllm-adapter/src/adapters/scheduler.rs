@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::adapters::common::{ANSWER_TIMEOUT, Common, ServerState};
+use crate::adapters::common::{Common, ServerState};
 use crate::adapters::link::{Answer, Link, LinkError, SessionId, Setup};
 use crate::adapters::log::{Level, shown};
-use crate::adapters::{AdapterError, Endpoint, EngineDescription, LogLine, Prompt};
+use crate::adapters::{AdapterError, Endpoint, EngineDescription, LogLine, Prompt, Timeouts};
 use crate::protocol::{Reply, Request, RequestConfigs};
 
 /// Longest promotion of a lookup's chunks; a server that is alive answers before.
@@ -123,9 +123,21 @@ impl SchedulerAdapter {
     /// [`AdapterError`]: the server's chunks are not whole blocks of the engine, or no thread can be
     /// started.
     pub fn start(endpoint: Endpoint, engine: EngineDescription) -> Result<Self, AdapterError> {
-        let common = Arc::new(Common::new(engine)?);
+        Self::start_with(endpoint, engine, Timeouts::default())
+    }
+
+    /// Connects to a server as [`Self::start`] does, with other timeouts.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn start_with(
+        endpoint: Endpoint,
+        engine: EngineDescription,
+        timeouts: Timeouts,
+    ) -> Result<Self, AdapterError> {
+        let common = Arc::new(Common::new(engine, timeouts)?);
         let setup = Arc::new(SchedulerSetup(Arc::clone(&common)));
-        let link = Link::start(endpoint, setup, Arc::clone(&common.log))?;
+        let link = Link::start(endpoint, setup, Arc::clone(&common.log), timeouts.ping)?;
         common.wait_for_server(&link)?;
         Ok(Self {
             shared: Arc::new(Shared {
@@ -172,33 +184,33 @@ impl SchedulerAdapter {
         let tokens = chunks * chunk_size as usize;
         let common = &self.shared.common;
         let key = common.key(server, request_id, prompt, 0..tokens, cache_salt, configs);
+        let timeout = common.timeouts.answer;
         let counters = &self.shared.counters;
         counters.lookups.fetch_add(1, Ordering::Relaxed);
         counters.tokens.fetch_add(tokens as u64, Ordering::Relaxed);
         let (shared, link) = (Arc::clone(&self.shared), Arc::downgrade(&self.link));
         let request_id = request_id.to_owned();
-        self.link
-            .ask(Request::Lookup(key), ANSWER_TIMEOUT, move |sent| {
-                let (Ok(_), Some(link)) = (&sent, link.upgrade()) else {
-                    return shared.found(&request_id, number, Err(&sent));
+        self.link.ask(Request::Lookup(key), timeout, move |sent| {
+            let (Ok(_), Some(link)) = (&sent, link.upgrade()) else {
+                return shared.found(&request_id, number, Err(&sent));
+            };
+            let wait = Request::WaitPrefetchStatus {
+                request_id: request_id.clone(),
+                timeout: PROMOTION_TIMEOUT.as_secs_f64(),
+            };
+            link.ask(wait, PROMOTION_TIMEOUT + timeout, move |found| {
+                let tokens = match &found {
+                    Ok(Reply::Int(chunks)) => {
+                        // No more than was asked for, whatever the server says.
+                        Ok(chunks
+                            .saturating_mul(u64::from(chunk_size))
+                            .min(tokens as u64))
+                    }
+                    answer => Err(answer),
                 };
-                let wait = Request::WaitPrefetchStatus {
-                    request_id: request_id.clone(),
-                    timeout: PROMOTION_TIMEOUT.as_secs_f64(),
-                };
-                link.ask(wait, PROMOTION_TIMEOUT + ANSWER_TIMEOUT, move |found| {
-                    let tokens = match &found {
-                        Ok(Reply::Int(chunks)) => {
-                            // No more than was asked for, whatever the server says.
-                            Ok(chunks
-                                .saturating_mul(u64::from(chunk_size))
-                                .min(tokens as u64))
-                        }
-                        answer => Err(answer),
-                    };
-                    shared.found(&request_id, number, tokens);
-                });
+                shared.found(&request_id, number, tokens);
             });
+        });
     }
 
     /// Returns the tokens that a lookup found, or `None` while it is pending. 0 for a request
@@ -224,7 +236,8 @@ impl SchedulerAdapter {
         let end = Request::EndSession {
             request_id: request_id.clone(),
         };
-        self.link.ask(end, ANSWER_TIMEOUT, move |answer| {
+        let timeout = self.shared.common.timeouts.answer;
+        self.link.ask(end, timeout, move |answer| {
             if answer.is_err() {
                 shared.log_failure("end of the session", &request_id, &answer);
             }

@@ -13,11 +13,13 @@ use std::time::{Duration, Instant};
 use lmc_memory::{CopyPool, MappedSegment, Planes, SharedName};
 use parking_lot::{Condvar, Mutex};
 
-use crate::adapters::common::{Common, START_TIMEOUT, Server, ServerState};
+use crate::adapters::common::{Common, Server, ServerState};
 use crate::adapters::link::{Link, OwnThread, SessionId, Setup};
 use crate::adapters::mover::Mover;
 use crate::adapters::tensors::Described;
-use crate::adapters::{AdapterError, Endpoint, EngineDescription, KvLayers, LogLine, Prompt};
+use crate::adapters::{
+    AdapterError, Endpoint, EngineDescription, KvLayers, LogLine, Prompt, Timeouts,
+};
 use crate::protocol::{
     CacheKey, EngineDrivenContext, EngineRecord, Reply, Request, RequestConfigs,
 };
@@ -477,7 +479,21 @@ impl WorkerAdapter {
         kv_rank: u32,
         copy_threads: usize,
     ) -> Result<Self, AdapterError> {
-        let common = Arc::new(Common::new(engine)?);
+        Self::start_with(endpoint, engine, kv_rank, copy_threads, Timeouts::default())
+    }
+
+    /// Connects to a server as [`Self::start`] does, with other timeouts.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn start_with(
+        endpoint: Endpoint,
+        engine: EngineDescription,
+        kv_rank: u32,
+        copy_threads: usize,
+        timeouts: Timeouts,
+    ) -> Result<Self, AdapterError> {
+        let common = Arc::new(Common::new(engine, timeouts)?);
         if kv_rank >= common.engine.world_size {
             let text = format!(
                 "kv_rank must be less than world_size {}, found {kv_rank}",
@@ -500,7 +516,12 @@ impl WorkerAdapter {
             counters: Counters::default(),
         });
         let setup = Arc::new(WorkerSetup(Arc::clone(&shared)));
-        let link = Arc::new(Link::start(endpoint, setup, Arc::clone(&common.log))?);
+        let link = Arc::new(Link::start(
+            endpoint,
+            setup,
+            Arc::clone(&common.log),
+            timeouts.ping,
+        )?);
         common.wait_for_server(&link)?;
         let mover = Mover {
             shared: Arc::clone(&shared),
@@ -534,7 +555,8 @@ impl WorkerAdapter {
             chunk_size,
         });
         self.link.reconnect();
-        self.link.wait_until_up(START_TIMEOUT);
+        self.link
+            .wait_until_up(shared.common.timeouts.start, || false);
         Ok(())
     }
 

@@ -230,7 +230,7 @@ fn a_copy_that_waited_too_long_is_not_made() {
     let late = job(&service, store(1), long_ago).run();
     assert_eq!(late, Reply::Transferred(false));
     assert_eq!(found(&service, 1, "b", 2), Reply::Int(0));
-    let recently = Instant::now() - Duration::from_secs(2);
+    let recently = Instant::now() - Duration::from_millis(100);
     let in_time = job(&service, store(1), recently).run();
     assert_eq!(in_time, Reply::Transferred(true));
     assert_eq!(found(&service, 1, "b", 2), Reply::Int(2));
@@ -382,7 +382,7 @@ fn a_clear_that_waits_for_a_slow_tier_holds_up_no_copy() {
     memory.register(&service);
     tier.hold_clears();
     assert_eq!(reply(&service, 1, store(1)), Reply::Transferred(true));
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = lmc_testkit::soon();
     let (sender, answers) = std::sync::mpsc::channel();
     let run = |request: Request| {
         let (job, sender) = (job(&service, request, Instant::now()), sender.clone());
@@ -398,7 +398,7 @@ fn a_clear_that_waits_for_a_slow_tier_holds_up_no_copy() {
         std::thread::yield_now();
     }
     run(store(1));
-    let next = || answers.recv_timeout(Duration::from_secs(5));
+    let next = || answers.recv_timeout(lmc_testkit::DEADLINE);
     assert_eq!(next(), Ok((Lane::Store, Reply::Transferred(true))));
     tier.open();
     for _ in 0..2 {

@@ -138,7 +138,7 @@ mod tests {
                 .send(IpcListener::bind(&at, 0o600).map(drop))
                 .expect("the test waits");
         });
-        let timeout = std::time::Duration::from_secs(10);
+        let timeout = lmc_testkit::DEADLINE;
         let error = bound
             .recv_timeout(timeout)
             .expect("it does not wait")

@@ -72,11 +72,7 @@ mod tests {
         let process = PidFd::open(child.id()).expect("it lives");
         assert!(!process.is_dead());
         child.kill().expect("it lives");
-        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
-        while !process.is_dead() {
-            assert!(std::time::Instant::now() < deadline, "never seen dead");
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
+        lmc_testkit::until("it is seen dead", || process.is_dead());
         // Dead before its parent has asked for its status, and after.
         child.wait().expect("it ended");
         assert!(process.is_dead());

@@ -5,7 +5,6 @@ use std::collections::HashSet;
 use std::fs::File;
 use std::io::{IoSlice, Read};
 use std::mem::MaybeUninit;
-use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -18,10 +17,10 @@ use crate::common::engine::{
 };
 use crate::common::{CHUNK, Server, Worker, lookup, prompt};
 use lmc_key::ChunkHash;
-use lmc_testkit::Folder;
+use lmc_testkit::{Folder, free_port};
 use lmc_vllm_adapter::adapters::{
     AdapterError, Endpoint, EngineDescription, Finished, LoadStoreOp, LogLine, Prompt,
-    SchedulerAdapter, WorkerAdapter,
+    SchedulerAdapter, Timeouts, WorkerAdapter,
 };
 use lmc_vllm_adapter::{CacheKey, Reply, Request, ZmqConfig};
 use rustix::cmsg_space;
@@ -158,10 +157,7 @@ fn blocks_come_back_by_the_deadline_whatever_the_server_does() {
 
 #[test]
 fn without_a_server_requests_are_misses_at_once_and_it_is_used_when_it_is_there() {
-    let port = {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        listener.local_addr().expect("an address").port()
-    };
+    let port = free_port();
     let endpoint: Endpoint = format!("tcp://127.0.0.1:{port}")
         .parse()
         .expect("an address");
@@ -212,6 +208,22 @@ fn ipc(path: &Path) -> Endpoint {
         .expect("an address")
 }
 
+/// Those of an engine that waits in vain.
+const IMPATIENT: Timeouts = Timeouts {
+    start: Duration::from_millis(200),
+    answer: TIMEOUT,
+    ping: TIMEOUT,
+};
+
+/// Waits for a line of the log.
+fn logs(worker: &WorkerAdapter, expected: &str) {
+    let mut log = Vec::new();
+    lmc_testkit::until(expected, || {
+        log.extend(worker.take_log());
+        log.iter().any(|line| line.text.contains(expected))
+    });
+}
+
 /// Stores by one engine and loads by another, over one socket.
 fn stores_and_loads(socket: &Path, seed: u8) {
     let prompt = hashes(seed, 4);
@@ -231,16 +243,14 @@ fn a_sealed_pool_is_used_over_the_unix_socket_alone() {
     let server = Server::sealed(&socket);
     stores_and_loads(&socket, 1);
     // It has no name by which others could map it.
-    let worker = WorkerAdapter::start(endpoint(&server), engine("i", true), 0, 1);
+    let worker = WorkerAdapter::start_with(endpoint(&server), engine("i", true), 0, 1, IMPATIENT);
     let worker = worker.expect("threads");
     let mut memory = vec![0.0; LAYER];
     worker
         .register_kv_caches(layers(std::slice::from_mut(&mut memory)))
         .expect("a known layout");
+    logs(&worker, "--ipc-path");
     assert!(!worker.server().is_healthy);
-    let log = worker.take_log();
-    let said = |line: &LogLine| line.text.contains("--ipc-path");
-    assert!(log.iter().any(said), "{log:?}");
     worker.shutdown();
     let stock = Request::RegisterEngineDriven(crate::common::registration(9, "float32", 1));
     let refused = server.client().call(&stock).expect("an answer");
@@ -309,11 +319,9 @@ fn where_no_descriptor_arrives_the_name_is_used_or_the_server_is_not() {
     proxy(through.clone(), socket.clone(), Vec::new());
     {
         let _sealed = Server::sealed(&socket);
-        let engine = Engine::at(&ipc(&through), engine("i", true));
+        let engine = Engine::with(&ipc(&through), engine("i", true), IMPATIENT);
+        logs(&engine.worker, "no descriptor");
         assert!(!engine.worker.server().is_healthy);
-        let log = engine.worker.take_log();
-        let said = |line: &LogLine| line.text.contains("no descriptor");
-        assert!(log.iter().any(said), "{log:?}");
     }
     let named = |zmq: &mut ZmqConfig| zmq.ipc_path = Some(socket.clone());
     let server = Server::with(1 << 20, |_| {}, named);
@@ -350,11 +358,9 @@ fn a_descriptor_that_is_not_the_pools_is_not_mapped() {
         let (socket, through) = (folder.join("lmc.sock"), folder.join("proxy.sock"));
         let _server = Server::sealed(&socket);
         proxy(through.clone(), socket, with);
-        let engine = Engine::at(&ipc(&through), engine("i", true));
+        let engine = Engine::with(&ipc(&through), engine("i", true), IMPATIENT);
+        logs(&engine.worker, expected);
         assert!(!engine.worker.server().is_healthy);
-        let log = engine.worker.take_log();
-        let said = |line: &LogLine| line.text.contains(expected);
-        assert!(log.iter().any(said), "{expected}: {log:?}");
     };
     // Each waits for a server that it can use.
     std::thread::scope(|scope| {

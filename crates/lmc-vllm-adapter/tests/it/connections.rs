@@ -8,6 +8,7 @@ use crate::common::{Answer as _, CHUNK, MODEL, Segment, Server, Worker, prompt};
 use bytes::Bytes;
 use lmc_backend::conformance::Gated;
 use lmc_backend::{Backend, LocalIndex, MemoryBackend};
+use lmc_testkit::{DEADLINE, until};
 use lmc_vllm_adapter::{
     CacheKey, Client, ClientError, CpuShm, EngineGroup, KvDescriptor, Operation, RegisterKvCache,
     Reply, Request, TensorMeta, ZmqConfig, encode_request_frames,
@@ -46,11 +47,11 @@ fn wait() -> Request {
 #[test]
 fn a_peer_whose_requests_wait_for_the_server_has_no_deadline() {
     let (server, tier, key) = with_blocked_tier(|zmq| {
-        zmq.peer_timeout = Duration::from_millis(500);
+        zmq.peer_timeout = Duration::from_millis(300);
         zmq.max_in_flight = 2;
     });
     // Longer than the deadline of a peer.
-    let timeout = Duration::from_secs(4);
+    let timeout = Duration::from_secs(1);
     let mut client = Client::connect(server.address, timeout).expect("served");
     begin_lookup(&mut client, &key);
     let mut bytes = Vec::new();
@@ -65,7 +66,11 @@ fn a_peer_whose_requests_wait_for_the_server_has_no_deadline() {
         "no more than twice the limit is in flight: {early:?}"
     );
     tier.open();
-    let answer = client.receive(54, Operation::Noop);
+    let mut answer = Err(ClientError::Closed);
+    until("an answer", || {
+        answer = client.receive(54, Operation::Noop);
+        !matches!(answer, Err(ClientError::Timeout(_)))
+    });
     assert_eq!(answer.expect("an answer"), Reply::Text("OK".to_owned()));
     assert_eq!(server.status().transport.stalled, 0);
 }
@@ -278,7 +283,7 @@ fn a_stalled_peer_keeps_its_slots_and_its_connection() {
 
 #[test]
 fn a_cut_off_peer_does_not_delay_the_stop() {
-    let stop_timeout = Duration::from_secs(30);
+    let stop_timeout = Duration::from_secs(120);
     let server = Server::with(1 << 20, |_| {}, |zmq| zmq.stop_timeout = stop_timeout);
     let mut worker = Worker::register(&server, 1);
     let key = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
@@ -287,7 +292,7 @@ fn a_cut_off_peer_does_not_delay_the_stop() {
     server.eventually("cut off", |s| s.transport.broken == 1);
     let started = Instant::now();
     drop(server);
-    assert!(started.elapsed() < stop_timeout);
+    assert!(started.elapsed() < stop_timeout / 2);
 }
 
 /// Registers an engine whose memory the server copies, of one layer `[16, 4, 8]`.
@@ -409,8 +414,9 @@ fn a_cut_off_worker_does_not_count_as_connected() {
     let key = cut.key("a", &prompt(1, 2 * CHUNK), 0..2);
     cut.prepare_store(&key);
     cut.client.send_encoded(&TOO_LONG).expect("sent");
-    server.eventually("cut off", |s| s.transport.broken == 1);
-    std::thread::sleep(Duration::from_millis(100));
+    server.eventually("cut off", |s| {
+        s.transport.broken == 1 && s.transport.connections_open == 0
+    });
     let mut worker = Worker::register(&server, 2);
     let key = worker.key("b", &prompt(2, 2 * CHUNK), 0..2);
     assert_eq!(worker.store(&key), 2);
@@ -428,11 +434,11 @@ fn connections_without_requests_do_not_block_engines() {
     let mut reader = server.client();
     let uid = reader.send(&subscribe(9)).expect("sent");
     assert!(matches!(batch(&mut reader, uid), Reply::Events(_)));
-    let connect = || Client::connect(server.address, Duration::from_secs(5));
+    let connect = || Client::connect(server.address, DEADLINE);
     let silent: Vec<_> = (0..200).filter_map(|_| connect().ok()).collect();
     assert!(silent.len() >= 46, "they fill a user's share");
     // LMCache's client reconnects when it is refused.
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + DEADLINE;
     let client = loop {
         match connect() {
             Ok(client) => break client,
@@ -461,7 +467,7 @@ fn a_connection_without_a_request_is_closed_and_an_idle_engine_is_not() {
     let server = Server::with(
         1 << 20,
         |_| {},
-        |zmq| zmq.first_request_timeout = Duration::from_secs(2),
+        |zmq| zmq.first_request_timeout = Duration::from_secs(1),
     );
     let mut engine = Worker::register(&server, 1);
     let silent: Vec<_> = (0..10).map(|_| server.client()).collect();

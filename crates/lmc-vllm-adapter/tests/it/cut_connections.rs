@@ -7,10 +7,11 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::common::{Answer as _, CHUNK, Server, Worker, chunk_bytes, lookup, prompt};
+use lmc_testkit::{in_lab, rounds};
 use lmc_vllm_adapter::{CacheKey, Client, Keepalive, Reply, Request, ServiceConfig};
 
 const HOUR: Duration = Duration::from_secs(3600);
-const TIMEOUT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Header of a frame of 1 GiB, which is above the limit: the server closes the connection.
 const TOO_LONG: [u8; 9] = [2, 0, 0, 0, 0, 0x40, 0, 0, 0];
 
@@ -458,8 +459,7 @@ fn a_proxy_that_dies_proves_nothing() {
     let (slots, indices) = a.prepare_store(&key);
     process.signal("-KILL");
     wait_for_open_connections(&server, 0);
-    let started = Instant::now();
-    while started.elapsed() < Duration::from_millis(1500) {
+    for _ in 0..rounds(4, 30) {
         server.tick();
         assert_eq!(server.status().usage.reserved_slots, 2);
         std::thread::sleep(Duration::from_millis(50));
@@ -608,6 +608,9 @@ impl Drop for Network {
 /// connection were held until the server was restarted.
 #[test]
 fn slots_of_a_host_that_vanishes_are_released() {
+    if !in_lab("waits 7 s for keepalives that are not answered") {
+        return;
+    }
     let network = match Network::create() {
         Ok(network) => network,
         Err(why) => return println!("skipped: cannot create a network namespace ({why})"),

@@ -2,7 +2,7 @@
 //! server learns of the process that takes it.
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -258,9 +258,13 @@ fn clients_that_stop_before_they_have_asked_are_closed() {
     for sent in [0, 10, 64, bytes.len() - 1] {
         let mut stream = UnixStream::connect(&socket).expect("it listens");
         stream.set_read_timeout(Some(TIMEOUT)).expect("a time");
-        stream.write_all(&bytes[..sent]).expect("it reads");
-        let mut answer = Vec::new();
-        stream.read_to_end(&mut answer).expect("it is closed");
+        // On a busy machine it may be closed before.
+        let _ = stream.write_all(&bytes[..sent]);
+        let closed = match stream.read_to_end(&mut Vec::new()) {
+            Ok(_) => true,
+            Err(error) => error.kind() == ErrorKind::ConnectionReset,
+        };
+        assert!(closed, "after {sent} bytes");
     }
     until("one that asks is served", || {
         let client = Client::connect_unix(&socket, TIMEOUT);

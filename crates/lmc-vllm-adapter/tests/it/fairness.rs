@@ -6,6 +6,7 @@ use crate::common::{
     Answer as _, CHUNK, CHUNK_BYTES, LAYERS, MODEL, Server, Worker, end_session, lookup, prompt,
     resident_bytes,
 };
+use lmc_testkit::rounds;
 use lmc_vllm_adapter::{CacheKey, ClientError, EngineDrivenContext, Reply, Request};
 
 /// Chunks per prompt in these tests.
@@ -152,11 +153,11 @@ fn a_worker_that_ends_no_retrieve_leaves_another_engine_its_share() {
 /// chunks were created for each rank.
 #[test]
 fn a_lookup_of_every_rank_takes_little_memory() {
-    const RANKS: u32 = 4096;
+    let ranks = rounds(1024, 4096) as u32;
     let server = Server::with(32 << 20, |_| {}, |_| {});
-    let mut worker = Worker::register_on(server.client(), 1, 0, RANKS, "float32");
+    let mut worker = Worker::register_on(server.client(), 1, 0, ranks, "float32");
     let tokens = prompt(1, CHUNK << 15);
-    for rank in 0..RANKS {
+    for rank in 0..ranks {
         let key = CacheKey {
             worker_id: Some(rank),
             ..worker.key("store", &tokens[..CHUNK], 0..1)
@@ -218,7 +219,7 @@ fn a_lookup_costs_little_however_many_workers_and_ranks_there_are() {
         assert_eq!(reply, Reply::RetrieveSlots(None));
     }
     let asked = Instant::now();
-    for _ in 0..100 {
+    for _ in 0..200 {
         assert_eq!(lookup(&mut client, &key(RANKS, None)), 0);
         assert_eq!(
             lookup(&mut client, &key(RANKS - 1, None)),
@@ -227,7 +228,7 @@ fn a_lookup_costs_little_however_many_workers_and_ranks_there_are() {
         );
     }
     let took = asked.elapsed();
-    assert!(took < Duration::from_secs(5), "{took:?}");
+    assert!(took < Duration::from_secs(30), "{took:?}");
     // A world size above the limit is refused in every request.
     for request in [
         register(0, RANKS + 1),

@@ -61,7 +61,7 @@ fn serve_dealers(endpoint: &str) {
         let peer = |peer: usize| tokio::spawn(exchange(endpoint.clone(), 10usize << (2 * peer)));
         let peers = (0..8).map(peer);
         for peer in peers.collect::<Vec<_>>() {
-            let ended = tokio::time::timeout(Duration::from_secs(20), peer).await;
+            let ended = tokio::time::timeout(Duration::from_secs(60), peer).await;
             ended.expect("in time").expect("served");
         }
     });

@@ -11,14 +11,22 @@ use std::time::{Duration, Instant};
 
 use crate::common::engine::{BLOCK, BLOCKS, Engine, blocks, engine, hashes, op, tokens, until};
 use crate::common::{CHUNK, Server};
+use lmc_testkit::rounds;
 use lmc_vllm_adapter::RequestConfigs;
-use lmc_vllm_adapter::adapters::{Endpoint, Finished};
+use lmc_vllm_adapter::adapters::{Endpoint, Finished, Timeouts};
 
 /// Bytes of a ZMTP greeting.
 const GREETING: usize = 64;
 const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
+
+/// For engines of which some answers are lost, and no request must succeed.
+const SHORT_ANSWERS: Timeouts = Timeouts {
+    start: Duration::from_secs(5),
+    answer: Duration::from_millis(500),
+    ping: Duration::from_secs(2),
+};
 
 /// Operations, by their numbers in the protocol.
 const PREPARE_STORE: u8 = 16;
@@ -202,7 +210,7 @@ fn answers_that_come_twice_and_in_another_order_change_nothing() {
     let through = proxy(&server, twisted);
     let mut first = Engine::at(&through, engine("i", true));
     let mut second = Engine::at(&through, engine("i", true));
-    for seed in 1..4 {
+    for seed in 1..=rounds(1, 3) as u8 {
         stores_and_loads(&mut first, &mut second, seed);
     }
     for stats in [first.worker.stats(), second.worker.stats()] {
@@ -241,7 +249,11 @@ fn slots_whose_answer_comes_too_late_are_given_back() {
                         Act::Send(now)
                     })
                 });
-                let mut engine = Engine::at(&through, engine("i", true));
+                let timeouts = Timeouts {
+                    answer: Duration::from_millis(1200),
+                    ..Timeouts::default()
+                };
+                let mut engine = Engine::with(&through, engine("i", true), timeouts);
                 let finished = match operation {
                     PREPARE_STORE => {
                         let other = op("b", &hashes(operation, 2), 0..2, 0);
@@ -353,7 +365,11 @@ fn a_flood_of_answers_hides_no_deadline_and_no_order_to_stop() {
             false => Act::Send(vec![message]),
         })
     });
-    let engine = Engine::at(&through, engine("i", true));
+    let timeouts = Timeouts {
+        ping: Duration::from_millis(300),
+        ..Timeouts::default()
+    };
+    let engine = Engine::with(&through, engine("i", true), timeouts);
     floods.store(true, Ordering::Relaxed);
     assert_eq!(engine.lookup("a", &hashes(1, 2)), 0);
     until(|| (engine.scheduler.stats().connections_lost > 0).then_some(()));
@@ -376,7 +392,10 @@ fn an_answer_that_is_cut_off_anywhere_loses_no_request_and_leaves_nothing_held()
     let server = Server::start();
     // Number of the next answer to cut, and bytes of it that arrive.
     let cuts: Vec<(usize, usize)> = (0..10)
-        .flat_map(|answer| [0, 1, 9, 12, 30].map(|bytes| (answer, bytes)))
+        .flat_map(|answer| {
+            let cut = move |n| (answer, [0, 1, 9, 12, 30][(answer + n) % 5]);
+            (0..rounds(1, 5)).map(cut)
+        })
         .collect();
     let next: Arc<Mutex<Option<(usize, usize)>>> = Arc::default();
     let for_proxy = Arc::clone(&next);
@@ -442,7 +461,7 @@ fn xorshift(mut state: u64) -> impl FnMut(u64) -> u64 {
 #[test]
 fn no_lie_of_a_server_ends_or_hangs_the_engine() {
     let description = engine("i", true);
-    for seed in 1..=8_u64 {
+    for seed in 1..=rounds(2, 8) as u64 {
         let server = Server::start();
         let through = proxy(&server, move |number| {
             let mut random = xorshift(seed * 1_000_003 + number as u64 * 7919);
@@ -470,7 +489,7 @@ fn no_lie_of_a_server_ends_or_hangs_the_engine() {
                 Act::Send(vec![message])
             })
         });
-        let engine = Engine::at(&through, description.clone());
+        let engine = Engine::with(&through, description.clone(), SHORT_ANSWERS);
         for number in 0..24_u8 {
             let (store, load) = (format!("s{number}"), format!("l{number}"));
             let prompt = hashes(number % 5, 3);
@@ -560,7 +579,7 @@ struct Schedule {
 impl Schedule {
     fn new(through: &Endpoint, seed: u64) -> Self {
         let mut schedule = Self {
-            engine: Engine::at(through, engine("i", false)),
+            engine: Engine::with(through, engine("i", false), SHORT_ANSWERS),
             random: Box::new(xorshift(seed)),
             requests: HashMap::new(),
             named: Vec::new(),
@@ -764,7 +783,7 @@ impl Schedule {
 fn no_schedule_of_calls_and_answers_breaks_a_promise() {
     let seeds = match std::env::var("LMC_TEST_SEED") {
         Ok(seed) => vec![seed.parse().expect("a number")],
-        Err(_) => (1..=6).collect::<Vec<u64>>(),
+        Err(_) => (1..=rounds(2, 6) as u64).collect(),
     };
     let mut loaded = 0;
     for seed in seeds {
@@ -800,7 +819,7 @@ fn no_schedule_of_calls_and_answers_breaks_a_promise() {
             if schedule.one_of(40) == 0 {
                 server.service.engine().clear(false);
             }
-            (schedule.next >= 250).then_some(())
+            (schedule.next >= rounds(60, 250) as u32).then_some(())
         });
         loaded += schedule.end();
         server.assert_idle();

@@ -330,17 +330,11 @@ fn an_uncommitted_store_does_not_hide_what_a_lower_tier_has() {
     evict_to_lower_tier(&server);
     let uncommitted = silent.key("b", &tokens, 0..4);
     assert_eq!(silent.prepare_store(&uncommitted).0.len(), 4);
-    let asked = Instant::now();
     let key = CacheKey {
         request_id: "c".to_owned(),
         ..key
     };
     assert_eq!(lookup(&mut scheduler, &key), 4);
-    assert!(
-        asked.elapsed() < Duration::from_secs(5),
-        "{:?}",
-        asked.elapsed()
-    );
     assert!(worker.retrieve(&key));
     end_session(&mut scheduler, "c");
     // The late commit changes nothing: the chunks are cached, and its slots are released.

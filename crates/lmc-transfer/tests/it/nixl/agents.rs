@@ -10,8 +10,8 @@ use lmc_transfer::{
     ConnectError, Index, NixlAgent, NixlMemory, PeerId, TransferChannel, TransferError, block_on,
 };
 
-use crate::scenarios::{NixlSide, TIMEOUT, eventually};
-use crate::support::NixlRig;
+use crate::nixl::scenarios::{NixlSide, TIMEOUT, eventually};
+use crate::support::nixl::NixlRig;
 
 fn forget(side: &NixlSide, peer: &PeerId) {
     let deadline = Instant::now() + TIMEOUT;

@@ -22,8 +22,8 @@ use lmc_transfer::{
     TransferChannel, TransferError, block_on,
 };
 
-use crate::agents;
-use crate::support::{NixlRig, SCENARIO};
+use crate::nixl::agents;
+use crate::support::nixl::{NixlRig, SCENARIO};
 
 /// Names the folder of the peer's sockets.
 const FOLDER: &str = "LMC_NIXL_FOLDER";

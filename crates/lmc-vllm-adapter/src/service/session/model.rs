@@ -6,6 +6,7 @@ use std::sync::LazyLock;
 use lmc_engine::{CacheEngine, EngineConfig, OwnerId, StoreRequest, StoreStart, TenantId};
 use lmc_key::{ChunkHash, ChunkKey};
 use lmc_memory::ArenaConfig;
+use lmc_testkit::rounds;
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
@@ -450,7 +451,7 @@ impl Rig {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig::with_cases(rounds(250, 400) as u32))]
 
     #[test]
     fn sessions_agree_with_the_model(ops in prop::collection::vec(op(), 1..60)) {

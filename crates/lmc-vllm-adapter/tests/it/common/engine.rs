@@ -8,7 +8,7 @@ use lmc_key::ChunkHash;
 use lmc_vllm_adapter::RequestConfigs;
 use lmc_vllm_adapter::adapters::{
     Endpoint, EngineDescription, Finished, KvLayers, LayerTensor, LoadStoreOp, Prompt,
-    SchedulerAdapter, WorkerAdapter,
+    SchedulerAdapter, Timeouts, WorkerAdapter,
 };
 
 use super::{CHUNK, Server, prompt};
@@ -20,7 +20,7 @@ pub(crate) const HEAD: usize = 8;
 pub(crate) const BLOCKS: usize = 64;
 /// Elements of one layer: `[2, BLOCKS, HEADS, BLOCK, HEAD]`.
 pub(crate) const LAYER: usize = 2 * BLOCKS * HEADS * BLOCK * HEAD;
-pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) fn engine(identity: &str, hash_mode: bool) -> EngineDescription {
     EngineDescription {
@@ -52,8 +52,19 @@ impl Engine {
     }
 
     pub(crate) fn at(endpoint: &Endpoint, engine: EngineDescription) -> Self {
-        let scheduler = SchedulerAdapter::start(endpoint.clone(), engine.clone());
-        let worker = WorkerAdapter::start(endpoint.clone(), engine, 0, 1).expect("a worker");
+        // A busy machine is not what is tested.
+        let timeouts = Timeouts {
+            start: TIMEOUT,
+            answer: TIMEOUT,
+            ping: TIMEOUT,
+        };
+        Self::with(endpoint, engine, timeouts)
+    }
+
+    pub(crate) fn with(endpoint: &Endpoint, engine: EngineDescription, timeouts: Timeouts) -> Self {
+        let scheduler = SchedulerAdapter::start_with(endpoint.clone(), engine.clone(), timeouts);
+        let worker = WorkerAdapter::start_with(endpoint.clone(), engine, 0, 1, timeouts);
+        let worker = worker.expect("a worker");
         let mut memory: Vec<Vec<f32>> = (0..LAYERS).map(|_| vec![0.0; LAYER]).collect();
         worker
             .register_kv_caches(layers(&mut memory))
