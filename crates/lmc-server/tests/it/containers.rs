@@ -78,11 +78,7 @@ fn engine(folder: &Path, task: &str) -> Process {
     let mut command = container(folder, true);
     command
         .arg(this)
-        .args([
-            "--exact",
-            "containers::engine_in_a_container",
-            "--nocapture",
-        ])
+        .args(["--exact", "containers::engine_in_a_container", "--nocapture"])
         .env(TASK, task)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped());

@@ -321,8 +321,12 @@ pub fn handlers_that_fail<R: Rig>(rig: &R) {
         1 => Some(vec![7; MAX_MESSAGE + 1].into()),
         _ => text("well"),
     });
-    let b = Side::with(rig, "b", 4096, |config| config.on_connect = Some(answer));
-    let a = Side::new(rig, "a");
+    let b = Side::with(rig, "b", 4096, |config| {
+        config.handshake_timeout = 2 * TIMEOUT;
+        config.on_connect = Some(answer);
+    });
+    let patient = |config: &mut ChannelConfig| config.handshake_timeout = 2 * TIMEOUT;
+    let a = Side::with(rig, "a", 4096, patient);
     for fault in ["panicked", "said too much"] {
         let began = Instant::now();
         let failed = a.try_connect(&b, soon());

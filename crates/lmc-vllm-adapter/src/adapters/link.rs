@@ -19,6 +19,7 @@ use thiserror::Error;
 use tokio::io::Interest;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::mpsc;
+use tokio::task::yield_now;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 
 use crate::adapters::endpoint::Endpoint;
@@ -372,6 +373,7 @@ impl Connection {
         };
         while !connection.decoder.is_ready() {
             connection.event().await?;
+            yield_now().await;
         }
         Ok(connection)
     }
@@ -420,9 +422,11 @@ impl Connection {
         self.stream.try_read_buf(&mut self.input)
     }
 
-    /// Waits for the next message.
+    /// Waits for the next message. Yields before: a server that floods must not keep the caller
+    /// from its timeout or from an order to stop.
     async fn message(&mut self) -> io::Result<Vec<Bytes>> {
         loop {
+            yield_now().await;
             if let Some(frames) = self.event().await? {
                 return Ok(frames);
             }

@@ -13,7 +13,7 @@ use crate::common::engine::{BLOCK, BLOCKS, Engine, blocks, engine, hashes, op, t
 use crate::common::{CHUNK, Server};
 use lmc_testkit::rounds;
 use lmc_vllm_adapter::RequestConfigs;
-use lmc_vllm_adapter::adapters::{Endpoint, Finished, Timeouts};
+use lmc_vllm_adapter::adapters::{Endpoint, Finished, SchedulerAdapter, Timeouts};
 
 /// Bytes of a ZMTP greeting.
 const GREETING: usize = 64;
@@ -382,6 +382,26 @@ fn a_flood_of_answers_hides_no_deadline_and_no_order_to_stop() {
         engine.worker.shutdown();
         engine
     });
+    until(|| stopped.is_finished().then_some(()));
+    stopped.join().expect("it does not panic");
+}
+
+/// The flood began during the setup of a connection: the thread of the link read on for ever, and
+/// whoever stopped it waited for it.
+#[test]
+fn a_flood_during_the_setup_hides_no_order_to_stop() {
+    let server = Server::start();
+    let through = proxy(&server, move |_| {
+        Box::new(|message| Act::Flood(message.unasked()))
+    });
+    let timeouts = Timeouts {
+        start: Duration::from_millis(200),
+        ..Timeouts::default()
+    };
+    let scheduler = SchedulerAdapter::start_with(through, engine("i", true), timeouts);
+    let scheduler = scheduler.expect("a scheduler");
+    assert!(!scheduler.server().is_healthy);
+    let stopped = thread::spawn(move || scheduler.shutdown());
     until(|| stopped.is_finished().then_some(()));
     stopped.join().expect("it does not panic");
 }
