@@ -15,7 +15,10 @@ fn server(verb: &str, args: &[&str]) -> Server {
 }
 
 fn lmc(args: &[&str]) -> Output {
-    crate::common::lmc().args(args).output().expect("the binary runs")
+    crate::common::lmc()
+        .args(args)
+        .output()
+        .expect("the binary runs")
 }
 
 fn text(bytes: &[u8]) -> String {

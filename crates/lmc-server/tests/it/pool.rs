@@ -270,7 +270,12 @@ fn another_users_memory_is_not_mapped() {
         fs::copy(this, "/dev/shm/test").expect("space");
         let other = Command::new("setpriv")
             .args(["--reuid", "65534", "--regid", "65534", "--clear-groups"])
-            .args(["/dev/shm/test", "--exact", "pool::other_user", "--nocapture"])
+            .args([
+                "/dev/shm/test",
+                "--exact",
+                "pool::other_user",
+                "--nocapture",
+            ])
             .env(PORT_VARIABLE, port.to_string())
             .status();
         assert!(other.expect("util-linux is there").success());

@@ -127,7 +127,10 @@ fn a_shared_clear_deletes_in_a_redis() {
 #[test]
 #[ignore = "needs s3s-fs and moto_server: cargo xtask test-remote"]
 fn a_shared_clear_deletes_in_an_s3() {
-    for kind in [crate::s3_servers::Kind::Files, crate::s3_servers::Kind::Moto] {
+    for kind in [
+        crate::s3_servers::Kind::Files,
+        crate::s3_servers::Kind::Moto,
+    ] {
         let server = crate::s3_servers::Server::start(kind);
         let mut target = Target::new(format!("s3://{}/of/lmc", crate::s3_servers::BUCKET));
         target.variables = crate::s3_servers::variables(server.port);
@@ -202,7 +205,10 @@ fn a_space_is_described_in_the_store_and_no_secret_is_shown() {
         key,
         "--print-config",
     ];
-    let printed = crate::common::lmc().args(flags).output().expect("the binary runs");
+    let printed = crate::common::lmc()
+        .args(flags)
+        .output()
+        .expect("the binary runs");
     let printed = String::from_utf8_lossy(&printed.stdout).into_owned();
     assert!(printed.contains("remote_key"), "{printed}");
     let log = first.server.log().join("\n");
