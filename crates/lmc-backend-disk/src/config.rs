@@ -24,6 +24,12 @@ use crate::spaces::{Unreachable, cut, unreachable};
 use crate::state_dir::StateDir;
 use crate::volume::{BLOCK, FolderConfig, FolderVolume, Medium, NO_SIZE, Volume, medium};
 
+/// Time that a batch waits for a drive before that counts as a stall.
+const STALL: Duration = Duration::from_millis(500);
+
+/// Time that a closing drive waits for its threads.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// Name of a drive's header file until it is complete.
 pub(crate) const UNFINISHED_HEADER: &str = "drive.unfinished";
 /// Least bytes of a drive.
@@ -353,6 +359,8 @@ impl DiskConfig {
                 .next_multiple_of(BLOCK),
             max_writing: self.max_writing,
             probe_every: self.probe_every,
+            stall: STALL,
+            leave: LEAVE_TIMEOUT,
         };
         let volume = Arc::new(folder) as Arc<dyn Volume>;
         let to_sign = lock.try_clone().map_err(io)?;

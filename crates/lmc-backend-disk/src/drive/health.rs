@@ -24,9 +24,6 @@ use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op};
 
 /// Failures in a row after which a drive is out, or unwritable.
 const FAILURES: u32 = 3;
-/// A batch that waits this long for a drive tells of a stall; a shorter one only of an impatient
-/// caller.
-const STALL: Duration = Duration::from_millis(500);
 
 /// The faults of a drive.
 #[derive(Debug, Default)]
@@ -415,7 +412,7 @@ impl Drive {
     /// Notes that reads had no answer by their deadline, for which they had so long.
     pub(crate) fn late_reads(&self, reads: u64, waited: Duration) {
         count(&self.shared.counters.late, reads);
-        if reads > 0 && waited >= STALL {
+        if reads > 0 && waited >= self.shared.settings.stall {
             let what = format!("no answer in {waited:.1?}");
             self.shared.read_counts_as_failed(&what);
         }
@@ -424,7 +421,7 @@ impl Drive {
     /// Notes that writes had no answer by their deadline, for which they had so long.
     pub(crate) fn late_writes(&self, writes: u64, waited: Duration) {
         count(&self.shared.counters.late, writes);
-        if writes > 0 && waited >= STALL {
+        if writes > 0 && waited >= self.shared.settings.stall {
             let what = format!("nothing was written in {waited:.1?}");
             self.shared.condition.faults.lock().count_write(&what);
         }

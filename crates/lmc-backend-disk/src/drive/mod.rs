@@ -39,9 +39,6 @@ use space::{Growth, SpaceWork};
 /// Timeout of a drive thread's own operations, where they are carried out on another thread.
 const OWN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Time that a closing drive waits for its threads.
-const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
-
 /// Settings of a drive. The public form is [`crate::DiskConfig`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DriveSettings {
@@ -55,6 +52,11 @@ pub(crate) struct DriveSettings {
     pub(crate) max_writing: u64,
     /// Time between two looks at a drive that was taken out.
     pub(crate) probe_every: Duration,
+    /// A batch that waits this long for a drive tells of a stall; a shorter one only of an
+    /// impatient caller.
+    pub(crate) stall: Duration,
+    /// Time that a closing drive waits for its threads.
+    pub(crate) leave: Duration,
 }
 
 /// Returns the records of the clears that an index has noted.
@@ -522,7 +524,7 @@ impl Drive {
             // What the threads wait for ends with it, as far as it ends at all.
             self.shared.volume.stop();
         }
-        let deadline = Instant::now() + LEAVE_TIMEOUT;
+        let deadline = Instant::now() + self.shared.settings.leave;
         let ended = join_before(committer, deadline);
         space_thread.map(|space_thread| join_before(space_thread, deadline));
         if !hangs {

@@ -10,6 +10,7 @@ use lmc_backend::conformance::{
 };
 use lmc_backend::{Backend, Clear, ClearEpoch, LoadItem, Loaded, StoreItem, Stored};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+use lmc_testkit::rounds;
 
 use super::SimVolume;
 use crate::backend::DiskBackend;
@@ -24,6 +25,8 @@ pub(super) const SETTINGS: DriveSettings = DriveSettings {
     log_bytes: 16 << 10,
     max_writing: 64 << 20,
     probe_every: Duration::from_millis(1),
+    stall: Duration::from_millis(500),
+    leave: Duration::from_secs(2),
 };
 pub(super) const SEGMENT: u64 = 128 << 10;
 
@@ -46,9 +49,7 @@ pub(crate) fn pool() -> Pool {
     Pool::new(Arc::new(arena), PoolConfig::default()).expect("a pool")
 }
 
-pub(super) fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(10)
-}
+pub(super) use lmc_testkit::soon;
 
 /// Bytes of the chunk of a number.
 pub(super) fn len(number: u64) -> u64 {
@@ -90,14 +91,15 @@ enum Outcome {
     Unsure,
 }
 
-/// Stores, removes and clears by a seed until something fails or the script is over.
+/// Stores, removes and clears by a seed until something fails or the script is over. Returns true
+/// if something failed.
 fn script(
     tier: &DiskBackend,
     pool: &Pool,
     seed: u64,
     steps: u64,
     outcomes: &mut BTreeMap<u64, Outcome>,
-) {
+) -> bool {
     let mut rng = Rng::new(seed);
     for _ in 0..steps {
         if rng.below(10) == 0 {
@@ -108,7 +110,7 @@ fn script(
             };
             outcomes.values_mut().for_each(|outcome| *outcome = after);
             if after == Outcome::Unsure {
-                return;
+                return true;
             }
             continue;
         }
@@ -129,7 +131,7 @@ fn script(
             let outcomes = outcomes.iter_mut().filter(|(number, _)| of_space(number));
             outcomes.for_each(|(_, outcome)| *outcome = after);
             if after == Outcome::Unsure {
-                return;
+                return true;
             }
             continue;
         }
@@ -160,9 +162,10 @@ fn script(
             }
         }
         if outcomes.values().any(|&outcome| outcome == Outcome::Unsure) {
-            return;
+            return true;
         }
     }
+    false
 }
 
 fn check(tier: &DiskBackend, pool: &Pool, outcomes: &BTreeMap<u64, Outcome>, evicts: bool) {
@@ -180,22 +183,41 @@ fn check(tier: &DiskBackend, pool: &Pool, outcomes: &BTreeMap<u64, Outcome>, evi
 /// Crashes after `events`, opens again, checks, goes on, and opens once more. False when the
 /// script was over before.
 fn crash(events: u64, seed: u64, steps: u64, settings: DriveSettings) -> bool {
+    loop {
+        match crash_once(events, seed, steps, settings) {
+            End::Crashed => return true,
+            End::Over => return false,
+            // The machine was too busy for a timeout of the script.
+            End::Late => {}
+        }
+    }
+}
+
+/// The end of a script.
+enum End {
+    Crashed,
+    Over,
+    /// An operation failed, and nothing had crashed.
+    Late,
+}
+
+/// As [`crash`], once.
+fn crash_once(events: u64, seed: u64, steps: u64, settings: DriveSettings) -> End {
     let evicts = settings.capacity < SETTINGS.capacity;
     let pool = pool();
     let volume = SimVolume::new(u64::MAX);
     volume.crash_after(events);
     let mut outcomes = BTreeMap::new();
-    let mut crashed = true;
-    match open(&volume, settings) {
-        Ok(tier) => {
-            script(&tier, &pool, seed, steps, &mut outcomes);
-            crashed = outcomes.values().any(|&outcome| outcome == Outcome::Unsure);
-            if !crashed {
-                crashed = block_on(tier.close(soon())).is_err();
-            }
-        }
-        Err(_) => assert!(outcomes.is_empty()),
+    let mut is_whole = false;
+    if let Ok(tier) = open(&volume, settings) {
+        is_whole = !script(&tier, &pool, seed, steps, &mut outcomes)
+            && block_on(tier.close(soon())).is_ok();
     }
+    let end = match is_whole {
+        true => End::Over,
+        false if volume.is_dead() => End::Crashed,
+        false => End::Late,
+    };
     let volume = volume.after_crash(seed ^ events);
     let tier = open(&volume, settings).expect("a crash leaves nothing that cannot be opened");
     check(&tier, &pool, &outcomes, evicts);
@@ -217,16 +239,24 @@ fn crash(events: u64, seed: u64, steps: u64, settings: DriveSettings) -> bool {
     check(&tier, &pool, &outcomes, evicts);
     drop(tier);
     assert_eq!(pool.usage().used, 0, "no slot is lost");
-    crashed
+    end
+}
+
+/// Crashes at every point of a script, and in the gate at every `gate`th from `first` on. Returns
+/// the number of points.
+fn crash_at_points(first: u64, gate: usize, seed: u64, steps: u64, settings: DriveSettings) -> u64 {
+    let step = rounds(gate, 1) as u64;
+    let mut events = first % step;
+    while crash(events, seed, steps, settings) {
+        events += step;
+    }
+    events
 }
 
 #[test]
 fn a_short_script_survives_a_crash_at_every_point() {
     for seed in 0..3 {
-        let mut events = 0;
-        while crash(events, seed, 12, SETTINGS) {
-            events += 1;
-        }
+        let events = crash_at_points(seed, 7, seed, 12, SETTINGS);
         assert!(events > 60, "the script met {events} points to crash at");
     }
 }
@@ -237,10 +267,7 @@ fn a_drive_that_is_full_survives_a_crash_at_every_point() {
         capacity: 3 * SEGMENT + SEGMENT / 2,
         ..SETTINGS
     };
-    let mut events = 0;
-    while crash(events, 7, 25, settings) {
-        events += 1;
-    }
+    let events = crash_at_points(0, 6, 7, 25, settings);
     assert!(events > 100, "the script met {events} points to crash at");
 }
 
@@ -249,10 +276,11 @@ fn long_scripts_survive_crashes_at_random_points() {
     let seed = std::env::var("LMC_SEED")
         .ok()
         .and_then(|seed| seed.parse().ok());
-    let seed: u64 = seed.unwrap_or_else(|| u64::from(std::process::id()));
+    // The gate does the same each time.
+    let seed: u64 = seed.unwrap_or_else(|| rounds(1, std::process::id() as usize) as u64);
     println!("seed {seed}: LMC_SEED={seed} runs it again");
     let mut rng = Rng::new(seed);
-    for _ in 0..60 {
+    for _ in 0..rounds(15, 60) {
         let (events, script) = (rng.below(1500), rng.next_u64());
         let full = DriveSettings {
             capacity: 4 * SEGMENT,
@@ -293,7 +321,7 @@ fn it_keeps_the_contract_when_it_is_full() {
 #[test]
 fn what_is_acknowledged_after_a_kill_survives_a_power_cut() {
     let pool = pool();
-    for events in 0..200 {
+    for events in (0..200).step_by(rounds(2, 1)) {
         let volume = SimVolume::new(u64::MAX);
         volume.crash_after(events);
         let stores = |number: u64, tier: &DiskBackend| {
@@ -308,7 +336,8 @@ fn what_is_acknowledged_after_a_kill_survives_a_power_cut() {
         volume.revive();
         let tier = open(&volume, SETTINGS).expect("it opens after a kill");
         assert!(stores(90, &tier), "killed after {events} events");
-        for seed in 0..20 {
+        let seeds = rounds(2, 20) as u64;
+        for seed in events * seeds..(events + 1) * seeds {
             let tier = open(&volume.after_crash(seed), SETTINGS).expect("after the power cut");
             assert!(
                 is_there(&tier, &pool, 90),

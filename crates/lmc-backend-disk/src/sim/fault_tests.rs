@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use futures_util::{FutureExt, StreamExt};
 use lmc_backend::conformance::{block_on, lens_of, load_batch, store_batch, test_key};
 use lmc_backend::{Backend, BackendError, FailedSlot, Health, LoadItem, Loaded, Stored};
-use lmc_testkit::until;
+use lmc_testkit::{rounds, until};
 
 use super::crash_tests::{
     SEGMENT, SETTINGS, alone, is_there, item, item_of, len, open, pool, soon,
@@ -36,6 +36,17 @@ fn filled() -> Arc<SimVolume> {
     volume
 }
 
+/// Longest wait for what is there.
+const PATIENT: Duration = lmc_testkit::DEADLINE;
+
+/// Time after which a drive is taken for stalled that [`STALLS_SOON`] describes.
+const STALL: Duration = Duration::from_millis(50);
+
+const STALLS_SOON: DriveSettings = DriveSettings {
+    stall: STALL,
+    ..SETTINGS
+};
+
 fn load(tier: &DiskBackend, pool: &lmc_memory::Pool, number: u64, wait: Duration) -> Loaded {
     let slot = pool.reserve(len(number)).expect("space");
     let item = LoadItem::new(test_key(number), slot);
@@ -48,7 +59,7 @@ fn a_flipped_bit_anywhere_in_a_header_is_a_miss_for_good() {
     let pool = pool();
     // The fields end at byte 176; then come zeroes, and the checksum.
     let bytes = (0..176).chain([1000, 4087]).chain(4088..4096);
-    for byte in bytes {
+    for byte in bytes.step_by(rounds(4, 1)) {
         let volume = filled();
         let segment = volume.names("segment-").remove(0);
         volume.alter(&segment, |data| data[byte] ^= 1 << (byte % 8));
@@ -110,13 +121,13 @@ fn reads_that_fail_are_errors_and_take_the_drive_out_until_it_answers() {
         let Loaded::Failed {
             error: BackendError::Io(_),
             slot: FailedSlot::Released(_),
-        } = load(&tier, &pool, 0, Duration::from_secs(5))
+        } = load(&tier, &pool, 0, PATIENT)
         else {
             panic!("an error of the drive");
         };
     }
     assert!(matches!(tier.health(), Health::Down { .. }));
-    let out = load(&tier, &pool, 0, Duration::from_secs(5));
+    let out = load(&tier, &pool, 0, PATIENT);
     let unavailable = matches!(
         out,
         Loaded::Failed {
@@ -143,7 +154,7 @@ fn reads_that_fail_are_errors_and_take_the_drive_out_until_it_answers() {
 fn a_drive_that_stalls_costs_the_deadline_and_no_slot() {
     let volume = filled();
     let pool = pool();
-    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    let tier = open(&volume, STALLS_SOON).expect("as it was closed");
     volume.fault(Kind::Read, Fault::Stall);
     // The read is stalled until the end of the test.
     let Loaded::Failed {
@@ -165,7 +176,7 @@ fn a_drive_that_stalls_costs_the_deadline_and_no_slot() {
     // A batch that waits long for nothing tells of a drive that is gone.
     volume.fault(Kind::Read, Fault::Stall);
     for _ in 0..3 {
-        drop(load(&tier, &pool, 0, Duration::from_millis(510)));
+        drop(load(&tier, &pool, 0, STALL));
     }
     assert!(matches!(tier.health(), Health::Down { .. }));
     volume.thaw();
@@ -285,7 +296,7 @@ fn a_drive_that_was_out_and_could_not_be_logged_to_comes_back() {
     volume.fault(Kind::Read, Fault::Error(libc::EIO));
     volume.fault(Kind::Sync, Fault::Error(libc::EIO));
     for _ in 0..3 {
-        drop(load(&tier, &pool, 0, Duration::from_secs(5)));
+        drop(load(&tier, &pool, 0, PATIENT));
     }
     let drive = &tier.drives()[0];
     assert!(matches!(drive.health(), Health::Down { .. }));
@@ -304,10 +315,10 @@ fn a_chunk_that_cannot_be_read_is_removed_and_costs_nothing_else() {
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault_in("segment-", Kind::Read, Fault::Error(libc::EIO));
-    let bad = load(&tier, &pool, 0, Duration::from_secs(5));
+    let bad = load(&tier, &pool, 0, PATIENT);
     assert!(matches!(bad, Loaded::Failed { .. }), "{bad:?}");
     for _ in 0..30 {
-        let bad = load(&tier, &pool, 0, Duration::from_secs(5));
+        let bad = load(&tier, &pool, 0, PATIENT);
         assert!(matches!(bad, Loaded::Miss(_)), "{bad:?}");
     }
     volume.thaw();
@@ -328,7 +339,7 @@ fn a_read_for_which_there_was_no_memory_forgets_no_chunk() {
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault_in("segment-", Kind::Read, Fault::Error(libc::ENOMEM));
     for _ in 0..5 {
-        let failed = load(&tier, &pool, 0, Duration::from_secs(5));
+        let failed = load(&tier, &pool, 0, PATIENT);
         assert!(matches!(failed, Loaded::Failed { .. }), "{failed:?}");
     }
     volume.thaw();
@@ -447,18 +458,16 @@ fn one_bad_location_does_not_keep_a_drive_unwritable() {
 fn a_drive_whose_writes_stall_is_read_and_given_no_more_until_they_end() {
     let volume = filled();
     let pool = pool();
-    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    let tier = open(&volume, STALLS_SOON).expect("as it was closed");
     volume.fault(Kind::Write, Fault::Stall);
-    let store = |number| {
-        let timeout = Instant::now() + Duration::from_millis(510);
-        store_batch(&tier, vec![item(&pool, number)], timeout).remove(0)
-    };
+    let store = |number, timeout| store_batch(&tier, vec![item(&pool, number)], timeout).remove(0);
     for number in 20..23 {
-        assert!(matches!(store(number), Err(BackendError::Deadline)));
+        let stored = store(number, Instant::now() + STALL);
+        assert!(matches!(stored, Err(BackendError::Deadline)), "{stored:?}");
     }
     let held = pool.usage().used;
     for number in 23..40 {
-        let stored = store(number);
+        let stored = store(number, soon());
         assert!(matches!(stored, Ok(Stored::Declined)), "{stored:?}");
         assert!(is_there(&tier, &pool, 0));
         thread::sleep(Duration::from_millis(2));
@@ -468,17 +477,17 @@ fn a_drive_whose_writes_stall_is_read_and_given_no_more_until_they_end() {
     assert!(matches!(tier.health(), Health::Degraded { .. }));
     volume.thaw();
     until("it is taken back", || tier.health() == Health::Ready);
-    assert!(matches!(store(50), Ok(Stored::Written)));
+    assert!(matches!(store(50, soon()), Ok(Stored::Written)));
 }
 
 #[test]
 fn a_drive_that_does_not_answer_is_given_one_look_at_a_time() {
     let volume = filled();
     let pool = pool();
-    let tier = open(&volume, SETTINGS).expect("as it was closed");
+    let tier = open(&volume, STALLS_SOON).expect("as it was closed");
     volume.fault(Kind::Read, Fault::Stall);
     for _ in 0..3 {
-        drop(load(&tier, &pool, 0, Duration::from_millis(510)));
+        drop(load(&tier, &pool, 0, STALL));
     }
     assert!(matches!(tier.health(), Health::Down { .. }));
     for _ in 0..50 {
@@ -524,8 +533,8 @@ fn what_is_on_a_drive_that_is_out_is_a_miss() {
     let (first, second) = (SimVolume::new(u64::MAX), SimVolume::new(u64::MAX));
     let pool = pool();
     let settings = DriveSettings {
-        probe_every: Duration::from_secs(60),
-        ..SETTINGS
+        probe_every: Duration::from_secs(3600),
+        ..STALLS_SOON
     };
     let drive = |volume: &Arc<SimVolume>| {
         let opened = open_drive(Arc::clone(volume) as _, SEGMENT, settings, None);
@@ -538,10 +547,10 @@ fn what_is_on_a_drive_that_is_out_is_a_miss() {
     let on_first = (0..20).find(on_first).expect("half of them are there");
     first.fault(Kind::Read, Fault::Stall);
     for _ in 0..3 {
-        drop(load(&tier, &pool, on_first, Duration::from_millis(510)));
+        drop(load(&tier, &pool, on_first, STALL));
     }
     assert!(tier.drives()[0].unavailable().is_some());
-    let loaded = load(&tier, &pool, on_first, Duration::from_secs(5));
+    let loaded = load(&tier, &pool, on_first, PATIENT);
     assert!(matches!(loaded, Loaded::Miss(_)), "{loaded:?}");
     first.thaw();
 }
@@ -553,15 +562,17 @@ fn a_removal_during_a_store_survives_a_crash() {
     let tier = open(&volume, SETTINGS).expect("as it was closed");
     volume.fault_in("log-", Kind::WriteDurably, Fault::Stall);
     let timeout = || Instant::now() + Duration::from_millis(50);
-    let stored_by = Instant::now() + Duration::from_secs(2);
-    drop(store_batch(&tier, vec![item(&pool, 20)], stored_by));
-    assert_eq!(volume.stalled(), 1, "its frame is on the way");
-    let first = block_on(tier.remove(&[test_key(20)], timeout())).remove(0);
-    // It is gone, as far as anybody can see, and the log does not know.
-    let second = block_on(tier.remove(&[test_key(20)], timeout())).remove(0);
-    // The frame is written, and then the machine dies.
-    volume.crash_after(2);
-    volume.thaw();
+    let (first, second) = thread::scope(|scope| {
+        scope.spawn(|| store_batch(&tier, vec![item(&pool, 20)], soon()));
+        until("its frame is on the way", || volume.stalled() == 1);
+        let first = block_on(tier.remove(&[test_key(20)], timeout())).remove(0);
+        // It is gone, as far as anybody can see, and the log does not know.
+        let second = block_on(tier.remove(&[test_key(20)], timeout())).remove(0);
+        // The frame is written, and then the machine dies.
+        volume.crash_after(2);
+        volume.thaw();
+        (first, second)
+    });
     drop(tier);
     let tier = open(&volume.after_crash(1), SETTINGS).expect("it opens again");
     let there = is_there(&tier, &pool, 20);

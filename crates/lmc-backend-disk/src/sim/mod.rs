@@ -234,6 +234,12 @@ impl SimVolume {
         state.faults.clear();
     }
 
+    /// Returns true once as much has happened as [`Self::crash_after`] lets happen.
+    pub(crate) fn is_dead(&self) -> bool {
+        let state = self.state.lock();
+        state.crash_after.is_some_and(|last| state.events >= last)
+    }
+
     pub(crate) fn events(&self) -> u64 {
         self.state.lock().events
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use lmc_backend::conformance::{block_on, check_value, lens_of, load_batch, store_batch, test_key};
 use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
 use lmc_memory::Pool;
+use lmc_testkit::rounds;
 
 use super::SimVolume;
 use super::crash_tests::{SEGMENT, SETTINGS, alone, item_of, open, pool, soon};
@@ -50,8 +51,10 @@ fn an_index_that_was_lost_once_is_not_lost_at_each_start() {
     };
     let pool = pool();
     let (tier, _) = open();
-    for number in 0..1100 {
-        store(&tier, &pool, number, 4);
+    for first in (0..1100).step_by(50) {
+        let items = (first..first + 50).map(|number| item_of(&pool, number, 3 * BLOCK));
+        let stored = store_batch(&tier, items.collect(), soon());
+        assert!(stored.iter().all(|one| matches!(one, Ok(Stored::Written))));
     }
     block_on(tier.close(soon())).expect("closed in order");
     for checkpoint in volume.names("checkpoint-") {
@@ -127,7 +130,7 @@ fn a_crash_at_any_point_of_compacting_loses_nothing() {
         if whole {
             break;
         }
-        events += 1;
+        events += rounds(8, 1) as u64;
     }
     assert!(events > 20, "there were {events} points to crash at");
 }

@@ -13,6 +13,12 @@ use super::{Fault, SimVolume};
 use crate::drive::DriveSettings;
 use crate::volume::{BLOCK, Kind};
 
+/// Settings of a drive that waits shortly for threads that do not end.
+const LEAVES_SOON: DriveSettings = DriveSettings {
+    leave: Duration::from_millis(100),
+    ..SETTINGS
+};
+
 #[test]
 fn a_store_is_over_at_its_deadline_when_no_file_can_be_made() {
     let volume = SimVolume::new(u64::MAX);
@@ -119,7 +125,7 @@ fn a_tier_goes_while_a_file_cannot_be_made_or_a_sync_stalls() {
     for stalls in [true, false] {
         let volume = SimVolume::new(u64::MAX);
         let pool = pool();
-        let tier = open(&volume, SETTINGS).expect("a new drive");
+        let tier = open(&volume, LEAVES_SOON).expect("a new drive");
         let held = match stalls {
             true => {
                 volume.fault_in("segment-", Kind::Sync, Fault::Stall);
@@ -140,7 +146,7 @@ fn a_tier_goes_while_a_file_cannot_be_made_or_a_sync_stalls() {
 fn an_orderly_close_leaves_a_thread_behind_that_cannot_make_a_file() {
     let volume = SimVolume::new(u64::MAX);
     let pool = pool();
-    let tier = open(&volume, SETTINGS).expect("a new drive");
+    let tier = open(&volume, LEAVES_SOON).expect("a new drive");
     let held = volume.hold_names();
     let late = Instant::now() + Duration::from_millis(50);
     let many = (1..40).map(|number| item(&pool, number)).collect();

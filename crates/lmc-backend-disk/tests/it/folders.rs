@@ -36,11 +36,14 @@ fn names(folder: &Folder) -> Vec<String> {
     names.collect()
 }
 
-fn store(tier: &DiskBackend, pool: &Pool, number: u64) {
+fn item(pool: &Pool, number: u64) -> StoreItem {
     let mut slot = pool.reserve(CHUNK).unwrap();
     fill_value(&test_key(number), slot.bytes_mut());
-    let item = StoreItem::new(test_key(number), slot.written().seal());
-    let stored = store_batch(tier, vec![item], soon()).remove(0);
+    StoreItem::new(test_key(number), slot.written().seal())
+}
+
+fn store(tier: &DiskBackend, pool: &Pool, number: u64) {
+    let stored = store_batch(tier, vec![item(pool, number)], soon()).remove(0);
     assert_eq!(stored.unwrap(), Stored::Written);
 }
 
@@ -253,7 +256,7 @@ fn compacting_files_with_holes_gives_no_chunk_up() {
         found.count()
     };
     assert_eq!(known(), 200);
-    let timeout = Duration::from_secs(10);
+    let timeout = Duration::from_secs(60);
     let done = block_on(tier.compact(&pool, 0.5, timeout, |_, _| {})).unwrap();
     // What it gave up would go meanwhile.
     std::thread::sleep(Duration::from_millis(100));
@@ -278,8 +281,12 @@ fn a_size_below_two_segments_of_a_folder_is_refused() {
     };
     let tier = config(least).open().unwrap();
     assert!(is_there(&tier, &pool, 0));
-    for number in 1..6000 {
-        store(&tier, &pool, number);
+    // As many as may wait for the drive at a time.
+    for first in (1..6000).step_by(100) {
+        let items = (first..first + 100).map(|number| item(&pool, number));
+        for stored in store_batch(&tier, items.collect(), soon()) {
+            assert_eq!(stored.unwrap(), Stored::Written);
+        }
     }
     let lengths = names(&folder).into_iter();
     let lengths = lengths.map(|name| folder.join(&name).metadata().unwrap().len());

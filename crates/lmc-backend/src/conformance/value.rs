@@ -70,6 +70,9 @@ pub fn fill_value(key: &ChunkKey, bytes: &mut [u8]) {
 pub fn check_value(key: &ChunkKey, bytes: &[u8]) -> Result<(), Mismatch> {
     let words = words(key, bytes.len());
     for (n, (part, word)) in bytes.chunks(8).zip(words).enumerate() {
+        if *part == word[..part.len()] {
+            continue;
+        }
         for (at, (&found, &expected)) in part.iter().zip(&word).enumerate() {
             if found != expected {
                 return Err(Mismatch {

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::time::Instant;
 
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
-use lmc_testkit::{DEADLINE, Folder as TempFolder, until};
+use lmc_testkit::{DEADLINE, Folder as TempFolder, rounds, until};
 
 use super::*;
 use crate::volume::{Buf, Done, Kind, Part, is_abandoned};
@@ -155,10 +155,12 @@ fn mixed(volume: &FolderVolume, pool: &Pool) {
     let seed = 0x1234_5678_9ABC_DEF1;
     println!("seed {seed:#x}");
     let mut random = Random(seed);
-    let file = volume.open("mixed", Some(200 * MIB)).unwrap();
+    let size = rounds(24, 120) as u64 * MIB;
+    // The last extent may end beyond it.
+    let file = volume.open("mixed", Some(size + 80 * MIB)).unwrap();
     let mut extents = Vec::new();
     let mut at = 0;
-    while at < 120 * MIB {
+    while at < size {
         let blocks = match random.below(4) {
             0 => 1 + random.below(2048),
             1 => 1 + random.below(256),
