@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use lmc_testkit::rounds;
 use proptest::prelude::*;
 
 use super::*;
@@ -81,6 +82,8 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(rounds(100, 256) as u32))]
+
     /// Whatever happens, what was queued and not taken out comes out exactly once, and what was
     /// put back comes out next.
     #[test]

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use lmc_backend::conformance::{check_value, fill_value, test_key};
 use lmc_memory::{ArenaConfig, PoolConfig, ReservedSlot};
 use lmc_testkit::interleave::{explore, random_below, spawn, yield_now};
+use lmc_testkit::rounds;
 
 use super::*;
 use crate::{Clear, Inserted, Leases, StoredEvent, WriteGrant, WriteStart};
@@ -14,8 +15,10 @@ use crate::{Clear, Inserted, Leases, StoredEvent, WriteGrant, WriteStart};
 const UNIT: u64 = 64;
 const THREADS: usize = 3;
 const OWNER: OwnerId = OwnerId(7);
-/// Runs all together in about two seconds.
-const SCHEDULES: usize = 4000;
+/// Schedules of each test.
+fn schedules() -> usize {
+    rounds(600, 4000)
+}
 
 /// The chunks of the tier by their offset, as its events tell them.
 #[derive(Debug, Default)]
@@ -208,7 +211,7 @@ fn act(tier: &LocalTier, ledger: &Ledger) {
 
 #[test]
 fn whatever_threads_do_at_once_leased_chunks_stay_and_every_count_agrees() {
-    explore(SCHEDULES, || {
+    explore(schedules(), || {
         let rig = Rig::new(4);
         let thread = |_| {
             let (tier, ledger) = (rig.tier.clone(), Arc::clone(&rig.ledger));
@@ -225,7 +228,7 @@ fn whatever_threads_do_at_once_leased_chunks_stay_and_every_count_agrees() {
 
 #[test]
 fn of_threads_that_store_one_chunk_at_once_one_writes_it() {
-    explore(SCHEDULES, || {
+    explore(schedules(), || {
         let rig = Rig::new(16);
         let new: Arc<[AtomicU64; 2]> = Arc::default();
         let granted: Arc<[AtomicU64; 2]> = Arc::default();
@@ -272,7 +275,7 @@ fn of_threads_that_store_one_chunk_at_once_one_writes_it() {
 
 #[test]
 fn a_write_begun_before_a_clear_is_not_found_after_it() {
-    explore(SCHEDULES, || {
+    explore(schedules(), || {
         let rig = Rig::new(8);
         let begun: Arc<[AtomicBool; 4]> = Arc::default();
         let writer = {

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use lmc_backend::conformance::{check_value, fill_value, test_key};
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+use lmc_testkit::rounds;
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
@@ -652,7 +653,7 @@ impl Rig {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig::with_cases(rounds(40, 400) as u32))]
 
     #[test]
     fn the_tier_agrees_with_the_model(
