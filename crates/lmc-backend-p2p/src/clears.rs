@@ -197,6 +197,8 @@ fn xor(a: [u8; 16], b: [u8; 16]) -> [u8; 16] {
 mod tests {
     use lmc_backend::conformance::Rng;
 
+    use lmc_testkit::rounds;
+
     use super::*;
 
     /// A daemon with the clears that its chunks are known to have survived.
@@ -253,7 +255,7 @@ mod tests {
 
     #[test]
     fn clears_made_at_once_do_not_chase_each_other() {
-        for seed in 0..200 {
+        for seed in 0..rounds(100, 200) as u64 {
             let mut rng = Rng::new(seed);
             let count = 2 + rng.below(9) as usize;
             let mut daemons = vec![Daemon::default(); count];
@@ -274,7 +276,7 @@ mod tests {
 
     #[test]
     fn no_clear_is_lost_over_cuts_and_restarts() {
-        for seed in 0..300 {
+        for seed in 0..rounds(100, 300) as u64 {
             let mut rng = Rng::new(seed);
             let count = 2 + rng.below(4) as usize;
             let mut daemons = vec![Daemon::default(); count];

@@ -222,6 +222,8 @@ mod tests {
     use lmc_backend::conformance::Rng;
 
     use super::super::table::{Table, TableLimits};
+    use lmc_testkit::rounds;
+
     use super::*;
     use crate::owner::Session;
 
@@ -244,7 +246,7 @@ mod tests {
             assert!(table.join(&session, "a", now));
             table
         };
-        for seed in 0..10 {
+        for seed in 0..rounds(2, 10) as u64 {
             let mut rng = Rng::new(seed);
             let (mut lendable, mut progress, mut table) =
                 (Lendable::new(5), Progress::nothing(), new_table());

@@ -371,7 +371,7 @@ fn a_lease_for_a_transport_that_was_not_asked_for_is_not_asked_for_again() {
         assert!(matches!(located[0], Ok(Located::Present(_))), "{located:?}");
         let slot = reader.chunks.pool.reserve(LEN).expect("a slot");
         let items = vec![LoadItem::new(key(0, 0), slot)];
-        let mut answers = node.load(items, Instant::now() + Duration::from_secs(2));
+        let mut answers = node.load(items, Instant::now() + DEADLINE);
         let answer = answers.next().await;
         assert!(
             matches!(answer, Some((0, Loaded::Failed { .. }))),

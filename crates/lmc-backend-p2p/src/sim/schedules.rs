@@ -8,6 +8,7 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use lmc_backend::{FailedSlot, LoadItem, Loaded, LocateHint, Located};
 use lmc_key::ChunkKey;
+use lmc_testkit::rounds;
 
 use super::net::{Faults, Net, name};
 use super::{LEN, Rng, bytes, delay, key, once_in, run};
@@ -270,17 +271,20 @@ async fn schedule(seed: u64) -> Tally {
 #[test]
 fn no_schedule_gives_a_wrong_byte_or_leaves_a_lease() {
     let seeds = std::env::var("LMC_P2P_SEEDS").ok();
-    let seeds = seeds.and_then(|seeds| seeds.parse().ok()).unwrap_or(300);
+    let seeds = seeds.and_then(|seeds| seeds.parse().ok());
+    let seeds = seeds.unwrap_or(rounds(30, 300) as u64);
     let mut sum = Tally::default();
     for seed in 0..seeds {
         println!("seed {seed}");
         sum.add(run(schedule(seed)));
     }
     println!("{sum:?}");
-    assert!(
-        sum.hits > 0 && sum.misses > 0 && sum.failed > 0 && sum.pending > 0,
-        "{sum:?}"
-    );
+    assert!(sum.hits > 0 && sum.misses > 0 && sum.failed > 0, "{sum:?}");
+    // A few schedules may have none of what is rare.
+    if seeds < 300 {
+        return;
+    }
+    assert!(sum.pending > 0, "{sum:?}");
     assert!(sum.lapsed > 0 && sum.corrupt > 0 && sum.busy > 0, "{sum:?}");
     assert!(sum.quarantined > 0, "{sum:?}");
     assert!(sum.over_nixl > 0 && sum.over_sockets > 0, "{sum:?}");
@@ -296,7 +300,7 @@ pub(super) fn slow(message: Duration, piece: Duration) -> Faults {
 
 #[test]
 fn a_thousand_readers_of_one_prompt_stay_within_the_owners_bounds() {
-    const READERS: usize = 1000;
+    let most_readers = rounds(250, 1000);
     let tally = run(async {
         let net = Net::new(
             1,
@@ -305,7 +309,7 @@ fn a_thousand_readers_of_one_prompt_stay_within_the_owners_bounds() {
         net.start(0, 256, |_| ());
         let keys = prompt(0, 16);
         keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
-        for reader in 1..=READERS {
+        for reader in 1..=most_readers {
             net.start(reader, 32, |_| ());
             assert!(net.connect(reader, 0).await);
         }
@@ -322,7 +326,7 @@ fn a_thousand_readers_of_one_prompt_stay_within_the_owners_bounds() {
             }
         });
         let keys = &keys;
-        let readers = (1..=READERS).map(|reader| {
+        let readers = (1..=most_readers).map(|reader| {
             let net = net.clone();
             async move { fetch(&net, reader, keys).await }
         });
