@@ -54,7 +54,9 @@ fn file_systems() -> Result<()> {
 fn mounts() -> Result<String> {
     let mut tests = Command::new("unshare");
     tests.args(["--mount", "cargo", "test", "--locked"]);
-    tests.args(TIER).args(["--test=it", "--", "mounts::", "--ignored"]);
+    tests
+        .args(TIER)
+        .args(["--test=it", "--", "mounts::", "--ignored"]);
     let passed = shown::passed(&shown::output(&mut tests, LIMIT)?)?;
     Ok(format!(
         "{passed} cases over file systems that were mounted"

@@ -390,7 +390,12 @@ fn suite_held(suite: &Suite) -> Result<String> {
 fn suite_here(variables: Vec<(String, String)>, logs: &Path) -> Result<Suite> {
     let mut command = Command::new(two_sides::build_suite()?);
     command
-        .args(["--exact", "nixl::scenario", "--nocapture", "--test-threads=1"])
+        .args([
+            "--exact",
+            "nixl::scenario",
+            "--nocapture",
+            "--test-threads=1",
+        ])
         .env("LMC_NIXL_SCENARIO", "suite:all")
         .envs(variables);
     let mut suite = Suite::default();

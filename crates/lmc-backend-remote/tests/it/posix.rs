@@ -48,6 +48,8 @@ impl Rig {
         let runtime = runtime();
         let mut config = RemoteConfig::default();
         config.absent_ttl = Duration::ZERO;
+        // The machine may be busy.
+        config.timeout = TIMEOUT;
         let tier = RemoteTier::start(config, store(&folder), runtime.handle().clone());
         wait_until_used(&tier);
         Self {

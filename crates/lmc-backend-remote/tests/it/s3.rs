@@ -19,8 +19,8 @@ use lmc_backend_remote::s3::{S3Config, S3Store};
 use lmc_backend_remote::{Store, StoreError};
 use lmc_testkit::{DEADLINE, soon, until};
 
-use crate::common::{passes_the_kit, runtime};
 use self::servers::{BUCKET, Fault, KEY, Kind, Proxy, SECRET, Server, TOKEN};
+use crate::common::{passes_the_kit, runtime};
 
 fn store(port: u16, bucket: &str, secret: &str) -> Arc<S3Store> {
     let variables = servers::variables(port).into_iter();

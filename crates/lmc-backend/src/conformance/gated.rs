@@ -26,6 +26,7 @@ pub struct Gated<B> {
     loads: AtomicU64,
     stores: AtomicU64,
     removals: AtomicU64,
+    clears_ended: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -50,6 +51,7 @@ impl<B: Backend> Gated<B> {
             loads: AtomicU64::new(0),
             stores: AtomicU64::new(0),
             removals: AtomicU64::new(0),
+            clears_ended: AtomicU64::new(0),
         }
     }
 
@@ -84,6 +86,11 @@ impl<B: Backend> Gated<B> {
     /// Calls of [`Backend::remove`] that have ended so far.
     pub fn removals(&self) -> u64 {
         self.removals.load(Ordering::Relaxed)
+    }
+
+    /// Clears that have ended so far, in order or at their deadline.
+    pub fn clears_ended(&self) -> u64 {
+        self.clears_ended.load(Ordering::Relaxed)
     }
 
     /// Waits until the gate is open. Returns false if the deadline came first.
@@ -134,7 +141,9 @@ impl<B: Backend> Backend for Gated<B> {
         Box::pin(async move {
             let cleared = self.inner.clear(clear, deadline).await;
             let held = self.gate.lock().holds_clears;
-            match !held || self.pass(deadline).await {
+            let passed = !held || self.pass(deadline).await;
+            self.clears_ended.fetch_add(1, Ordering::Relaxed);
+            match passed {
                 true => cleared,
                 false => Err(BackendError::Deadline),
             }

@@ -130,6 +130,7 @@ mod tests {
     use std::task::{Context, Poll, Waker};
 
     use lmc_testkit::interleave::{block_on, explore, random_below, spawn, yield_now};
+    use lmc_testkit::rounds;
 
     use super::*;
 
@@ -175,7 +176,7 @@ mod tests {
     #[test]
     fn every_unit_comes_back_and_every_waiter_is_served_in_any_order_of_threads() {
         const UNITS: u32 = 4;
-        explore(4000, || {
+        explore(rounds(1000, 4000), || {
             let permits = Permits::new(UNITS);
             let used = Arc::new(AtomicU32::new(0));
             let thread = |owner| {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lmc_engine::{
     CacheEngine, EngineConfig, EventSink, Inserted, Leases, LookupRequest, OwnerId, PolicyKind,
@@ -10,6 +10,7 @@ use lmc_engine::{
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
+use lmc_testkit::until;
 use parking_lot::Mutex;
 
 /// Bytes of a chunk: a slot of the pool, so that counting chunks counts memory.
@@ -321,11 +322,7 @@ fn above_the_watermark_chunks_go_by_themselves() {
     config.maintain_every = Duration::from_millis(1);
     let engine = with(config, 64);
     write(&engine, &prompt(0..64));
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while engine.usage().chunks > 32 {
-        assert!(Instant::now() < deadline, "{:?}", engine.usage());
-        thread::sleep(Duration::from_millis(1));
-    }
+    until("the rest is evicted", || engine.usage().chunks <= 32);
     assert_eq!(
         leading(&engine, &keys(0..64)),
         32,
