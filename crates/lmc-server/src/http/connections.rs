@@ -197,3 +197,21 @@ async fn connection(
         Err(_) => debug!("HTTP client does not read its answer"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_goes_when_its_first_request_is_late() {
+        let seats = Seats::default();
+        let seat = || seats.take(Instant::now()).expect("there are seats");
+        let begun = tokio::time::Instant::now();
+        seat().must_go().await;
+        assert!(begun.elapsed() >= FIRST_HEAD_DEADLINE);
+        let asked = seat();
+        asked.request_began();
+        let gone = tokio::time::timeout(2 * FIRST_HEAD_DEADLINE, asked.must_go());
+        gone.await.expect_err("it has asked in time");
+    }
+}

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use lmc_engine::{CacheEngine, EngineConfig};
 use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_memory::ArenaConfig;
-use lmc_testkit::in_lab;
+use lmc_testkit::{DEADLINE, in_lab};
 use lmc_vllm_adapter::{Client, Service, ServiceConfig, ZmqConfig, ZmqServer};
 use serde_json::Value;
 use tokio::net::TcpListener;
@@ -88,9 +88,7 @@ impl Server {
 
     fn raw(&self, bytes: &[u8]) -> String {
         let mut stream = TcpStream::connect(self.http).expect("a connection");
-        stream
-            .set_read_timeout(Some(Duration::from_secs(20)))
-            .expect("a timeout");
+        stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
         stream.write_all(bytes).expect("a request");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).expect("an answer");
@@ -212,7 +210,7 @@ fn a_server_whose_engines_are_not_served_is_not_healthy() {
     let server = Server::start();
     check(&server, ("GET", "/healthz", ""), 200, &[]);
     server.stop_engines.send_replace(true);
-    let gone = || Client::connect(server.engines, Duration::from_secs(20)).is_err();
+    let gone = || Client::connect(server.engines, DEADLINE).is_err();
     lmc_testkit::until("the engines' side is gone", gone);
     check(
         &server,
@@ -392,7 +390,7 @@ fn bodies_and_heads_are_bounded() {
 fn half_open(server: &Server, count: usize) -> Vec<TcpStream> {
     let open = |_| {
         let mut stream = TcpStream::connect(server.http).expect("a connection");
-        let timeout = Some(Duration::from_secs(20));
+        let timeout = Some(DEADLINE);
         stream.set_read_timeout(timeout).expect("a timeout");
         let head = "GET /healthz HTTP/1.1\r\nhost: localhost\r\n";
         stream

@@ -180,10 +180,10 @@ mod tests {
         let kept = MAX_BYTES / line.len();
         assert_eq!(queue.dropped() as usize, pushed - kept);
         for _ in 0..kept {
-            let found = read.recv_timeout(Duration::from_secs(20));
+            let found = read.recv_timeout(lmc_testkit::DEADLINE);
             assert_eq!(found.expect("a line"), line);
         }
-        assert!(queue.flush(Duration::from_secs(20)), "all is read");
+        assert!(queue.flush(lmc_testkit::DEADLINE), "all is read");
         assert_eq!(queue.dropped() as usize, pushed - kept);
     }
 
@@ -193,7 +193,7 @@ mod tests {
         drop(read);
         queue.push(b"one\n");
         queue.push(b"two\n");
-        assert!(queue.flush(Duration::from_secs(20)));
+        assert!(queue.flush(lmc_testkit::DEADLINE));
         assert_eq!(queue.dropped(), 2);
     }
 }

@@ -31,6 +31,8 @@ fn start_with(folder: &Path, flags: &[&str]) -> Server {
         args.extend(["--disk-size", "512MiB"]);
     }
     args.extend(["--disk-keep-free", "0", "--log-level", "warn"]);
+    // The machine may be busy.
+    args.extend(["--disk-read-timeout-seconds", "60"]);
     args.extend(["--disk-create", "--disk", folder]);
     args.extend(flags);
     if !flags.contains(&"--state-dir") {

@@ -20,6 +20,10 @@ fn start(port: u16, peers: &[u16], flags: &[&str]) -> Server {
     if !peers.is_empty() {
         args.extend(["--p2p-peer", &peers]);
     }
+    if !flags.contains(&"--p2p-locate-timeout") {
+        // The machine may be busy.
+        args.extend(["--p2p-locate-timeout", "10s"]);
+    }
     args.extend(flags);
     Server::start(&args)
 }

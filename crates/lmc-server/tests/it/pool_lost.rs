@@ -104,7 +104,7 @@ impl Engine {
         ask(Request::Lookup(key(prompt, CHUNKS, None, "retrieve")))?;
         let wait = Request::WaitPrefetchStatus {
             request_id: "retrieve".to_owned(),
-            timeout: 10.0,
+            timeout: DEADLINE.as_secs_f64(),
         };
         let Reply::Int(hits) = ask(wait)? else {
             return Ok(0);

@@ -99,8 +99,8 @@ impl Server {
     }
 
     /// As [`Self::spawn`], with its standard error left to the caller.
-    pub(crate) fn spawn_unread() -> (Self, ChildStderr) {
-        let (mut command, port, http) = complete(lmc(), "serve", &[]);
+    pub(crate) fn spawn_unread(args: &[&str]) -> (Self, ChildStderr) {
+        let (mut command, port, http) = complete(lmc(), "serve", args);
         let (process, stderr) = Process::spawn_unread(&mut command);
         (
             Self {

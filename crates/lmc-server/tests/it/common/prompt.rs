@@ -4,6 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use lmc_testkit::DEADLINE;
 use lmc_vllm_adapter::{
     CacheKey, Client, ClientError, EngineDrivenContext, Reply, Request, RequestConfigs,
 };
@@ -254,7 +255,7 @@ pub(crate) fn hits_so_far(client: &mut Client, request: &str) -> Option<u64> {
 pub(crate) fn await_hits(client: &mut Client, request: &str) -> u64 {
     let wait = Request::WaitPrefetchStatus {
         request_id: request.to_owned(),
-        timeout: 15.0,
+        timeout: DEADLINE.as_secs_f64(),
     };
     let Reply::Int(hits) = client.ask(&wait).expect("an answer") else {
         panic!("no answer to the lookup");
