@@ -117,7 +117,6 @@ fn run(shared: &Shared) {
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
-    use std::time::Duration;
 
     use super::*;
 
@@ -142,7 +141,7 @@ mod tests {
             timer.watch(Instant::now(), what);
             *held = Some(timer);
         }
-        let dropped = dropped.recv_timeout(Duration::from_secs(10));
+        let dropped = dropped.recv_timeout(lmc_testkit::DEADLINE);
         dropped.expect("the drop did not panic");
     }
 }
