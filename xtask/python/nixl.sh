@@ -15,7 +15,7 @@ exists() { compgen -G "$1" >/dev/null; }
 
 has_libclang() {
     [ -n "${LIBCLANG_PATH:-}" ] ||
-        { exists '/usr/lib/llvm-*/lib/libclang*.so*' && exists '/usr/lib/llvm-*/lib/clang/*/include/stdbool.h'; }
+        { { exists '/usr/lib/llvm-*/lib/libclang.so*' || exists '/usr/lib/llvm-*/lib/libclang-[0-9]*.so*'; } && exists '/usr/lib/llvm-*/lib/clang/*/include/stdbool.h'; }
 }
 
 # The library and its headers, in the version that the distribution's libclang-dev stands for. That

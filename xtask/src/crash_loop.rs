@@ -8,6 +8,9 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context, Result, bail, ensure};
 
+use crate::built::Built;
+use crate::nixl;
+
 /// Rounds in one folder; then it starts with an empty one, so that nothing is ever evicted.
 const ROUNDS_OF_A_FOLDER: u32 = 8;
 /// Longest life of a child, in milliseconds.
@@ -48,8 +51,8 @@ impl Asked {
 
 pub(crate) fn run(args: &CrashLoopArgs) -> Result<bool> {
     let asked = Asked::of(args)?;
-    let built = crate::build_release("--package lmc-backend-disk --example crash")?;
-    let child = built.join("examples/crash");
+    let built = Built::workspace(nixl::build_tools().is_ok())?;
+    let child = built.program("lmc-backend-disk", "crash")?.to_owned();
     println!(
         "{} kills in {}, seed {}",
         asked.rounds,

@@ -2,9 +2,11 @@
 
 mod bench;
 mod build;
+mod built;
 mod crash_loop;
 mod fuzz;
 mod janitor;
+mod lab;
 mod multinode;
 mod nixl;
 mod outcomes;
@@ -13,8 +15,10 @@ mod packages;
 mod ports;
 mod rdma;
 mod remote;
+mod repeat;
 mod scripts;
 mod shown;
+mod slow;
 mod steps;
 mod test;
 mod tidy;
@@ -44,11 +48,8 @@ struct Cli {
 
 #[derive(Debug, clap::Subcommand)]
 enum Action {
-    /// Run the gate: what needs no network and no rights, in minutes
-    Check(test::StepArgs),
-    /// Run the gate and the lab: all there is to check; sets up what it needs, says what it does
-    #[command(alias = "ci")]
-    Test(test::StepArgs),
+    Test(test::TestArgs),
+    Lab(lab::LabArgs),
     Tidy(tidy::TidyArgs),
     /// Build what a newcomer builds, without a warning
     TestBuild,
@@ -97,8 +98,8 @@ fn main() -> ExitCode {
 /// Runs one action. Returns true if all is well.
 fn run(action: &Action) -> Result<bool> {
     match action {
-        Action::Check(args) => test::check(args),
         Action::Test(args) => test::run(args),
+        Action::Lab(args) => lab::run(args),
         Action::Tidy(args) => tidy::run(args),
         Action::TestBuild => build::run(),
         Action::TestFeatures => build::run_features(),

@@ -4,11 +4,12 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
+use crate::built::Built;
 use crate::janitor::Janitor;
-use crate::outcomes::Outcomes;
+use crate::outcomes::{Outcomes, Wrong};
 use crate::two_sides::{self, End, Report, TwoSides};
 use crate::ucx::{self, Nixl};
 use crate::{packages, shown};
@@ -20,8 +21,8 @@ const RATE: (&str, f64) = ("1gbit", 125e6);
 const SLACK: f64 = 1.25;
 const COMMAND: Duration = Duration::from_secs(20);
 const LIMIT: Duration = Duration::from_secs(120);
-/// Time for the tests of daemons, with their build.
-const DAEMONS: Duration = Duration::from_secs(1800);
+/// Time for the tests of daemons.
+const DAEMONS: Duration = Duration::from_secs(900);
 
 pub(crate) fn run() -> Result<bool> {
     let mut outcomes = Outcomes::default();
@@ -29,11 +30,12 @@ pub(crate) fn run() -> Result<bool> {
         Err(why) => outcomes.skip("namespaces", &why),
         Ok(()) => {
             let nixl = Nixl::find();
-            let program = two_sides::build(nixl.is_ok())?;
-            channels(&program, &nixl, &mut outcomes);
+            let built = Built::workspace(nixl.is_ok())?;
+            let program = built.program("lmc-transfer", "two_sides")?;
+            channels(program, &nixl, &mut outcomes, None);
             println!("\n==> daemons between namespaces");
             match packages::install("python3", "python3") {
-                Ok(()) => outcomes.ran("daemons between namespaces", daemons(&nixl)),
+                Ok(()) => outcomes.ran("daemons between namespaces", daemons(&built, &nixl)),
                 Err(why) => outcomes.skip("daemons between namespaces", &why),
             }
             if let Err(error) = &nixl {
@@ -62,17 +64,15 @@ pub(crate) fn prepare() -> Result<()> {
 }
 
 /// Runs the tests of daemons that are peers on several hosts.
-fn daemons(nixl: &Result<Nixl>) -> Result<String> {
-    let mut tests = Command::new("cargo");
-    tests.args(["test", "--locked", "--package", "lmc-server"]);
+fn daemons(built: &Built, nixl: &Result<Nixl>) -> Result<String> {
+    let mut tests = built.tests("lmc-server", "it")?;
     let mut transports = "sockets";
     if let Ok(nixl) = nixl {
-        tests.args(["--features", "nixl"]);
         tests.env("LMC_NIXL_LIBRARY", nixl.library());
         transports = "sockets and NIXL";
     }
     tests
-        .args(["--test", "it", "--", "multinode::", "--ignored"])
+        .args(["multinode::", "--ignored"])
         // Most of them wait for a slow link or a silent peer.
         .args(["--test-threads", "12"]);
     let said = shown::output(&mut tests, DAEMONS)?;
@@ -81,12 +81,20 @@ fn daemons(nixl: &Result<Nixl>) -> Result<String> {
 }
 
 /// The socket channel and NIXL over TCP, each on a quick and on a slowed link.
-pub(crate) fn channels(program: &Path, nixl: &Result<Nixl>, outcomes: &mut Outcomes) {
+/// What is not done by `until` has failed.
+pub(crate) fn channels(
+    program: &Path,
+    nixl: &Result<Nixl>,
+    outcomes: &mut Outcomes,
+    until: Option<Instant>,
+) {
     let mut each = |kind: &str, rate: Option<(&str, f64)>, nixl: Option<&Nixl>| {
         let link = rate.map_or("a veth".to_owned(), |(rate, _)| format!("a veth of {rate}"));
         let name = format!("{kind} between namespaces over {link}");
         println!("\n==> {name}");
-        outcomes.ran(&name, between(program, rate, nixl));
+        let limit = two_sides::within(LIMIT, until);
+        let ran = limit.and_then(|limit| between(program, rate, nixl, limit));
+        outcomes.ran(&name, ran);
     };
     for rate in [None, Some(RATE)] {
         each("socket", rate, None);
@@ -100,7 +108,12 @@ pub(crate) fn channels(program: &Path, nixl: &Result<Nixl>, outcomes: &mut Outco
 }
 
 /// Lays two namespaces, runs a side in each, and takes them away.
-fn between(program: &Path, rate: Option<(&str, f64)>, nixl: Option<&Nixl>) -> Result<String> {
+fn between(
+    program: &Path,
+    rate: Option<(&str, f64)>,
+    nixl: Option<&Nixl>,
+    limit: Duration,
+) -> Result<String> {
     let namespaces = Namespaces::lay(rate.map(|(rate, _)| rate))?;
     let kind = if nixl.is_some() { "nixl" } else { "socket" };
     let name = format!("{kind}-{}", rate.map_or("quick", |(rate, _)| rate));
@@ -125,7 +138,7 @@ fn between(program: &Path, rate: Option<(&str, f64)>, nixl: Option<&Nixl>) -> Re
         server: end(0, "serve"),
         driver: end(1, "drive"),
         logs: &logs,
-        limit: LIMIT,
+        limit,
     };
     let before = namespaces.crossed()?;
     let report = sides.run()?;
@@ -143,11 +156,12 @@ fn between(program: &Path, rate: Option<(&str, f64)>, nixl: Option<&Nixl>) -> Re
 fn proven(report: &Report, crossed: (u64, u64), rate: Option<f64>) -> Result<String> {
     let moved = report.moved();
     ensure!(moved.0 > 0 && moved.1 > 0, "the sweep moved nothing");
-    ensure!(
-        crossed.0 >= moved.0 && crossed.1 >= moved.1,
-        "{moved:?} bytes were moved, to the server and from it, and {crossed:?} crossed the veth: \
-         they went another way"
-    );
+    if crossed.0 < moved.0 || crossed.1 < moved.1 {
+        bail!(Wrong(format!(
+            "{moved:?} bytes were moved, to the server and from it, and {crossed:?} crossed the \
+             veth: they went another way"
+        )));
+    }
     let checks = report.passed.len();
     let [there, back] = [crossed.0, crossed.1].map(|bytes| bytes >> 20);
     let mut how = format!("{checks} checks; {there} MiB and {back} MiB crossed the veth");

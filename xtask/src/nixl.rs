@@ -1,11 +1,13 @@
 //! `cargo xtask test-nixl`: NIXL channels, and daemons that read over them, on the real library.
 
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use anyhow::{Context, Result};
 
+use crate::built::Built;
 use crate::scripts::{self, NotToBeHad};
+use crate::shown;
 
 const SCRIPT: &str = "xtask/python/nixl.sh";
 
@@ -27,12 +29,11 @@ pub(crate) fn library() -> Result<PathBuf> {
     Ok(environment()?.join("libnixl_capi.so"))
 }
 
-/// The tests with NIXL.
-const TESTS: [&str; 2] = [
-    "cargo test --locked --package lmc-transfer --features nixl,conformance --no-fail-fast -- \
-     --show-output",
-    "cargo test --locked --package lmc-server --features nixl --test it --no-fail-fast -- \
-     nixl_peers:: --show-output",
+/// Tests with NIXL: crate, target and the names of the tests.
+const TESTS: [[&str; 3]; 3] = [
+    ["lmc-transfer", "lib", "nixl::"],
+    ["lmc-transfer", "it", "nixl::"],
+    ["lmc-server", "it", "nixl_peers::"],
 ];
 
 /// Runs the tests of channels and of peers with NIXL. Whether all passed, or could not be run here; with
@@ -47,24 +48,17 @@ pub(crate) fn run(required: bool) -> Result<bool> {
         }
         Err(fault) => return Err(fault),
     };
-    let library = folder.join("libnixl_capi.so");
-    let python = folder.join("bin/python");
+    let built = Built::workspace(true)?;
     let mut passed = true;
-    for line in TESTS {
-        println!(
-            "LMC_NIXL_LIBRARY={} LMC_NIXL_PYTHON={} {line}",
-            library.display(),
-            python.display(),
-        );
-        let mut words = line.split_whitespace();
-        let status = Command::new(words.next().context("a command has a name")?)
-            .args(words)
-            .env("LMC_NIXL_LIBRARY", &library)
-            .env("LMC_NIXL_PYTHON", &python)
-            .stdin(Stdio::null())
-            .status()
-            .context("cannot run cargo")?;
-        passed &= status.success();
+    for [package, target, names] in TESTS {
+        let mut tests = built.tests(package, target)?;
+        tests
+            .args([names, "--show-output"])
+            .env("LMC_NIXL_LIBRARY", folder.join("libnixl_capi.so"))
+            .env("LMC_NIXL_PYTHON", folder.join("bin/python"));
+        println!("$ {}", shown::typed(&tests));
+        let status = tests.stdin(Stdio::null()).status();
+        passed &= status.context("cannot run the tests")?.success();
     }
     Ok(passed)
 }

@@ -26,12 +26,19 @@ pub(crate) struct Skipped {
     pub(crate) reason: String,
 }
 
+/// Longest time of a test that gives no reason for it, in seconds.
+const LONG: f64 = 2.0;
+
 /// Reads the output of a step line by line.
 #[derive(Debug, Default)]
 pub(crate) struct Reader {
     pub(crate) skipped: Vec<Skipped>,
     /// Lines that begin with `note: `, which belong under the table at the end.
     pub(crate) notes: Vec<String>,
+    /// Tests that took longer than [`LONG`], and their seconds.
+    pub(crate) slow: Vec<(String, f64)>,
+    /// Names of what failed.
+    failed: Vec<String>,
     /// Counts of the closing lines.
     said: Counts,
     /// Tests that the closing lines count as passed and that skipped themselves.
@@ -50,6 +57,11 @@ impl Reader {
         }
     }
 
+    /// Returns the names of what failed, each once.
+    pub(crate) fn failed(&self) -> &[String] {
+        &self.failed
+    }
+
     /// Takes one line of a step's output.
     pub(crate) fn line(&mut self, line: &str) {
         let line = line.trim_end();
@@ -65,6 +77,9 @@ impl Reader {
                 self.notes.push(note.to_owned());
             }
         }
+        if let Some(name) = failure(line).filter(|name| !self.failed.contains(name)) {
+            self.failed.push(name);
+        }
         self.said.add(closing_line(line));
     }
 
@@ -73,6 +88,10 @@ impl Reader {
         for case in report.split("<testcase ").skip(1) {
             let name = attribute(case, "name");
             let crate_name = attribute(case, "classname");
+            let seconds = attribute(case, "time").parse().unwrap_or(0.0);
+            if seconds > LONG {
+                self.slow.push((format!("{crate_name} {name}"), seconds));
+            }
             let case = case.split("</testcase>").next().unwrap_or(case);
             let reason = case
                 .lines()
@@ -115,6 +134,30 @@ fn left_out(line: &str) -> Option<Skipped> {
         test: test.to_owned(),
         reason: reason.to_owned(),
     })
+}
+
+/// `test a::test ... FAILED` of cargo test; `FAIL [ 1.0s] (1/2) crate a::test` of nextest, which
+/// writes `TIMEOUT` and signals instead of `FAIL`; `FAILED NAME: WHY` of our own tools.
+fn failure(line: &str) -> Option<String> {
+    if let Some(test) = line.strip_prefix("test ") {
+        return test.strip_suffix(" ... FAILED").map(str::to_owned);
+    }
+    if let Some((name, _)) = line
+        .strip_prefix("FAILED ")
+        .and_then(|it| it.split_once(": "))
+    {
+        return Some(name.to_owned());
+    }
+    let (verdict, rest) = line.trim_start().split_once(" [")?;
+    if !["FAIL", "TIMEOUT", "ABORT"].contains(&verdict) && !verdict.starts_with("SIG") {
+        return None;
+    }
+    let (_, test) = rest.split_once("s] ")?;
+    let test = match test.trim_start().strip_prefix('(') {
+        Some(counted) => counted.split_once(") ")?.1,
+        None => test,
+    };
+    Some(test.trim().to_owned())
 }
 
 fn attribute<'a>(tag: &'a str, name: &str) -> &'a str {
@@ -204,6 +247,28 @@ mod tests {
         check("", 0, 0, 0);
     }
 
+    #[test]
+    fn what_failed_is_named() {
+        for (line, wanted) in [
+            ("test a::b ... FAILED", Some("a::b")),
+            ("test a::b ... ok", None),
+            (
+                "        FAIL [   1.2s] (10/13) lmc-key::it a::b",
+                Some("lmc-key::it a::b"),
+            ),
+            ("     TIMEOUT [ 240.0s] lmc-key a::b", Some("lmc-key a::b")),
+            (
+                "     SIGSEGV [   0.0s] (1/1) lmc-key a::b",
+                Some("lmc-key a::b"),
+            ),
+            ("        PASS [   1.2s] (10/13) lmc-key::it a::b", None),
+            ("FAILED guest: object 0 differs", Some("guest")),
+            ("test result: FAILED. 0 passed; 1 failed", None),
+        ] {
+            assert_eq!(failure(line).as_deref(), wanted, "{line}");
+        }
+    }
+
     fn skipped(test: &str, reason: &str) -> Skipped {
         Skipped {
             test: test.to_owned(),
@@ -248,7 +313,7 @@ mod tests {
         reader.line("Summary [ 1.0s] 2 tests run: 2 passed, 0 skipped");
         reader.junit(
             "<testsuite name=\"x\"><testcase name=\"fits\" classname=\"lmc-memory::shm\" \
-             time=\"0.1\">\n<system-out>running 1 test\nskipped: no &lt;namespace&gt; here\n\
+             time=\"2.5\">\n<system-out>running 1 test\nskipped: no &lt;namespace&gt; here\n\
              </system-out></testcase><testcase name=\"ok\" classname=\"lmc-key\">\n\
              <system-out>fine</system-out></testcase></testsuite>",
         );
@@ -256,6 +321,7 @@ mod tests {
             reader.skipped,
             [skipped("lmc-memory::shm fits", "no <namespace> here")]
         );
+        assert_eq!(reader.slow, [("lmc-memory::shm fits".to_owned(), 2.5)]);
         let wanted = Counts {
             passed: 1,
             failed: 0,

@@ -6,20 +6,19 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
+use crate::built::Built;
 use crate::outcomes::Outcomes;
-use crate::{packages, scripts, shown};
+use crate::{nixl, packages, scripts, shown};
 
-/// Time for the tests of one kind of store, with their build.
-const LIMIT: Duration = Duration::from_secs(1800);
-
-/// The tests of the tier.
-const TIER: [&str; 2] = ["--package=lmc-backend-remote", "--all-features"];
+/// Time for the tests of one kind of store.
+const LIMIT: Duration = Duration::from_secs(900);
 
 pub(crate) fn run() -> Result<bool> {
+    let built = Built::workspace(nixl::build_tools().is_ok())?;
     let mut outcomes = Outcomes::default();
     println!("\n==> mounts");
     match file_systems() {
-        Ok(()) => outcomes.ran("mounts", mounts()),
+        Ok(()) => outcomes.ran("mounts", mounts(&built)),
         Err(why) => outcomes.skip("mounts", &why),
     }
     println!("\n==> redis");
@@ -27,12 +26,12 @@ pub(crate) fn run() -> Result<bool> {
         .and_then(|()| packages::install("redis-cli", "redis-tools"))
         .and_then(|()| packages::install("openssl", "openssl"));
     match had {
-        Ok(()) => outcomes.ran("redis", all_tests("redis", None)),
+        Ok(()) => outcomes.ran("redis", all_tests(&built, "redis", None)),
         Err(why) => outcomes.skip("redis", &why),
     }
     println!("\n==> s3");
     match s3_servers() {
-        Ok(bin) => outcomes.ran("s3", all_tests("s3", Some(&bin))),
+        Ok(bin) => outcomes.ran("s3", all_tests(&built, "s3", Some(&bin))),
         Err(why) => outcomes.skip("s3", &why),
     }
     Ok(outcomes.finish())
@@ -51,12 +50,12 @@ fn file_systems() -> Result<()> {
 }
 
 /// Runs the tests that mount file systems, which no other process sees.
-fn mounts() -> Result<String> {
+fn mounts(built: &Built) -> Result<String> {
     let mut tests = Command::new("unshare");
-    tests.args(["--mount", "cargo", "test", "--locked"]);
     tests
-        .args(TIER)
-        .args(["--test=it", "--", "mounts::", "--ignored"]);
+        .arg("--mount")
+        .arg(built.program("lmc-backend-remote", "it")?)
+        .args(["mounts::", "--ignored"]);
     let passed = shown::passed(&shown::output(&mut tests, LIMIT)?)?;
     Ok(format!(
         "{passed} cases over file systems that were mounted"
@@ -64,12 +63,11 @@ fn mounts() -> Result<String> {
 }
 
 /// Runs the tests of the tier and of the commands over one kind of store.
-fn all_tests(kind: &str, programs: Option<&Path>) -> Result<String> {
-    let file = format!("{kind}::");
-    let tier = [TIER[0], TIER[1], "--test=it", "--", "--ignored", &file];
-    let tier = tests(&tier, programs)?;
-    let program = ["--package=lmc-server", "--test=it", "--", "--ignored", kind];
-    let program = tests(&program, programs)?;
+fn all_tests(built: &Built, kind: &str, programs: Option<&Path>) -> Result<String> {
+    let tier = built.tests("lmc-backend-remote", "it")?;
+    let tier = tests(tier, &format!("{kind}::"), programs)?;
+    let program = built.tests("lmc-server", "it")?;
+    let program = tests(program, kind, programs)?;
     Ok(format!(
         "{tier} cases of the tier, and {program} of the program"
     ))
@@ -82,14 +80,13 @@ pub(crate) fn s3_servers() -> Result<PathBuf> {
 
 /// Runs tests that need a server, and returns how many passed. The server's program may be in a
 /// folder.
-fn tests(selected: &[&str], programs: Option<&Path>) -> Result<u32> {
-    let mut tests = Command::new("cargo");
+fn tests(mut tests: Command, names: &str, programs: Option<&Path>) -> Result<u32> {
     if let Some(programs) = programs {
         let paths = std::env::var_os("PATH").unwrap_or_default();
         let paths = std::env::split_paths(&paths);
         let paths = std::env::join_paths([programs.to_owned()].into_iter().chain(paths));
         tests.env("PATH", paths.context("PATH")?);
     }
-    tests.args(["test", "--locked"]).args(selected);
+    tests.args(["--ignored", names]);
     shown::passed(&shown::output(&mut tests, LIMIT)?)
 }

@@ -7,6 +7,10 @@ use anyhow::{Context, Result, bail};
 
 /// Exit status of a script where something cannot be had on this machine.
 const NOT_TO_BE_HAD: i32 = 75;
+/// Seconds in which a script must have installed and fetched what it is for.
+const LIMIT: &str = "1200";
+/// Exit status of `timeout` when the time was over.
+const TIMED_OUT: i32 = 124;
 
 /// Something that this machine cannot get, with the reason; any other error is a fault.
 #[derive(Debug)]
@@ -25,23 +29,24 @@ impl std::error::Error for NotToBeHad {}
 /// # Errors
 /// [`NotToBeHad`], or the script failed.
 pub(crate) fn set_up(script: &str, args: &[&str]) -> Result<String> {
-    let done = Command::new("bash")
-        .arg(script)
+    let done = Command::new("timeout")
+        .args(["--kill-after=10", LIMIT, "bash", script])
         .args(args)
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()
-        .context("cannot run bash")?;
+        .context("cannot run timeout and bash")?;
     let said = String::from_utf8_lossy(&done.stdout);
     let last = said.lines().last().unwrap_or_default().to_owned();
     match done.status.code() {
         Some(0) => Ok(last),
         Some(NOT_TO_BE_HAD) => bail!(NotToBeHad(last)),
+        Some(TIMED_OUT) => bail!(NotToBeHad(format!("{script} was not done in {LIMIT} s"))),
         _ => bail!("{script} failed: see above"),
     }
 }
 
-/// Prints that checks cannot run here, as `cargo xtask test` counts it. Always true: nothing has
+/// Prints that checks cannot run here, as `cargo xtask lab` counts it. Always true: nothing has
 /// failed.
 pub(crate) fn skipped(checks: &str, why: &anyhow::Error) -> bool {
     println!("SKIPPED {checks}: {why:#}");

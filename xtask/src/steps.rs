@@ -6,27 +6,77 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::output::{Counts, Reader};
+use anyhow::{Result, bail};
+
+use crate::output::{Counts, Reader, Skipped};
+use crate::toolchain;
 
 /// Report of nextest's profile `xtask` (.config/nextest.toml).
 const JUNIT: &str = "target/nextest/xtask/junit.xml";
 /// A step that says nothing for this long is said to be at work.
 const SILENCE: Duration = Duration::from_secs(60);
 
+/// Steps of a run.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct StepArgs {
+    /// Steps to run; all of them unless some are named
+    #[arg(value_name = "STEP")]
+    steps: Vec<String>,
+    /// List the steps and their commands, without running them
+    #[arg(long)]
+    list: bool,
+}
+
+impl StepArgs {
+    /// Returns true if no step is named.
+    pub(crate) fn is_all(&self) -> bool {
+        self.steps.is_empty()
+    }
+
+    /// Returns true if nothing shall be run.
+    pub(crate) fn lists(&self) -> bool {
+        self.list
+    }
+
+    /// Returns those that are asked for.
+    ///
+    /// # Errors
+    /// There is no step of a name.
+    pub(crate) fn choose(&self, mut steps: Vec<Step>) -> Result<Vec<Step>> {
+        let unknown = |wanted: &&String| !steps.iter().any(|step| step.name == **wanted);
+        if let Some(unknown) = self.steps.iter().find(unknown) {
+            let names: Vec<&str> = steps.iter().map(|step| step.name).collect();
+            bail!(
+                "unknown step {unknown:?}, expected one of {}",
+                names.join(", ")
+            );
+        }
+        if !self.is_all() {
+            steps.retain(|step| self.steps.iter().any(|wanted| wanted == step.name));
+        }
+        Ok(steps)
+    }
+}
+
 /// A command with a name.
 pub(crate) struct Step {
     pub(crate) name: &'static str,
-    line: &'static str,
+    line: String,
     variables: Vec<(&'static str, &'static str)>,
+    budget: Option<Duration>,
+    /// A component of the toolchain, and the command of cargo that it brings.
+    component: Option<(&'static str, &'static str)>,
 }
 
 impl Step {
     /// A command as it would be typed; its words hold no spaces.
-    pub(crate) fn new(name: &'static str, line: &'static str) -> Self {
+    pub(crate) fn new(name: &'static str, line: impl Into<String>) -> Self {
         Self {
             name,
-            line,
+            line: line.into(),
             variables: Vec::new(),
+            budget: None,
+            component: None,
         }
     }
 
@@ -36,13 +86,47 @@ impl Step {
         self
     }
 
+    /// Sets the seconds that it may take, beyond which a warning is printed.
+    pub(crate) fn within(mut self, seconds: u64) -> Self {
+        self.budget = Some(Duration::from_secs(seconds));
+        self
+    }
+
+    /// Names a component of the toolchain that is needed, and the command of cargo that it brings.
+    pub(crate) fn needs(mut self, component: &'static str, probe: &'static str) -> Self {
+        self.component = Some((component, probe));
+        self
+    }
+
     /// The command line, ready to be pasted into a shell.
     pub(crate) fn typed(&self) -> String {
         let mut typed = String::new();
         for (variable, value) in &self.variables {
             typed.push_str(&format!("{variable}={value} "));
         }
-        typed + self.line
+        typed + &self.line
+    }
+
+    /// Adds the names of tests that are to be run, of which a runner of tests takes parts.
+    pub(crate) fn only(mut self, names: &[String]) -> Self {
+        for name in names {
+            self.line.push(' ');
+            self.line.push_str(name);
+        }
+        self
+    }
+
+    /// Returns the time that it may take; none is zero.
+    #[cfg(test)]
+    pub(crate) fn budget(&self) -> Duration {
+        self.budget.unwrap_or_default()
+    }
+
+    /// Returns the reason why it cannot run. A component that a fresh toolchain lacks is added.
+    fn lacks(&self) -> Option<String> {
+        let (component, probe) = self.component?;
+        let why = || format!("no {component}: `rustup component add {component}`, then try again");
+        (!toolchain::has_component(component, probe)).then(why)
     }
 
     fn command(&self) -> Command {
@@ -53,13 +137,27 @@ impl Step {
     }
 }
 
+/// Prints steps and their commands.
+pub(crate) fn list(steps: &[Step]) {
+    for step in steps {
+        println!("{:<14} {}", step.name, step.typed());
+    }
+}
+
 /// Result of a step.
-struct Done {
-    step: Step,
-    took: Duration,
-    ok: bool,
-    counts: Counts,
-    found: Reader,
+pub(crate) struct Done {
+    pub(crate) step: Step,
+    pub(crate) took: Duration,
+    pub(crate) ok: bool,
+    pub(crate) counts: Counts,
+    pub(crate) skipped: Vec<Skipped>,
+    /// Names of what failed, as far as the output tells.
+    pub(crate) failed: Vec<String>,
+    /// Names of what failed, and passed when the step was run once more.
+    pub(crate) unstable: Vec<String>,
+    /// Tests that took long, and their seconds.
+    pub(crate) slow: Vec<(String, f64)>,
+    notes: Vec<String>,
 }
 
 /// Steps of one run.
@@ -75,42 +173,74 @@ impl Steps {
         self.notes.push(note.to_owned());
     }
 
+    /// Returns the steps so far.
+    pub(crate) fn done(&self) -> &[Done] {
+        &self.done
+    }
+
+    /// Returns the sum of the counts.
+    pub(crate) fn counts(&self) -> Counts {
+        let mut all = Counts::default();
+        self.done.iter().for_each(|done| all.add(done.counts));
+        all
+    }
+
+    /// Runs steps one after the other. One that fails runs `again`, if that is true: if it passes
+    /// then, what failed is unstable, and the step has failed.
+    pub(crate) fn run_all(&mut self, steps: Vec<Step>, again: bool) {
+        let count = steps.len();
+        for (index, step) in steps.into_iter().enumerate() {
+            match step.lacks() {
+                Some(why) => self.skip(step, &why),
+                None => self.run(step, &format!("{} of {count}", index + 1), again),
+            }
+        }
+    }
+
     /// Counts a step that cannot run on this machine, and why.
     pub(crate) fn skip(&mut self, step: Step, why: &str) {
         println!("\nSKIPPED {}: {why}", step.name);
-        let mut found = Reader::default();
-        found.line(&format!("SKIPPED {}: {why}", step.name));
         let counts = Counts {
             skipped: 1,
             ..Counts::default()
+        };
+        let skipped = Skipped {
+            test: step.name.to_owned(),
+            reason: why.to_owned(),
         };
         self.done.push(Done {
             step,
             took: Duration::ZERO,
             ok: true,
             counts,
-            found,
+            skipped: vec![skipped],
+            failed: Vec::new(),
+            unstable: Vec::new(),
+            slow: Vec::new(),
+            notes: Vec::new(),
         });
     }
 
     /// Runs a step, shows its output as it comes, and remembers what it found.
-    pub(crate) fn run(&mut self, step: Step, index: usize, count: usize) {
-        let name = step.name;
-        println!("\n==> {index} of {count}, {name}: {}", step.typed());
-        // A report of an earlier run must not speak for this one.
-        let _ = std::fs::remove_file(JUNIT);
+    pub(crate) fn run(&mut self, step: Step, which: &str, again: bool) {
+        let (name, typed) = (step.name, step.typed());
+        println!("\n==> {which}, {name}: {typed}");
         let started = Instant::now();
-        let mut found = Reader::default();
-        let ok = match watch(step.command(), &mut found) {
-            Ok(ok) => ok,
-            Err(error) => {
-                println!("cannot run it: {error}");
-                false
-            }
-        };
-        if let Ok(report) = std::fs::read_to_string(JUNIT) {
-            found.junit(&report);
+        let (ok, found) = run_once(&step);
+        let mut failed = found.failed().to_vec();
+        let mut unstable = Vec::new();
+        if !ok && again {
+            println!("\n==> {name} once more: what passes now is unstable");
+            let (_, second) = run_once(&step);
+            let repeated = |test: &String| second.failed().contains(test);
+            (failed, unstable) = failed.into_iter().partition(repeated);
         }
+        let took = started.elapsed();
+        let mut verdict = if ok { "ok" } else { "FAILED" }.to_owned();
+        if let Some(budget) = step.budget.filter(|budget| took > *budget) {
+            verdict += &format!(", over its budget of {} s", budget.as_secs());
+        }
+        println!("==> {name}: {verdict} in {:.1} s", took.as_secs_f64());
         // A step that counts nothing (a linter) is one check; one that ends badly has failed.
         let mut counts = found.counts();
         if ok && counts == Counts::default() {
@@ -119,46 +249,59 @@ impl Steps {
         if !ok && counts.failed == 0 {
             counts.failed = 1;
         }
-        let took = started.elapsed();
-        let verdict = if ok { "ok" } else { "FAILED" };
-        println!("==> {name}: {verdict} in {:.1} s", took.as_secs_f64());
         self.done.push(Done {
             step,
             took,
             ok,
             counts,
-            found,
+            skipped: found.skipped,
+            failed,
+            unstable,
+            slow: found.slow,
+            notes: found.notes,
         });
     }
 
-    /// Prints the table and the closing line. Whether all is well.
-    pub(crate) fn finish(self) -> bool {
+    /// Prints the table and the closing lines. Whether all is well.
+    pub(crate) fn finish(&self) -> bool {
         println!(
-            "\n{:<14} {:>8} {:>8} {:>8} {:>8}",
-            "step", "seconds", "passed", "failed", "skipped"
+            "\n{:<14} {:>8} {:>8} {:>8} {:>8} {:>8}",
+            "step", "seconds", "budget", "passed", "failed", "skipped"
         );
-        let mut all = Counts::default();
         let mut took = Duration::ZERO;
+        let mut budget = Duration::ZERO;
         for done in &self.done {
-            row(done.step.name, done.took, done.counts);
-            all.add(done.counts);
+            row(done.step.name, done.took, done.step.budget, done.counts);
             took += done.took;
+            budget += done.step.budget.unwrap_or_default();
         }
-        row("all", took, all);
+        let all = self.counts();
+        row("all", took, (!budget.is_zero()).then_some(budget), all);
         println!();
-        for skipped in self.done.iter().flat_map(|done| &done.found.skipped) {
-            println!("skipped {}: {}", skipped.test, skipped.reason);
+        for line in reasons(self.done.iter().flat_map(|done| &done.skipped)) {
+            println!("skipped {line}");
         }
-        let notes = self.done.iter().flat_map(|done| &done.found.notes);
+        let notes = self.done.iter().flat_map(|done| &done.notes);
         for note in self.notes.iter().chain(notes) {
             println!("note: {note}");
         }
-        for done in self.done.iter().filter(|done| !done.ok) {
+        if !budget.is_zero() && took > budget {
             println!(
-                "FAILED {}; run it again with: {}",
-                done.step.name,
-                done.step.typed()
+                "warning: {} s, over the budget of {} s for a fresh clone on 2 cores: \
+                 docs/contributing.md says what to do",
+                took.as_secs(),
+                budget.as_secs()
             );
+        }
+        for done in self.done.iter().filter(|done| !done.ok) {
+            let (name, typed) = (done.step.name, done.step.typed());
+            for test in &done.unstable {
+                println!("UNSTABLE {name}: {test}");
+            }
+            for test in &done.failed {
+                println!("FAILED {name}: {test}");
+            }
+            println!("FAILED {name}; run it again with: {typed}");
         }
         println!(
             "{} passed, {} failed, {} skipped",
@@ -168,14 +311,50 @@ impl Steps {
     }
 }
 
-fn row(name: &str, took: Duration, counts: Counts) {
+/// Returns a line for each reason why something was skipped, with what it was skipped for.
+pub(crate) fn reasons<'a>(skipped: impl Iterator<Item = &'a Skipped>) -> Vec<String> {
+    let mut by_reason: Vec<(&str, Vec<&str>)> = Vec::new();
+    for skipped in skipped {
+        match by_reason.iter_mut().find(|(it, _)| *it == skipped.reason) {
+            Some((_, tests)) => tests.push(&skipped.test),
+            None => by_reason.push((&skipped.reason, vec![&skipped.test])),
+        }
+    }
+    let line = |(reason, tests): (&str, Vec<&str>)| match tests[..] {
+        [test] => format!("{test}: {reason}"),
+        [first, ..] => format!("{} tests, {first} among them: {reason}", tests.len()),
+        [] => reason.to_owned(),
+    };
+    by_reason.into_iter().map(line).collect()
+}
+
+fn row(name: &str, took: Duration, budget: Option<Duration>, counts: Counts) {
     println!(
-        "{name:<14} {:>8.1} {:>8} {:>8} {:>8}",
+        "{name:<14} {:>8.1} {:>8} {:>8} {:>8} {:>8}",
         took.as_secs_f64(),
+        budget.map_or(String::new(), |budget| budget.as_secs().to_string()),
         counts.passed,
         counts.failed,
         counts.skipped
     );
+}
+
+/// Runs a step's command. Whether it ended well, and what it said.
+pub(crate) fn run_once(step: &Step) -> (bool, Reader) {
+    // A report of an earlier run must not speak for this one.
+    let _ = std::fs::remove_file(JUNIT);
+    let mut found = Reader::default();
+    let ok = match watch(step.command(), &mut found) {
+        Ok(ok) => ok,
+        Err(error) => {
+            println!("cannot run it: {error}");
+            false
+        }
+    };
+    if let Ok(report) = std::fs::read_to_string(JUNIT) {
+        found.junit(&report);
+    }
+    (ok, found)
 }
 
 /// Runs a command and reads what it prints. Whether it ended well.
@@ -259,6 +438,62 @@ mod tests {
         let (ok, found) = shell("sleep 60 & echo 1 passed, 0 failed; exit 0");
         assert!(ok && started.elapsed() < Duration::from_secs(30));
         assert_eq!(found.counts().passed, 1);
+    }
+
+    #[test]
+    fn what_was_skipped_is_grouped_by_its_reason() {
+        let skipped = |test: &str, reason: &str| Skipped {
+            test: test.to_owned(),
+            reason: reason.to_owned(),
+        };
+        let all = [
+            skipped("a", "no root"),
+            skipped("b", "slow"),
+            skipped("c", "no root"),
+        ];
+        let wanted = ["2 tests, a among them: no root", "b: slow"];
+        assert_eq!(reasons(all.iter()), wanted);
+    }
+
+    /// A failure that does not repeat itself is still one.
+    #[test]
+    fn a_step_that_passes_once_more_has_failed_and_names_what_is_unstable() {
+        let folder = std::env::temp_dir().join(format!("lmc-steps-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a temporary folder");
+        let script = folder.join("script");
+        let text = format!(
+            "if test -e {0}/seen; then echo test a ... ok; echo test b ... FAILED; exit 1; fi\n\
+             touch {0}/seen; echo test a ... FAILED; echo test b ... FAILED; exit 1",
+            folder.display()
+        );
+        std::fs::write(&script, text).expect("a file");
+        let mut steps = Steps::default();
+        let step = Step::new("tests", format!("sh {}", script.display()));
+        steps.run(step, "1 of 1", true);
+        let done = &steps.done()[0];
+        assert!(!done.ok && !steps.finish());
+        assert_eq!(
+            (&done.failed[..], &done.unstable[..]),
+            (&["b".to_owned()][..], &["a".to_owned()][..])
+        );
+        std::fs::remove_dir_all(&folder).expect("it is there");
+    }
+
+    #[test]
+    fn steps_are_chosen_by_name() {
+        let steps = || vec![Step::new("tidy", "true"), Step::new("docs", "true")];
+        let chosen = |names: &[&str]| {
+            let steps_named = names.iter().map(ToString::to_string).collect();
+            let args = StepArgs {
+                steps: steps_named,
+                list: false,
+            };
+            let chosen = args.choose(steps())?;
+            Ok::<_, anyhow::Error>(chosen.iter().map(|step| step.name).collect::<Vec<_>>())
+        };
+        assert_eq!(chosen(&["docs"]).expect("it is there"), ["docs"]);
+        assert_eq!(chosen(&[]).expect("all"), ["tidy", "docs"]);
+        assert!(chosen(&["doc"]).is_err());
     }
 
     #[test]

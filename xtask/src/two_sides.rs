@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
+use crate::outcomes::Wrong;
 use crate::shown;
 
 /// Time in which a server must be up.
@@ -18,39 +19,20 @@ const STARTING: Duration = Duration::from_secs(30);
 /// Time beyond the program's own limit, after which it is killed.
 const GRACE: Duration = Duration::from_secs(15);
 
-/// Builds the program, with NIXL or without, and tells where it is.
-pub(crate) fn build(with_nixl: bool) -> Result<PathBuf> {
-    let features = if with_nixl { "--features nixl" } else { "" };
-    let flags = format!("--package lmc-transfer {features} --example two_sides");
-    Ok(crate::build_release(&flags)?.join("examples/two_sides"))
-}
-
-/// Builds the suite that every channel passes, over NIXL, and tells where it is.
-pub(crate) fn build_suite() -> Result<PathBuf> {
-    let mut build = Command::new("cargo");
-    build
-        .args(["test", "--locked", "--package", "lmc-transfer"])
-        .args(["--features", "nixl,conformance", "--test", "it"])
-        .args(["--no-run", "--message-format=json-render-diagnostics"]);
-    println!("$ {}", shown::typed(&build));
-    let built = build.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
-    let built = built.context("cannot run cargo")?;
-    ensure!(built.status.success(), "the suite does not build");
-    let said = String::from_utf8(built.stdout)?;
-    let executable = |line: &str| {
-        let line: Value = serde_json::from_str(line).ok()?;
-        (line["target"]["name"] == "it").then_some(())?;
-        Some(PathBuf::from(line["executable"].as_str()?))
-    };
-    said.lines()
-        .find_map(executable)
-        .context("cargo names no program for the suite")
-}
-
 /// Makes an empty folder for logs: what an earlier run said proves nothing for this one.
 pub(crate) fn fresh(logs: &Path) -> Result<()> {
     let _ = std::fs::remove_dir_all(logs);
     std::fs::create_dir_all(logs).with_context(|| logs.display().to_string())
+}
+
+/// Returns the time that a run has: `limit`, or what is left until the whole must be done.
+pub(crate) fn within(limit: Duration, until: Option<Instant>) -> Result<Duration> {
+    let Some(until) = until else {
+        return Ok(limit);
+    };
+    let left = until.saturating_duration_since(Instant::now());
+    ensure!(!left.is_zero(), "no time is left");
+    Ok(limit.min(left))
 }
 
 /// One of the two processes.
@@ -82,6 +64,8 @@ pub(crate) struct Report {
     pub(crate) passed: Vec<String>,
     /// Checks that failed, and why.
     pub(crate) failed: Vec<String>,
+    /// True if one of them failed before its time was over.
+    wrong: bool,
     pub(crate) cells: Vec<Cell>,
     done: bool,
 }
@@ -97,6 +81,7 @@ pub(crate) struct Suite {
     pub(crate) wanted: usize,
     begun: usize,
     passed: usize,
+    failed: bool,
     last: String,
 }
 
@@ -108,6 +93,7 @@ impl Suite {
         let timed = line.rsplit_once(": ").and_then(|(_, time)| seconds(time));
         self.held += usize::from(timed.is_some_and(|seconds| seconds.is_ok()));
         self.begun += usize::from(line == "running 1 test");
+        self.failed |= line.starts_with("test result: FAILED");
         let passed = line.starts_with("test result: ok. 1 passed; 0 failed");
         self.passed += usize::from(passed);
         if !line.trim().is_empty() {
@@ -117,6 +103,9 @@ impl Suite {
 
     /// Returns whether every property held.
     pub(crate) fn verdict(&self) -> Result<()> {
+        if self.failed {
+            bail!(Wrong("a property of the suite does not hold".to_owned()));
+        }
         ensure!(
             self.held > 0 && self.passed == self.begun,
             "{} properties of the suite held, and one did not; its last line: {}",
@@ -160,6 +149,7 @@ impl Report {
                 false => {
                     let failure = format!("{}: {}", text("check"), text("error"));
                     self.failed.push(failure);
+                    self.wrong |= line["late"] != true;
                 }
             }
         } else if line["sweep"].is_string() {
@@ -196,7 +186,10 @@ impl Report {
     /// Which did not, or that the driver did not come to its end.
     pub(crate) fn verdict(&self) -> Result<()> {
         if let Some(failure) = self.failed.first() {
-            bail!("{failure}");
+            match self.wrong {
+                true => bail!(Wrong(failure.clone())),
+                false => bail!("{failure}"),
+            }
         }
         ensure!(
             self.done,
@@ -362,6 +355,11 @@ mod tests {
         assert!(report(&format!("{passed}\n{done}")).verdict().is_ok());
         for text in ["", passed, done, &format!("{passed}\n{failed}\n{done}")] {
             assert!(report(text).verdict().is_err(), "{text}");
+        }
+        let late = failed.replace("false", "false,\"late\":true");
+        for (text, wrong) in [(failed, true), (&*late, false)] {
+            let error = report(text).verdict().expect_err("it failed");
+            assert_eq!(error.is::<Wrong>(), wrong, "{text}");
         }
     }
 

@@ -5,6 +5,8 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
+use crate::built::Built;
+use crate::nixl;
 use crate::scripts::{self, NotToBeHad};
 
 /// The folder of the Python environment, made when it is not there.
@@ -50,14 +52,7 @@ pub(crate) fn run(args: &ScriptArgs) -> Result<bool> {
 /// Runs the tests of the Python package that need no vLLM, with the native module and a server as
 /// they are built for tests. Whether all passed.
 pub(crate) fn run_python() -> Result<bool> {
-    let mut build = Command::new("cargo");
-    // What the tests of the workspace were built from: other targets would have other features, and
-    // be compiled once more.
-    build.args(["build", "--locked", "--workspace", "--all-targets"]);
-    let built = build.stdin(Stdio::null()).status();
-    if !built.context("cannot run cargo")?.success() {
-        return Ok(false);
-    }
+    Built::workspace(nixl::build_tools().is_ok())?;
     let folder = crate::target()?.join("debug");
     let mut tests = Command::new("python3");
     tests.args(["-m", "unittest", "discover", "-s", ".", "-t", "."]);

@@ -1,4 +1,4 @@
-//! What only the lab has the time for.
+//! Tests that only the lab has the time for.
 
 use std::env;
 

@@ -2,7 +2,7 @@
 
 mod adapter;
 mod ceiling;
-mod conditions;
+pub(crate) mod conditions;
 mod disk;
 mod engines;
 mod examples;

@@ -17,7 +17,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::devices::Counters;
 use crate::janitor::Janitor;
-use crate::two_sides::{Report, Suite};
+use crate::two_sides::{Report, Suite, within};
 use crate::ucx::{self, Nixl};
 use crate::{packages, ports, shown};
 
@@ -374,12 +374,17 @@ impl Guest {
     }
 
     /// Boots, and reads what the driver's side says until it is over.
-    pub(crate) fn run(&self, layout: Layout, logs: &Path) -> Result<GuestOutput> {
+    pub(crate) fn run(
+        &self,
+        layout: Layout,
+        logs: &Path,
+        until: Option<Instant>,
+    ) -> Result<GuestOutput> {
         let limit = match layout {
             Layout::Suite => SUITE_LIMIT,
             Layout::One | Layout::Two => LIMIT,
         };
-        let deadline = Instant::now() + limit;
+        let deadline = Instant::now() + within(limit, until)?;
         let mut janitor = Janitor::new()?;
         let mut output = GuestOutput::default();
         let mut server = None;

@@ -6,13 +6,14 @@ mod guest;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 
+use crate::built::Built;
 use crate::janitor::Janitor;
-use crate::outcomes::Outcomes;
-use crate::two_sides::{self, End, Suite, TwoSides};
+use crate::outcomes::{Outcomes, Wrong};
+use crate::two_sides::{self, End, Report, Suite, TwoSides};
 use crate::ucx::{self, Nixl};
 use crate::{multinode, packages, shown};
 use devices::Port;
@@ -121,6 +122,10 @@ pub(crate) struct RdmaArgs {
     /// Fail where a level cannot be had; of best, where none can
     #[arg(long)]
     require: bool,
+    /// Take no more than N minutes after the build: what is not done by then, or cannot be done, is
+    /// skipped, and only a wrong result is a failure
+    #[arg(long, value_name = "N", conflicts_with = "require")]
+    minutes: Option<u64>,
     /// Print the levels, and which of them can be had here
     #[arg(long)]
     list: bool,
@@ -163,13 +168,24 @@ pub(crate) fn run(args: &RdmaArgs) -> Result<bool> {
         }
         return Ok(true);
     }
-    let (best, chosen) = args.plan();
     print_found();
     std::fs::create_dir_all(LOGS)?;
-    let mut outcomes = Outcomes::new(args.require);
+    let mut outcomes = match args.minutes {
+        Some(_) => Outcomes::lenient(),
+        None => Outcomes::new(args.require),
+    };
+    if let Err(error) = run_levels(args, &mut outcomes) {
+        outcomes.ran("test-rdma", Err(error));
+    }
+    Ok(outcomes.finish())
+}
+
+/// Runs what is asked for. The error says why none of it could be.
+fn run_levels(args: &RdmaArgs, outcomes: &mut Outcomes) -> Result<()> {
+    let (best, chosen) = args.plan();
     let mut levels = Vec::new();
     if best {
-        levels = best_of_rdma(&mut outcomes);
+        levels = best_of_rdma(outcomes);
         if levels.is_empty() && args.require {
             let none = anyhow!("no level of RDMA can be had here");
             outcomes.cannot("best", none);
@@ -177,8 +193,16 @@ pub(crate) fn run(args: &RdmaArgs) -> Result<bool> {
         outcomes.skip("gpu", &no_gpu_level());
     }
     levels.extend(chosen);
+    if args.minutes.is_some() {
+        // What takes seconds comes first, so that a guest cannot take its time.
+        levels.sort_by_key(|level| !matches!(level, Level::Tcp | Level::Cma));
+    }
     let nixl = Nixl::find();
-    let program = two_sides::build(nixl.is_ok())?;
+    let built = Built::channels(nixl.is_ok())?;
+    let [program, suite] = ["two_sides", "it"].map(|name| built.program("lmc-transfer", name));
+    let [program, suite] = [program?, suite?];
+    let minutes = |minutes: u64| Instant::now() + Duration::from_secs(60 * minutes);
+    let until = args.minutes.map(minutes);
     for level in levels {
         let (name, described) = (level.name(), level.described());
         println!("\n==> {name}: {described}");
@@ -188,15 +212,23 @@ pub(crate) fn run(args: &RdmaArgs) -> Result<bool> {
         }
         if level == Level::Namespaces {
             // The socket channel needs no NIXL.
-            multinode::channels(&program, &nixl, &mut outcomes);
+            multinode::channels(program, &nixl, outcomes, until);
             continue;
         }
+        let logs = &Path::new(LOGS).join(name);
+        let run = |nixl| Run {
+            program,
+            suite,
+            nixl,
+            logs,
+            until,
+        };
         match &nixl {
-            Ok(nixl) => outcomes.ran(name, level.run(&program, nixl)),
+            Ok(nixl) => outcomes.ran(name, run(nixl).level(level)),
             Err(error) => outcomes.no_nixl(name, error),
         }
     }
-    Ok(outcomes.finish())
+    Ok(())
 }
 
 /// Prints the devices of the machine.
@@ -271,112 +303,145 @@ fn rxe_prepare() -> Result<()> {
     shown::output(load.arg("rdma_rxe"), COMMAND).map(drop)
 }
 
-impl Level {
+/// Programs that levels run, and until when.
+struct Run<'a> {
+    program: &'a Path,
+    suite: &'a Path,
+    nixl: &'a Nixl,
+    /// The level's own folder.
+    logs: &'a Path,
+    until: Option<Instant>,
+}
+
+impl Run<'_> {
     /// Runs both sides and proves how the bytes went. What it found comes back.
-    fn run(self, program: &Path, nixl: &Nixl) -> Result<String> {
-        let logs = Path::new(LOGS).join(self.name());
-        two_sides::fresh(&logs)?;
-        match self {
-            Self::Device => on_port(&active_port()?, program, nixl, &logs),
-            Self::Rxe => {
+    fn level(&self, level: Level) -> Result<String> {
+        two_sides::fresh(self.logs)?;
+        match level {
+            Level::Device => self.on_port(&active_port()?),
+            Level::Rxe => {
                 let (port, _janitor) = lay_rxe()?;
-                on_port(&port, program, nixl, &logs)
+                self.on_port(&port)
             }
-            Self::Guest => in_guests(Layout::One, program, nixl, &logs),
-            Self::Guests => in_guests(Layout::Two, program, nixl, &logs),
-            Self::Suite => in_guests(Layout::Suite, program, nixl, &logs),
-            Self::Tcp => here("tcp", "tcp/lo", program, nixl, &logs),
-            Self::Cma => here("tcp,cma,self", "cma/memory", program, nixl, &logs),
-            Self::Namespaces => bail!("namespaces are laid by test-multinode"),
+            Level::Guest => self.in_guests(Layout::One),
+            Level::Guests => self.in_guests(Layout::Two),
+            Level::Suite => self.in_guests(Layout::Suite),
+            Level::Tcp => self.here("tcp", "tcp/lo"),
+            Level::Cma => self.here("tcp,cma,self", "cma/memory"),
+            Level::Namespaces => bail!("namespaces are laid by test-multinode"),
         }
     }
-}
 
-/// Two processes of this host over its loopback device or none.
-fn here(tls: &str, shows: &str, program: &Path, nixl: &Nixl, logs: &Path) -> Result<String> {
-    let variables = |side: &str| nixl.variables(tls, Some("lo"), logs, side);
-    let report = sides(program, logs, &variables).run()?;
-    print!("{}", report.table());
-    report.verdict()?;
-    let log = std::fs::read_to_string(logs.join("drive.ucx"))?;
-    let configuration = ucx::expect(&log, shows)?;
-    Ok(format!(
-        "{} checks; no RDMA; {configuration}",
-        report.passed.len()
-    ))
-}
+    /// Two processes of this host over its loopback device or none.
+    fn here(&self, tls: &str, shows: &str) -> Result<String> {
+        let report = self.sides(&|side| self.nixl.variables(tls, Some("lo"), self.logs, side))?;
+        let configuration = self.configuration(shows)?;
+        Ok(format!(
+            "{} checks; no RDMA; {configuration}",
+            report.passed.len()
+        ))
+    }
 
-fn sides<'a>(
-    program: &'a Path,
-    logs: &'a Path,
-    variables: &dyn Fn(&str) -> Vec<(String, String)>,
-) -> TwoSides<'a> {
-    let end = |side: &str| End {
-        variables: variables(side),
-        ..End::default()
-    };
-    TwoSides {
-        program,
-        host: "127.0.0.1",
-        flags: ["--channel", "nixl"].map(str::to_owned).to_vec(),
-        server: end("serve"),
-        driver: end("drive"),
-        logs,
-        limit: LIMIT,
+    /// Runs both sides on this host, and looks whether all went well.
+    fn sides(&self, variables: &dyn Fn(&str) -> Vec<(String, String)>) -> Result<Report> {
+        let end = |side: &str| End {
+            variables: variables(side),
+            ..End::default()
+        };
+        let sides = TwoSides {
+            program: self.program,
+            host: "127.0.0.1",
+            flags: ["--channel", "nixl"].map(str::to_owned).to_vec(),
+            server: end("serve"),
+            driver: end("drive"),
+            logs: self.logs,
+            limit: two_sides::within(LIMIT, self.until)?,
+        };
+        let report = sides.run()?;
+        print!("{}", report.table());
+        report.verdict()?;
+        Ok(report)
+    }
+
+    /// Returns the driver's UCX's words on the transport that it took, which must be this one.
+    fn configuration(&self, shows: &str) -> Result<String> {
+        let log = std::fs::read_to_string(self.logs.join("drive.ucx"))?;
+        ucx::expect(&log, shows)
+    }
+
+    /// Two processes of this host over one of its RDMA ports.
+    fn on_port(&self, port: &Port) -> Result<String> {
+        let verbs = verbs(self.nixl, self.logs)?;
+        let variables = |side: &str| {
+            let device = port.name();
+            let mut variables = self
+                .nixl
+                .variables("rc,self", Some(&device), self.logs, side);
+            variables.extend(verbs.iter().cloned());
+            variables
+        };
+        let before = port.counters();
+        let report = self.sides(&variables)?;
+        let after = port.counters();
+        let configuration = self.configuration(RDMA)?;
+        let moved = report.moved();
+        let carried = after.carried(&before, moved);
+        let carried = carried.with_context(|| not_carried(moved))?;
+        let suite = suite_held(&self.suite_here(variables("suite"))?)?;
+        let checks = report.passed.len();
+        Ok(format!(
+            "{checks} checks over {}; {configuration}; {carried}{suite}",
+            port.described()
+        ))
+    }
+
+    fn in_guests(&self, layout: Layout) -> Result<String> {
+        let guest = Guest::make(self.program, self.suite, self.nixl, Path::new(LOGS))?;
+        let output = guest.run(layout, self.logs, self.until)?;
+        let mut how = format!("over {}", output.device());
+        let mut moved = (0, 0);
+        if layout != Layout::Suite {
+            print!("{}", output.report.table());
+            let problems = || output.problems().join("; ");
+            output.report.verdict().with_context(problems)?;
+            let checks = output.report.passed.len();
+            let configuration = ucx::expect(&output.ucx, RDMA)?;
+            how = format!("{checks} checks {how}; {configuration}");
+            moved = output.report.moved();
+        }
+        let carried = output.after.carried(&output.before, moved);
+        let carried = carried.with_context(|| not_carried(moved))?;
+        let held = match layout {
+            Layout::Two => String::new(),
+            Layout::One | Layout::Suite => suite_held(&output.suite)?,
+        };
+        Ok(format!("{how}; {carried}{held}"))
+    }
+
+    /// Runs the suite in a process of this host.
+    fn suite_here(&self, variables: Vec<(String, String)>) -> Result<Suite> {
+        let mut command = Command::new(self.suite);
+        command
+            .args([
+                "--exact",
+                "nixl::scenario",
+                "--nocapture",
+                "--test-threads=1",
+            ])
+            .env("LMC_NIXL_SCENARIO", "suite:all")
+            .envs(variables);
+        let mut suite = Suite::default();
+        let said = shown::output(&mut command, two_sides::within(SUITE_LIMIT, self.until)?)?;
+        said.lines().for_each(|line| suite.line(line));
+        suite.ucx = std::fs::read_to_string(self.logs.join("suite.ucx"))?;
+        Ok(suite)
     }
 }
 
-/// Two processes of this host over one of its RDMA ports.
-fn on_port(port: &Port, program: &Path, nixl: &Nixl, logs: &Path) -> Result<String> {
-    let verbs = verbs(nixl, logs)?;
-    let variables = |side: &str| {
-        let mut variables = nixl.variables("rc,self", Some(&port.name()), logs, side);
-        variables.extend(verbs.iter().cloned());
-        variables
-    };
-    let before = port.counters();
-    let report = sides(program, logs, &variables).run()?;
-    let after = port.counters();
-    print!("{}", report.table());
-    report.verdict()?;
-    let log = std::fs::read_to_string(logs.join("drive.ucx"))?;
-    let configuration = ucx::expect(&log, RDMA)?;
-    let moved = report.moved();
-    let carried = after.carried(&before, moved);
-    let carried = carried.with_context(|| not_carried(moved))?;
-    let suite = suite_held(&suite_here(variables("suite"), logs)?)?;
-    let checks = report.passed.len();
-    Ok(format!(
-        "{checks} checks over {}; {configuration}; {carried}{suite}",
-        port.described()
+fn not_carried(moved: (u64, u64)) -> Wrong {
+    Wrong(format!(
+        "{moved:?} bytes were moved, and the device's counters do not show them: no RDMA"
     ))
-}
-
-fn not_carried(moved: (u64, u64)) -> String {
-    format!("{moved:?} bytes were moved, and the device's counters do not show them: no RDMA")
-}
-
-fn in_guests(layout: Layout, program: &Path, nixl: &Nixl, logs: &Path) -> Result<String> {
-    let suite = two_sides::build_suite()?;
-    let output = Guest::make(program, &suite, nixl, Path::new(LOGS))?.run(layout, logs)?;
-    let mut how = format!("over {}", output.device());
-    let mut moved = (0, 0);
-    if layout != Layout::Suite {
-        print!("{}", output.report.table());
-        let problems = || output.problems().join("; ");
-        output.report.verdict().with_context(problems)?;
-        let checks = output.report.passed.len();
-        let configuration = ucx::expect(&output.ucx, RDMA)?;
-        how = format!("{checks} checks {how}; {configuration}");
-        moved = output.report.moved();
-    }
-    let carried = output.after.carried(&output.before, moved);
-    let carried = carried.with_context(|| not_carried(moved))?;
-    let held = match layout {
-        Layout::Two => String::new(),
-        Layout::One | Layout::Suite => suite_held(&output.suite)?,
-    };
-    Ok(format!("{how}; {carried}{held}"))
 }
 
 /// Returns whether the suite ran over RDMA, and passed; how many properties held.
@@ -384,25 +449,6 @@ fn suite_held(suite: &Suite) -> Result<String> {
     suite.verdict()?;
     ucx::expect(&suite.ucx, RDMA).context("the suite")?;
     Ok(format!("; {} properties of the suite hold", suite.held))
-}
-
-/// Runs the suite in a process of this host.
-fn suite_here(variables: Vec<(String, String)>, logs: &Path) -> Result<Suite> {
-    let mut command = Command::new(two_sides::build_suite()?);
-    command
-        .args([
-            "--exact",
-            "nixl::scenario",
-            "--nocapture",
-            "--test-threads=1",
-        ])
-        .env("LMC_NIXL_SCENARIO", "suite:all")
-        .envs(variables);
-    let mut suite = Suite::default();
-    let said = shown::output(&mut command, SUITE_LIMIT)?;
-    said.lines().for_each(|line| suite.line(line));
-    suite.ucx = std::fs::read_to_string(logs.join("suite.ucx"))?;
-    Ok(suite)
 }
 
 /// Makes a soft-RoCE device over a device that carries nothing else.
@@ -480,6 +526,7 @@ mod tests {
             let args = RdmaArgs {
                 levels: levels.iter().map(ToString::to_string).collect(),
                 require: false,
+                minutes: None,
                 list: false,
             };
             assert_eq!(args.plan(), (best, expected.to_vec()));
@@ -488,7 +535,8 @@ mod tests {
         assert!(NAMES[1..] == known && NAMES[0] == "best");
         let parse = crate::parse_action;
         assert!(parse("test-rdma --level best --level cma --require").is_ok());
-        for wrong in ["--level", "--level hca", "tcp"] {
+        assert!(parse("test-rdma --minutes 3").is_ok());
+        for wrong in ["--minutes 3 --require", "--level", "--level hca", "tcp"] {
             assert!(parse(&format!("test-rdma {wrong}")).is_err(), "{wrong}");
         }
     }

@@ -1,7 +1,7 @@
 //! The table of invariants in ARCHITECTURE.md names the tests that hold them.
 //!
-//! A test is named as nextest names it: `lmc-engine::file_in_tests::test`,
-//! `lmc-engine::module::tests::test`; or `test-vllm::scenario` for one of
+//! A test is named by its crate and its path there, of unit tests and integration tests alike:
+//! `lmc-engine::module::tests::test`, `lmc-engine::module_of_it::test`; or `test-vllm::scenario` for one of
 //! `cargo xtask test-vllm`.
 
 use super::Findings;

@@ -80,6 +80,7 @@ fn engines() -> Vec<DiskIo> {
     }
 }
 
+/// Slow: the whole kit, over io_uring and over threads, on a drive.
 #[test]
 fn the_contract_holds_on_a_real_folder() {
     for io in engines() {

@@ -429,7 +429,7 @@ async fn schedule(seed: u64) -> Tally {
 fn whatever_happens_directories_come_to_know_what_there_is() {
     let seeds = std::env::var("LMC_P2P_SEEDS").ok();
     let seeds = seeds.and_then(|seeds| seeds.parse().ok());
-    let seeds = seeds.unwrap_or(rounds(20, 200) as u64);
+    let seeds = seeds.unwrap_or(rounds(12, 200) as u64);
     let mut sum = Tally::default();
     for seed in 0..seeds {
         println!("seed {seed}");

@@ -620,7 +620,7 @@ fn a_tier_full_of_faults_costs_hits_and_nothing_else() {
 fn an_engine_that_goes_leaves_no_one_waiting() {
     let tier = gated();
     let engine = engine_with(64, Arc::clone(&tier) as _, |config, _| {
-        // Whoever waited for the tier would not be answered within the test's deadline.
+        // A caller that waited for the tier would have no answer within the test's deadline.
         config.promotion_timeout = 10 * DEADLINE;
     });
     write(&engine, 0..8);

@@ -315,6 +315,7 @@ fn clearing_takes_lmcaches_bodies() {
     }
 }
 
+/// Slow: 1,024 salts, each in a request of its own.
 #[test]
 fn what_cannot_be_is_refused_with_its_reason() {
     let server = Server::start();

@@ -43,6 +43,7 @@ fn is_seen(owner: &[&str], reader: &[&str]) -> bool {
     relay.has(&needle)
 }
 
+/// Slow: it starts two daemons for each of four pairs of settings.
 #[test]
 fn chunks_are_encrypted_between_peers_where_either_asks_for_it() {
     let encrypt = ["--p2p-encrypt"];

@@ -279,6 +279,8 @@ fn a_server_whose_stderr_is_gone_serves_on_and_stops_in_order() {
 
 /// Until 8bf0141 the threads that answer engines wrote the log themselves: a pipe without a reader
 /// stopped `/healthz` and every engine, and SIGTERM.
+///
+/// Slow: at its end the server waits 2 s for a reader.
 #[test]
 fn a_server_whose_stderr_is_not_read_serves_on_and_stops_in_order() {
     let (mut server, mut stderr) = Server::spawn_unread(&["--log-level", "trace"]);

@@ -208,7 +208,7 @@ fn ipc(path: &Path) -> Endpoint {
         .expect("an address")
 }
 
-/// Those of an engine that waits in vain.
+/// Timeouts of an engine that waits in vain.
 const IMPATIENT: Timeouts = Timeouts {
     start: Duration::from_millis(200),
     answer: TIMEOUT,

@@ -387,7 +387,7 @@ fn a_flood_of_answers_hides_no_deadline_and_no_order_to_stop() {
 }
 
 /// The flood began during the setup of a connection: the thread of the link read on for ever, and
-/// whoever stopped it waited for it.
+/// the thread that stopped it waited for it.
 #[test]
 fn a_flood_during_the_setup_hides_no_order_to_stop() {
     let server = Server::start();
@@ -799,6 +799,8 @@ impl Schedule {
 /// Random calls of an engine over answers that come late, twice, as refusals, or not at all: every
 /// transfer is reported once, when it may be; what is loaded is what was stored; nothing writes blocks
 /// that were given back; and the server is left with nothing.
+///
+/// Slow: timeouts of the schedules have to pass.
 #[test]
 fn no_schedule_of_calls_and_answers_breaks_a_promise() {
     let seeds = match std::env::var("LMC_TEST_SEED") {

@@ -1,0 +1,180 @@
+//! `cargo xtask lab`: what the gate has no time or no rights for, and its record, docs/lab.md.
+
+use std::fmt::Write as _;
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::bench::conditions;
+use crate::scripts::NotToBeHad;
+use crate::steps::{self, Done, Step, StepArgs, Steps};
+use crate::test::{self, succeeds};
+use crate::{nixl, toolchain};
+
+/// The page that names the last run of the whole lab.
+const PAGE: &str = "docs/lab.md";
+
+/// Run the lab: real peers and servers, other hosts, crashes; installs and fetches what it needs
+///
+/// A step that fails is run once more: what passes then is listed as unstable, and the step has
+/// failed all the same. A run of all steps writes docs/lab.md.
+#[derive(Debug, clap::Args)]
+pub(crate) struct LabArgs {
+    #[command(flatten)]
+    steps: StepArgs,
+}
+
+/// Runs the lab.
+pub(crate) fn run(args: &LabArgs) -> Result<bool> {
+    let mut done = Steps::default();
+    let mut features = "--all-features ";
+    if !args.steps.lists() {
+        // The Python environment is made by the step that needs it.
+        if let Err(why) = nixl::build_tools() {
+            ensure!(why.is::<NotToBeHad>(), "{why:#}");
+            done.note(&format!("{why:#}"));
+            features = "";
+        }
+    }
+    let chosen = args.steps.choose(lab(test::has_nextest(), features))?;
+    if args.steps.lists() {
+        steps::list(&chosen);
+        return Ok(true);
+    }
+    if !toolchain::denies_warnings() {
+        done.note(&toolchain::note());
+    }
+    let conditions = conditions::machine();
+    for step in chosen {
+        match step.name {
+            "deny" if !succeeds("cargo", &["deny", "--version"]) => {
+                done.skip(step, "no cargo-deny: `cargo install --locked cargo-deny`");
+            }
+            _ => done.run_all(vec![step], true),
+        }
+    }
+    let passed = done.finish();
+    if args.steps.is_all() {
+        let page = page(&conditions, done.done());
+        fs::write(PAGE, page).context(PAGE)?;
+        println!("{PAGE} is written: commit it with what it has tested");
+    }
+    Ok(passed)
+}
+
+/// The steps. The workspace is compiled once, with `features`, and once as users build it.
+fn lab(nextest: bool, features: &str) -> Vec<Step> {
+    let clippy =
+        format!("cargo clippy --locked --workspace {features}--all-targets -- -D warnings");
+    let docs = format!("cargo doc --locked --workspace {features}--no-deps");
+    vec![
+        Step::new("deny", "cargo deny --locked check bans licenses sources"),
+        Step::new("clippy", clippy).needs("clippy", "clippy"),
+        Step::new("docs", docs).with("RUSTDOCFLAGS", "-Dwarnings"),
+        Step::new("alone", "cargo xtask test-features"),
+        test::tests(nextest, features).with(LAB, "1"),
+        Step::new("nixl", "cargo xtask test-nixl"),
+        Step::new("multinode", "cargo xtask test-multinode"),
+        // Its namespaces are those of the step before.
+        Step::new(
+            "rdma",
+            "cargo xtask test-rdma --level best --level tcp --level cma",
+        ),
+        Step::new("remote", "cargo xtask test-remote"),
+        Step::new("python", "cargo xtask test-python"),
+        Step::new("interface", "cargo xtask test-interface"),
+        Step::new("fuzz", "cargo xtask fuzz --seconds 20"),
+        Step::new("build", "cargo xtask test-build"),
+        Step::new("crash-loop", "cargo xtask crash-loop --rounds 12"),
+        Step::new("cli", "cargo xtask test-cli"),
+        Step::new("wheel", "cargo xtask wheel"),
+        Step::new("vllm", "cargo xtask test-vllm"),
+    ]
+}
+
+/// Set where tests may take the time that the gate has not (`lmc_testkit::LAB`).
+const LAB: &str = "LMC_LAB";
+
+/// The record of a run.
+fn page(conditions: &[(&str, String)], done: &[Done]) -> String {
+    let mut page = String::from(
+        "# The last run of the whole lab\n\n\
+         Written by `cargo xtask lab` on the commit that it names as `lmc`; [contributing](contributing.md)\n\
+         says when it is run.\n\n",
+    );
+    page += &conditions::lines(conditions);
+    page += "\n| Step | Passed | Failed | Skipped | Seconds |\n|---|---|---|---|---|\n";
+    let mut seconds = 0;
+    for it in done {
+        let (counts, took) = (it.counts, it.took.as_secs());
+        seconds += took;
+        let _ = writeln!(
+            page,
+            "| `{}` | {} | {} | {} | {took} |",
+            it.step.name, counts.passed, counts.failed, counts.skipped
+        );
+    }
+    let _ = writeln!(page, "\nAll steps together: {seconds} s.");
+    let failed = done.iter().flat_map(|it| {
+        let named = |kind: &'static str, tests: &[String]| {
+            let line = |test: &String| format!("{kind} in `{}`: {test}", it.step.name);
+            tests.iter().map(line).collect::<Vec<_>>()
+        };
+        let mut lines = named("failed", &it.failed);
+        lines.extend(named("unstable", &it.unstable));
+        if !it.ok && lines.is_empty() {
+            lines.push(format!("failed: `{}`", it.step.typed()));
+        }
+        lines
+    });
+    section(&mut page, "What failed", &failed.collect::<Vec<_>>());
+    let skipped = done.iter().flat_map(|it| {
+        let reasons = steps::reasons(it.skipped.iter());
+        reasons
+            .into_iter()
+            .map(|reason| format!("`{}`: {reason}", it.step.name))
+    });
+    section(&mut page, "What was skipped", &skipped.collect::<Vec<_>>());
+    page
+}
+
+fn section(page: &mut String, title: &str, lines: &[String]) {
+    let _ = write!(page, "\n## {title}\n\n");
+    for line in lines {
+        let _ = writeln!(page, "- {line}");
+    }
+    if lines.is_empty() {
+        *page += "Nothing.\n";
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_step_of_our_own_is_an_action() {
+        for step in lab(true, "--all-features ") {
+            let typed = step.typed();
+            if let Some(action) = typed.strip_prefix("cargo xtask ") {
+                assert!(crate::parse_action(action).is_ok(), "{typed}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_record_names_what_failed_and_why_something_was_skipped() {
+        let mut steps = Steps::default();
+        steps.run(Step::new("docs", "false"), "1 of 2", false);
+        steps.skip(Step::new("deny", "cargo deny"), "no cargo-deny");
+        let page = page(&[("lmc", "abc".to_owned())], steps.done());
+        for wanted in [
+            "- lmc: abc\n",
+            "| `docs` | 0 | 1 | 0 | 0 |\n",
+            "## What failed\n\n- failed: `false`\n",
+            "## What was skipped\n\n- `deny`: deny: no cargo-deny\n",
+        ] {
+            assert!(page.contains(wanted), "{wanted:?} is not in {page}");
+        }
+    }
+}
