@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use crate::{shown, test};
+use crate::{nixl, shown, test};
 
 /// A program: its crate, and `lib` for the unit tests of a library, else the name of its target.
 type Name = (String, String);
@@ -18,13 +18,14 @@ pub(crate) struct Built {
 
 impl Built {
     /// Compiles the tests of the workspace and the examples that steps run, as the lab's own step of
-    /// tests does; with all features where `nixl` can be built.
-    pub(crate) fn workspace(nixl: bool) -> Result<Self> {
-        let crates = match nixl {
-            true => "--workspace --all-features",
-            false => "--workspace",
-        };
-        Self::of(crates, test::TARGETS, "--example two_sides --example crash")
+    /// tests does.
+    pub(crate) fn workspace() -> Result<Self> {
+        let crates = format!("--workspace {}", nixl::features()?);
+        Self::of(
+            &crates,
+            test::TARGETS,
+            "--example two_sides --example crash",
+        )
     }
 
     /// Compiles the two sides of a channel and the suite that every channel passes, and no more.

@@ -9,7 +9,6 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::built::Built;
-use crate::nixl;
 
 /// Rounds in one folder; then it starts with an empty one, so that nothing is ever evicted.
 const ROUNDS_OF_A_FOLDER: u32 = 8;
@@ -51,8 +50,8 @@ impl Asked {
 
 pub(crate) fn run(args: &CrashLoopArgs) -> Result<bool> {
     let asked = Asked::of(args)?;
-    let built = Built::workspace(nixl::build_tools().is_ok())?;
-    let child = built.program("lmc-backend-disk", "crash")?.to_owned();
+    let built = Built::workspace()?;
+    let child = built.program("lmc-backend-disk", "crash")?;
     println!(
         "{} kills in {}, seed {}",
         asked.rounds,
@@ -74,13 +73,13 @@ pub(crate) fn run(args: &CrashLoopArgs) -> Result<bool> {
         random ^= random >> 7;
         random ^= random << 17;
         let life = Duration::from_millis(1 + random % LIFE_MS);
-        let said = write_until_killed(&child, &asked.folder, next, io, life)?;
+        let said = write_until_killed(child, &asked.folder, next, io, life)?;
         let numbers = said
             .lines()
             .filter_map(|line| line.get(2..)?.parse::<u64>().ok());
         next = numbers.max().unwrap_or(next) + 1;
         lines.push_str(&said);
-        match check(&child, &asked.folder, io, &lines) {
+        match check(child, &asked.folder, io, &lines) {
             Ok(found) => {
                 println!("PASS round {round}, killed after {life:.0?} ({io}): {found}");
                 whole += said.lines().filter(|line| line.starts_with('S')).count() as u64;

@@ -3,13 +3,11 @@
 use std::fmt::Write as _;
 use std::fs;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 
 use crate::bench::conditions;
-use crate::scripts::NotToBeHad;
-use crate::steps::{self, Done, Step, StepArgs, Steps};
-use crate::test::{self, succeeds};
-use crate::{nixl, toolchain};
+use crate::steps::{self, Done, Need, Step, StepArgs, Steps};
+use crate::{nixl, test, toolchain};
 
 /// The page that names the last run of the whole lab.
 const PAGE: &str = "docs/lab.md";
@@ -26,33 +24,22 @@ pub(crate) struct LabArgs {
 
 /// Runs the lab.
 pub(crate) fn run(args: &LabArgs) -> Result<bool> {
-    let mut done = Steps::default();
-    let mut features = "--all-features ";
-    if !args.steps.lists() {
-        // The Python environment is made by the step that needs it.
-        if let Err(why) = nixl::build_tools() {
-            ensure!(why.is::<NotToBeHad>(), "{why:#}");
-            done.note(&format!("{why:#}"));
-            features = "";
-        }
-    }
+    let features = match args.steps.lists() {
+        // A list installs nothing.
+        true => "--all-features",
+        false => nixl::features()?,
+    };
     let chosen = args.steps.choose(lab(test::has_nextest(), features))?;
     if args.steps.lists() {
         steps::list(&chosen);
         return Ok(true);
     }
+    let mut done = Steps::default();
     if !toolchain::denies_warnings() {
         done.note(&toolchain::note());
     }
     let conditions = conditions::machine();
-    for step in chosen {
-        match step.name {
-            "deny" if !succeeds("cargo", &["deny", "--version"]) => {
-                done.skip(step, "no cargo-deny: `cargo install --locked cargo-deny`");
-            }
-            _ => done.run_all(vec![step], true),
-        }
-    }
+    done.run_all(chosen, true);
     let passed = done.finish();
     if args.steps.is_all() {
         let page = page(&conditions, done.done());
@@ -65,11 +52,12 @@ pub(crate) fn run(args: &LabArgs) -> Result<bool> {
 /// The steps. The workspace is compiled once, with `features`, and once as users build it.
 fn lab(nextest: bool, features: &str) -> Vec<Step> {
     let clippy =
-        format!("cargo clippy --locked --workspace {features}--all-targets -- -D warnings");
-    let docs = format!("cargo doc --locked --workspace {features}--no-deps");
+        format!("cargo clippy --locked --workspace {features} --all-targets -- -D warnings");
+    let docs = format!("cargo doc --locked --workspace {features} --no-deps");
     vec![
-        Step::new("deny", "cargo deny --locked check bans licenses sources"),
-        Step::new("clippy", clippy).needs("clippy", "clippy"),
+        Step::new("deny", "cargo deny --locked check bans licenses sources")
+            .needs(Need::Crate("cargo-deny", "deny")),
+        Step::new("clippy", clippy).needs(Need::Component("clippy", "clippy")),
         Step::new("docs", docs).with("RUSTDOCFLAGS", "-Dwarnings"),
         Step::new("alone", "cargo xtask test-features"),
         test::tests(nextest, features).with(LAB, "1"),
@@ -92,7 +80,7 @@ fn lab(nextest: bool, features: &str) -> Vec<Step> {
     ]
 }
 
-/// Set where tests may take the time that the gate has not (`lmc_testkit::LAB`).
+/// Environment variable by which `lmc_testkit::in_lab` and `rounds` know the lab.
 const LAB: &str = "LMC_LAB";
 
 /// The record of a run.
@@ -154,7 +142,7 @@ mod tests {
 
     #[test]
     fn each_step_of_our_own_is_an_action() {
-        for step in lab(true, "--all-features ") {
+        for step in lab(true, "--all-features") {
             let typed = step.typed();
             if let Some(action) = typed.strip_prefix("cargo xtask ") {
                 assert!(crate::parse_action(action).is_ok(), "{typed}");

@@ -30,7 +30,7 @@ pub(crate) fn run() -> Result<bool> {
         Err(why) => outcomes.skip("namespaces", &why),
         Ok(()) => {
             let nixl = Nixl::find();
-            let built = Built::workspace(nixl.is_ok())?;
+            let built = Built::workspace()?;
             let program = built.program("lmc-transfer", "two_sides")?;
             channels(program, &nixl, &mut outcomes, None);
             println!("\n==> daemons between namespaces");
@@ -80,8 +80,8 @@ fn daemons(built: &Built, nixl: &Result<Nixl>) -> Result<String> {
     Ok(format!("{passed} cases over {transports}"))
 }
 
-/// The socket channel and NIXL over TCP, each on a quick and on a slowed link.
-/// What is not done by `until` has failed.
+/// The socket channel and NIXL over TCP, each on a quick and on a slowed link. A run that is not done
+/// by `until` has failed.
 pub(crate) fn channels(
     program: &Path,
     nixl: &Result<Nixl>,

@@ -1,22 +1,13 @@
 //! Outcomes of the parts of an action, printed in its last lines.
 
-use std::fmt;
-
 use anyhow::{Error, anyhow};
 
 use crate::scripts::NotToBeHad;
 
-/// A result that is wrong, other than one that is not there: what ends a run that skips the rest.
-#[derive(Debug)]
+/// A result that is there, and is wrong. It fails a [lenient](Outcomes::lenient) run as well.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub(crate) struct Wrong(pub(crate) String);
-
-impl fmt::Display for Wrong {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Wrong {}
 
 /// Outcome of one part.
 pub(crate) enum Outcome {

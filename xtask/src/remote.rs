@@ -8,13 +8,13 @@ use anyhow::{Context, Result, ensure};
 
 use crate::built::Built;
 use crate::outcomes::Outcomes;
-use crate::{nixl, packages, scripts, shown};
+use crate::{packages, scripts, shown};
 
 /// Time for the tests of one kind of store.
 const LIMIT: Duration = Duration::from_secs(900);
 
 pub(crate) fn run() -> Result<bool> {
-    let built = Built::workspace(nixl::build_tools().is_ok())?;
+    let built = Built::workspace()?;
     let mut outcomes = Outcomes::default();
     println!("\n==> mounts");
     match file_systems() {

@@ -38,7 +38,7 @@ pub(crate) fn run(args: &RepeatArgs, nextest: bool) -> Result<bool> {
     let load = args.load.unwrap_or(0);
     let step = test::tests(nextest, "").only(&args.only);
     // Built before, so that the load does not make a build of minutes one of an hour.
-    let built = test::tests(nextest, "--no-run ");
+    let built = test::tests(nextest, "--no-run");
     let mut steps = Steps::default();
     steps.run(built, "build", false);
     ensure!(steps.finish(), "the tests do not build");

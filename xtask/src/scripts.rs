@@ -1,6 +1,5 @@
 //! The scripts in `xtask/python` that set up what checks need.
 
-use std::fmt;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
@@ -13,16 +12,9 @@ const LIMIT: &str = "1200";
 const TIMED_OUT: i32 = 124;
 
 /// Something that this machine cannot get, with the reason; any other error is a fault.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub(crate) struct NotToBeHad(pub(crate) String);
-
-impl fmt::Display for NotToBeHad {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for NotToBeHad {}
 
 /// Runs a script, shows what it logs, and returns the last line that it printed.
 ///

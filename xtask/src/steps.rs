@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 use crate::output::{Counts, Reader, Skipped};
+use crate::test::succeeds;
 use crate::toolchain;
 
 /// Report of nextest's profile `xtask` (.config/nextest.toml).
@@ -64,8 +65,33 @@ pub(crate) struct Step {
     line: String,
     variables: Vec<(&'static str, &'static str)>,
     budget: Option<Duration>,
-    /// A component of the toolchain, and the command of cargo that it brings.
-    component: Option<(&'static str, &'static str)>,
+    needs: Option<Need>,
+}
+
+/// A command of cargo that a machine may lack.
+#[derive(Clone, Copy)]
+pub(crate) enum Need {
+    /// Brought by a component of the toolchain, which is added.
+    Component(&'static str, &'static str),
+    /// Brought by a crate that the user installs.
+    Crate(&'static str, &'static str),
+}
+
+impl Need {
+    /// Returns the reason why the command cannot be had.
+    fn lacks(self) -> Option<String> {
+        let (there, what, how) = match self {
+            Self::Component(component, command) => {
+                let there = toolchain::has_component(component, command);
+                (there, component, "rustup component add")
+            }
+            Self::Crate(name, command) => {
+                let there = succeeds("cargo", &[command, "--version"]);
+                (there, name, "cargo install --locked")
+            }
+        };
+        (!there).then(|| format!("no {what}: `{how} {what}`, then try again"))
+    }
 }
 
 impl Step {
@@ -73,10 +99,10 @@ impl Step {
     pub(crate) fn new(name: &'static str, line: impl Into<String>) -> Self {
         Self {
             name,
-            line: line.into(),
+            line: words(&line.into()),
             variables: Vec::new(),
             budget: None,
-            component: None,
+            needs: None,
         }
     }
 
@@ -92,9 +118,9 @@ impl Step {
         self
     }
 
-    /// Names a component of the toolchain that is needed, and the command of cargo that it brings.
-    pub(crate) fn needs(mut self, component: &'static str, probe: &'static str) -> Self {
-        self.component = Some((component, probe));
+    /// Names a command without which it is skipped.
+    pub(crate) fn needs(mut self, need: Need) -> Self {
+        self.needs = Some(need);
         self
     }
 
@@ -122,19 +148,17 @@ impl Step {
         self.budget.unwrap_or_default()
     }
 
-    /// Returns the reason why it cannot run. A component that a fresh toolchain lacks is added.
-    fn lacks(&self) -> Option<String> {
-        let (component, probe) = self.component?;
-        let why = || format!("no {component}: `rustup component add {component}`, then try again");
-        (!toolchain::has_component(component, probe)).then(why)
-    }
-
     fn command(&self) -> Command {
         let mut words = self.line.split_whitespace();
         let mut command = Command::new(words.next().expect("a step has a command"));
         command.args(words).envs(self.variables.iter().copied());
         command
     }
+}
+
+/// Returns the words of a command line with one space between them.
+fn words(line: &str) -> String {
+    line.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// Prints steps and their commands.
@@ -185,12 +209,12 @@ impl Steps {
         all
     }
 
-    /// Runs steps one after the other. One that fails runs `again`, if that is true: if it passes
-    /// then, what failed is unstable, and the step has failed.
+    /// Runs steps one after the other. With `again`, a step that fails is run once more: what passes
+    /// then is unstable, and the step has failed all the same.
     pub(crate) fn run_all(&mut self, steps: Vec<Step>, again: bool) {
         let count = steps.len();
         for (index, step) in steps.into_iter().enumerate() {
-            match step.lacks() {
+            match step.needs.and_then(Need::lacks) {
                 Some(why) => self.skip(step, &why),
                 None => self.run(step, &format!("{} of {count}", index + 1), again),
             }
@@ -231,7 +255,10 @@ impl Steps {
         let mut unstable = Vec::new();
         if !ok && again {
             println!("\n==> {name} once more: what passes now is unstable");
-            let (_, second) = run_once(&step);
+            let (second_ok, second) = run_once(&step);
+            if second_ok && failed.is_empty() {
+                failed.push(name.to_owned());
+            }
             let repeated = |test: &String| second.failed().contains(test);
             (failed, unstable) = failed.into_iter().partition(repeated);
         }

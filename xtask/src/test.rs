@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Result, ensure};
 
-use crate::steps::{self, Step, StepArgs, Steps};
+use crate::steps::{self, Need, Step, StepArgs, Steps};
 use crate::{repeat, slow, toolchain};
 
 /// Run the gate: what needs no network once the crates are fetched, no rights, and minutes
@@ -33,11 +33,11 @@ fn gate(nextest: bool) -> Vec<Step> {
     let docs = Step::new("docs", "cargo doc --locked --workspace --no-deps").within(25);
     vec![
         Step::new("format", "cargo fmt --all --check")
-            .needs("rustfmt", "fmt")
+            .needs(Need::Component("rustfmt", "fmt"))
             .within(5),
         Step::new("tidy", "cargo xtask tidy").within(5),
         Step::new("clippy", clippy)
-            .needs("clippy", "clippy")
+            .needs(Need::Component("clippy", "clippy"))
             .within(100),
         // What ships: the tests turn on features of its libraries that it does without.
         Step::new("default", "cargo check --locked --package lmc-server").within(40),
@@ -57,7 +57,7 @@ fn gate(nextest: bool) -> Vec<Step> {
 /// The tests of the workspace, with these flags of cargo; twice as many at a time as there are
 /// cores, because most of them wait.
 pub(crate) fn tests(nextest: bool, flags: &str) -> Step {
-    let flags = format!("--locked --workspace {flags}{TARGETS}");
+    let flags = format!("--locked --workspace {flags} {TARGETS}");
     let threads = 2 * std::thread::available_parallelism().map_or(1, NonZero::get);
     let line = match nextest {
         true => format!("cargo nextest run {flags} --profile xtask --test-threads {threads}"),
@@ -98,8 +98,8 @@ pub(crate) fn run(args: &TestArgs) -> Result<bool> {
         done.note(&toolchain::note());
     }
     done.run_all(chosen, false);
-    let slow = done.done().iter().flat_map(|done| &done.slow);
-    for test in slow::without_a_reason(slow)? {
+    let slow: Vec<_> = done.done().iter().flat_map(|done| &done.slow).collect();
+    for test in slow::without_a_reason(&slow)? {
         done.note(&test);
     }
     Ok(done.finish())

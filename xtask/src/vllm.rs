@@ -6,7 +6,6 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result};
 
 use crate::built::Built;
-use crate::nixl;
 use crate::scripts::{self, NotToBeHad};
 
 /// The folder of the Python environment, made when it is not there.
@@ -52,7 +51,7 @@ pub(crate) fn run(args: &ScriptArgs) -> Result<bool> {
 /// Runs the tests of the Python package that need no vLLM, with the native module and a server as
 /// they are built for tests. Whether all passed.
 pub(crate) fn run_python() -> Result<bool> {
-    Built::workspace(nixl::build_tools().is_ok())?;
+    Built::workspace()?;
     let folder = crate::target()?.join("debug");
     let mut tests = Command::new("python3");
     tests.args(["-m", "unittest", "discover", "-s", ".", "-t", "."]);

@@ -21,7 +21,7 @@ pub use folder::Folder;
 pub mod interleave;
 
 mod lab;
-pub use lab::{LAB, in_lab, rounds};
+pub use lab::{in_lab, rounds};
 
 mod memory;
 pub use memory::pool;

@@ -307,7 +307,7 @@ fn an_early_error_does_not_hide_what_is_under_way() {
     let sent = loop {
         let attempt = attempts.next().expect("few attempts");
         let mut raw = Raw::connect(&victim, attempt);
-        // So many that they go in two frames.
+        // 5,000 objects go in two frames.
         let (objects, to) = (vec![victim.object(3, 8); 5000], name("raw"));
         let indices = vec![Index::arena(attempt, 0); objects.len()];
         let sent = thread::scope(|scope| {
