@@ -6,7 +6,7 @@ use std::fs;
 use anyhow::{Context, Result};
 
 use crate::bench::conditions;
-use crate::steps::{self, Done, Need, Step, StepArgs, Steps};
+use crate::steps::{self, Done, Step, StepArgs, Steps};
 use crate::{nixl, test, toolchain};
 
 /// The page that names the last run of the whole lab.
@@ -38,6 +38,9 @@ pub(crate) fn run(args: &LabArgs) -> Result<bool> {
     if !toolchain::denies_warnings() {
         done.note(&toolchain::note());
     }
+    if features.is_empty() {
+        done.note("no NIXL can be built here: clippy, docs and tests ran without the feature nixl");
+    }
     let conditions = conditions::machine();
     done.run_all(chosen, true);
     let passed = done.finish();
@@ -51,14 +54,11 @@ pub(crate) fn run(args: &LabArgs) -> Result<bool> {
 
 /// The steps. The workspace is compiled once, with `features`, and once as users build it.
 fn lab(nextest: bool, features: &str) -> Vec<Step> {
-    let clippy =
-        format!("cargo clippy --locked --workspace {features} --all-targets -- -D warnings");
-    let docs = format!("cargo doc --locked --workspace {features} --no-deps");
     vec![
         Step::new("deny", "cargo deny --locked check bans licenses sources")
-            .needs(Need::Crate("cargo-deny", "deny")),
-        Step::new("clippy", clippy).needs(Need::Component("clippy", "clippy")),
-        Step::new("docs", docs).with("RUSTDOCFLAGS", "-Dwarnings"),
+            .needs("deny", "cargo install --locked cargo-deny"),
+        test::clippy(features),
+        test::docs(features),
         Step::new("alone", "cargo xtask test-features"),
         test::tests(nextest, features).with(LAB, "1"),
         Step::new("nixl", "cargo xtask test-nixl"),
@@ -87,7 +87,7 @@ const LAB: &str = "LMC_LAB";
 fn page(conditions: &[(&str, String)], done: &[Done]) -> String {
     let mut page = String::from(
         "# The last run of the whole lab\n\n\
-         Written by `cargo xtask lab` on the commit that it names as `lmc`; [contributing](contributing.md)\n\
+         Written by `cargo xtask lab` on the commit that it names as `lmc`; [CONTRIBUTING](../CONTRIBUTING.md)\n\
          says when it is run.\n\n",
     );
     page += &conditions::lines(conditions);

@@ -53,8 +53,8 @@ pub(crate) fn possible() -> Result<()> {
     packages::obtainable("tc", "iproute2")
 }
 
-/// Gets what is missing, and lays a namespace to see whether the kernel and the container around it allow
-/// this process let it.
+/// Installs what is missing, and lays a namespace to see whether the kernel and the container around
+/// it allow that.
 pub(crate) fn prepare() -> Result<()> {
     packages::install("ip", "iproute2")?;
     packages::install("tc", "iproute2")?;
@@ -80,8 +80,8 @@ fn daemons(built: &Built, nixl: &Result<Nixl>) -> Result<String> {
     Ok(format!("{passed} cases over {transports}"))
 }
 
-/// The socket channel and NIXL over TCP, each on a quick and on a slowed link. A run that is not done
-/// by `until` has failed.
+/// The socket channel and NIXL over TCP, each on a quick and on a slowed link. A run ends
+/// with an error where it is not done by `until`.
 pub(crate) fn channels(
     program: &Path,
     nixl: &Result<Nixl>,

@@ -1,9 +1,9 @@
 //! `cargo xtask test-nixl`: NIXL channels, and daemons that read over them, on the real library.
 
 use std::path::PathBuf;
-use std::process::Stdio;
+use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use crate::built::Built;
 use crate::scripts::{self, NotToBeHad};
@@ -39,6 +39,9 @@ pub(crate) fn library() -> Result<PathBuf> {
     Ok(environment()?.join("libnixl_capi.so"))
 }
 
+/// Time for the tests of one program.
+const LIMIT: Duration = Duration::from_secs(900);
+
 /// Tests with NIXL: crate, target and the names of the tests.
 const TESTS: [[&str; 3]; 3] = [
     ["lmc-transfer", "lib", "nixl::"],
@@ -66,9 +69,16 @@ pub(crate) fn run(required: bool) -> Result<bool> {
             .args([names, "--show-output"])
             .env("LMC_NIXL_LIBRARY", folder.join("libnixl_capi.so"))
             .env("LMC_NIXL_PYTHON", folder.join("bin/python"));
-        println!("$ {}", shown::typed(&tests));
-        let status = tests.stdin(Stdio::null()).status();
-        passed &= status.context("cannot run the tests")?.success();
+        match shown::output(&mut tests, LIMIT) {
+            Ok(said) => {
+                print!("{said}");
+                shown::passed(&said)?;
+            }
+            Err(error) => {
+                println!("{error:#}");
+                passed = false;
+            }
+        }
     }
     Ok(passed)
 }

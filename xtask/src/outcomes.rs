@@ -4,7 +4,7 @@ use anyhow::{Error, anyhow};
 
 use crate::scripts::NotToBeHad;
 
-/// A result that is there, and is wrong. It fails a [lenient](Outcomes::lenient) run as well.
+/// A check that came to its end and found a wrong result. It fails a [lenient](Outcomes::lenient) run as well.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Wrong(pub(crate) String);

@@ -148,6 +148,13 @@ fn failure(line: &str) -> Option<String> {
     {
         return Some(name.to_owned());
     }
+    if let Some(ended) = line
+        .trim_start()
+        .strip_prefix("process didn't exit successfully: ")
+    {
+        // Of other ends the program itself says what failed.
+        return ended.contains("(signal").then(|| ended.to_owned());
+    }
     let (verdict, rest) = line.trim_start().split_once(" [")?;
     if !["FAIL", "TIMEOUT", "ABORT"].contains(&verdict) && !verdict.starts_with("SIG") {
         return None;
@@ -187,7 +194,7 @@ fn closing_line(line: &str) -> Counts {
         let number = line[..at].trim_end().rsplit(' ').next();
         number.and_then(|n| n.parse().ok()).unwrap_or(0)
     };
-    let nextest = line.contains("tests run:");
+    let nextest = line.contains("tests run:") || line.contains("test run:");
     let cargo = line.starts_with("test result:");
     let plain = line.split(", ").all(|part| {
         part.split_once(' ').is_some_and(|(n, word)| {
@@ -242,6 +249,7 @@ mod tests {
             0,
             0,
         );
+        check("Summary [ 0.1s] 1 test run: 1 passed, 9 skipped", 1, 0, 9);
         check("41 passed, 2 failed", 41, 2, 0);
         check("PASS both modes: 3 passed", 0, 0, 0);
         check("", 0, 0, 0);
@@ -264,6 +272,14 @@ mod tests {
             ("        PASS [   1.2s] (10/13) lmc-key::it a::b", None),
             ("FAILED guest: object 0 differs", Some("guest")),
             ("test result: FAILED. 0 passed; 1 failed", None),
+            (
+                "  process didn't exit successfully: `it` (signal: 6, SIGABRT)",
+                Some("`it` (signal: 6, SIGABRT)"),
+            ),
+            (
+                "  process didn't exit successfully: `it` (exit status: 101)",
+                None,
+            ),
         ] {
             assert_eq!(failure(line).as_deref(), wanted, "{line}");
         }

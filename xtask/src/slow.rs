@@ -18,7 +18,8 @@ pub(crate) fn without_a_reason(slow: &[&(String, f64)]) -> Result<Vec<String>> {
         collect(Path::new(crates), &mut reasoned)?;
     }
     let lines = slow.iter().filter_map(|(name, seconds)| {
-        let function = name.rsplit("::").next().unwrap_or(name);
+        // `crate::program module::test`
+        let function = name.rsplit([':', ' ']).next().unwrap_or(name);
         let has_reason = reasoned.iter().any(|test| test == function);
         (!has_reason).then(|| format!("{name} took {seconds:.1} s, and has no line `{REASON}…`"))
     });

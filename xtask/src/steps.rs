@@ -10,7 +10,6 @@ use anyhow::{Result, bail};
 
 use crate::output::{Counts, Reader, Skipped};
 use crate::test::succeeds;
-use crate::toolchain;
 
 /// Report of nextest's profile `xtask` (.config/nextest.toml).
 const JUNIT: &str = "target/nextest/xtask/junit.xml";
@@ -65,33 +64,8 @@ pub(crate) struct Step {
     line: String,
     variables: Vec<(&'static str, &'static str)>,
     budget: Option<Duration>,
-    needs: Option<Need>,
-}
-
-/// A command of cargo that a machine may lack.
-#[derive(Clone, Copy)]
-pub(crate) enum Need {
-    /// Brought by a component of the toolchain, which is added.
-    Component(&'static str, &'static str),
-    /// Brought by a crate that the user installs.
-    Crate(&'static str, &'static str),
-}
-
-impl Need {
-    /// Returns the reason why the command cannot be had.
-    fn lacks(self) -> Option<String> {
-        let (there, what, how) = match self {
-            Self::Component(component, command) => {
-                let there = toolchain::has_component(component, command);
-                (there, component, "rustup component add")
-            }
-            Self::Crate(name, command) => {
-                let there = succeeds("cargo", &[command, "--version"]);
-                (there, name, "cargo install --locked")
-            }
-        };
-        (!there).then(|| format!("no {what}: `{how} {what}`, then try again"))
-    }
+    /// A command of cargo that a machine may lack, and the line that installs it.
+    needs: Option<(&'static str, &'static str)>,
 }
 
 impl Step {
@@ -118,10 +92,17 @@ impl Step {
         self
     }
 
-    /// Names a command without which it is skipped.
-    pub(crate) fn needs(mut self, need: Need) -> Self {
-        self.needs = Some(need);
+    /// Names a command of cargo without which it is skipped, and the line that installs it.
+    pub(crate) fn needs(mut self, command: &'static str, install: &'static str) -> Self {
+        self.needs = Some((command, install));
         self
+    }
+
+    /// Returns the reason why it cannot run.
+    fn lacks(&self) -> Option<String> {
+        let (command, install) = self.needs?;
+        let there = succeeds("cargo", &[command, "--version"]);
+        (!there).then(|| format!("no `cargo {command}`: `{install}`, then try again"))
     }
 
     /// The command line, ready to be pasted into a shell.
@@ -133,7 +114,7 @@ impl Step {
         typed + &self.line
     }
 
-    /// Adds the names of tests that are to be run, of which a runner of tests takes parts.
+    /// Adds filters: the test runner runs the tests whose names contain one of them.
     pub(crate) fn only(mut self, names: &[String]) -> Self {
         for name in names {
             self.line.push(' ');
@@ -214,7 +195,7 @@ impl Steps {
     pub(crate) fn run_all(&mut self, steps: Vec<Step>, again: bool) {
         let count = steps.len();
         for (index, step) in steps.into_iter().enumerate() {
-            match step.needs.and_then(Need::lacks) {
+            match step.lacks() {
                 Some(why) => self.skip(step, &why),
                 None => self.run(step, &format!("{} of {count}", index + 1), again),
             }
@@ -259,8 +240,13 @@ impl Steps {
             if second_ok && failed.is_empty() {
                 failed.push(name.to_owned());
             }
-            let repeated = |test: &String| second.failed().contains(test);
-            (failed, unstable) = failed.into_iter().partition(repeated);
+            // A second run that names nothing and fails tells nothing of the tests.
+            if second_ok || !second.failed().is_empty() {
+                let repeated = |test: &String| second.failed().contains(test);
+                (failed, unstable) = failed.into_iter().partition(repeated);
+                let new = second.failed().iter().filter(|test| !failed.contains(test));
+                unstable.extend(new.cloned());
+            }
         }
         let took = started.elapsed();
         let mut verdict = if ok { "ok" } else { "FAILED" }.to_owned();

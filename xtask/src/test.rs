@@ -5,10 +5,10 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Result, ensure};
 
-use crate::steps::{self, Need, Step, StepArgs, Steps};
+use crate::steps::{self, Step, StepArgs, Steps};
 use crate::{repeat, slow, toolchain};
 
-/// Run the gate: what needs no network once the crates are fetched, no rights, and minutes
+/// Run the gate: it takes minutes, and needs no privileges, and no network once crates are fetched
 ///
 /// Nothing is installed, and nothing is touched outside of this folder and a temporary one. With
 /// --repeat, --load or --only the tests alone are run.
@@ -25,26 +25,15 @@ pub(crate) const TARGETS: &str = "--lib --bins --tests";
 
 /// The steps. Their budgets are those of a fresh clone on two cores.
 fn gate(nextest: bool) -> Vec<Step> {
-    let clippy = "cargo clippy --locked --workspace --all-targets";
-    let clippy = match toolchain::denies_warnings() {
-        true => format!("{clippy} -- -D warnings"),
-        false => clippy.to_owned(),
-    };
-    let docs = Step::new("docs", "cargo doc --locked --workspace --no-deps").within(25);
     vec![
         Step::new("format", "cargo fmt --all --check")
-            .needs(Need::Component("rustfmt", "fmt"))
+            .needs("fmt", "rustup component add rustfmt")
             .within(5),
         Step::new("tidy", "cargo xtask tidy").within(5),
-        Step::new("clippy", clippy)
-            .needs(Need::Component("clippy", "clippy"))
-            .within(100),
+        clippy("").within(100),
         // What ships: the tests turn on features of its libraries that it does without.
         Step::new("default", "cargo check --locked --package lmc-server").within(40),
-        match toolchain::denies_warnings() {
-            true => docs.with("RUSTDOCFLAGS", "-Dwarnings"),
-            false => docs,
-        },
+        docs("").within(25),
         tests(nextest, "").within(290),
         Step::new(
             "doc-examples",
@@ -52,6 +41,26 @@ fn gate(nextest: bool) -> Vec<Step> {
         )
         .within(15),
     ]
+}
+
+/// The lints of all code, with these flags of cargo.
+pub(crate) fn clippy(flags: &str) -> Step {
+    let line = format!("cargo clippy --locked --workspace {flags} --all-targets");
+    let step = match toolchain::denies_warnings() {
+        true => Step::new("clippy", format!("{line} -- -D warnings")),
+        false => Step::new("clippy", line),
+    };
+    step.needs("clippy", "rustup component add clippy")
+}
+
+/// The documentation of the workspace, with these flags of cargo.
+pub(crate) fn docs(flags: &str) -> Step {
+    let line = format!("cargo doc --locked --workspace {flags} --no-deps");
+    let step = Step::new("docs", line);
+    match toolchain::denies_warnings() {
+        true => step.with("RUSTDOCFLAGS", "-Dwarnings"),
+        false => step,
+    }
 }
 
 /// The tests of the workspace, with these flags of cargo; twice as many at a time as there are
@@ -92,7 +101,10 @@ pub(crate) fn run(args: &TestArgs) -> Result<bool> {
     }
     let mut done = Steps::default();
     if !nextest {
-        done.note("tests ran under cargo test; `cargo install --locked cargo-nextest` is quicker");
+        done.note(
+            "tests ran under cargo test; `cargo install --locked cargo-nextest` is quicker, ends a \
+             test that hangs, and tells which are slow",
+        );
     }
     if !toolchain::denies_warnings() {
         done.note(&toolchain::note());

@@ -1,8 +1,6 @@
-//! The Rust toolchain: whose warnings are errors, and components that a fresh one lacks.
+//! The Rust toolchain whose warnings are errors.
 
-use std::process::{Command, Stdio};
-
-use crate::test::succeeds;
+use std::process::Command;
 
 /// The Rust of whose warnings and lints the tree is free. A later one has lints that this one
 /// lacks, so its warnings are shown and do not fail a run.
@@ -26,20 +24,6 @@ pub(crate) fn note() -> String {
         "warnings did not fail this run, because they are errors under Rust {CHECKED} only: \
          raise CHECKED in xtask/src/toolchain.rs once the tree is free of a newer one's"
     )
-}
-
-/// Adds a component of the toolchain where it is missing. Whether it is there.
-pub(crate) fn has_component(component: &str, probe: &str) -> bool {
-    let found = || succeeds("cargo", &[probe, "--version"]);
-    if found() {
-        return true;
-    }
-    println!("==> set up: rustup component add {component}");
-    let _ = Command::new("rustup")
-        .args(["component", "add", component])
-        .stdin(Stdio::null())
-        .status();
-    found()
 }
 
 #[cfg(test)]

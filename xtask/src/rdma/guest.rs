@@ -408,7 +408,7 @@ impl Guest {
             Layout::Suite => "suite",
         };
         let mut driver = self.boot(role, link.as_deref(), logs, &mut janitor)?;
-        driver.until(deadline, |line| {
+        let heard = driver.until(deadline, |line| {
             let shown = [
                 "@driver", "@suite ", "@device", "@problem", "@stderr", "@server",
             ];
@@ -417,8 +417,11 @@ impl Guest {
             }
             output.line(line)?;
             Ok(output.over)
-        })?;
+        });
         drop((driver, server));
+        output.report.is_right()?;
+        output.suite.is_right()?;
+        heard?;
         ensure!(
             output.over,
             "the guest ended early; see {}",

@@ -122,8 +122,8 @@ pub(crate) struct RdmaArgs {
     /// Fail where a level cannot be had; of best, where none can
     #[arg(long)]
     require: bool,
-    /// Take no more than N minutes after the build: what is not done by then, or cannot be done, is
-    /// skipped, and only a wrong result is a failure
+    /// Run for N minutes at most, after what is built, installed and downloaded: what is not done by
+    /// then, or cannot be done, is skipped, and only a wrong result is a failure
     #[arg(long, value_name = "N", conflicts_with = "require")]
     minutes: Option<u64>,
     /// Print the levels, and which of them can be had here
@@ -206,7 +206,8 @@ fn run_levels(args: &RdmaArgs, outcomes: &mut Outcomes) -> Result<()> {
     for level in levels {
         let (name, described) = (level.name(), level.described());
         println!("\n==> {name}: {described}");
-        if let Err(why) = level.prepare() {
+        let time = two_sides::within(LIMIT, until);
+        if let Err(why) = time.and_then(|_| level.prepare()) {
             outcomes.cannot(name, why);
             continue;
         }
@@ -363,7 +364,7 @@ impl Run<'_> {
         Ok(report)
     }
 
-    /// Returns the driver's UCX's words on the transport that it took, which must be this one.
+    /// Returns the transport that the driver's log of UCX names; an error if it is another than this.
     fn configuration(&self, shows: &str) -> Result<String> {
         let log = std::fs::read_to_string(self.logs.join("drive.ucx"))?;
         ucx::expect(&log, shows)
