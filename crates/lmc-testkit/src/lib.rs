@@ -29,6 +29,9 @@ pub use memory::pool;
 mod own_shm;
 pub use own_shm::{is_root, with_own_shm};
 
+mod own_test;
+pub use own_test::{own_test, test_arguments, test_name};
+
 mod ports;
 pub use ports::free_port;
 

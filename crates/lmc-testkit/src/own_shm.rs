@@ -3,6 +3,8 @@
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 
+use crate::test_arguments;
+
 const VARIABLE: &str = "LMC_TEST_OWN_SHM";
 
 /// Returns true if this process runs as root.
@@ -12,20 +14,21 @@ pub fn is_root() -> bool {
 
 /// Runs `inside` in a process of its own, in a mount namespace with a new tmpfs over `/dev/shm`:
 /// other tests, whose servers reclaim what killed ones leave, do not see its segments.
-/// `options` are those of the mount, `test` is the name of the test that calls this.
+/// `options` are those of the mount, `test` is the test that calls this.
 ///
 /// Where there are no namespaces, prints that the test was skipped.
 ///
 /// # Panics
 /// When the test fails in that process.
-pub fn with_own_shm(options: &str, test: &str, inside: fn()) {
+pub fn with_own_shm(options: &str, test: impl Fn(), inside: fn()) {
     if std::env::var_os(VARIABLE).is_some() {
         return inside();
     }
     let this = std::env::current_exe().expect("a test has a path");
     let script = format!(
-        "mount -t tmpfs -o {options} tmpfs /dev/shm || exit 77; exec {} --exact {test} --nocapture",
-        this.display()
+        "mount -t tmpfs -o {options} tmpfs /dev/shm || exit 77; exec {} {}",
+        this.display(),
+        test_arguments(test).join(" ")
     );
     // Root needs no user namespace, and keeps the other users.
     let user: &[&str] = match is_root() {

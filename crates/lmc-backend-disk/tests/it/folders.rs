@@ -13,7 +13,7 @@ use lmc_backend::conformance::{
 use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
 use lmc_memory::Pool;
-use lmc_testkit::{Folder, pool, soon};
+use lmc_testkit::{Folder, pool, soon, test_arguments};
 
 const MIB: u64 = 1 << 20;
 const CHUNK: u64 = 4096;
@@ -170,8 +170,7 @@ fn a_drive_of_more_files_than_may_be_open_says_so_and_loses_nothing() {
     let opened = Command::new("sh")
         .args(["-c", "ulimit -n 64 && exec \"$0\" \"$@\""])
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "folders::a_drive_where_few_files_may_be_open"])
-        .args(["--ignored", "--nocapture"])
+        .args(test_arguments(a_drive_where_few_files_may_be_open))
         .env("LMC_TEST_FOLDER", &*folder)
         .output()
         .unwrap();

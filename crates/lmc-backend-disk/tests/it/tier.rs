@@ -16,7 +16,7 @@ use lmc_backend::conformance::{
 use lmc_backend::{Backend, Health, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError, DiskIo};
 use lmc_memory::Pool;
-use lmc_testkit::{Folder, pool, soon, until};
+use lmc_testkit::{Folder, pool, soon, test_arguments, until};
 
 const MIB: u64 = 1 << 20;
 const CHUNK: u64 = 64 << 10;
@@ -497,12 +497,13 @@ fn a_folder_of_a_later_version_or_a_damaged_one_is_left_alone() {
 
 /// Runs another test of this file where the folder is a mount of its own, which needs a mount
 /// namespace; where that cannot be had, says that the test was skipped.
-fn on_a_mount(unshare: &[&str], mount: &str, test: &str) {
+fn on_a_mount(unshare: &[&str], mount: &str, test: impl Fn()) {
     let folder = new_folder();
     let script = format!(
-        "mount {mount} {} && exec {} --exact tier::{test} --ignored --nocapture",
+        "mount {mount} {} && exec {} {}",
         folder.display(),
-        std::env::current_exe().unwrap().display()
+        std::env::current_exe().unwrap().display(),
+        test_arguments(test).join(" ")
     );
     let run = Command::new("unshare")
         .args(unshare)
@@ -532,7 +533,7 @@ fn mounted() -> DiskConfig {
 fn a_folder_that_cannot_be_written_says_so() {
     // Root writes everywhere but on a read-only mount.
     let user = ["--user", "--map-root-user"];
-    on_a_mount(&user, "-t tmpfs -o ro tmpfs", "a_read_only_folder");
+    on_a_mount(&user, "-t tmpfs -o ro tmpfs", a_read_only_folder);
 }
 
 #[test]
@@ -548,7 +549,7 @@ fn a_read_only_folder() {
 fn a_file_system_without_direct_io_is_served_through_the_page_cache() {
     // ramfs knows neither direct I/O nor fallocate, nor how much space there is. Only real root
     // may mount it.
-    on_a_mount(&[], "-t ramfs ramfs", "a_folder_without_direct_io");
+    on_a_mount(&[], "-t ramfs ramfs", a_folder_without_direct_io);
 }
 
 #[test]

@@ -16,7 +16,7 @@ use lmc_backend_remote::conformance::{check_replaced_values, check_store};
 use lmc_backend_remote::format::{Name, Scope};
 use lmc_backend_remote::redis::{RedisConfig, RedisStore};
 use lmc_backend_remote::{GetItem, Store, StoreError};
-use lmc_testkit::{DEADLINE, Folder, Process, free_port, soon, until};
+use lmc_testkit::{DEADLINE, Folder, Process, free_port, own_test, soon, until};
 use parking_lot::Mutex;
 
 use crate::common::{passes_the_kit, passes_the_lossy_kit, runtime};
@@ -569,9 +569,7 @@ fn the_kits_pass_over_tls_to_servers_whose_certificate_is_trusted() {
     ];
     let _server = Server::start(&options);
     let url = format!("rediss://localhost:{port}");
-    let test = "redis::the_kits_pass_over_tls_to_servers_whose_certificate_is_trusted";
-    let trusting = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--ignored", "--nocapture"])
+    let trusting = own_test(the_kits_pass_over_tls_to_servers_whose_certificate_is_trusted)
         .env(TLS_URL, &url)
         .env("SSL_CERT_FILE", &authority)
         .output()

@@ -1,11 +1,11 @@
 //! A pool in sealed memory is passed to another process by its descriptor: that process maps it,
 //! reads and writes slots, and cannot cut it short.
 
+use lmc_testkit::own_test;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::process::Command;
 use std::ptr;
 use std::sync::Arc;
 
@@ -127,9 +127,7 @@ fn sealed_memory_is_mapped_by_its_descriptor_and_cannot_be_cut() {
     }
     let path = std::env::temp_dir().join(format!("lmc_test_sealed_{}", std::process::id()));
     let listener = UnixListener::bind(&path).expect("a short path");
-    let this = std::env::current_exe().expect("a test has a path");
-    let mut child = Command::new(this)
-        .args(["--exact", "sealed::other_process", "--nocapture"])
+    let mut child = own_test(other_process)
         .env(SOCKET_VARIABLE, &path)
         .spawn()
         .expect("the test starts itself");

@@ -17,47 +17,53 @@ use lmc_testkit::{until, with_own_shm};
 
 #[test]
 fn a_full_file_system_is_an_error_and_no_sigbus() {
-    let test = "a_full_file_system_is_an_error_and_no_sigbus";
-    with_own_shm("size=64m", test, || {
-        a_pool_that_does_not_fit_is_refused();
-        an_engine_without_pages_is_lost();
-        a_prefault_that_runs_out_of_space_says_so();
-        a_pool_hands_out_only_what_can_be_touched();
-    });
+    with_own_shm(
+        "size=64m",
+        a_full_file_system_is_an_error_and_no_sigbus,
+        || {
+            a_pool_that_does_not_fit_is_refused();
+            an_engine_without_pages_is_lost();
+            a_prefault_that_runs_out_of_space_says_so();
+            a_pool_hands_out_only_what_can_be_touched();
+        },
+    );
 }
 
 #[test]
 fn huge_pages_are_used_and_a_full_file_system_is_an_error_then_too() {
-    let test = "huge_pages_are_used_and_a_full_file_system_is_an_error_then_too";
-    with_own_shm("size=64m,huge=advise", test, || {
-        let arena = ArenaConfig::shared("lmc_huge", 60 << 20)
-            .with_huge_pages(Demand::Required)
-            .build()
-            .expect("60 of 64 MiB are free");
-        arena.ensure(0, 32 << 20).expect("half of them");
-        let maps = fs::read_to_string("/proc/self/smaps").expect("a process sees its own");
-        let huge: u64 = maps
-            .lines()
-            .filter_map(|line| line.strip_prefix("ShmemPmdMapped:"))
-            .map(|size| size.trim_end_matches("kB").trim().parse::<u64>())
-            .map(|size| size.expect("a number"))
-            .sum();
-        let path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
-        let setting = fs::read_to_string(path).unwrap_or_default();
-        match setting.contains("[deny]") {
-            true => println!("not looked for huge pages: {path} says {setting}"),
-            false => assert!(huge > 0, "no huge page in {maps}"),
-        }
-        fill("/dev/shm/other");
-        arena.ensure(0, 32 << 20).expect("they are there");
-        arena
-            .ensure(32 << 20, 28 << 20)
-            .expect_err("no page is left");
-        fs::remove_file("/dev/shm/other").expect("was written");
-        arena
-            .ensure(32 << 20, 28 << 20)
-            .expect("there is space again");
-    });
+    with_own_shm(
+        "size=64m,huge=advise",
+        huge_pages_are_used_and_a_full_file_system_is_an_error_then_too,
+        || {
+            let arena = ArenaConfig::shared("lmc_huge", 60 << 20)
+                .with_huge_pages(Demand::Required)
+                .build()
+                .expect("60 of 64 MiB are free");
+            arena.ensure(0, 32 << 20).expect("half of them");
+            let maps = fs::read_to_string("/proc/self/smaps").expect("a process sees its own");
+            let huge: u64 = maps
+                .lines()
+                .filter_map(|line| line.strip_prefix("ShmemPmdMapped:"))
+                .map(|size| size.trim_end_matches("kB").trim().parse::<u64>())
+                .map(|size| size.expect("a number"))
+                .sum();
+            let path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+            let setting = fs::read_to_string(path).unwrap_or_default();
+            match setting.contains("[deny]") {
+                true => println!("not looked for huge pages: {path} says {setting}"),
+                false => assert!(huge > 0, "no huge page in {maps}"),
+            }
+            fill("/dev/shm/other");
+            arena.ensure(0, 32 << 20).expect("they are there");
+            arena
+                .ensure(32 << 20, 28 << 20)
+                .expect_err("no page is left");
+            fs::remove_file("/dev/shm/other").expect("was written");
+            arena
+                .ensure(32 << 20, 28 << 20)
+                .expect("there is space again");
+        },
+    );
 }
 
 fn a_pool_that_does_not_fit_is_refused() {

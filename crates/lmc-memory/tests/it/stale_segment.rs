@@ -12,7 +12,7 @@ use lmc_memory::{
     ArenaConfig, ArenaError, MappedSegment, Pool, PoolConfig, SegmentError, SharedName,
     reclaim_stale_segments,
 };
-use lmc_testkit::with_own_shm;
+use lmc_testkit::{own_test, with_own_shm};
 
 const NAME_VARIABLE: &str = "LMC_TEST_STALE_SEGMENT";
 
@@ -42,14 +42,7 @@ fn start(name: &str) -> Child {
 
 /// Starts the other server, and returns the name of its segment too.
 fn start_named(name: &str) -> (Child, String) {
-    let this = std::env::current_exe().expect("a test has a path");
-    let mut child = Command::new(this)
-        .args([
-            "--exact",
-            "stale_segment::other_server",
-            "--nocapture",
-            "--test-threads=1",
-        ])
+    let mut child = own_test(other_server)
         .env(NAME_VARIABLE, name)
         .stdout(Stdio::piped())
         .spawn()
@@ -72,95 +65,104 @@ fn paths(name: &str) -> [PathBuf; 2] {
 
 #[test]
 fn a_killed_server_is_replaced_and_a_running_one_is_not() {
-    let test = "a_killed_server_is_replaced_and_a_running_one_is_not";
-    with_own_shm("size=64m", test, || {
-        let name = format!("lmc_test_stale_{}", std::process::id());
-        let mut child = start(&name);
+    with_own_shm(
+        "size=64m",
+        a_killed_server_is_replaced_and_a_running_one_is_not,
+        || {
+            let name = format!("lmc_test_stale_{}", std::process::id());
+            let mut child = start(&name);
 
-        let err = ArenaConfig::shared(&name, 1 << 20).build().unwrap_err();
-        assert!(matches!(err, ArenaError::Held { .. }), "{err}");
-        let text = err.to_string();
-        assert!(text.contains(&format!("(pid {})", child.id())), "{text}");
-        assert_eq!(
-            fs::read(&paths(&name)[0]).unwrap(),
-            vec![0xab; 1 << 20],
-            "left as it was"
-        );
+            let err = ArenaConfig::shared(&name, 1 << 20).build().unwrap_err();
+            assert!(matches!(err, ArenaError::Held { .. }), "{err}");
+            let text = err.to_string();
+            assert!(text.contains(&format!("(pid {})", child.id())), "{text}");
+            assert_eq!(
+                fs::read(&paths(&name)[0]).unwrap(),
+                vec![0xab; 1 << 20],
+                "left as it was"
+            );
 
-        child.kill().expect("SIGKILL");
-        child.wait().expect("the child ends");
-        assert!(
-            paths(&name).iter().all(|path| path.exists()),
-            "SIGKILL cleans nothing up"
-        );
+            child.kill().expect("SIGKILL");
+            child.wait().expect("the child ends");
+            assert!(
+                paths(&name).iter().all(|path| path.exists()),
+                "SIGKILL cleans nothing up"
+            );
 
-        // Larger than before, so that reuse of the old segment would show.
-        let arena = ArenaConfig::shared(&name, 2 << 20)
-            .build()
-            .expect("the stale one goes");
-        assert!(arena.report().reclaimed);
-        let note = &arena.report().notes[0];
-        assert!(note.contains(&format!("(pid {})", child.id())), "{note}");
-        assert_eq!(
-            fs::read(&paths(&name)[0]).unwrap(),
-            vec![0; 2 << 20],
-            "new, zeroed memory"
-        );
-        drop(arena);
-        assert!(
-            paths(&name).iter().all(|path| !path.exists()),
-            "a clean stop leaves nothing"
-        );
-    });
+            // Larger than before, so that reuse of the old segment would show.
+            let arena = ArenaConfig::shared(&name, 2 << 20)
+                .build()
+                .expect("the stale one goes");
+            assert!(arena.report().reclaimed);
+            let note = &arena.report().notes[0];
+            assert!(note.contains(&format!("(pid {})", child.id())), "{note}");
+            assert_eq!(
+                fs::read(&paths(&name)[0]).unwrap(),
+                vec![0; 2 << 20],
+                "new, zeroed memory"
+            );
+            drop(arena);
+            assert!(
+                paths(&name).iter().all(|path| !path.exists()),
+                "a clean stop leaves nothing"
+            );
+        },
+    );
 }
 
 /// A process that still maps a stale segment keeps its old bytes and does not see the new server's.
 #[test]
 fn a_client_of_the_killed_server_keeps_its_mapping() {
-    let test = "a_client_of_the_killed_server_keeps_its_mapping";
-    with_own_shm("size=64m", test, || {
-        let name = format!("lmc_test_stale_client_{}", std::process::id());
-        let mut child = start(&name);
-        let client = fs::File::open(&paths(&name)[0]).unwrap();
-        child.kill().expect("SIGKILL");
-        child.wait().expect("the child ends");
-        let _arena = ArenaConfig::shared(&name, 1 << 20)
-            .build()
-            .expect("the stale one goes");
-        use std::os::unix::fs::FileExt;
-        let mut byte = [0];
-        client.read_exact_at(&mut byte, 12_345).unwrap();
-        assert_eq!(byte, [0xab]);
-    });
+    with_own_shm(
+        "size=64m",
+        a_client_of_the_killed_server_keeps_its_mapping,
+        || {
+            let name = format!("lmc_test_stale_client_{}", std::process::id());
+            let mut child = start(&name);
+            let client = fs::File::open(&paths(&name)[0]).unwrap();
+            child.kill().expect("SIGKILL");
+            child.wait().expect("the child ends");
+            let _arena = ArenaConfig::shared(&name, 1 << 20)
+                .build()
+                .expect("the stale one goes");
+            use std::os::unix::fs::FileExt;
+            let mut byte = [0];
+            client.read_exact_at(&mut byte, 12_345).unwrap();
+            assert_eq!(byte, [0xab]);
+        },
+    );
 }
 
 /// Many servers that start at once over a stale segment: one wins, the others get an error.
 #[test]
 fn a_race_for_a_stale_segment_has_one_winner() {
-    let test = "a_race_for_a_stale_segment_has_one_winner";
-    with_own_shm("size=64m", test, || {
-        let name = format!("lmc_test_stale_race_{}", std::process::id());
-        let mut child = start(&name);
-        child.kill().expect("SIGKILL");
-        child.wait().expect("the child ends");
-        for _ in 0..20 {
-            let results: Vec<_> = std::thread::scope(|scope| {
-                let build = || ArenaConfig::shared(&name, 4096).build();
-                let threads: Vec<_> = (0..4).map(|_| scope.spawn(build)).collect();
-                threads
-                    .into_iter()
-                    .map(|thread| thread.join().expect("no panic"))
-                    .collect()
-            });
-            let (won, lost): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
-            assert_eq!(won.len(), 1);
-            for err in lost.into_iter().map(Result::unwrap_err) {
-                assert!(matches!(err, ArenaError::Held { .. }), "{err}");
+    with_own_shm(
+        "size=64m",
+        a_race_for_a_stale_segment_has_one_winner,
+        || {
+            let name = format!("lmc_test_stale_race_{}", std::process::id());
+            let mut child = start(&name);
+            child.kill().expect("SIGKILL");
+            child.wait().expect("the child ends");
+            for _ in 0..20 {
+                let results: Vec<_> = std::thread::scope(|scope| {
+                    let build = || ArenaConfig::shared(&name, 4096).build();
+                    let threads: Vec<_> = (0..4).map(|_| scope.spawn(build)).collect();
+                    threads
+                        .into_iter()
+                        .map(|thread| thread.join().expect("no panic"))
+                        .collect()
+                });
+                let (won, lost): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
+                assert_eq!(won.len(), 1);
+                for err in lost.into_iter().map(Result::unwrap_err) {
+                    assert!(matches!(err, ArenaError::Held { .. }), "{err}");
+                }
+                assert!(paths(&name).iter().all(|path| path.exists()));
+                drop(won);
             }
-            assert!(paths(&name).iter().all(|path| path.exists()));
-            drop(won);
-        }
-    });
+        },
+    );
 }
 
 /// Finding 3 of the review: a server that ran as root followed a link at the predictable name of
@@ -169,7 +171,7 @@ fn a_race_for_a_stale_segment_has_one_winner() {
 fn nothing_is_written_through_a_squatted_record() {
     with_own_shm(
         "size=64m",
-        "nothing_is_written_through_a_squatted_record",
+        nothing_is_written_through_a_squatted_record,
         || {
             let victim = PathBuf::from("/dev/shm/victim");
             fs::write(&victim, "secret").expect("space");
@@ -215,25 +217,28 @@ fn nothing_is_written_through_a_squatted_record() {
 /// started, and once its target was gone, a file that lmc had not made was deleted for it.
 #[test]
 fn a_link_to_the_record_of_another_segment_is_no_record() {
-    let test = "a_link_to_the_record_of_another_segment_is_no_record";
-    with_own_shm("size=64m", test, || {
-        let (mut running, name) = start_named("unique:lmc_1");
-        let [_, record] = paths(&name);
-        let linked = "lmc_2_0000000000000000";
-        fs::hard_link(&record, &paths(linked)[1]).unwrap();
-        fs::write(&paths("theirs")[0], "not lmc's").unwrap();
-        fs::hard_link(&record, &paths("theirs")[1]).unwrap();
-        ArenaConfig::shared_unique("lmc_2", 4096).build().unwrap();
-        let held = ArenaConfig::shared_unique("lmc_1", 4096).build();
-        assert!(matches!(held, Err(ArenaError::Held { .. })), "{held:?}");
-        running.kill().expect("SIGKILL");
-        running.wait().expect("the child ends");
-        // The links are all that is left of the record.
-        fs::remove_file(&record).unwrap();
-        fs::remove_file(&paths(linked)[1]).unwrap();
-        assert!(reclaim_stale_segments().is_empty());
-        assert_eq!(fs::read(&paths("theirs")[0]).unwrap(), b"not lmc's");
-    });
+    with_own_shm(
+        "size=64m",
+        a_link_to_the_record_of_another_segment_is_no_record,
+        || {
+            let (mut running, name) = start_named("unique:lmc_1");
+            let [_, record] = paths(&name);
+            let linked = "lmc_2_0000000000000000";
+            fs::hard_link(&record, &paths(linked)[1]).unwrap();
+            fs::write(&paths("theirs")[0], "not lmc's").unwrap();
+            fs::hard_link(&record, &paths("theirs")[1]).unwrap();
+            ArenaConfig::shared_unique("lmc_2", 4096).build().unwrap();
+            let held = ArenaConfig::shared_unique("lmc_1", 4096).build();
+            assert!(matches!(held, Err(ArenaError::Held { .. })), "{held:?}");
+            running.kill().expect("SIGKILL");
+            running.wait().expect("the child ends");
+            // The links are all that is left of the record.
+            fs::remove_file(&record).unwrap();
+            fs::remove_file(&paths(linked)[1]).unwrap();
+            assert!(reclaim_stale_segments().is_empty());
+            assert_eq!(fs::read(&paths("theirs")[0]).unwrap(), b"not lmc's");
+        },
+    );
 }
 
 /// Another user's name in place of a segment is a file that lmc did not make.
@@ -241,7 +246,7 @@ fn a_link_to_the_record_of_another_segment_is_no_record() {
 fn nothing_is_written_through_a_squatted_segment() {
     with_own_shm(
         "size=64m",
-        "nothing_is_written_through_a_squatted_segment",
+        nothing_is_written_through_a_squatted_segment,
         || {
             fs::write("/dev/shm/victim", "secret").expect("space");
             symlink("/dev/shm/victim", "/dev/shm/taken").unwrap();
@@ -259,7 +264,7 @@ fn nothing_is_written_through_a_squatted_segment() {
 fn stale_segments_of_any_name_are_reclaimed_and_others_are_not() {
     with_own_shm(
         "size=64m",
-        "stale_segments_of_any_name_are_reclaimed_and_others_are_not",
+        stale_segments_of_any_name_are_reclaimed_and_others_are_not,
         || {
             let (mut killed, name) = start_named("unique:lmc_1");
             let (mut running, other) = start_named("unique:lmc_2");
@@ -294,7 +299,7 @@ fn stale_segments_of_any_name_are_reclaimed_and_others_are_not() {
 fn a_pool_is_no_memory_of_an_engine_under_any_name() {
     with_own_shm(
         "size=64m",
-        "a_pool_is_no_memory_of_an_engine_under_any_name",
+        a_pool_is_no_memory_of_an_engine_under_any_name,
         || {
             let arena = ArenaConfig::shared_unique("lmc_own", 4096).build().unwrap();
             let name = arena.shared_name().unwrap();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::Server;
 use lmc_key::ChunkHash;
-use lmc_testkit::{DEADLINE, Folder, Process, in_lab, is_root, until};
+use lmc_testkit::{DEADLINE, Folder, Process, in_lab, is_root, test_arguments, until};
 use lmc_vllm_adapter::adapters::{
     Endpoint, EngineDescription, KvLayers, LayerTensor, LoadStoreOp, Prompt, SchedulerAdapter,
     WorkerAdapter,
@@ -78,11 +78,7 @@ fn engine(folder: &Path, task: &str) -> Process {
     let mut command = container(folder, true);
     command
         .arg(this)
-        .args([
-            "--exact",
-            "containers::engine_in_a_container",
-            "--nocapture",
-        ])
+        .args(test_arguments(engine_in_a_container))
         .env(TASK, task)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped());

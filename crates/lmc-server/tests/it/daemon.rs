@@ -30,21 +30,24 @@ fn it_listens_at_once_and_stops_clean_on_sigterm() {
 
 #[test]
 fn a_killed_server_leaves_nothing_in_the_way_of_the_next() {
-    let test = "a_killed_server_leaves_nothing_in_the_way_of_the_next";
-    with_own_shm("size=64m", test, || {
-        let (port, http) = (free_port().to_string(), free_port().to_string());
-        let flags = ["--port", &port, "--http-port", &http];
-        let mut first = Server::start(&flags);
-        first.process.kill();
-        let port = first.port;
-        assert!(segment(port).is_some(), "no process could have removed it");
-        let second = Server::start(&flags);
-        let line = second.line("reclaimed");
-        assert!(line.contains(&format!("pid {}", first.id())), "{line}");
-        assert!(second.get("/healthz").starts_with("HTTP/1.1 200"));
-        second.terminate_by(libc::SIGINT);
-        assert!(segment(port).is_none());
-    });
+    with_own_shm(
+        "size=64m",
+        a_killed_server_leaves_nothing_in_the_way_of_the_next,
+        || {
+            let (port, http) = (free_port().to_string(), free_port().to_string());
+            let flags = ["--port", &port, "--http-port", &http];
+            let mut first = Server::start(&flags);
+            first.process.kill();
+            let port = first.port;
+            assert!(segment(port).is_some(), "no process could have removed it");
+            let second = Server::start(&flags);
+            let line = second.line("reclaimed");
+            assert!(line.contains(&format!("pid {}", first.id())), "{line}");
+            assert!(second.get("/healthz").starts_with("HTTP/1.1 200"));
+            second.terminate_by(libc::SIGINT);
+            assert!(segment(port).is_none());
+        },
+    );
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use lmc_testkit::{DEADLINE, Folder, is_root};
+use lmc_testkit::{DEADLINE, Folder, is_root, test_arguments};
 use lmc_vllm_adapter::{Client, Reply, Request};
 
 use crate::common::{Server, ask};
@@ -27,7 +27,7 @@ fn visited_by_stranger(server: &Server, socket: &Path, expected: &str) {
     let output = Command::new("setpriv")
         .args(["--reuid", STRANGER, "--regid", STRANGER, "--clear-groups"])
         .arg(&program)
-        .args(["--exact", "other_users::stranger", "--nocapture"])
+        .args(test_arguments(stranger))
         .env(PORTS, format!("{},{}", server.port, server.http))
         .env(EXPECTED, expected)
         .env(SOCKET, socket)

@@ -206,17 +206,20 @@ fn pool() -> PathBuf {
 /// Finding 7 of the review: `truncate` of the pool killed the server by SIGBUS.
 #[test]
 fn a_pool_that_is_cut_short_ends_the_server_in_order_and_spoils_nothing() {
-    let test = "a_pool_that_is_cut_short_ends_the_server_in_order_and_spoils_nothing";
-    with_own_shm("size=128m", test, || {
-        for cut_to in [0, 1] {
-            let disk = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
-            let found = match cut_to {
-                0 => lose_the_pool(&disk, |_| cut(0)),
-                _ => lose_the_pool(&disk, |_| cut(1 << 20)),
-            };
-            assert!(found > 0, "nothing was on the drive");
-        }
-    });
+    with_own_shm(
+        "size=128m",
+        a_pool_that_is_cut_short_ends_the_server_in_order_and_spoils_nothing,
+        || {
+            for cut_to in [0, 1] {
+                let disk = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
+                let found = match cut_to {
+                    0 => lose_the_pool(&disk, |_| cut(0)),
+                    _ => lose_the_pool(&disk, |_| cut(1 << 20)),
+                };
+                assert!(found > 0, "nothing was on the drive");
+            }
+        },
+    );
 }
 
 fn cut(to: u64) {
@@ -230,21 +233,24 @@ fn cut(to: u64) {
 /// `/dev/shm` killed the server as well.
 #[test]
 fn holes_in_a_full_dev_shm_end_the_server_in_order_and_spoil_nothing() {
-    let test = "holes_in_a_full_dev_shm_end_the_server_in_order_and_spoil_nothing";
-    with_own_shm("size=128m", test, || {
-        let disk = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
-        let found = lose_the_pool(&disk, |server| {
-            // Until /dev/shm is full again a hole reads as zeroes, as if a process had written them.
-            server.signal(libc::SIGSTOP);
-            let punched = Command::new("fallocate")
-                .args(["--punch-hole", "--length", "32MiB"])
-                .arg(pool())
-                .status();
-            assert!(punched.expect("util-linux is there").success());
-            let mut filler = File::create("/dev/shm/filler").expect("a name");
-            while filler.write_all(&[1; 4096]).is_ok() {}
-            server.signal(libc::SIGCONT);
-        });
-        assert!(found > 0, "nothing was on the drive");
-    });
+    with_own_shm(
+        "size=128m",
+        holes_in_a_full_dev_shm_end_the_server_in_order_and_spoil_nothing,
+        || {
+            let disk = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
+            let found = lose_the_pool(&disk, |server| {
+                // Until /dev/shm is full again a hole reads as zeroes, as if a process had written them.
+                server.signal(libc::SIGSTOP);
+                let punched = Command::new("fallocate")
+                    .args(["--punch-hole", "--length", "32MiB"])
+                    .arg(pool())
+                    .status();
+                assert!(punched.expect("util-linux is there").success());
+                let mut filler = File::create("/dev/shm/filler").expect("a name");
+                while filler.write_all(&[1; 4096]).is_ok() {}
+                server.signal(libc::SIGCONT);
+            });
+            assert!(found > 0, "nothing was on the drive");
+        },
+    );
 }

@@ -7,10 +7,11 @@ mod agents;
 
 mod scenarios;
 
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Instant;
 
 use crate::support::nixl::{NixlRig, SCENARIO, skipped};
+use lmc_testkit::own_test;
 use lmc_transfer::conformance;
 
 const TCP: &str = "tcp";
@@ -22,14 +23,7 @@ fn run(scenario: &str, transports: &str) {
     if skipped() {
         return;
     }
-    let exe = std::env::current_exe().expect("the test program has a path");
-    let output = Command::new(exe)
-        .args([
-            "--exact",
-            "nixl::scenario",
-            "--nocapture",
-            "--test-threads=1",
-        ])
+    let output = own_test(self::scenario)
         .env(SCENARIO, scenario)
         .env("UCX_TLS", transports)
         .env("UCX_NET_DEVICES", "lo")
@@ -138,9 +132,7 @@ fn handshakes_of_strangers_are_refused() {
 /// The first test in a process without the library; needs none.
 #[test]
 fn a_missing_library_is_an_error() {
-    let exe = std::env::current_exe().expect("the test program has a path");
-    let output = Command::new(exe)
-        .args(["--exact", "nixl::scenario", "--nocapture"])
+    let output = own_test(scenario)
         .env(SCENARIO, "missing")
         .env("LMC_NIXL_LIBRARY", "/nonexistent/libnixl_capi.so")
         .output()

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot};
-use lmc_testkit::{Folder, Process, free_port, rounds, soon, until};
+use lmc_testkit::{Folder, Process, free_port, own_test, rounds, soon, until};
 use lmc_transfer::conformance::{check_value, fill_value};
 use lmc_transfer::{
     Address, ChannelConfig, Index, PeerId, Rights, Slot, SocketChannel, SocketConfig,
@@ -145,10 +145,8 @@ struct Peer {
 
 impl Peer {
     fn start(listen: &Address, change: impl FnOnce(&mut Command)) -> Self {
-        let program = std::env::current_exe().expect("a running test");
-        let mut command = Command::new(program);
+        let mut command = own_test(peer);
         command
-            .args(["two_processes::peer", "--exact", "--ignored", "--nocapture"])
             .env(LISTEN, listen.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());

@@ -7,7 +7,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::common::{Answer as _, CHUNK, Server, Worker, chunk_bytes, lookup, prompt};
-use lmc_testkit::{in_lab, rounds};
+use lmc_testkit::{in_lab, own_test, rounds, test_arguments};
 use lmc_vllm_adapter::{CacheKey, Client, Keepalive, Reply, Request, ServiceConfig};
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -94,19 +94,11 @@ struct Process {
 
 impl Process {
     fn start(server: SocketAddr) -> Self {
-        Self::launch(
-            Command::new(std::env::current_exe().expect("this test")),
-            server,
-        )
+        Self::launch(own_test(a_worker_process), server)
     }
 
     fn launch(mut command: Command, server: SocketAddr) -> Self {
         let mut child = command
-            .args([
-                "--exact",
-                "cut_connections::a_worker_process",
-                "--nocapture",
-            ])
             .env(AS_PROCESS, server.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -630,6 +622,7 @@ fn slots_of_a_host_that_vanishes_are_released() {
     let mut command = Command::new("ip");
     command.args(["netns", "exec", &network.name]);
     command.arg(std::env::current_exe().expect("this test"));
+    command.args(test_arguments(a_worker_process));
     let mut process = Process::launch(command, server.address);
     process.run("register");
     process.run("prepare");

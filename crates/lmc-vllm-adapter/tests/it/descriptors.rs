@@ -7,11 +7,11 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use crate::common::{Answer as _, CHUNK, Server, Worker, prompt};
-use lmc_testkit::{Folder, Process, until};
+use lmc_testkit::{Folder, Process, own_test, until};
 use lmc_vllm_adapter::{Client, Reply, Request, encode_request_frames};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -295,10 +295,8 @@ fn a_taker_process() {
 #[test]
 fn slots_of_a_killed_taker_are_released_at_once_and_those_of_a_stopped_one_are_held() {
     let (server, folder) = server(false);
-    let this = std::env::current_exe().expect("a path");
     let mut taker = Process::spawn(
-        Command::new(this)
-            .args(["--exact", "descriptors::a_taker_process", "--nocapture"])
+        own_test(a_taker_process)
             .env(SOCKET, folder.join("lmc.sock"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped()),

@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::process::{ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{ChildStdin, ChildStdout, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use libc::{SIGCONT, SIGKILL, SIGSTOP};
 use lmc_memory::ArenaConfig;
-use lmc_testkit::Process;
+use lmc_testkit::{Process, own_test};
 use lmc_transfer::conformance::{Side, check_value, fill_value};
 use lmc_transfer::{
     Address, ChannelConfig, ConnectError, Index, Key, NixlChannel, NixlConfig, PeerId, Slot,
@@ -162,10 +162,8 @@ struct Other {
 
 impl Other {
     fn start(rig: &NixlRig, name: &str) -> Self {
-        let exe = env::current_exe().expect("the test program has a path");
-        let mut command = Command::new(exe);
+        let mut command = own_test(super::scenario);
         command
-            .args(["--exact", "scenario", "--nocapture", "--test-threads=1"])
             .env(SCENARIO, "peer")
             .env(FOLDER, rig.folder())
             .env(NAME, name)
