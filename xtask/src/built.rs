@@ -17,14 +17,14 @@ pub(crate) struct Built {
 }
 
 impl Built {
-    /// Compiles the tests of the workspace and the examples that steps run, as the lab's own step of
-    /// tests does.
+    /// Compiles the tests of the workspace, as the lab's own step of tests does, and the libraries and
+    /// examples that steps use: Python loads a library that no test is linked with.
     pub(crate) fn workspace() -> Result<Self> {
         let crates = format!("--workspace {}", nixl::features()?);
         Self::of(
             &crates,
             test::TARGETS,
-            "--example two_sides --example crash",
+            "--lib --example two_sides --example crash",
         )
     }
 
