@@ -185,6 +185,7 @@ def main():
                         help="of chunks, by lmc's connector")
     parser.add_argument("--prefix-caching", action="store_true")
     parser.add_argument("--blocks", type=int, help="of the KV cache")
+    parser.add_argument("--block-size", type=int, help="in tokens")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="in one step at most")
     parser.add_argument("--local", action="store_true",
                         help="lmc's own connector finds the server by itself")
@@ -222,6 +223,7 @@ def main():
         dtype=args.dtype,
         max_num_batched_tokens=args.batched_tokens,
         num_gpu_blocks_override=args.blocks,
+        block_size=args.block_size,
         max_model_len=4096,
         tensor_parallel_size=args.tp,
         kv_transfer_config=connector(args),

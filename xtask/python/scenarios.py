@@ -616,6 +616,53 @@ def wrong_dtype(run):
     run.nothing_held("wrong dtype")
 
 
+def block_sizes(run):
+    """Engines with blocks of 64 and of 128 tokens, at once and one after the other, in both modes, in
+    memory and through a shared store: each finds what its like stored, and nothing of the other."""
+    if run.args.peer:
+        return
+    for mode in ("engine_driven", "lmcache_driven"):
+        folder = tempfile.mkdtemp(prefix="lmc-blocks-")
+        servers = []
+
+        def start():
+            server = Server(run.args, "--remote", f"file://{folder}", "--remote-locate-timeout", "5s")
+            servers.append(server)
+            server.start()
+            engines = [run.engine(f"blocks-{mode}-{size}-{len(servers)}", port=server.port,
+                                  mode=mode, block_size=size) for size in (64, 128)]
+            return server, [engine.ready() for engine in engines]
+
+        def written(server, chunks):
+            lower = server.status()["lmc"]["lower"][0]
+            check(f"block sizes, {mode}: {chunks} chunks are written",
+                  eventually(lambda: server.status()["lmc"]["lower"][0]["written"] == chunks),
+                  str(lower))
+
+        try:
+            server, (small, large) = start()
+            run.cold_and_warm(f"block sizes, {mode}, 64", small, 5)
+            run.cold_and_warm(f"block sizes, {mode}, 128 beside it", large, 5)
+            run.warm(f"block sizes, {mode}, 64 again", small, 5)
+            run.cold_and_warm(f"block sizes, {mode}, 64 alone", small, 6)
+            written(server, 27)
+            for engine in (small, large):
+                engine.kill()
+            server.discard()
+            # Both restart, as does the server: all that they find lies in the store.
+            server, (small, large) = start()
+            run.cold_and_warm(f"block sizes, {mode}, 128 where only 64 was", large, 6)
+            run.warm(f"block sizes, {mode}, 128 out of the store", large, 5)
+            run.warm(f"block sizes, {mode}, 64 out of the store", small, 5)
+            for engine in (small, large):
+                engine.kill()
+        finally:
+            for server in servers:
+                if server.child and server.child.process.poll() is None:
+                    server.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def serve(run):
     """`vllm serve` with the line that `lmc serve` printed, and lmc's own connector as its page says,
     asked over HTTP, as a user would."""
@@ -751,8 +798,8 @@ def rank_faults(run, name, pair):
 
 # `connector` is the last: it kills the server, whose chunks `sharing_and_death` finds.
 SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart, peers,
-             remote, skip_save, wrong_dtype, serve, tensor_parallel, events, containers, lora,
-             hybrid, latent, lmcache_server, connector]
+             remote, skip_save, wrong_dtype, block_sizes, serve, tensor_parallel, events, containers,
+             lora, hybrid, latent, lmcache_server, connector]
 
 
 # What uses `run.one`, an engine with the stock connector.

@@ -256,6 +256,13 @@ impl CacheEngine {
         self.0.lower.is_some()
     }
 
+    /// Returns true if a lower tier is shared with other processes, so that they are given chunks of
+    /// this one and it theirs.
+    pub fn has_shared_tiers(&self) -> bool {
+        let lower = self.0.lower.as_ref();
+        lower.is_some_and(|lower| lower.tiers().has_shared())
+    }
+
     /// Returns the longest time that [`Lookup::wait`](crate::Lookup::wait) takes; zero without
     /// lower tiers.
     pub fn lookup_timeout(&self) -> Duration {

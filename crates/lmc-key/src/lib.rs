@@ -22,6 +22,7 @@
 //!     dtype: "bfloat16".parse()?,
 //!     salt: "tenant-a".parse()?,
 //!     identity: "weights of 2026-11".parse()?,
+//!     tags: None,
 //! };
 //!
 //! let prompt: Vec<u32> = (0..600).collect();
@@ -64,7 +65,7 @@ mod printable;
 pub use printable::Printable;
 
 mod space;
-pub use space::{KeySpace, LayoutFingerprint, SpaceId};
+pub use space::{KeySpace, LayoutFingerprint, SpaceId, TagsId};
 
 /// The README's examples, compiled and run with the doctests.
 #[cfg(doctest)]

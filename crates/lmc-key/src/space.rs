@@ -10,11 +10,16 @@ use crate::{DtypeName, HashAlgorithm, IdentityText, ModelName, Salt};
 /// the two never meet.
 const ENCODING: &str = "lmc 2026-11 key space v1";
 const LAYOUT_ENCODING: &str = "lmc 2026-11 layout fingerprint v1";
+const TAGS_ENCODING: &str = "lmc 2026-11 tags v1";
 
 /// A digest of a chunk's layout: shape, element type and order of its bytes, of every group.
 /// Two layouts with one fingerprint may read each other's chunks; no others may.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LayoutFingerprint([u8; 16]);
+
+/// Digest of the tags of a request, which keep its chunks apart from those of other tags.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TagsId([u8; 16]);
 
 /// Digest of a whole [`KeySpace`], in 16 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -41,6 +46,8 @@ pub struct KeySpace {
     pub salt: Salt,
     /// Text that the operator adds.
     pub identity: IdentityText,
+    /// Tags of the requests; `None` for requests without tags.
+    pub tags: Option<TagsId>,
 }
 
 impl LayoutFingerprint {
@@ -50,6 +57,23 @@ impl LayoutFingerprint {
         let mut hasher = blake3::Hasher::new_derive_key(LAYOUT_ENCODING);
         hasher.update(description);
         Self(truncated(&hasher))
+    }
+}
+
+impl TagsId {
+    /// Returns the digest of tags: names with encoded values, in the order of the names. `None` if
+    /// there are no tags.
+    pub fn of<'a>(tags: impl IntoIterator<Item = (&'a str, &'a [u8])>) -> Option<Self> {
+        let mut hasher = blake3::Hasher::new_derive_key(TAGS_ENCODING);
+        let mut is_empty = true;
+        for (name, value) in tags {
+            is_empty = false;
+            for bytes in [name.as_bytes(), value] {
+                hasher.update(&(bytes.len() as u64).to_le_bytes());
+                hasher.update(bytes);
+            }
+        }
+        (!is_empty).then(|| Self(truncated(&hasher)))
     }
 }
 
@@ -68,6 +92,7 @@ impl KeySpace {
             dtype,
             salt,
             identity,
+            tags,
         } = self;
         let mut hasher = blake3::Hasher::new_derive_key(ENCODING);
         hasher.update(&[algorithm.code()]);
@@ -83,6 +108,11 @@ impl KeySpace {
         if !identity.is_empty() {
             hasher.update(&(identity.as_str().len() as u64).to_le_bytes());
             hasher.update(identity.as_str().as_bytes());
+        }
+        if let Some(tags) = tags {
+            // No identity is that long.
+            hasher.update(&u64::MAX.to_le_bytes());
+            hasher.update(&tags.0);
         }
         SpaceId(truncated(&hasher))
     }
@@ -132,7 +162,7 @@ macro_rules! sixteen_bytes {
     )*};
 }
 
-sixteen_bytes!(LayoutFingerprint, SpaceId);
+sixteen_bytes!(LayoutFingerprint, SpaceId, TagsId);
 
 #[cfg(test)]
 mod tests {
@@ -148,6 +178,7 @@ mod tests {
             dtype: "half".parse().unwrap(),
             salt: Salt::default(),
             identity: IdentityText::default(),
+            tags: None,
         }
     }
 
@@ -183,6 +214,23 @@ mod tests {
                 ..space()
             },
             KeySpace {
+                identity: "a".parse().unwrap(),
+                ..space()
+            },
+            KeySpace {
+                tags: TagsId::of([("user", &b"a"[..])]),
+                ..space()
+            },
+            KeySpace {
+                tags: TagsId::of([("user", &b"b"[..])]),
+                ..space()
+            },
+            KeySpace {
+                tags: TagsId::of([("use", &b"ra"[..])]),
+                ..space()
+            },
+            KeySpace {
+                tags: TagsId::of([("user", &b"a"[..])]),
                 identity: "a".parse().unwrap(),
                 ..space()
             },

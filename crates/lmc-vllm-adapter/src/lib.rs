@@ -28,7 +28,7 @@ pub use protocol::{
     BlockAllocation, CacheKey, ConfigValue, CpuShm, DecodeError, DescriptorError,
     EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, KvDescriptor, KvEvent,
     KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
-    SlotDescriptor, Sources, TensorMeta, ValueError,
+    SlotDescriptor, Sources, TensorMeta, UnknownFields, ValueError,
 };
 pub use service::{
     ClientId, EventLogStatus, HISTOGRAM_BUCKETS, HeldStatus, HistogramSnapshot, InspectError,

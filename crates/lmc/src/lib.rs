@@ -150,6 +150,7 @@ impl CacheBuilder {
             dtype: name("dtype", "bytes")?,
             salt: name("salt", &self.salt)?,
             identity: name("identity", "")?,
+            tags: None,
         };
         let arena = Arc::new(ArenaConfig::anonymous(self.dram).build()?);
         let mut tiers: Vec<LowerTier> = Vec::new();

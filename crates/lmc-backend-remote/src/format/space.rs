@@ -75,6 +75,8 @@ struct Json {
     salted: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     salt_digest: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    tags: Option<String>,
 }
 
 impl SpaceRecord {
@@ -140,6 +142,7 @@ impl SpaceRecord {
             identity: fields.identity.as_str().to_owned(),
             salted,
             salt_digest: digest.map(hex),
+            tags: fields.tags.map(|tags| tags.to_string()),
         };
         let mut bytes = serde_json::to_vec_pretty(&json).expect("texts and numbers are JSON");
         bytes.push(b'\n');
@@ -176,6 +179,7 @@ fn read(space: SpaceId, bytes: &[u8]) -> Option<SpaceRecord> {
         dtype: json.dtype.parse::<DtypeName>().ok()?,
         salt: Salt::default(),
         identity: json.identity.parse::<IdentityText>().ok()?,
+        tags: json.tags.map(|tags| tags.parse()).transpose().ok()?,
     };
     let is_whole = json.space.parse() == Ok(space)
         && match json.salted {
@@ -197,6 +201,8 @@ fn read(space: SpaceId, bytes: &[u8]) -> Option<SpaceRecord> {
 mod tests {
     use proptest::prelude::*;
 
+    use lmc_key::TagsId;
+
     use super::*;
 
     const DIGEST: [u8; 16] = [0xd1; 16];
@@ -211,6 +217,7 @@ mod tests {
             dtype: "bfloat16".parse().unwrap(),
             salt: salt.parse().unwrap(),
             identity: "r1".parse().unwrap(),
+            tags: None,
         }
     }
 
@@ -288,10 +295,11 @@ mod tests {
         }
 
         #[test]
-        fn descriptions_come_back(model in "[^\\p{Cc}]{1,200}", identity in "[^\\p{Cc}]{0,60}", world_size: u32, digest: Option<[u8; 16]>) {
+        fn descriptions_come_back(model in "[^\\p{Cc}]{1,200}", identity in "[^\\p{Cc}]{0,60}", world_size: u32, tags: Option<[u8; 16]>, digest: Option<[u8; 16]>) {
             let space = KeySpace {
                 model: model.parse().unwrap(),
                 identity: identity.parse().unwrap(),
+                tags: tags.map(TagsId::new),
                 world_size,
                 ..space("salt")
             };

@@ -558,6 +558,7 @@ fn described_space(salt: &str) -> (KeySpace, ChunkKey) {
         dtype: "half".parse().unwrap(),
         salt: salt.parse().unwrap(),
         identity: IdentityText::default(),
+        tags: None,
     };
     let key = ChunkKey {
         space: space.id(),

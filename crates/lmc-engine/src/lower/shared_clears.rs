@@ -12,7 +12,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 
 impl Tiers {
     /// Returns true if there is a tier through which other processes may pass clears on.
-    pub(super) fn has_shared(&self) -> bool {
+    pub(crate) fn has_shared(&self) -> bool {
         let mut tiers = self.tiers.iter();
         tiers.any(|tier| tier.backend.sharing() == Sharing::Shared)
     }

@@ -6,7 +6,7 @@ use std::thread;
 
 use lmc_key::{
     ChunkHash, ChunkHasher, ChunkKey, HashAlgorithm, HashMemo, KeySpace, LayoutFingerprint, Salt,
-    SpaceId, Token,
+    SpaceId, TagsId, Token,
 };
 use proptest::prelude::*;
 
@@ -43,20 +43,30 @@ fn name(longest: usize) -> impl Strategy<Value = String> {
 fn space() -> impl Strategy<Value = KeySpace> {
     let salt = name(60).prop_map(|salt| salt.replace(['@', '/', '\\'], "%"));
     let salt = prop_oneof![Just(String::new()), salt];
-    let numbers = (algorithm(), 1..=65_536_u32, any::<u32>(), any::<[u8; 16]>());
+    let tags = any::<Option<[u8; 16]>>();
+    let numbers = (
+        algorithm(),
+        1..=65_536_u32,
+        any::<u32>(),
+        any::<[u8; 16]>(),
+        tags,
+    );
     let model = name(60).prop_map(|model| model.replace(char::is_control, "?"));
     let identity = name(60).prop_map(|text| text.replace(char::is_control, "%"));
     let identity = prop_oneof![Just(String::new()), identity];
     (numbers, model, "[a-z0-9_]{1,32}", salt, identity).prop_map(
-        |((algorithm, chunk_size, world_size, layout), model, dtype, salt, identity)| KeySpace {
-            algorithm,
-            chunk_size,
-            model: model.parse().unwrap(),
-            world_size,
-            layout: LayoutFingerprint::new(layout),
-            dtype: dtype.parse().unwrap(),
-            salt: salt.parse().unwrap(),
-            identity: identity.parse().unwrap(),
+        |((algorithm, chunk_size, world_size, layout, tags), model, dtype, salt, identity)| {
+            KeySpace {
+                algorithm,
+                chunk_size,
+                model: model.parse().unwrap(),
+                world_size,
+                layout: LayoutFingerprint::new(layout),
+                dtype: dtype.parse().unwrap(),
+                salt: salt.parse().unwrap(),
+                identity: identity.parse().unwrap(),
+                tags: tags.map(TagsId::new),
+            }
         },
     )
 }
@@ -89,7 +99,7 @@ proptest! {
 
     /// Two spaces have one id only if they are one.
     #[test]
-    fn ids_differ_as_spaces_do(one in space(), other in space(), take in 0..256_u32) {
+    fn ids_differ_as_spaces_do(one in space(), other in space(), take in 0..512_u32) {
         // Each field of one or the other: pairs that differ in some fields only.
         let from = |bit: u32| if take & (1 << bit) == 0 { &one } else { &other };
         let mixed = KeySpace {
@@ -101,6 +111,7 @@ proptest! {
             dtype: from(5).dtype.clone(),
             salt: from(6).salt.clone(),
             identity: from(7).identity.clone(),
+            tags: from(8).tags,
         };
         prop_assert_eq!(mixed.id() == one.id(), mixed == one);
         prop_assert_eq!(mixed.id() == other.id(), mixed == other);

@@ -116,6 +116,7 @@ fn space_ids_are_those_of_their_description() {
             salt: text(&case, "salt").parse().unwrap(),
             // The first vectors are from before the field: ids without an identity stay.
             identity: case["identity"].as_str().unwrap_or("").parse().unwrap(),
+            tags: None,
         };
         assert_eq!(space.layout.to_string(), text(&case, "layout_fingerprint"));
         assert_eq!(space.id().to_string(), text(&case, "space_id"));

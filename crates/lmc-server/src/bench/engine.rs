@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use lmc_vllm_adapter::{
     CacheKey, Client, CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor, RegisterKvCache,
-    Reply, Request, SlotDescriptor, TensorMeta,
+    Reply, Request, SlotDescriptor, TensorMeta, UnknownFields,
 };
 
 use super::args::{BenchArgs, Mode};
@@ -137,6 +137,7 @@ fn register_engine_driven(plan: &Plan, client: &mut Client, instance_id: u64) ->
         use_mla: false,
         num_physical_slots: Some(plan.chunk_tokens as u32),
         record: None,
+        unknown: UnknownFields::default(),
     }))?;
     let Reply::Registered {
         shm_name,
@@ -196,6 +197,7 @@ fn register_paged(plan: &Plan, client: &mut Client, instance_id: u64) -> Result<
         world_size: args.tp,
         engine_type: "vllm".to_owned(),
         kv_layout: Some("HND".to_owned()),
+        unknown_hints: UnknownFields::default(),
         groups: vec![EngineGroup {
             layer_indices: (0..args.layers).collect(),
             tokens_per_block: args.block_size,

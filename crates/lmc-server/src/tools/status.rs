@@ -195,6 +195,15 @@ fn workers(out: &mut String, instances: &Value) {
                 "  gone"
             }
         );
+        let unknown = instance["unknown_fields"].as_array();
+        for field in unknown.into_iter().flatten() {
+            let _ = writeln!(
+                out,
+                "  its registration has the field {}, which this version does not know: it shares \
+                 chunks only with workers that send the same value",
+                text(field)
+            );
+        }
     }
 }
 

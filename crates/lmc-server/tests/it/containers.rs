@@ -17,6 +17,7 @@ use lmc_vllm_adapter::adapters::{
 };
 use lmc_vllm_adapter::{
     CacheKey, Client, EngineDrivenContext, LOCAL_SOCKET, Reply, Request, RequestConfigs,
+    UnknownFields,
 };
 
 /// Makes a process of this test an engine, with what it is to do.
@@ -258,6 +259,7 @@ fn prepare() {
         use_mla: false,
         num_physical_slots: Some(CHUNK as u32),
         record: None,
+        unknown: UnknownFields::default(),
     };
     let registration = Request::RegisterEngineDriven(registration);
     client.ask(&registration).expect("registered");

@@ -7,7 +7,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use lmc_testkit::{DEADLINE, Folder, until};
-use lmc_vllm_adapter::{CacheKey, Client, ClientError, EngineDrivenContext, Reply, Request};
+use lmc_vllm_adapter::{
+    CacheKey, Client, ClientError, ConfigValue, EngineDrivenContext, Reply, Request, UnknownFields,
+};
 
 use crate::common::{Server, lmc, registration};
 
@@ -443,16 +445,8 @@ fn one_plane_is_not_taken_for_latent_attention() {
     let mut client = server.client();
     let mut is_mla = |instance_id: u64, use_mla: bool| {
         let registered = client.ask(&Request::RegisterEngineDriven(EngineDrivenContext {
-            instance_id,
-            model_name: "llama".to_owned(),
-            world_size: 1,
-            block_size: 16,
-            num_layers: 4,
-            hidden_dim_size: 256,
-            dtype: "bfloat16".to_owned(),
             use_mla,
-            num_physical_slots: None,
-            record: None,
+            ..llama(instance_id)
         }));
         assert!(
             matches!(registered, Ok(Reply::Registered { .. })),
@@ -466,4 +460,61 @@ fn one_plane_is_not_taken_for_latent_attention() {
     };
     assert_eq!(is_mla(1, false), Some(false.into()));
     assert_eq!(is_mla(2, true), None);
+}
+
+fn llama(instance_id: u64) -> EngineDrivenContext {
+    EngineDrivenContext {
+        instance_id,
+        model_name: "llama".to_owned(),
+        world_size: 1,
+        block_size: 16,
+        num_layers: 4,
+        hidden_dim_size: 256,
+        dtype: "bfloat16".to_owned(),
+        use_mla: false,
+        num_physical_slots: None,
+        record: None,
+        unknown: UnknownFields::default(),
+    }
+}
+
+/// Until 336c9b4 an engine that has its heads before its tokens was given chunks of one that has
+/// not, and nothing said that this depends on what the client does not send.
+#[test]
+fn engines_whose_order_is_unknown_cause_one_warning_where_chunks_are_shared() {
+    let folder = Folder::temporary();
+    let store = format!("file://{}", folder.text());
+    for (flags, warnings) in [
+        (&["--remote", store.as_str()][..], 1),
+        (&["--remote", store.as_str(), "--identity", "a"], 0),
+        (&[], 0),
+    ] {
+        let server = Server::start(flags);
+        let mut client = server.client();
+        for instance_id in [1, 2] {
+            let registered = client.ask(&Request::RegisterEngineDriven(llama(instance_id)));
+            assert!(matches!(registered, Ok(Reply::Registered { .. })));
+        }
+        server.line("instance=2");
+        let log = server.log();
+        let warned = log.iter().filter(|line| line.contains("--identity TEXT"));
+        assert_eq!(warned.count(), warnings, "{flags:?}: {log:#?}");
+    }
+}
+
+#[test]
+fn fields_of_a_registration_that_are_not_known_are_named() {
+    let server = Server::start(&[]);
+    let mut client = server.client();
+    let registered = client.ask(&Request::RegisterEngineDriven(EngineDrivenContext {
+        unknown: UnknownFields::of([("kv_order", ConfigValue::Int(1))]),
+        ..llama(1)
+    }));
+    assert!(matches!(registered, Ok(Reply::Registered { .. })));
+    server.line("kv_order");
+    let url = format!("127.0.0.1:{}", server.http);
+    let status = lmc().args(["status", "--url", &url]).output();
+    let status = status.expect("lmc status");
+    let status = String::from_utf8_lossy(&status.stdout);
+    assert!(status.contains("kv_order"), "{status}");
 }

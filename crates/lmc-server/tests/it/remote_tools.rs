@@ -56,6 +56,7 @@ fn space(model: &str, salt: &str) -> KeySpace {
         dtype: "half".parse().expect("a name"),
         salt: salt.parse().expect("a salt"),
         identity: IdentityText::default(),
+        tags: None,
     }
 }
 

@@ -21,7 +21,7 @@ use crate::adapters::{
     AdapterError, Endpoint, EngineDescription, KvLayers, LogLine, Prompt, Timeouts,
 };
 use crate::protocol::{
-    CacheKey, EngineDrivenContext, EngineRecord, Reply, Request, RequestConfigs,
+    CacheKey, EngineDrivenContext, EngineRecord, Reply, Request, RequestConfigs, UnknownFields,
 };
 
 /// One transfer between blocks of the engine and chunks of a prompt.
@@ -437,6 +437,7 @@ impl Shared {
                 identity: engine.identity.clone(),
                 layout: described.layout.clone(),
             }),
+            unknown: UnknownFields::default(),
         })
     }
 

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use crate::protocol::{
     BlockAllocation, CacheKey, CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor,
-    RegisterKvCache, Reply, Request, SlotDescriptor, TensorMeta,
+    RegisterKvCache, Reply, Request, SlotDescriptor, TensorMeta, UnknownFields,
 };
 use crate::service::{
     ClientId, Job, Life, NextBatch, Outcome, Peer, Service, ServiceConfig, Subscription, Witness,
@@ -211,6 +211,7 @@ impl Environment<'_> {
             world_size: WORLD_SIZE,
             engine_type: "vllm".to_owned(),
             kv_layout: Some("NHD".to_owned()),
+            unknown_hints: UnknownFields::default(),
             groups: vec![EngineGroup {
                 layer_indices: vec![0],
                 tokens_per_block: BLOCK as u32,
@@ -446,6 +447,7 @@ fn registration(instance_id: u64, model: usize, dtype: usize) -> Request {
         use_mla: false,
         num_physical_slots: None,
         record: None,
+        unknown: UnknownFields::default(),
     })
 }
 

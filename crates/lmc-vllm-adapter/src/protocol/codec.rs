@@ -4,8 +4,10 @@
 //! is absent if the operation returns nothing. A refusal is `[uid, text]`: the text of the error
 //! instead of the operation.
 
+use std::collections::BTreeMap;
+
 use bytes::Bytes;
-use lmc_key::ChunkHash;
+use lmc_key::{ChunkHash, TagsId};
 use thiserror::Error;
 
 use crate::protocol::descriptor::{DescriptorError, KvDescriptor, MAX_DESCRIPTOR};
@@ -13,8 +15,10 @@ use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, 
 use crate::protocol::{
     BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest,
     KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
-    SlotDescriptor, Sources,
+    SlotDescriptor, Sources, UnknownFields,
 };
+
+use crate::protocol::operation::TAG;
 
 /// Most tokens that one prompt may have.
 pub(crate) const MAX_TOKENS: usize = 4 << 20;
@@ -187,15 +191,19 @@ pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Req
         _ => {}
     }
     Ok(match operation {
-        Operation::RegisterKvCache => Request::RegisterKvCache(Box::new(RegisterKvCache {
-            instance_id: p.read(0, |r| r.number("instance_id"))?,
-            kv_caches: p.descriptors(1)?,
-            model_name: p.read(2, |r| name(r, "model_name"))?,
-            world_size: p.read(3, world_size)?,
-            engine_type: p.read(4, |r| name(r, "engine_type"))?,
-            kv_layout: p.read(5, layout_hints)?,
-            groups: p.read(6, engine_groups)?,
-        })),
+        Operation::RegisterKvCache => {
+            let (kv_layout, unknown_hints) = p.read(5, layout_hints)?;
+            Request::RegisterKvCache(Box::new(RegisterKvCache {
+                instance_id: p.read(0, |r| r.number("instance_id"))?,
+                kv_caches: p.descriptors(1)?,
+                model_name: p.read(2, |r| name(r, "model_name"))?,
+                world_size: p.read(3, world_size)?,
+                engine_type: p.read(4, |r| name(r, "engine_type"))?,
+                kv_layout,
+                unknown_hints,
+                groups: p.read(6, engine_groups)?,
+            }))
+        }
         Operation::UnregisterKvCache | Operation::UnregisterEngineDriven => Request::Unregister {
             instance_id: p.read(0, |r| r.number("instance_id"))?,
             engine_driven: operation == Operation::UnregisterEngineDriven,
@@ -460,13 +468,14 @@ fn chunk_hashes(reader: &mut Reader<'_>) -> Result<Vec<ChunkHash>, ValueError> {
 }
 
 /// Reads the settings of a request. Ignores an entry that is unknown or whose value has another
-/// type, because users of the engine choose both. Peers that are named in a wrong way are an error
+/// type, because users of the engine choose both; a tag may have any value. Peers that are named in a wrong way are an error
 /// of the lookup only: a refused store could end the engine.
 fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError> {
     let mut configs = RequestConfigs::default();
     if reader.nil()? {
         return Ok(configs);
     }
+    let mut tags = BTreeMap::new();
     for _ in 0..reader.map("request_configs", MAX_CONFIGS)? {
         let name = reader.str("request config", MAX_NAME)?;
         match name {
@@ -475,9 +484,11 @@ fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError
                 None => reader.skip()?,
             },
             "lmcache.p2p.source" => configs.sources = sources(reader)?,
+            tag if tag.starts_with(TAG) => _ = tags.insert(tag, reader.raw()?),
             _ => reader.skip()?,
         }
     }
+    configs.tags = TagsId::of(tags);
     Ok(configs)
 }
 
@@ -508,16 +519,26 @@ fn salt(reader: &mut Reader<'_>) -> Result<String, ValueError> {
     Ok(salt.to_owned())
 }
 
-fn layout_hints(reader: &mut Reader<'_>) -> Result<Option<String>, ValueError> {
-    let mut layout = None;
+/// Keeps a field that this version does not know.
+fn unknown_field(
+    unknown: &mut UnknownFields,
+    name: &str,
+    reader: &mut Reader<'_>,
+) -> Result<(), ValueError> {
+    unknown.0.insert(name.to_owned(), reader.raw()?.to_vec());
+    Ok(())
+}
+
+fn layout_hints(reader: &mut Reader<'_>) -> Result<(Option<String>, UnknownFields), ValueError> {
+    let (mut layout, mut unknown) = (None, UnknownFields::default());
     for _ in 0..reader.map("layout_hints", 64)? {
         match reader.str("layout hint", MAX_NAME)? {
             "kv_layout" if !reader.nil()? => layout = Some(name(reader, "kv_layout")?),
             "kv_layout" => {}
-            _ => reader.skip()?,
+            other => unknown_field(&mut unknown, other, reader)?,
         }
     }
-    Ok(layout)
+    Ok((layout, unknown))
 }
 
 fn engine_groups(reader: &mut Reader<'_>) -> Result<Vec<EngineGroup>, ValueError> {
@@ -541,8 +562,11 @@ fn engine_group(reader: &mut Reader<'_>) -> Result<EngineGroup, ValueError> {
             }
             "tokens_per_block" => group.tokens_per_block = reader.number("tokens_per_block")?,
             "sw_size_tokens" => group.sw_size_tokens = reader.number("sw_size_tokens")?,
+            "extra_object_group_tag" => {
+                group.extra_object_group_tag = reader.number("extra_object_group_tag")?;
+            }
             "recurrent_state" => group.recurrent_state = reader.bool()?,
-            _ => reader.skip()?,
+            other => unknown_field(&mut group.unknown, other, reader)?,
         }
     }
     Ok(group)
@@ -552,6 +576,7 @@ fn engine_driven_context(reader: &mut Reader<'_>) -> Result<EngineDrivenContext,
     let (mut instance_id, mut model_name, mut world, mut block_size) = (None, None, None, None);
     let (mut num_layers, mut hidden, mut dtype, mut use_mla) = (None, None, None, None);
     let (mut num_physical_slots, mut identity, mut layout) = (None, None, None);
+    let mut unknown = UnknownFields::default();
     for _ in 0..reader.map("registration", 64)? {
         match reader.str("registration field", MAX_NAME)? {
             "instance_id" => instance_id = Some(reader.number("instance_id")?),
@@ -568,7 +593,7 @@ fn engine_driven_context(reader: &mut Reader<'_>) -> Result<EngineDrivenContext,
             "num_physical_slots" => {}
             IDENTITY => identity = Some(reader.str(IDENTITY, MAX_RECORD)?.to_owned()),
             LAYOUT => layout = Some(reader.str(LAYOUT, MAX_RECORD)?.to_owned()),
-            _ => reader.skip()?,
+            other => unknown_field(&mut unknown, other, reader)?,
         }
     }
     let record = match (identity, layout) {
@@ -591,6 +616,7 @@ fn engine_driven_context(reader: &mut Reader<'_>) -> Result<EngineDrivenContext,
         use_mla: use_mla.ok_or(ValueError::Missing("use_mla"))?,
         num_physical_slots,
         record,
+        unknown,
     })
 }
 

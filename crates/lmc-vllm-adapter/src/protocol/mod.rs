@@ -12,6 +12,6 @@ pub use msgpack::ValueError;
 pub use operation::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, EngineRecord,
     IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request,
-    RequestConfigs, SlotDescriptor, Sources,
+    RequestConfigs, SlotDescriptor, Sources, UnknownFields,
 };
 pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR};

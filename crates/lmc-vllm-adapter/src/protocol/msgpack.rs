@@ -272,6 +272,13 @@ impl<'a> Reader<'a> {
         Ok(len)
     }
 
+    /// Reads one value of any type and returns its bytes.
+    pub(crate) fn raw(&mut self) -> Result<&'a [u8], ValueError> {
+        let start = self.pos;
+        self.skip()?;
+        Ok(&self.buf[start..self.pos])
+    }
+
     /// Skips one value of any type.
     pub(crate) fn skip(&mut self) -> Result<(), ValueError> {
         self.skip_at(0)
@@ -438,6 +445,11 @@ impl Writer {
             16..=0xffff => self.marked(0xde, &(len as u16).to_be_bytes()),
             _ => self.marked(0xdf, &(len as u32).to_be_bytes()),
         }
+    }
+
+    /// Appends a value that is encoded already.
+    pub(crate) fn raw(&mut self, value: &[u8]) {
+        self.out.extend_from_slice(value);
     }
 
     fn marked(&mut self, marker: u8, bytes: &[u8]) {

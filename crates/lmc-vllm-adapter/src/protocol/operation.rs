@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use lmc_key::ChunkHash;
+use lmc_key::{ChunkHash, TagsId};
 
 use crate::protocol::KvDescriptor;
+use crate::protocol::msgpack::encoded;
 
 /// Declares [`Operation`] with the wire name of each operation and, for older ones, its number.
 macro_rules! operations {
@@ -206,8 +207,10 @@ pub struct RequestConfigs {
     pub skip_save: bool,
     /// Peers to ask first for chunks of this request (`lmcache.p2p.source`).
     pub sources: Sources,
-    /// Entries that this version does not know. A client sends them; the server ignores them, so
-    /// that they are empty in what it reads.
+    /// Digest of the entries whose names begin with `lmcache.tag.`; a client has them in `others`.
+    pub tags: Option<TagsId>,
+    /// Other entries. A client sends them; the server ignores them but for tags, so that they are
+    /// empty in what it reads.
     pub others: BTreeMap<String, ConfigValue>,
 }
 
@@ -226,6 +229,8 @@ pub enum ConfigValue {
     Text(String),
 }
 
+/// Start of the names of tags, which keep chunks apart.
+pub(crate) const TAG: &str = "lmcache.tag.";
 /// Entries of one request that this version does not know, at most.
 const MAX_OTHERS: usize = 48;
 /// Bytes of the name of such an entry, at most.
@@ -235,13 +240,29 @@ const MAX_OTHER_TEXT: usize = 4096;
 
 impl RequestConfigs {
     /// Takes an entry of a request's `kv_transfer_params`. Leaves out entries beyond 48, names above
-    /// 256 bytes and texts above 4,096 bytes, with which a server would refuse the request.
+    /// 256 bytes and texts above 4,096 bytes, with which a server would refuse the request; of a tag
+    /// whose name or text is that long, the digest is sent.
     pub fn set(&mut self, name: &str, value: ConfigValue) {
         match (name, value) {
             ("lmcache.skip_save", value) => self.skip_save = value == ConfigValue::Bool(true),
             ("lmcache.p2p.source", ConfigValue::Nil) => self.sources = Sources::default(),
             ("lmcache.p2p.source", ConfigValue::Text(text)) => self.sources = Sources::parse(&text),
             ("lmcache.p2p.source", _) => self.sources = Sources::NO_TEXT,
+            // None is left out, since what it keeps apart would be mixed.
+            (name, value) if name.starts_with(TAG) => {
+                let text = |text: &str| blake3::hash(text.as_bytes()).to_string();
+                let name = match name.len() > MAX_OTHER_NAME {
+                    true => format!("{TAG}{}", text(name)),
+                    false => name.to_owned(),
+                };
+                let value = match value {
+                    ConfigValue::Text(long) if long.len() > MAX_OTHER_TEXT => {
+                        ConfigValue::Text(text(&long))
+                    }
+                    value => value,
+                };
+                self.others.insert(name, value);
+            }
             (name, _) if name.len() > MAX_OTHER_NAME || self.others.len() >= MAX_OTHERS => {}
             (_, ConfigValue::Text(text)) if text.len() > MAX_OTHER_TEXT => {}
             (name, value) => {
@@ -298,6 +319,26 @@ impl Sources {
     }
 }
 
+/// Fields of a map in a registration that this version does not know, with their values in
+/// MessagePack.
+///
+/// A field may change what the bytes of a chunk mean, so these count in what identifies a chunk.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct UnknownFields(pub(crate) BTreeMap<String, Vec<u8>>);
+
+impl UnknownFields {
+    /// Makes fields of a client that is newer than the server.
+    pub fn of<'a>(fields: impl IntoIterator<Item = (&'a str, ConfigValue)>) -> Self {
+        let field = |(name, value): (&str, ConfigValue)| (name.to_owned(), encoded(&value).into());
+        Self(fields.into_iter().map(field).collect())
+    }
+
+    /// Returns the names of the fields in alphabetical order.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+}
+
 /// KV group of an engine: layers that share block ids and a shape.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct EngineGroup {
@@ -309,8 +350,12 @@ pub struct EngineGroup {
     pub tokens_per_block: u32,
     /// Sliding window in tokens; negative if there is none.
     pub sw_size_tokens: i64,
+    /// Number of the connector's own pool that the group is of; 0 for the model's KV cache.
+    pub extra_object_group_tag: u32,
     /// True if the blocks contain recurrent state instead of attention KV.
     pub recurrent_state: bool,
+    /// Further fields.
+    pub unknown: UnknownFields,
 }
 
 /// Registration of a worker whose memory the server copies from and to.
@@ -328,6 +373,8 @@ pub struct RegisterKvCache {
     pub engine_type: String,
     /// Order of the axes, `NHD` or `HND`; `None` if the engine did not set it.
     pub kv_layout: Option<String>,
+    /// Further entries of `layout_hints`.
+    pub unknown_hints: UnknownFields,
     /// KV groups; empty for a model with a single group.
     pub groups: Vec<EngineGroup>,
 }
@@ -355,6 +402,8 @@ pub struct EngineDrivenContext {
     pub num_physical_slots: Option<u32>,
     /// Statement of lmc's own client; `None` from the stock client.
     pub record: Option<EngineRecord>,
+    /// Further fields.
+    pub unknown: UnknownFields,
 }
 
 /// Counts of blocks and tokens that the engine added to a request.

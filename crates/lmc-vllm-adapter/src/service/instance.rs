@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use lmc_engine::OwnerId;
-use lmc_key::{DtypeName, KeySpace, LayoutFingerprint, ModelName, Salt, SpaceId};
+use lmc_key::{DtypeName, KeySpace, LayoutFingerprint, ModelName, Salt, SpaceId, TagsId};
 use lmc_memory::{
     ChunkOrder, DType, GroupLayout, KvGroup, KvMemory, KvOrder, KvTensor, MappedSegment, PagedKv,
     Planes, SegmentError, SharedName,
@@ -14,10 +14,10 @@ use lmc_memory::{
 use thiserror::Error;
 
 use crate::protocol::{
-    CpuShm, EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, KvDescriptor,
-    RegisterKvCache,
+    CpuShm, EngineDrivenContext, EngineGroup, IdentityDigest, KvDescriptor, RegisterKvCache,
 };
 use crate::service::context::Context;
+use crate::service::fingerprint;
 use crate::service::gate::Gate;
 use crate::service::generation::Opaque;
 use crate::service::{ClientId, ServiceConfig};
@@ -81,6 +81,10 @@ pub(crate) struct Instance {
     pub(crate) identity: Option<IdentityDigest>,
     /// Names the layout in keys: the registered one, or its generation where that is opaque.
     pub(crate) fingerprint: LayoutFingerprint,
+    /// Names of the fields of its registration that this version does not know.
+    pub(crate) unknown_fields: Vec<String>,
+    /// False if nothing in the registration says in which order the bytes of a chunk lie.
+    pub(crate) order_is_declared: bool,
     /// Set when the format of its elements is unknown.
     pub(crate) opaque: Option<Opaque>,
     pub(crate) dtype: DType,
@@ -101,11 +105,11 @@ pub(crate) struct Instance {
     pub(crate) pinged: bool,
     /// Time at which the worker's connection ended, if it did.
     pub(crate) orphaned: Option<Instant>,
-    /// Space of its chunks by tenant, for the salts of the last requests.
-    spaces: RefCell<HashMap<Salt, SpaceId>>,
+    /// Space of its chunks by tenant and tags, for those of the last requests.
+    spaces: RefCell<HashMap<(Salt, Option<TagsId>), SpaceId>>,
 }
 
-/// Salts of which a worker's spaces are kept.
+/// Tenants and tags of which a worker's spaces are kept.
 const MAX_SPACES: usize = 64;
 
 impl Instance {
@@ -132,10 +136,7 @@ impl Instance {
         )
         .map_err(invalid)?;
         let identity = (context.record.as_ref()).map(|record| IdentityDigest::of(&record.identity));
-        let fingerprint = match &context.record {
-            Some(record) => recorded(&layout, record)?,
-            None => token_order(&[layout], &[])?,
-        };
+        let fingerprint = fingerprint::of_engine_driven(context, &layout).map_err(invalid)?;
         Ok(Self {
             owner: OwnerId::default(),
             client,
@@ -143,6 +144,8 @@ impl Instance {
             world_size: context.world_size,
             identity,
             fingerprint,
+            unknown_fields: context.unknown.names().map(str::to_owned).collect(),
+            order_is_declared: context.record.is_some(),
             // A record names the format of the elements.
             opaque: match identity {
                 Some(_) => None,
@@ -173,61 +176,32 @@ impl Instance {
         chunk_size: u32,
         now: Instant,
     ) -> Result<Self, RegisterError> {
-        let tensors = tensors(registration)?;
+        let groups = describe(registration, chunk_size)?;
         let user = user.ok_or(RegisterError::UnknownUser)?;
         let mut segments = Segments::of(user);
-        let whole = [EngineGroup {
-            layer_indices: (0..tensors.len() as u32).collect(),
-            ..EngineGroup::default()
-        }];
-        let groups = if registration.groups.is_empty() {
-            &whole[..]
-        } else {
-            &registration.groups
-        };
-        let order = match registration.kv_layout.as_deref() {
-            None | Some("HND" | "BLHNC") => KvOrder::HeadsFirst,
-            Some("NHD" | "BLNHC") => KvOrder::TokensFirst,
-            Some(other) => {
-                let text =
-                    format!("kv_layout {other:?} is unknown, expected NHD, HND, BLHNC or BLNHC");
-                return Err(RegisterError::Invalid(text));
-            }
-        };
         let mut copies = Vec::with_capacity(groups.len());
-        let mut orders = Vec::with_capacity(groups.len());
-        let (mut end, mut mla) = (0, true);
-        let mut dtypes = Vec::with_capacity(groups.len());
-        for group in groups {
-            let layers = layers(group, &tensors)?;
-            let described = describe(group, &layers, order, chunk_size)?;
-            mla &= described.is_latent();
-            let numbers: Vec<usize> = layers
+        let mut end = 0;
+        for Described { tensors, kv, .. } in &groups {
+            let numbers: Vec<usize> = tensors
                 .iter()
-                .map(|layer| segments.open(layer))
+                .map(|tensor| segments.open(tensor))
                 .collect::<Result<_, _>>()?;
-            let paged = described
-                .open(&numbers, segments.memory())
-                .map_err(invalid)?;
             let start = end;
-            end += usize::try_from(described.chunk_bytes()).map_err(invalid)?;
-            dtypes.push(described.dtype());
-            orders.push(described.order());
+            end += usize::try_from(kv.chunk_bytes()).map_err(invalid)?;
             copies.push(GroupCopy {
-                paged,
-                blocks_per_chunk: described.blocks_per_chunk(),
-                tokens_per_block: described.tokens_per_block(),
+                paged: kv.open(&numbers, segments.memory()).map_err(invalid)?,
+                blocks_per_chunk: kv.blocks_per_chunk(),
+                tokens_per_block: kv.tokens_per_block(),
                 range: start..end,
             });
         }
+        let dtypes: Vec<DType> = groups.iter().map(|group| group.kv.dtype()).collect();
         let Some(&dtype) = dtypes.first() else {
             return Err(RegisterError::Invalid("no KV groups".to_owned()));
         };
-        let layers: Vec<u32> = groups
-            .iter()
-            .flat_map(|group| group.layer_indices.iter().copied())
-            .collect();
-        let (fingerprint, shape) = identity(&orders, &layers)?;
+        let mla = groups.iter().all(|group| group.kv.is_latent());
+        let fingerprint = server_driven_fingerprint(registration, &groups)?;
+        let shape = fingerprint::shape(groups[0].kv.order());
         Ok(Self {
             owner: OwnerId::default(),
             client,
@@ -235,6 +209,8 @@ impl Instance {
             world_size: registration.world_size,
             identity: None,
             fingerprint,
+            unknown_fields: unknown_fields(registration),
+            order_is_declared: true,
             opaque: Opaque::of(fingerprint, &dtypes, &shape),
             dtype,
             shape,
@@ -251,24 +227,30 @@ impl Instance {
         })
     }
 
-    /// Returns the space of this worker's chunks under a tenant's salt.
-    pub(super) fn space(&self, context: &Context, salt: &Salt) -> SpaceId {
+    /// Returns the space of this worker's chunks under a tenant's salt and a request's tags.
+    pub(super) fn space(&self, context: &Context, salt: &Salt, tags: Option<TagsId>) -> SpaceId {
         let mut spaces = self.spaces.borrow_mut();
-        if let Some(&space) = spaces.get(salt) {
+        let of = (salt.clone(), tags);
+        if let Some(&space) = spaces.get(&of) {
             return space;
         }
         if spaces.len() >= MAX_SPACES {
             spaces.clear();
         }
-        let space = self.key_space(&context.config, salt);
+        let space = self.key_space(&context.config, salt, tags);
         let id = space.id();
         context.spaces.describe(id, space, true);
-        spaces.insert(salt.clone(), id);
+        spaces.insert(of, id);
         id
     }
 
-    /// Returns all that the space of this worker's chunks under a tenant's salt is made of.
-    pub(super) fn key_space(&self, config: &ServiceConfig, salt: &Salt) -> KeySpace {
+    /// Returns all that the space of this worker's chunks is made of.
+    pub(super) fn key_space(
+        &self,
+        config: &ServiceConfig,
+        salt: &Salt,
+        tags: Option<TagsId>,
+    ) -> KeySpace {
         KeySpace {
             algorithm: config.hasher.algorithm(),
             chunk_size: config.hasher.chunk_size(),
@@ -278,6 +260,7 @@ impl Instance {
             dtype: dtype_name(self.dtype),
             salt: salt.clone(),
             identity: config.identity.clone(),
+            tags,
         }
     }
 
@@ -303,6 +286,25 @@ impl Instance {
     }
 }
 
+fn kv_order(kv_layout: Option<&str>) -> Result<KvOrder, RegisterError> {
+    match kv_layout {
+        None | Some("HND" | "BLHNC") => Ok(KvOrder::HeadsFirst),
+        Some("NHD" | "BLNHC") => Ok(KvOrder::TokensFirst),
+        Some(other) => Err(RegisterError::Invalid(format!(
+            "kv_layout {other:?} is unknown, expected NHD, HND, BLHNC or BLNHC"
+        ))),
+    }
+}
+
+/// Returns the names of the fields of a registration that this version does not know, each once.
+fn unknown_fields(registration: &RegisterKvCache) -> Vec<String> {
+    let hints = registration.unknown_hints.names();
+    let groups = registration.groups.iter();
+    let names = hints.chain(groups.flat_map(|group| group.unknown.names()));
+    let names: BTreeSet<&str> = names.collect();
+    names.into_iter().map(str::to_owned).collect()
+}
+
 fn dtype_name(dtype: DType) -> DtypeName {
     dtype
         .name()
@@ -310,81 +312,53 @@ fn dtype_name(dtype: DType) -> DtypeName {
         .expect("torch's names of element types are valid in a key's text")
 }
 
-/// The fingerprint of a chunk and the shape to show for it. `layers` are the indices of all
-/// groups' layers, in the order in which they lie in a chunk.
-fn identity(
-    groups: &[ChunkOrder],
-    layers: &[u32],
-) -> Result<(LayoutFingerprint, Vec<u64>), RegisterError> {
-    let token_ordered: Option<Vec<_>> = groups
-        .iter()
-        .map(|group| match group {
-            ChunkOrder::Tokens(layout) => Some(*layout),
-            ChunkOrder::Blocks { .. } => None,
+/// A KV group of a registration, as the server copies it.
+struct Described<'a> {
+    /// Indices of the layers in the registered tensors.
+    layers: Vec<u32>,
+    /// Tensors of the layers.
+    tensors: Vec<&'a CpuShm>,
+    kv: KvGroup,
+}
+
+/// Describes the KV groups of a registration, in the order in which they lie in a chunk.
+fn describe(
+    registration: &RegisterKvCache,
+    chunk_size: u32,
+) -> Result<Vec<Described<'_>>, RegisterError> {
+    let tensors = tensors(registration)?;
+    let whole = [EngineGroup {
+        layer_indices: (0..tensors.len() as u32).collect(),
+        ..EngineGroup::default()
+    }];
+    let groups = if registration.groups.is_empty() {
+        &whole[..]
+    } else {
+        &registration.groups
+    };
+    let order = kv_order(registration.kv_layout.as_deref())?;
+    let describe = |group: &EngineGroup| {
+        let tensors = layers(group, &tensors)?;
+        Ok(Described {
+            layers: group.layer_indices.clone(),
+            kv: describe_group(group, &tensors, order, chunk_size)?,
+            tensors,
         })
-        .collect();
-    if let Some(layouts) = token_ordered {
-        return Ok((token_order(&layouts, layers)?, layouts[0].shape()));
-    }
-    let mut description = b"lmc layout 2: blocks".to_vec();
-    let mut shape = Vec::new();
-    for group in groups {
-        let (layout, within) = match group {
-            ChunkOrder::Tokens(layout) => (layout, [0; 4]),
-            ChunkOrder::Blocks {
-                blocks,
-                heads,
-                block_tokens,
-                inner_planes,
-                order,
-            } => {
-                let order = match order {
-                    KvOrder::TokensFirst => 1,
-                    KvOrder::HeadsFirst => 2,
-                };
-                (blocks, [*heads, *block_tokens, *inner_planes, order])
-            }
-        };
-        let bytes = GroupLayout::canonical_bytes(&[*layout]).map_err(invalid)?;
-        description.extend_from_slice(&bytes);
-        for number in within {
-            description.extend_from_slice(&number.to_le_bytes());
-        }
-        if shape.is_empty() {
-            shape = layout.shape();
-        }
-    }
-    describe_order(layers, &mut description);
-    Ok((LayoutFingerprint::of(&description), shape))
+    };
+    groups.iter().map(describe).collect()
 }
 
-/// The fingerprint of a chunk that the engine's own client describes.
-fn recorded(
-    layout: &GroupLayout,
-    record: &EngineRecord,
+fn server_driven_fingerprint(
+    registration: &RegisterKvCache,
+    groups: &[Described<'_>],
 ) -> Result<LayoutFingerprint, RegisterError> {
-    let mut description = b"lmc layout 4: engine".to_vec();
-    description.extend_from_slice(&GroupLayout::canonical_bytes(&[*layout]).map_err(invalid)?);
-    description.extend_from_slice(blake3::hash(record.layout.as_bytes()).as_bytes());
-    description.extend_from_slice(&IdentityDigest::of(&record.identity).0);
-    Ok(LayoutFingerprint::of(&description))
-}
-
-fn token_order(groups: &[GroupLayout], layers: &[u32]) -> Result<LayoutFingerprint, RegisterError> {
-    let mut description = b"lmc layout 1: tokens".to_vec();
-    description.extend_from_slice(&GroupLayout::canonical_bytes(groups).map_err(invalid)?);
-    describe_order(layers, &mut description);
-    Ok(LayoutFingerprint::of(&description))
-}
-
-/// Order of the layers, unless each is at its own index.
-fn describe_order(layers: &[u32], description: &mut Vec<u8>) {
-    if !layers.iter().copied().eq(0..layers.len() as u32) {
-        description.extend_from_slice(b"layers");
-        for layer in layers {
-            description.extend_from_slice(&layer.to_le_bytes());
-        }
-    }
+    let layers: Vec<u32> = groups
+        .iter()
+        .flat_map(|group| &group.layers)
+        .copied()
+        .collect();
+    let orders: Vec<ChunkOrder> = groups.iter().map(|group| group.kv.order()).collect();
+    fingerprint::of_server_driven(registration, &layers, &orders).map_err(invalid)
 }
 
 fn tensors(registration: &RegisterKvCache) -> Result<Vec<&CpuShm>, RegisterError> {
@@ -435,7 +409,7 @@ fn layers<'a>(
 }
 
 /// Reads the layout of a group off its layers.
-fn describe(
+fn describe_group(
     group: &EngineGroup,
     layers: &[&CpuShm],
     order: KvOrder,
@@ -515,5 +489,269 @@ impl Segments {
         };
         self.numbers.insert(name, number);
         Ok(number)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::protocol::{EngineRecord, TensorMeta, UnknownFields};
+
+    const CHUNK_SIZE: u32 = 32;
+
+    fn unknown(value: u8) -> UnknownFields {
+        UnknownFields([("new_field".to_owned(), vec![value])].into())
+    }
+
+    fn engine_driven(context: &EngineDrivenContext) -> LayoutFingerprint {
+        let (client, now) = (ClientId(1), Instant::now());
+        let instance = Instance::engine_driven(context, client, CHUNK_SIZE, now);
+        instance.expect("a registration").fingerprint
+    }
+
+    fn context() -> EngineDrivenContext {
+        EngineDrivenContext {
+            instance_id: 1,
+            model_name: "model".to_owned(),
+            world_size: 1,
+            block_size: 16,
+            num_layers: 2,
+            hidden_dim_size: 8,
+            dtype: "bfloat16".to_owned(),
+            use_mla: false,
+            num_physical_slots: Some(CHUNK_SIZE),
+            record: None,
+            unknown: UnknownFields::default(),
+        }
+    }
+
+    /// The model's name and the world size count beside the layout.
+    #[test]
+    fn every_field_of_an_engine_driven_registration_counts_but_the_id() {
+        type Change = fn(&mut EngineDrivenContext);
+        let changes: [(&str, Change); 10] = [
+            ("block_size", |c| c.block_size = 32),
+            ("num_layers", |c| c.num_layers = 4),
+            ("hidden_dim_size", |c| c.hidden_dim_size = 4),
+            ("dtype_str", |c| c.dtype = "float16".to_owned()),
+            ("use_mla", |c| c.use_mla = true),
+            ("num_physical_slots", |c| c.num_physical_slots = Some(16)),
+            ("num_physical_slots: none", |c| c.num_physical_slots = None),
+            ("lmc_layout, lmc_identity", |c| {
+                c.record = Some(EngineRecord {
+                    identity: String::new(),
+                    layout: String::new(),
+                });
+            }),
+            ("an unknown field", |c| c.unknown = unknown(1)),
+            ("its value", |c| c.unknown = unknown(2)),
+        ];
+        let mut seen = BTreeSet::from([engine_driven(&context())]);
+        for (name, change) in changes {
+            let mut changed = context();
+            change(&mut changed);
+            assert!(seen.insert(engine_driven(&changed)), "{name}");
+        }
+        let other = EngineDrivenContext {
+            instance_id: 2,
+            ..context()
+        };
+        assert!(!seen.insert(engine_driven(&other)), "the id counts");
+    }
+
+    /// The own client names the order in which it copies, and what its KV cache means.
+    #[test]
+    fn the_record_of_the_own_client_counts_and_its_blocks_do_not() {
+        let of = |identity: &str, layout: &str, block_size| {
+            engine_driven(&EngineDrivenContext {
+                record: Some(EngineRecord {
+                    identity: identity.to_owned(),
+                    layout: layout.to_owned(),
+                }),
+                block_size,
+                ..context()
+            })
+        };
+        let first = of("a", "tokens", 16);
+        assert_eq!(first, of("a", "tokens", 32));
+        assert_ne!(first, of("b", "tokens", 16));
+        assert_ne!(first, of("a", "blocks", 16));
+    }
+
+    /// Layers of 2 heads of 4 elements in blocks of 16 tokens.
+    fn registration(heads_first: bool) -> RegisterKvCache {
+        let (shape, layout) = match heads_first {
+            true => (vec![2, 8, 2, 16, 4], "HND"),
+            false => (vec![2, 8, 16, 2, 4], "NHD"),
+        };
+        let stride = strides(&shape);
+        let tensor = |name: &str| {
+            KvDescriptor::CpuShm(CpuShm {
+                shm_name: format!("/{name}"),
+                nbytes: 1 << 20,
+                tensor: TensorMeta {
+                    dtype: "bfloat16".to_owned(),
+                    shape: shape.clone(),
+                    stride: stride.clone(),
+                    storage_offset: 0,
+                },
+            })
+        };
+        RegisterKvCache {
+            instance_id: 1,
+            kv_caches: vec![tensor("first"), tensor("second")],
+            model_name: "model".to_owned(),
+            world_size: 1,
+            engine_type: "vllm".to_owned(),
+            kv_layout: Some(layout.to_owned()),
+            unknown_hints: UnknownFields::default(),
+            groups: vec![EngineGroup {
+                engine_group_id: 0,
+                layer_indices: vec![0, 1],
+                tokens_per_block: 16,
+                sw_size_tokens: -1,
+                extra_object_group_tag: 0,
+                recurrent_state: false,
+                unknown: UnknownFields::default(),
+            }],
+        }
+    }
+
+    fn strides(shape: &[u64]) -> Vec<u64> {
+        let mut stride = vec![1; shape.len()];
+        for axis in (0..shape.len() - 1).rev() {
+            stride[axis] = stride[axis + 1] * shape[axis + 1];
+        }
+        stride
+    }
+
+    fn server_driven(registration: &RegisterKvCache) -> LayoutFingerprint {
+        let groups = describe(registration, CHUNK_SIZE).expect("a description");
+        server_driven_fingerprint(registration, &groups).expect("a fingerprint")
+    }
+
+    fn shm(descriptor: &mut KvDescriptor) -> &mut CpuShm {
+        match descriptor {
+            KvDescriptor::CpuShm(shm) => shm,
+            KvDescriptor::Unsupported(kind) => panic!("{kind}"),
+        }
+    }
+
+    fn each_tensor(registration: &mut RegisterKvCache, change: impl Fn(&mut CpuShm)) {
+        registration
+            .kv_caches
+            .iter_mut()
+            .for_each(|tensor| change(shm(tensor)));
+    }
+
+    /// Changes one field of a registration. The names are those of the table in docs/protocol.md.
+    type Change = (&'static str, fn(&mut RegisterKvCache));
+
+    /// Fields that the table names.
+    const LEFT_OUT: [Change; 11] = [
+        ("instance_id", |r| r.instance_id = 2),
+        ("model_name", |r| r.model_name = "other".to_owned()),
+        ("world_size", |r| r.world_size = 2),
+        ("engine_type", |r| r.engine_type = "other".to_owned()),
+        ("shm_name", |r| {
+            each_tensor(r, |t| t.shm_name = "/other".to_owned())
+        }),
+        ("nbytes", |r| each_tensor(r, |t| t.nbytes = 2 << 20)),
+        ("storage_offset", |r| {
+            each_tensor(r, |t| t.tensor.storage_offset = 64)
+        }),
+        ("number of blocks", |r| {
+            each_tensor(r, |t| {
+                // The axis of the blocks is the first or the second.
+                let axis = t.tensor.shape.iter().position(|&extent| extent == 8);
+                t.tensor.shape[axis.expect("8 blocks")] = 4;
+                t.tensor.stride = strides(&t.tensor.shape);
+            });
+        }),
+        ("engine_group_id", |r| r.groups[0].engine_group_id = 3),
+        ("sw_size_tokens", |r| r.groups[0].sw_size_tokens = 1024),
+        ("stride", |r| {
+            // Blocks with a gap between them.
+            each_tensor(r, |t| {
+                let axis = t.tensor.shape.iter().position(|&extent| extent == 8);
+                let axis = axis.expect("8 blocks");
+                for stride in &mut t.tensor.stride[..=axis] {
+                    *stride *= 2;
+                }
+            });
+        }),
+    ];
+
+    const COUNTING: [Change; 7] = [
+        ("layer_indices", |r| r.groups[0].layer_indices = vec![1, 0]),
+        ("dtype", |r| {
+            each_tensor(r, |t| t.tensor.dtype = "float16".to_owned())
+        }),
+        ("groups", |r| {
+            let group = |layer| EngineGroup {
+                layer_indices: vec![layer],
+                ..r.groups[0].clone()
+            };
+            r.groups = vec![group(0), group(1)];
+        }),
+        ("extra_object_group_tag", |r| {
+            r.groups[0].extra_object_group_tag = 1;
+        }),
+        ("an unknown hint", |r| r.unknown_hints = unknown(1)),
+        ("an unknown field of a group", |r| {
+            r.groups[0].unknown = unknown(1)
+        }),
+        ("size of a head", |r| {
+            each_tensor(r, |t| {
+                *t.tensor.shape.last_mut().expect("axes") = 8;
+                t.tensor.stride = strides(&t.tensor.shape);
+            });
+        }),
+    ];
+
+    #[test]
+    fn a_field_of_a_server_driven_registration_counts_or_the_table_says_why_not() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/protocol.md");
+        let page = std::fs::read_to_string(page).expect("the page");
+        for heads_first in [true, false] {
+            let base = server_driven(&registration(heads_first));
+            for (name, change) in LEFT_OUT {
+                let mut changed = registration(heads_first);
+                change(&mut changed);
+                assert_eq!(server_driven(&changed), base, "{name} counts");
+                assert!(
+                    page.contains(&format!("\n| `{name}` |")),
+                    "{name} has no row"
+                );
+            }
+            for (name, change) in COUNTING {
+                let mut changed = registration(heads_first);
+                change(&mut changed);
+                assert_ne!(server_driven(&changed), base, "{name} does not count");
+            }
+        }
+        assert_ne!(
+            server_driven(&registration(true)),
+            server_driven(&registration(false)),
+        );
+    }
+
+    /// Where tokens lie one after another in each block, blocks of 16 and of 8 tokens give one chunk.
+    #[test]
+    fn the_block_size_counts_where_a_chunk_is_made_of_blocks() {
+        for heads_first in [true, false] {
+            let base = registration(heads_first);
+            let mut other = registration(heads_first);
+            other.groups[0].tokens_per_block = 8;
+            each_tensor(&mut other, |t| {
+                let axis = t.tensor.shape.iter().position(|&extent| extent == 16);
+                t.tensor.shape[axis.expect("16 tokens")] = 8;
+                t.tensor.stride = strides(&t.tensor.shape);
+            });
+            let is_same = server_driven(&base) == server_driven(&other);
+            assert_eq!(is_same, !heads_first);
+        }
     }
 }

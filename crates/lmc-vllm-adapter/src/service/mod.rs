@@ -8,6 +8,7 @@ mod context;
 mod copies;
 mod ends;
 mod events;
+mod fingerprint;
 mod gate;
 mod generation;
 mod handle;

@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_engine::OwnerId;
@@ -92,6 +93,8 @@ pub(super) struct Registry {
     pub(super) ended_spaces: Arc<Mutex<HashSet<SpaceId>>>,
     /// Limits warnings about refused registrations, which other warnings must not suppress.
     refusals: Throttle,
+    /// True once a warning said that chunks whose order is not known are shared with other hosts.
+    warned_of_order: AtomicBool,
 }
 
 /// A layout in which a lookup must find a chunk.
@@ -117,6 +120,7 @@ impl Registry {
             clears,
             ended_spaces: Arc::default(),
             refusals: Throttle::default(),
+            warned_of_order: AtomicBool::new(false),
         }
     }
 
@@ -278,11 +282,13 @@ impl Registry {
                 instance.ranks.clone_from(&known.ranks);
             }
         }
-        let space = instance.key_space(&self.context.config, &Salt::default());
+        let space = instance.key_space(&self.context.config, &Salt::default(), None);
         self.context.spaces.describe(space.id(), space, false);
         let (model, shape) = (instance.model.clone(), instance.shape.clone());
         let (world_size, mode) = (instance.world_size, instance.mode());
         let (dtype, chunk_bytes) = (instance.dtype, instance.chunk_bytes);
+        let (unknown, order_is_declared) =
+            (instance.unknown_fields.clone(), instance.order_is_declared);
         workers.refused.remove(&instance_id);
         instance.owner = workers.new_owner();
         // A worker that registers again describes itself again. Transfers that it had prepared
@@ -305,6 +311,17 @@ impl Registry {
             chunk_bytes,
             "worker registered"
         );
+        if !unknown.is_empty() {
+            tracing::warn!(
+                instance = instance_id,
+                fields = ?unknown,
+                "this version of lmc does not know these fields of the registration: chunks are \
+                 shared only between workers that send the same values in them"
+            );
+        }
+        if !order_is_declared {
+            self.warn_of_order();
+        }
         if joined == Some(Joined::First) {
             self.report_opaque(instance_id, &model);
         }
@@ -314,6 +331,21 @@ impl Registry {
         self.end_generations(ended);
         add(&counters.registrations, 1);
         registered
+    }
+
+    /// Warns once that the order of the bytes in shared chunks is not known. Call it while the
+    /// workers are not locked.
+    fn warn_of_order(&self) {
+        let context = &self.context;
+        let is_shared = context.config.identity.is_empty() && context.engine.has_shared_tiers();
+        if is_shared && !self.warned_of_order.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "chunks of engine-driven workers are shared with other hosts, and the client does \
+                 not say whether a block holds its heads or its tokens first: where hosts differ in \
+                 the version or platform of vLLM, its attention backend or VLLM_KV_CACHE_LAYOUT, \
+                 start lmc serve with an --identity TEXT of its own for each kind"
+            );
+        }
     }
 
     pub(super) fn unregister(&self, client: ClientId, instance_id: u64) -> Outcome {
@@ -410,7 +442,7 @@ impl Registry {
             return Vec::new();
         }
         let candidate = |layout: LayoutOf<'_>| Candidate {
-            space: layout.instance.space(&self.context, salt),
+            space: layout.instance.space(&self.context, salt, key.configs.tags),
             chunk_bytes: layout.instance.chunk_bytes,
             ranks: layout.ranks,
             unknown_rank: layout.unknown_rank,
@@ -564,6 +596,7 @@ impl Registry {
                 chunk_bytes: instance.chunk_bytes,
                 mla: instance.mla,
                 layout: instance.fingerprint.to_string(),
+                unknown_fields: instance.unknown_fields.clone(),
                 age_seconds: now
                     .saturating_duration_since(instance.registered)
                     .as_secs_f64(),

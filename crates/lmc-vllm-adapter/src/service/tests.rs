@@ -17,7 +17,7 @@ use super::jobs::Lane;
 use super::*;
 use crate::protocol::{
     CacheKey, CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor, RegisterKvCache, Reply,
-    Request, TensorMeta,
+    Request, TensorMeta, UnknownFields,
 };
 
 const CHUNK: u64 = 16;
@@ -108,6 +108,7 @@ impl Memory {
             world_size: 1,
             engine_type: "vllm".to_owned(),
             kv_layout: None,
+            unknown_hints: UnknownFields::default(),
             groups: vec![EngineGroup {
                 layer_indices: vec![0],
                 tokens_per_block: CHUNK as u32,
@@ -307,6 +308,7 @@ fn no_process_takes_over_the_number_of_a_connected_worker() {
             use_mla: true,
             num_physical_slots: Some(CHUNK as u32),
             record: None,
+            unknown: UnknownFields::default(),
         })
     };
     let registered = |from, hidden| {
@@ -437,6 +439,7 @@ fn what_a_clear_kept_from_being_found_is_not_announced() {
         use_mla: true,
         num_physical_slots: Some(CHUNK as u32),
         record: None,
+        unknown: UnknownFields::default(),
     };
     let instance = instance::Instance::engine_driven(&context, client(1), CHUNK as u32, now);
     assert_eq!(

@@ -134,7 +134,7 @@ impl Transfers {
             let fingerprint = instance.fingerprint;
             let worker = Worker {
                 owner: instance.owner,
-                space: instance.space(&self.context, &hashed.salt),
+                space: instance.space(&self.context, &hashed.salt, key.configs.tags),
                 model: instance.model.clone(),
                 layout: fingerprint,
                 kv_rank: rank,

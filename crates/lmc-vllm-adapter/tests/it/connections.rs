@@ -11,7 +11,7 @@ use lmc_backend::{Backend, LocalIndex, MemoryBackend};
 use lmc_testkit::{DEADLINE, until};
 use lmc_vllm_adapter::{
     CacheKey, Client, ClientError, CpuShm, EngineGroup, KvDescriptor, Operation, RegisterKvCache,
-    Reply, Request, TensorMeta, ZmqConfig, encode_request_frames,
+    Reply, Request, TensorMeta, UnknownFields, ZmqConfig, encode_request_frames,
 };
 
 type Tier = Arc<Gated<MemoryBackend>>;
@@ -317,6 +317,7 @@ fn register(client: &mut Client, instance_id: u64) -> Segment {
             world_size: 1,
             engine_type: "vllm".to_owned(),
             kv_layout: Some("NHD".to_owned()),
+            unknown_hints: UnknownFields::default(),
             groups: vec![EngineGroup {
                 layer_indices: vec![0],
                 tokens_per_block: 4,

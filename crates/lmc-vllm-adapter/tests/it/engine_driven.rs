@@ -4,7 +4,8 @@ use crate::common::{
     Answer as _, CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt,
 };
 use lmc_vllm_adapter::{
-    CacheKey, Client, EngineDrivenContext, KvEventKind, Operation, Reply, Request,
+    CacheKey, Client, ConfigValue, EngineDrivenContext, KvEventKind, Operation, Reply, Request,
+    UnknownFields,
 };
 
 #[test]
@@ -579,6 +580,7 @@ fn stages_of_a_pipeline_may_have_different_numbers_of_layers() {
                 use_mla: false,
                 num_physical_slots: Some(CHUNK as u32),
                 record: None,
+                unknown: UnknownFields::default(),
             };
             let key = CacheKey {
                 model_name: MODEL.to_owned(),
@@ -687,6 +689,40 @@ fn a_store_prepared_before_a_clear_is_not_found_after_it() {
     assert_eq!(lookup(&mut scheduler, &key), 2);
     end_session(&mut scheduler, "a");
     server.assert_idle();
+}
+
+/// LMCache's older modes keep chunks of other tags apart, and so does its name of a chunk.
+#[test]
+fn requests_of_other_tags_share_nothing_and_other_settings_do_not_count() {
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    let plain = worker.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    let with = |name: &str, value: &str| {
+        let mut key = plain.clone();
+        key.request_id = format!("{name} {value}");
+        key.configs.set(name, ConfigValue::Text(value.to_owned()));
+        key
+    };
+    assert_eq!(worker.store(&plain), 2);
+    assert!(worker.retrieve(&with("lmcache.pd.peer", "b")), "no tag");
+    let long = "a".repeat(5000);
+    let tagged = [
+        with("lmcache.tag.user", "a"),
+        with("lmcache.tag.user", "b"),
+        with("lmcache.tag.use", "ra"),
+        with("lmcache.tag.user", &long),
+        with("lmcache.tag.user", &(long.clone() + "a")),
+        with(&format!("lmcache.tag.{long}"), "a"),
+    ];
+    for key in &tagged {
+        let mut scheduler = server.client();
+        assert_eq!(lookup(&mut scheduler, key), 0, "{}", key.request_id);
+        end_session(&mut scheduler, &key.request_id);
+        assert_eq!(worker.store(key), 2);
+        assert!(worker.retrieve(key));
+        assert_eq!(lookup(&mut scheduler, key), 2);
+        end_session(&mut scheduler, &key.request_id);
+    }
 }
 
 #[test]

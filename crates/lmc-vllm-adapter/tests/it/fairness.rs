@@ -7,7 +7,7 @@ use crate::common::{
     resident_bytes,
 };
 use lmc_testkit::rounds;
-use lmc_vllm_adapter::{CacheKey, ClientError, EngineDrivenContext, Reply, Request};
+use lmc_vllm_adapter::{CacheKey, ClientError, EngineDrivenContext, Reply, Request, UnknownFields};
 
 /// Chunks per prompt in these tests.
 const PROMPT: usize = 32;
@@ -195,6 +195,7 @@ fn a_lookup_costs_little_however_many_workers_and_ranks_there_are() {
             use_mla: false,
             num_physical_slots: Some(CHUNK as u32),
             record: None,
+            unknown: UnknownFields::default(),
         })
     };
     let key = |world_size, worker_id| CacheKey {

@@ -78,6 +78,10 @@ fn replay(server: &Server, recording: &str, differs: impl Fn(&[Bytes]) -> Vec<By
             client.send_frames(&frames).expect("sent");
             let answer = client.receive_frames().expect("an answer");
             assert_eq!(answer[0], uid, "the answer names the request");
+            for worker in server.status().instances {
+                let unknown = worker.unknown_fields;
+                assert_eq!(unknown, [""; 0], "the recorded client is known");
+            }
             said.insert((connection, uid), answer);
             asked += 1;
         } else {

@@ -5,10 +5,13 @@ use std::time::{Duration, Instant};
 
 use crate::common::{
     Answer as _, CHUNK, HIDDEN, LAYERS, MODEL, Server, Worker, end_session, lookup, prompt,
+    registration,
 };
 use lmc_backend::MemoryBackend;
 use lmc_backend::conformance::Gated;
-use lmc_vllm_adapter::{CacheKey, Client, EngineDrivenContext, Reply, Request};
+use lmc_vllm_adapter::{
+    CacheKey, Client, ConfigValue, EngineDrivenContext, Reply, Request, UnknownFields,
+};
 
 /// `--kv-cache-dtype fp8_e4m3`, `fp8_e5m2`, `nvfp4` and others, as vLLM registers them.
 const OPAQUE: &str = "uint8";
@@ -73,6 +76,52 @@ fn float16_and_bfloat16_never_share_bytes() {
     assert_eq!(brain.store(&key), 3);
     assert!(half.retrieve(&half.key("b", &tokens, 0..3)));
     assert!(brain.retrieve(&brain.key("c", &tokens, 0..3)));
+}
+
+/// A restart, and a second engine beside the first.
+#[test]
+fn equal_engines_share_chunks_one_after_the_other_and_at_once() {
+    let server = Server::start();
+    let tokens = prompt(8, 3 * CHUNK);
+    let mut first = Worker::register(&server, 1);
+    let key = first.key("a", &tokens, 0..3);
+    assert_eq!(first.store(&key), 3);
+    let mut beside = Worker::register(&server, 2);
+    assert!(beside.retrieve(&beside.key("b", &tokens, 0..3)));
+    for worker in [&mut first, &mut beside] {
+        unregister(worker);
+    }
+    let mut after = Worker::register(&server, 3);
+    assert!(after.retrieve(&after.key("c", &tokens, 0..3)));
+    assert_eq!(hits(&server, &key, "d"), 3);
+}
+
+/// A later client may say by a new field what its bytes mean.
+#[test]
+fn a_field_that_is_not_known_keeps_chunks_apart_and_is_named() {
+    let server = Server::start();
+    let tokens = prompt(9, 2 * CHUNK);
+    let mut plain = Worker::register(&server, 1);
+    let key = plain.key("a", &tokens, 0..2);
+    assert_eq!(plain.store(&key), 2);
+    let with = |instance_id, value| {
+        let mut context = registration(instance_id, "float32", 1);
+        context.unknown = UnknownFields::of([("kv_order", ConfigValue::Int(value))]);
+        Worker::register_as(server.client(), context)
+    };
+    let mut first = with(2, 1);
+    let named = server.status().instances;
+    let named = named.iter().find(|worker| worker.instance_id == 2);
+    assert_eq!(
+        named.expect("it has registered").unknown_fields,
+        ["kv_order"]
+    );
+    assert!(!finds(&mut first, &key), "the field counts");
+    assert_eq!(first.store(&key), 2);
+    let mut other = with(3, 2);
+    assert!(!finds(&mut other, &key), "its value counts");
+    let mut equal = with(4, 1);
+    assert!(finds(&mut equal, &key), "equal fields are one layout");
 }
 
 /// vLLM is restarted with `fp8_e5m2` instead of `fp8_e4m3`: the layout on the wire is the same, but
@@ -279,6 +328,7 @@ fn mla_readers_of_one_engine_do_not_count_as_two_engines() {
             use_mla: true,
             num_physical_slots: Some(CHUNK as u32),
             record: None,
+            unknown: UnknownFields::default(),
         };
         let mut client = server.client();
         let reply = client.ask(&Request::RegisterEngineDriven(context));

@@ -14,5 +14,6 @@ mod identity;
 mod interop;
 #[cfg(feature = "adapters")]
 mod meddling;
+mod orders;
 mod server_driven;
 mod slower_tiers;

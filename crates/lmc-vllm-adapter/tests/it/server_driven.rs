@@ -5,18 +5,18 @@ use std::collections::HashMap;
 use crate::common::{Answer as _, CHUNK, MODEL, Segment, Server, end_session, lookup, prompt};
 use lmc_vllm_adapter::{
     CacheKey, Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Reply, Request,
-    TensorMeta,
+    TensorMeta, UnknownFields,
 };
 
 const BLOCK: usize = 4;
-const HEADS: usize = 2;
-const SIZE: usize = 6;
+pub(crate) const HEADS: usize = 2;
+pub(crate) const SIZE: usize = 6;
 const BLOCKS: usize = 64;
-const LAYERS: usize = 3;
+pub(crate) const LAYERS: usize = 3;
 
 /// The shape of one layer's tensor, in float32.
 #[derive(Clone, Copy, Debug)]
-enum Form {
+pub(crate) enum Form {
     /// `[2, blocks, heads, tokens, size]`, older CPU attention of vLLM.
     SplitHeadsFirst,
     /// `[2, blocks, tokens, heads, size]`.
@@ -29,7 +29,7 @@ enum Form {
     Mla,
 }
 
-const FORMS: [Form; 5] = [
+pub(crate) const FORMS: [Form; 5] = [
     Form::SplitHeadsFirst,
     Form::SplitTokensFirst,
     Form::PairTokensFirst,
@@ -38,18 +38,23 @@ const FORMS: [Form; 5] = [
 ];
 
 impl Form {
-    fn shape(self) -> Vec<u64> {
+    /// Returns the shape with this number of blocks, of `block` tokens each.
+    pub(crate) fn shape_of(self, blocks: usize, block: usize) -> Vec<u64> {
         let shape: &[usize] = match self {
-            Self::SplitHeadsFirst => &[2, BLOCKS, HEADS, BLOCK, SIZE],
-            Self::SplitTokensFirst => &[2, BLOCKS, BLOCK, HEADS, SIZE],
-            Self::PairTokensFirst => &[BLOCKS, 2, BLOCK, HEADS, SIZE],
-            Self::FusedHeadsFirst => &[BLOCKS, HEADS, BLOCK, 2 * SIZE],
-            Self::Mla => &[BLOCKS, BLOCK, 2 * SIZE],
+            Self::SplitHeadsFirst => &[2, blocks, HEADS, block, SIZE],
+            Self::SplitTokensFirst => &[2, blocks, block, HEADS, SIZE],
+            Self::PairTokensFirst => &[blocks, 2, block, HEADS, SIZE],
+            Self::FusedHeadsFirst => &[blocks, HEADS, block, 2 * SIZE],
+            Self::Mla => &[blocks, block, 2 * SIZE],
         };
         shape.iter().map(|&extent| extent as u64).collect()
     }
 
-    fn order(self) -> &'static str {
+    fn shape(self) -> Vec<u64> {
+        self.shape_of(BLOCKS, BLOCK)
+    }
+
+    pub(crate) fn order(self) -> &'static str {
         match self {
             Self::SplitHeadsFirst | Self::FusedHeadsFirst => "HND",
             _ => "NHD",
@@ -85,7 +90,7 @@ struct Engine {
     instance_id: u64,
 }
 
-fn strides(shape: &[u64]) -> Vec<u64> {
+pub(crate) fn strides(shape: &[u64]) -> Vec<u64> {
     let mut stride = vec![1; shape.len()];
     for axis in (0..shape.len().saturating_sub(1)).rev() {
         stride[axis] = stride[axis + 1] * shape[axis + 1];
@@ -132,6 +137,7 @@ impl Engine {
                 world_size: 1,
                 engine_type: "vllm".to_owned(),
                 kv_layout: Some(form.order().to_owned()),
+                unknown_hints: UnknownFields::default(),
                 groups: vec![EngineGroup {
                     layer_indices: (0..LAYERS as u32).collect(),
                     tokens_per_block: BLOCK as u32,
@@ -291,52 +297,6 @@ fn blocks_shared_with_the_engines_own_cache_are_not_written() {
 }
 
 #[test]
-fn chunks_of_equal_layout_are_shared_between_both_modes() {
-    let server = Server::start();
-    let tokens = prompt(1, 2 * CHUNK);
-    let mut engine = Engine::register(&server, Form::SplitTokensFirst, 101);
-    let blocks: Vec<u32> = (1..=2 * PER_CHUNK as u32).collect();
-    for &block in &blocks {
-        engine.fill(block as usize, u64::from(block));
-    }
-    assert!(engine.store(&engine.key("a", &tokens, 0..2), &blocks));
-    let mut other = server.client();
-    let context = lmc_vllm_adapter::EngineDrivenContext {
-        instance_id: 102,
-        model_name: MODEL.to_owned(),
-        world_size: 1,
-        block_size: BLOCK as u32,
-        num_layers: LAYERS as u32,
-        hidden_dim_size: (HEADS * SIZE) as u32,
-        dtype: "float32".to_owned(),
-        use_mla: false,
-        num_physical_slots: None,
-        record: None,
-    };
-    other
-        .ask(&Request::RegisterEngineDriven(context))
-        .expect("registered");
-    let key = engine.key("b", &tokens, 0..2);
-    let prepared = Request::PrepareRetrieve {
-        key: key.clone(),
-        instance_id: 102,
-    };
-    let Reply::RetrieveSlots(Some(slots)) = other.answer(&prepared) else {
-        panic!("the layouts are the same, so it is a hit");
-    };
-    assert_eq!(
-        slots[0].shape,
-        [2, LAYERS as u64, CHUNK as u64, (HEADS * SIZE) as u64]
-    );
-    let bytes = server.pool().read(&slots[0]);
-    // Plane 1, layer 2, token 5 lies in block 1 of the chunk at token 1.
-    let token = HEADS * SIZE * 4;
-    let at = ((LAYERS + 2) * CHUNK + 5) * token;
-    let wanted: Vec<u8> = (token..2 * token).map(|i| expected(2, 2, 1, i)).collect();
-    assert_eq!(bytes[at..at + token], wanted);
-}
-
-#[test]
 fn block_ids_outside_the_engine_and_short_lists_copy_nothing() {
     let server = Server::start();
     let mut engine = Engine::register(&server, Form::FusedHeadsFirst, 103);
@@ -389,6 +349,7 @@ fn unsupported_registrations_are_refused_with_a_reason() {
         world_size: 1,
         engine_type: "vllm".to_owned(),
         kv_layout: None,
+        unknown_hints: UnknownFields::default(),
         groups: Vec::new(),
     };
     let shm = |change: &dyn Fn(&mut CpuShm)| {
@@ -426,7 +387,9 @@ fn unsupported_registrations_are_refused_with_a_reason() {
             RegisterKvCache {
                 groups: vec![EngineGroup {
                     layer_indices: vec![0],
+                    extra_object_group_tag: 0,
                     recurrent_state: true,
+                    unknown: UnknownFields::default(),
                     ..EngineGroup::default()
                 }],
                 ..base.clone()

@@ -13,7 +13,7 @@ use std::process::{ChildStderr, Command, Stdio};
 
 use lmc_testkit::{DEADLINE, Process, free_port, until};
 use lmc_vllm_adapter::{
-    Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Request, TensorMeta,
+    Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Request, TensorMeta, UnknownFields,
 };
 
 /// Returns the program without flags, and without settings of the user who runs the tests.
@@ -219,6 +219,7 @@ pub(crate) fn registration(
         world_size: 1,
         engine_type: "vllm".to_owned(),
         kv_layout: None,
+        unknown_hints: UnknownFields::default(),
         groups: vec![EngineGroup {
             layer_indices: vec![0],
             tokens_per_block: u32::try_from(tokens).expect("a block is small"),

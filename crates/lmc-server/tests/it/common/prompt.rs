@@ -7,6 +7,7 @@ use std::path::Path;
 use lmc_testkit::DEADLINE;
 use lmc_vllm_adapter::{
     CacheKey, Client, ClientError, EngineDrivenContext, Reply, Request, RequestConfigs,
+    UnknownFields,
 };
 
 /// Tokens in a chunk.
@@ -35,6 +36,7 @@ pub(crate) fn register_as(client: &mut Client, hidden_dim_size: u32, dtype: &str
         use_mla: false,
         num_physical_slots: Some(CHUNK as u32),
         record: None,
+        unknown: UnknownFields::default(),
     }));
     match reply.expect("an answer") {
         Reply::Registered { shm_name, .. } => shm_name,

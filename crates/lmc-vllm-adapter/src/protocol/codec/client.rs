@@ -10,6 +10,7 @@ use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, 
 use crate::protocol::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, KvEvent,
     KvEventBatch, KvEventKind, Operation, Reply, Request, RequestConfigs, SlotDescriptor, Sources,
+    UnknownFields,
 };
 
 const MAX_SLOTS: usize = 1 << 20;
@@ -28,12 +29,14 @@ pub(crate) fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
         |values: &[&dyn Encode]| frames.extend(values.iter().map(|&value| encoded(value)));
     match request {
         Request::RegisterKvCache(r) => {
-            let layout: &[(&str, &dyn Encode)] = match &r.kv_layout {
-                None => &[],
-                Some(layout) => &[("kv_layout", layout)],
-            };
+            let layout = r
+                .kv_layout
+                .iter()
+                .map(|layout| ("kv_layout", layout as &dyn Encode));
+            let layout: Vec<_> = layout.collect();
+            let hints = With(&layout, &r.unknown_hints);
             push(&[&r.instance_id, &r.kv_caches, &r.model_name, &r.world_size]);
-            push(&[&r.engine_type, &Record(layout), &r.groups]);
+            push(&[&r.engine_type, &hints, &r.groups]);
         }
         Request::Unregister { instance_id, .. } => push(&[instance_id]),
         Request::RegisterEngineDriven(context) => push(&[context]),
@@ -86,13 +89,37 @@ pub(crate) fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
     frames
 }
 
-record!(EngineGroup, |group|
-    "engine_group_id": group.engine_group_id,
-    "layer_indices": group.layer_indices,
-    "tokens_per_block": group.tokens_per_block,
-    "sw_size_tokens": group.sw_size_tokens,
-    "recurrent_state": group.recurrent_state,
-);
+/// A map of known fields and those that the other side may not know.
+struct With<'a>(&'a [(&'a str, &'a dyn Encode)], &'a UnknownFields);
+
+impl Encode for With<'_> {
+    fn encode(&self, out: &mut Writer) {
+        let Self(known, UnknownFields(unknown)) = self;
+        out.map(known.len() + unknown.len());
+        for (name, value) in *known {
+            out.str(name);
+            value.encode(out);
+        }
+        for (name, value) in unknown {
+            out.str(name);
+            out.raw(value);
+        }
+    }
+}
+
+impl Encode for EngineGroup {
+    fn encode(&self, out: &mut Writer) {
+        let known: &[(&str, &dyn Encode)] = &[
+            ("engine_group_id", &self.engine_group_id),
+            ("layer_indices", &self.layer_indices),
+            ("tokens_per_block", &self.tokens_per_block),
+            ("sw_size_tokens", &self.sw_size_tokens),
+            ("extra_object_group_tag", &self.extra_object_group_tag),
+            ("recurrent_state", &self.recurrent_state),
+        ];
+        With(known, &self.unknown).encode(out);
+    }
+}
 
 impl Encode for EngineDrivenContext {
     fn encode(&self, out: &mut Writer) {
@@ -111,7 +138,7 @@ impl Encode for EngineDrivenContext {
             fields.push((IDENTITY, &record.identity));
             fields.push((LAYOUT, &record.layout));
         }
-        Record(&fields).encode(out);
+        With(&fields, &self.unknown).encode(out);
     }
 }
 

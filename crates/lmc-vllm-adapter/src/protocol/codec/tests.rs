@@ -1,7 +1,7 @@
 use lmc_key::ChunkHash;
 
 use super::*;
-use crate::protocol::{ConfigValue, CpuShm, KvEvent, TensorMeta};
+use crate::protocol::{ConfigValue, CpuShm, KvEvent, TensorMeta, UnknownFields};
 
 fn key() -> CacheKey {
     CacheKey {
@@ -38,12 +38,15 @@ fn requests() -> Vec<Request> {
             world_size: 1,
             engine_type: "vllm".to_owned(),
             kv_layout: Some("HND".to_owned()),
+            unknown_hints: UnknownFields::default(),
             groups: vec![EngineGroup {
                 engine_group_id: 0,
                 layer_indices: vec![0, 1],
                 tokens_per_block: 16,
                 sw_size_tokens: -1,
+                extra_object_group_tag: 0,
                 recurrent_state: false,
+                unknown: UnknownFields::default(),
             }],
         })),
         Request::Unregister {
@@ -65,6 +68,7 @@ fn requests() -> Vec<Request> {
             use_mla: false,
             num_physical_slots: Some(256),
             record: None,
+            unknown: UnknownFields::default(),
         }),
         Request::Store {
             key: key(),
@@ -101,6 +105,7 @@ fn requests() -> Vec<Request> {
                 identity: "a record".to_owned(),
                 layout: "tokens".to_owned(),
             }),
+            unknown: UnknownFields::default(),
         }),
         Request::QueryPrefetchStatus {
             request_id: request_id.clone(),
@@ -239,6 +244,7 @@ fn an_identity_and_chunk_hashes_have_these_bytes() {
         use_mla: true,
         num_physical_slots: None,
         record: None,
+        unknown: UnknownFields::default(),
     });
     let frames = encode_request(1, &odd);
     assert!(

@@ -17,7 +17,7 @@ use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_memory::ArenaConfig;
 use lmc_vllm_adapter::{
     CacheKey, Client, EngineDrivenContext, Reply, Request, Service, ServiceConfig, ServiceStatus,
-    SlotDescriptor, ZmqConfig, ZmqServer,
+    SlotDescriptor, UnknownFields, ZmqConfig, ZmqServer,
 };
 use tokio::sync::watch;
 
@@ -291,6 +291,7 @@ pub(crate) fn registration(instance_id: u64, dtype: &str, world_size: u32) -> En
         use_mla: false,
         num_physical_slots: Some(CHUNK as u32),
         record: None,
+        unknown: UnknownFields::default(),
     }
 }
 
@@ -339,8 +340,13 @@ impl Worker {
         Self::register_with(client, instance_id, 0, 1, "float32", |_| Pool::of(file))
     }
 
+    /// Registers as the one rank of an engine of float32.
+    pub(crate) fn register_as(client: Client, context: EngineDrivenContext) -> Self {
+        Self::register_context(client, context, 0, "float32", Pool::open)
+    }
+
     fn register_with(
-        mut client: Client,
+        client: Client,
         instance_id: u64,
         rank: u32,
         world_size: u32,
@@ -348,6 +354,17 @@ impl Worker {
         pool: impl FnOnce(&str) -> Pool,
     ) -> Self {
         let context = registration(instance_id, dtype, world_size);
+        Self::register_context(client, context, rank, dtype, pool)
+    }
+
+    fn register_context(
+        mut client: Client,
+        context: EngineDrivenContext,
+        rank: u32,
+        dtype: &'static str,
+        pool: impl FnOnce(&str) -> Pool,
+    ) -> Self {
+        let (instance_id, world_size) = (context.instance_id, context.world_size);
         let reply = client.ask(&Request::RegisterEngineDriven(context));
         let reply = reply.expect("registered");
         let Reply::Registered { shm_name, .. } = reply else {
