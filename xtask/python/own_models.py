@@ -54,7 +54,7 @@ def lora(run):
 
 def hybrid(run):
     """A model with sliding-window and full-attention layers: refused as two KV groups, cached as
-    one."""
+    one. The stock connector copies two groups in `lmcache_driven` mode only."""
     if run.args.peer or not run.args.package:
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -63,6 +63,7 @@ def hybrid(run):
         refused = run.engine("own-hybrid", connector="lmc", model=folder)
         own = run.engine("own-one-group", connector="lmc", model=folder, one_group=True,
                          poison=True)
+        stock = run.engine("stock-hybrid", mode="engine_driven", model=folder)
         plain.ready()
         wanted = plain.generate(prompts(9, *LENGTHS))[0]
         plain.kill()
@@ -72,13 +73,24 @@ def hybrid(run):
         check("hybrid: it says why, and which flag helps",
               "2 groups (" in text and "SlidingWindowSpec" in text
               and "--disable-hybrid-kv-cache-manager" in text, text)
-        own.ready()
-        for time_of in ("cold", "warm"):
-            ids, cached = own.generate(prompts(9, *LENGTHS))
-            check(f"hybrid, one group: {time_of} ids are those without a connector", ids == wanted)
-            hits = expected_hits(*LENGTHS) if time_of == "warm" else [0] * len(LENGTHS)
-            check(f"hybrid, one group: {time_of} requests find what they should", cached == hits,
-                  str(cached))
+        check("hybrid, stock: an engine-driven engine with two KV groups ends at its start",
+              stock.dies(START_DEADLINE))
+        stock = {
+            "engine-driven, one group": run.engine(
+                "stock-one-group", mode="engine_driven", model=folder, one_group=True),
+            "lmcache-driven, two groups": run.engine(
+                "stock-two-groups", mode="lmcache_driven", model=folder),
+        }
+        for name, engine in {"own, one group": own, **stock}.items():
+            engine.ready()
+            for time_of in ("cold", "warm"):
+                ids, cached = engine.generate(prompts(9, *LENGTHS))
+                check(f"hybrid, {name}: {time_of} ids are those without a connector", ids == wanted)
+                hits = expected_hits(*LENGTHS) if time_of == "warm" else [0] * len(LENGTHS)
+                check(f"hybrid, {name}: {time_of} requests find what they should", cached == hits,
+                      str(cached))
+        for engine in stock.values():
+            engine.kill()
         found = own.ask("poison")
         check("hybrid, one group: freed blocks are left alone, and loads fill their blocks",
               not found["faults"] and found["loaded"] > 0, str(found))

@@ -39,9 +39,10 @@ metrics! {
     "lmcache_mp_lookups_requests_total" counter "Lookups answered." = |s| s.counts.lookups;
     "lmcache_mp_lookup_early_exit_requests_total{reason=\"no_gpu_context\"}" counter "Lookups for a model that no engine has registered." = |s| s.counts.lookups_unregistered;
     "lmcache_mp_lookup_requested_tokens_total" counter "Tokens of whole chunks that lookups asked for." = |s| s.counts.lookup_tokens;
-    "lmcache_mp_lookup_hit_tokens_total" counter "Tokens that lookups found, in any tier." = |s| s.counts.hit_tokens;
+    "lmcache_mp_lookup_hit_tokens_total" counter "Tokens that lookups found, in any tier. Engines need not retrieve them: see lmc_retrieved_tokens_total." = |s| s.counts.hit_tokens;
     "lmcache_mp_lookup_hit_l1_tokens_total" counter "Tokens that lookups found and memory had on its own." = |s| s.counts.hit_tokens_dram;
     "lmcache_mp_lookup_hit_l2_tokens_total" counter "Tokens that lookups found and lower tiers added to what memory had." = |s| s.counts.hit_tokens_lower;
+    "lmc_retrieved_tokens_total" counter "Tokens of chunks that engines retrieved: hits. Each is counted once, however many workers an engine has." = |s| s.counts.retrieved_tokens;
     "lmcache_mp_l1_read_chunks_total" counter "Chunks read from memory: by engines, and to copy them to lower tiers." = |s| s.counts.retrieved_chunks + s.lower.iter().map(|tier| tier.written).sum::<u64>();
     "lmcache_mp_l1_write_chunks_total" counter "Chunks written to memory: by engines, and promoted from lower tiers." = |s| s.counts.stored_chunks + s.lower.iter().map(|tier| tier.promoted).sum::<u64>();
     "lmcache_mp_num_chunks_loaded_total" counter "Chunks loaded into engines." = |s| s.counts.retrieved_chunks;
@@ -102,8 +103,8 @@ metrics! {
     "lmc_reported_blocks_total" counter "Blocks that engines reported as allocated." = |s| s.counts.reported_blocks;
     "lmc_chunks_present_total" counter "Chunks not stored because they were there or being written already." = |s| s.counts.chunks_present;
     "lmc_chunks_null_total" counter "Chunks not stored because the engine had dropped some of their blocks." = |s| s.counts.chunks_null;
-    "lmc_chunk_hits_total" counter "Chunks that were asked for and found." = |s| s.engine.hits;
-    "lmc_chunk_misses_total" counter "Chunks that were asked for and not found." = |s| s.engine.misses;
+    "lmc_chunk_hits_total" counter "Chunks that lookups and retrieves asked for and found, each time." = |s| s.engine.hits;
+    "lmc_chunk_misses_total" counter "Chunks that lookups and retrieves asked for and did not find, each time." = |s| s.engine.misses;
     "lmc_chunks_removed_total" counter "Chunks removed by name." = |s| s.engine.removed;
     "lmc_chunks_cleared_total" counter "Chunks removed by a clear." = |s| s.engine.cleared;
     "lmc_reservations_over_quota_total" counter "Reservations refused by a quota." = |s| s.engine.over_quota;
@@ -316,7 +317,8 @@ pub fn documentation() -> String {
          Durations and bytes are counted when an operation has completed, so a rate of bytes over a rate of seconds is a measured speed:\n\n\
          ```\n\
          rate(lmc_gather_bytes_total[1m]) / rate(lmc_gather_seconds_total[1m])                        bytes per second into the pool\n\
-         rate(lmcache_mp_lookup_hit_tokens_total[5m]) / rate(lmcache_mp_lookup_requested_tokens_total[5m])   share of tokens found\n\
+         rate(lmcache_mp_lookup_hit_tokens_total[5m]) / rate(lmcache_mp_lookup_requested_tokens_total[5m])   share of tokens that lookups found\n\
+         rate(lmc_retrieved_tokens_total[5m]) / rate(lmcache_mp_lookup_requested_tokens_total[5m])   share of tokens that engines retrieved: the hit rate\n\
          histogram_quantile(0.99, rate(lmc_operation_seconds_bucket{operation=\"lookup\"}[5m]))\n\
          ```\n\n\
          | name | kind | meaning |\n|---|---|---|\n",

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::secret::mask_passwords;
+use super::service_links::Services;
 use super::setting::{Info, Raw, Shape};
 use super::settings::ALL;
 use super::suggest::nearest;
@@ -17,15 +18,8 @@ const OTHER_VARIABLES: &[&str] = &[
     "LMC_NIXL_LIBRARY",
 ];
 
-/// Prefixes of variables of other programs: our tests and benches, and the ones that
-/// Kubernetes sets in every pod for a Service named "lmc".
-const OTHER_PREFIXES: &[&str] = &[
-    "LMC_TEST_",
-    "LMC_BENCH_",
-    "LMC_XTASK_",
-    "LMC_SERVICE_",
-    "LMC_PORT_",
-];
+/// Prefixes of variables of other programs: our tests and benches.
+const OTHER_PREFIXES: &[&str] = &["LMC_TEST_", "LMC_BENCH_", "LMC_XTASK_"];
 
 /// Origin of a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -124,10 +118,16 @@ impl Layers {
             flags: flags.into_iter().collect(),
             ..Self::default()
         };
-        for (name, value) in variables
-            .into_iter()
+        let variables = variables.into_iter();
+        let variables: Vec<_> = variables
             .filter(|(name, _)| name.starts_with("LMC_"))
-        {
+            .collect();
+        let services = Services::of(&variables);
+        layers.warnings.extend(services.warning());
+        for (name, value) in variables {
+            if services.wrote(&name, &value) {
+                continue;
+            }
             if ALL.iter().any(|info| info.variable() == name) {
                 layers.variables.push((name, value));
             } else if !OTHER_VARIABLES.contains(&name.as_str())

@@ -8,6 +8,7 @@ mod log_level;
 mod parse;
 mod secret;
 mod serve;
+mod service_links;
 mod setting;
 mod settings;
 mod size;

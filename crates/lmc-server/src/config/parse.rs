@@ -316,14 +316,8 @@ fn uid_of(name: &str, passwd: &str) -> Option<u32> {
 }
 
 pub(crate) fn port(raw: &Raw) -> Result<u16, String> {
-    let text = raw.text()?;
-    if text.starts_with("tcp://") {
-        // Kubernetes writes LMC_PORT=tcp://10.0.0.1:5555 for a Service that is named "lmc".
-        return Err("expected a port number; Kubernetes sets this variable for a Service named \"lmc\": rename \
-             the Service, or set enableServiceLinks: false in the pod"
-            .to_owned());
-    }
-    text.parse()
+    raw.text()?
+        .parse()
         .map_err(|_| "expected a port number from 0 to 65535".to_owned())
 }
 

@@ -226,15 +226,6 @@ fn problems_name_the_setting_the_expectation_and_the_nearest_name() {
         "",
         &["--http-port 5555: expected another port than --port 5555, which engines connect to"],
     );
-    check(
-        &[],
-        &[("LMC_PORT", "tcp://10.96.0.7:5555")],
-        "",
-        &[
-            "LMC_PORT=tcp://10.96.0.7:5555: expected a port number; Kubernetes sets this variable for a Service named \
-           \"lmc\": rename the Service, or set enableServiceLinks: false in the pod",
-        ],
-    );
     // Peers would be sent to an address where nothing listens.
     for at in ["10.0.0.1:0", "0.0.0.0:7700", "[::]:7700"] {
         let want = format!(
@@ -281,8 +272,6 @@ fn unknown_variables_are_warned_about_and_strangers_are_not() {
         "LMC_ZZZ_QQQ",
         &["variable LMC_ZZZ_QQQ is not a setting and was ignored"],
     );
-    check("LMC_SERVICE_HOST", &[]);
-    check("LMC_PORT_5555_TCP_ADDR", &[]);
     check("LMC_URL", &[]);
     check("LMC_NIXL_LIBRARY", &[]);
     check("LMCACHE_CHUNK_SIZE", &[]);
@@ -475,5 +464,42 @@ fn a_password_in_a_url_is_in_no_output() {
     ] {
         assert!(!text.contains(SECRET), "{text}");
         assert!(text.contains("redis"), "{text}");
+    }
+}
+
+/// Kubernetes' variables of a Service, whatever its name.
+#[test]
+fn variables_of_kubernetes_services_are_ignored_with_one_line() {
+    for (name, start, port) in [
+        ("lmc", "LMC", 5555),
+        ("lmc-http", "LMC_HTTP", 8080),
+        ("lmc-server", "LMC_SERVER", 5555),
+        ("lmc-p2p-nixl", "LMC_P2P_NIXL", 7701),
+    ] {
+        let at = format!("10.96.0.17:{port}");
+        let of = |rest: &str, value: &str| (format!("{start}{rest}"), value.to_owned());
+        let port_of = |rest: &str, value: &str| of(&format!("_PORT_{port}_TCP{rest}"), value);
+        let variables = [
+            of("_SERVICE_HOST", "10.96.0.17"),
+            of("_SERVICE_PORT", &port.to_string()),
+            of("_SERVICE_PORT_MAIN", &port.to_string()),
+            of("_PORT", &format!("tcp://{at}")),
+            port_of("", &format!("tcp://{at}")),
+            port_of("_PROTO", "tcp"),
+            port_of("_PORT", &port.to_string()),
+            port_of("_ADDR", "10.96.0.17"),
+        ];
+        let loaded = ServeConfig::load([], variables.clone(), None).expect("it starts");
+        let warnings = loaded.warnings;
+        assert_eq!(warnings.len(), 1, "{warnings:?}");
+        assert!(warnings[0].contains(&format!("{name:?}")), "{warnings:?}");
+        // A pod that sets the variable of a setting means it.
+        let own = variables.map(|(name, value)| match name == "LMC_PORT" {
+            true => (name, "6000".to_owned()),
+            false => (name, value),
+        });
+        let loaded = ServeConfig::load([], own, None).expect("it starts");
+        let port = if start == "LMC" { 6000 } else { 5555 };
+        assert_eq!(loaded.config.port, port);
     }
 }

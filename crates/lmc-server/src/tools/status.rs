@@ -49,7 +49,11 @@ pub(super) fn table(url: &str, answer: &Value) -> String {
     line(
         "hits",
         format!(
-            "{} of tokens looked up, in {} lookups",
+            "{} of tokens looked up were retrieved by engines, {} were found; {} lookups",
+            percent(
+                number(&counts["retrieved_tokens"]),
+                number(&counts["lookup_tokens"])
+            ),
             percent(
                 number(&counts["hit_tokens"]),
                 number(&counts["lookup_tokens"])

@@ -1,5 +1,6 @@
 //! The commands around a server, as a user runs them.
 
+use std::net::TcpListener;
 use std::process::{Command, Output};
 
 use serde_json::Value;
@@ -107,6 +108,33 @@ fn a_url_needs_no_scheme_and_an_error_is_said_once() {
     assert_eq!(output.status.code(), Some(1));
     let error = text(&output.stderr);
     assert_eq!(error.matches("(os error 111)").count(), 1, "{error}");
+}
+
+/// With a proxy for everybody in its environment, `lmc status` asked the proxy for 127.0.0.1.
+#[test]
+fn no_variable_leads_a_tool_to_a_proxy() {
+    let server = server("serve", &[]);
+    let url = format!("http://127.0.0.1:{}", server.http);
+    let proxy = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    proxy.set_nonblocking(true).expect("a listener");
+    let at = format!("http://{}", proxy.local_addr().expect("an address"));
+    for variable in [
+        "http_proxy",
+        "HTTP_PROXY",
+        "https_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+    ] {
+        for tool in ["status", "clear"] {
+            let mut command = crate::common::lmc();
+            command.args([tool, "--url", &url]).env(variable, &at);
+            let output = command.output().expect("it runs");
+            let said = text(&output.stderr);
+            assert!(output.status.success(), "{variable}, {tool}: {said}");
+        }
+    }
+    let asked = proxy.accept().map(|(_, from)| from);
+    assert!(asked.is_err(), "{asked:?}");
 }
 
 /// `list` printed nothing, `set` fractions of a GiB, and `get` of an unknown tenant ended with 0.

@@ -258,7 +258,6 @@ impl Copies {
         let clears = self.context.engine.clears();
         let server = Arc::clone(self);
         Outcome::Job(Job::new(Lane::Retrieve, move || {
-            let counters = &server.context.stats.service;
             let granted = server.may_copy(&worker, now, clears);
             let copied = match (&leases, &granted) {
                 (Some(leases), Some(granted)) => {
@@ -271,14 +270,11 @@ impl Copies {
             drop(granted);
             match (&copied, &leases) {
                 (Ok(()), Some(leases)) => {
-                    add(&counters.retrieves, 1);
-                    add(&counters.retrieved_chunks, leases.len() as u64);
-                    add(
-                        &counters.retrieved_bytes,
-                        worker.chunk_bytes * leases.len() as u64,
-                    );
+                    let bytes = worker.chunk_bytes * leases.len() as u64;
+                    let (rank, chunks) = (worker.kv_rank, &hashed.chunks);
+                    (server.transfers).count_retrieve(client, &key, rank, chunks, bytes);
                 }
-                _ => add(&counters.retrieves_missed, 1),
+                _ => add(&server.context.stats.service.retrieves_missed, 1),
             }
             if let (Err(text), Some(_)) = (&copied, &leases) {
                 server

@@ -738,7 +738,7 @@ mod tests {
         );
     }
 
-    /// Where tokens lie one after another in each block, blocks of 16 and of 8 tokens give one chunk.
+    /// Tokens that lie one after another in each block give one chunk for blocks of 16 and of 8 tokens.
     #[test]
     fn the_block_size_counts_where_a_chunk_is_made_of_blocks() {
         for heads_first in [true, false] {

@@ -397,17 +397,34 @@ impl Lookups {
         chunks: &Range<usize>,
     ) {
         let mut sessions = self.sessions.lock();
-        let named = sessions.named(request_id);
-        // Where several looked up under one name, and none of them on the worker's connection, it
-        // is not known whose chunks these are: they are held until the request ends.
-        let session = match named {
-            [only] => Some(only),
-            _ => named.iter_mut().find(|session| session.client == client),
-        };
+        let session = sessions.of_worker(client, request_id);
         let released = session.map(|session| session.reader_done(space, kv_rank, chunks));
         // The leases go back here, without the sessions being locked.
         drop(sessions);
         drop(released);
+    }
+
+    /// Counts the tokens that a worker has retrieved, once for all workers of its engine. A request
+    /// that is not known is counted at its first rank.
+    pub(super) fn count_retrieved(
+        &self,
+        client: ClientId,
+        request_id: &str,
+        kv_rank: u16,
+        chunks: &Range<usize>,
+    ) {
+        let mut sessions = self.sessions.lock();
+        let new = match sessions.of_worker(client, request_id) {
+            Some(session) => session.retrieve(chunks),
+            None if kv_rank == 0 => chunks.len(),
+            None => 0,
+        };
+        drop(sessions);
+        let chunk = u64::from(self.context.config.hasher.chunk_size());
+        add(
+            &self.context.counters().retrieved_tokens,
+            new as u64 * chunk,
+        );
     }
 
     /// Ends the requests of a connection, a share at a time: others are served in between.

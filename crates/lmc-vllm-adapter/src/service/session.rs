@@ -237,6 +237,8 @@ pub(crate) struct Session {
     pub(crate) client: ClientId,
     pub(crate) last_used: Instant,
     lookup: Option<Lookup>,
+    /// End of the chunks that a worker has retrieved since the lookup.
+    retrieved: usize,
 }
 
 impl Session {
@@ -245,6 +247,7 @@ impl Session {
             client,
             last_used: now,
             lookup: None,
+            retrieved: 0,
         }
     }
 
@@ -255,9 +258,18 @@ impl Session {
         }
     }
 
+    /// Notes that a worker has retrieved these chunks. Returns how many of them no worker of the
+    /// request had retrieved: each rank, and each reader of a rank, retrieves the same ones.
+    pub(crate) fn retrieve(&mut self, chunks: &Range<usize>) -> usize {
+        let new = chunks.end.saturating_sub(chunks.start.max(self.retrieved));
+        self.retrieved = self.retrieved.max(chunks.end);
+        new
+    }
+
     /// Takes a lookup and returns an earlier one.
     #[must_use = "it is ended where nothing is locked"]
     pub(crate) fn set_lookup(&mut self, lookup: Lookup) -> Option<Lookup> {
+        self.retrieved = 0;
         self.lookup.replace(lookup)
     }
 
@@ -416,6 +428,16 @@ impl Sessions {
     pub(crate) fn of(&mut self, client: ClientId, request_id: &str) -> Option<&mut Session> {
         let of_client = |session: &&mut Session| session.client == client;
         self.named(request_id).iter_mut().find(of_client)
+    }
+
+    /// The request of this name that a worker's connection serves. Where several looked up under one
+    /// name, and none of them on that connection, it is not known which: their chunks are held
+    /// until the requests end.
+    pub(crate) fn of_worker(&mut self, client: ClientId, request_id: &str) -> Option<&mut Session> {
+        match self.named(request_id) {
+            [only] => Some(only),
+            named => named.iter_mut().find(|session| session.client == client),
+        }
     }
 
     /// All requests of this name.

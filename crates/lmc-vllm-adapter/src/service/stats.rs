@@ -171,6 +171,8 @@ counters! {
     retrieves,
     /// Retrieves that missed a chunk.
     retrieves_missed,
+    /// Tokens that engines retrieved, each once however many workers an engine has.
+    retrieved_tokens,
     /// Chunks handed back.
     retrieved_chunks,
     /// Bytes handed back.

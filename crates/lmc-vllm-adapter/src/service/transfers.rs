@@ -510,6 +510,23 @@ impl Transfers {
             .reader_done(client, request_id, space, kv_rank, chunks);
     }
 
+    /// Counts a retrieve that ended well.
+    pub(super) fn count_retrieve(
+        &self,
+        client: ClientId,
+        key: &CacheKey,
+        kv_rank: u16,
+        chunks: &Range<usize>,
+        bytes: u64,
+    ) {
+        let counters = &self.context.stats.service;
+        add(&counters.retrieves, 1);
+        add(&counters.retrieved_chunks, chunks.len() as u64);
+        add(&counters.retrieved_bytes, bytes);
+        self.lookups
+            .count_retrieved(client, &key.request_id, kv_rank, chunks);
+    }
+
     pub(super) fn prepare_retrieve(
         &self,
         client: ClientId,
@@ -559,7 +576,6 @@ impl Transfers {
         instance_id: u64,
         now: Instant,
     ) -> Reply {
-        let counters = &self.context.stats.service;
         let transfer = self.take_prepared(client, key, instance_id, Direction::Retrieve, now);
         let Some(Transfer {
             client, pending, ..
@@ -576,13 +592,9 @@ impl Transfers {
         else {
             return Reply::Bool(false);
         };
-        add(&counters.retrieves, 1);
-        add(&counters.retrieved_chunks, leases.len() as u64);
-        add(
-            &counters.retrieved_bytes,
-            leases.iter().map(|slot| slot.len()).sum(),
-        );
         let chunks = first_chunk..first_chunk + leases.len();
+        let bytes = leases.iter().map(|slot| slot.len()).sum();
+        self.count_retrieve(client, key, kv_rank, &chunks, bytes);
         self.reader_done(client, key, space, kv_rank, &chunks);
         Reply::Bool(true)
     }

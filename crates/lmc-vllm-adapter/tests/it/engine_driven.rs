@@ -691,6 +691,42 @@ fn a_store_prepared_before_a_clear_is_not_found_after_it() {
     server.assert_idle();
 }
 
+/// vLLM looks up prompts of requests for `prompt_logprobs` and retrieves none of what is found.
+#[test]
+fn what_engines_retrieve_is_counted_apart_from_what_lookups_find() {
+    let server = Server::start();
+    let rank = |id, rank| Worker::register_rank(&server, id, rank, 2, "float32");
+    let mut workers = [rank(1, 0), rank(2, 1)];
+    let tokens = prompt(1, 3 * CHUNK);
+    for worker in &mut workers {
+        let key = worker.key("a", &tokens, 0..3);
+        assert_eq!(worker.store(&key), 3);
+    }
+    let mut scheduler = server.client();
+    let key = workers[0].key("b", &tokens, 0..3);
+    assert_eq!(lookup(&mut scheduler, &key), 3);
+    let counted = |found: usize, retrieved: usize| {
+        let counts = server.status().counts;
+        assert_eq!(counts.hit_tokens, (found * CHUNK) as u64);
+        assert_eq!(counts.retrieved_tokens, (retrieved * CHUNK) as u64);
+    };
+    counted(3, 0);
+    // Both ranks retrieve each token, in two pieces.
+    for (chunks, retrieved) in [(0..2, 2), (2..3, 3)] {
+        for worker in &mut workers {
+            let key = worker.key("b", &tokens, chunks.clone());
+            assert!(worker.retrieve(&key));
+            counted(3, retrieved);
+        }
+    }
+    end_session(&mut scheduler, "b");
+    assert_eq!(lookup(&mut scheduler, &key), 3);
+    let key = workers[1].key("b", &tokens, 0..3);
+    assert!(workers[1].retrieve(&key));
+    counted(6, 6);
+    end_session(&mut scheduler, "b");
+}
+
 /// LMCache's older modes keep chunks of other tags apart, and so does its name of a chunk.
 #[test]
 fn requests_of_other_tags_share_nothing_and_other_settings_do_not_count() {
