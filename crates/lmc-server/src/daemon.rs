@@ -41,6 +41,9 @@ pub fn run(loaded: &Loaded) -> ExitCode {
     for warning in &loaded.warnings {
         warn!("{warning}");
     }
+    for note in &loaded.notes {
+        info!("{note}");
+    }
     let stop = start(loaded);
     if let Err(error) = &stop {
         match loaded.config.log_format {

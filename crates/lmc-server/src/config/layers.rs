@@ -56,6 +56,7 @@ pub struct Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Also a URL in a setting that is not for one.
         let text = format!("{}: {}", self.subject, self.text);
         f.write_str(&mask_passwords(&text))
     }
@@ -104,6 +105,7 @@ pub(crate) struct Layers {
     stores: Vec<Self>,
     problems: Vec<Problem>,
     warnings: Vec<String>,
+    notes: Vec<String>,
     entries: Vec<Entry>,
 }
 
@@ -123,7 +125,7 @@ impl Layers {
             .filter(|(name, _)| name.starts_with("LMC_"))
             .collect();
         let services = Services::of(&variables);
-        layers.warnings.extend(services.warning());
+        layers.notes.extend(services.note());
         for (name, value) in variables {
             if services.wrote(&name, &value) {
                 continue;
@@ -169,10 +171,7 @@ impl Layers {
             Err(error) => {
                 self.problems.push(Problem {
                     subject: path.display().to_string(),
-                    text: format!(
-                        "not valid TOML: {}",
-                        mask_passwords(error.to_string().trim_end())
-                    ),
+                    text: not_toml(text, &error),
                 });
                 return;
             }
@@ -267,6 +266,11 @@ impl Layers {
         });
     }
 
+    /// Takes what the log should say of the environment.
+    pub(crate) fn take_notes(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.notes)
+    }
+
     /// The settings as they were taken, with warnings, or everything that is wrong.
     ///
     /// # Errors
@@ -302,14 +306,30 @@ fn default_of(info: &Info) -> Raw {
     Raw::Text(info.default.to_owned())
 }
 
+/// Names a setting and its origin, with the value that it has there unless that may hold a secret.
 fn subject_of(entry: &Entry) -> String {
     let Entry { info, raw, source } = entry;
+    if info.is_secret() {
+        return match source {
+            Source::Flag(flag) => flag.clone(),
+            Source::Variable(name) => name.clone(),
+            Source::File(path) => format!("{}: {}", path.display(), info.key()),
+            Source::Default => info.flag(),
+        };
+    }
     match source {
         Source::Flag(flag) => format!("{flag} {raw}"),
         Source::Variable(name) => format!("{name}={raw}"),
         Source::File(path) => format!("{}: {} = {raw}", path.display(), info.key()),
         Source::Default => info.flag(),
     }
+}
+
+/// Says what is wrong with a file, and where. The line itself is not repeated: it may hold a secret.
+fn not_toml(text: &str, error: &toml::de::Error) -> String {
+    let before = error.span().and_then(|span| text.get(..span.start));
+    let line = before.map_or(1, |before| before.matches('\n').count() + 1);
+    format!("not valid TOML in line {line}: {}", error.message())
 }
 
 /// A TOML value in the text form that flags and variables have.

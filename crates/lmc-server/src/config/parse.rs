@@ -672,9 +672,10 @@ pub(crate) fn salts(raw: &Raw) -> Result<Option<Vec<String>>, String> {
     }
     let salts: Vec<String> = text.split(',').map(|salt| salt.trim().to_owned()).collect();
     let wrong = |salt: &&String| salt.is_empty() || salt.parse::<Salt>().is_err();
-    match salts.iter().find(wrong) {
-        Some(salt) => Err(format!(
-            "expected salts separated by commas, or all; found {salt:?}"
+    match salts.iter().position(|salt| wrong(&salt)) {
+        Some(index) => Err(format!(
+            "expected salts separated by commas, or all; number {} is none",
+            index + 1
         )),
         None => Ok(Some(salts)),
     }
@@ -695,13 +696,15 @@ pub(crate) fn quotas(raw: &Raw) -> Result<Vec<(String, u64)>, String> {
     };
     pairs
         .into_iter()
-        .map(|(salt, size)| {
+        .enumerate()
+        .map(|(index, (salt, size))| {
             if salt.is_empty() {
                 return Err(format!(
                     "{EXPECTED}; traffic without a salt is called _default"
                 ));
             }
-            let bytes = size::parse_bytes(&size, GIB).map_err(|e| format!("{salt}={size}: {e}"))?;
+            let bytes =
+                size::parse_bytes(&size, GIB).map_err(|e| format!("quota {}: {e}", index + 1))?;
             Ok((salt, bytes))
         })
         .collect()

@@ -22,6 +22,8 @@ pub struct Loaded {
     pub further_remotes: Vec<Vec<Entry>>,
     /// Settings that were ignored, for the log.
     pub warnings: Vec<String>,
+    /// Variables that were ignored and ask for nothing, for the log.
+    pub notes: Vec<String>,
 }
 
 impl ServeConfig {
@@ -60,12 +62,14 @@ impl ServeConfig {
             config.further_remotes.push(remote);
             further_remotes.push(layers.finish_store(store));
         }
+        let notes = layers.take_notes();
         let (entries, warnings) = layers.finish()?;
         Ok(Loaded {
             config,
             entries,
             further_remotes,
             warnings,
+            notes,
         })
     }
 

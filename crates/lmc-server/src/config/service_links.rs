@@ -18,8 +18,8 @@ impl Services {
         Self(found.map(str::to_owned).collect())
     }
 
-    /// Returns true if Kubernetes has set this variable. A setting in its place, which a pod may have
-    /// set itself, is no link.
+    /// Returns true if Kubernetes has set this variable. One of a setting, which a pod may have
+    /// set itself, is a link only where its value is one.
     pub(super) fn wrote(&self, name: &str, value: &str) -> bool {
         let of_service = |start: &String| {
             let Some(rest) = name.strip_prefix(start.as_str()) else {
@@ -35,7 +35,7 @@ impl Services {
     }
 
     /// Returns the line that says that variables were ignored.
-    pub(super) fn warning(&self) -> Option<String> {
+    pub(super) fn note(&self) -> Option<String> {
         let names: Vec<String> = self.0.iter().map(|start| name_of(start)).collect();
         (!names.is_empty()).then(|| {
             format!(

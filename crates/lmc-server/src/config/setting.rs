@@ -113,6 +113,11 @@ pub struct Info {
 }
 
 impl Info {
+    /// Returns true if a value may hold a password or a tenant's salt: no error repeats it.
+    pub fn is_secret(&self) -> bool {
+        ["remote", "remote-salts", "quota"].contains(&self.name)
+    }
+
     /// The environment variable, e.g. `LMC_HTTP_PORT`.
     pub fn variable(&self) -> String {
         format!("LMC_{}", self.name.replace('-', "_").to_ascii_uppercase())
