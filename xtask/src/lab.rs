@@ -81,7 +81,7 @@ fn lab(nextest: bool, features: &str) -> Vec<Step> {
 }
 
 /// Environment variable by which `lmc_testkit::in_lab` and `rounds` know the lab.
-const LAB: &str = "LMC_LAB";
+const LAB: &str = "LMC_TEST_LAB";
 
 /// The record of a run.
 fn page(conditions: &[(&str, String)], done: &[Done]) -> String {

@@ -3,7 +3,7 @@
 use std::env;
 
 /// Environment variable that is set where `cargo xtask lab` runs the tests.
-const LAB: &str = "LMC_LAB";
+const LAB: &str = "LMC_TEST_LAB";
 
 /// Returns true in the lab. Elsewhere it prints that the test is left to the lab, and why: the
 /// caller returns at once.
