@@ -1,8 +1,10 @@
 //! Temporary folders.
 
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, OpenOptions};
+use std::io::Write;
 use std::ops::Deref;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -70,4 +72,17 @@ impl Drop for Folder {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
+}
+
+/// Writes a file that only its owner may read, as a key file has to be.
+///
+/// # Panics
+/// If the file cannot be written.
+pub fn write_secret(path: impl AsRef<Path>, text: &str) {
+    let mut options = OpenOptions::new();
+    let file = options.write(true).create(true).truncate(true).mode(0o600);
+    let written = file
+        .open(path)
+        .and_then(|mut file| file.write_all(text.as_bytes()));
+    written.expect("the folder can be written");
 }

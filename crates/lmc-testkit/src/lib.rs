@@ -16,7 +16,7 @@ mod cpu;
 pub use cpu::cpu_time;
 
 mod folder;
-pub use folder::Folder;
+pub use folder::{Folder, write_secret};
 
 pub mod interleave;
 

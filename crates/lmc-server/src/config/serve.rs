@@ -188,7 +188,7 @@ impl ServeConfig {
         if let (None, Some((flag, at, harm))) = (&self.p2p_key, open) {
             layers.refuse(
                 "p2p-key",
-                format!("expected a file with a key, because {flag} {at} is not a loopback address: without a key any host could {harm}; make one with: openssl rand -hex 32 > FILE"),
+                format!("expected a file with a key, because {flag} {at} is not a loopback address: without a key any host could {harm}; make one with: (umask 077; openssl rand -hex 32 > FILE)"),
             );
         }
         if self.eviction_ratio >= self.eviction_watermark {

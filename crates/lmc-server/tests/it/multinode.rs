@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use crate::common::Server;
 use crate::common::prompt::{CHUNKS, Prompt, await_hits, register_wide};
-use lmc_testkit::{Folder, until};
+use lmc_testkit::{Folder, until, write_secret};
 use lmc_vllm_adapter::{Client, Request};
 use network::{Network, v4, v6};
 
@@ -62,7 +62,7 @@ impl<'a> Daemon<'a> {
     ) -> Self {
         let key = key.join("key");
         if !key.exists() {
-            std::fs::write(&key, "0123456789abcdef".repeat(4)).expect("the folder can be written");
+            write_secret(&key, &"0123456789abcdef".repeat(4));
         }
         let key = key.to_str().expect("text");
         // A pool of five large prompts, of which a peer may lease one.

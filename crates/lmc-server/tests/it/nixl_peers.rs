@@ -2,7 +2,7 @@
 use std::thread;
 use std::time::Duration;
 
-use lmc_testkit::{Folder, free_port};
+use lmc_testkit::{Folder, free_port, write_secret};
 use lmc_vllm_adapter::{Client, Request};
 
 use crate::common::Server;
@@ -27,7 +27,7 @@ fn skipped() -> bool {
 /// Starts a daemon that listens for peers at `port`, and connects to others.
 fn start(folder: &Folder, port: u16, peer: Option<u16>, transport: &str, ucx: &str) -> Server {
     let key = folder.join("key");
-    std::fs::write(&key, "0123456789abcdef".repeat(4)).expect("the folder can be written");
+    write_secret(&key, &"0123456789abcdef".repeat(4));
     let (listen, key) = (format!("127.0.0.1:{port}"), key.display().to_string());
     let mut args = vec!["--l1-size-gb", "128MiB", "--p2p-listen", &listen];
     args.extend(["--p2p-key", &key, "--p2p-transport", transport]);
@@ -199,7 +199,7 @@ fn threads_that_serve_peers_over_nixl_are_nicer() {
 fn nixl_that_is_demanded_and_not_there_ends_the_start() {
     let folder = Folder::temporary();
     let key = folder.join("key");
-    std::fs::write(&key, "0123456789abcdef".repeat(4)).expect("the folder can be written");
+    write_secret(&key, &"0123456789abcdef".repeat(4));
     let mut command = crate::common::lmc();
     command.args([
         "serve",

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use lmc_testkit::{Folder, free_port, in_lab, until};
+use lmc_testkit::{Folder, free_port, in_lab, until, write_secret};
 use lmc_vllm_adapter::{Client, Reply, Request, RequestConfigs, Sources};
 
 use crate::common::Server;
@@ -103,7 +103,7 @@ fn peers_with_another_key_are_strangers() {
     let folder = Folder::temporary();
     let file = |name: &str, key: &str| {
         let path = folder.join(name);
-        std::fs::write(&path, key.repeat(8)).expect("the folder can be written");
+        write_secret(&path, &key.repeat(8));
         path.to_str().expect("text").to_owned()
     };
     let (right, wrong) = (

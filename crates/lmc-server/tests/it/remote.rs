@@ -3,7 +3,7 @@
 #[allow(dead_code, reason = "the tests of the tier use all of it")]
 use std::process::Output;
 
-use lmc_testkit::{Folder, in_lab, until};
+use lmc_testkit::{Folder, in_lab, until, write_secret};
 use lmc_vllm_adapter::Request;
 
 use crate::common::Server;
@@ -187,7 +187,7 @@ fn a_space_is_described_in_the_store_and_no_secret_is_shown() {
     let folder = folder();
     let keys = Folder::temporary();
     let key = keys.join("key");
-    std::fs::write(&key, KEY).expect("space");
+    write_secret(&key, KEY);
     let key = key.to_str().expect("text");
     let mut first = Daemon::start_with(&folder, &["--remote-key", key]);
     first.store();

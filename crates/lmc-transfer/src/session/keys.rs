@@ -2,8 +2,8 @@
 
 use std::fmt;
 use std::fs::{self, OpenOptions};
-use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -39,6 +39,17 @@ pub enum KeyError {
     /// A text that is not 32 bytes in hexadecimal.
     #[error("expected 64 hexadecimal digits")]
     Hex,
+    /// A key file that users beside its owner may read or write.
+    #[error(
+        "{path} has mode {mode:o}, so that other users may read the key: chmod 600 {path} \
+         (for a Kubernetes Secret: defaultMode: 0400)"
+    )]
+    Exposed {
+        /// The file.
+        path: String,
+        /// Permission bits of the file.
+        mode: u32,
+    },
     /// The file cannot be read or written.
     #[error("cannot use {path}: {error}")]
     File {
@@ -52,6 +63,20 @@ pub enum KeyError {
 fn file_error(path: &Path, error: io::Error) -> KeyError {
     let path = path.display().to_string();
     KeyError::File { path, error }
+}
+
+/// Reads a file on which only its owner has permissions.
+fn read_secret(path: &Path) -> Result<String, KeyError> {
+    let wrong = |error| file_error(path, error);
+    let mut file = fs::File::open(path).map_err(wrong)?;
+    let mode = file.metadata().map_err(wrong)?.mode() & 0o777;
+    if mode & 0o077 != 0 {
+        let path = path.display().to_string();
+        return Err(KeyError::Exposed { path, mode });
+    }
+    let mut text = String::new();
+    file.read_to_string(&mut text).map_err(wrong)?;
+    Ok(text)
 }
 
 /// A secret that all peers share. A handshake proves it without revealing it.
@@ -113,13 +138,12 @@ impl Keys {
     }
 
     /// Reads a key file: one key per line, one or two of them. Blank lines and lines that begin
-    /// with `#` are ignored.
+    /// with `#` are ignored. Only the owner of the file may have permissions on it.
     ///
     /// # Errors
     /// [`KeyError`].
     pub fn read(path: &Path) -> Result<Self, KeyError> {
-        let text = fs::read_to_string(path).map_err(|error| file_error(path, error))?;
-        text.parse()
+        read_secret(path)?.parse()
     }
 
     /// Returns a digest of a text under the first key: the same on every side with that key, and of
@@ -205,9 +229,9 @@ impl Identity {
     /// [`KeyError`].
     pub fn load_or_create(path: &Path) -> Result<Self, KeyError> {
         let failed = |error| file_error(path, error);
-        match fs::read_to_string(path) {
+        match read_secret(path) {
             Ok(text) => Ok(Self::from_private(from_hex(text.trim())?)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Err(KeyError::File { error, .. }) if error.kind() == io::ErrorKind::NotFound => {
                 let identity = Self::generate().map_err(failed)?;
                 let mut options = OpenOptions::new();
                 options.write(true).create_new(true).mode(0o600);
@@ -217,7 +241,7 @@ impl Identity {
                 file.sync_all().map_err(failed)?;
                 Ok(identity)
             }
-            Err(error) => Err(failed(error)),
+            Err(error) => Err(error),
         }
     }
 
@@ -290,6 +314,8 @@ fn from_hex(text: &str) -> Result<[u8; 32], KeyError> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
@@ -306,6 +332,20 @@ mod tests {
         for (text, found) in [(String::new(), 0), (format!("{a}\n{b}\n{a}"), 3)] {
             let error = text.parse::<Keys>().expect_err("no or three keys");
             assert!(matches!(error, KeyError::Count { found: n } if n == found));
+        }
+    }
+
+    #[test]
+    fn a_key_file_that_others_may_read_is_refused() {
+        let folder = lmc_testkit::Folder::temporary();
+        let path = folder.join("key");
+        lmc_testkit::write_secret(&path, &"a".repeat(32));
+        Keys::read(&path).expect("only its owner may read it");
+        for mode in [0o640, 0o604, 0o620, 0o666] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("it is ours");
+            let error = Keys::read(&path).expect_err("others may read it");
+            assert!(matches!(error, KeyError::Exposed { mode: m, .. } if m == mode));
+            assert!(error.to_string().contains("chmod 600"), "{error}");
         }
     }
 
