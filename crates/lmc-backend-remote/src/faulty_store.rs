@@ -109,6 +109,10 @@ impl Store for FaultyStore {
         self.store.ttl()
     }
 
+    fn touch_age(&self) -> Option<Duration> {
+        self.store.touch_age()
+    }
+
     fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
         Box::pin(self.each(self.store.heads(keys, deadline), deadline))
     }

@@ -22,7 +22,7 @@ mod open;
 pub use open::{OpenError, Opened, StoreOptions, check_url, open_store};
 
 mod posix;
-pub use posix::{Collected, FileConfig, FileStore, Limits};
+pub use posix::{Collected, FileConfig, FileStore, Limits, Shares};
 
 mod small;
 pub use small::{read_clears, read_description};

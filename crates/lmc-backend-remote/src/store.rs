@@ -59,6 +59,12 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
         None
     }
 
+    /// Returns the age from which a value that is read is touched; `None` where its age decides
+    /// nothing. Default: half of [`Store::ttl`].
+    fn touch_age(&self) -> Option<Duration> {
+        self.ttl().map(|ttl| ttl / 2)
+    }
+
     /// Reads the headers of values; `None` for one that is absent.
     fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>>;
 

@@ -1,7 +1,8 @@
 //! Collection: keeps a tree within its size and age, one folder of the fan-out at a time.
 //!
-//! Hashes are even, so that each of the 256 folders holds about the same. Several daemons may
-//! collect one tree: each takes folders at random, and what another one has removed is no error.
+//! A tree within its size loses nothing; one beyond it loses the oldest chunks of each folder that is
+//! collected, until the whole is within its size. Several daemons may collect one tree: each takes the
+//! folders in an order of its own, and what another one has removed is no error.
 
 use std::collections::HashSet;
 use std::io;
@@ -24,14 +25,14 @@ const TEMPORARY_AGE: Duration = Duration::from_secs(3600);
 /// Files of a folder that are looked at in one collection, at most.
 const MAX_FILES: usize = 1 << 20;
 /// Folders of the fan-out.
-const FOLDERS: u64 = 256;
+const FOLDERS: usize = 256;
 /// Time for the collection of one folder.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Limits of a folder.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Limits {
-    /// Most bytes of the chunks. Default: no limit.
+    /// Most bytes of the folder's chunks. Default: no limit.
     pub max_bytes: Option<u64>,
     /// Age at which a chunk is removed. Default: none.
     pub ttl: Option<Duration>,
@@ -53,6 +54,40 @@ pub struct Collected {
     pub removed_bytes: u64,
     /// Number of files removed that were being written an hour ago or earlier.
     pub temporary: u64,
+}
+
+/// Sizes of the folders of a tree when they were last seen, and by them what each may keep.
+#[derive(Clone, Debug)]
+pub struct Shares {
+    most: u64,
+    bytes: [Option<u64>; FOLDERS],
+}
+
+impl Shares {
+    /// Makes the shares of a tree whose chunks may have this number of bytes.
+    pub fn of(most: u64) -> Self {
+        Self {
+            most,
+            bytes: [None; FOLDERS],
+        }
+    }
+
+    /// Notes the bytes that the chunks of a folder have.
+    pub fn note(&mut self, fanout: u8, bytes: u64) {
+        self.bytes[usize::from(fanout)] = Some(bytes);
+    }
+
+    /// Returns the most bytes that a folder may keep; `None` while the whole is within its size, and
+    /// before every folder was seen.
+    pub fn share(&self, fanout: u8) -> Option<u64> {
+        let all: u128 = (self.bytes.iter())
+            .map(|bytes| bytes.map(u128::from))
+            .sum::<Option<u128>>()?;
+        let own = u128::from(self.bytes[usize::from(fanout)]?);
+        let most = u128::from(self.most);
+        // No more than `most`, since a folder is no larger than the whole.
+        (all > most).then(|| (own * most / all) as u64)
+    }
 }
 
 struct File {
@@ -88,7 +123,7 @@ impl Values {
             self.collect_others(now, limits, &mut collected)?;
         }
         files.sort_by_key(|file| file.modified);
-        let most = limits.max_bytes.map_or(u64::MAX, |bytes| bytes / FOLDERS);
+        let most = limits.max_bytes.unwrap_or(u64::MAX);
         let mut left = collected.bytes;
         let mut refused = None;
         for file in files {
@@ -261,6 +296,8 @@ impl Drop for Collector {
 
 fn run(shared: &(Mutex<bool>, Condvar), values: &Weak<Values>, limits: Limits, pause: Duration) {
     let mut wait = pause;
+    let mut shares = limits.max_bytes.map(Shares::of);
+    let mut order = Vec::new();
     loop {
         {
             let mut ended = shared.0.lock();
@@ -273,16 +310,72 @@ fn run(shared: &(Mutex<bool>, Condvar), values: &Weak<Values>, limits: Limits, p
         let Some(values) = values.upgrade() else {
             return;
         };
-        let mut fanout = [0];
-        // Without random numbers the first folder is collected, and others by other daemons.
-        let _ = getrandom::fill(&mut fanout);
-        wait = match values.collect(fanout[0], limits, None) {
-            Ok(collected) if collected.evicted > 0 => pause / 4,
-            Ok(_) => pause,
+        let fanout = order.pop().unwrap_or_else(|| {
+            order = shuffled();
+            order.pop().unwrap_or_default()
+        });
+        let share = shares.as_ref().and_then(|shares| shares.share(fanout));
+        let limits = Limits {
+            max_bytes: share,
+            ..limits
+        };
+        wait = match values.collect(fanout, limits, None) {
+            Ok(collected) => {
+                if let Some(shares) = &mut shares {
+                    shares.note(fanout, collected.bytes - collected.removed_bytes);
+                }
+                match collected.evicted {
+                    0 => pause,
+                    _ => pause / 4,
+                }
+            }
             Err(error) => {
                 tracing::warn!(%error, "remote folder not collected; it may grow beyond its size");
                 pause * 4
             }
         };
+    }
+}
+
+/// Returns all folders in an order of chance, so that daemons do not collect the same ones at a time.
+/// Without random numbers the order is that of their names.
+fn shuffled() -> Vec<u8> {
+    let mut order: Vec<u8> = (0..=u8::MAX).collect();
+    let mut chance = [0; FOLDERS];
+    if getrandom::fill(&mut chance).is_ok() {
+        for (index, &other) in chance.iter().enumerate() {
+            order.swap(index, usize::from(other));
+        }
+    }
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tree_within_its_size_has_no_shares_and_a_larger_one_comes_down_to_it() {
+        let mut shares = Shares::of(1000);
+        for fanout in 0..=u8::MAX {
+            assert_eq!(shares.share(fanout), None, "not all folders were seen");
+            shares.note(fanout, if fanout < 10 { 100 } else { 0 });
+        }
+        assert_eq!(shares.share(3), None, "the whole is within its size");
+        shares.note(3, 600);
+        assert_eq!(shares.share(3), Some(400));
+        assert_eq!(shares.share(4), Some(66));
+        assert_eq!(shares.share(200), Some(0));
+        shares.note(3, 100);
+        assert_eq!(shares.share(4), None);
+        shares.note(4, u64::MAX);
+        assert!(shares.share(4).is_some_and(|share| share <= 1000));
+    }
+
+    #[test]
+    fn an_order_has_each_folder_once() {
+        let mut order = shuffled();
+        order.sort_unstable();
+        assert!(order.into_iter().eq(0..=u8::MAX));
     }
 }

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Timespec, Timestamps, UTIME_NOW};
 
 use self::collect::Collector;
-pub use self::collect::{Collected, Limits};
+pub use self::collect::{Collected, Limits, Shares};
 use self::threads::{Lane, Outcome, Threads};
 use self::tree::{Tree, is_absent};
 use self::value::{BLOCK, Values, store_error};
@@ -78,6 +78,9 @@ pub struct FileStore {
     collector: Mutex<Option<Collector>>,
 }
 
+/// Precision of the time of a chunk's last use, by which a tree beyond its size is collected.
+const LAST_USE: Duration = Duration::from_secs(3600);
+
 impl FileStore {
     /// Makes a store. The folder is opened with the first operation.
     ///
@@ -101,7 +104,7 @@ impl FileStore {
         })
     }
 
-    /// Collects one of the 256 folders, which may have 1/256 of the bytes. Blocks.
+    /// Collects one of the 256 folders. Blocks.
     ///
     /// With `spaces`, only their chunks count towards the limits and are removed, and of files that
     /// were being written only those beside these chunks.
@@ -196,6 +199,12 @@ impl Store for FileStore {
 
     fn ttl(&self) -> Option<Duration> {
         self.limits.ttl
+    }
+
+    fn touch_age(&self) -> Option<Duration> {
+        let by_size = self.limits.max_bytes.map(|_| LAST_USE);
+        let by_age = self.limits.ttl.map(|ttl| ttl / 2);
+        [by_size, by_age].into_iter().flatten().min()
     }
 
     fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {

@@ -127,7 +127,7 @@ impl RemoteTier {
             spaces: Spaces::default(),
             absent: RecentKeys::new(config.absent_ttl, config.max_absent),
             damaged: RecentKeys::new(DAMAGED.0, DAMAGED.1),
-            touched: RecentKeys::new(touch_pause(store.ttl()), MAX_TOUCHED),
+            touched: RecentKeys::new(touch_pause(store.touch_age()), MAX_TOUCHED),
             refused: Mutex::default(),
             claims: Arc::default(),
             lookups: Semaphore::new(MAX_LOOKUPS),
@@ -265,10 +265,10 @@ impl Shared {
     }
 }
 
-/// Returns the time before a key of a store is touched again. No value is touched in the first half
-/// of its time, so a pause of that length lets none expire that is read in the second half.
-fn touch_pause(ttl: Option<Duration>) -> Duration {
-    ttl.map_or(TOUCH_PAUSE, |ttl| TOUCH_PAUSE.min(ttl / 2))
+/// Returns the time before a key of a store is touched again. No value is touched before that age,
+/// half of its time, so a pause of that length lets none expire that is read in the other half.
+fn touch_pause(touch_age: Option<Duration>) -> Duration {
+    touch_age.map_or(TOUCH_PAUSE, |age| TOUCH_PAUSE.min(age))
 }
 
 /// Returns one error for each key of a batch.
@@ -412,15 +412,8 @@ mod tests {
     #[test]
     fn a_key_is_touched_once_an_hour_where_its_time_allows_that_and_before_it_expires() {
         let minutes = |n: u64| Duration::from_secs(60 * n);
-        for (ttl, pause) in [
-            (1, 0.5),
-            (60, 30.0),
-            (119, 59.5),
-            (120, 60.0),
-            (10_000, 60.0),
-        ] {
-            let pause = minutes(1).mul_f64(pause);
-            assert_eq!(touch_pause(Some(minutes(ttl))), pause, "{ttl}");
+        for (age, pause) in [(1, 1), (59, 59), (60, 60), (10_000, 60)] {
+            assert_eq!(touch_pause(Some(minutes(age))), minutes(pause), "{age}");
         }
         assert_eq!(touch_pause(None), minutes(60));
     }

@@ -220,10 +220,10 @@ impl Shared {
     /// Returns true for a value that has lived for more than half of its time and was not touched
     /// lately.
     fn is_aging(&self, key: &ChunkKey, age: Option<Duration>) -> bool {
-        let (Some(age), Some(ttl)) = (age, self.store.ttl()) else {
+        let (Some(age), Some(touch_age)) = (age, self.store.touch_age()) else {
             return false;
         };
-        age > ttl / 2 && !self.touched.contains(key, Instant::now())
+        age > touch_age && !self.touched.contains(key, Instant::now())
     }
 
     /// Makes values that are read as young as new ones: otherwise age would take the shared heads

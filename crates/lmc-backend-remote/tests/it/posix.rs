@@ -44,13 +44,21 @@ struct Rig {
 
 impl Rig {
     fn new() -> Self {
+        Self::limited(None)
+    }
+
+    /// A tier over a folder whose chunks may have this number of bytes.
+    fn limited(max_bytes: Option<u64>) -> Self {
         let folder = folder();
+        let mut files = FileConfig::new(folder.to_path_buf());
+        files.max_bytes = max_bytes;
+        let store = Arc::new(FileStore::new(files).unwrap());
         let runtime = runtime();
         let mut config = RemoteConfig::default();
         config.absent_ttl = Duration::ZERO;
         // The machine may be busy.
         config.timeout = TIMEOUT;
-        let tier = RemoteTier::start(config, store(&folder), runtime.handle().clone());
+        let tier = RemoteTier::start(config, store, runtime.handle().clone());
         wait_until_used(&tier);
         Self {
             tier,
@@ -283,7 +291,7 @@ fn a_collection_removes_the_oldest_of_a_folder_beyond_its_share() {
     make_old(&old, Duration::from_secs(3700));
     let store = store(&rig.folder);
     let limits = Limits {
-        max_bytes: Some(256 * (4096 + LEN) * 5 / 2),
+        max_bytes: Some((4096 + LEN) * 5 / 2),
         ..Limits::default()
     };
     let dry = Limits {
@@ -332,6 +340,31 @@ fn a_collection_removes_what_is_too_old_by_the_file_servers_clock() {
     assert!(
         age.is_some_and(|age| age < Duration::from_secs(3600)),
         "{age:?}"
+    );
+}
+
+/// Chunks went by the time of their write, so that the prefixes that all prompts share went first.
+#[test]
+fn a_chunk_that_is_read_is_as_young_as_a_new_one_where_the_size_is_limited() {
+    let rig = Rig::limited(Some(1 << 40));
+    let [old, younger] = [test_key(0), test_key(1)];
+    for (key, minutes) in [(old, 120), (younger, 30)] {
+        rig.store(key).unwrap();
+        make_old(&rig.path(key), Duration::from_secs(60 * minutes));
+        assert!(rig.is_hit(key));
+    }
+    let age = |key| {
+        let modified = fs::metadata(rig.path(key)).unwrap().modified().unwrap();
+        SystemTime::now()
+            .duration_since(modified)
+            .unwrap_or_default()
+    };
+    until("it is as young as a new one", || {
+        age(old) < Duration::from_secs(1800)
+    });
+    assert!(
+        age(younger) >= Duration::from_secs(1800),
+        "an hour is precise enough"
     );
 }
 

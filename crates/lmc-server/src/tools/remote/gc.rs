@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Result, anyhow};
 use clap::Args;
 use lmc_backend_remote::format::{PROBE_SPACE, Scope};
-use lmc_backend_remote::{Collected, FileStore, Limits, ListedObject, Opened};
+use lmc_backend_remote::{Collected, FileStore, Limits, ListedObject, Opened, Shares};
 use lmc_key::SpaceId;
 
 use super::du::{Usage, shown};
@@ -35,10 +35,10 @@ Selectors narrow each other, as for `lmc remote rm`: only chunks of the spaces t
 towards the size and are removed, and of the leftovers only those of these spaces; values of killed
 checks stay.
 Without --size and --older-than only leftovers go: files that were being written an hour ago or
-earlier, values of killed checks, descriptions of spaces without chunks. Each of a folder's 256
-parts is kept to 1/256 of the size, the oldest chunks by the store's clock first: a size below some
-thousand chunks removes more than it says, so try --dry-run. Daemons with
---remote-size or --remote-ttl do the same by themselves. A Redis needs no collection.";
+earlier, values of killed checks, descriptions of spaces without chunks. A folder within the size
+loses nothing; beyond it, each of its 256 parts loses the chunks that were used longest ago, until
+the whole is within the size. Daemons with --remote-size or --remote-ttl do the same by themselves.
+A Redis needs no collection.";
 
 // A doc comment here would become the text of the command.
 #[derive(Debug, Args)]
@@ -47,7 +47,8 @@ pub(crate) struct Arguments {
     pub(super) url: Url,
     #[command(flatten)]
     selectors: Selectors,
-    /// Most bytes of the chunks, such as 20TiB; a bare number is bytes. The oldest go first.
+    /// Most bytes of the chunks, such as 20TiB; a bare number is bytes. Those that were used longest
+    /// ago go first.
     #[arg(long, value_name = "SIZE")]
     size: Option<String>,
     /// Age above which chunks go, such as 12h or 30d.
@@ -136,24 +137,31 @@ async fn collect(
     limits: Limits,
     spaces: Option<Arc<HashSet<SpaceId>>>,
 ) -> Result<Collected> {
+    let mut shares = limits.max_bytes.map(Shares::of);
+    if let Some(shares) = &mut shares {
+        let nothing = Limits {
+            dry_run: true,
+            ..Limits::default()
+        };
+        let bar = folders_bar(256).with_message("measuring");
+        for fanout in 0..=u8::MAX {
+            let seen = collect_folder(store, fanout, nothing, spaces.clone()).await?;
+            shares.note(fanout, seen.bytes);
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+    }
     let bar = folders_bar(256).with_message("collecting");
     let mut sum = Collected::default();
     for fanout in 0..=u8::MAX {
-        let (store, spaces) = (Arc::clone(store), spaces.clone());
-        let collect = move || store.collect(fanout, limits, spaces.as_deref());
-        let collecting = tokio::task::spawn_blocking(collect);
-        let Ok(collected) = tokio::time::timeout(FOLDER, collecting).await else {
-            return Err(anyhow!(
-                "folder {fanout:02x} takes more than {} s: the file system hangs or is very slow",
-                FOLDER.as_secs()
-            ));
+        let limits = Limits {
+            max_bytes: shares.as_ref().and_then(|shares| shares.share(fanout)),
+            ..limits
         };
-        let collected = collected?.map_err(|error| {
-            anyhow!(
-                "folder {fanout:02x} was not collected: {}",
-                explained(&error)
-            )
-        })?;
+        let collected = collect_folder(store, fanout, limits, spaces.clone()).await?;
+        if let Some(shares) = &mut shares {
+            shares.note(fanout, collected.bytes - collected.removed_bytes);
+        }
         sum.bytes += collected.bytes;
         sum.expired += collected.expired;
         sum.evicted += collected.evicted;
@@ -163,6 +171,29 @@ async fn collect(
     }
     bar.finish_and_clear();
     Ok(sum)
+}
+
+async fn collect_folder(
+    store: &Arc<FileStore>,
+    fanout: u8,
+    limits: Limits,
+    spaces: Option<Arc<HashSet<SpaceId>>>,
+) -> Result<Collected> {
+    let store = Arc::clone(store);
+    let collect = move || store.collect(fanout, limits, spaces.as_deref());
+    let collecting = tokio::task::spawn_blocking(collect);
+    let Ok(collected) = tokio::time::timeout(FOLDER, collecting).await else {
+        return Err(anyhow!(
+            "folder {fanout:02x} takes more than {} s: the file system hangs or is very slow",
+            FOLDER.as_secs()
+        ));
+    };
+    collected?.map_err(|error| {
+        anyhow!(
+            "folder {fanout:02x} was not collected: {}",
+            explained(&error)
+        )
+    })
 }
 
 async fn has_chunks(target: &Target, space: SpaceId) -> Result<bool> {
