@@ -17,6 +17,7 @@ use tokio::runtime::Handle;
 use tracing::info;
 
 use crate::config::ServeConfig;
+use crate::lasting::LastingSpaces;
 
 /// Time that the store has to answer before the server goes on without it.
 const START: Duration = Duration::from_millis(500);
@@ -27,14 +28,15 @@ const START: Duration = Duration::from_millis(500);
 struct Salts(Arc<OnceLock<(WeakService, HashSet<TenantId>)>>);
 
 impl Salts {
-    fn filter(&self) -> SpaceFilter {
-        let known = Arc::clone(&self.0);
+    fn filter(&self, lasting: &LastingSpaces) -> SpaceFilter {
+        let (known, lasting) = (Arc::clone(&self.0), lasting.clone());
         SpaceFilter::new(move |space| {
             let known = known.get();
-            known.is_some_and(|(service, tenants)| {
+            let is_picked = known.is_some_and(|(service, tenants)| {
                 let service = service.upgrade();
                 service.is_some_and(|service| tenants.contains(&service.tenant_of(space)))
-            })
+            });
+            is_picked && lasting.picks(space)
         })
     }
 
@@ -98,9 +100,9 @@ fn keys(config: &ServeConfig, store: &ServeConfig) -> Result<Option<Keys>> {
 
 /// Starts the tiers of the stores that the configuration has, in their order. Blocks for a moment.
 /// A server starts without its stores, which are reached in the background.
-pub(crate) fn open(config: &ServeConfig) -> Result<Vec<Remote>> {
+pub(crate) fn open(config: &ServeConfig, lasting: &LastingSpaces) -> Result<Vec<Remote>> {
     let stores = config.remotes().enumerate();
-    let open = |(number, store)| open_one(store, number, keys(config, store)?);
+    let open = |(number, store)| open_one(store, number, keys(config, store)?, lasting);
     let remotes: Vec<Remote> = stores.map(open).collect::<Result<_>>()?;
     // Most stores answer at once: then the engine knows from the start what was cleared.
     let starting = Instant::now() + START;
@@ -110,7 +112,12 @@ pub(crate) fn open(config: &ServeConfig) -> Result<Vec<Remote>> {
     Ok(remotes)
 }
 
-fn open_one(config: &ServeConfig, number: usize, keys: Option<Keys>) -> Result<Remote> {
+fn open_one(
+    config: &ServeConfig,
+    number: usize,
+    keys: Option<Keys>,
+    lasting: &LastingSpaces,
+) -> Result<Remote> {
     let url = config.remote.as_ref().context("a store has a URL")?;
     let mut options = StoreOptions::default();
     options.max_bytes = config.remote_size;
@@ -130,9 +137,10 @@ fn open_one(config: &ServeConfig, number: usize, keys: Option<Keys>) -> Result<R
     policy.write = config.remote_write;
     policy.admit = config.remote_admit;
     policy.fill = config.remote_fill;
-    if config.remote_salts.is_some() {
-        policy.spaces = salts.filter();
-    }
+    policy.spaces = match config.remote_salts {
+        Some(_) => salts.filter(lasting),
+        None => lasting.filter(),
+    };
     policy.locate_timeout = config.remote_locate_timeout;
     policy.read_timeout = Some(config.remote_timeout);
     info!("{name}: {url}");

@@ -3,7 +3,8 @@
 //! vLLM registers `fp8_e4m3`, `fp8_e5m2`, `nvfp4` and every packed KV cache as `uint8`, so two
 //! formats have one layout. Only the processes that wrote such chunks know their format. Without an
 //! identity of the operator's, the chunks therefore belong to a *generation*: a random fingerprint
-//! that lasts while a worker of it is registered, and that no later worker can name, in any tier.
+//! that lasts while a worker of it is registered, and that no later worker can name, in any tier. A
+//! tier that outlives this process need not have them: `Service::lasting_spaces`.
 
 use std::sync::Arc;
 use std::{io, mem};
@@ -197,23 +198,22 @@ impl Registry {
     /// Warns of the limits of an opaque layout, whose first worker has registered. Call it while
     /// the workers are not locked.
     pub(super) fn report_opaque(&self, instance_id: u64, model: &ModelName) {
-        let disk = match self.context.engine.has_lower_tiers() {
-            true => "; chunks on disk are not found after a restart of the server or the engine",
+        let lower = match self.context.engine.has_lower_tiers() {
+            true => ", and are written to no drive and no shared store",
             false => "",
         };
         tracing::warn!(
             instance = instance_id,
             ?model,
             "KV dtype uint8 does not name its format (fp8_e4m3, fp8_e5m2, nvfp4, ...), so chunks \
-             of this layout are found only while a worker of it is registered{disk}: to keep \
+             of this layout are found only while a worker of it is registered{lower}: to keep \
              them, start lmc serve with --identity TEXT and change TEXT with --kv-cache-dtype \
              and with the weights"
         );
     }
 
     /// Removes the chunks of generations that ended from DRAM. No worker can name them any more;
-    /// this releases their memory at once and notifies subscribers of KV events. On slower tiers
-    /// they age out.
+    /// this releases their memory at once and notifies subscribers of KV events.
     pub(super) fn end_generations(&self, ended: impl IntoIterator<Item = LayoutFingerprint>) {
         for generation in ended {
             let spaces = self.context.spaces.of_generation(generation);

@@ -397,6 +397,14 @@ impl Service {
         self.0.context.spaces.description(space)
     }
 
+    /// Returns a function that is true for spaces whose chunks can be found after all workers of now
+    /// have gone. Chunks of other spaces need not go to a tier that outlives this process. The function
+    /// is false for spaces that no engine has named, and may outlive the service.
+    pub fn lasting_spaces(&self) -> impl Fn(lmc_key::SpaceId) -> bool + Send + Sync + 'static {
+        let spaces = Arc::clone(&self.0.context.spaces);
+        move |space| spaces.is_lasting(space)
+    }
+
     /// Returns the tenant of a space; the common one where no engine has named the space.
     pub fn tenant_of(&self, space: lmc_key::SpaceId) -> lmc_engine::TenantId {
         let context = &self.0.context;

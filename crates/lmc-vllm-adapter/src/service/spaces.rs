@@ -134,6 +134,14 @@ impl Spaces {
         }
     }
 
+    /// Returns true if workers can name a space also when all workers of now have gone: it is of no
+    /// generation. False for a space that no request has named.
+    pub(crate) fn is_lasting(&self, space: SpaceId) -> bool {
+        let table = self.table.lock();
+        let known = table.spaces.get(&space);
+        known.is_some_and(|space| space.generation.is_none())
+    }
+
     /// The spaces of a generation.
     pub(crate) fn of_generation(&self, generation: LayoutFingerprint) -> HashSet<SpaceId> {
         let table = self.table.lock();
