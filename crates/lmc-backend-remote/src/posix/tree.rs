@@ -66,12 +66,39 @@ impl Tree {
         Ok(folder)
     }
 
+    /// Opens the root anew where its path leads to another folder by now: it was removed and made
+    /// again, or a file system was mounted there. Without this, what is written would go to a folder
+    /// that no other process sees.
+    ///
+    /// # Errors
+    /// The path leads nowhere.
+    pub(super) fn refresh(&self) -> io::Result<()> {
+        let Some(folder) = self.opened.lock().folder.clone() else {
+            return Ok(());
+        };
+        let id = |stat: Stat| (stat.st_dev, stat.st_ino);
+        let (held, now) = (rustix::fs::fstat(&*folder), rustix::fs::stat(&self.root));
+        if let (Ok(held), Ok(now)) = (held, now)
+            && id(held) == id(now)
+        {
+            return Ok(());
+        }
+        self.opened.lock().folder = None;
+        self.root()?;
+        tracing::warn!(
+            folder = %self.root.display(),
+            "the folder of the shared store was replaced, or a file system was mounted there: it is \
+             used from now on, and chunks of the one before are not found"
+        );
+        Ok(())
+    }
+
     /// Runs an operation, once more from a new root where the old one is of no use: the server no
     /// longer knows it, or it was mounted by a process that ended.
     fn with_root<T>(&self, run: impl Fn(&OwnedFd) -> Result<T, Errno>) -> io::Result<T> {
         let root = self.root()?;
         match run(&root) {
-            Err(Errno::STALE | Errno::NOTCONN) => {
+            Err(Errno::STALE | Errno::NOTCONN | Errno::SHUTDOWN) => {
                 self.opened.lock().folder = None;
                 Ok(run(&*self.root()?)?)
             }

@@ -233,6 +233,10 @@ impl Values {
 
     /// Reads a small object.
     pub(super) fn read(&self, name: Name, max: usize) -> Result<Bytes, StoreError> {
+        if name == Name::Clears {
+            // They are read every few seconds.
+            self.tree.refresh()?;
+        }
         let file = self.tree.open(&name.to_string(), OFlags::RDONLY)?;
         let stat = rustix::fs::fstat(&file).map_err(io::Error::from)?;
         let found = stat.st_size as u64;

@@ -58,6 +58,7 @@ impl Rig {
         config.absent_ttl = Duration::ZERO;
         // The machine may be busy.
         config.timeout = TIMEOUT;
+        config.clears_interval = Duration::from_millis(50);
         let tier = RemoteTier::start(config, store, runtime.handle().clone());
         wait_until_used(&tier);
         Self {
@@ -366,6 +367,33 @@ fn a_chunk_that_is_read_is_as_young_as_a_new_one_where_the_size_is_limited() {
         age(younger) >= Duration::from_secs(1800),
         "an hour is precise enough"
     );
+}
+
+/// Operators empty a store by `rm -rf FOLDER; mkdir FOLDER`: nothing was written or found there any
+/// more until a restart, and the tier was well.
+#[test]
+fn a_folder_that_was_removed_is_a_fault_and_one_that_was_made_again_is_used() {
+    let rig = Rig::new();
+    let [before, after] = [test_key(0), test_key(1)];
+    rig.store(before).unwrap();
+    let root = rig.folder.to_path_buf();
+    let aside = root.with_extension("aside");
+    fs::rename(&root, &aside).unwrap();
+    until(
+        "the tier says that the folder is gone",
+        || matches!(rig.tier.health(), Health::Down { ref reason, .. } if reason.contains("create the folder")),
+    );
+    fs::create_dir(&root).unwrap();
+    wait_until_used(&rig.tier);
+    rig.store(after).unwrap();
+    assert!(rig.is_hit(after) && !rig.is_hit(before));
+    assert!(rig.path(after).exists());
+    // A folder is replaced at once.
+    fs::rename(&root, root.with_extension("second")).unwrap();
+    fs::rename(&aside, &root).unwrap();
+    until("the first folder is used again", || rig.is_hit(before));
+    assert!(!rig.is_hit(after));
+    fs::remove_dir_all(root.with_extension("second")).unwrap();
 }
 
 #[test]
