@@ -55,6 +55,10 @@ pub enum Denied {
     Descriptions,
     /// Writes of values and of small objects.
     Writes,
+    /// The same, for want of capacity.
+    WritesFull,
+    /// The same, for their size.
+    WritesTooLarge,
 }
 
 /// Bytes in a map: the twin of every real store in tests. It has to be used on a runtime.
@@ -183,15 +187,15 @@ impl MemoryStore {
 
     /// Fails a write that is denied.
     fn allow(&self, is_description: bool) -> Result<(), StoreError> {
-        let is_denied = match *self.denied.lock() {
-            Denied::Nothing => false,
-            Denied::Descriptions => is_description,
-            Denied::Writes => true,
+        let denied = StoreError::Denied {
+            reason: "injected".to_owned(),
         };
-        let reason = "injected".to_owned();
-        match is_denied {
-            true => Err(StoreError::Denied { reason }),
-            false => Ok(()),
+        match *self.denied.lock() {
+            Denied::Nothing => Ok(()),
+            Denied::Descriptions if !is_description => Ok(()),
+            Denied::Descriptions | Denied::Writes => Err(denied),
+            Denied::WritesFull => Err(StoreError::Full { needed: 1 }),
+            Denied::WritesTooLarge => Err(StoreError::TooLarge { max: 0, found: 1 }),
         }
     }
 

@@ -316,7 +316,24 @@ impl StoreError {
 
     /// Returns true where the store refuses a write, and may be read.
     pub(crate) fn is_refusal(&self) -> bool {
-        matches!(self, Self::Denied { .. } | Self::Full { .. })
+        self.remedy_of_write().is_some()
+    }
+
+    /// Returns what helps against the refusal of a write by a store that answers and may be read;
+    /// `None` for other errors.
+    pub(crate) fn remedy_of_write(&self) -> Option<&'static str> {
+        match self {
+            Self::Denied { .. } => Some("give this user the right to write there"),
+            Self::Full { .. } => Some(
+                "free space or inodes there or raise the quota, or set --remote-size below it; of a \
+                 Redis, raise maxmemory or set maxmemory-policy allkeys-lru",
+            ),
+            Self::TooLarge { .. } => Some(
+                "chunks are larger than the values that it takes: lower --chunk-size, or raise its \
+                 limit",
+            ),
+            _ => None,
+        }
     }
 
     /// Returns true for an error of one object, which says nothing of the store's health.

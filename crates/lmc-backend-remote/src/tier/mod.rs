@@ -227,8 +227,8 @@ impl Shared {
         }
     }
 
-    /// Notes the outcome of writes. One that is denied does not count against the store, which may
-    /// be read: the breaker would take reads away, and its probe, a read, bring them back.
+    /// Notes the outcome of writes. One that the store refuses does not count against the store, which
+    /// may be read: the breaker would take reads away, and its probe, a read, bring them back.
     fn note_writes<'a, T: 'a>(
         &self,
         results: impl IntoIterator<Item = &'a Result<T, StoreError>>,
@@ -236,21 +236,26 @@ impl Shared {
     ) {
         let mut others = Vec::new();
         for result in results {
-            let Err(error @ StoreError::Denied { .. }) = result else {
-                others.push(result);
-                continue;
-            };
-            self.counters.failed.add(1);
-            self.note_refusal(error);
+            match result {
+                Err(error) if error.remedy_of_write().is_some() => {
+                    self.counters.failed.add(1);
+                    self.note_refusal(error);
+                }
+                other => others.push(other),
+            }
         }
         self.note(others, begun);
     }
 
     /// Notes that the store refused a write and may be read.
     fn note_refusal(&self, error: &StoreError) {
-        let reason = format!("writes are refused: {error}");
+        let remedy = error.remedy_of_write().unwrap_or("see its own log");
+        let reason = format!("writes are refused: {error}; {remedy}");
         if self.refused.lock().replace(reason).is_none() {
-            tracing::warn!(%error, "remote store refuses writes; chunks are read from it, and not written: give this user the right to write there");
+            tracing::warn!(
+                %error,
+                "remote store refuses writes; chunks are read from it, and not written: {remedy}"
+            );
         }
     }
 

@@ -110,7 +110,15 @@ fn is_full_and_read_on(mounted: &Mounted) {
     assert!(written > 10 && full > 0, "{written} written, {full} full");
     assert_eq!(written + full, 250, "{stored:?}");
     assert_eq!(rig.hits(0..250), written);
-    assert_eq!(rig.tier.health(), Health::Ready);
+    let refused = stored.iter().position(is_full).expect("some were refused") as u64;
+    until("the largest that there is is refused", || {
+        rig.store(refused..refused + 1)[0].is_err()
+    });
+    let health = rig.tier.health();
+    assert!(
+        matches!(&health, Health::Degraded { reason } if reason.contains("free space")),
+        "{health:?}"
+    );
     assert_eq!(temporary_files(&mounted.0), 0);
     let positions = stored.iter().enumerate();
     let removed: Vec<u64> = positions
@@ -128,6 +136,7 @@ fn is_full_and_read_on(mounted: &Mounted) {
     until("one that was removed is written again", || {
         rig.store(removed[0]..removed[0] + 1)[0].is_ok()
     });
+    assert_eq!(rig.tier.health(), Health::Ready);
     assert_eq!(rig.hits(0..250), written - 9);
 }
 

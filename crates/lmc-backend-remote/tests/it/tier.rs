@@ -646,19 +646,35 @@ fn a_description_that_is_damaged_is_written_again_and_one_of_a_later_version_is_
     }
 }
 
-/// The breaker took reads away, and its probe, a read, brought them back until the next write.
+/// The breaker took reads away, and its probe, a read, brought them back until the next write. A store
+/// that was full, or whose limit of a value is below a chunk, took no write for ever and was well.
 #[test]
-fn a_store_that_denies_writes_is_read_on() {
+fn a_store_that_takes_no_writes_is_read_on_and_says_what_helps() {
+    for (denied, remedy) in [
+        (Denied::Writes, "the right to write"),
+        (Denied::WritesFull, "maxmemory"),
+        (Denied::WritesTooLarge, "--chunk-size"),
+    ] {
+        takes_no_writes(denied, remedy);
+    }
+}
+
+fn takes_no_writes(denied: Denied, remedy: &str) {
     let rig = Rig::new();
     assert_eq!(rig.store(test_key(0)).unwrap(), Stored::Written);
-    rig.store.deny(Denied::Writes);
+    rig.store.deny(denied);
     // In one batch: the headers that are read for it are read before all writes.
     let items = (1..20).map(|n| rig.item(test_key(n)));
     for written in store_batch(&rig.tier, items.collect(), soon()) {
-        assert!(matches!(written, Err(BackendError::Unavailable(_))));
+        written.expect_err("writes are refused");
     }
+    assert!(rig.is_hit(test_key(0)));
     assert!(clear_all(&rig.tier, soon()).is_err());
-    assert!(matches!(rig.tier.health(), Health::Degraded { .. }));
+    let health = rig.tier.health();
+    assert!(
+        matches!(&health, Health::Degraded { reason } if reason.contains(remedy)),
+        "{health:?}"
+    );
     assert!(!rig.is_located(test_key(1)));
     assert_eq!(rig.counter("taken_out"), 0);
     assert!(rig.counter("failed") >= 19);
