@@ -55,9 +55,9 @@ pub enum Denied {
     Descriptions,
     /// Writes of values and of small objects.
     Writes,
-    /// The same, for want of capacity.
+    /// Writes of values and of small objects, for want of capacity.
     WritesFull,
-    /// The same, for their size.
+    /// Writes of values and of small objects, for their size.
     WritesTooLarge,
 }
 

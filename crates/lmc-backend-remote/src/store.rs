@@ -325,8 +325,8 @@ impl StoreError {
         match self {
             Self::Denied { .. } => Some("give this user the right to write there"),
             Self::Full { .. } => Some(
-                "free space or inodes there or raise the quota, or set --remote-size below it; of a \
-                 Redis, raise maxmemory or set maxmemory-policy allkeys-lru",
+                "it is full: free space or inodes there or raise the quota, and set --remote-size \
+                 below it; of a Redis, raise maxmemory or set maxmemory-policy allkeys-lru",
             ),
             Self::TooLarge { .. } => Some(
                 "chunks are larger than the values that it takes: lower --chunk-size, or raise its \

@@ -66,7 +66,7 @@ impl Tree {
         Ok(folder)
     }
 
-    /// Opens the root anew where its path leads to another folder by now: it was removed and made
+    /// Opens the root again where its path leads to another folder by now: it was removed and made
     /// again, or a file system was mounted there. Without this, what is written would go to a folder
     /// that no other process sees.
     ///

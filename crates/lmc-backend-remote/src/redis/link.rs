@@ -19,6 +19,8 @@ use crate::store::StoreError;
 
 /// Longest wait for an answer, whatever the caller's deadline is.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The protocol that servers before Redis 6 and proxies know as well: they have no `HELLO`.
+const PROTOCOL: ProtocolVersion = ProtocolVersion::RESP2;
 /// Slots of a cluster.
 const SLOTS: u16 = 16384;
 /// Ranges of slots that are believed.
@@ -66,7 +68,7 @@ impl Link {
                     &url.service,
                     SentinelServerType::Master,
                 )?
-                .set_client_to_redis_protocol(ProtocolVersion::RESP3)
+                .set_client_to_redis_protocol(PROTOCOL)
                 .set_client_to_redis_db(url.db.into());
                 if url.tls {
                     sentinels = sentinels.set_client_to_redis_tls_mode(TlsMode::Secure);
@@ -105,7 +107,7 @@ impl Link {
     async fn to_cluster(url: &RedisUrl) -> Result<Self, RedisError> {
         let nodes: Result<Vec<_>, _> = url.nodes.iter().map(|node| info(url, node)).collect();
         let mut builder = ClusterClient::builder(nodes?)
-            .use_protocol(ProtocolVersion::RESP3)
+            .use_protocol(PROTOCOL)
             .connection_timeout(ANSWER_TIMEOUT)
             .response_timeout(ANSWER_TIMEOUT)
             .retries(2);
@@ -238,7 +240,9 @@ fn location(url: &RedisUrl, node: &Address) -> ConnectionAddr {
 
 fn info(url: &RedisUrl, node: &Address) -> Result<ConnectionInfo, RedisError> {
     let mut login = RedisConnectionInfo::default()
-        .set_protocol(ProtocolVersion::RESP3)
+        .set_protocol(PROTOCOL)
+        // A proxy may close a connection for a command that it does not know.
+        .set_skip_set_lib_name()
         .set_db(url.db.into());
     if let Some(username) = &url.username {
         login = login.set_username(username);

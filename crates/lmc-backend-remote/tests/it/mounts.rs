@@ -116,7 +116,7 @@ fn is_full_and_read_on(mounted: &Mounted) {
     });
     let health = rig.tier.health();
     assert!(
-        matches!(&health, Health::Degraded { reason } if reason.contains("free space")),
+        matches!(&health, Health::Degraded { reason } if reason.contains("is full")),
         "{health:?}"
     );
     assert_eq!(temporary_files(&mounted.0), 0);

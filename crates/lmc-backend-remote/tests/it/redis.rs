@@ -3,10 +3,12 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 
+use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
@@ -16,6 +18,7 @@ use lmc_backend_remote::conformance::{check_replaced_values, check_store};
 use lmc_backend_remote::format::{Name, Scope};
 use lmc_backend_remote::redis::{RedisConfig, RedisStore};
 use lmc_backend_remote::{GetItem, Store, StoreError};
+use lmc_key::SpaceId;
 use lmc_testkit::{DEADLINE, Folder, Process, free_port, own_test, soon, until};
 use parking_lot::Mutex;
 
@@ -636,26 +639,21 @@ fn command_of(reader: &mut impl BufRead) -> Option<Vec<String>> {
     (0..parts).map(part).collect()
 }
 
-/// Answers what opens the connection that is not for values.
-fn greeting(command: &[String]) -> Option<String> {
-    match command[0].as_str() {
-        "HELLO" => Some("%1\r\n$6\r\nserver\r\n$5\r\nredis\r\n".to_owned()),
-        "CLIENT" | "SELECT" => Some("+OK\r\n".to_owned()),
-        _ => None,
-    }
-}
-
 #[test]
 fn a_server_that_repeats_the_password_does_not_have_it_shown() {
-    for greets in [false, true] {
+    for accepted in [0, 1] {
+        let logins = AtomicUsize::new(0);
         let fake = Fake::start(move |command| {
-            let greeting = greeting(command).filter(|_| greets);
+            let is_login = command[0] == "AUTH";
+            if is_login && logins.fetch_add(1, Ordering::Relaxed) < accepted {
+                return "+OK\r\n".to_owned();
+            }
             let args = format!("'default' '{SECRET}'");
             let text = format!(
                 "unknown command '{}', with args beginning with: {args}",
                 command[0]
             );
-            greeting.unwrap_or_else(|| format!("-ERR {text}\r\n"))
+            format!("-ERR {text}\r\n")
         });
         let rig = rig_with(
             &format!("redis://:{SECRET}@127.0.0.1:{}", fake.port),
@@ -674,7 +672,7 @@ fn a_server_that_repeats_the_password_does_not_have_it_shown() {
         });
         let shown = format!("{got} {:?}", rig.tier.health());
         assert!(!shown.contains("marked-secret"), "{shown}");
-        assert_eq!(fake.count("AUTH") > 0, greets, "the connection for values");
+        assert!(fake.count("AUTH") > accepted, "a login is refused");
         assert!(shown.contains("Failed"), "{shown}");
     }
 }
@@ -683,14 +681,17 @@ fn a_server_that_repeats_the_password_does_not_have_it_shown() {
 #[test]
 fn a_server_that_became_a_replica_is_looked_for_again() {
     let fake = Fake::start(|command| {
-        greeting(command).unwrap_or_else(|| match command[0].as_str() {
-            "SET" => "-READONLY You can't write against a read only replica.\r\n".to_owned(),
-            "STRLEN" => ":0\r\n".to_owned(),
-            "PTTL" => ":-2\r\n".to_owned(),
-            _ => "$0\r\n\r\n".to_owned(),
-        })
+        let answer = match command[0].as_str() {
+            "SET" => "-READONLY You can't write against a read only replica.\r\n",
+            "SELECT" => "+OK\r\n",
+            "STRLEN" => ":0\r\n",
+            "PTTL" => ":-2\r\n",
+            _ => "$0\r\n\r\n",
+        };
+        answer.to_owned()
     });
-    let url = format!("redis://127.0.0.1:{}", fake.port);
+    // Each connection selects its database.
+    let url = format!("redis://127.0.0.1:{}/1", fake.port);
     let store = RedisStore::new(RedisConfig::new(url.parse().unwrap())).unwrap();
     let rig = Rig::over(Arc::new(store), LENS, |config| {
         // No connection but those of the stores.
@@ -698,7 +699,41 @@ fn a_server_that_became_a_replica_is_looked_for_again() {
     });
     let rig = rig.used();
     assert!(rig.store(0..1)[0].is_err());
-    assert_eq!(fake.count("HELLO"), 1);
+    assert_eq!(fake.count("SELECT"), 2);
     assert!(rig.store(0..1)[0].is_err());
-    assert_eq!(fake.count("HELLO"), 2);
+    assert_eq!(fake.count("SELECT"), 4);
+}
+
+/// Redis before 6, Envoy and twemproxy know no HELLO: they could not be used.
+#[test]
+fn a_server_without_hello_is_used() {
+    let values: Mutex<HashMap<String, String>> = Mutex::default();
+    let fake = Fake::start(move |command| match command[0].as_str() {
+        "STRLEN" => {
+            let len = values.lock().get(&command[1]).map_or(0, String::len);
+            format!(":{len}\r\n")
+        }
+        "GETRANGE" | "GET" => {
+            let value = values.lock().get(&command[1]).cloned().unwrap_or_default();
+            format!("${}\r\n{value}\r\n", value.len())
+        }
+        "SET" => {
+            let value = command[2].clone();
+            values.lock().insert(command[1].clone(), value);
+            "+OK\r\n".to_owned()
+        }
+        "PTTL" => ":-1\r\n".to_owned(),
+        other => format!("-ERR unknown command `{other}`\r\n"),
+    });
+    let rig = rig_with(&format!("redis://127.0.0.1:{}", fake.port), |_| {}).used();
+    let name = Name::Space(SpaceId::new([1; 16]));
+    rig.runtime.block_on(async {
+        let written = rig.store.write(name, "text".into(), soon()).await;
+        written.expect("a small object is written");
+        let read = rig.store.read(name, 100, soon()).await;
+        assert_eq!(read.expect("and read").as_deref(), Some(&b"text"[..]));
+    });
+    // A proxy may close the connection for what it does not know.
+    let asked = ["HELLO", "CLIENT"].map(|command| fake.count(command));
+    assert_eq!(asked, [0, 0]);
 }
