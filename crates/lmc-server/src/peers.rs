@@ -19,6 +19,7 @@ use lmc_memory::{Arena, SealedSlot};
 use lmc_transfer::{Address, ChannelConfig, Keys, PeerId, SocketConfig};
 use lmc_vllm_adapter::{Service, SpaceStatus, WeakService};
 use parking_lot::Mutex;
+use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tracing::{info, warn};
 
@@ -286,6 +287,11 @@ fn channel(
     let mut channel = ChannelConfig::new(id, Arc::clone(arena));
     if let Some(path) = &config.p2p_key {
         channel.keys = Some(Keys::read(path).map_err(|error| anyhow!("--p2p-key: {error}"))?);
+    } else {
+        // Every user of this host can connect to loopback, which is all that is served without a key.
+        let users = config.trusted_users.clone();
+        let admit = move |stream: &TcpStream| users.check(stream).map_err(|why| why.to_string());
+        channel.admit = Some(Arc::new(admit));
     }
     channel.encrypt_objects = config.p2p_encrypt;
     Ok(SocketConfig::new(channel, address(listen)))

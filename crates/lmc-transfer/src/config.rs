@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use lmc_memory::Arena;
 use thiserror::Error;
+use tokio::net::TcpStream;
 
 use crate::{BoxFuture, Identity, Keys, PeerId, PublicIdentity};
 
@@ -18,6 +19,10 @@ pub type OnConnect = Arc<dyn Fn(&PeerId, Option<Bytes>) -> Option<Bytes> + Send 
 /// Answers the questions that peers send at any time: name and incarnation of the peer, and the
 /// question. Calling it must not block; what it returns is polled on a thread that moves bytes.
 pub type OnAsk = Arc<dyn Fn(&PeerId, u64, Bytes) -> BoxFuture<'static, Bytes> + Send + Sync>;
+
+/// Decides whether a TCP connection is served, before anything is read from it; an error says why not.
+/// It must not block.
+pub type Admit = Arc<dyn Fn(&TcpStream) -> Result<(), String> + Send + Sync>;
 
 /// Hears of peers that come and go. It must not block.
 pub type OnPeer = Arc<dyn Fn(&PeerId, PeerEvent) + Send + Sync>;
@@ -107,6 +112,8 @@ pub struct ChannelConfig {
     pub on_ask: Option<OnAsk>,
     /// Hears of peers that come and go. Default: none.
     pub on_peer: Option<OnPeer>,
+    /// Admits connections that peers open. Default: all are.
+    pub admit: Option<Admit>,
     /// The keys that all peers share. Without any, only loopback addresses and Unix sockets are
     /// served and connected to; `NixlChannel` requires them. Default: none.
     pub keys: Option<Keys>,
@@ -142,6 +149,7 @@ impl ChannelConfig {
             on_connect: None,
             on_ask: None,
             on_peer: None,
+            admit: None,
             keys: None,
             identity: None,
             known_peers: HashMap::new(),

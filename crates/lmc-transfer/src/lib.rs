@@ -70,7 +70,7 @@ mod timer;
 pub use blocking::block_on;
 pub use channel::{BoxFuture, TransferChannel};
 pub use checks::InArena;
-pub use config::{ChannelConfig, ConfigError, OnAsk, OnConnect, OnPeer, PeerEvent, Rights};
+pub use config::{Admit, ChannelConfig, ConfigError, OnAsk, OnConnect, OnPeer, PeerEvent, Rights};
 pub use error::{ConnectError, TransferError};
 #[cfg(feature = "conformance")]
 pub use flaky::{Death, Faults, Flaky, FlakyRig};

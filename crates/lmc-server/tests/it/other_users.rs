@@ -6,9 +6,13 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 
-use lmc_testkit::{DEADLINE, Folder, is_root, test_arguments};
+use lmc_memory::ArenaConfig;
+use lmc_testkit::{DEADLINE, Folder, free_port, is_root, soon, test_arguments};
+use lmc_transfer::{Address, ChannelConfig, SocketConfig};
 use lmc_vllm_adapter::{Client, Reply, Request};
+use tokio::runtime::Runtime;
 
 use crate::common::{Server, ask};
 
@@ -18,8 +22,11 @@ const PORTS: &str = "LMC_TEST_STRANGER_PORTS";
 const EXPECTED: &str = "LMC_TEST_STRANGER_EXPECTED";
 const SOCKET: &str = "LMC_TEST_STRANGER_SOCKET";
 
+/// Ports of peers and directories, with commas between them.
+const PEERS: &str = "LMC_TEST_STRANGER_PEERS";
+
 /// Runs [`stranger`] in a process of another user.
-fn visited_by_stranger(server: &Server, socket: &Path, expected: &str) {
+fn visited_by_stranger(server: &Server, socket: &Path, peers: &[u16], expected: &str) {
     let folder = open_folder();
     let program = folder.join("test");
     // The folder that cargo builds in may be closed to others.
@@ -30,6 +37,14 @@ fn visited_by_stranger(server: &Server, socket: &Path, expected: &str) {
         .args(test_arguments(stranger))
         .env(PORTS, format!("{},{}", server.port, server.http))
         .env(EXPECTED, expected)
+        .env(
+            PEERS,
+            peers
+                .iter()
+                .map(u16::to_string)
+                .collect::<Vec<_>>()
+                .join(","),
+        )
         .env(SOCKET, socket)
         .current_dir("/")
         .output()
@@ -52,6 +67,22 @@ fn pool(socket: &Path) -> Option<OwnedFd> {
     let mut client = Client::connect_unix(socket, DEADLINE).ok()?;
     client.ask(&Request::PoolDescriptor).ok()?;
     client.take_descriptor()
+}
+
+/// Returns true if the peer or the directory at this port says its name.
+fn says_its_name(port: u16) -> bool {
+    let arena = ArenaConfig::anonymous(1 << 20).build().expect("memory");
+    let id = "asker".parse().expect("a name");
+    let at = |port| Address::Tcp {
+        host: "127.0.0.1".to_owned(),
+        port,
+    };
+    let channel = SocketConfig::new(ChannelConfig::new(id, Arc::new(arena)), at(0));
+    let channel = channel.build().expect("a channel");
+    let runtime = Runtime::new().expect("threads");
+    runtime
+        .block_on(channel.identify(&at(port), soon()))
+        .is_ok()
 }
 
 fn noop(port: u16) -> Option<Reply> {
@@ -77,6 +108,13 @@ fn stranger() {
         let len = fs::File::from(pool).metadata().expect("it is open").len();
         assert_eq!(len, 16 << 20);
     }
+    for port in std::env::var(PEERS)
+        .expect("it is set")
+        .split_terminator(',')
+    {
+        let port = port.parse().expect("a port");
+        assert_eq!(says_its_name(port), trusted, "{port}");
+    }
     for (method, path, body) in [
         ("PUT", "/quota/tenant", "{\"limit_gb\": 0}"),
         ("DELETE", "/quota/tenant", ""),
@@ -91,6 +129,57 @@ fn stranger() {
     }
 }
 
+/// Starts a server that listens wherever it can, and returns its ports for peers and directories.
+///
+/// # Panics
+/// If it listens on a port that this test does not visit.
+fn serving(socket: &Path, flags: &[&str]) -> (Server, Vec<u16>) {
+    let peers = [free_port(), free_port()];
+    let [peer, directory] = peers.map(|port| format!("127.0.0.1:{port}"));
+    let everywhere = [
+        "--ipc-path",
+        socket.to_str().expect("text"),
+        "--p2p-listen",
+        &peer,
+        "--p2p-directory-listen",
+        &directory,
+    ];
+    let server = Server::start(&[&everywhere, flags].concat());
+    let mut visited = vec![server.port, server.http, peers[0], peers[1]];
+    visited.sort_unstable();
+    assert_eq!(
+        listening(server.process.id()),
+        visited,
+        "a listener without a gate"
+    );
+    (server, peers.to_vec())
+}
+
+/// Returns the TCP ports that a process listens on, in order.
+fn listening(pid: u32) -> Vec<u16> {
+    let sockets = fs::read_dir(format!("/proc/{pid}/fd")).expect("its process");
+    let links = sockets.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+    let sockets: Vec<String> = links.map(|link| link.display().to_string()).collect();
+    let mut ports: Vec<u16> = ["tcp", "tcp6"]
+        .into_iter()
+        .filter_map(|table| fs::read_to_string(format!("/proc/{pid}/net/{table}")).ok())
+        .flat_map(|table| {
+            let port = |line: &str| {
+                // Number, local address, remote address, state, ..., the inode as the tenth.
+                let fields: Vec<&str> = line.split_whitespace().collect();
+                let is_listening = fields.get(3) == Some(&"0A");
+                let inode = format!("socket:[{}]", fields.get(9)?);
+                let (_, port) = fields.get(1)?.rsplit_once(':')?;
+                let is_own = is_listening && sockets.contains(&inode);
+                is_own.then(|| u16::from_str_radix(port, 16).ok())?
+            };
+            table.lines().filter_map(port).collect::<Vec<_>>()
+        })
+        .collect();
+    ports.sort_unstable();
+    ports
+}
+
 /// Until 8bf0141 every user of the host could commit slots that it had not written, which engines
 /// of the server's user then hit with the bytes of others, and could clear the cache.
 #[test]
@@ -100,15 +189,15 @@ fn another_user_of_the_host_is_refused() {
     }
     let folder = open_folder();
     let socket = folder.join("lmc.sock");
-    let server = Server::start(&["--ipc-path", socket.to_str().expect("text")]);
+    let (server, peers) = serving(&socket, &[]);
     assert_eq!(
         ask(server.http, "PUT", "/quota/tenant", "{\"limit_gb\": 7}").0,
         200
     );
-    visited_by_stranger(&server, &socket, "refused");
+    visited_by_stranger(&server, &socket, &peers, "refused");
     // Also where the socket's mode lets it connect, as where others are trusted.
     fs::set_permissions(&socket, fs::Permissions::from_mode(0o666)).expect("it is ours");
-    visited_by_stranger(&server, &socket, "refused");
+    visited_by_stranger(&server, &socket, &peers, "refused");
     server.line("uid 65534 of this host is not trusted");
     let (_, quota) = ask(server.http, "GET", "/quota/tenant", "");
     assert!(quota.contains("\"limit_gb\":7"), "{quota}");
@@ -118,6 +207,7 @@ fn another_user_of_the_host_is_refused() {
         "{metrics}"
     );
     assert!(noop(server.port).is_some(), "its own user is served");
+    assert!(peers.iter().all(|&port| says_its_name(port)));
     assert!(pool(&socket).is_some());
 }
 
@@ -129,8 +219,7 @@ fn a_user_that_is_named_is_served() {
     for users in [STRANGER, "all"] {
         let folder = open_folder();
         let socket = folder.join("lmc.sock");
-        let path = socket.to_str().expect("text");
-        let server = Server::start(&["--trusted-users", users, "--ipc-path", path]);
-        visited_by_stranger(&server, &socket, "trusted");
+        let (server, peers) = serving(&socket, &["--trusted-users", users]);
+        visited_by_stranger(&server, &socket, &peers, "trusted");
     }
 }

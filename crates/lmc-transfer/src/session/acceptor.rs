@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tokio::time::{Duration, sleep, timeout};
+use tokio::time::{Duration, Instant, sleep, timeout};
 
 use super::limiter::{Limiter, Permit, Source};
 use super::noise::{Handshake, NoiseError, Opening, Role, VERSION, preamble};
@@ -17,6 +17,8 @@ use crate::net::{Listener, Socket};
 const FIRST_MESSAGE: Duration = Duration::from_secs(2);
 /// Pause after a failed accept, such as for want of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Pause between two warnings of connections that are refused.
+const WARNING_PAUSE: Duration = Duration::from_secs(1);
 
 /// A peer that has proved the key and said hello.
 #[derive(Debug)]
@@ -87,6 +89,7 @@ pub(crate) trait Accept: Send + Sync + 'static {
 /// Accepts connections until the task is aborted.
 pub(crate) async fn serve<A: Accept>(acceptor: Arc<A>, listener: Listener) {
     let limiter = Limiter::new();
+    let mut warned: Option<Instant> = None;
     loop {
         let (socket, source) = match listener.accept().await {
             Ok(accepted) => accepted,
@@ -96,6 +99,16 @@ pub(crate) async fn serve<A: Accept>(acceptor: Arc<A>, listener: Listener) {
                 continue;
             }
         };
+        if let (Some(admit), Socket::Tcp(stream)) = (&acceptor.config().admit, &socket)
+            && let Err(why) = admit(stream)
+        {
+            acceptor.refused();
+            if warned.is_none_or(|at| at.elapsed() >= WARNING_PAUSE) {
+                warned = Some(Instant::now());
+                tracing::warn!(?source, "a connection of a peer is refused: {why}");
+            }
+            continue;
+        }
         let (permit, evicted) = limiter.enter(source.map(Source::of));
         let acceptor = Arc::clone(&acceptor);
         tokio::spawn(async move {
