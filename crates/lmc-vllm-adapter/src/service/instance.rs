@@ -83,8 +83,6 @@ pub(crate) struct Instance {
     pub(crate) fingerprint: LayoutFingerprint,
     /// Names of the fields of its registration that this version does not know.
     pub(crate) unknown_fields: Vec<String>,
-    /// False if nothing in the registration says in which order the bytes of a chunk lie.
-    pub(crate) order_is_declared: bool,
     /// Set when the format of its elements is unknown.
     pub(crate) opaque: Option<Opaque>,
     pub(crate) dtype: DType,
@@ -145,7 +143,6 @@ impl Instance {
             identity,
             fingerprint,
             unknown_fields: context.unknown.names().map(str::to_owned).collect(),
-            order_is_declared: context.record.is_some(),
             // A record names the format of the elements.
             opaque: match identity {
                 Some(_) => None,
@@ -210,7 +207,6 @@ impl Instance {
             identity: None,
             fingerprint,
             unknown_fields: unknown_fields(registration),
-            order_is_declared: true,
             opaque: Opaque::of(fingerprint, &dtypes, &shape),
             dtype,
             shape,
@@ -275,6 +271,15 @@ impl Instance {
         self.client = client;
         self.last_seen = now;
         self.orphaned = None;
+    }
+
+    /// Returns false if nothing in the registration says in which order the bytes of a chunk lie.
+    pub(crate) fn declares_order(&self) -> bool {
+        match self.transport {
+            // The own client says so in its record.
+            Transport::EngineDriven => self.identity.is_some(),
+            Transport::ServerDriven(_) => true,
+        }
     }
 
     /// `engine_driven` or `lmcache_driven`, as the client's setting calls them.

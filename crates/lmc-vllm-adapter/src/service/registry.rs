@@ -287,8 +287,8 @@ impl Registry {
         let (model, shape) = (instance.model.clone(), instance.shape.clone());
         let (world_size, mode) = (instance.world_size, instance.mode());
         let (dtype, chunk_bytes) = (instance.dtype, instance.chunk_bytes);
-        let (unknown, order_is_declared) =
-            (instance.unknown_fields.clone(), instance.order_is_declared);
+        let (unknown, declares_order) =
+            (instance.unknown_fields.clone(), instance.declares_order());
         workers.refused.remove(&instance_id);
         instance.owner = workers.new_owner();
         // A worker that registers again describes itself again. Transfers that it had prepared
@@ -319,7 +319,7 @@ impl Registry {
                  shared only between workers that send the same values in them"
             );
         }
-        if !order_is_declared {
+        if !declares_order {
             self.warn_of_order();
         }
         if joined == Some(Joined::First) {
