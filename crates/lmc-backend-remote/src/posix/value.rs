@@ -8,7 +8,7 @@ use bytes::Bytes;
 use lmc_backend::FailedSlot;
 use parking_lot::Mutex;
 use rustix::fd::OwnedFd;
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 
 use super::clock::Clock;
@@ -65,7 +65,8 @@ impl Values {
         self.direct.load(Ordering::Relaxed)
     }
 
-    /// Runs an operation with direct I/O, and again without where the file system refuses that.
+    /// Runs an operation with direct I/O, and again without where that is refused. One entry may refuse
+    /// it (a folder, a file of another program): only a file of our own shows that the file system does.
     fn direct_or_not<T>(&self, mut run: impl FnMut(OFlags) -> io::Result<T>) -> io::Result<T> {
         if !self.is_direct() {
             return run(OFlags::empty());
@@ -73,7 +74,7 @@ impl Values {
         match run(OFlags::DIRECT) {
             Err(error) if is_invalid(&error) => {
                 let again = run(OFlags::empty());
-                if again.is_ok() {
+                if again.is_ok() && !self.takes_direct() {
                     tracing::info!(
                         "remote file system takes no direct I/O; its files go through the page cache"
                     );
@@ -83,6 +84,19 @@ impl Values {
             }
             result => result,
         }
+    }
+
+    /// Returns false if the file system refuses direct I/O on a file that is written for that.
+    fn takes_direct(&self) -> bool {
+        let probe = || -> io::Result<()> {
+            let (folder, _) = self.tree.made_parent(&Name::Clears.to_string())?;
+            let (file, name) = temporary(&folder, OFlags::WRONLY | OFlags::DIRECT)?;
+            let written = rustix::io::write(&file, &Block::zeroed().0);
+            rustix::fs::unlinkat(&folder, &name, AtFlags::empty())?;
+            written?;
+            Ok(())
+        };
+        !probe().is_err_and(|error| is_invalid(&error))
     }
 
     pub(super) fn head(&self, name: Name) -> Result<Option<Head>, StoreError> {
@@ -311,7 +325,7 @@ impl Values {
         });
         if !matches!(written, Ok(true)) {
             // What is left is removed by a collector.
-            let _ = rustix::fs::unlinkat(&folder, &name, rustix::fs::AtFlags::empty());
+            let _ = rustix::fs::unlinkat(&folder, &name, AtFlags::empty());
         }
         written
     }

@@ -8,12 +8,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use futures_util::StreamExt as _;
 use lmc_backend::conformance::{block_on, fill_value, load_batch, store_batch, test_key};
 use lmc_backend::{Backend, BackendError, Health, LoadItem, StoreItem, Stored};
 use lmc_backend_remote::conformance::{MemoryStore, check_replaced_values, check_store};
 use lmc_backend_remote::format::Name;
 use lmc_backend_remote::{
-    FileConfig, FileStore, Limits, RemoteConfig, RemoteTier, Store, StoreError,
+    FileConfig, FileStore, GetItem, Limits, RemoteConfig, RemoteTier, Store, StoreError,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::Pool;
@@ -367,6 +368,38 @@ fn a_chunk_that_is_read_is_as_young_as_a_new_one_where_the_size_is_limited() {
         age(younger) >= Duration::from_secs(1800),
         "an hour is precise enough"
     );
+}
+
+/// A folder under a chunk's name, and a value of another layout, turned direct I/O off for good.
+#[test]
+fn an_entry_that_takes_no_direct_io_says_nothing_of_the_others() {
+    let rig = Rig::new();
+    let store = store(&rig.folder);
+    let [good, folder, odd] = [test_key(0), test_key(1), test_key(2)];
+    for key in [good, odd] {
+        rig.store(key).unwrap();
+    }
+    let runtime = runtime();
+    runtime.block_on(store.heads(&[good], soon()));
+    if !store.is_direct() {
+        return println!("skipped: the file system of the tests takes no direct I/O");
+    }
+    fs::create_dir_all(rig.path(folder)).unwrap();
+    let bytes = fs::read(rig.path(odd)).unwrap();
+    // The payload at 4,097 instead of 4,096.
+    let mut moved = bytes.clone();
+    moved[32..40].copy_from_slice(&4097_u64.to_le_bytes());
+    moved.insert(4096, 0);
+    fs::write(rig.path(odd), moved).unwrap();
+    for key in [folder, odd] {
+        runtime.block_on(store.heads(&[key], soon()));
+        let slot = rig.pool.reserve(LEN).unwrap();
+        let got = store.get(vec![GetItem { key, slot }], soon());
+        let got: Vec<_> = runtime.block_on(got.collect());
+        assert_eq!(got.len(), 1);
+        assert!(store.is_direct(), "{key:?}");
+    }
+    assert!(rig.is_hit(good) && !rig.is_hit(folder));
 }
 
 /// Operators empty a store by `rm -rf FOLDER; mkdir FOLDER`: nothing was written or found there any
