@@ -198,7 +198,13 @@ fn a_full_server_refuses_writes_and_is_read_on() {
     );
     assert!((1..60).contains(&written), "{written} of 60");
     assert_eq!(rig.hits(0..60), written);
-    assert_eq!(rig.tier.health(), Health::Ready);
+    let refused = stored.iter().position(full).expect("some were refused") as u64;
+    assert!(rig.store(refused..refused + 1)[0].is_err());
+    let health = rig.tier.health();
+    assert!(
+        matches!(&health, Health::Degraded { reason } if reason.contains("maxmemory")),
+        "{health:?}"
+    );
     let memory = rig.runtime.block_on(rig.store.memory(soon())).unwrap();
     assert_eq!(memory[0].max, Some(4 << 20));
     assert!(memory[0].used > Some(1 << 20), "{memory:?}");
