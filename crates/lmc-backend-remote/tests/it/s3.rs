@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime};
 
 use lmc_backend::conformance::{Conformance, Guarantee, lens_of, test_key};
-use lmc_backend::{Backend, BackendError, LoadItem, Loaded, Stored};
+use lmc_backend::{Backend, BackendError, Health, LoadItem, Loaded, Stored};
 use lmc_backend_remote::conformance::check_store;
 use lmc_backend_remote::format::{HEADER_LEN, Name, Scope};
 use lmc_backend_remote::s3::{S3Config, S3Store};
@@ -110,7 +110,11 @@ fn a_full_server_refuses_writes_and_is_read_on() {
             let full = matches!(stored, Err(BackendError::Full { needed }) if needed > 0);
             assert!(full, "{status}: {stored:?}");
         }
-        assert!(rig.is_ready(), "{:?}", rig.tier.health());
+        let health = rig.tier.health();
+        assert!(
+            matches!(&health, Health::Degraded { reason } if reason.contains("is full")),
+            "{health:?}"
+        );
         assert_eq!(rig.hits(0..10), 0, "reads go on");
         assert_eq!(rig.pool.usage().used, 0);
     }
