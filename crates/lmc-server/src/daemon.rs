@@ -23,7 +23,7 @@ use crate::config::{
     policy_name,
 };
 use crate::http::{self, Http};
-use crate::lasting::LastingSpaces;
+use crate::late_filter::LateFilter;
 use crate::peers::Peers;
 use crate::signals::Signals;
 use crate::vllm::own_transfer_config;
@@ -422,14 +422,14 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         Duration::from_secs_f64(config.chunk_size as f64 / tokens_per_second as f64)
     });
     engine.pending_timeout = config.p2p_pending_timeout;
-    let lasting = LastingSpaces::default();
+    let on_disk = LateFilter::default();
     let mut lower: Vec<LowerTier> = Vec::new();
     if !config.disk.is_empty() {
         let mut policy = TierPolicy::default();
         policy.write = config.disk_write;
         policy.admit = config.disk_admit;
         policy.fill = config.disk_fill;
-        policy.spaces = lasting.filter();
+        policy.spaces = on_disk.filter();
         policy.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
         lower.push(LowerTier::new(disk::open(config, arena)?, policy));
     }
@@ -441,14 +441,14 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         let tier = Arc::clone(peers) as Arc<dyn Backend>;
         lower.push(LowerTier::new(tier, policy));
     }
-    let remotes = remote::open(config, &lasting)?;
+    let remotes = remote::open(config)?;
     lower.extend(remotes.iter().map(remote::Remote::lower_tier));
     let stores = remotes.iter().map(remote::Remote::tier).collect();
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
     lender.lend(&engine);
     let service = Service::new(service_config(config)?, engine)?;
     lender.describe(&service);
-    lasting.serve(&service);
+    on_disk.decide(service.lasting_spaces());
     let tenant = |flag: &str, salt: &str| -> Result<TenantId> {
         let salt = if salt == DEFAULT_SALT { "" } else { salt };
         let salt: Salt = salt.parse().with_context(|| format!("{flag} {salt}"))?;

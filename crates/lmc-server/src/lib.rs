@@ -10,7 +10,7 @@ pub mod config;
 pub mod daemon;
 mod disk;
 pub mod http;
-mod lasting;
+mod late_filter;
 mod log;
 mod losses;
 pub mod metrics;

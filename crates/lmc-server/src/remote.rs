@@ -2,57 +2,32 @@
 
 use std::collections::HashSet;
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use lmc_backend::Backend;
 use lmc_backend_remote::format::SpaceRecord;
 use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
-use lmc_engine::{LowerTier, SpaceFilter, TenantId, TierPolicy};
+use lmc_engine::{LowerTier, TenantId, TierPolicy};
 use lmc_key::KeySpace;
 use lmc_transfer::Keys;
-use lmc_vllm_adapter::{Service, WeakService};
+use lmc_vllm_adapter::Service;
 use tokio::runtime::Handle;
 use tracing::info;
 
 use crate::config::ServeConfig;
-use crate::lasting::LastingSpaces;
+use crate::late_filter::LateFilter;
 
 /// Time that the store has to answer before the server goes on without it.
 const START: Duration = Duration::from_millis(500);
 
-/// The tenants whose chunks are written to the store. The service, which knows them, is made after
-/// the tier.
-#[derive(Debug, Default)]
-struct Salts(Arc<OnceLock<(WeakService, HashSet<TenantId>)>>);
-
-impl Salts {
-    fn filter(&self, lasting: &LastingSpaces) -> SpaceFilter {
-        let (known, lasting) = (Arc::clone(&self.0), lasting.clone());
-        SpaceFilter::new(move |space| {
-            let known = known.get();
-            let is_picked = known.is_some_and(|(service, tenants)| {
-                let service = service.upgrade();
-                service.is_some_and(|service| tenants.contains(&service.tenant_of(space)))
-            });
-            is_picked && lasting.picks(space)
-        })
-    }
-
-    /// Picks the tenants of these salts.
-    fn pick(&self, service: &Service, tenants: HashSet<TenantId>) {
-        // It is called once.
-        let _ = self.0.set((service.downgrade(), tenants));
-    }
-}
-
-/// The tier of a store with its policy, the salts whose chunks it takes, and the key of the digests
+/// The tier of a store with its policy, the spaces whose chunks it takes, and the key of the digests
 /// of salts.
 pub(crate) struct Remote {
     tier: Arc<RemoteTier>,
     policy: TierPolicy,
-    salts: Salts,
+    spaces: LateFilter,
     keys: Option<Keys>,
 }
 
@@ -70,11 +45,20 @@ impl Remote {
         Arc::clone(&self.tier)
     }
 
-    /// Serves this service from now on: takes the chunks of these tenants, if any are given, and
-    /// describes the spaces of its engines in the store.
+    /// Serves this service from now on: takes the chunks that can be found again later, of these
+    /// tenants if any are given, and describes the spaces of its engines in the store.
     pub(crate) fn serve(self, service: &Service, tenants: Option<HashSet<TenantId>>) {
-        if let Some(tenants) = tenants {
-            self.salts.pick(service, tenants);
+        let lasting = service.lasting_spaces();
+        match tenants {
+            None => self.spaces.decide(lasting),
+            Some(tenants) => {
+                let service = service.downgrade();
+                self.spaces.decide(move |space| {
+                    let service = service.upgrade();
+                    let is_of = |service: Service| tenants.contains(&service.tenant_of(space));
+                    lasting(space) && service.is_some_and(is_of)
+                });
+            }
         }
         let (service, keys) = (service.downgrade(), self.keys);
         let describe = move |space: &KeySpace| {
@@ -100,9 +84,9 @@ fn keys(config: &ServeConfig, store: &ServeConfig) -> Result<Option<Keys>> {
 
 /// Starts the tiers of the stores that the configuration has, in their order. Blocks for a moment.
 /// A server starts without its stores, which are reached in the background.
-pub(crate) fn open(config: &ServeConfig, lasting: &LastingSpaces) -> Result<Vec<Remote>> {
+pub(crate) fn open(config: &ServeConfig) -> Result<Vec<Remote>> {
     let stores = config.remotes().enumerate();
-    let open = |(number, store)| open_one(store, number, keys(config, store)?, lasting);
+    let open = |(number, store)| open_one(store, number, keys(config, store)?);
     let remotes: Vec<Remote> = stores.map(open).collect::<Result<_>>()?;
     // Most stores answer at once: then the engine knows from the start what was cleared.
     let starting = Instant::now() + START;
@@ -112,12 +96,7 @@ pub(crate) fn open(config: &ServeConfig, lasting: &LastingSpaces) -> Result<Vec<
     Ok(remotes)
 }
 
-fn open_one(
-    config: &ServeConfig,
-    number: usize,
-    keys: Option<Keys>,
-    lasting: &LastingSpaces,
-) -> Result<Remote> {
+fn open_one(config: &ServeConfig, number: usize, keys: Option<Keys>) -> Result<Remote> {
     let url = config.remote.as_ref().context("a store has a URL")?;
     let mut options = StoreOptions::default();
     options.max_bytes = config.remote_size;
@@ -132,22 +111,19 @@ fn open_one(
     tier.absent_ttl = config.remote_negative_ttl;
     tier.timeout = config.remote_timeout;
     let tier = RemoteTier::start(tier, store.store(), Handle::current());
-    let salts = Salts::default();
+    let spaces = LateFilter::default();
     let mut policy = TierPolicy::default();
     policy.write = config.remote_write;
     policy.admit = config.remote_admit;
     policy.fill = config.remote_fill;
-    policy.spaces = match config.remote_salts {
-        Some(_) => salts.filter(lasting),
-        None => lasting.filter(),
-    };
+    policy.spaces = spaces.filter();
     policy.locate_timeout = config.remote_locate_timeout;
     policy.read_timeout = Some(config.remote_timeout);
     info!("{name}: {url}");
     Ok(Remote {
         tier: Arc::new(tier),
         policy,
-        salts,
+        spaces,
         keys,
     })
 }
