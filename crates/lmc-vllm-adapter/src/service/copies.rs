@@ -268,23 +268,22 @@ impl Copies {
                 (_, None) => Err("its worker does not wait for it any more".to_owned()),
             };
             drop(granted);
+            let (space, rank, chunks) = (worker.space, worker.kv_rank, &hashed.chunks);
             match (&copied, &leases) {
                 (Ok(()), Some(leases)) => {
                     let bytes = worker.chunk_bytes * leases.len() as u64;
-                    let (rank, chunks) = (worker.kv_rank, &hashed.chunks);
-                    (server.transfers).count_retrieve(client, &key, rank, chunks, bytes);
+                    (server.transfers).retrieved(client, &key, space, rank, chunks, bytes);
                 }
-                _ => add(&server.context.stats.service.retrieves_missed, 1),
+                _ => {
+                    add(&server.context.stats.service.retrieves_missed, 1);
+                    (server.transfers).reader_done(client, &key, space, rank, chunks);
+                }
             }
             if let (Err(text), Some(_)) = (&copied, &leases) {
                 server
                     .context
                     .warn_throttled(&format!("retrieve of {}: {text}", key.request_id));
             }
-            let space = worker.space;
-            server
-                .transfers
-                .reader_done(client, &key, space, worker.kv_rank, &hashed.chunks);
             Reply::Transferred(copied.is_ok())
         }))
     }

@@ -404,22 +404,28 @@ impl Lookups {
         drop(released);
     }
 
-    /// Counts the tokens that a worker has retrieved, once for all workers of its engine. A request
-    /// that is not known is counted at its first rank.
-    pub(super) fn count_retrieved(
+    /// As [`Self::reader_done`], for a worker that has retrieved the range. Counts its tokens, once for
+    /// all workers of an engine. A request that is not known is counted at its first rank.
+    pub(super) fn retrieved(
         &self,
         client: ClientId,
         request_id: &str,
+        space: SpaceId,
         kv_rank: u16,
         chunks: &Range<usize>,
     ) {
         let mut sessions = self.sessions.lock();
-        let new = match sessions.of_worker(client, request_id) {
-            Some(session) => session.retrieve(chunks),
-            None if kv_rank == 0 => chunks.len(),
-            None => 0,
+        let session = sessions.of_worker(client, request_id);
+        let (new, released) = match session {
+            Some(session) => (
+                session.retrieve(chunks),
+                session.reader_done(space, kv_rank, chunks),
+            ),
+            None if kv_rank == 0 => (chunks.len(), Vec::new()),
+            None => (0, Vec::new()),
         };
         drop(sessions);
+        drop(released);
         let chunk = u64::from(self.context.config.hasher.chunk_size());
         add(
             &self.context.counters().retrieved_tokens,

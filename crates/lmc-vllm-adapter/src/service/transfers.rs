@@ -510,11 +510,12 @@ impl Transfers {
             .reader_done(client, request_id, space, kv_rank, chunks);
     }
 
-    /// Counts a retrieve that ended well.
-    pub(super) fn count_retrieve(
+    /// As [`Self::reader_done`], for a worker that has retrieved the range.
+    pub(super) fn retrieved(
         &self,
         client: ClientId,
         key: &CacheKey,
+        space: SpaceId,
         kv_rank: u16,
         chunks: &Range<usize>,
         bytes: u64,
@@ -524,7 +525,7 @@ impl Transfers {
         add(&counters.retrieved_chunks, chunks.len() as u64);
         add(&counters.retrieved_bytes, bytes);
         self.lookups
-            .count_retrieved(client, &key.request_id, kv_rank, chunks);
+            .retrieved(client, &key.request_id, space, kv_rank, chunks);
     }
 
     pub(super) fn prepare_retrieve(
@@ -594,8 +595,7 @@ impl Transfers {
         };
         let chunks = first_chunk..first_chunk + leases.len();
         let bytes = leases.iter().map(|slot| slot.len()).sum();
-        self.count_retrieve(client, key, kv_rank, &chunks, bytes);
-        self.reader_done(client, key, space, kv_rank, &chunks);
+        self.retrieved(client, key, space, kv_rank, &chunks, bytes);
         Reply::Bool(true)
     }
 }
