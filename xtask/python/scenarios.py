@@ -634,15 +634,14 @@ def block_sizes(run):
             return server, [engine.ready() for engine in engines]
 
         def written(server, chunks):
-            lower = server.status()["lmc"]["lower"][0]
+            found = lambda: server.status()["lmc"]["lower"][0]["written"]
             check(f"block sizes, {mode}: {chunks} chunks are written",
-                  eventually(lambda: server.status()["lmc"]["lower"][0]["written"] == chunks),
-                  str(lower))
+                  eventually(lambda: found() == chunks), str(found()))
 
         try:
             server, (small, large) = start()
             run.cold_and_warm(f"block sizes, {mode}, 64", small, 5)
-            run.cold_and_warm(f"block sizes, {mode}, 128 beside it", large, 5)
+            run.cold_and_warm(f"block sizes, {mode}, 128 at the same time", large, 5)
             run.warm(f"block sizes, {mode}, 64 again", small, 5)
             run.cold_and_warm(f"block sizes, {mode}, 64 alone", small, 6)
             written(server, 27)

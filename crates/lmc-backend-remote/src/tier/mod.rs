@@ -237,7 +237,7 @@ impl Shared {
         let mut others = Vec::new();
         for result in results {
             match result {
-                Err(error) if error.remedy_of_write().is_some() => {
+                Err(error) if error.is_refusal() => {
                     self.counters.failed.add(1);
                     self.note_refusal(error);
                 }
@@ -249,7 +249,9 @@ impl Shared {
 
     /// Notes that the store refused a write and may be read.
     fn note_refusal(&self, error: &StoreError) {
-        let remedy = error.remedy_of_write().unwrap_or("see its own log");
+        let Some(remedy) = error.remedy_of_write() else {
+            return;
+        };
         let reason = format!("writes are refused: {error}; {remedy}");
         if self.refused.lock().replace(reason).is_none() {
             tracing::warn!(
@@ -270,8 +272,8 @@ impl Shared {
     }
 }
 
-/// Returns the time before a key of a store is touched again. No value is touched before that age,
-/// half of its time, so a pause of that length lets none expire that is read in the other half.
+/// Returns the time before a key of a store is touched again. A value is touched from `touch_age` on,
+/// which is at most half of its time, so a pause of that length lets none expire that is read later.
 fn touch_pause(touch_age: Option<Duration>) -> Duration {
     touch_age.map_or(TOUCH_PAUSE, |age| TOUCH_PAUSE.min(age))
 }

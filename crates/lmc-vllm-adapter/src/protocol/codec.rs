@@ -15,10 +15,8 @@ use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, 
 use crate::protocol::{
     BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest,
     KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
-    SlotDescriptor, Sources, UnknownFields,
+    SlotDescriptor, Sources, TAG, UnknownFields,
 };
-
-use crate::protocol::operation::TAG;
 
 /// Most tokens that one prompt may have.
 pub(crate) const MAX_TOKENS: usize = 4 << 20;
@@ -468,8 +466,8 @@ fn chunk_hashes(reader: &mut Reader<'_>) -> Result<Vec<ChunkHash>, ValueError> {
 }
 
 /// Reads the settings of a request. Ignores an entry that is unknown or whose value has another
-/// type, because users of the engine choose both; a tag may have any value. Peers that are named in a wrong way are an error
-/// of the lookup only: a refused store could end the engine.
+/// type, because users of the engine choose both; a tag may have any value. Peers that are named in
+/// a wrong way are an error of the lookup only: a refused store could end the engine.
 fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError> {
     let mut configs = RequestConfigs::default();
     if reader.nil()? {

@@ -14,4 +14,4 @@ pub use operation::{
     IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request,
     RequestConfigs, SlotDescriptor, Sources, UnknownFields,
 };
-pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR};
+pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, TAG};
