@@ -5,19 +5,20 @@ use std::collections::hash_map::Entry;
 use std::time::Instant;
 
 use lmc_engine::{Leases, MarkId, StoreTicket};
-use lmc_key::{ChunkHash, SpaceId};
+use lmc_key::{ChunkHash, SpaceId, TagsId};
 
 use crate::service::ClientId;
 
 /// A transfer of one worker: its range of one request, with what the range holds.
 ///
-/// An engine may use a request's name again, for other tokens or another tenant, before it has
-/// committed the first; the two must not be taken for one.
+/// An engine may use a request's name again, for other tokens, another tenant or other tags, before it
+/// has committed the first; the two must not be taken for one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct TransferKey {
     pub(crate) request_id: String,
     pub(crate) model_name: String,
     pub(crate) cache_salt: String,
+    pub(crate) tags: Option<TagsId>,
     pub(crate) worker_id: Option<u32>,
     pub(crate) start: u64,
     pub(crate) end: u64,

@@ -57,6 +57,7 @@ fn transfer_key(key: &CacheKey, hashed: &Hashed) -> TransferKey {
         request_id: key.request_id.clone(),
         model_name: key.model_name.clone(),
         cache_salt: key.cache_salt.clone(),
+        tags: key.configs.tags,
         worker_id: key.worker_id,
         start: key.start,
         end: key.end,
