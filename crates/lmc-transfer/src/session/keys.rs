@@ -41,14 +41,20 @@ pub enum KeyError {
     Hex,
     /// A key file that users beside its owner may read or write.
     #[error(
-        "{path} has mode {mode:o}, so that other users may read the key: chmod 600 {path} \
-         (for a Kubernetes Secret: defaultMode: 0400)"
+        "{path} has mode {mode:o}, owner {owner} and group {group}, so that other users may read the \
+         key; expected no rights of others: chmod 600 {path}. A file of root may be readable by a \
+         group of this process (for a Kubernetes Secret: defaultMode: 0400, and fsGroup where the \
+         container does not run as root)"
     )]
     Exposed {
         /// The file.
         path: String,
         /// Permission bits of the file.
         mode: u32,
+        /// User id of the file's owner.
+        owner: u32,
+        /// Group id of the file.
+        group: u32,
     },
     /// The file cannot be read or written.
     #[error("cannot use {path}: {error}")]
@@ -65,18 +71,42 @@ fn file_error(path: &Path, error: io::Error) -> KeyError {
     KeyError::File { path, error }
 }
 
-/// Reads a file on which only its owner has permissions.
+/// Reads a file that only its owner can read, or only root and a group of this process.
 fn read_secret(path: &Path) -> Result<String, KeyError> {
     let wrong = |error| file_error(path, error);
     let mut file = fs::File::open(path).map_err(wrong)?;
-    let mode = file.metadata().map_err(wrong)?.mode() & 0o777;
-    if mode & 0o077 != 0 {
-        let path = path.display().to_string();
-        return Err(KeyError::Exposed { path, mode });
+    let metadata = file.metadata().map_err(wrong)?;
+    let (mode, owner, group) = (metadata.mode() & 0o777, metadata.uid(), metadata.gid());
+    if !is_private(mode, owner, || is_own_group(group)) {
+        return Err(KeyError::Exposed {
+            path: path.display().to_string(),
+            mode,
+            owner,
+            group,
+        });
     }
     let mut text = String::new();
     file.read_to_string(&mut text).map_err(wrong)?;
     Ok(text)
+}
+
+/// Returns true if a file with these permissions may hold a secret of this process.
+///
+/// A process that does not run as root reads a file of root by its group only. Kubernetes mounts
+/// Secrets in this way for a pod with an `fsGroup`: with mode 0440, root as the owner, and that group.
+fn is_private(mode: u32, owner: u32, is_own_group: impl FnOnce() -> bool) -> bool {
+    match mode & 0o077 {
+        0 => true,
+        0o040 => owner == 0 && is_own_group(),
+        _ => false,
+    }
+}
+
+/// Returns true if this process is in a group.
+fn is_own_group(group: u32) -> bool {
+    let others = rustix::process::getgroups().unwrap_or_default();
+    let own = std::iter::once(rustix::process::getegid()).chain(others);
+    own.into_iter().any(|own| own.as_raw() == group)
 }
 
 /// A secret that all peers share. A handshake proves it without revealing it.
@@ -138,7 +168,8 @@ impl Keys {
     }
 
     /// Reads a key file: one key per line, one or two of them. Blank lines and lines that begin
-    /// with `#` are ignored. Only the owner of the file may have permissions on it.
+    /// with `#` are ignored. Only the owner of the file may have permissions on it; if root owns it,
+    /// a group of this process may read it as well.
     ///
     /// # Errors
     /// [`KeyError`].
@@ -341,11 +372,52 @@ mod tests {
         let path = folder.join("key");
         lmc_testkit::write_secret(&path, &"a".repeat(32));
         Keys::read(&path).expect("only its owner may read it");
-        for mode in [0o640, 0o604, 0o620, 0o666] {
+        for mode in [0o604, 0o620, 0o444, 0o460, 0o450, 0o666] {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("it is ours");
             let error = Keys::read(&path).expect_err("others may read it");
             assert!(matches!(error, KeyError::Exposed { mode: m, .. } if m == mode));
             assert!(error.to_string().contains("chmod 600"), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_group_may_read_a_file_of_root_alone() {
+        for (mode, owner, is_own, expected) in [
+            (0o440, 0, true, true),
+            (0o640, 0, true, true),
+            (0o440, 0, false, false),
+            (0o440, 65534, true, false),
+            (0o460, 0, true, false),
+            (0o444, 0, true, false),
+            (0o441, 0, true, false),
+            (0o400, 65534, false, true),
+        ] {
+            let found = is_private(mode, owner, || is_own);
+            assert_eq!(found, expected, "{mode:o} {owner} {is_own}");
+        }
+        let own = fs::metadata("/proc/self").expect("proc").gid();
+        assert!(is_own_group(own));
+        assert!(!is_own_group(u32::MAX - 7));
+    }
+
+    /// Kubernetes mounts a Secret so for a pod with an `fsGroup`. Such a key was refused, and the mode
+    /// that the refusal named cannot be read by a user other than root.
+    #[test]
+    fn a_secret_of_root_and_an_own_group_is_read() {
+        if !lmc_testkit::is_root() {
+            return println!("skipped: not root");
+        }
+        let folder = lmc_testkit::Folder::temporary();
+        let path = folder.join("key");
+        lmc_testkit::write_secret(&path, &"a".repeat(32));
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o440)).expect("it is ours");
+        Keys::read(&path).expect("its group is that of root, as which this test runs");
+        for (owner, group) in [(0, 54_321), (54_321, 0)] {
+            std::os::unix::fs::chown(&path, Some(owner), Some(group)).expect("it is root");
+            let error = Keys::read(&path).expect_err("others may read it");
+            assert!(
+                matches!(error, KeyError::Exposed { owner: o, group: g, .. } if (o, g) == (owner, group))
+            );
         }
     }
 
