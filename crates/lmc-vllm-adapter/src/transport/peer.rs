@@ -17,6 +17,17 @@ use tokio::net::{TcpStream, UnixStream};
 
 use crate::service::Peer;
 
+/// Netlink family of routes, from `linux/netlink.h`.
+const NETLINK_ROUTE: i32 = 0;
+/// Message types of a request for one route and of its reply, from `linux/rtnetlink.h`.
+const RTM_GETROUTE: u16 = 26;
+const RTM_NEWROUTE: u16 = 24;
+/// Attributes of a route: its destination, and its interface.
+const RTA_DST: u16 = 1;
+const RTA_OIF: u16 = 4;
+/// Offset of the type in `struct rtmsg`, and the type of a route to this host.
+const RTM_TYPE: usize = 7;
+const RTN_LOCAL: u8 = 2;
 /// Netlink family of socket diagnostics, from `linux/netlink.h`.
 const NETLINK_SOCK_DIAG: i32 = 4;
 /// Message type of a request for one socket and of its reply, from `linux/sock_diag.h`.
@@ -68,14 +79,49 @@ pub(super) fn is_closed(stream: &TcpStream) -> bool {
         // The connection was reset; data that it has sent can still be read.
         return true;
     };
-    let (remote, local) = (canonical(remote), canonical(local));
-    let is_local = remote.ip().is_loopback() || remote.ip() == local.ip();
+    is_gone(canonical(remote), canonical(local))
+}
+
+/// Returns true if the socket whose own address is `remote` and whose peer is `local` was one of this
+/// host, and no process has it open.
+fn is_gone(remote: SocketAddr, local: SocketAddr) -> bool {
+    let is_local = is_of_this_host(remote, local);
     match query(&inet_request(remote, local)) {
         Ok(reply) => is_local || is_about(&reply, remote, local),
         Err(error) if error.kind() == io::ErrorKind::NotFound => is_local,
         // The kernel lists no sockets here, so the absence of this one proves nothing.
         Err(_) => is_local && Path::new("/proc/net/tcp").exists(),
     }
+}
+
+/// Returns true if the other end of a connection is a socket of this host: no other host is connected
+/// with a loopback address, or sends from an address of this host. A local socket may be bound to
+/// any of those.
+fn is_of_this_host(remote: SocketAddr, local: SocketAddr) -> bool {
+    let is_loopback = remote.ip().is_loopback() || local.ip().is_loopback();
+    is_loopback || remote.ip() == local.ip() || is_own_address(remote).unwrap_or(false)
+}
+
+/// Asks the kernel whether packets to an address stay on this host.
+fn is_own_address(address: SocketAddr) -> io::Result<bool> {
+    let (family, bytes, interface) = match address {
+        SocketAddr::V4(v4) => (AF_INET, v4.ip().octets().to_vec(), 0),
+        SocketAddr::V6(v6) => (AF_INET6, v6.ip().octets().to_vec(), v6.scope_id()),
+    };
+    // `struct rtmsg`: family and length of the destination in bits; the rest is zero.
+    let mut request = vec![0; 12];
+    request[..2].copy_from_slice(&[family, bytes.len() as u8 * 8]);
+    let mut push = |kind: u16, value: &[u8]| {
+        request.extend_from_slice(&(4 + value.len() as u16).to_ne_bytes());
+        request.extend_from_slice(&kind.to_ne_bytes());
+        request.extend_from_slice(value);
+    };
+    push(RTA_DST, &bytes);
+    if interface != 0 {
+        push(RTA_OIF, &interface.to_ne_bytes());
+    }
+    let reply = ask(NETLINK_ROUTE, RTM_GETROUTE, RTM_NEWROUTE, &request)?;
+    Ok(reply.get(RTM_TYPE) == Some(&RTN_LOCAL))
 }
 
 /// Looks up the other end of a Unix socket. Its user is the one that connected.
@@ -119,16 +165,27 @@ impl Owner {
     }
 }
 
-/// Sends one netlink request and returns the reply without its header.
+/// Asks for one socket and returns the reply without its header.
 fn query(request: &[u8]) -> io::Result<Vec<u8>> {
+    ask(
+        NETLINK_SOCK_DIAG,
+        SOCK_DIAG_BY_FAMILY,
+        SOCK_DIAG_BY_FAMILY,
+        request,
+    )
+}
+
+/// Sends one netlink request of type `kind` and returns the reply, of type `expected`, without its
+/// header.
+fn ask(family: i32, kind: u16, expected: u16, request: &[u8]) -> io::Result<Vec<u8>> {
     let socket = Socket::new(
         Domain::from(AF_NETLINK),
         Type::DGRAM.cloexec().nonblocking(),
-        Some(Protocol::from(NETLINK_SOCK_DIAG)),
+        Some(Protocol::from(family)),
     )?;
     let mut message = Vec::with_capacity(HEADER + request.len());
     message.extend_from_slice(&((HEADER + request.len()) as u32).to_ne_bytes());
-    message.extend_from_slice(&SOCK_DIAG_BY_FAMILY.to_ne_bytes());
+    message.extend_from_slice(&kind.to_ne_bytes());
     message.extend_from_slice(&NLM_F_REQUEST.to_ne_bytes());
     message.extend_from_slice(&[0; 8]);
     message.extend_from_slice(request);
@@ -141,7 +198,7 @@ fn query(request: &[u8]) -> io::Result<Vec<u8>> {
         .get(4..6)
         .map(|kind| u16::from_ne_bytes([kind[0], kind[1]]))
     {
-        Some(SOCK_DIAG_BY_FAMILY) => Ok(reply.split_off(HEADER)),
+        Some(found) if found == expected => Ok(reply.split_off(HEADER)),
         Some(NLMSG_ERROR) => {
             let code = number(&reply, HEADER).unwrap_or(0) as i32;
             Err(io::Error::from_raw_os_error(-code))
@@ -307,6 +364,56 @@ mod tests {
         let (accepted, _) = listener.accept().await.expect("a connection");
         let peer = of_tcp(&accepted);
         assert_eq!((peer.uid, peer.inode), (None, None));
+    }
+
+    /// Addresses for documentation, which no other host of a network has.
+    const FAR: [&str; 2] = ["203.0.113.1", "2001:db8::1"];
+
+    /// Returns addresses of this host that are not loopback, as far as it has any.
+    fn own_addresses() -> Vec<IpAddr> {
+        let own = FAR.map(|far| {
+            let far: IpAddr = far.parse().expect("an address");
+            let any = match far {
+                IpAddr::V4(_) => IpAddr::from([0; 4]),
+                IpAddr::V6(_) => IpAddr::from([0; 16]),
+            };
+            let socket = std::net::UdpSocket::bind((any, 0)).ok()?;
+            // Connecting sends nothing.
+            socket.connect((far, 9)).ok()?;
+            Some(socket.local_addr().ok()?.ip())
+        });
+        own.into_iter().flatten().collect()
+    }
+
+    /// A client could bind its socket to another address of this host than loopback, send and close:
+    /// once the kernel had forgotten the socket, the client counted as one of another host.
+    #[test]
+    fn a_forgotten_socket_of_this_host_is_gone_at_any_address() {
+        let gone = |remote: &str, local: &str| {
+            let address = |ip: &str| SocketAddr::from((ip.parse::<IpAddr>().expect("an ip"), 1));
+            is_gone(canonical(address(remote)), canonical(address(local)))
+        };
+        let [far, far_v6] = FAR;
+        for (remote, local) in [
+            (far, "127.0.0.1"),
+            (far, "127.9.9.9"),
+            ("127.9.9.9", far),
+            ("::ffff:203.0.113.1", "::ffff:127.0.0.1"),
+            ("::ffff:127.0.0.1", "::ffff:203.0.113.1"),
+            (far_v6, "::1"),
+            ("::1", far_v6),
+            (far, far),
+        ] {
+            assert!(gone(remote, local), "{remote} to {local}");
+        }
+        assert!(!gone(far, "203.0.113.2"), "another host");
+        assert!(!gone(far_v6, "2001:db8::2"), "another host");
+        for own in own_addresses() {
+            println!("this host has {own}");
+            // Stands for another address of this host, which may have only one.
+            let local = FAR[usize::from(own.is_ipv6())];
+            assert!(gone(&own.to_string(), local), "{own} to {local}");
+        }
     }
 
     #[tokio::test]
