@@ -233,6 +233,11 @@ pub enum ConfigValue {
 pub(crate) const TAG: &str = "lmcache.tag.";
 /// Entries of one request that this version does not know, at most.
 const MAX_OTHERS: usize = 48;
+/// Tags of one request that are sent as they are, at most. With the digest of further tags, the other
+/// entries and the settings that this version knows they are fewer than the 256 that a server reads.
+const MAX_TAGS: usize = 200;
+/// Name of the tag whose value is the digest of further tags.
+const FURTHER_TAGS: &str = "lmcache.tag.lmc.further";
 /// Bytes of the name of such an entry, at most.
 const MAX_OTHER_NAME: usize = 256;
 /// Bytes of a text in such an entry, at most.
@@ -241,7 +246,7 @@ const MAX_OTHER_TEXT: usize = 4096;
 impl RequestConfigs {
     /// Takes an entry of a request's `kv_transfer_params`. Leaves out entries beyond 48, names above
     /// 256 bytes and texts above 4,096 bytes, with which a server would refuse the request; of a tag
-    /// whose name or text is that long, the digest is sent.
+    /// whose name or text is that long, and of the tags beyond 200, the digest is sent.
     pub fn set(&mut self, name: &str, value: ConfigValue) {
         match (name, value) {
             ("lmcache.skip_save", value) => self.skip_save = value == ConfigValue::Bool(true),
@@ -261,7 +266,7 @@ impl RequestConfigs {
                     }
                     value => value,
                 };
-                self.others.insert(name, value);
+                self.set_tag(name, value);
             }
             (name, _) if name.len() > MAX_OTHER_NAME || self.others.len() >= MAX_OTHERS => {}
             (_, ConfigValue::Text(text)) if text.len() > MAX_OTHER_TEXT => {}
@@ -269,6 +274,30 @@ impl RequestConfigs {
                 self.others.insert(name.to_owned(), value);
             }
         }
+    }
+
+    /// Keeps a tag, or adds it to the digest of further tags.
+    fn set_tag(&mut self, name: String, value: ConfigValue) {
+        let is_tag = |name: &&String| name.starts_with(TAG);
+        let is_known = self.others.contains_key(&name);
+        if is_known || self.others.keys().filter(is_tag).count() < MAX_TAGS {
+            self.others.insert(name, value);
+            return;
+        }
+        let before = self.others.get(FURTHER_TAGS).map(encoded);
+        let mut digest = blake3::Hasher::new();
+        for part in [
+            &before.unwrap_or_default(),
+            &encoded(&name),
+            &encoded(&value),
+        ] {
+            digest
+                .update(&(part.len() as u64).to_le_bytes())
+                .update(part);
+        }
+        let digest = digest.finalize().to_string();
+        self.others
+            .insert(FURTHER_TAGS.to_owned(), ConfigValue::Text(digest));
     }
 }
 

@@ -474,3 +474,32 @@ fn a_client_leaves_out_entries_with_which_a_server_would_refuse_the_request() {
     let read = request_configs(&mut Reader::new(&bytes)).expect("the server takes it");
     assert!(matches!(read.sources, Sources::Malformed(_)));
 }
+
+/// A client sent any number of tags, and a server refuses a request with more than 256 entries.
+#[test]
+fn a_client_sends_no_more_tags_than_a_server_reads_and_all_count() {
+    let with = |tags: usize, last: i64| {
+        let mut configs = RequestConfigs::default();
+        for entry in 0..MAX_CONFIGS {
+            configs.set(&format!("lmc.{entry}"), ConfigValue::Int(1));
+        }
+        configs.set("lmcache.skip_save", ConfigValue::Bool(true));
+        configs.set("lmcache.p2p.source", ConfigValue::Text("host-a".to_owned()));
+        for tag in 0..tags {
+            let value = if tag + 1 == tags { last } else { 1 };
+            configs.set(&format!("lmcache.tag.{tag}"), ConfigValue::Int(value));
+        }
+        let bytes = encoded(&configs);
+        let read = request_configs(&mut Reader::new(&bytes)).expect("the server takes it");
+        read.tags.expect("tags")
+    };
+    let mut seen = std::collections::HashSet::new();
+    for tags in [1, 2, 199, 200, 201, 202, 4 * MAX_CONFIGS] {
+        assert!(seen.insert(with(tags, 1)), "{tags} tags");
+        assert!(
+            seen.insert(with(tags, 2)),
+            "the value of the last of {tags} tags"
+        );
+        assert!(!seen.insert(with(tags, 1)), "the same tags");
+    }
+}
