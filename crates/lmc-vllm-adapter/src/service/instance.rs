@@ -81,7 +81,7 @@ pub(crate) struct Instance {
     pub(crate) identity: Option<IdentityDigest>,
     /// Names the layout in keys: the registered one, or its generation where that is opaque.
     pub(crate) fingerprint: LayoutFingerprint,
-    /// Names of the fields of its registration that this version does not know.
+    /// Names of the first fields of its registration that this version does not know, to be shown.
     pub(crate) unknown_fields: Vec<String>,
     /// Set when the format of its elements is unknown.
     pub(crate) opaque: Option<Opaque>,
@@ -142,7 +142,7 @@ impl Instance {
             world_size: context.world_size,
             identity,
             fingerprint,
-            unknown_fields: context.unknown.names().map(str::to_owned).collect(),
+            unknown_fields: unknown_fields(context.unknown.names())?,
             // A record names the format of the elements.
             opaque: match identity {
                 Some(_) => None,
@@ -206,7 +206,7 @@ impl Instance {
             world_size: registration.world_size,
             identity: None,
             fingerprint,
-            unknown_fields: unknown_fields(registration),
+            unknown_fields: unknown_fields(unknown_names(registration))?,
             opaque: Opaque::of(fingerprint, &dtypes, &shape),
             dtype,
             shape,
@@ -301,13 +301,34 @@ fn kv_order(kv_layout: Option<&str>) -> Result<KvOrder, RegisterError> {
     }
 }
 
-/// Returns the names of the fields of a registration that this version does not know, each once.
-fn unknown_fields(registration: &RegisterKvCache) -> Vec<String> {
+/// Bytes of the names of fields that this version does not know, at most, each name counted once.
+const MAX_UNKNOWN_NAMES: usize = 4096;
+/// Number of such names that are shown.
+const SHOWN_NAMES: usize = 8;
+
+/// Returns the names of the fields of a registration that this version does not know.
+fn unknown_names(registration: &RegisterKvCache) -> impl Iterator<Item = &str> {
     let hints = registration.unknown_hints.names();
     let groups = registration.groups.iter();
-    let names = hints.chain(groups.flat_map(|group| group.unknown.names()));
+    hints.chain(groups.flat_map(|group| group.unknown.names()))
+}
+
+/// Returns the first of these names, each once, and how many more there are.
+fn unknown_fields<'a>(names: impl Iterator<Item = &'a str>) -> Result<Vec<String>, RegisterError> {
     let names: BTreeSet<&str> = names.collect();
-    names.into_iter().map(str::to_owned).collect()
+    let bytes: usize = names.iter().map(|name| name.len()).sum();
+    if bytes > MAX_UNKNOWN_NAMES {
+        return Err(RegisterError::Invalid(format!(
+            "the registration has {} fields that this version does not know, with {bytes} bytes in \
+             their names; at most {MAX_UNKNOWN_NAMES} bytes are allowed",
+            names.len()
+        )));
+    }
+    let more = names.len().saturating_sub(SHOWN_NAMES);
+    let shown = names.into_iter().take(SHOWN_NAMES).map(str::to_owned);
+    Ok(shown
+        .chain((more > 0).then(|| format!("… ({more} more)")))
+        .collect())
 }
 
 fn dtype_name(dtype: DType) -> DtypeName {
@@ -529,6 +550,43 @@ mod tests {
             num_physical_slots: Some(CHUNK_SIZE),
             record: None,
             unknown: UnknownFields::default(),
+        }
+    }
+
+    /// A registration could have 16 MB of such names, which were kept, logged and shown.
+    #[test]
+    fn unknown_fields_are_shown_in_part_and_their_names_are_bounded() {
+        let with = |fields: usize, len: usize| {
+            let name = |field| (format!("{field:0len$}"), vec![1]);
+            let unknown = UnknownFields((0..fields).map(name).collect());
+            let context = EngineDrivenContext {
+                unknown: unknown.clone(),
+                ..context()
+            };
+            let (client, now) = (ClientId(1), Instant::now());
+            let alone = Instance::engine_driven(&context, client, CHUNK_SIZE, now);
+            let mut registration = registration(true);
+            registration.groups = vec![registration.groups[0].clone(); 256];
+            for group in &mut registration.groups {
+                group.unknown = unknown.clone();
+            }
+            let of_groups = unknown_fields(unknown_names(&registration));
+            let alone = alone.map(|instance| instance.unknown_fields);
+            assert_eq!(alone.is_ok(), of_groups.is_ok());
+            of_groups.inspect(|names| assert_eq!(Some(names), alone.as_ref().ok()))
+        };
+        assert_eq!(with(0, 1).expect("none"), [""; 0]);
+        assert_eq!(with(2, 1).expect("two"), ["0", "1"]);
+        let shown = with(64, 64).expect("4,096 bytes");
+        assert_eq!(shown.len(), SHOWN_NAMES + 1);
+        assert_eq!(shown[0], "0".repeat(64));
+        assert_eq!(shown[SHOWN_NAMES], "… (56 more)");
+        for (fields, len) in [(65, 64), (64, 1024)] {
+            let refused = with(fields, len);
+            assert!(
+                matches!(refused, Err(RegisterError::Invalid(_))),
+                "{fields} {len}"
+            );
         }
     }
 

@@ -33,7 +33,7 @@ pub struct InstanceStatus {
     pub mla: Option<bool>,
     /// Fingerprint of the layout, in hexadecimal.
     pub layout: String,
-    /// Fields of the registration that this version does not know; they count in the layout.
+    /// The first fields of the registration that this version does not know; all count in the layout.
     pub unknown_fields: Vec<String>,
     /// Seconds since the registration.
     pub age_seconds: f64,
