@@ -288,7 +288,8 @@ fn channel(
     if let Some(path) = &config.p2p_key {
         channel.keys = Some(Keys::read(path).map_err(|error| anyhow!("--p2p-key: {error}"))?);
     } else {
-        // Every user of this host can connect to loopback, which is all that is served without a key.
+        // Every user of this host can connect to loopback and listen there, and no other address is
+        // used without a key.
         let users = config.trusted_users.clone();
         let admit = move |stream: &TcpStream| users.check(stream).map_err(|why| why.to_string());
         channel.admit = Some(Arc::new(admit));

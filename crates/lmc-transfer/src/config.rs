@@ -10,6 +10,7 @@ use lmc_memory::Arena;
 use thiserror::Error;
 use tokio::net::TcpStream;
 
+use crate::net::Socket;
 use crate::{BoxFuture, Identity, Keys, PeerId, PublicIdentity};
 
 /// Answers the message that a peer sent when it connected. It may block; it runs on a thread of
@@ -20,8 +21,12 @@ pub type OnConnect = Arc<dyn Fn(&PeerId, Option<Bytes>) -> Option<Bytes> + Send 
 /// question. Calling it must not block; what it returns is polled on a thread that moves bytes.
 pub type OnAsk = Arc<dyn Fn(&PeerId, u64, Bytes) -> BoxFuture<'static, Bytes> + Send + Sync>;
 
-/// Decides whether a TCP connection is served, before anything is read from it; an error says why not.
-/// It must not block.
+/// Decides whether a TCP connection is used; an error says why not. It must not block.
+///
+/// A connection that a peer opened is checked before anything is read from it. One that this side
+/// opened is checked once the other side has answered the first message, which is an ephemeral key
+/// and says nothing, and before anything else is sent: until it has accepted the connection, no
+/// process owns the other end.
 pub type Admit = Arc<dyn Fn(&TcpStream) -> Result<(), String> + Send + Sync>;
 
 /// Hears of peers that come and go. It must not block.
@@ -112,7 +117,7 @@ pub struct ChannelConfig {
     pub on_ask: Option<OnAsk>,
     /// Hears of peers that come and go. Default: none.
     pub on_peer: Option<OnPeer>,
-    /// Admits connections that peers open. Default: all are.
+    /// Admits connections, those that peers open and those that this side opens. Default: all are.
     pub admit: Option<Admit>,
     /// The keys that all peers share. Without any, only loopback addresses and Unix sockets are
     /// served and connected to; `NixlChannel` requires them. Default: none.
@@ -171,6 +176,14 @@ impl ChannelConfig {
         ConfigError::unless(!time.is_zero(), "handshake_timeout", "above 0", time)?;
         let peers = &self.max_peers;
         ConfigError::unless(*peers > 0, "max_peers", "above 0", peers)
+    }
+
+    /// Checks whether a connection is used, whichever side opened it.
+    pub(crate) fn admits(&self, socket: &Socket) -> Result<(), String> {
+        match (&self.admit, socket) {
+            (Some(admit), Socket::Tcp(stream)) => admit(stream),
+            _ => Ok(()),
+        }
     }
 
     pub(crate) fn tell(&self, peer: &PeerId, event: PeerEvent) {

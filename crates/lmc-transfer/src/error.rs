@@ -63,6 +63,9 @@ pub enum ConnectError {
     /// The other side refused.
     #[error("refused by the peer: {0}")]
     Refused(String),
+    /// [`crate::ChannelConfig::admit`] of this side refused the other end of the connection.
+    #[error("the process that listens there is refused by this side: {0}")]
+    NotAdmitted(String),
     /// The message is longer than [`crate::MAX_MESSAGE`].
     #[error("a message of {found} bytes: at most {max} are allowed", max = crate::MAX_MESSAGE)]
     Message {

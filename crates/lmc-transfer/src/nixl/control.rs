@@ -293,7 +293,8 @@ impl Host {
         let intro = self.intro.get().ok_or_else(not_ready);
         let intro = intro.map_err(|failure| failure.into_connect_error(peer))?;
         let socket = Socket::connect(address).await?;
-        let connected = session::connect(&self.local, address, socket, peer, Vec::new()).await?;
+        let connected =
+            session::connect(&self.local, &self.config, address, socket, peer, Vec::new()).await?;
         let (stream, remote, _) = connected;
         let introduced = self.introduce(intro, stream, remote, message).await;
         introduced.map_err(|failure| failure.into_connect_error(peer))

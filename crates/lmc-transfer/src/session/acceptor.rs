@@ -99,9 +99,7 @@ pub(crate) async fn serve<A: Accept>(acceptor: Arc<A>, listener: Listener) {
                 continue;
             }
         };
-        if let (Some(admit), Socket::Tcp(stream)) = (&acceptor.config().admit, &socket)
-            && let Err(why) = admit(stream)
-        {
+        if let Err(why) = acceptor.config().admits(&socket) {
             acceptor.refused();
             if warned.is_none_or(|at| at.elapsed() >= WARNING_PAUSE) {
                 warned = Some(Instant::now());

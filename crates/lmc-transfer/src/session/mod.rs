@@ -119,6 +119,8 @@ pub(crate) enum Failure {
     Noise(#[from] NoiseError),
     #[error("refused: {0}")]
     Refused(#[from] Refusal),
+    #[error("not admitted: {0}")]
+    NotAdmitted(String),
     #[error("a message out of order")]
     Unexpected,
 }
@@ -142,6 +144,7 @@ impl Failure {
             Self::Refused(Refusal::Identity) => ConnectError::Identity { peer: peer.clone() },
             Self::Refused(Refusal::NotReady) => ConnectError::NotReady,
             Self::Refused(Refusal::Other(why)) => ConnectError::Refused(reason(&why)),
+            Self::NotAdmitted(why) => ConnectError::NotAdmitted(why),
             Self::Unexpected => ConnectError::Malformed("a message out of order".into()),
         }
     }
@@ -318,6 +321,7 @@ fn established(
 /// [`Message::Proceed`].
 pub(crate) async fn connect(
     local: &Local,
+    config: &ChannelConfig,
     address: &Address,
     socket: Socket,
     peer: &PeerId,
@@ -326,12 +330,29 @@ pub(crate) async fn connect(
     if local.keys.is_none() && !socket.is_local() {
         return Err(unprotected(address));
     }
-    let connected = initiate(local, socket, peer, payload).await;
+    let connected = initiate(local, config, socket, peer, payload).await;
     connected.map_err(|failure| failure.into_connect_error(peer))
+}
+
+/// Sends the first message of a connection that this side has opened, reads the answer, and checks
+/// that the connection is admitted.
+///
+/// The kernel does not show the owner of a connection that waits to be accepted. A side that has
+/// answered has accepted; until then only an ephemeral public key was sent.
+async fn open(
+    config: &ChannelConfig,
+    socket: &Socket,
+    opening: &Opening,
+    noise: &mut Handshake,
+) -> Result<(), Failure> {
+    write_opening(socket, opening).await?;
+    read_noise(socket, noise).await?;
+    config.admits(socket).map_err(Failure::NotAdmitted)
 }
 
 async fn initiate(
     local: &Local,
+    config: &ChannelConfig,
     socket: Socket,
     peer: &PeerId,
     payload: Vec<u8>,
@@ -339,8 +360,8 @@ async fn initiate(
     let none = Key::none();
     let key = local.keys.as_ref().map_or(&none, Keys::first);
     let mut noise = Handshake::connect(Role::Initiator, &local.identity, key);
-    write_opening(&socket, &Opening::Connect(noise.write())).await?;
-    read_noise(&socket, &mut noise).await?;
+    let opening = Opening::Connect(noise.write());
+    open(config, &socket, &opening, &mut noise).await?;
     write_opening(&socket, &Opening::Continue(noise.write())).await?;
     let (mut stream, identity) = established(noise, socket)?;
     let identity = identity.ok_or(Failure::Unexpected)?;
@@ -376,6 +397,7 @@ async fn initiate(
 
 /// Opens another stream of a connection.
 pub(crate) async fn join(
+    config: &ChannelConfig,
     socket: Socket,
     session: [u8; 16],
     secret: &[u8; 32],
@@ -387,8 +409,7 @@ pub(crate) async fn join(
         stream,
         noise: noise.write(),
     };
-    write_opening(&socket, &opening).await?;
-    read_noise(&socket, &mut noise).await?;
+    open(config, &socket, &opening, &mut noise).await?;
     Ok(established(noise, socket)?.0)
 }
 

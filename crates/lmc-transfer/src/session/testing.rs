@@ -48,6 +48,22 @@ pub(crate) fn read_opening(stream: &mut TcpStream) -> io::Result<Opening> {
     Opening::decode(&bytes).map_err(io::Error::other)
 }
 
+/// The acceptor's half up to its first message.
+pub(crate) fn answer(
+    stream: &mut TcpStream,
+    identity: &Identity,
+    key: Option<&Key>,
+) -> io::Result<Handshake> {
+    let none = Key::none();
+    let Opening::Connect(message) = read_opening(stream)? else {
+        return Err(io::Error::other("out of order"));
+    };
+    let mut noise = Handshake::connect(Role::Acceptor, identity, key.unwrap_or(&none));
+    noise.read(&message).map_err(io::Error::other)?;
+    stream.write_all(&Opening::Continue(noise.write()).encode())?;
+    Ok(noise)
+}
+
 impl RawSession {
     /// Proves the key and the identity.
     pub(crate) fn prove(
@@ -77,15 +93,9 @@ impl RawSession {
         identity: &Identity,
         key: &Key,
     ) -> io::Result<Self> {
-        let out_of_order = || io::Error::other("out of order");
-        let Opening::Connect(message) = read_opening(&mut stream)? else {
-            return Err(out_of_order());
-        };
-        let mut noise = Handshake::connect(Role::Acceptor, identity, key);
-        noise.read(&message).map_err(io::Error::other)?;
-        stream.write_all(&Opening::Continue(noise.write()).encode())?;
+        let mut noise = answer(&mut stream, identity, Some(key))?;
         let Opening::Continue(message) = read_opening(&mut stream)? else {
-            return Err(out_of_order());
+            return Err(io::Error::other("out of order"));
         };
         noise.read(&message).map_err(io::Error::other)?;
         let (sealer, opener, _) = noise.finish().map_err(io::Error::other)?;

@@ -251,8 +251,9 @@ async fn initiate(
 ) -> Result<Option<Bytes>, ConnectError> {
     let attempt = shared.attempts.fetch_add(1, Ordering::Relaxed);
     let mine = encode(&side(shared, shared.config.streams, attempt));
+    let config = &shared.config.channel;
     let socket = Socket::connect(address).await?;
-    let connected = session::connect(&shared.local, address, socket, peer, mine).await?;
+    let connected = session::connect(&shared.local, config, address, socket, peer, mine).await?;
     let (stream, found, payload) = connected;
     let rest = go_on(shared, address, message, stream, &found, &payload, attempt);
     rest.await
@@ -281,10 +282,11 @@ async fn go_on(
     stream.send(&ready).await?;
     let mut joins = JoinSet::new();
     for number in 1..streams {
-        let (address, terms) = (address.clone(), terms.clone());
+        let (shared, address, terms) = (Arc::clone(shared), address.clone(), terms.clone());
         joins.spawn(async move {
             let socket = Socket::connect(&address).await?;
-            let joined = session::join(socket, terms.session, &terms.secret, number).await;
+            let config = &shared.config.channel;
+            let joined = session::join(config, socket, terms.session, &terms.secret, number).await;
             joined.map(|stream| (number, stream))
         });
     }

@@ -31,7 +31,7 @@ impl Default for TrustedUsers {
     }
 }
 
-/// Why a client on this host is not served.
+/// Why a connection of another process on this host is not used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Untrusted {
@@ -41,9 +41,9 @@ pub enum Untrusted {
          --trusted-users"
     )]
     User(u32),
-    /// The client has closed its socket, so that its user cannot be looked up.
+    /// The other end has closed its socket, so that its user cannot be looked up.
     #[error(
-        "the client has closed its socket, so its user cannot be checked against --trusted-users"
+        "the other end has closed its socket, so its user cannot be checked against --trusted-users"
     )]
     Closed,
 }
@@ -58,7 +58,8 @@ impl TrustedUsers {
         }
     }
 
-    /// Checks the user at the other end of a connection.
+    /// Checks the user at the other end of a connection, whichever end opened it. One that the other
+    /// side has not accepted yet has no user, and counts as closed.
     ///
     /// # Errors
     /// [`Untrusted`] if the user is not trusted or cannot be looked up any more.

@@ -3,7 +3,7 @@
 use lmc_testkit::rounds;
 
 use super::*;
-use crate::session::testing::read_opening;
+use crate::session::testing::{answer, read_opening};
 use crate::{Key, Keys};
 
 fn key(byte: u8) -> Key {
@@ -42,6 +42,61 @@ fn a_stranger_learns_nothing() {
         stream.write_all(&out_of_order()).expect("sent");
         assert!(finds_it_closed(&mut stream));
     }
+    victim.ends();
+}
+
+/// Connections that a side opened were not checked: a process that listened at the address of a peer
+/// before the peer did could read the pool and write to it.
+#[test]
+fn a_listener_that_is_not_admitted_gets_nothing() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = listener.local_addr().expect("bound").port();
+    let victim = Victim::new(|config| {
+        let admit = move |stream: &tokio::net::TcpStream| {
+            let peer = stream.peer_addr().expect("it is connected");
+            assert_eq!(peer.port(), port);
+            Err("a stranger".to_owned())
+        };
+        config.channel.admit = Some(Arc::new(admit));
+    });
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut stream, _) = listener.accept().expect("a connection");
+            answer(&mut stream, raw_identity(), None).expect("it is answered");
+            let mut rest = Vec::new();
+            stream.read_to_end(&mut rest).expect("it is closed");
+            assert_eq!(rest, [0; 0]);
+        });
+        let connected = block_on(victim.channel.identify(&local(port), soon()));
+        assert!(
+            matches!(&connected, Err(ConnectError::NotAdmitted(why)) if why == "a stranger"),
+            "{connected:?}"
+        );
+    });
+    victim.ends();
+}
+
+/// Another process may listen at the address by the time that the further streams are opened.
+#[test]
+fn each_stream_that_is_opened_must_be_admitted() {
+    let victim = Victim::new(|_| {});
+    let first = AtomicBool::new(true);
+    let other = Victim::new(|config| {
+        config.channel.id = name("other");
+        config.streams = 2;
+        let admit = move |_: &tokio::net::TcpStream| match first.swap(false, Ordering::Relaxed) {
+            true => Ok(()),
+            false => Err("a stranger".to_owned()),
+        };
+        config.channel.admit = Some(Arc::new(admit));
+    });
+    let (to, at) = (name("victim"), victim.channel.address());
+    let connected = block_on(other.channel.connect(&to, at, None, soon()));
+    assert!(
+        matches!(&connected, Err(ConnectError::NotAdmitted(_))),
+        "{connected:?}"
+    );
+    other.ends();
     victim.ends();
 }
 
