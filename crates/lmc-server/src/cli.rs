@@ -36,12 +36,13 @@ fn examples() -> String {
 
 /// Runs the program with these arguments, the name of the program first.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let matches = match command().try_get_matches_from(args) {
+    let args: Vec<OsString> = args.into_iter().collect();
+    let matches = match command().try_get_matches_from(&args) {
         Ok(matches) => matches,
         Err(error) => {
             // Help and version count as errors to clap, but end well.
             let code = if error.use_stderr() { 2 } else { 0 };
-            let _ = error.print();
+            print_parse_error(&error, &args);
             return ExitCode::from(code);
         }
     };
@@ -61,6 +62,20 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             eprintln!("lmc: {}", error_text(&error));
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Prints an error about the command line, or help. An error repeats arguments, which may hold
+/// passwords.
+fn print_parse_error(error: &clap::Error, args: &[OsString]) {
+    let text = error.to_string();
+    let args: Vec<_> = args.iter().map(|arg| arg.to_string_lossy()).collect();
+    let masked = config::mask_arguments(&text, args.iter().map(AsRef::as_ref));
+    if masked == text {
+        // In colour.
+        let _ = error.print();
+    } else {
+        eprint!("{masked}");
     }
 }
 

@@ -15,7 +15,7 @@ use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
-use self::http::{Call, DEFAULT_URL};
+use self::http::{Call, DEFAULT_URL, HttpUrl};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Tool {
@@ -52,8 +52,14 @@ pub(crate) enum Tool {
 #[derive(Debug, Args)]
 pub(crate) struct Server {
     /// The server's HTTP address (--http-host, --http-port).
-    #[arg(long, value_name = "URL", env = "LMC_URL", default_value = DEFAULT_URL)]
-    url: String,
+    #[arg(
+        long,
+        value_name = "URL",
+        env = "LMC_URL",
+        hide_env_values = true,
+        default_value = DEFAULT_URL
+    )]
+    url: HttpUrl,
     /// Print JSON, as the server answers.
     #[arg(long)]
     json: bool,

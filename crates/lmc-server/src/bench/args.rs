@@ -8,6 +8,8 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use lmc_memory::DType;
 
+use crate::tools::http::HttpUrl;
+
 /// Operations that the clients of a run issue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum Workload {
@@ -146,8 +148,8 @@ pub(crate) struct BenchArgs {
     pub(crate) url: Target,
     /// The server's HTTP address, to see whether it is in use and to clear it after the run; by
     /// default port 8080 of --url's host.
-    #[arg(long, value_name = "URL", env = "LMC_URL")]
-    pub(crate) http_url: Option<String>,
+    #[arg(long, value_name = "URL", env = "LMC_URL", hide_env_values = true)]
+    pub(crate) http_url: Option<HttpUrl>,
     /// Run although the server holds chunks or serves engines, or may; nothing is cleared then.
     #[arg(long)]
     pub(crate) force: bool,

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
 use super::args::BenchArgs;
-use crate::tools::http::Call;
+use crate::tools::http::{Call, HttpUrl};
 
 /// A server's use, as its HTTP side reports it.
 #[derive(Debug, Clone, Copy)]
@@ -19,7 +19,7 @@ struct Holdings {
 /// The use of the server as it was before the run.
 #[derive(Debug)]
 pub(crate) struct Footprint {
-    url: String,
+    url: HttpUrl,
     before: Option<Holdings>,
 }
 
@@ -30,7 +30,7 @@ impl Footprint {
     /// When it is in use, or may be, and `--force` was not given.
     pub(crate) fn before(args: &BenchArgs) -> Result<Self> {
         let target = &args.url;
-        let default = || format!("http://{}:8080", target.authority());
+        let default = || format!("http://{}:8080", target.authority()).into();
         let url = args.http_url.clone().unwrap_or_else(default);
         let server = format!("the server at tcp://{}:{}", target.authority(), target.port);
         let found = holdings(&url, target.port);
@@ -91,7 +91,7 @@ impl Footprint {
 }
 
 /// Asks the HTTP side at `url`, which must be the one of the server that engines reach at `port`.
-fn holdings(url: &str, port: u16) -> Result<Holdings> {
+fn holdings(url: &HttpUrl, port: u16) -> Result<Holdings> {
     let config = Call::get("/config").send(url)?;
     let its = &config["mp"]["port"];
     ensure!(

@@ -22,6 +22,7 @@ pub use parse::{
     HostPort, LogFormat, PeerTransport, PoolSize, RemoteUrl, SegmentName, StateDir, TransferMode,
     policy_name,
 };
+pub(crate) use secret::{mask_arguments, mask_password_of};
 pub(crate) use serve::{LEAST_DRIVE, is_loopback};
 pub use serve::{Loaded, print_config};
 pub use setting::{Group, Info, Raw, Shape};

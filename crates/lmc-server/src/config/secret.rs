@@ -42,6 +42,36 @@ pub(crate) fn mask_passwords(text: &str) -> String {
     masked
 }
 
+/// Returns a text that is one URL, with or without a scheme, with its password masked.
+pub(crate) fn mask_password_of(url: &str) -> String {
+    let start = url.find("://").map_or(0, |at| at + 3);
+    let password = || {
+        let (user_info, _) = url[start..].rsplit_once('@')?;
+        let (user, _) = user_info.split_once(':')?;
+        Some(start + user.len() + 1..start + user_info.len())
+    };
+    let mut masked = url.to_owned();
+    if let Some(password) = password() {
+        masked.replace_range(password, MASK);
+    }
+    masked
+}
+
+/// Returns an error about a command line, in which it repeats parts of that, with passwords masked.
+pub(crate) fn mask_arguments<'a>(error: &str, args: impl Iterator<Item = &'a str>) -> String {
+    let mut masked = error.to_owned();
+    for arg in args {
+        let value = arg.split_once('=').map(|(_, value)| value);
+        for part in [Some(arg), value].into_iter().flatten() {
+            let shown = mask_password_of(part);
+            if shown != part {
+                masked = masked.replace(part, &shown);
+            }
+        }
+    }
+    mask_passwords(&masked)
+}
+
 fn is_quote(c: char) -> bool {
     matches!(c, '"' | '\'')
 }
@@ -76,6 +106,38 @@ fn end_of_redis(url: &str, before: Option<char>) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_password_of_one_url_is_masked_whatever_is_in_it() {
+        for (url, shown) in [
+            ("http://u:se cret@h:8080", "http://u:***@h:8080"),
+            ("u:se'c@ret@h:8080/a", "u:***@h:8080/a"),
+            ("http://127.0.0.1:8080", "http://127.0.0.1:8080"),
+            ("http://token@h:8080", "http://token@h:8080"),
+        ] {
+            assert_eq!(mask_password_of(url), shown);
+        }
+    }
+
+    #[test]
+    fn an_error_about_a_command_line_shows_no_password_of_it() {
+        for (error, args, shown) in [
+            (
+                "argument 'redis://:my'secret@h', use '-- redis://:my'secret@h'",
+                vec!["redis://:my'secret@h"],
+                "argument 'redis://:***@h', use '-- redis://:***@h'",
+            ),
+            ("value 'u:s@h'", vec!["--url=u:s@h"], "value 'u:***@h'"),
+            (
+                "value 's3://k:s@b'",
+                vec!["a,s3://k:s@b"],
+                "value 's3://k:***@b'",
+            ),
+            ("argument '--port'", vec!["--port"], "argument '--port'"),
+        ] {
+            assert_eq!(mask_arguments(error, args.into_iter()), shown);
+        }
+    }
 
     #[test]
     fn the_password_of_a_url_is_masked_and_nothing_else() {

@@ -1,13 +1,48 @@
 //! One request to a server's HTTP side.
 
+use std::convert::Infallible;
+use std::fmt;
+use std::str::FromStr;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use serde_json::Value;
+
+use crate::config::mask_password_of;
 
 /// Default address of the HTTP side.
 pub(crate) const DEFAULT_URL: &str = "http://127.0.0.1:8080";
 const DEADLINE: Duration = Duration::from_secs(10);
+
+/// Address of a server's HTTP side, shown without a password.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct HttpUrl(String);
+
+impl FromStr for HttpUrl {
+    type Err = Infallible;
+
+    fn from_str(url: &str) -> Result<Self, Infallible> {
+        Ok(Self(url.to_owned()))
+    }
+}
+
+impl From<String> for HttpUrl {
+    fn from(url: String) -> Self {
+        Self(url)
+    }
+}
+
+impl fmt::Display for HttpUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&mask_password_of(&self.0))
+    }
+}
+
+impl fmt::Debug for HttpUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HttpUrl({self})")
+    }
+}
 
 /// One request to the server.
 pub(crate) struct Call {
@@ -30,7 +65,7 @@ impl Call {
     }
 
     /// Sends it to the server at `url`; a URL without a scheme means http.
-    pub(crate) fn send(&self, url: &str) -> Result<Value> {
+    pub(crate) fn send(&self, url: &HttpUrl) -> Result<Value> {
         let agent: ureq::Agent = ureq::Agent::config_builder()
             .timeout_global(Some(DEADLINE))
             .http_status_as_error(false)
@@ -38,14 +73,25 @@ impl Call {
             .proxy(None)
             .build()
             .into();
-        let scheme = if url.contains("://") { "" } else { "http://" };
-        let target = format!("{scheme}{}{}", url.trim_end_matches('/'), self.path);
+        let HttpUrl(address) = url;
+        let address = address.trim_end_matches('/');
+        let scheme = if address.contains("://") {
+            ""
+        } else {
+            "http://"
+        };
+        let target = format!("{scheme}{address}{}", self.path);
         let sent = match (self.method, &self.body) {
             ("DELETE", _) => agent.delete(&target).call(),
             ("PUT", Some(body)) => agent.put(&target).send_json(body),
             ("POST", Some(body)) => agent.post(&target).send_json(body),
             _ => agent.get(&target).call(),
         };
+        // An error of the library may repeat the URL.
+        let sent = sent.map_err(|error| {
+            let shown = mask_password_of(address);
+            anyhow!("{}", error.to_string().replace(address, &shown))
+        });
         let mut answer = sent.with_context(|| {
             format!(
                 "no server answers at {url}: is `lmc serve` running, and is --url its HTTP address?"

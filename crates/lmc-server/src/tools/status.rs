@@ -5,8 +5,9 @@ use std::fmt::Write;
 use serde_json::Value;
 
 use super::format::{bytes, duration, number, percent, text};
+use super::http::HttpUrl;
 
-pub(super) fn table(url: &str, answer: &Value) -> String {
+pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
     let status = &answer["lmc"];
     let (usage, counts, engine) = (&status["usage"], &status["counts"], &status["engine"]);
     let mut out = String::new();
@@ -246,6 +247,10 @@ mod tests {
 
     use super::*;
 
+    fn url() -> HttpUrl {
+        "http://u:marked@127.0.0.1:8080".to_owned().into()
+    }
+
     /// Until f2c35f9 the table said "healthy" while `/healthz` said "degraded", and nothing of
     /// copies that were dropped.
     #[test]
@@ -257,7 +262,7 @@ mod tests {
             "tiers": [{"tier": "disk", "fault": "drive 0 cannot be written"}],
             "instances": [{"instance_id": "275782994765433869", "model": "m\n\u{1b}[2J"}],
         }});
-        let shown = table("http://127.0.0.1:8080", &answer);
+        let shown = table(&url(), &answer);
         for part in [
             "DEGRADED",
             "752 dropped",
@@ -270,9 +275,9 @@ mod tests {
         }
         answer["status"] = "ok".into();
         answer["lmc"]["lower"][0] = json!({"tier": "disk"});
-        let shown = table("http://127.0.0.1:8080", &answer);
+        let shown = table(&url(), &answer);
         assert!(
-            shown.contains("healthy") && !shown.contains("dropped"),
+            shown.contains("u:***@127.0.0.1:8080, healthy") && !shown.contains("dropped"),
             "{shown}"
         );
     }

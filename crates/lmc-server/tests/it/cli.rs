@@ -42,6 +42,47 @@ fn a_server_prints_the_vllm_line_that_reaches_it() {
     assert_eq!(extra.get("lmcache.mp.host"), None);
 }
 
+/// An unexpected argument was repeated with its password, and so was the URL of a server that does not
+/// answer.
+#[test]
+fn passwords_of_the_command_line_are_shown_nowhere() {
+    let closed = lmc_testkit::free_port();
+    let server = server("serve", &[]);
+    let (redis, dead, alive) = (
+        "redis://user:marked'1@h",
+        format!("http://user:marked-1@127.0.0.1:{closed}"),
+        format!("user:marked-1@127.0.0.1:{}", server.http),
+    );
+    for args in [
+        &["serve", redis] as &[&str],
+        &["serve", "--remoet", redis],
+        &["serve", &format!("--no-prefault={redis}")],
+        &["remote", "check", redis, redis],
+        &[redis],
+        &["status", "--url", &dead],
+        &["status", "--url", &alive],
+        &["status", "--url", "http://user:marked 1@h"],
+        &["status", "--url", "user:marked-1@"],
+        &["bench", "--http-url", &dead],
+        &["bench", "--force", &dead],
+    ] {
+        let output = lmc(args);
+        let shown = text(&output.stdout) + &text(&output.stderr);
+        assert!(!shown.contains("marked"), "{args:?}: {shown}");
+    }
+    for command in ["status", "bench"] {
+        let help = crate::common::lmc()
+            .args([command, "--help"])
+            .env("LMC_URL", &dead)
+            .output();
+        let help = text(&help.expect("the binary runs").stdout);
+        assert!(
+            help.contains("LMC_URL") && !help.contains("marked"),
+            "{help}"
+        );
+    }
+}
+
 /// LMCache's verb and what its Kubernetes operator passes start the server as well.
 #[test]
 fn the_command_of_lmcaches_operator_starts_a_server() {
