@@ -167,7 +167,7 @@ fn check(folder: &str) -> Result<(), Failure> {
         let item = LoadItem::new(test_key(n), slot);
         let loaded = load_batch(&tier, vec![item], Instant::now() + TIMEOUT);
         let found = match loaded.into_iter().next() {
-            Some(Loaded::Hit { slot, .. }) => {
+            Some(Loaded::Hit(slot)) => {
                 let slot = slot.seal();
                 check_value(&test_key(n), slot.bytes()).map_err(|e| format!("chunk {n}: {e:?}"))?;
                 true

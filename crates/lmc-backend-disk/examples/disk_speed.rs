@@ -137,7 +137,7 @@ async fn load(tier: Arc<DiskBackend>, n: u64, slot: ReservedSlot) -> Result<Writ
     let item = LoadItem::new(test_key(n), slot);
     let mut loaded = tier.load(vec![item], Instant::now() + TIMEOUT);
     match loaded.next().await {
-        Some((_, Loaded::Hit { slot, .. })) => Ok(slot),
+        Some((_, Loaded::Hit(slot))) => Ok(slot),
         other => Err(format!("load of chunk {n}: {other:?}")),
     }
 }

@@ -6,16 +6,16 @@ use std::thread;
 use std::time::Instant;
 
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, Health, Listed, LoadItem,
-    Loaded, LocalIndex, LocateHint, Located, Location, Medium, Page, StoreItem, Stored, Usage,
-    ready,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, Health, Listed,
+    LoadItem, Loaded, LocalIndex, LocateHint, Located, Location, Medium, Page, StoreItem, Stored,
+    Usage, ready,
 };
 use lmc_key::ChunkKey;
 
 use crate::batch::Batch;
 use crate::counters::{Counters, DiskStats};
 use crate::drive::Drive;
-use crate::drive_set::{DriveSet, missing_text, space_clears};
+use crate::drive_set::{DriveSet, missing_text};
 use crate::format::blocks;
 use crate::set::SetMember;
 use crate::spaces::Unreachable;
@@ -89,8 +89,8 @@ impl DiskBackend {
         self.drives.iter().map(Drive::health).collect()
     }
 
-    /// Drives of the set that are not open. What was cleared meanwhile is gone from them when
-    /// they are opened again.
+    /// Drives of the set that are not open. A drive that was absent from a clear is emptied when it
+    /// is opened again.
     pub fn missing(&self) -> &[SetMember] {
         self.set.missing()
     }
@@ -260,31 +260,26 @@ impl DiskBackend {
             .collect()
     }
 
-    async fn clear_all(&self, clear: Clear, deadline: Instant) -> Result<u64, BackendError> {
+    async fn clear_all(
+        &self,
+        clears: Arc<Clears>,
+        deadline: Instant,
+    ) -> Result<Cleared, BackendError> {
         if self.closed() {
             return Err(BackendError::Closed);
         }
-        let batch = Batch::new(self.drives.len() + 1);
-        let noting = (Arc::clone(&batch), self.drives.len());
-        match clear.space {
-            None => {
-                self.set.raise(clear.epoch);
-                self.set.note(clear.epoch, noting);
-            }
-            Some(_) => batch.answer(self.drives.len(), Some(true)),
-        }
+        self.set.reach(&clears);
+        let batch = Batch::new(self.drives.len());
         // Drives that are out, too: they come back.
         let on =
-            |(number, drive): (usize, &Drive)| drive.clear(clear, (Arc::clone(&batch), number));
-        let gone = self.drives.iter().enumerate().map(on).sum();
-        let (answers, _) = batch.all(&self.timer, deadline, || None).await;
-        if answers.iter().any(Option::is_none) {
-            return Err(BackendError::Deadline);
-        }
-        match answers.contains(&Some(false)) {
-            true => Err(io::Error::other("the clear is not noted in the state folder").into()),
-            false => Ok(gone),
-        }
+            |(number, drive): (usize, &Drive)| drive.clear(&clears, (Arc::clone(&batch), number));
+        let removed = self.drives.iter().enumerate().map(on).sum();
+        let (durable, _) = batch.all(&self.timer, deadline, || None).await;
+        let cleared = Cleared::new(removed);
+        Ok(match durable.iter().all(|durable| *durable == Some(true)) {
+            true => cleared.durable(),
+            false => cleared,
+        })
     }
 }
 
@@ -292,21 +287,12 @@ impl LocalIndex for DiskBackend {
     fn locate_now(&self, keys: &[ChunkKey]) -> Vec<Result<Located, BackendError>> {
         let closed = self.closed();
         let out = self.all_out();
-        // A prompt has one space. Each drive answers with the epoch that it has reached itself, so
-        // that a chunk of a drive that a clear has yet to reach does not pass for a later one.
-        let space = keys.first().map(|key| key.space);
-        let reached = |drive: &Drive| space.map(|space| drive.epoch_of(space));
-        let reached: Vec<_> = self.drives.iter().map(reached).collect();
         let located = |key: &ChunkKey| match (closed, &out) {
             (true, _) => Err(BackendError::Closed),
             (false, Some(out)) => Err(out.clone().into()),
             (false, None) => Ok(self.find(key).map_or(Located::Absent, |(number, len)| {
                 let drive = &self.drives[number];
-                let epoch = match reached[number].filter(|_| space == Some(key.space)) {
-                    Some(epoch) => epoch,
-                    None => drive.epoch_of(key.space),
-                };
-                let location = Location::new(len, Medium::Disk, epoch);
+                let location = Location::new(len, Medium::Disk);
                 let stored = (1 + blocks(len)) * BLOCK;
                 let cost = drive.read_time(stored);
                 Located::Present(location.with_stored_len(stored).with_cost(cost))
@@ -354,14 +340,16 @@ impl Backend for DiskBackend {
         Box::pin(self.remove_all(keys, deadline))
     }
 
-    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
-        Box::pin(self.clear_all(clear, deadline))
+    fn clear(
+        &self,
+        clears: Arc<Clears>,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
+        Box::pin(self.clear_all(clears, deadline))
     }
 
-    fn clears(&self) -> Vec<Clear> {
-        let mut clears = space_clears(&self.drives);
-        clears.push(Clear::all(self.set.epoch()));
-        clears
+    fn clears(&self) -> Arc<Clears> {
+        self.set.clears()
     }
 
     fn list(

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use lmc_backend::Clears;
 use lmc_memory::Arena;
 use tracing::{info, warn};
 
@@ -14,14 +15,13 @@ use crate::backend::DiskBackend;
 use crate::claim::{claim, may_be_ours, sign};
 use crate::drive::{Drive, DriveSettings, HEADER_NAME, replace_file};
 use crate::drive_set::{DriveSet, absolute, ago, now};
-use crate::epoch::{hex, random_id};
 use crate::error::DiskError;
 use crate::format::{BLOCK_LEN, DriveHeader, FormatError, VERSION};
+use crate::id::{hex, random_id};
 use crate::index::MAX_SEGMENTS;
 use crate::log::{recover, segment_name, segment_numbers};
 use crate::set::{SET_NAME, SetRecord};
 use crate::spaces::{Unreachable, cut, unreachable};
-use crate::state_dir::StateDir;
 use crate::volume::{BLOCK, FolderConfig, FolderVolume, Medium, NO_SIZE, Volume, medium};
 
 /// Time that a batch waits for a drive before that counts as a stall.
@@ -60,9 +60,7 @@ pub struct DiskConfig {
     max_writing: u64,
     probe_every: Duration,
     arena: Option<Arc<Arena>>,
-    state_dir: Option<PathBuf>,
-    /// Further folders whose records are read.
-    other_state_dirs: Vec<PathBuf>,
+    clears: Arc<Clears>,
     key_settings: Option<String>,
     /// Make a drive of a folder that is none.
     new_drives: bool,
@@ -83,8 +81,7 @@ impl DiskConfig {
             max_writing: 1 << 30,
             probe_every: Duration::from_secs(5),
             arena: None,
-            state_dir: None,
-            other_state_dirs: Vec::new(),
+            clears: Arc::default(),
             key_settings: None,
             new_drives: false,
             existing: false,
@@ -92,7 +89,7 @@ impl DiskConfig {
     }
 
     /// Returns a configuration for inspecting existing drives, each with capacity for what
-    /// it holds and a little more. The drives are not compared, and none is cleared.
+    /// it holds and a little more. The drives are not compared with each other.
     ///
     /// # Errors
     /// [`DiskError::NoDrive`], or what else is wrong with a folder.
@@ -125,18 +122,10 @@ impl DiskConfig {
         self
     }
 
-    /// Sets the folder, outside of the drives, in which the last clear of each drive set is
-    /// noted. Without one, a whole set that is replaced by an older copy of itself has its old
-    /// chunks again. Default: none.
-    pub fn with_state_dir(mut self, path: impl Into<PathBuf>) -> Self {
-        self.state_dir = Some(path.into());
-        self
-    }
-
-    /// Names folders that may have been the state folder before. Their records are read where they
-    /// are there, and never written. Default: none.
-    pub fn with_other_state_dirs(mut self, paths: Vec<PathBuf>) -> Self {
-        self.other_state_dirs = paths;
+    /// Names the clears that the process knows of from elsewhere, such as its state file. A drive at
+    /// other clears than these and those of all drives together is emptied. Default: none.
+    pub fn with_clears(mut self, clears: Arc<Clears>) -> Self {
+        self.clears = clears;
         self
     }
 
@@ -184,8 +173,8 @@ impl DiskConfig {
         self
     }
 
-    /// Opens the drives and finds what was acknowledged before. Drives that missed a clear of
-    /// their set are cleared first.
+    /// Opens the drives and finds what was acknowledged before. A drive that missed a clear, or whose
+    /// map of clears cannot be read, is emptied first.
     ///
     /// # Errors
     /// [`DiskError`].
@@ -194,19 +183,16 @@ impl DiskConfig {
             return Err(DiskError::NoFolder);
         }
         let share = self.size / self.paths.len() as u64;
-        let state = self.state_dir.as_deref();
-        let state = state.map(|path| StateDir::open(path, &self.other_state_dirs));
-        let state = state.transpose()?;
         if !self.new_drives {
             for path in &self.paths {
-                self.is_drive(path, state.as_ref())?;
+                self.is_drive(path)?;
             }
         }
         let drives = self.paths.iter().map(|path| self.open_folder(path, share));
         let drives = drives.collect::<Result<Vec<_>, _>>()?;
         let set = match self.existing {
-            true => DriveSet::of(&drives),
-            false => DriveSet::join(&drives, &self.paths, state.as_ref())?,
+            true => DriveSet::of(&drives)?,
+            false => DriveSet::join(&drives, &self.paths, &self.clears)?,
         };
         let unreachable = self.note_settings(&drives);
         let tier = DiskBackend::new(drives, set).map_err(|source| DiskError::Io {
@@ -237,7 +223,7 @@ impl DiskConfig {
     }
 
     /// Refuses a folder that holds no drive, before anything is done to it.
-    fn is_drive(&self, path: &Path, state: Option<&StateDir>) -> Result<(), DiskError> {
+    fn is_drive(&self, path: &Path) -> Result<(), DiskError> {
         if path.is_dir() {
             let ours = may_be_ours(path).map_err(DiskError::io(path))?;
             if !ours {
@@ -253,21 +239,16 @@ impl DiskConfig {
         }
         Err(DiskError::NoDriveYet {
             path: path.to_owned(),
-            expected: self.expected_at(path, state),
+            expected: self.expected_at(path),
         })
     }
 
-    /// Says which drive was in a folder, as far as other drives or the state folder know.
-    fn expected_at(&self, path: &Path, state: Option<&StateDir>) -> String {
+    /// Says which drive was in a folder, as far as the other drives know.
+    fn expected_at(&self, path: &Path) -> String {
         let other = |path: &PathBuf| SetRecord::decode(&fs::read(path.join(SET_NAME)).ok()?).ok();
-        let mut records: Vec<SetRecord> = self.paths.iter().filter_map(other).collect();
-        records.extend(
-            state
-                .and_then(|state| state.records().ok())
-                .unwrap_or_default(),
-        );
+        let records = self.paths.iter().filter_map(other);
         let path = absolute(path);
-        let members = records.into_iter().flat_map(|record| record.members);
+        let members = records.flat_map(|record| record.members);
         let here = members.filter(|member| member.path == path);
         let last = here.max_by_key(|member| member.last_seen);
         last.map_or_else(String::new, |member| {

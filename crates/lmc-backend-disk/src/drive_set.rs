@@ -1,67 +1,58 @@
-//! The set of the drives that are open, and its clear epoch.
+//! The set of the drives that are open, and the clears that it is at.
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::thread;
 use std::time::SystemTime;
 
-use lmc_key::SpaceId;
+use lmc_backend::{Clears, TooManyClears};
 use parking_lot::Mutex;
 use tracing::warn;
 
 use crate::batch::Batch;
-use crate::drive::{ChangeWaiter, Drive};
-use crate::epoch::{agreed, hex};
+use crate::drive::Drive;
 use crate::error::DiskError;
 use crate::format::FormatError;
+use crate::id::hex;
 use crate::set::{DifferentSets, Joined, Present, SET_NAME, SetMember, SetRecord, join};
-use crate::state_dir::{Remembered, StateDir};
-use lmc_backend::{Clear, ClearEpoch};
 
 /// The set that the open drives belong to.
 #[derive(Debug)]
 pub(crate) struct DriveSet {
-    epoch: Mutex<ClearEpoch>,
+    clears: Mutex<Arc<Clears>>,
     missing: Vec<SetMember>,
-    remembered: Option<Arc<Remembered>>,
 }
 
 impl DriveSet {
-    /// Returns a set for drives that are only looked into: nothing is compared, written or
+    /// Returns a set for drives that are only looked into: no drive is compared, written or
     /// cleared.
-    pub(crate) fn of(drives: &[Drive]) -> Self {
-        let epochs = drives.iter().map(Drive::epoch);
-        Self {
-            epoch: Mutex::new(agreed(epochs)),
+    pub(crate) fn of(drives: &[Drive]) -> Result<Self, TooManyClears> {
+        Ok(Self {
+            clears: Mutex::new(joined_clears(drives, &Clears::default())?),
             missing: Vec::new(),
-            remembered: None,
-        }
+        })
     }
 
-    /// Joins drives, and clears those that missed a clear. `paths` are those of the drives.
+    /// Joins drives, and empties each that is at other clears than those of all drives and `clears`
+    /// together. `paths` are those of the drives.
     pub(crate) fn join(
         drives: &[Drive],
         paths: &[PathBuf],
-        state: Option<&StateDir>,
+        clears: &Clears,
     ) -> Result<Self, DiskError> {
-        let remembered = state.map_or_else(|| Ok(Vec::new()), StateDir::records)?;
+        let clears = joined_clears(drives, clears)?;
         let mut present = Vec::new();
         for (drive, path) in drives.iter().zip(paths) {
             present.push(Present {
                 drive_id: drive.id(),
                 path: absolute(path),
-                epoch: drive.epoch(),
                 record: record_of(drive, path)?,
             });
         }
-        let joined = join(&present, &remembered, now());
         let Joined {
             set_id,
-            epoch,
             members,
             missing,
-        } = joined.map_err(|DifferentSets(first, second)| {
+        } = join(&present, now()).map_err(|DifferentSets(first, second)| {
             let set = |number: usize| {
                 let record = present[number].record.as_ref();
                 record.map_or_else(|| "unknown".to_owned(), |record| hex(&record.set_id))
@@ -73,28 +64,24 @@ impl DriveSet {
                 other_set: set(second),
             }
         })?;
-        let record = |drive_id| SetRecord {
-            drive_id,
-            set_id,
-            epoch,
-            members: members.clone(),
-        };
-        // First: a kill from here on leaves what every drive has to reach.
-        let remembered = state.map(|state| state.keep(record([0; 16]))).transpose()?;
-        for ((drive, path), was) in drives.iter().zip(paths).zip(&present) {
-            if was.epoch != epoch {
-                // Until that is durable the drive is behind, and cleared at the next start.
-                let chunks = drive.clear(Clear::all(epoch), (Batch::new(1), 0));
+        for (drive, path) in drives.iter().zip(paths) {
+            if drive.clears() != clears {
+                // Until that is durable the next start finds the same, and does the same.
+                let chunks = drive.clear(&clears, (Batch::new(1), 0));
                 if chunks > 0 {
                     warn!(
                         path = %path.display(),
                         chunks,
-                        "drive missed a clear of its set; its chunks are removed"
+                        "drive missed a clear; its chunks are removed"
                     );
                 }
             }
-            let written = drive.replace_file(SET_NAME, &record(was.drive_id).encode());
-            if let Err(error) = written {
+            let record = SetRecord {
+                drive_id: drive.id(),
+                set_id,
+                members: members.clone(),
+            };
+            if let Err(error) = drive.replace_file(SET_NAME, &record.encode()) {
                 warn!(
                     path = %path.display(),
                     %error,
@@ -102,51 +89,26 @@ impl DriveSet {
                 );
             }
         }
-        for clear in space_clears(drives) {
-            for drive in drives {
-                // As above: durable, or made up for at the next start.
-                drive.clear(clear, (Batch::new(1), 0));
-            }
-        }
         for member in &missing {
             warn!("{}", missing_text(member));
         }
         Ok(Self {
-            epoch: Mutex::new(epoch),
+            clears: Mutex::new(clears),
             missing,
-            remembered: remembered.map(Arc::new),
         })
     }
 
-    /// Begins a clear of all spaces, which every drive has to reach.
-    pub(crate) fn raise(&self, to: ClearEpoch) {
-        let mut epoch = self.epoch.lock();
-        *epoch = epoch.join(to);
-    }
-
-    /// Returns the last clear of all spaces.
-    pub(crate) fn epoch(&self) -> ClearEpoch {
-        *self.epoch.lock()
-    }
-
-    /// Notes a clear in the state folder, on a thread of its own because the file system may hang.
-    /// The answer is false when that failed.
-    pub(crate) fn note(&self, epoch: ClearEpoch, (batch, index): ChangeWaiter) {
-        let Some(remembered) = self.remembered.clone() else {
-            return batch.answer(index, Some(true));
-        };
-        let answers = Arc::clone(&batch);
-        let thread = thread::Builder::new().name("lmc-disk-state".to_owned());
-        let spawned = thread.spawn(move || {
-            let noted = remembered.note(epoch);
-            if let Err(error) = &noted {
-                warn!(%error, "cannot record a clear in the state folder; drives restored from an older copy may serve chunks from before it");
-            }
-            answers.answer(index, Some(noted.is_ok()));
-        });
-        if spawned.is_err() {
-            batch.answer(index, Some(false));
+    /// Takes in the clears that every drive has to reach.
+    pub(crate) fn reach(&self, clears: &Arc<Clears>) {
+        let mut known = self.clears.lock();
+        if !known.contains(clears) {
+            *known = Arc::clone(clears);
         }
+    }
+
+    /// Returns the clears that every drive has reached, or is about to.
+    pub(crate) fn clears(&self) -> Arc<Clears> {
+        Arc::clone(&self.clears.lock())
     }
 
     /// Drives of the set that are not open.
@@ -155,17 +117,13 @@ impl DriveSet {
     }
 }
 
-/// Returns the clears of single spaces that any of the drives knows of, each once.
-pub(crate) fn space_clears(drives: &[Drive]) -> Vec<Clear> {
-    let mut newest: HashMap<SpaceId, ClearEpoch> = HashMap::new();
-    for clear in drives.iter().flat_map(Drive::clears) {
-        if let Some(space) = clear.space {
-            let known = newest.entry(space).or_default();
-            *known = known.join(clear.epoch);
-        }
+/// Returns the join of the clears of all drives and of other clears.
+fn joined_clears(drives: &[Drive], other: &Clears) -> Result<Arc<Clears>, TooManyClears> {
+    let mut joined = other.clone();
+    for drive in drives {
+        joined.join(&drive.clears())?;
     }
-    let clear = |(space, epoch)| Clear::space(space, epoch);
-    newest.into_iter().map(clear).collect()
+    Ok(Arc::new(joined))
 }
 
 /// Returns what a drive remembers of its set. A record that is damaged is none.

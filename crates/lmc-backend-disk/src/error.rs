@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use lmc_backend::TooManyClears;
 use thiserror::Error;
 
 use crate::drive::HEADER_NAME;
@@ -47,10 +48,10 @@ pub enum DiskError {
         /// The folder.
         path: PathBuf,
     },
-    /// Two drives belong to different sets, so that a clear of one did not reach the other.
+    /// Two drives belong to different sets.
     #[error(
-        "{path} belongs to drive set {set} and {other_path} to {other_set}, and chunks cleared in one may still be in the other; serve each set by itself, or remove the files of one \
-         drive and start with --disk-create"
+        "{path} belongs to drive set {set} and {other_path} to {other_set}; serve each set by \
+         itself, or remove the files of one drive and start with --disk-create"
     )]
     DifferentSets {
         /// A folder.
@@ -62,16 +63,9 @@ pub enum DiskError {
         /// Id of the other set.
         other_set: String,
     },
-    /// The record of the last clear, outside of the drives, cannot be read or written.
-    #[error(
-        "state folder, {path}: {source}; make it writable, name another with --state-dir, or remove a damaged file"
-    )]
-    State {
-        /// The folder or the file in it.
-        path: PathBuf,
-        /// Cause.
-        source: io::Error,
-    },
+    /// The drives and the caller together know of more clears than a map holds.
+    #[error(transparent)]
+    TooManyClears(#[from] TooManyClears),
     /// The folder is not there and cannot be made.
     #[error("{path}: cannot make the folder: {source}; make it, or name another")]
     Missing {
@@ -110,7 +104,7 @@ pub enum DiskError {
         /// The folder.
         path: PathBuf,
     },
-    /// The drive was written by a later lmc, or its header is damaged.
+    /// The drive was written by another version of lmc, or its header is damaged.
     #[error("{path}: {source}")]
     Format {
         /// The folder.

@@ -3,22 +3,14 @@
 //! Pure: bytes in, values out. Everything read is checked before it is believed, and carries an
 //! XXH3 checksum over itself.
 
-use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use thiserror::Error;
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
 use crate::volume::BLOCK;
-use lmc_backend::{Clear, ClearEpoch};
 
-/// The first version: of every structure without an epoch record.
-pub(crate) const VERSION: u32 = 1;
-/// The version of frames and checkpoints with an epoch record of all spaces. Each structure has
-/// the lowest version that describes it, so that an lmc that does not know of epochs refuses
-/// a folder only where it would undo a clear.
-pub(crate) const VERSION_WITH_EPOCH: u32 = 2;
-/// The version of frames and checkpoints with an epoch record of one space, and the newest that is
-/// read.
-pub const VERSION_WITH_SPACE_EPOCH: u32 = 3;
+/// The version of every structure, the only one that is read.
+pub const VERSION: u32 = 4;
 /// A block, as a length in memory.
 pub(crate) const BLOCK_LEN: usize = BLOCK as usize;
 
@@ -43,15 +35,12 @@ pub(crate) enum FormatError {
     /// The bytes do not begin with the magic of this structure.
     #[error("not a {what}")]
     Magic { what: &'static str },
-    /// A later version.
+    /// Another version.
     #[error(
-        "{what} has version {found}, this lmc reads up to {newest}: use the lmc that wrote it, or a newer one"
+        "{what} has version {found}, this lmc reads and writes version {VERSION}: use the lmc that \
+         wrote it, or remove the files of the folder and start with --disk-create"
     )]
-    Version {
-        what: &'static str,
-        found: u32,
-        newest: u32,
-    },
+    Version { what: &'static str, found: u32 },
     /// The checksum is wrong.
     #[error("{what} is damaged: its checksum is wrong")]
     Damaged { what: &'static str },
@@ -160,8 +149,6 @@ fn sum_block(block: &mut [u8]) {
 pub(crate) struct Head {
     pub(crate) magic: [u8; 8],
     pub(crate) what: &'static str,
-    /// The newest version that is read.
-    pub(crate) newest: u32,
 }
 
 /// Writes the checksum of a structure at `at`. It is made with these eight bytes zero, as they
@@ -187,33 +174,19 @@ pub(crate) fn check_head(
     head: Head,
     intact: impl FnOnce() -> bool,
 ) -> Result<(), FormatError> {
-    let Head {
-        magic,
-        what,
-        newest,
-    } = head;
+    let Head { magic, what } = head;
     if block[..8] != magic {
         return Err(FormatError::Magic { what });
     }
-    // A version is believed before the checksum: a later one may have another.
-    let version = u32::from_le_bytes(block[8..12].try_into().expect("four bytes"));
-    if version > newest {
-        return Err(FormatError::Version {
-            what,
-            found: version,
-            newest,
-        });
+    // A version is believed before the checksum: another one may have another.
+    let found = u32::from_le_bytes(block[8..12].try_into().expect("four bytes"));
+    if found != VERSION {
+        return Err(FormatError::Version { what, found });
     }
-    if !intact() {
-        return Err(FormatError::Damaged { what });
+    match intact() {
+        true => Ok(()),
+        false => Err(FormatError::Damaged { what }),
     }
-    if version == 0 {
-        return Err(FormatError::Field {
-            what,
-            field: "version",
-        });
-    }
-    Ok(())
 }
 
 fn block_intact(block: &[u8]) -> bool {
@@ -250,7 +223,6 @@ impl DriveHeader {
         let head = Head {
             magic: DRIVE_MAGIC,
             what,
-            newest: VERSION,
         };
         check_head(block, head, || block_intact(block))?;
         let mut r = Reader::new(&block[16..]);
@@ -316,7 +288,6 @@ impl ChunkHeader {
         let head = Head {
             magic: CHUNK_MAGIC,
             what,
-            newest: VERSION,
         };
         check_head(block, head, || block_intact(block))?;
         let mut r = Reader::new(&block[12..]);
@@ -357,9 +328,8 @@ pub(crate) enum Record {
     Remove { key: ChunkKey },
     /// A segment begins its next use: all chunks of earlier uses are gone.
     Begin { segment: u32, generation: u64 },
-    /// Every chunk that this clear covers and that was stored before it is gone. Follows on the
-    /// records of what the clear removed.
-    Epoch(Clear),
+    /// The drive is at these clears. All chunks in uses of segments before `generation` are gone.
+    Cleared { clears: ClearsId, generation: u64 },
 }
 
 /// Entry of a chunk in the index and in the log.
@@ -374,17 +344,7 @@ pub(crate) struct PutRecord {
 const PUT: u32 = 1;
 const REMOVE: u32 = 2;
 const BEGIN: u32 = 3;
-const EPOCH: u32 = 4;
-
-/// The version of a frame or a checkpoint that holds these records.
-pub(crate) fn version_of(records: &[Record]) -> u32 {
-    let version = |record: &Record| match record {
-        Record::Epoch(clear) if clear.space.is_some() => VERSION_WITH_SPACE_EPOCH,
-        Record::Epoch(_) => VERSION_WITH_EPOCH,
-        _ => VERSION,
-    };
-    records.iter().map(version).max().unwrap_or(VERSION)
-}
+const CLEARED: u32 = 4;
 
 impl Record {
     pub(crate) fn encode(&self, out: &mut [u8]) {
@@ -415,15 +375,11 @@ impl Record {
                 w.u64(0);
                 w.u64(*generation);
             }
-            Self::Epoch(Clear { space, epoch }) => {
-                w.u32(EPOCH);
-                w.u32(u32::from(space.is_some()));
+            Self::Cleared { clears, generation } => {
+                w.u32(CLEARED);
                 w.at = 16;
-                w.u64(epoch.counter);
-                w.put(&epoch.origin);
-                if let Some(space) = space {
-                    w.put(space.as_bytes());
-                }
+                w.u64(*generation);
+                w.put(clears.as_bytes());
             }
         }
     }
@@ -453,21 +409,10 @@ impl Record {
                 segment,
                 generation,
             }),
-            EPOCH => {
-                let is_zero = |from: usize| bytes[from..RECORD_LEN].iter().all(|&byte| byte == 0);
-                let mut r = Reader::new(&bytes[16..]);
-                let epoch = ClearEpoch {
-                    counter: r.u64(),
-                    origin: r.array(),
-                };
-                match segment {
-                    0 if is_zero(40) => Some(Self::Epoch(Clear::all(epoch))),
-                    1 if is_zero(56) => {
-                        Some(Self::Epoch(Clear::space(SpaceId::new(r.array()), epoch)))
-                    }
-                    _ => None,
-                }
-            }
+            CLEARED => Some(Self::Cleared {
+                clears: ClearsId::new(Reader::new(&bytes[24..]).array()),
+                generation,
+            }),
             _ => None,
         }
     }
@@ -493,7 +438,7 @@ pub(crate) fn encode_frame(
     out.fill(0);
     let mut w = Writer::new(out);
     w.put(&FRAME_MAGIC);
-    w.u32(version_of(records));
+    w.u32(VERSION);
     w.u32(records.len() as u32);
     w.put(drive_id);
     w.u64(log);
@@ -526,7 +471,6 @@ pub(crate) fn decode_frame(
     let head = Head {
         magic: FRAME_MAGIC,
         what,
-        newest: VERSION_WITH_SPACE_EPOCH,
     };
     check_head(bytes, head, || {
         let mut r = Reader::new(&bytes[12..]);
@@ -558,13 +502,11 @@ pub(crate) fn decode_frame(
     Ok(len)
 }
 
-/// The first block of a checkpoint. After it come the epoch ([`Record::Epoch`], where anything was
-/// ever cleared), the segments' records ([`Record::Begin`]) and the chunks' ([`Record::Put`]),
+/// The first block of a checkpoint. After it come the clears ([`Record::Cleared`], where anything
+/// was ever cleared), the segments' records ([`Record::Begin`]) and the chunks' ([`Record::Put`]),
 /// without gaps, padded to a whole block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CheckpointHeader {
-    /// Version of the file's records, see [`version_of`].
-    pub(crate) version: u32,
     pub(crate) drive_id: [u8; 16],
     /// The log whose frames follow on this checkpoint.
     pub(crate) log: u64,
@@ -578,7 +520,7 @@ impl CheckpointHeader {
         block[..BLOCK_LEN].fill(0);
         let mut w = Writer::new(block);
         w.put(&CHECKPOINT_MAGIC);
-        w.u32(self.version);
+        w.u32(VERSION);
         w.u32(0);
         w.put(&self.drive_id);
         w.u64(self.log);
@@ -596,14 +538,10 @@ impl CheckpointHeader {
         let head = Head {
             magic: CHECKPOINT_MAGIC,
             what,
-            newest: VERSION_WITH_SPACE_EPOCH,
         };
         check_head(bytes, head, || block_intact(bytes))?;
-        let mut r = Reader::new(&bytes[8..]);
-        let version = r.u32();
-        r.u32();
+        let mut r = Reader::new(&bytes[16..]);
         let this = Self {
-            version,
             drive_id: r.array(),
             log: r.u64(),
             records: r.u64(),

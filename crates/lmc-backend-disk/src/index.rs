@@ -5,11 +5,10 @@
 use std::collections::{HashMap, VecDeque};
 
 use hashbrown::HashTable;
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::format::{Location, PutRecord, Record, blocks};
-use lmc_backend::{Clear, ClearEpoch};
 
 /// A chunk in the list of its segment.
 #[derive(Clone, Copy, Debug)]
@@ -111,10 +110,10 @@ pub(crate) struct Index {
     full: VecDeque<u32>,
     /// Segments whose file is there and that hold nothing; the last is used next.
     free: Vec<u32>,
-    /// The last clear of all spaces.
-    epoch: ClearEpoch,
-    /// Later clears of single spaces.
-    space_epochs: HashMap<SpaceId, ClearEpoch>,
+    /// The clears that the chunks were stored after.
+    clears: ClearsId,
+    /// Generation that the last of these clears took. Segments that began before it hold nothing.
+    cleared_at: u64,
     chunks: u64,
     bytes: u64,
     evicted_chunks: u64,
@@ -177,8 +176,8 @@ impl Index {
             active: None,
             full: VecDeque::new(),
             free: Vec::new(),
-            epoch: ClearEpoch::default(),
-            space_epochs: HashMap::new(),
+            clears: ClearsId::NONE,
+            cleared_at: 0,
             chunks: 0,
             bytes: 0,
             evicted_chunks: 0,
@@ -218,74 +217,58 @@ impl Index {
                 segment,
                 generation,
             } => self.begin(segment, generation),
-            Record::Epoch(clear) => self.reach(clear),
+            Record::Cleared { clears, generation } => self.reach(clears, generation),
         }
     }
 
-    /// Notes a clear whose other records were applied. A checkpoint may know of it before the
-    /// log does.
-    fn reach(&mut self, Clear { space, epoch }: Clear) -> bool {
-        if epoch.counter > ClearEpoch::MAX_COUNTER {
+    /// Removes every chunk, and notes the clears. A checkpoint may know of later clears than the
+    /// log that goes on from it: then nothing is changed.
+    fn reach(&mut self, clears: ClearsId, generation: u64) -> bool {
+        if generation > MAX_GENERATION {
             return false;
         }
-        if let Some(space) = space {
-            if epoch.counter > self.epoch_of(space).counter {
-                self.space_epochs.insert(space, epoch);
-            }
-        } else if epoch.counter > self.epoch.counter {
-            self.epoch = epoch;
-            self.space_epochs
-                .retain(|_, of_space| of_space.counter > epoch.counter);
+        if generation > self.cleared_at {
+            (self.clears, self.cleared_at) = (clears, generation);
+            self.remove_all();
         }
         true
     }
 
-    /// Returns the last clear that covers a space.
-    pub(crate) fn epoch_of(&self, space: SpaceId) -> ClearEpoch {
-        let of_space = self.space_epochs.get(&space).copied();
-        of_space.map_or(self.epoch, |epoch| epoch.join(self.epoch))
+    /// Removes every chunk. Returns how many there were, and the record that says so.
+    pub(crate) fn clear(&mut self, clears: ClearsId) -> (u64, Record) {
+        let gone = self.chunks;
+        let generation = self.next_generation();
+        let record = Record::Cleared { clears, generation };
+        self.apply(&record);
+        (gone, record)
     }
 
-    /// Returns the last clear of all spaces, and the later ones of single spaces.
-    pub(crate) fn clears(&self) -> Vec<Clear> {
-        let spaces = self.space_epochs.iter();
-        let spaces = spaces.map(|(&space, &epoch)| Clear::space(space, epoch));
-        std::iter::once(Clear::all(self.epoch))
-            .chain(spaces)
-            .collect()
-    }
-
-    /// Returns true if a clear is newer than the last one of its space, or of all spaces.
-    pub(crate) fn is_new(&self, clear: Clear) -> bool {
-        let known = clear.space.map_or(self.epoch, |space| self.epoch_of(space));
-        !known.is_valid_at(clear.epoch)
-    }
-
-    /// Removes the chunks that a clear covers. Returns how many there were, and the records of the
-    /// clear, that of its epoch last. A clear that is not new removes nothing.
-    pub(crate) fn clear(&mut self, clear: Clear) -> (u64, Vec<Record>) {
-        if !self.is_new(clear) {
-            return (0, vec![Record::Epoch(clear)]);
+    /// Empties every segment. Each is written from its start again, with its next use.
+    fn remove_all(&mut self) {
+        self.entries.clear();
+        (self.chunks, self.bytes) = (0, 0);
+        self.active = None;
+        self.free.clear();
+        self.full.clear();
+        // From the last on, so that the first is taken first.
+        for (number, segment) in self.segments.iter_mut().enumerate().rev() {
+            let number = number as u32;
+            *segment = Segment {
+                generation: segment.generation,
+                made: segment.made,
+                busy: segment.busy,
+                ..Segment::default()
+            };
+            // What is still read or written must not be written over.
+            match (segment.made, segment.busy) {
+                (false, _) => {}
+                (true, 0) => self.free.push(number),
+                (true, _) => {
+                    segment.cleared = true;
+                    self.full.push_front(number);
+                }
+            }
         }
-        match clear.space {
-            None => self.clear_all(clear.epoch),
-            Some(space) => self.clear_space(space, clear.epoch),
-        }
-    }
-
-    fn clear_space(&mut self, space: SpaceId, epoch: ClearEpoch) -> (u64, Vec<Record>) {
-        let chunks = self.segments.iter().flat_map(|segment| &segment.list);
-        let of_space = chunks.filter(|chunk| chunk.len > 0 && chunk.key.space == space);
-        let mut records: Vec<Record> = of_space
-            .map(|chunk| Record::Remove { key: chunk.key })
-            .collect();
-        for record in &records {
-            self.apply(record);
-        }
-        let gone = records.len() as u64;
-        self.space_epochs.insert(space, epoch);
-        records.push(Record::Epoch(Clear::space(space, epoch)));
-        (gone, records)
     }
 
     fn put(&mut self, put: &PutRecord) -> bool {
@@ -302,7 +285,7 @@ impl Index {
         let Some(known) = self.segments.get(segment as usize) else {
             return false;
         };
-        if known.generation != generation {
+        if known.generation != generation || generation <= self.cleared_at {
             return false;
         }
         self.remove(&put.key);
@@ -439,7 +422,7 @@ impl Index {
 
     fn next_generation(&self) -> u64 {
         let newest = self.segments.iter().map(|segment| segment.generation).max();
-        newest.unwrap_or(0) + 1
+        newest.unwrap_or(0).max(self.cleared_at) + 1
     }
 
     /// Allocates space for a chunk of `len` bytes. With `may_grow`, a drive whose segments are all
@@ -618,17 +601,12 @@ impl Index {
         spaces
     }
 
-    /// Adds the records of the clears.
-    pub(crate) fn snapshot_clears(&self, records: &mut Vec<Record>) {
-        let noted = self.clears().into_iter();
-        let noted = noted.filter(|clear| clear.epoch != ClearEpoch::default());
-        records.extend(noted.map(Record::Epoch));
-    }
-
     /// Begins to tell all there is to know, as records that make it again: those of the segments
     /// come now, those of the chunks by [`Self::tell`].
     pub(crate) fn snapshot(&self, records: &mut Vec<Record>) -> Snapshot {
-        self.snapshot_clears(records);
+        if self.cleared_at > 0 {
+            records.push(self.cleared());
+        }
         let generations: Vec<u64> = visits(&self.segments).map(|s| s.generation).collect();
         let begun = (0u32..).zip(&generations);
         let begun = begun.filter(|&(_, &generation)| generation > 0);
@@ -702,52 +680,17 @@ impl Index {
         true
     }
 
-    /// The last clear that this index knows of.
-    pub(crate) fn epoch(&self) -> ClearEpoch {
-        self.epoch
+    /// Returns the clears that the chunks were stored after.
+    pub(crate) fn clears(&self) -> ClearsId {
+        self.clears
     }
 
-    /// Removes every chunk: each segment is written from its start again.
-    fn clear_all(&mut self, epoch: ClearEpoch) -> (u64, Vec<Record>) {
-        let gone = self.chunks;
-        self.epoch = epoch;
-        self.space_epochs
-            .retain(|_, of_space| of_space.counter > epoch.counter);
-        self.entries.clear();
-        (self.chunks, self.bytes) = (0, 0);
-        self.active = None;
-        self.free.clear();
-        self.full.clear();
-        let mut generation = self.next_generation();
-        let mut begins = Vec::new();
-        // From the last on, so that the first is taken first.
-        for (number, segment) in self.segments.iter_mut().enumerate().rev() {
-            let number = number as u32;
-            if segment.generation > 0 {
-                *segment = Segment {
-                    generation,
-                    made: segment.made,
-                    busy: segment.busy,
-                    ..Segment::default()
-                };
-                begins.push(Record::Begin {
-                    segment: number,
-                    generation,
-                });
-                generation += 1;
-            }
-            // What is still read or written must not be written over.
-            match (segment.made, segment.busy) {
-                (false, _) => {}
-                (true, 0) => self.free.push(number),
-                (true, _) => {
-                    segment.cleared = true;
-                    self.full.push_front(number);
-                }
-            }
+    /// Returns the record of the last clear.
+    pub(crate) fn cleared(&self) -> Record {
+        Record::Cleared {
+            clears: self.clears,
+            generation: self.cleared_at,
         }
-        begins.push(Record::Epoch(Clear::all(epoch)));
-        (gone, begins)
     }
 
     /// Returns true if a segment is empty and may begin its next use at any time.

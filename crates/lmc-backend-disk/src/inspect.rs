@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{BackendError, FailedSlot, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend::{BackendError, Clears, FailedSlot, LoadItem, Loaded, StoreItem, Stored};
 use lmc_memory::Pool;
 
 use crate::DiskBackend;
@@ -12,22 +12,19 @@ use crate::drive::Drive;
 use crate::format::PutRecord;
 use crate::set::{SET_NAME, SetMember, SetRecord};
 use crate::spaces::SpaceUsage;
-use lmc_backend::ClearEpoch;
 
 /// One drive at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DriveStatus {
-    /// Version of its format.
-    pub version: u32,
     /// Made at random with the folder.
     pub drive_id: [u8; 16],
     /// Seconds from 1970 to the folder's making.
     pub created: u64,
     /// Id of its drive set; none before it served with one.
     pub set_id: Option<[u8; 16]>,
-    /// The last clear that the drive has reached.
-    pub epoch: ClearEpoch,
+    /// Clears that the chunks were stored after.
+    pub clears: Arc<Clears>,
     /// Drives of the set, as this one remembers them, itself included.
     pub members: Vec<SetMember>,
     /// Chunks of each key space, the one with the most bytes first.
@@ -186,7 +183,7 @@ impl DiskBackend {
         };
         let (mut loaded, _) = batch.all(self.timer(), deadline, late).await;
         let slot = match loaded.pop() {
-            Some(Loaded::Hit { slot, .. }) => slot,
+            Some(Loaded::Hit(slot)) => slot,
             Some(Loaded::Miss(_)) => return Move::Lost,
             _ => return Move::Stayed,
         };

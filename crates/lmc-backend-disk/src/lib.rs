@@ -7,8 +7,9 @@
 //! written is never found; what is read is checked against its identity and checksum first.
 //! docs/disk-format.md describes every byte.
 //!
-//! Drives that serve together form a set. Each remembers the others and the last clear
-//! ([`lmc_backend::ClearEpoch`]): a drive that was absent from a clear is cleared before it serves again.
+//! Drives that serve together form a set. Each remembers the others, and the clears that its chunks
+//! were stored after ([`lmc_backend::Clears`]): a drive that was absent from a clear is emptied before
+//! it serves again.
 //!
 //! What is *not* here: which chunks go to disk and when (`lmc-engine`), and chunks in DRAM
 //! (`lmc-backend-local`).
@@ -16,13 +17,14 @@
 mod backend;
 mod batch;
 mod claim;
+mod clears_file;
 mod config;
 mod counters;
 mod drive;
 mod drive_set;
-mod epoch;
 mod error;
 mod format;
+mod id;
 mod index;
 mod inspect;
 mod log;
@@ -30,7 +32,6 @@ mod set;
 #[cfg(test)]
 mod sim;
 mod spaces;
-mod state_dir;
 mod timer;
 mod volume;
 
@@ -38,7 +39,7 @@ pub use backend::DiskBackend;
 pub use config::{DiskConfig, DiskIo, usable_bytes};
 pub use counters::DiskStats;
 pub use error::DiskError;
-pub use format::VERSION_WITH_SPACE_EPOCH as FORMAT_VERSION;
+pub use format::VERSION as FORMAT_VERSION;
 pub use inspect::{Compacted, DriveStatus, SegmentStatus};
 pub use set::SetMember;
 pub use spaces::{SpaceUsage, Unreachable};

@@ -80,7 +80,7 @@ fn refused(error: FormatError) -> io::Error {
 /// Reads the newest checkpoint that is whole and the logs that follow on it.
 ///
 /// # Errors
-/// Files that cannot be read, and files of a later version, which must not be taken for damage.
+/// Files that cannot be read, and files of another version, which must not be taken for damage.
 pub(crate) fn recover(
     volume: &dyn Volume,
     names: &[String],

@@ -1,24 +1,23 @@
-//! Drive sets: which drives serve together, and what each has to forget before it serves.
+//! Drive sets: which drives serve together.
 //!
-//! Pure: bytes and values. A record of the set lies in the file `set` of every drive, and another
-//! in the state folder, outside of the drives. docs/disk-format.md has the layout.
+//! Pure: bytes and values. A record of the set lies in the file `set` of every drive.
+//! docs/disk-format.md has the layout.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
-use crate::epoch::{agreed, random_id};
 use crate::format::{
     BLOCK_LEN, FormatError, Head, Reader, VERSION, Writer, check_head, put_sum, sum_is_right,
 };
-use lmc_backend::ClearEpoch;
+use crate::id::random_id;
 
 /// Name of the file with a drive's record of its set.
 pub(crate) const SET_NAME: &str = "set";
 
 const MAGIC: [u8; 8] = *b"LMCDRSET";
 /// Offset of the checksum.
-const SUM_AT: usize = 72;
+const SUM_AT: usize = 48;
 const HEAD: usize = 128;
 const MEMBER: usize = 512;
 /// Most bytes of a path that are kept.
@@ -38,14 +37,12 @@ pub struct SetMember {
     pub path: PathBuf,
 }
 
-/// The record of a set, as one drive or the state folder remembers it.
+/// The record of a set, as one drive remembers it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SetRecord {
-    /// The drive on which this record lies; zeroes outside of the drives.
+    /// The drive on which this record lies.
     pub(crate) drive_id: [u8; 16],
     pub(crate) set_id: [u8; 16],
-    /// The newest clear when this was written. A drive's log may know of a later one.
-    pub(crate) epoch: ClearEpoch,
     pub(crate) members: Vec<SetMember>,
 }
 
@@ -61,8 +58,6 @@ impl SetRecord {
         w.u32(members.len() as u32);
         w.put(&self.drive_id);
         w.put(&self.set_id);
-        w.u64(self.epoch.counter);
-        w.put(&self.epoch.origin);
         for (number, member) in members.iter().enumerate() {
             let path = member.path.as_os_str().as_bytes();
             let path = &path[..path.len().min(PATH)];
@@ -82,11 +77,7 @@ impl SetRecord {
         if bytes.len() < BLOCK_LEN {
             return Err(FormatError::Magic { what });
         }
-        let head = Head {
-            magic: MAGIC,
-            what,
-            newest: VERSION,
-        };
+        let head = Head { magic: MAGIC, what };
         check_head(bytes, head, || sum_is_right(bytes, SUM_AT))?;
         let mut r = Reader::new(&bytes[12..]);
         let count = r.u32() as usize;
@@ -95,11 +86,6 @@ impl SetRecord {
             return Err(FormatError::Field { what, field });
         }
         let (drive_id, set_id) = (r.array(), r.array());
-        let (counter, origin) = (r.u64(), r.array());
-        if counter > ClearEpoch::MAX_COUNTER {
-            let field = "epoch";
-            return Err(FormatError::Field { what, field });
-        }
         let members = bytes[HEAD..].chunks_exact(MEMBER).take(count);
         let member = |bytes: &[u8]| {
             let mut r = Reader::new(bytes);
@@ -115,7 +101,6 @@ impl SetRecord {
         Ok(Self {
             drive_id,
             set_id,
-            epoch: ClearEpoch { counter, origin },
             members: members.map(member).collect(),
         })
     }
@@ -126,9 +111,7 @@ impl SetRecord {
 pub(crate) struct Present {
     pub(crate) drive_id: [u8; 16],
     pub(crate) path: PathBuf,
-    /// The last clear that its log knows of.
-    pub(crate) epoch: ClearEpoch,
-    /// The drive's own record; `None` on a drive that is new or of an lmc without sets.
+    /// The drive's own record; `None` on a new drive.
     pub(crate) record: Option<SetRecord>,
 }
 
@@ -136,8 +119,6 @@ pub(crate) struct Present {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Joined {
     pub(crate) set_id: [u8; 16],
-    /// Epoch of the set. Drives of another epoch are to be cleared.
-    pub(crate) epoch: ClearEpoch,
     pub(crate) members: Vec<SetMember>,
     /// Members that are not present.
     pub(crate) missing: Vec<SetMember>,
@@ -147,27 +128,10 @@ pub(crate) struct Joined {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct DifferentSets(pub(crate) usize, pub(crate) usize);
 
-/// Joins drives to one set. `remembered` are records from outside of the drives, of any set;
-/// `now` is in seconds from 1970.
-///
-/// A drive without a set (new, or of an lmc that had none) joins that of the others.
-pub(crate) fn join(
-    present: &[Present],
-    remembered: &[SetRecord],
-    now: u64,
-) -> Result<Joined, DifferentSets> {
-    let lists = |record: &&SetRecord, drive: &Present| {
-        let mut members = record.members.iter();
-        members.any(|member| member.drive_id == drive.drive_id)
-    };
-    let set_of = |drive: &Present| match &drive.record {
-        Some(record) => Some(record.set_id),
-        // It may be an old copy, from before it had a set.
-        None => {
-            let known = remembered.iter().find(|record| lists(record, drive));
-            known.map(|record| record.set_id)
-        }
-    };
+/// Joins drives to one set; `now` is in seconds from 1970. A drive without a set joins that of the
+/// others.
+pub(crate) fn join(present: &[Present], now: u64) -> Result<Joined, DifferentSets> {
+    let set_of = |drive: &Present| drive.record.as_ref().map(|record| record.set_id);
     let mut found: Option<(usize, [u8; 16])> = None;
     for (number, drive) in present.iter().enumerate() {
         match (set_of(drive), found) {
@@ -179,13 +143,7 @@ pub(crate) fn join(
         }
     }
     let set_id = found.map_or_else(random_id, |(_, set_id)| set_id);
-    let remembered = remembered.iter().filter(|record| record.set_id == set_id);
     let own = present.iter().filter_map(|drive| drive.record.as_ref());
-    let epochs = present.iter().map(|drive| drive.epoch);
-    let epochs = epochs
-        .chain(own.clone().map(|record| record.epoch))
-        .chain(remembered.map(|record| record.epoch));
-    let epoch = agreed(epochs);
     let mut members: Vec<SetMember> = Vec::new();
     for drive in present {
         members.push(SetMember {
@@ -211,7 +169,6 @@ pub(crate) fn join(
     members.extend(missing.iter().cloned());
     Ok(Joined {
         set_id,
-        epoch,
         members,
         missing,
     })
@@ -233,27 +190,25 @@ mod tests {
         }
     }
 
-    fn record(drive: u8, set: u8, epoch: ClearEpoch, members: &[u8]) -> SetRecord {
+    fn record(drive: u8, set: u8, members: &[u8]) -> SetRecord {
         SetRecord {
             drive_id: id(drive),
             set_id: id(set),
-            epoch,
             members: members.iter().map(|&number| member(number, 5)).collect(),
         }
     }
 
-    fn drive(number: u8, epoch: ClearEpoch, record: Option<SetRecord>) -> Present {
+    fn drive(number: u8, record: Option<SetRecord>) -> Present {
         Present {
             drive_id: id(number),
             path: format!("/data/{number}").into(),
-            epoch,
             record,
         }
     }
 
     #[test]
     fn a_record_comes_back_and_damage_does_not() {
-        let mut right = record(1, 9, ClearEpoch::default().next(), &[1, 2, 3]);
+        let mut right = record(1, 9, &[1, 2, 3]);
         right.members[0].path = OsString::from_vec(vec![0xff; 600]).into();
         let bytes = right.encode();
         assert_eq!(bytes.len(), 4096);
@@ -268,55 +223,28 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_that_was_absent_from_a_clear_is_behind() {
-        let never = ClearEpoch::default();
-        let cleared = never.next();
-        let a = drive(1, cleared, Some(record(1, 9, never, &[1, 2])));
-        let b = drive(2, never, Some(record(2, 9, never, &[1, 2])));
-        let alone = join(std::slice::from_ref(&a), &[], 7).expect("one set");
-        assert_eq!((alone.set_id, alone.epoch), (id(9), cleared));
-        assert_eq!(alone.missing, [member(2, 5)]);
+    fn a_member_that_is_not_present_is_missing() {
+        let a = drive(1, Some(record(1, 9, &[1, 2])));
+        let b = drive(2, Some(record(2, 9, &[1, 2])));
+        let alone = join(std::slice::from_ref(&a), 7).expect("one set");
+        assert_eq!((alone.set_id, alone.missing), (id(9), vec![member(2, 5)]));
         assert_eq!(alone.members, [member(1, 7), member(2, 5)]);
-        let both = join(&[b, a], &[], 7).expect("one set");
-        assert_eq!((both.epoch, both.missing), (cleared, Vec::new()));
-    }
-
-    #[test]
-    fn what_was_cleared_is_known_from_outside_of_the_drives() {
-        let never = ClearEpoch::default();
-        let cleared = never.next();
-        let outside = [record(0, 8, never, &[7]), record(0, 9, cleared, &[1])];
-        // An old copy of the only drive, with its set and from before it had one.
-        for old in [Some(record(1, 9, never, &[1])), None] {
-            let joined = join(&[drive(1, never, old)], &outside, 7).expect("one set");
-            assert_eq!((joined.set_id, joined.epoch), (id(9), cleared));
-        }
-    }
-
-    #[test]
-    fn clears_that_did_not_know_of_each_other_clear_all() {
-        let never = ClearEpoch::default();
-        let (one, other) = (never.next(), never.next());
-        let a = drive(1, one, Some(record(1, 9, never, &[1, 2])));
-        let b = drive(2, other, Some(record(2, 9, never, &[1, 2])));
-        let joined = join(&[a, b], &[], 7).expect("one set");
-        assert!(joined.epoch != one && joined.epoch != other);
-        assert_eq!(joined.epoch.counter, 2);
+        let both = join(&[b, a], 7).expect("one set");
+        assert_eq!(both.missing, []);
     }
 
     #[test]
     fn drives_of_two_sets_do_not_serve_together_and_new_ones_join() {
-        let never = ClearEpoch::default();
-        let new = drive(3, never, None);
-        let a = drive(1, never, Some(record(1, 9, never, &[1])));
-        let b = drive(2, never, Some(record(2, 8, never, &[2])));
-        let refused = join(&[new.clone(), a.clone(), b], &[], 7);
+        let new = drive(3, None);
+        let a = drive(1, Some(record(1, 9, &[1])));
+        let b = drive(2, Some(record(2, 8, &[2])));
+        let refused = join(&[new.clone(), a.clone(), b], 7);
         assert_eq!(refused, Err(DifferentSets(1, 2)));
-        let joined = join(&[new.clone(), a], &[], 7).expect("one set");
+        let joined = join(&[new.clone(), a], 7).expect("one set");
         assert_eq!(joined.set_id, id(9));
         assert_eq!(joined.members, [member(3, 7), member(1, 7)]);
-        let first = join(std::slice::from_ref(&new), &[], 7).expect("its own");
-        let second = join(&[new], &[], 7).expect("its own");
+        let first = join(std::slice::from_ref(&new), 7).expect("its own");
+        let second = join(&[new], 7).expect("its own");
         assert_ne!(first.set_id, second.set_id);
     }
 }

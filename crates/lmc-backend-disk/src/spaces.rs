@@ -30,8 +30,8 @@ const SPACE: usize = 32;
 pub struct SpaceUsage {
     /// The space.
     pub space: SpaceId,
-    /// The settings under which its chunks were stored, as the server named them; none where an
-    /// earlier version stored them.
+    /// The settings under which its chunks were stored, as the server named them; none where the
+    /// process that stored them named none.
     pub settings: Option<String>,
     /// Chunks that are there.
     pub chunks: u64,
@@ -107,11 +107,7 @@ impl SpacesRecord {
         if bytes.len() < BLOCK_LEN {
             return Err(FormatError::Magic { what });
         }
-        let head = Head {
-            magic: MAGIC,
-            what,
-            newest: VERSION,
-        };
+        let head = Head { magic: MAGIC, what };
         check_head(bytes, head, || sum_is_right(bytes, SUM_AT))?;
         let mut r = Reader::new(&bytes[12..]);
         let texts = r.u32() as usize;

@@ -68,8 +68,8 @@ mod table;
 
 mod tier;
 pub use tier::{
-    Clear, InFlight, Inserted, ListedChunk, LocalTier, Maintained, MarkId, ReserveError, Write,
-    WriteGrant, WriteStart,
+    Clear, Cleared, InFlight, Inserted, ListedChunk, LocalTier, Maintained, MarkId, ReserveError,
+    Write, WriteGrant, WriteStart,
 };
 
 /// The README's examples, compiled and run with the doctests.

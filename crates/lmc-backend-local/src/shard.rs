@@ -354,6 +354,10 @@ impl Shard {
         true
     }
 
+    pub(crate) fn is_leased(&self, index: u32) -> bool {
+        self.entry(index).holds > u32::from(self.pins.contains_key(&index))
+    }
+
     pub(crate) fn pinned(&self) -> u64 {
         self.pins.len() as u64
     }

@@ -115,7 +115,7 @@ fn a_tier_full_of_pins_refuses_and_recovers() {
         assert_eq!(tier.pin(&all), [true; 16]);
         assert_eq!(tier.pin(&all[..1]), [true]);
         assert!(reserve(&tier, UNIT, COMMON).is_err(), "{policy}");
-        assert_eq!(tier.clear(Clear::Idle), 0);
+        assert_eq!(tier.clear(Clear::Idle).removed, 0);
         assert_eq!(tier.unpin(&all[..1]), [true]);
         assert!(
             reserve(&tier, UNIT, COMMON).is_err(),
@@ -218,7 +218,7 @@ fn a_removed_chunk_is_read_to_the_end() {
     store(&tier, 0, 4);
     let leases = tier.lease_leading(OwnerId(1), &keys(0, 4));
     assert_eq!(tier.remove(&keys(0, 1)), [true]);
-    assert_eq!(tier.clear(Clear::All), 3);
+    assert_eq!(tier.clear(Clear::All).removed, 3);
     assert_eq!(tier.usage().chunks, 0);
     assert_eq!(tier.contains(&keys(0, 4)), [None; 4]);
     assert!(
@@ -290,7 +290,7 @@ fn a_shared_mark_lets_others_write_and_the_first_commit_counts() {
     assert_eq!(tier.usage().pool.used, UNIT, "the others' slots are back");
     assert_eq!(tier.usage().writing, 0);
     // What was begun before a clear or a removal is never found, whatever the mark.
-    let clear = || tier.clear(Clear::All) > 0;
+    let clear = || tier.clear(Clear::All).removed > 0;
     let remove = || tier.remove(&[key])[0];
     let forget: [&dyn Fn() -> bool; 2] = [&clear, &remove];
     for forget in forget {

@@ -12,7 +12,8 @@ use lmc_backend_p2p::directory::{
     Announce, Announced, DirectoryHost, DirectoryServer, Find, Fingerprint, MAX_ANNOUNCED,
     TableLimits,
 };
-use lmc_backend_p2p::message::{Hello, OLDEST_VERSION, Reply, Request, VERSION};
+use lmc_backend_p2p::message::{Hello, OLDEST_VERSION, Reply, Request, Stamped, VERSION};
+use lmc_key::ClearsId;
 use lmc_memory::ArenaConfig;
 use lmc_transfer::{ChannelConfig, SocketChannel, SocketConfig, TransferChannel, block_on};
 use tokio::runtime::{Builder, Handle};
@@ -25,6 +26,11 @@ fn fingerprint(n: u64) -> Fingerprint {
     Fingerprint::from_bytes([a, b, c, d, e, f])
 }
 
+/// Members and directory have carried out no clears.
+fn stamped<T>(message: T) -> Stamped<T> {
+    Stamped::new(ClearsId::NONE, message)
+}
+
 fn hello(name: &str) -> Request {
     Request::Hello(Hello {
         oldest: OLDEST_VERSION,
@@ -34,7 +40,7 @@ fn hello(name: &str) -> Request {
         address: "10.0.0.1:7700".to_owned(),
         chunk_size: 256,
         algorithm: "blake3".to_owned(),
-        clears: lmc_backend_p2p::Clears::default(),
+        clears: ClearsId::NONE,
         spaces: Vec::new(),
         nixl: None,
     })
@@ -124,13 +130,13 @@ impl Member {
         removed: impl Iterator<Item = u64>,
     ) -> Reply {
         self.sequence += 1;
-        self.ask(&Request::Announce(Announce {
+        self.ask(&Request::Announce(stamped(Announce {
             generation: 1,
             sequence: self.sequence,
             added: added.map(fingerprint).collect(),
             removed: removed.map(fingerprint).collect(),
             digest: None,
-        }))
+        })))
     }
 }
 
@@ -162,7 +168,7 @@ async fn one_table(entries: u64, sockets: &Handle) {
             let offset = number as u64 * chunks;
             let end = (first + MAX_ANNOUNCED as u64).min(chunks);
             let reply = member.announce(offset + first..offset + end, 0..0);
-            assert_eq!(reply, Reply::Announced(Announced::Applied));
+            assert_eq!(reply, Reply::Announced(stamped(Announced::Applied)));
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
@@ -188,9 +194,9 @@ async fn one_table(entries: u64, sockets: &Handle) {
         for _ in 0..1000 {
             let first = first();
             let keys: Vec<Fingerprint> = (first..first + PROMPT).map(fingerprint).collect();
-            let find = Request::Find(Find {
+            let find = Request::Find(stamped(Find {
                 keys: keys.into_iter().collect(),
-            });
+            }));
             let find = find.to_bytes().expect("it fits");
             let begun = Instant::now();
             black_box(ask(black_box(find)));
@@ -240,7 +246,7 @@ async fn many_members(count: u64, chunks: u64) {
     for (member, &(first, next)) in members.iter_mut().zip(&ranges) {
         let begun = Instant::now();
         let reply = member.announce((0..shared).chain(first..next), 0..0);
-        assert_eq!(reply, Reply::Announced(Announced::Applied));
+        assert_eq!(reply, Reply::Announced(stamped(Announced::Applied)));
         filled += begun.elapsed();
     }
     let said = |members: &[Member]| {
@@ -264,11 +270,11 @@ async fn many_members(count: u64, chunks: u64) {
                 let other = own(rng.below(count));
                 let first = other + (step * replaced) + rng.below(chunks / 2);
                 let keys = (0..8).chain(first..first + 24).map(fingerprint);
-                let find = Request::Find(Find {
+                let find = Request::Find(stamped(Find {
                     keys: keys.collect(),
-                });
+                }));
                 if let Reply::Found(answer) = member.ask(&find) {
-                    found += u64::from(answer.candidates.len() > 1);
+                    found += u64::from(answer.message.candidates.len() > 1);
                 }
             }
             busy += begun.elapsed();

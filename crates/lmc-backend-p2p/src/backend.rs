@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::FutureExt;
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, LocateHint,
-    Located, Page, Sharing, StoreItem, Stored, Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, Health, LoadItem, Loaded,
+    LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage, ready,
 };
 use lmc_key::ChunkKey;
 use lmc_transfer::{Address, PeerEvent, PeerId, SocketConfig, SocketError, TransferChannel};
@@ -21,13 +21,15 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::chunks::Chunks;
 use crate::daemon_link::DaemonLink;
-use crate::dial::{Named, stay_connected};
+use crate::dial::{Named, NamedPeer, stay_connected};
 use crate::link::{Link, now};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
+use crate::peers::GonePeer;
 use crate::status::PeersStatus;
 
-/// Time that a clear waits for peers: those that are slower learn of it afterwards.
+/// Time that a clear waits for peers: slower ones are named as unconfirmed, and learn of it
+/// afterwards.
 const CLEAR_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Settings of a [`P2pBackend`].
@@ -183,6 +185,38 @@ impl<C: Chunks> P2pBackend<C> {
         }
     }
 
+    /// Returns the peers and directories that are not connected: those that the settings name, and
+    /// those that were connected before, as far as they are remembered.
+    fn not_connected(&self) -> Vec<String> {
+        let peers = self.node.peers.lock();
+        let is_connected = |named: &NamedPeer| {
+            peers.iter().any(|peer| {
+                // The list of named peers is a moment behind.
+                let listens_at = peer.hello.as_ref().map(|hello| &hello.address);
+                named.id.as_deref() == Some(peer.session.peer.as_str())
+                    || (listens_at.is_some() && listens_at == named.address.as_ref())
+            })
+        };
+        let named = self.named.lock();
+        let missing = named.iter().filter(|one| !one.itself && !is_connected(one));
+        let mut missing: Vec<String> = missing.map(NamedPeer::describe).collect();
+        // One that was started again is connected under another id.
+        let is_back = |gone: &GonePeer| {
+            peers.iter().any(|peer| {
+                let hello = peer.hello.as_ref();
+                hello.is_some_and(|hello| Some(&hello.address) == gone.address.as_ref())
+            })
+        };
+        let is_named = |gone: &GonePeer| {
+            gone.address.is_some() && named.iter().any(|one| one.address == gone.address)
+        };
+        let gone = peers
+            .gone()
+            .filter(|gone| !is_back(gone) && !is_named(gone));
+        missing.extend(gone.map(|gone| gone.name.clone().unwrap_or_else(|| gone.id.clone())));
+        missing
+    }
+
     fn closed(&self) -> Option<BackendError> {
         let closed = self.tasks.lock().is_none();
         closed.then_some(BackendError::Closed)
@@ -221,7 +255,7 @@ fn note<C: Chunks>(node: Arc<DaemonNode<C>>, peer: &PeerId, event: &PeerEvent, o
                 let peer = &session.peer;
                 match node.connected(&session).await {
                     Ok(()) => tracing::info!(%peer, "peer connected"),
-                    Err(error) => tracing::warn!(%peer, %error, "peer not used; start both servers with the same settings, or releases that are one apart"),
+                    Err(error) => tracing::warn!(%peer, %error, "peer not used; start both servers with the same settings and of the same release"),
                 }
             });
         }
@@ -311,16 +345,20 @@ impl<C: Chunks> Backend for P2pBackend<C> {
         Box::pin(std::future::ready(keys.iter().map(answer).collect()))
     }
 
-    fn clear(&self, _: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+    fn clear(
+        &self,
+        clears: Arc<Clears>,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
         Box::pin(async move {
             if let Some(closed) = self.closed() {
                 return Err(closed);
             }
-            // The engine has it already. A peer that does not answer is sent it again within
-            // seconds.
+            // A peer that does not answer is sent them again within seconds.
             let deadline = deadline.min(now() + CLEAR_TIMEOUT);
-            self.node.exchange_clears(deadline).await;
-            Ok(0)
+            let mut unconfirmed = self.node.pass_on(&clears, deadline).await;
+            unconfirmed.extend(self.not_connected());
+            Ok(Cleared::new(0).with_unconfirmed(unconfirmed))
         })
     }
 

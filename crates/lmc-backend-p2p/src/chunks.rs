@@ -2,10 +2,11 @@
 
 use std::any::Any;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_backend::{BoxFuture, ClearEpoch, Usage};
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_backend::{BoxFuture, Clears, TooManyClears, Usage};
+use lmc_key::ChunkKey;
 use lmc_memory::SealedSlot;
 use lmc_transfer::PeerId;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -21,14 +22,13 @@ pub trait Chunks: Send + Sync + 'static {
     /// this host writes. Never waits.
     fn states(&self, keys: &[ChunkKey]) -> Vec<ChunkState>;
 
-    /// Keeps chunks of one space in memory and unchanged until what is returned is dropped: one
-    /// answer for each key, and the clear epoch that all of them are of. Chunks on disk are
-    /// promoted first, if that is done by `promote_until`. Sums none.
+    /// Keeps chunks in memory and unchanged until what is returned is dropped: one answer for each
+    /// key. Chunks on disk are promoted first, if that is done by `promote_until`. Sums none.
     fn lease<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         promote_until: Instant,
-    ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<LeasedChunk>>)>;
+    ) -> BoxFuture<'a, Vec<Option<LeasedChunk>>>;
 
     /// Computes the checksums of chunks that have none yet, off the runtime's threads where that
     /// takes long. They stay with the slots.
@@ -48,15 +48,18 @@ pub trait Chunks: Send + Sync + 'static {
     /// and within the same bounds. Ends when that is done.
     fn fetch<'a>(&'a self, keys: &'a [ChunkKey], from: &'a PeerId) -> BoxFuture<'a, ()>;
 
-    /// Returns the newest clear epoch of a space: that of its chunks that are found.
-    fn epoch(&self, space: SpaceId) -> ClearEpoch;
+    /// Returns the clears that this daemon has carried out. It is complete from the first call on,
+    /// which comes before the first message to a peer, and contains all that it contained before.
+    /// Its digest is computed again for each other [`Arc`]. Never waits.
+    fn clears(&self) -> Arc<Clears>;
 
-    /// Returns the epoch of the newest clear of all spaces.
-    fn cleared(&self) -> ClearEpoch;
-
-    /// Takes in the epoch of clears that were made elsewhere: chunks of an older one are not found
-    /// afterwards.
-    fn learn(&self, epoch: ClearEpoch);
+    /// Takes in clears that were made elsewhere, and notes them durably. From the end on
+    /// [`Self::clears`] contains them, and chunks from before are not found. The future may be
+    /// dropped at any point; the clears may or may not be taken in then.
+    ///
+    /// # Errors
+    /// [`TooManyClears`]; nothing is taken in then.
+    fn learn(&self, clears: Clears) -> BoxFuture<'_, Result<(), TooManyClears>>;
 
     /// Returns the live spaces for people, the most important first: those that engines of this
     /// host use or have chunks in.

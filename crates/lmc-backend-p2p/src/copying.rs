@@ -9,7 +9,7 @@ use thiserror::Error;
 
 use crate::chunks::Chunks;
 use crate::link::{Link, now, until};
-use crate::message::{ChunkState, KeyBatch, Refusal, Reply, Request};
+use crate::message::{ChunkState, KeyBatch, Refusal, Reply, Request, Stamped};
 use crate::node::Node;
 use crate::owner::Session;
 
@@ -37,7 +37,10 @@ pub enum CopyError {
 
 impl<L: Link, C: Chunks> Node<L, C> {
     /// Reads chunks from a peer that asked for it. Answers how many of them are in memory then.
-    pub(crate) async fn read_for(&self, session: &Session, keys: &KeyBatch) -> Reply {
+    pub(crate) async fn read_for(&self, session: &Session, keys: &Stamped<KeyBatch>) -> Reply {
+        if !self.is_in_step(&session.peer, keys.clears) {
+            return Reply::Copying(0);
+        }
         let begun = self
             .peers
             .lock()
@@ -46,7 +49,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let Some(Some(_one_at_a_time)) = begun else {
             return Reply::Refused(Refusal::TooMany);
         };
-        let keys = keys.keys();
+        let keys = keys.message.keys();
         // What was not read by then is not waited for.
         let _ = until(
             now() + ORDER_TIMEOUT,
@@ -92,7 +95,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
             };
             rest = &rest[len..];
             let deadline = now() + ORDER_TIMEOUT + ANSWER_MARGIN;
-            let there = match self.ask(peer, &Request::Copy(batch), deadline).await {
+            let order = Request::Copy(self.stamped(batch));
+            let there = match self.ask(peer, &order, deadline).await {
                 Ok(Reply::Copying(there)) => (there as usize).min(len),
                 Ok(Reply::Refused(Refusal::TooMany)) => return Err(CopyError::Busy),
                 Ok(Reply::Unsupported(_)) => return Err(CopyError::Unsupported),

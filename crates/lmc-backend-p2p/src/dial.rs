@@ -39,6 +39,16 @@ pub struct NamedPeer {
     pub nixl_failure: Option<Failure>,
 }
 
+impl NamedPeer {
+    /// Returns the name, with the address where that is another.
+    pub(crate) fn describe(&self) -> String {
+        match &self.address {
+            Some(address) if *address != self.name => format!("{} ({address})", self.name),
+            _ => self.name.clone(),
+        }
+    }
+}
+
 /// The peers that the settings name, as they are shown to people.
 pub(crate) type Named = Arc<Mutex<Vec<NamedPeer>>>;
 

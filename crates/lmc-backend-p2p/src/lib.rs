@@ -17,11 +17,11 @@
 
 mod backend;
 mod chunks;
-mod clears;
 mod copying;
 mod daemon_link;
 mod dial;
 pub mod directory;
+mod exchange;
 #[cfg(any(test, feature = "fuzzing"))]
 #[cfg_attr(
     test,
@@ -46,7 +46,6 @@ mod unfit;
 
 pub use backend::{P2pBackend, P2pConfig, new_peer_id};
 pub use chunks::{Chunks, LeasedChunk, chunk_digest};
-pub use clears::{Clears, NamedClear};
 pub use copying::CopyError;
 pub use daemon_link::DaemonLink;
 pub use dial::NamedPeer;

@@ -4,28 +4,32 @@
 //! message as postcard. A request is one frame, and so is its reply, whose kind is that of the
 //! request with [`REPLY`] set.
 //!
+//! Each message that names chunks is [`Stamped`] with the digest of its sender's clears, and so is its
+//! answer. Sides with different digests pass no chunk, and exchange their maps, page by page
+//! ([`ClearsPage`]).
+//!
 //! The protocol grows in two ways. A kind that a side does not know is answered
 //! [`Reply::Unsupported`]. A body grows at its end only, behind a feature bit of [`Hello`]: a side
 //! ignores what follows the fields that it knows. What changes otherwise is a new version.
 
-use lmc_backend::ClearEpoch;
-use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use lmc_transfer::Index;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::directory::{Announce, Announced, Find, Found};
 
+mod clears;
 mod grown;
 
-use crate::clears::Clears;
+pub use clears::{ClearsPage, MAX_PAGES, PAGE_ENTRIES, Stamped};
 use grown::Body;
 pub use grown::{FEATURE_LATE_DIGESTS, FEATURE_NIXL, LATE_DIGEST, NixlAddress, Transport};
 
 /// Newest version of the protocol that this crate speaks.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// Oldest version of the protocol that this crate speaks.
-pub const OLDEST_VERSION: u16 = 1;
+pub const OLDEST_VERSION: u16 = VERSION;
 /// Most keys of one message.
 pub const MAX_KEYS: usize = 1024;
 /// Most bytes of a body.
@@ -129,37 +133,6 @@ impl KeyBatch {
     }
 }
 
-/// A clear epoch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Epoch {
-    counter: u64,
-    origin: [u8; 16],
-}
-
-impl Epoch {
-    pub(crate) fn counter(&self) -> u64 {
-        self.counter
-    }
-}
-
-impl From<ClearEpoch> for Epoch {
-    fn from(epoch: ClearEpoch) -> Self {
-        Self {
-            counter: epoch.counter,
-            origin: epoch.origin,
-        }
-    }
-}
-
-impl From<Epoch> for ClearEpoch {
-    fn from(epoch: Epoch) -> Self {
-        Self {
-            counter: epoch.counter,
-            origin: epoch.origin,
-        }
-    }
-}
-
 /// Description of a space for people: two peers with the same model and different spaces learn
 /// from it which fields differ. Texts are cut to [`MAX_TEXT`] bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -197,8 +170,9 @@ pub struct Hello {
     pub chunk_size: u32,
     /// Name of the algorithm of prefix hashes.
     pub algorithm: String,
-    /// Clears that the side knows.
-    pub clears: Clears,
+    /// Digest of the clears that the side has carried out.
+    #[serde(with = "clears::digest")]
+    pub clears: ClearsId,
     /// The live spaces of the side.
     pub spaces: Vec<SpaceNote>,
     /// The side's NIXL channel; present with [`FEATURE_NIXL`].
@@ -212,34 +186,25 @@ pub enum Request {
     /// First message of the side that connects.
     Hello(Hello),
     /// Asks which chunks the peer has.
-    Locate(Locate),
+    Locate(Stamped<KeyBatch>),
     /// Asks for leases of chunks in the peer's memory.
-    Lease(Lease),
+    Lease(Stamped<Lease>),
     /// Extends a lease.
     Renew(Renew),
     /// Ends a lease, and asks whether it was held until now.
     Release(Release),
     /// Says that the asking side holds chunks now which it read from the peer.
-    Holds(KeyBatch),
+    Holds(Stamped<KeyBatch>),
     /// Asks the peer to read chunks from the asking side, on an operator's order.
-    Copy(KeyBatch),
-    /// Passes clears on.
-    Clears(Clears),
+    Copy(Stamped<KeyBatch>),
+    /// Passes clears on, and asks for those of the peer.
+    Clears(ClearsPage),
     /// Tells a directory which chunks the asking side can lend.
-    Announce(Announce),
+    Announce(Stamped<Announce>),
     /// Asks a directory which members have chunks.
-    Find(Find),
+    Find(Stamped<Find>),
     /// Asks what the peer holds.
     Describe(Describe),
-}
-
-/// Fields of [`Request::Locate`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Locate {
-    /// The chunks.
-    pub keys: KeyBatch,
-    /// Newest clear epoch that the asking side knows of the chunks' space.
-    pub epoch: Epoch,
 }
 
 /// Fields of [`Request::Lease`].
@@ -297,9 +262,9 @@ pub enum Reply {
     /// First message of the side that accepted.
     Hello(Hello),
     /// The state of each chunk.
-    Located(Located),
+    Located(Stamped<Located>),
     /// The leased chunks.
-    Leased(Leased),
+    Leased(Stamped<Leased>),
     /// True if the lease stood and goes on.
     Renewed(bool),
     /// The lease has ended.
@@ -308,12 +273,12 @@ pub enum Reply {
     Noted(()),
     /// Number of the chunks that the peer has in memory, once it has read what it could.
     Copying(u32),
-    /// The clears of the answering side.
-    Cleared(Clears),
+    /// Clears of the answering side, which has taken in those of the request.
+    Cleared(ClearsPage),
     /// The directory's answer to an announcement.
-    Announced(Announced),
+    Announced(Stamped<Announced>),
     /// Members that may have the chunks.
-    Found(Found),
+    Found(Stamped<Found>),
     /// Content of the answering side, for people.
     Described(Described),
     /// The request was understood, and is not carried out.
@@ -354,8 +319,6 @@ impl ChunkState {
 /// Fields of [`Reply::Located`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Located {
-    /// Clear epoch under which the chunks that are there were computed.
-    pub epoch: Epoch,
     /// The state of each chunk, in the order of the keys.
     pub states: Vec<ChunkState>,
     /// Bytes that the owner has leased to peers, in parts of 255 of what it may lease.
@@ -395,8 +358,6 @@ pub struct Leased {
     pub lease: u64,
     /// Duration in milliseconds, counted by the owner from now on.
     pub duration_ms: u32,
-    /// Clear epoch under which the chunks were computed.
-    pub epoch: Epoch,
     /// The answer for each chunk, in the order of the keys.
     pub chunks: Vec<ChunkLease>,
     /// Other peers that hold chunks for which this one is busy: the addresses at which they listen.
@@ -457,6 +418,26 @@ pub enum Refusal {
     /// The answering side stops.
     #[error("the peer stops")]
     Closing,
+}
+
+impl Refusal {
+    /// Returns the refusal of a request that cannot be parsed. A hello of another version may have
+    /// another body, which begins with its versions all the same.
+    pub(crate) fn of_unparsed(request: &[u8]) -> Self {
+        let versions = match split(request) {
+            Ok((1, body)) => postcard::take_from_bytes::<(u16, u16)>(body).ok(),
+            _ => None,
+        };
+        match versions {
+            Some(((oldest, newest), _)) if oldest > VERSION || newest < OLDEST_VERSION => {
+                Self::Version {
+                    oldest: OLDEST_VERSION,
+                    newest: VERSION,
+                }
+            }
+            _ => Self::Malformed,
+        }
+    }
 }
 
 macro_rules! kinds {
@@ -528,15 +509,15 @@ macro_rules! kinds {
 
 kinds! {
     1 Hello Hello, Hello Hello;
-    2 Locate Locate, Located Located;
-    3 Lease Lease, Leased Leased;
+    2 Locate Stamped<KeyBatch>, Located Stamped<Located>;
+    3 Lease Stamped<Lease>, Leased Stamped<Leased>;
     4 Renew Renew, Renewed bool;
     5 Release Release, Released Released;
-    6 Holds KeyBatch, Noted ();
-    7 Copy KeyBatch, Copying u32;
-    8 Clears Clears, Cleared Clears;
-    9 Announce Announce, Announced Announced;
-    10 Find Find, Found Found;
+    6 Holds Stamped<KeyBatch>, Noted ();
+    7 Copy Stamped<KeyBatch>, Copying u32;
+    8 Clears ClearsPage, Cleared ClearsPage;
+    9 Announce Stamped<Announce>, Announced Stamped<Announced>;
+    10 Find Stamped<Find>, Found Stamped<Found>;
     11 Describe Describe, Described Described;
 }
 
@@ -580,16 +561,6 @@ fn parse<T: Body>(kind: u16, body: &[u8]) -> Result<T, MessageError> {
     parsed.map_err(|_| MessageError::Body(kind))
 }
 
-impl Epoch {
-    fn check(&self) -> Result<(), MessageError> {
-        bound(self.counter < ClearEpoch::MAX_COUNTER, "epoch")
-    }
-}
-
-fn check_clears(clears: &Clears) -> Result<(), MessageError> {
-    bound(clears.is_sound(), "clears")
-}
-
 fn check_spaces(spaces: &[SpaceNote]) -> Result<(), MessageError> {
     bound(spaces.len() <= MAX_SPACES, "spaces")?;
     let texts = |space: &SpaceNote| check_texts([&space.model, &space.dtype, &space.identity]);
@@ -608,7 +579,6 @@ pub(crate) fn bound(within: bool, field: &'static str) -> Result<(), MessageErro
 impl Hello {
     fn check(&self) -> Result<(), MessageError> {
         bound(self.oldest <= self.newest, "versions")?;
-        check_clears(&self.clears)?;
         check_spaces(&self.spaces)?;
         check_texts([&self.name, &self.address, &self.algorithm])
     }
@@ -624,15 +594,11 @@ impl Request {
     fn check(&self) -> Result<(), MessageError> {
         match self {
             Self::Hello(hello) => hello.check(),
-            Self::Locate(locate) => {
-                locate.epoch.check()?;
-                locate.keys.check()
-            }
-            Self::Lease(lease) => lease.keys.check(),
-            Self::Holds(keys) | Self::Copy(keys) => keys.check(),
-            Self::Clears(clears) => check_clears(clears),
-            Self::Announce(announce) => announce.check(),
-            Self::Find(find) => find.check(),
+            Self::Locate(keys) | Self::Holds(keys) | Self::Copy(keys) => keys.message.check(),
+            Self::Lease(lease) => lease.message.keys.check(),
+            Self::Clears(page) => page.check(),
+            Self::Announce(announce) => announce.message.check(),
+            Self::Find(find) => find.message.check(),
             Self::Renew(_) | Self::Release(_) | Self::Describe(_) => Ok(()),
         }
     }
@@ -642,12 +608,10 @@ impl Reply {
     fn check(&self) -> Result<(), MessageError> {
         match self {
             Self::Hello(hello) => hello.check(),
-            Self::Located(located) => {
-                located.epoch.check()?;
-                bound(located.states.len() <= MAX_KEYS, "states")
-            }
-            Self::Leased(leased) => {
-                leased.epoch.check()?;
+            Self::Located(located) => bound(located.message.states.len() <= MAX_KEYS, "states"),
+            Self::Leased(Stamped {
+                message: leased, ..
+            }) => {
                 bound(leased.chunks.len() <= MAX_KEYS, "chunks")?;
                 bound(leased.holders.len() <= MAX_HOLDERS, "holders")?;
                 let short = |holder: &Holder| holder.address.len() <= MAX_TEXT;
@@ -656,9 +620,9 @@ impl Reply {
             Self::Released(Released { held, digests }) => {
                 bound(held.len().max(digests.len()) <= MAX_KEYS, "chunks")
             }
-            Self::Cleared(clears) => check_clears(clears),
-            Self::Announced(answer) => answer.check(),
-            Self::Found(found) => found.check(),
+            Self::Cleared(page) => page.check(),
+            Self::Announced(answer) => answer.message.check(),
+            Self::Found(found) => found.message.check(),
             Self::Described(described) => check_spaces(&described.spaces),
             Self::Refused(Refusal::Algorithm(text)) => bound(text.len() <= MAX_TEXT, "text"),
             _ => Ok(()),

@@ -4,21 +4,19 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::future::join_all;
-use lmc_backend::ClearEpoch;
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::{ChunkKey, ClearsId};
 use lmc_transfer::{PeerId, TransferError};
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::chunks::{Chunks, LeasedChunk};
-use crate::clears::Clears;
 use crate::directory::{ChangedKeys, Contacts, Dials, Finds};
+use crate::exchange::KnownClears;
 use crate::link::{Link, now, until};
 use crate::message::{
-    ChunkLease, ChunkState, FEATURE_LATE_DIGESTS, FEATURE_NIXL, Hello, Holder, LATE_DIGEST, Lease,
-    Leased, Locate, Located, MAX_HOLDERS, MessageError, NixlAddress, OLDEST_VERSION, Refusal,
-    Release, Released, Renew, Reply, Request, Transport, VERSION,
+    ChunkLease, ChunkState, FEATURE_LATE_DIGESTS, FEATURE_NIXL, Hello, Holder, KeyBatch,
+    LATE_DIGEST, Lease, Leased, Located, MAX_HOLDERS, MessageError, NixlAddress, OLDEST_VERSION,
+    Refusal, Release, Released, Renew, Reply, Request, Stamped, Transport, VERSION,
 };
 use crate::owner::{Busy, Owner, OwnerLimits, Session};
 use crate::peers::{Failure, Peer, PeerCounters, Peers};
@@ -31,12 +29,6 @@ use crate::unfit::Unfit;
 pub(crate) const MAX_SERVING: usize = 64;
 /// Chunks of which other holders are known, at most.
 const HOLDERS: usize = 1 << 16;
-/// Time between two exchanges of clears and of what each side holds.
-const IN_STEP_EVERY: Duration = Duration::from_secs(5);
-/// Time that peers have to answer in one: a slow one does not delay the next of the others.
-const IN_STEP_TIMEOUT: Duration = Duration::from_secs(1);
-/// Pause between two exchanges that peers at another clear epoch cause.
-const IN_STEP_PAUSE: Duration = Duration::from_millis(50);
 /// Time that a hello may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that an owner keeps a peer waiting for a lease, at most.
@@ -101,8 +93,6 @@ pub(crate) struct Served<G> {
     leased: Vec<LeasedChunk>,
     /// True if digests come with the release.
     is_late: bool,
-    space: SpaceId,
-    epoch: ClearEpoch,
 }
 
 /// One daemon among its peers: it lends them the chunks of its engine, and reads theirs.
@@ -118,9 +108,9 @@ pub struct Node<L: Link, C> {
     freed: Notify,
     /// Peers that hold chunks which they read here.
     holders: Mutex<Recent<Vec<Session>>>,
-    clears: Mutex<Clears>,
-    /// Set when a peer is seen at another clear epoch.
-    out_of_step: Notify,
+    pub(crate) known_clears: Mutex<KnownClears>,
+    /// Set when a message has another digest of clears.
+    pub(crate) out_of_step: Notify,
     pub(crate) peers: Mutex<Peers>,
     pub(crate) routes: Mutex<Routes>,
     pub(crate) contacts: Mutex<Contacts>,
@@ -140,7 +130,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             expiry: Notify::new(),
             freed: Notify::new(),
             holders: Mutex::new(Recent::new(HOLDERS)),
-            clears: Mutex::default(),
+            known_clears: Mutex::default(),
             out_of_step: Notify::new(),
             peers: Mutex::default(),
             routes: Mutex::default(),
@@ -190,9 +180,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             // It may have gone before it was noted.
             self.disconnected(session, "the peer disconnected");
         } else if result.is_ok() {
-            // A clear since the hello was written.
-            let peer = std::slice::from_ref(&session.peer);
-            self.exchange_clears_with(peer, deadline).await;
+            self.exchange_with(session, deadline).await;
         }
         result
     }
@@ -202,30 +190,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
         if let Some(old) = replaced {
             self.end(&old);
         }
-    }
-
-    /// Returns the clears that this daemon knows, those of its own engine included.
-    fn known_clears(&self) -> MutexGuard<'_, Clears> {
-        let mut known = self.clears.lock();
-        known.observe(self.chunks.cleared());
-        known
-    }
-
-    fn learn(&self, theirs: &Clears) {
-        let mut known = self.known_clears();
-        if known.merge(theirs) {
-            self.chunks.learn(known.epoch());
-        }
-    }
-
-    /// Returns true if a peer's chunks of a space are of the epoch of this daemon's. If not, one of
-    /// the two missed a clear, and they compare what they know.
-    pub(crate) fn is_in_step(&self, space: SpaceId, theirs: ClearEpoch) -> bool {
-        let same = self.chunks.epoch(space) == theirs;
-        if !same {
-            self.out_of_step.notify_one();
-        }
-        same
     }
 
     /// Notes that an incarnation of a peer is gone, for this reason: its leases end.
@@ -262,7 +226,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             address: short(&self.config.address),
             chunk_size: self.config.chunk_size,
             algorithm: short(&self.config.algorithm),
-            clears: self.known_clears().clone(),
+            clears: self.clears().1,
             spaces: self.own_spaces().spaces.to_vec(),
             nixl,
         }
@@ -271,7 +235,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// Accepts a peer's hello, if the two sides fit.
     fn accept_hello(&self, session: &Session, hello: Hello) -> Result<(), Unfit> {
         Unfit::check(&self.config, &hello)?;
-        self.learn(&hello.clears);
         self.peers.lock().accept(session, hello);
         self.hello_came.notify_waiters();
         Ok(())
@@ -283,7 +246,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             Err(MessageError::Kind(kind)) => Reply::Unsupported(kind),
             Err(_) => {
                 self.count(session, |counters| counters.malformed += 1);
-                Reply::Refused(Refusal::Malformed)
+                Reply::Refused(Refusal::of_unparsed(request))
             }
             Ok(request) => match self.begin(session, &request) {
                 Err(refusal) => Reply::Refused(refusal),
@@ -336,7 +299,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 Ok(()) => Reply::Hello(self.hello()),
                 Err(unfit) => Reply::Refused(unfit.refusal()),
             },
-            Request::Locate(locate) => Reply::Located(self.located(&locate)),
+            Request::Locate(keys) => Reply::Located(self.located(session, &keys)),
             Request::Lease(lease) => Reply::Leased(self.lease(session, &lease).await),
             Request::Renew(Renew { lease, duration_ms }) => {
                 let duration = Duration::from_millis(duration_ms.into());
@@ -345,23 +308,27 @@ impl<L: Link, C: Chunks> Node<L, C> {
             }
             Request::Release(release) => Reply::Released(self.release(session, release).await),
             Request::Holds(keys) => {
-                let mut holders = self.holders.lock();
-                for key in keys.keys() {
-                    let of_key = holders.entry(key, Vec::new);
-                    of_key.retain(|holder| holder.peer != session.peer);
-                    of_key.push(session.clone());
-                    if of_key.len() > MAX_HOLDERS {
-                        of_key.remove(0);
-                    }
+                if self.is_in_step(&session.peer, keys.clears) {
+                    self.note_holder(session, &keys.message);
                 }
                 Reply::Noted(())
             }
             Request::Announce(_) | Request::Find(_) => Reply::Unsupported(request.kind()),
             Request::Copy(keys) => self.read_for(session, &keys).await,
             Request::Describe(asked) => Reply::Described(self.described(asked)),
-            Request::Clears(clears) => {
-                self.learn(&clears);
-                Reply::Cleared(self.known_clears().clone())
+            Request::Clears(page) => Reply::Cleared(self.answer_page(session, page).await),
+        }
+    }
+
+    /// Notes that a peer holds chunks that it read here.
+    fn note_holder(&self, session: &Session, keys: &KeyBatch) {
+        let mut holders = self.holders.lock();
+        for key in keys.keys() {
+            let of_key = holders.entry(key, Vec::new);
+            of_key.retain(|holder| holder.peer != session.peer);
+            of_key.push(session.clone());
+            if of_key.len() > MAX_HOLDERS {
+                of_key.remove(0);
             }
         }
     }
@@ -380,11 +347,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let Some((served, keys)) = released else {
             return Released::default();
         };
-        let valid = self.chunks.epoch(served.space) == served.epoch;
         let digest = |(key, chunk): (&ChunkKey, &LeasedChunk)| chunk.digest(key);
         let digests = keys.iter().zip(&served.leased).map(digest);
         Released {
-            held: vec![valid; keys.len()],
+            held: vec![true; keys.len()],
             digests: match served.is_late {
                 true => digests.collect(),
                 false => Vec::new(),
@@ -392,18 +358,13 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
     }
 
-    fn located(&self, locate: &Locate) -> Located {
-        let keys = locate.keys.keys();
-        let Some(space) = keys.first().map(|key| key.space) else {
-            return Located {
-                epoch: ClearEpoch::default().into(),
-                states: Vec::new(),
-                load: self.owner.lock().load(),
-            };
-        };
-        self.is_in_step(space, locate.epoch.into());
-        // The epoch first: a clear in between makes the states older than it, which is a miss.
-        let epoch = self.chunks.epoch(space);
+    fn located(&self, session: &Session, asked: &Stamped<KeyBatch>) -> Stamped<Located> {
+        let keys = asked.message.keys();
+        let load = self.owner.lock().load();
+        if !self.is_in_step(&session.peer, asked.clears) {
+            let states = vec![ChunkState::Absent; keys.len()];
+            return self.stamped(Located { states, load });
+        }
         let states = self.chunks.states(&keys);
         if self.config.uses_directories {
             // A directory may have named this daemon for them.
@@ -411,20 +372,20 @@ impl<L: Link, C: Chunks> Node<L, C> {
             let absent = absent.filter(|(_, state)| state.bytes().is_none());
             absent.for_each(|(key, _)| self.changed.note(key));
         }
-        Located {
-            epoch: epoch.into(),
-            states,
-            load: self.owner.lock().load(),
-        }
+        Stamped::new(asked.clears, Located { states, load })
     }
 
-    async fn lease(&self, session: &Session, lease: &Lease) -> Leased {
+    async fn lease(&self, session: &Session, asked: &Stamped<Lease>) -> Stamped<Leased> {
+        let Stamped {
+            clears,
+            message: lease,
+        } = asked;
         let keys = lease.keys.keys();
+        if !self.is_in_step(&session.peer, *clears) {
+            return self.stamped(not_leased(vec![ChunkLease::Absent; keys.len()]));
+        }
         let wait = Duration::from_millis(lease.wait_ms.into()).min(MAX_WAIT);
         let wait_until = now() + wait;
-        let Some(space) = keys.first().map(|key| key.space) else {
-            return not_leased(Vec::new(), ClearEpoch::default());
-        };
         let states = self.chunks.states(&keys);
         let present = |(key, state): (&ChunkKey, &ChunkState)| Some((*key, state.bytes()?));
         let asked: Vec<(ChunkKey, u64)> = keys.iter().zip(&states).filter_map(present).collect();
@@ -434,23 +395,23 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let allowed: Vec<ChunkKey> = asked[..admitted].iter().map(|(key, _)| *key).collect();
         let is_late = self.takes_late_digests(session);
         let held = async {
-            let (epoch, held) = self.chunks.lease(&allowed, wait_until).await;
+            let held = self.chunks.lease(&allowed, wait_until).await;
             if !is_late {
                 let unsummed = LeasedChunk::unsummed(held.iter().flatten());
                 self.chunks.sum(unsummed).await;
             }
-            (epoch, held)
+            held
         };
         // A promotion that does not end in time is a miss of all.
         let held = until(wait_until + HOLD_MARGIN, held).await;
-        let (epoch, held) = held.unwrap_or_default();
+        let held = held.unwrap_or_default();
         let held = allowed.iter().copied().zip(held);
         let held: Vec<(ChunkKey, LeasedChunk)> =
             held.filter_map(|(key, held)| Some((key, held?))).collect();
         let duration = Duration::from_millis(lease.duration_ms.into());
         let wanted = (lease.transport, is_late);
-        let granted = self.grant(reserved, held, (space, epoch), wanted, duration);
-        let mut leased = not_leased(Vec::with_capacity(keys.len()), epoch);
+        let granted = self.grant(reserved, held, *clears, wanted, duration);
+        let mut leased = not_leased(Vec::with_capacity(keys.len()));
         let mut found = Vec::new();
         if let Some((number, transport, duration, chunks)) = granted {
             leased.lease = number;
@@ -477,7 +438,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         if let Some(first) = busy {
             leased.holders = self.other_holders(session, first);
         }
-        leased
+        Stamped::new(*clears, leased)
     }
 
     /// Waits until at least the first of these chunks may be leased to the peer. Returns how many
@@ -520,7 +481,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
     }
 
-    /// Grants the chunks that were reserved, as far as they are there.
+    /// Grants the chunks that were reserved, as far as they are there; none where this daemon has
+    /// carried out a clear since they were asked for.
     #[allow(
         clippy::type_complexity,
         reason = "number, transport, duration, and an answer for each chunk"
@@ -529,7 +491,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         &self,
         reserved: Reservation<'_, L::Grant>,
         held: Vec<(ChunkKey, LeasedChunk)>,
-        (space, epoch): (SpaceId, ClearEpoch),
+        asked_at: ClearsId,
         (wanted, is_late): (Transport, bool),
         duration: Duration,
     ) -> Option<(u64, Transport, Duration, Vec<(ChunkKey, ChunkLease)>)> {
@@ -538,7 +500,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         // Under the same lock as the grant: nothing is admitted in between.
         owner.unreserve(session, reserved.number);
         let connected = self.connected_by(self.peers.lock().of_session(session)?);
-        if held.is_empty() {
+        if held.is_empty() || self.clears().1 != asked_at {
             return None;
         }
         let grant = |by| {
@@ -574,8 +536,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
             _grant: grant,
             leased: held.into_iter().map(|(_, chunk)| chunk).collect(),
             is_late,
-            space,
-            epoch,
         };
         let count = chunks.len() as u64;
         let (number, duration) = owner.grant(session.clone(), chunks, duration, served, now());
@@ -667,43 +627,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
     }
 
-    /// Passes the clears that this daemon knows on to every connected peer, and takes in those
-    /// that they know. Returns the number of peers that answered.
-    pub async fn exchange_clears(&self, deadline: Instant) -> usize {
-        let peers = self.peers.lock().with_hello();
-        self.exchange_clears_with(&peers, deadline).await
-    }
-
-    async fn exchange_clears_with(&self, peers: &[PeerId], deadline: Instant) -> usize {
-        let request = Request::Clears(self.known_clears().clone());
-        let answers = peers.iter().map(|peer| self.ask(peer, &request, deadline));
-        let mut answered = 0;
-        for answer in join_all(answers).await {
-            if let Ok(Reply::Cleared(theirs)) = answer {
-                answered += 1;
-                self.learn(&theirs);
-            }
-        }
-        answered
-    }
-
-    /// Exchanges clears with all peers from time to time, and at once with peers at another epoch;
-    /// asks them what they hold, and sends a hello again to peers without one. Runs until it is
-    /// dropped.
-    pub async fn stay_in_step(&self) {
-        loop {
-            let _ = until(now() + IN_STEP_EVERY, self.out_of_step.notified()).await;
-            let deadline = now() + IN_STEP_TIMEOUT;
-            let strangers = self.peers.lock().without_hello();
-            // The peer's last failure has the reason.
-            let hellos = strangers.iter().map(|session| self.connected(session));
-            let hellos = until(deadline, join_all(hellos));
-            let exchange = self.exchange_clears(deadline);
-            tokio::join!(exchange, hellos, self.describe_peers(deadline));
-            tokio::time::sleep(IN_STEP_PAUSE).await;
-        }
-    }
-
     pub(crate) fn count(&self, session: &Session, change: impl FnOnce(&mut PeerCounters)) {
         if let Some(peer) = self.peers.lock().of_session(session) {
             change(&mut peer.counters);
@@ -735,8 +658,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         };
         if let Some(peer) = self.peers.lock().get_mut(peer) {
             match &reply {
-                // The answer comes when the peer has read.
-                Ok(Reply::Copying(_)) => {}
+                // The answer comes when the peer has read, or noted what it learned.
+                Ok(Reply::Copying(_) | Reply::Cleared(_)) => {}
                 Ok(reply) => {
                     peer.answered(now().saturating_duration_since(sent), now());
                     if *reply == Reply::Refused(Refusal::NoHello) {
@@ -803,11 +726,10 @@ impl HelloError {
     }
 }
 
-fn not_leased(chunks: Vec<ChunkLease>, epoch: ClearEpoch) -> Leased {
+fn not_leased(chunks: Vec<ChunkLease>) -> Leased {
     Leased {
         lease: 0,
         duration_ms: 0,
-        epoch: epoch.into(),
         chunks,
         holders: Vec::new(),
         transport: Transport::Sockets,

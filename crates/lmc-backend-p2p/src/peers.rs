@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use lmc_key::ClearsId;
 use lmc_transfer::PeerId;
 use serde::{Serialize, Serializer};
 
@@ -21,6 +22,9 @@ const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::fr
 /// Time for which a peer is not read after a first lease or read failed, and at most. Where only
 /// NIXL failed, it is read over sockets for this time.
 const READ_BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// Time without an exchange of clears after a first one failed, and at most.
+const EXCHANGE_BACK_OFF: (Duration, Duration) =
+    (Duration::from_millis(100), Duration::from_secs(5));
 /// Peers that are remembered after they went.
 const MAX_GONE: usize = 16;
 /// Weight of the newest measurement.
@@ -74,6 +78,8 @@ counters! {
     lapsed,
     /// Requests and reads that failed or came late.
     failed,
+    /// Times that the peer passed on clears that were not carried out here.
+    clears,
     /// Frames of the peer that are not of the protocol.
     malformed,
     /// Requests of the peer that were refused.
@@ -125,6 +131,10 @@ pub(crate) struct Peer {
     pub(crate) hello: Option<Hello>,
     /// True once one side refused the other for its settings.
     pub(crate) is_unfit: bool,
+    /// Digest of the peer's clears, as it said that last; `None` if that may be another now.
+    pub(crate) clears: Option<ClearsId>,
+    /// Exchanges of clears.
+    pub(crate) exchanges: BackOff,
     /// Content of the peer, as it described that last; its digest is 0 until it said more than its hello.
     pub(crate) holds: Described,
     /// Models that it serves in another space, of which the log has warned.
@@ -204,6 +214,8 @@ impl Peer {
             since,
             hello: None,
             is_unfit: false,
+            clears: None,
+            exchanges: BackOff::new(EXCHANGE_BACK_OFF),
             holds: Described::default(),
             warned: BTreeSet::new(),
             counters: PeerCounters::default(),
@@ -304,12 +316,28 @@ impl Peer {
         self.lending.failed(now)
     }
 
+    /// Notes that an exchange of clears failed. Returns true if it did not fail for this reason just
+    /// before.
+    pub(crate) fn did_not_exchange(&mut self, reason: String, now: Instant) -> bool {
+        self.exchanges.failed(now);
+        let new = Failure::new(reason, now);
+        let old = self.last_failure.replace(new.clone());
+        old.is_none_or(|old| old.reason != new.reason)
+    }
+
     /// Notes that a chunk of the peer was read and verified. Ends no pause: other chunks of the
     /// same lease may have begun it.
     pub(crate) fn lent(&mut self, now: Instant) {
         if self.lending.is_over(now) {
             self.lending.succeeded();
         }
+    }
+
+    /// Returns the peer's name for people; that on the channel where it has none.
+    pub(crate) fn name(&self) -> String {
+        let name = self.hello.as_ref().map(|hello| hello.name.as_str());
+        let name = name.filter(|name| !name.is_empty());
+        name.unwrap_or(self.session.peer.as_str()).to_owned()
     }
 
     /// Returns the NIXL channel that the peer's hello named.
@@ -398,6 +426,7 @@ impl Peers {
         if let Some(peer) = self.of_session(session) {
             peer.holds.spaces = std::mem::take(&mut hello.spaces);
             peer.holds.digest = 0;
+            peer.clears = Some(hello.clears);
             peer.hello = Some(hello);
         }
     }

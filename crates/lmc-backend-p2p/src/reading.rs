@@ -12,10 +12,10 @@ use futures_util::FutureExt;
 use futures_util::future::{join, join_all};
 use futures_util::stream::{self, FuturesUnordered, StreamExt};
 use lmc_backend::{
-    Answers, BackendError, ClearEpoch, FailedSlot, LoadItem, Loaded, LocateHint, Located, Location,
-    Medium, Unavailable,
+    Answers, BackendError, FailedSlot, LoadItem, Loaded, LocateHint, Located, Location, Medium,
+    Unavailable,
 };
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, WrittenSlot};
 use lmc_transfer::{BoxFuture, Filled, PeerId, Slot, TransferError};
 use tokio_util::task::AbortOnDropHandle;
@@ -23,8 +23,8 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::chunks::{Chunks, chunk_digest};
 use crate::link::{Link, now, until};
 use crate::message::{
-    ChunkLease, ChunkState, KeyBatch, LATE_DIGEST, Lease, Leased, Locate,
-    Located as LocatedMessage, Refusal, Release, Released, Renew, Reply, Request, Transport,
+    ChunkLease, ChunkState, KeyBatch, LATE_DIGEST, Lease, Leased, Located as LocatedMessage,
+    Refusal, Release, Released, Renew, Reply, Request, Stamped, Transport,
 };
 use crate::node::{HOLD_MARGIN, Node};
 use crate::owner::LEASE_BYTES;
@@ -112,9 +112,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         hint: &LocateHint,
         deadline: Instant,
     ) -> Vec<Result<Located, BackendError>> {
-        let space = keys[0].space;
-        let epoch = self.chunks.epoch(space).into();
-        let request = Request::Locate(Locate { keys: batch, epoch });
+        let request = Request::Locate(self.stamped(batch));
         let begun = now();
         let hinted = match hint.sources.is_empty() {
             true => Vec::new(),
@@ -128,7 +126,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let mut answers = FuturesUnordered::new();
         let (mut asked, mut heard, mut silent) = (hinted.len(), 0, None);
         answers.extend(hinted.iter().cloned().map(ask));
-        let mut answered: Vec<(PeerId, LocatedMessage)> = Vec::new();
+        let mut answered: Vec<(PeerId, Stamped<LocatedMessage>)> = Vec::new();
         let (mut asks_others, mut wait_until) = (true, begun);
         if !hinted.is_empty() {
             wait_until += deadline.saturating_duration_since(begun) / 2;
@@ -153,8 +151,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
             };
             heard += 1;
             match answer {
-                Ok(Reply::Located(mut located)) if located.states.len() == keys.len() => {
-                    self.refuse_misfits(&peer, hint, &mut located);
+                Ok(Reply::Located(mut answer)) if answer.message.states.len() == keys.len() => {
+                    let located = &mut answer.message;
+                    self.refuse_misfits(&peer, hint, located);
                     // Once one has all, the others have as long again: they may be less loaded,
                     // and are asked where the first does not lend.
                     if located.has_all() {
@@ -165,8 +164,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
                     if let Some(peer) = self.peers.lock().get_mut(&peer) {
                         peer.load = located.load;
                     }
-                    let is_complete = hinted.contains(&peer) && self.is_complete(space, &located);
-                    answered.push((peer, located));
+                    let is_complete = hinted.contains(&peer)
+                        && self.is_complete(located)
+                        && self.is_in_step(&peer, answer.clears);
+                    answered.push((peer, answer));
                     if is_complete {
                         // Nothing is absent, whatever the others have.
                         asked = heard;
@@ -183,10 +184,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
         if heard < asked {
             silent.get_or_insert_with(|| "a peer has not answered yet".to_owned());
         }
-        let epoch = self.chunks.epoch(space);
-        // What a peer computed before the last clear is gone; what it computed after one that is
-        // not known here is found once it is.
-        answered.retain(|(_, located)| self.is_in_step(space, located.epoch.into()));
+        let in_step = answered.into_iter().filter_map(|(peer, answer)| {
+            let same = self.is_in_step(&peer, answer.clears);
+            same.then_some((peer, answer.message))
+        });
+        let mut answered: Vec<(PeerId, LocatedMessage)> = in_step.collect();
         self.rank(keys, &hinted, &mut answered);
         let mut routes = self.routes.lock();
         let peers = self.peers.lock();
@@ -206,7 +208,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
                     _ => Medium::Memory,
                 };
                 let cost = peers.get(best).map(|peer| peer.cost(len));
-                let location = Location::new(len, medium, epoch);
+                let location = Location::new(len, medium);
                 return Ok(Located::Present(
                     location.with_cost(cost.unwrap_or_default()),
                 ));
@@ -253,10 +255,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
     }
 
     /// Returns true if a peer has every chunk now, or is writing it.
-    fn is_complete(&self, space: SpaceId, located: &LocatedMessage) -> bool {
+    fn is_complete(&self, located: &LocatedMessage) -> bool {
         let there =
             |&state: &ChunkState| state == ChunkState::Writing || self.sound(state).is_some();
-        self.is_in_step(space, located.epoch.into()) && located.states.iter().all(there)
+        located.states.iter().all(there)
     }
 
     /// Orders peers by what they have: those that were hinted at first, as far as they have the
@@ -446,7 +448,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
         items: Vec<IndexedItem>,
         deadline: Instant,
     ) -> (Vec<ChunkRead>, Vec<IndexedItem>) {
-        let space = items[0].1.key.space;
         let paused = {
             let peers = self.peers.lock();
             peers.get(peer).is_none_or(|peer| !peer.lends(now()))
@@ -469,19 +470,22 @@ impl<L: Link, C: Chunks> Node<L, C> {
             false => (deadline.saturating_duration_since(sent) / 2).min(self.config.lease_wait),
         };
         let best = self.transport(peer).unwrap_or_default();
-        let request = Request::Lease(Lease {
+        let request = Request::Lease(self.stamped(Lease {
             keys: batch,
             duration_ms: millis(self.config.lease),
             wait_ms: millis(wait),
             transport: best,
-        });
+        }));
         let answers = |leased: &Leased| {
             let offered = [best, Transport::Sockets].contains(&leased.transport);
             offered && leased.chunks.len() == items.len()
         };
         let answer_by = deadline.min(sent + wait + HOLD_MARGIN + ANSWER_MARGIN);
-        let leased = match self.ask(peer, &request, answer_by).await {
-            Ok(Reply::Leased(leased)) if answers(&leased) => leased,
+        let Stamped {
+            clears,
+            message: leased,
+        } = match self.ask(peer, &request, answer_by).await {
+            Ok(Reply::Leased(leased)) if answers(&leased.message) => leased,
             answer => {
                 if answer != Ok(Reply::Refused(Refusal::TooMany)) {
                     let reason = "a lease was not answered".to_owned();
@@ -493,7 +497,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
             }
         };
         let by = leased.transport;
-        let epoch = ClearEpoch::from(leased.epoch);
         let mut lease = Leasing {
             node: Arc::clone(self),
             peer: peer.clone(),
@@ -503,7 +506,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
             // earlier than the lease's begin.
             sent,
         };
-        if !self.is_in_step(space, epoch) {
+        if !self.is_in_step(peer, clears) {
             let elsewhere = |item| ChunkRead::Elsewhere(item, None);
             return (items.into_iter().map(elsewhere).collect(), Vec::new());
         }
@@ -558,7 +561,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
                         _ => digest,
                     };
                     match self.verified((peer, by), key, slot, digest, held) {
-                        Ok(slot) => Loaded::Hit { slot, epoch },
+                        Ok(slot) => Loaded::Hit(slot),
                         Err(slot) => {
                             let item = (index, LoadItem::new(key, slot));
                             reads.push(ChunkRead::Elsewhere(item, None));
@@ -583,7 +586,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
                     slot: FailedSlot::Quarantined,
                 },
             };
-            if matches!(loaded, Loaded::Hit { .. }) {
+            if matches!(loaded, Loaded::Hit(_)) {
                 good.push(key);
             }
             reads.push(ChunkRead::Done(index, loaded));
@@ -712,9 +715,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
             return;
         };
         let (this, peer) = (Arc::clone(self), peer.clone());
+        let request = Request::Holds(self.stamped(batch));
         tokio::spawn(async move {
             let deadline = now() + RELEASE_TIMEOUT;
-            let _ = this.ask(&peer, &Request::Holds(batch), deadline).await;
+            let _ = this.ask(&peer, &request, deadline).await;
         });
     }
 

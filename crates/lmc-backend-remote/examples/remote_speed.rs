@@ -18,7 +18,7 @@ use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use lmc_backend::conformance::{fill_value, test_key};
 use lmc_backend::{Backend, LoadItem, LocateHint, Located, StoreItem};
-use lmc_backend_remote::format::Name;
+use lmc_backend_remote::format::PROBE_FOLDER;
 use lmc_backend_remote::redis::{RedisConfig, RedisStore};
 use lmc_backend_remote::s3::{Connector, S3Config, S3Store};
 use lmc_backend_remote::{FileConfig, FileStore, RemoteConfig, RemoteTier, Store};
@@ -138,7 +138,7 @@ fn ours(
         }
     };
     let config = RemoteConfig::default();
-    let tier = RemoteTier::start(config, store, runtime.handle().clone());
+    let tier = RemoteTier::start(config, store, Arc::default(), runtime.handle().clone());
     runtime.block_on(async {
         if !tier.ready(Instant::now() + TIMEOUT).await {
             return Err("the store does not answer".into());
@@ -201,7 +201,7 @@ async fn bare_redis(
     for _ in 0..AT_ONCE {
         connections.push(client.get_multiplexed_async_connection().await?);
     }
-    let name = |key: &ChunkKey| format!("bare/{}", Name::Value(*key));
+    let name = |key: &ChunkKey| format!("bare/{}", PROBE_FOLDER.value(*key));
     let set = async |n: usize| -> Result<()> {
         let mut connection = connections[n % AT_ONCE].clone();
         let mut set = redis::cmd("SET");
@@ -229,7 +229,7 @@ async fn bare_s3(
 ) -> Result<Figures> {
     let config = S3Config::new(url.parse()?, env::vars())?;
     let client = config.client(Connector::new(true)?)?;
-    let name = |key: &ChunkKey| Key::from(format!("bare/{}", Name::Value(*key)));
+    let name = |key: &ChunkKey| Key::from(format!("bare/{}", PROBE_FOLDER.value(*key)));
     let put = async |n: usize| -> Result<()> {
         let bytes = Bytes::from_owner(slots[n].clone());
         client.put(&name(&keys[n]), PutPayload::from(bytes)).await?;
@@ -262,7 +262,7 @@ fn files(
     let path = |key: &ChunkKey| -> PathBuf {
         folder
             .join("bare")
-            .join(Name::Value(*key).to_string().replace('/', "-"))
+            .join(PROBE_FOLDER.value(*key).to_string().replace('/', "-"))
     };
     fs::create_dir_all(folder.join("bare"))?;
     let each = |one: &(dyn Fn(usize) -> Result<()> + Sync)| -> Result<Took> {

@@ -1,8 +1,45 @@
-//! The clock of a store, which may differ from this host's.
+//! The clock of a store, which may differ from this host's, and the one by which knowledge ages.
 
+use std::fmt;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
+use rustix::time::{ClockId, clock_gettime};
+
+/// A clock that goes on while the host or its VM is suspended, unlike [`Instant`]. Default:
+/// `CLOCK_BOOTTIME`.
+#[derive(Clone)]
+pub struct BootClock(Arc<dyn Fn() -> Duration + Send + Sync>);
+
+impl BootClock {
+    /// A clock that a test drives: `now` returns the time since any fixed moment.
+    pub fn driven(now: impl Fn() -> Duration + Send + Sync + 'static) -> Self {
+        Self(Arc::new(now))
+    }
+
+    /// Returns the time since a fixed moment.
+    pub(crate) fn now(&self) -> Duration {
+        (self.0)()
+    }
+}
+
+impl Default for BootClock {
+    fn default() -> Self {
+        Self::driven(|| {
+            let now = clock_gettime(ClockId::Boottime);
+            // Neither field is negative.
+            let seconds = u64::try_from(now.tv_sec).unwrap_or_default();
+            Duration::new(seconds, u32::try_from(now.tv_nsec).unwrap_or_default())
+        })
+    }
+}
+
+impl fmt::Debug for BootClock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("BootClock").field(&self.now()).finish()
+    }
+}
 
 /// The store's time, since 1970, at an instant of this host.
 #[derive(Debug, Default)]

@@ -2,18 +2,20 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::StreamExt;
 use lmc_backend::conformance::Rng;
 use lmc_backend::{Answers, BoxFuture};
-use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
-use crate::format::{Name, Scope};
+use crate::format::{Name, Scope, ValueName};
 use crate::memory_store::StoreFaults;
-use crate::store::{Each, GetItem, Got, Head, ListPage, Put, PutItem, Single, Store, StoreError};
+use crate::store::{
+    Each, GetItem, Got, Head, ListPage, Put, PutItem, Single, Store, StoreError, Version,
+};
 
 /// A real store that fails as [`StoreFaults`] says. Answers fail after the store has done its work,
 /// so every write that fails has taken effect; nothing is torn.
@@ -21,6 +23,7 @@ pub struct FaultyStore {
     store: Arc<dyn Store>,
     faults: StoreFaults,
     rng: Mutex<Rng>,
+    denies_clears: AtomicBool,
 }
 
 impl fmt::Debug for FaultyStore {
@@ -36,7 +39,17 @@ impl FaultyStore {
     /// Wraps a store in seeded faults.
     pub fn new(store: Arc<dyn Store>, faults: StoreFaults, seed: u64) -> Self {
         let rng = Mutex::new(Rng::new(seed));
-        Self { store, faults, rng }
+        Self {
+            store,
+            faults,
+            rng,
+            denies_clears: AtomicBool::new(false),
+        }
+    }
+
+    /// Denies this client the object of clears from now on, and nothing else; or allows it again.
+    pub fn deny_clears(&self, is_denied: bool) {
+        self.denies_clears.store(is_denied, Ordering::SeqCst);
     }
 
     fn chance(&self, per_mille: u16) -> bool {
@@ -92,6 +105,11 @@ impl FaultyStore {
     }
 }
 
+fn denied<'a, T: Send + 'a>() -> Single<'a, T> {
+    let reason = "injected".to_owned();
+    Box::pin(std::future::ready(Err(StoreError::Denied { reason })))
+}
+
 impl Store for FaultyStore {
     fn kind(&self) -> &'static str {
         self.store.kind()
@@ -113,8 +131,8 @@ impl Store for FaultyStore {
         self.store.touch_age()
     }
 
-    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
-        Box::pin(self.each(self.store.heads(keys, deadline), deadline))
+    fn heads<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, Option<Head>> {
+        Box::pin(self.each(self.store.heads(names, deadline), deadline))
     }
 
     fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
@@ -131,8 +149,8 @@ impl Store for FaultyStore {
         Box::pin(self.each(self.store.remove(names, deadline), deadline))
     }
 
-    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
-        Box::pin(self.each(self.store.touch(keys, deadline), deadline))
+    fn touch<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, bool> {
+        Box::pin(self.each(self.store.touch(names, deadline), deadline))
     }
 
     fn list<'a>(
@@ -151,6 +169,29 @@ impl Store for FaultyStore {
 
     fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
         Box::pin(self.single(self.store.write(name, bytes, deadline), deadline))
+    }
+
+    fn read_clears(&self, max: usize, deadline: Instant) -> Single<'_, Option<(Bytes, Version)>> {
+        if self.denies_clears.load(Ordering::SeqCst) {
+            return denied();
+        }
+        Box::pin(self.single(self.store.read_clears(max, deadline), deadline))
+    }
+
+    fn swap_clears(
+        &self,
+        bytes: Bytes,
+        read: Option<Version>,
+        deadline: Instant,
+    ) -> Single<'_, bool> {
+        if self.denies_clears.load(Ordering::SeqCst) {
+            return denied();
+        }
+        Box::pin(self.single(self.store.swap_clears(bytes, read, deadline), deadline))
+    }
+
+    fn old_chunks(&self, deadline: Instant) -> Single<'_, Option<String>> {
+        self.store.old_chunks(deadline)
     }
 
     fn close(&self, deadline: Instant) -> BoxFuture<'_, ()> {

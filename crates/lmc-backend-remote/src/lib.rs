@@ -2,8 +2,8 @@
 //! outlive this host and serve many daemons.
 //!
 //! [`RemoteTier`] is a tier of the engine over any [`Store`]. The tier verifies every value,
-//! remembers for a short while what the store does not have, passes clears on, and takes a store
-//! out that does not answer. The store moves bytes: names, headers and values of one layout
+//! remembers for a short while what the store does not have, passes clears on, and uses the store
+//! only while it knows all clears that were passed on through it. The store moves bytes: names, headers and values of one layout
 //! ([`mod@format`]), which all stores share.
 //!
 //! [`FileStore`] is a folder of a shared file system; the features `redis` and `s3` add stores of
@@ -15,6 +15,7 @@
 //! `conformance` (feature of the same name).
 
 mod clock;
+pub use clock::BootClock;
 
 pub mod format;
 
@@ -25,12 +26,12 @@ mod posix;
 pub use posix::{Collected, FileConfig, FileStore, Limits, Shares};
 
 mod small;
-pub use small::{read_clears, read_description};
+pub use small::{StaleFolders, read_clears, read_description, read_map};
 
 mod store;
 pub use store::{
     Each, GetItem, Got, Head, HeaderBytes, ListPage, ListedObject, Put, PutItem, PutMode, Single,
-    Store, StoreError,
+    Store, StoreError, Version,
 };
 
 #[cfg(feature = "redis")]
@@ -57,7 +58,7 @@ mod store_kit;
 pub mod conformance {
     pub use crate::faulty_store::FaultyStore;
     pub use crate::memory_store::{Denied, MemoryStore, StoreFaults};
-    pub use crate::store_kit::{check_replaced_values, check_store};
+    pub use crate::store_kit::{check_replaced_values, check_store, check_swaps};
 }
 
 /// The README's examples, compiled and run with the doctests.

@@ -10,14 +10,13 @@ use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use lmc_backend::conformance::Rng;
 use lmc_backend::{Answers, BoxFuture};
-use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
-use crate::format::{HEADER_LEN, Name, Refusal, Scope};
+use crate::format::{HEADER_LEN, Name, OLD_ROOT, Refusal, Scope, ValueName};
 use crate::store::{
     Each, GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, PutMode, Single, Store,
-    StoreError,
+    StoreError, Version,
 };
 
 /// Frequency of each fault, in thousandths of the objects.
@@ -82,6 +81,13 @@ pub struct MemoryStore {
 struct Object {
     bytes: Vec<u8>,
     touched: Instant,
+}
+
+impl Object {
+    fn new(bytes: Vec<u8>) -> Self {
+        let touched = Instant::now();
+        Self { bytes, touched }
+    }
 }
 
 impl Default for MemoryStore {
@@ -179,10 +185,18 @@ impl MemoryStore {
         object.map(|object| object.touched.elapsed())
     }
 
+    /// Returns the names of all objects.
+    pub fn names(&self) -> Vec<String> {
+        self.objects.lock().keys().cloned().collect()
+    }
+
+    /// Puts an object under a name of any kind.
+    pub fn set_foreign(&self, name: &str, bytes: Vec<u8>) {
+        self.insert(name.to_owned(), bytes);
+    }
+
     fn insert(&self, name: String, bytes: Vec<u8>) {
-        let touched = Instant::now();
-        let object = Object { bytes, touched };
-        self.objects.lock().insert(name, object);
+        self.objects.lock().insert(name, Object::new(bytes));
     }
 
     /// Fails a write that is denied.
@@ -254,9 +268,9 @@ impl MemoryStore {
         items.into_iter().map(one).collect()
     }
 
-    fn head(&self, key: &ChunkKey) -> Option<Head> {
+    fn head(&self, name: &ValueName) -> Option<Head> {
         let objects = self.objects.lock();
-        let object = objects.get(&Name::Value(*key).to_string())?;
+        let object = objects.get(&name.to_string())?;
         Some(Head {
             header: object.bytes.first_chunk().copied().map(Box::new),
             value_len: object.bytes.len() as u64,
@@ -265,10 +279,10 @@ impl MemoryStore {
     }
 
     fn get_one(&self, item: GetItem) -> Got {
-        let Some(head) = self.head(&item.key) else {
+        let Some(head) = self.head(&item.name) else {
             return Got::Absent(item.slot);
         };
-        let Some(mut bytes) = self.bytes(Name::Value(item.key)) else {
+        let Some(mut bytes) = self.bytes(item.name.into()) else {
             return Got::Absent(item.slot);
         };
         if self.chance(self.faults.flipped) && !bytes.is_empty() {
@@ -290,7 +304,7 @@ impl MemoryStore {
     }
 
     fn put_one(&self, item: &PutItem) -> Put {
-        let name = Name::Value(item.header.key).to_string();
+        let name = item.name().to_string();
         let present = self.objects.lock().contains_key(&name);
         if present && item.mode == PutMode::Create {
             return Put::Present;
@@ -334,9 +348,9 @@ impl Store for MemoryStore {
         self.ttl
     }
 
-    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
-        let head = |key: ChunkKey, begun: Result<(), StoreError>| begun.map(|()| self.head(&key));
-        Box::pin(self.each(keys.to_vec(), deadline, head))
+    fn heads<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, Option<Head>> {
+        let head = |name, begun: Result<(), StoreError>| begun.map(|()| self.head(&name));
+        Box::pin(self.each(names.to_vec(), deadline, head))
     }
 
     fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
@@ -385,18 +399,18 @@ impl Store for MemoryStore {
         Box::pin(self.each(names.to_vec(), deadline, remove))
     }
 
-    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
-        let touch = |key: ChunkKey, begun: Result<(), StoreError>| {
+    fn touch<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, bool> {
+        let touch = |name: ValueName, begun: Result<(), StoreError>| {
             begun?;
             let mut objects = self.objects.lock();
-            let object = objects.get_mut(&Name::Value(key).to_string());
+            let object = objects.get_mut(&name.to_string());
             Ok(object.map(|o| o.touched = Instant::now()).is_some())
         };
         Box::pin(async move {
             if self.stalls_touches.load(Ordering::SeqCst) {
                 tokio::time::sleep_until(deadline.into()).await;
             }
-            self.each(keys.to_vec(), deadline, touch).await
+            self.each(names.to_vec(), deadline, touch).await
         })
     }
 
@@ -430,10 +444,46 @@ impl Store for MemoryStore {
     fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
         Box::pin(async move {
             self.begin(deadline).await?;
-            self.allow(matches!(name, Name::Space(_)))?;
+            self.allow(matches!(name, Name::Space(..)))?;
             self.insert(name.to_string(), bytes.to_vec());
             Ok(())
         })
+    }
+
+    fn read_clears(&self, max: usize, deadline: Instant) -> Single<'_, Option<(Bytes, Version)>> {
+        Box::pin(async move {
+            let bytes = self.read(Name::Clears, max, deadline).await?;
+            Ok(bytes.map(|bytes| (bytes.clone(), Version(bytes))))
+        })
+    }
+
+    fn swap_clears(
+        &self,
+        bytes: Bytes,
+        read: Option<Version>,
+        deadline: Instant,
+    ) -> Single<'_, bool> {
+        Box::pin(async move {
+            self.begin(deadline).await?;
+            self.allow(false)?;
+            let mut objects = self.objects.lock();
+            let name = Name::Clears.to_string();
+            let found = objects.get(&name).map(|object| object.bytes.as_slice());
+            // The bytes are the version: what was put back as it was has not changed.
+            if found != read.as_ref().map(|read| &read.0[..]) {
+                return Ok(false);
+            }
+            objects.insert(name, Object::new(bytes.to_vec()));
+            Ok(true)
+        })
+    }
+
+    fn old_chunks(&self, _deadline: Instant) -> Single<'_, Option<String>> {
+        let is_old = |name: &String| name.starts_with(OLD_ROOT);
+        let has_some = self.objects.lock().keys().any(is_old);
+        Box::pin(std::future::ready(Ok(
+            has_some.then(|| format!("remove {OLD_ROOT}"))
+        )))
     }
 
     fn close(&self, _deadline: Instant) -> BoxFuture<'_, ()> {

@@ -1,46 +1,111 @@
-//! The small objects of a store: the clears, and the descriptions of spaces.
+//! The small objects of a store: the maps of clears, and the descriptions of spaces.
 
+use std::collections::HashMap;
 use std::time::Instant;
 
+use lmc_backend::Clears;
 use lmc_key::SpaceId;
 
 use crate::format::{
-    ClearSet, ClearsError, MAX_CLEARS_LEN, MAX_SPACE_LEN, Name, SpaceError, SpaceRecord,
+    ChunkFolder, ClearsError, ClearsRecord, MAX_CLEARS_LEN, MAX_SPACE_LEN, Name, SpaceError,
+    SpaceRecord,
 };
 use crate::store::{Store, StoreError};
 
-/// Reads the clears; none where there is no object of them.
+/// Reads all clears and the generation; `None` where there is no object of them.
 ///
 /// # Errors
 /// [`StoreError`] of the read, and [`ClearsError`] of what was read.
 pub async fn read_clears(
     store: &dyn Store,
     deadline: Instant,
-) -> Result<Result<ClearSet, ClearsError>, StoreError> {
-    match store.read(Name::Clears, MAX_CLEARS_LEN, deadline).await {
-        Ok(None) => Ok(Ok(ClearSet::default())),
-        Ok(Some(bytes)) => Ok(ClearSet::decode(&bytes)),
+) -> Result<Result<Option<ClearsRecord>, ClearsError>, StoreError> {
+    match store.read_clears(MAX_CLEARS_LEN, deadline).await {
+        Ok(None) => Ok(Ok(None)),
+        Ok(Some((bytes, _))) => Ok(ClearsRecord::decode(&bytes).map(Some)),
         Err(StoreError::TooLarge { found, .. }) => Ok(Err(ClearsError::Len(found))),
         Err(error) => Err(error),
     }
 }
 
-/// Reads the description of a space; `None` where it has none.
+/// Reads the map of a folder; `None` for a folder without a map that can be read.
+///
+/// # Errors
+/// [`StoreError`].
+pub async fn read_map(
+    store: &dyn Store,
+    folder: ChunkFolder,
+    deadline: Instant,
+) -> Result<Option<Clears>, StoreError> {
+    let read = store.read(Name::Map(folder), MAX_CLEARS_LEN, deadline);
+    match read.await {
+        Ok(bytes) => Ok(bytes.and_then(|bytes| ClearsRecord::decode_map(folder, &bytes))),
+        Err(StoreError::TooLarge { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Reads the description of a space of a folder, by its name in keys; `None` where it has none.
 ///
 /// # Errors
 /// [`StoreError`] of the read, and [`SpaceError`] of what was read.
 pub async fn read_description(
     store: &dyn Store,
+    folder: ChunkFolder,
     space: SpaceId,
     deadline: Instant,
 ) -> Result<Option<Result<SpaceRecord, SpaceError>>, StoreError> {
-    match store
-        .read(Name::Space(space), MAX_SPACE_LEN, deadline)
-        .await
-    {
-        Ok(found) => Ok(found.map(|bytes| SpaceRecord::decode(space, &bytes))),
+    let read = store.read(Name::Space(folder, space), MAX_SPACE_LEN, deadline);
+    match read.await {
+        Ok(found) => Ok(found.map(|bytes| SpaceRecord::decode(space, folder.clears, &bytes))),
         // No description is so long.
         Err(StoreError::TooLarge { .. }) => Ok(Some(Err(SpaceError::Damaged))),
         Err(error) => Err(error),
+    }
+}
+
+/// Tells the folders whose chunks no daemon asks for any more.
+///
+/// Use one for each page of a listing, made after the page was read: a generation that is listed was
+/// in `v2/clears` before its first chunk, so one that is not there now was replaced.
+#[derive(Debug)]
+pub struct StaleFolders {
+    all: ClearsRecord,
+    judged: HashMap<ChunkFolder, bool>,
+}
+
+impl StaleFolders {
+    /// Reads the clears that decide; `None` where they are absent or cannot be read: then no folder is
+    /// known to be stale.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub async fn read(store: &dyn Store, deadline: Instant) -> Result<Option<Self>, StoreError> {
+        let all = read_clears(store, deadline).await?.ok().flatten();
+        Ok(all.map(|all| Self {
+            all,
+            judged: HashMap::new(),
+        }))
+    }
+
+    /// Returns true for a folder that is known to be stale.
+    ///
+    /// # Errors
+    /// [`StoreError`] of the read of the folder's map.
+    pub async fn contains(
+        &mut self,
+        store: &dyn Store,
+        folder: ChunkFolder,
+        deadline: Instant,
+    ) -> Result<bool, StoreError> {
+        if let Some(&is_stale) = self.judged.get(&folder) {
+            return Ok(is_stale);
+        }
+        let is_stale = self.all.outdates(folder, None) || {
+            let map = read_map(store, folder, deadline).await?;
+            self.all.outdates(folder, map.as_ref())
+        };
+        self.judged.insert(folder, is_stale);
+        Ok(is_stale)
     }
 }

@@ -10,7 +10,7 @@ use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use thiserror::Error;
 
-use crate::format::{HEADER_LEN, Header, Name, Refusal, Scope};
+use crate::format::{ChunkFolder, HEADER_LEN, Header, Name, Refusal, Scope, ValueName};
 
 /// Bytes of a header, as they are stored.
 pub type HeaderBytes = [u8; HEADER_LEN];
@@ -66,7 +66,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     }
 
     /// Reads the headers of values; `None` for one that is absent.
-    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>>;
+    fn heads<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, Option<Head>>;
 
     /// Reads values into slots: the header first, which [`GetItem::check`] judges, and then the
     /// payload straight into the slot.
@@ -79,7 +79,7 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     fn remove<'a>(&'a self, names: &'a [Name], deadline: Instant) -> Each<'a, bool>;
 
     /// Makes values as young as new ones; answers `false` for those that are absent.
-    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool>;
+    fn touch<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, bool>;
 
     /// Lists objects, in an order of the store's own, from `token` on; `None` starts. An object that
     /// is there from the first page to the last is listed exactly once. Objects whose names are not
@@ -96,14 +96,38 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// error.
     fn read(&self, name: Name, max: usize, deadline: Instant) -> Single<'_, Option<Bytes>>;
 
-    /// Writes a small object, in place of the one that is there. Two writers may overtake each
-    /// other; the one whose content is lost sees that when it reads again.
+    /// Writes a small object, in place of the one that is there, and never [`Name::Clears`].
     fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()>;
+
+    /// Reads [`Name::Clears`], with its version; `None` where it is absent. One of more than `max`
+    /// bytes is an error.
+    fn read_clears(&self, max: usize, deadline: Instant) -> Single<'_, Option<(Bytes, Version)>>;
+
+    /// Writes [`Name::Clears`] if it is as it was read: in that version, or absent for `None`.
+    /// Returns false, and changes nothing, if it is not. Of several writers that have read one
+    /// version one succeeds. After an error the object may have been written.
+    fn swap_clears(
+        &self,
+        bytes: Bytes,
+        read: Option<Version>,
+        deadline: Instant,
+    ) -> Single<'_, bool>;
+
+    /// Looks for chunks of layout v1, which releases before this one have written and no code reads.
+    /// Returns the command that removes them; `None` if there are none. Default: there are none.
+    fn old_chunks(&self, _deadline: Instant) -> Single<'_, Option<String>> {
+        Box::pin(std::future::ready(Ok(None)))
+    }
 
     /// Ends what runs on behalf of the store, by the deadline; what still runs then is left alone.
     /// Operations afterwards answer with [`StoreError::Unavailable`].
     fn close(&self, deadline: Instant) -> BoxFuture<'_, ()>;
 }
+
+/// Version of an object, by which it is replaced only as it was read. Only its store knows what it
+/// means.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Version(pub(crate) Bytes);
 
 /// The start of a value, with what the store says of it.
 #[derive(Clone, Debug)]
@@ -117,7 +141,7 @@ pub struct Head {
 }
 
 impl Head {
-    /// Reads the header of the value that was found under `key`.
+    /// Reads the header of the value that was found under the name of `key`.
     ///
     /// # Errors
     /// [`Refusal`].
@@ -130,8 +154,8 @@ impl Head {
 /// A value to read.
 #[derive(Debug)]
 pub struct GetItem {
-    /// Key of the chunk.
-    pub key: ChunkKey,
+    /// Name of the chunk.
+    pub name: ValueName,
     /// Slot for the payload.
     pub slot: ReservedSlot,
 }
@@ -143,7 +167,7 @@ impl GetItem {
     /// # Errors
     /// [`Refusal`], with which the item is answered.
     pub fn check(&self, header: &HeaderBytes, value_len: u64) -> Result<Header, Refusal> {
-        let header = Header::of_value(header, &self.key, value_len)?;
+        let header = Header::of_value(header, &self.name.key, value_len)?;
         let (expected, found) = (header.plain_len, self.slot.len());
         match expected == found {
             true => Ok(header),
@@ -193,6 +217,8 @@ impl Got {
 /// A value to write: the header, zeroes up to its payload offset, the slot's bytes.
 #[derive(Clone, Debug)]
 pub struct PutItem {
+    /// Folder of the chunk.
+    pub folder: ChunkFolder,
     /// The header.
     pub header: Header,
     /// The payload.
@@ -202,6 +228,11 @@ pub struct PutItem {
 }
 
 impl PutItem {
+    /// Returns the name of the chunk.
+    pub fn name(&self) -> ValueName {
+        self.folder.value(self.header.key)
+    }
+
     /// Returns what comes before the payload: the header, and zeroes up to the payload's offset.
     pub fn start(&self) -> Vec<u8> {
         let mut start = self.header.encode().to_vec();

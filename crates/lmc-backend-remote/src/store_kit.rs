@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{check_value, fill_value, test_key};
-use lmc_backend::{Answers, ClearEpoch, in_order};
+use lmc_backend::{Answers, in_order};
 use lmc_key::ChunkKey;
+use lmc_key::ClearsId;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, checksum};
 
-use crate::format::{Header, Name, Refusal, Scope};
-use crate::store::{GetItem, Got, Put, PutItem, PutMode, Store, StoreError};
+use crate::format::{ChunkFolder, Generation, Header, Name, Refusal, Scope, ValueName};
+use crate::store::{GetItem, Got, Put, PutItem, PutMode, Store, StoreError, Version};
 
 /// Number of values.
 const KEYS: u64 = 24;
@@ -38,9 +39,41 @@ pub async fn check_store(store: Arc<dyn Store>, timeout: Duration) {
     kit.listings().await;
     kit.removals().await;
     kit.small_objects().await;
+    kit.clears().await;
     kit.late().await;
     kit.closed().await;
     assert_eq!(kit.pool.usage().slots, 0, "every slot came back");
+}
+
+/// Checks that of several clients which have read one version of [`Name::Clears`], or found none, one
+/// replaces it. The store has to be empty, and is so again.
+///
+/// # Panics
+/// If none or several do.
+pub async fn check_swaps(clients: &[Arc<dyn Store>], timeout: Duration) {
+    let soon = || Instant::now() + timeout;
+    let mut version = None;
+    for round in 0..20 {
+        let text = |n: usize| format!("{n} of round {round}");
+        let swaps = clients.iter().enumerate();
+        let swaps =
+            swaps.map(|(n, client)| client.swap_clears(text(n).into(), version.clone(), soon()));
+        let swapped = futures_util::future::join_all(swaps).await.into_iter();
+        // One that loses to another may see an error of the store instead.
+        let is_winner = |swapped: Result<bool, _>| swapped.is_ok_and(|is_written| is_written);
+        let winners = swapped
+            .enumerate()
+            .filter_map(|(n, s)| is_winner(s).then(|| text(n)));
+        let winners: Vec<String> = winners.collect();
+        let found = clients[round % clients.len()]
+            .read_clears(100, soon())
+            .await;
+        let (bytes, found) = found.expect("a read").expect("one has written");
+        assert_eq!(winners, [String::from_utf8_lossy(&bytes)]);
+        version = Some(found);
+    }
+    let removed = clients[0].remove(&[Name::Clears], soon()).await;
+    assert!(matches!(removed[..], [Ok(true)]), "{removed:?}");
 }
 
 /// Values that replace each other in [`check_replaced_values`].
@@ -68,10 +101,13 @@ pub async fn check_replaced_values(
         slot.bytes_mut().fill(round as u8);
         let sum = checksum(slot.bytes_mut());
         let slot = slot.written().seal();
-        let offset = writer.payload_offset();
-        let header = Header::raw(key, epoch(round), offset, slot.len(), sum);
-        let mode = PutMode::Replace;
-        writer.put(vec![PutItem { header, slot, mode }], soon())
+        let item = PutItem {
+            folder: FOLDER,
+            header: Header::raw(key, writer.payload_offset(), slot.len(), sum),
+            slot,
+            mode: PutMode::Replace,
+        };
+        writer.put(vec![item], soon())
     };
     let write = async {
         // A busy machine may read late.
@@ -91,19 +127,20 @@ pub async fn check_replaced_values(
     let read = async {
         while !is_written.load(Ordering::SeqCst) {
             let slot = pool.reserve(len(&key)).expect("the slots came back");
-            let got = reader.get(vec![GetItem { key, slot }], soon());
+            let name = FOLDER.value(key);
+            let got = reader.get(vec![GetItem { name, slot }], soon());
             let got = all(got, 1).await.pop();
             let Some(Got::Value { header, slot, .. }) = got else {
                 panic!("{got:?}");
             };
             let slot = slot.written().seal();
-            let round = header.epoch.counter as u8;
+            let round = slot.bytes()[0];
             assert!(
                 slot.bytes() == vec![round; slot.bytes().len()],
                 "half a value"
             );
             assert_eq!(checksum(slot.bytes()), header.plain_sum);
-            let head = reader.heads(&[key], soon()).await.pop();
+            let head = reader.heads(&[name], soon()).await.pop();
             let head = head.expect("an answer").expect("a head");
             assert!(head.expect("the value is there").check(&key).is_ok());
             rounds.insert(round);
@@ -132,9 +169,26 @@ fn keys() -> Vec<ChunkKey> {
     (0..KEYS).map(test_key).collect()
 }
 
-fn epoch(counter: u64) -> ClearEpoch {
-    let origin = [counter as u8; 16];
-    ClearEpoch { counter, origin }
+/// Folder of the values.
+const FOLDER: ChunkFolder = folder(1);
+
+const fn folder(n: u8) -> ChunkFolder {
+    ChunkFolder {
+        generation: Generation::new([7; 8]),
+        clears: ClearsId::new([n; 16]),
+    }
+}
+
+/// Returns the key whose bytes a value has that was written in a round.
+fn of_round(key: &ChunkKey, round: u16) -> ChunkKey {
+    ChunkKey {
+        group: round,
+        ..*key
+    }
+}
+
+fn names(keys: &[ChunkKey]) -> Vec<ValueName> {
+    keys.iter().map(|&key| FOLDER.value(key)).collect()
 }
 
 async fn all<T>(answers: Answers<'_, T>, len: usize) -> Vec<T> {
@@ -148,18 +202,21 @@ impl Kit {
         Instant::now() + self.timeout
     }
 
-    fn put_item(&self, key: ChunkKey, counter: u64, mode: PutMode) -> PutItem {
+    fn put_item(&self, key: ChunkKey, round: u16, mode: PutMode) -> PutItem {
         let mut slot = self.pool.reserve(len(&key)).expect("the slots came back");
-        fill_value(&key, slot.bytes_mut());
+        fill_value(&of_round(&key, round), slot.bytes_mut());
         let sum = checksum(slot.bytes_mut());
         let slot = slot.written().seal();
-        let offset = self.store.payload_offset();
-        let header = Header::raw(key, epoch(counter), offset, slot.len(), sum);
-        PutItem { header, slot, mode }
+        PutItem {
+            folder: FOLDER,
+            header: Header::raw(key, self.store.payload_offset(), slot.len(), sum),
+            slot,
+            mode,
+        }
     }
 
-    async fn put(&self, keys: &[ChunkKey], counter: u64, mode: PutMode) -> Vec<Put> {
-        let items = keys.iter().map(|&key| self.put_item(key, counter, mode));
+    async fn put(&self, keys: &[ChunkKey], round: u16, mode: PutMode) -> Vec<Put> {
+        let items = keys.iter().map(|&key| self.put_item(key, round, mode));
         let put = self.store.put(items.collect(), self.soon());
         let put = all(put, keys.len()).await.into_iter();
         put.map(|put| put.expect("a put")).collect()
@@ -168,7 +225,8 @@ impl Kit {
     fn get_item(&self, key: ChunkKey, len: u64) -> GetItem {
         let mut slot = self.pool.reserve(len).expect("the slots came back");
         slot.bytes_mut().fill(0xA5);
-        GetItem { key, slot }
+        let name = FOLDER.value(key);
+        GetItem { name, slot }
     }
 
     async fn get(&self, keys: &[ChunkKey]) -> Vec<Got> {
@@ -177,14 +235,14 @@ impl Kit {
         all(got, keys.len()).await
     }
 
-    /// Checks that every value is there and has the epoch.
-    async fn has_all(&self, keys: &[ChunkKey], counter: u64) {
-        let heads = self.store.heads(keys, self.soon()).await;
+    /// Checks that every value is there as a round has written it.
+    async fn has_all(&self, keys: &[ChunkKey], round: u16) {
+        let heads = self.store.heads(&names(keys), self.soon()).await;
         assert_eq!(heads.len(), keys.len());
         for (key, head) in keys.iter().zip(heads) {
             let head = head.expect("heads").expect("the value is there");
             let header = head.check(key).expect("the header is right");
-            assert_eq!((header.plain_len, header.epoch), (len(key), epoch(counter)));
+            assert_eq!(header.plain_len, len(key));
             if let Some(age) = head.age {
                 assert!(age < Duration::from_secs(3600), "{key:?} is {age:?} old");
             }
@@ -193,8 +251,9 @@ impl Kit {
             let Got::Value { header, slot, .. } = got else {
                 panic!("{key:?}: {got:?}");
             };
-            assert_eq!((header.key, header.epoch), (*key, epoch(counter)));
-            if let Err(mismatch) = check_value(key, slot.written().bytes()) {
+            assert_eq!(header.key, *key);
+            let expected = of_round(key, round);
+            if let Err(mismatch) = check_value(&expected, slot.written().bytes()) {
                 panic!("a wrong byte: {mismatch}");
             }
         }
@@ -210,7 +269,7 @@ impl Kit {
 
     async fn values(&self) {
         let keys = keys();
-        for head in self.store.heads(&keys, self.soon()).await {
+        for head in self.store.heads(&names(&keys), self.soon()).await {
             assert!(head.expect("heads").is_none(), "an empty store");
         }
         for (key, got) in keys.iter().zip(self.get(&keys).await) {
@@ -254,7 +313,8 @@ impl Kit {
             for object in page.objects {
                 let name = object.name;
                 assert!(scope.covers(&name), "{name} is not in {scope:?}");
-                if let (Name::Value(key), Some(found)) = (name, object.len) {
+                if let (Name::Value(name), Some(found)) = (name, object.len) {
+                    let key = name.key;
                     assert_eq!(found, self.store.payload_offset() + len(&key));
                 }
                 assert!(listed.insert(name.to_string()), "{name} is listed twice");
@@ -270,7 +330,7 @@ impl Kit {
     async fn listings(&self) {
         let texts = |keep: &dyn Fn(&ChunkKey) -> bool| -> BTreeSet<String> {
             let keys = keys().into_iter().filter(|key| keep(key));
-            keys.map(|key| Name::Value(key).to_string()).collect()
+            keys.map(|key| FOLDER.value(key).to_string()).collect()
         };
         for limit in [1, 5, 1000] {
             assert_eq!(self.listed(Scope::VALUES, limit).await, texts(&|_| true));
@@ -278,45 +338,58 @@ impl Kit {
         let first = keys()[0];
         let (byte, space) = (first.hash.as_bytes()[0], first.space);
         for (fanout, space) in [
+            (None, None),
             (Some(byte), None),
             (None, Some(space)),
             (Some(byte), Some(space)),
         ] {
-            let in_scope =
-                |key: &ChunkKey| Scope::Values { fanout, space }.covers(&Name::Value(*key));
-            let listed = self.listed(Scope::Values { fanout, space }, 2).await;
-            assert_eq!(listed, texts(&in_scope));
+            for folder in [None, Some(FOLDER)] {
+                let scope = Scope::Values {
+                    folder,
+                    fanout,
+                    space,
+                };
+                let in_scope = |key: &ChunkKey| scope.covers(&FOLDER.value(*key).into());
+                assert_eq!(self.listed(scope, 2).await, texts(&in_scope));
+            }
         }
+        assert!(self.listed(Scope::values_of(folder(2)), 2).await.is_empty());
         assert!(self.listed(Scope::Spaces, 2).await.is_empty());
+        assert_eq!(self.listed(Scope::Folders, 7).await, texts(&|_| true));
     }
 
     async fn removals(&self) {
         let keys = keys();
-        let names: Vec<Name> = keys.iter().map(|&key| Name::Value(key)).collect();
-        for touched in self.store.touch(&keys, self.soon()).await {
+        let objects: Vec<Name> = names(&keys).into_iter().map(Name::Value).collect();
+        for touched in self.store.touch(&names(&keys), self.soon()).await {
             assert!(touched.expect("a touch"), "the value is there");
         }
-        let removed = self.store.remove(&names[..10], self.soon()).await;
+        let removed = self.store.remove(&objects[..10], self.soon()).await;
         assert!(
             removed.iter().all(|one| matches!(one, Ok(true))),
             "{removed:?}"
         );
-        let heads = self.store.heads(&keys[..11], self.soon()).await;
+        let heads = self.store.heads(&names(&keys[..11]), self.soon()).await;
         for (n, head) in heads.into_iter().enumerate() {
             assert_eq!(head.expect("heads").is_some(), n == 10, "value {n}");
         }
-        for touched in self.store.touch(&keys[..10], self.soon()).await {
+        for touched in self.store.touch(&names(&keys[..10]), self.soon()).await {
             assert!(!touched.expect("a touch"), "the value was removed");
         }
-        for removed in self.store.remove(&names, self.soon()).await {
+        for removed in self.store.remove(&objects, self.soon()).await {
             removed.expect("removing what is there, and what is not");
         }
         assert!(self.listed(Scope::VALUES, 100).await.is_empty());
     }
 
     async fn small_objects(&self) {
-        let space = Name::Space(test_key(0).space);
-        for name in [Name::Clears, space] {
+        let space = test_key(0).space;
+        let names = [
+            Name::Map(FOLDER),
+            Name::Space(FOLDER, space),
+            Name::Space(folder(2), space),
+        ];
+        for name in names {
             let read = |max| self.store.read(name, max, self.soon());
             assert_eq!(read(100).await.expect("a read"), None);
             for text in ["first", "second, and longer", "third"] {
@@ -331,13 +404,56 @@ impl Kit {
                 assert!(matches!(error, StoreError::TooLarge { .. }), "{error}");
             }
         }
-        let listed = self.listed(Scope::Spaces, 10).await;
-        assert_eq!(listed, BTreeSet::from([space.to_string()]));
+        let texts = |names: &[Name]| names.iter().map(Name::to_string).collect::<BTreeSet<_>>();
+        assert_eq!(self.listed(Scope::Spaces, 1).await, texts(&names[1..]));
+        assert_eq!(self.listed(Scope::Folders, 1).await, texts(&names));
         assert!(self.listed(Scope::VALUES, 10).await.is_empty());
-        let removed = self.store.remove(&[Name::Clears, space], self.soon()).await;
+        let removed = self.store.remove(&names, self.soon()).await;
         assert!(removed.iter().all(Result::is_ok), "{removed:?}");
-        let read = self.store.read(Name::Clears, 100, self.soon()).await;
+        let read = self.store.read(names[0], 100, self.soon()).await;
         assert_eq!(read.expect("a read"), None);
+    }
+
+    /// The object of clears is created only if absent, and replaced only as it was read.
+    async fn clears(&self) {
+        let read = |max| self.store.read_clears(max, self.soon());
+        let swap = |text: &str, version: &Option<Version>| {
+            let bytes = text.as_bytes().to_vec().into();
+            self.store.swap_clears(bytes, version.clone(), self.soon())
+        };
+        let found = async || {
+            let found = read(100).await.expect("a read");
+            found.map_or_else(Default::default, |(bytes, version)| {
+                (String::from_utf8_lossy(&bytes).into_owned(), Some(version))
+            })
+        };
+        let (text, none) = found().await;
+        assert_eq!((text.as_str(), &none), ("", &None));
+        assert!(swap("first", &none).await.expect("a write"));
+        assert!(!swap("other", &none).await.expect("a look"), "it is there");
+        let (text, first) = found().await;
+        assert_eq!(text, "first");
+        assert!(swap("second, and longer", &first).await.expect("a write"));
+        for late in [&first, &none] {
+            assert!(
+                !swap("other", late).await.expect("a look"),
+                "it has changed"
+            );
+        }
+        let (text, _) = found().await;
+        assert_eq!(text, "second, and longer");
+        let error = read(text.len() - 1).await.expect_err("too long");
+        assert!(matches!(error, StoreError::TooLarge { .. }), "{error}");
+        assert!(self.listed(Scope::Folders, 10).await.is_empty());
+        let before = found().await.1;
+        let removed = self.store.remove(&[Name::Clears], self.soon()).await;
+        assert!(matches!(removed[..], [Ok(true)]), "{removed:?}");
+        assert_eq!(found().await, (String::new(), None));
+        assert!(!swap("late", &before).await.expect("a look"), "it is gone");
+        assert!(swap("new", &None).await.expect("a write"));
+        assert_eq!(found().await.0, "new");
+        let removed = self.store.remove(&[Name::Clears], self.soon()).await;
+        assert!(matches!(removed[..], [Ok(true)]), "{removed:?}");
     }
 
     /// Asks with a deadline that has passed: each item is answered, and every operation ends.
@@ -348,7 +464,10 @@ impl Kit {
             all(self.store.get(items.collect(), deadline), keys.len()).await;
             let items = (keys.iter()).map(|&key| self.put_item(key, 4, PutMode::Create));
             all(self.store.put(items.collect(), deadline), keys.len()).await;
-            assert_eq!(self.store.heads(&keys, deadline).await.len(), keys.len());
+            assert_eq!(
+                self.store.heads(&names(&keys), deadline).await.len(),
+                keys.len()
+            );
         };
         for wait in [Duration::ZERO, Duration::from_millis(1)] {
             let ended = tokio::time::timeout(self.timeout, ends(Instant::now() + wait)).await;
@@ -365,7 +484,7 @@ impl Kit {
         self.store.close(self.soon()).await;
         self.store.close(self.soon()).await;
         let key = keys()[0];
-        let heads = self.store.heads(&[key], self.soon()).await;
+        let heads = self.store.heads(&names(&[key]), self.soon()).await;
         assert!(
             matches!(heads[..], [Err(StoreError::Unavailable { .. })]),
             "{heads:?}"

@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Instant;
 
 use lmc_key::ChunkKey;
 
 use crate::{
-    Answers, BackendError, Clear, Cursor, Health, LoadItem, Loaded, LocateHint, Located, Page,
-    Sharing, StoreItem, Stored, Usage,
+    Answers, BackendError, Cleared, Clears, Cursor, Health, LoadItem, Loaded, LocateHint, Located,
+    Page, Sharing, StoreItem, Stored, Usage,
 };
 
 /// A boxed future that may move between threads.
@@ -26,8 +27,7 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 ///   verified after their last trip through something that can lie, and that are as many as
 ///   [`Located::Present`] said. A mismatch is a miss (and a counter of the implementation), never
 ///   an error and never data.
-/// - **Immutability.** A key decides its bytes: storing a key that is present changes nothing, but
-///   where the chunk that is there is of an older clear epoch.
+/// - **Immutability.** A key decides its bytes: storing a key that is present changes nothing.
 /// - **Visibility.** A chunk whose `store` was answered with [`Stored::Written`] is found by the
 ///   next operation, until it is removed or evicted; what `remove` or `clear` has answered `Ok`
 ///   for is not found by the next operation.
@@ -99,23 +99,28 @@ pub trait Backend: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>>;
 
-    /// Makes every chunk that the clear covers unfindable, and notes its epoch as durably as the
-    /// tier notes anything. Returns the number of chunks removed.
+    /// Takes in the clears that the engine has carried out, whose map contains all that it said
+    /// before, and notes the map as durably as the tier notes anything. Chunks that were computed
+    /// before have other names than those that are asked for from now on.
     ///
-    /// A private tier removes the chunks, those included whose `store` was begun before and ends
-    /// after, whether anybody still waits for it or not. A shared tier deletes nothing: its chunks
-    /// carry their epochs, and a caller that knows a newer one treats them as absent. A clear that is
-    /// not newer than the epoch noted changes nothing.
+    /// A private tier removes all its chunks, unless it has noted this very map before. One whose
+    /// `store` was begun before and ends after may stay, under a name that is not asked for. A shared
+    /// tier deletes nothing, and passes the map on to those that use its content.
     ///
     /// # Errors
-    /// [`BackendError`]; after one, any chunk may or may not be present.
-    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>>;
+    /// [`BackendError`]; after one, any chunk may or may not be present, and the map may or may not
+    /// be noted.
+    fn clear(
+        &self,
+        clears: Arc<Clears>,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Cleared, BackendError>>;
 
-    /// Returns the clears that the tier has noted, one for each space that it knows of and one for
-    /// all spaces: what an engine has to know before it serves the tier's chunks. Never waits.
+    /// Returns the clears that the tier knows of: of a private tier, those that its chunks were
+    /// stored after; of a shared one, those that others have passed on through it. Never waits.
     /// Default: none.
-    fn clears(&self) -> Vec<Clear> {
-        Vec::new()
+    fn clears(&self) -> Arc<Clears> {
+        Arc::default()
     }
 
     /// Returns a page of the chunks that are present, in an order of the tier's own. Starts at

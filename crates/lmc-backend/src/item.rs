@@ -3,7 +3,7 @@
 use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, SealedSlot, WrittenSlot};
 
-use crate::{BackendError, ClearEpoch};
+use crate::BackendError;
 
 /// A chunk to load, and the slot it shall go into.
 #[derive(Debug)]
@@ -26,12 +26,7 @@ impl LoadItem {
 #[derive(Debug)]
 pub enum Loaded {
     /// The slot holds the chunk, verified.
-    Hit {
-        /// The chunk's bytes.
-        slot: WrittenSlot,
-        /// The clear epoch under which the chunk was computed.
-        epoch: ClearEpoch,
-    },
+    Hit(WrittenSlot),
     /// The tier does not have the chunk, or no longer in a state it trusts.
     Miss(ReservedSlot),
     /// The tier could not say.
@@ -47,7 +42,7 @@ impl Loaded {
     /// Returns the written slot of a hit.
     pub fn hit(self) -> Option<WrittenSlot> {
         match self {
-            Self::Hit { slot, .. } => Some(slot),
+            Self::Hit(slot) => Some(slot),
             Self::Miss(_) | Self::Failed { .. } => None,
         }
     }
@@ -71,8 +66,6 @@ pub struct StoreItem {
     pub key: ChunkKey,
     /// The chunk before it in its prompt, for tiers that evict the tail before the head.
     pub parent: Option<ChunkKey>,
-    /// The clear epoch under which the chunk was computed.
-    pub epoch: ClearEpoch,
     /// The chunk's bytes. Owning the slot keeps them in place and unchanged.
     pub slot: SealedSlot,
 }
@@ -83,17 +76,8 @@ impl StoreItem {
         Self {
             key,
             parent: None,
-            epoch: ClearEpoch::default(),
             slot,
         }
-    }
-
-    /// Sets the clear epoch under which the chunk was computed. Default: that before the first
-    /// clear.
-    #[must_use]
-    pub fn with_epoch(mut self, epoch: ClearEpoch) -> Self {
-        self.epoch = epoch;
-        self
     }
 
     /// Names the chunk before it. Default: none.
@@ -114,6 +98,42 @@ pub enum Stored {
     Present,
     /// The tier chose not to keep it, by its admission rule or because its queue is full.
     Declined,
+}
+
+/// Outcome of a tier's [`clear`](crate::Backend::clear).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Cleared {
+    /// Chunks that were removed.
+    pub removed: u64,
+    /// True if the tier has noted the map where a restart of this process finds it.
+    pub is_durable: bool,
+    /// Names of those that the tier passes clears on to and that have not confirmed these.
+    pub unconfirmed: Vec<String>,
+}
+
+impl Cleared {
+    /// A clear that removed this many chunks, and is noted nowhere.
+    pub fn new(removed: u64) -> Self {
+        Self {
+            removed,
+            ..Self::default()
+        }
+    }
+
+    /// Says that a restart of this process finds the map. Default: it does not.
+    #[must_use]
+    pub fn durable(mut self) -> Self {
+        self.is_durable = true;
+        self
+    }
+
+    /// Names those who have not confirmed the clears. Default: none.
+    #[must_use]
+    pub fn with_unconfirmed(mut self, unconfirmed: Vec<String>) -> Self {
+        self.unconfirmed = unconfirmed;
+        self
+    }
 }
 
 /// A position in a tier's listing.

@@ -6,7 +6,8 @@
 //! ([`Backend::locate`], or at once by its [`LocalIndex`]), loads them into slots that the caller
 //! reserved, and stores them from sealed slots, without a copy in between where the tier can do
 //! that. Loads and stores answer for each key as it ends ([`Answers`]). A key decides its bytes for
-//! good, so nothing is ever overwritten; [`ClearEpoch`]s say what a clear makes unfindable.
+//! good, so nothing is ever overwritten. No tier knows of clears: what was cleared has another name
+//! ([`Clears`]).
 //!
 //! Not in here: how chunks are found, leased and evicted in DRAM (`lmc-backend-local`), which tier
 //! a chunk belongs in (`lmc-engine`), and any executor or timer.
@@ -34,7 +35,7 @@
 //! in_order(tier.store(vec![StoreItem::new(key, slot.written().seal())], deadline), 1).await;
 //! let into = pool.reserve(5).expect("the pool has capacity for two");
 //! let mut loaded = in_order(tier.load(vec![LoadItem::new(key, into)], deadline), 1).await;
-//! let Some(Some(Loaded::Hit { slot, .. })) = loaded.pop() else { panic!("a miss") };
+//! let Some(Some(Loaded::Hit(slot))) = loaded.pop() else { panic!("a miss") };
 //! assert_eq!(slot.bytes(), b"hello");
 //! # });
 //! # Ok::<(), Box<dyn std::error::Error>>(())
@@ -46,15 +47,15 @@ pub use answers::{Answers, in_order, ready};
 mod backend;
 pub use backend::{Backend, BoxFuture, LocalIndex};
 
-mod clear;
-pub use clear::{Clear, ClearEpoch};
+mod clears;
+pub use clears::{Clears, ClearsDamaged, StartId, TooManyClears};
 
 mod error;
 pub use error::{BackendError, Unavailable};
 
 mod item;
 pub use item::{
-    Cursor, FailedSlot, Health, Listed, LoadItem, Loaded, Page, StoreItem, Stored, Usage,
+    Cleared, Cursor, FailedSlot, Health, Listed, LoadItem, Loaded, Page, StoreItem, Stored, Usage,
 };
 
 mod locate;

@@ -3,8 +3,6 @@
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-use crate::ClearEpoch;
-
 /// Advice for a lookup. A tier may ignore it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -86,20 +84,16 @@ pub struct Location {
     pub medium: Medium,
     /// Estimated time to load the chunk as one of a batch, from what the tier measured so far.
     pub cost: Duration,
-    /// The clear epoch under which the chunk was computed. A private tier, which removes what a
-    /// clear covers, may answer with the newest epoch that it knows for the chunk's space.
-    pub epoch: ClearEpoch,
 }
 
 impl Location {
     /// A chunk of `len` bytes, stored as it is, that costs nothing to load.
-    pub fn new(len: u64, medium: Medium, epoch: ClearEpoch) -> Self {
+    pub fn new(len: u64, medium: Medium) -> Self {
         Self {
             len,
             stored_len: len,
             medium,
             cost: Duration::ZERO,
-            epoch,
         }
     }
 
@@ -135,6 +129,6 @@ pub enum Medium {
 pub enum Sharing {
     /// Only this process stores and clears here. A clear removes the chunks.
     Private,
-    /// Other processes use the content too. A clear only notes its epoch, and deletes nothing.
+    /// Other processes use the content too. A clear only passes its map on, and deletes nothing.
     Shared,
 }

@@ -1,18 +1,19 @@
 //! A map behind the trait.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::future::ready as done;
 use std::io;
 use std::ops::Bound;
+use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
 use crate::{
-    Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Cursor, FailedSlot, Health,
-    Listed, LoadItem, Loaded, LocalIndex, LocateHint, Located, Location, Medium, Page, Sharing,
-    StoreItem, Stored, Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, Health, Listed,
+    LoadItem, Loaded, LocalIndex, LocateHint, Located, Location, Medium, Page, Sharing, StoreItem,
+    Stored, Usage, ready,
 };
 
 /// Copies chunks into a map on the heap: the twin of every real tier in tests and examples.
@@ -24,7 +25,7 @@ pub struct MemoryBackend {
     is_shared: bool,
 }
 
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct State {
     chunks: BTreeMap<ChunkKey, Chunk>,
     /// Arrival number to key: the order of listings.
@@ -33,25 +34,17 @@ struct State {
     arrived: u128,
     /// Payload bytes of the chunks.
     bytes: u64,
-    /// Epochs of the clears noted; `None` is that of all spaces.
-    clears: HashMap<Option<SpaceId>, ClearEpoch>,
+    clears: Arc<Clears>,
     closed: bool,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Chunk {
     arrival: u128,
-    epoch: ClearEpoch,
     bytes: Box<[u8]>,
 }
 
 impl State {
-    /// Returns the newest epoch noted for a space.
-    fn epoch_of(&self, space: SpaceId) -> ClearEpoch {
-        let noted = |space| self.clears.get(&space).copied().unwrap_or_default();
-        noted(None).join(noted(Some(space)))
-    }
-
     fn take(&mut self, key: &ChunkKey) -> bool {
         let Some(chunk) = self.chunks.remove(key) else {
             return false;
@@ -72,7 +65,7 @@ impl MemoryBackend {
     }
 
     /// Behaves as a store that other processes use too: it has no index here, so that it has to be
-    /// asked, a clear deletes nothing, and a chunk keeps the epoch under which it was stored.
+    /// asked, and a clear deletes nothing.
     pub fn shared() -> Self {
         Self {
             is_shared: true,
@@ -84,8 +77,7 @@ impl MemoryBackend {
         if state.closed {
             return Err(BackendError::Closed);
         }
-        let location =
-            |chunk: &Chunk| Location::new(chunk.bytes.len() as u64, Medium::Memory, chunk.epoch);
+        let location = |chunk: &Chunk| Location::new(chunk.bytes.len() as u64, Medium::Memory);
         let found = state.chunks.get(key).map(location);
         Ok(found.map_or(Located::Absent, Located::Present))
     }
@@ -108,10 +100,7 @@ impl MemoryBackend {
             };
         }
         slot.bytes_mut().copy_from_slice(&chunk.bytes);
-        Loaded::Hit {
-            slot: slot.written(),
-            epoch: chunk.epoch,
-        }
+        Loaded::Hit(slot.written())
     }
 
     fn store_one(&self, item: &StoreItem) -> Result<Stored, BackendError> {
@@ -119,12 +108,8 @@ impl MemoryBackend {
         if state.closed {
             return Err(BackendError::Closed);
         }
-        let known = state.chunks.get(&item.key).map(|chunk| chunk.epoch);
-        if known.is_some_and(|known| known.join(item.epoch) == known) {
+        if state.chunks.contains_key(&item.key) {
             return Ok(Stored::Present);
-        }
-        if !self.is_shared && !item.epoch.is_valid_at(state.epoch_of(item.key.space)) {
-            return Ok(Stored::Declined);
         }
         let needed = item.slot.len();
         if self
@@ -139,17 +124,11 @@ impl MemoryBackend {
                 "the slot's memory was lost",
             )));
         }
-        state.take(&item.key);
         state.arrived += 1;
         state.bytes += needed;
-        let (arrival, epoch) = (state.arrived, item.epoch);
+        let arrival = state.arrived;
         state.arrivals.insert(arrival, item.key);
-        let chunk = Chunk {
-            arrival,
-            epoch,
-            bytes,
-        };
-        state.chunks.insert(item.key, chunk);
+        state.chunks.insert(item.key, Chunk { arrival, bytes });
         Ok(Stored::Written)
     }
 
@@ -159,6 +138,16 @@ impl MemoryBackend {
             return Err(BackendError::Closed);
         }
         Ok(state.take(key))
+    }
+}
+
+impl Clone for MemoryBackend {
+    /// Copies the content, as a copy of a drive does.
+    fn clone(&self) -> Self {
+        Self {
+            state: Mutex::new(self.state.lock().clone()),
+            ..*self
+        }
     }
 }
 
@@ -215,35 +204,33 @@ impl Backend for MemoryBackend {
         Box::pin(done(keys.iter().map(|key| self.remove_one(key)).collect()))
     }
 
-    fn clear(&self, clear: Clear, _deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+    fn clear(
+        &self,
+        clears: Arc<Clears>,
+        _deadline: Instant,
+    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
         let mut state = self.state.lock();
         if state.closed {
             return Box::pin(done(Err(BackendError::Closed)));
         }
-        let noted = state.clears.entry(clear.space).or_default();
-        *noted = noted.join(clear.epoch);
-        if self.is_shared {
-            return Box::pin(done(Ok(0)));
+        let is_known = state.clears == clears;
+        let mut known = Clears::clone(&state.clears);
+        if let Err(error) = known.join(&clears) {
+            return Box::pin(done(Err(BackendError::Io(io::Error::other(error)))));
         }
-        let is_old = |(key, chunk): &(&ChunkKey, &Chunk)| {
-            clear.covers(key.space) && !chunk.epoch.is_valid_at(state.epoch_of(key.space))
-        };
-        let old: Vec<ChunkKey> = state
-            .chunks
-            .iter()
-            .filter(is_old)
-            .map(|(k, _)| *k)
-            .collect();
-        for key in &old {
-            state.take(key);
+        state.clears = Arc::new(known);
+        let mut removed = 0;
+        if !self.is_shared && !is_known {
+            removed = state.chunks.len() as u64;
+            state.chunks.clear();
+            state.arrivals.clear();
+            state.bytes = 0;
         }
-        Box::pin(done(Ok(old.len() as u64)))
+        Box::pin(done(Ok(Cleared::new(removed))))
     }
 
-    fn clears(&self) -> Vec<Clear> {
-        let state = self.state.lock();
-        let clear = |(&space, &epoch): (&Option<SpaceId>, &ClearEpoch)| Clear { space, epoch };
-        state.clears.iter().map(clear).collect()
+    fn clears(&self) -> Arc<Clears> {
+        Arc::clone(&self.state.lock().clears)
     }
 
     fn list(

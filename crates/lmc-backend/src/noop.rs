@@ -1,13 +1,14 @@
 //! The tier that holds nothing.
 
 use std::future;
+use std::sync::Arc;
 use std::time::Instant;
 
 use lmc_key::ChunkKey;
 
 use crate::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, Health, LoadItem, Loaded, LocateHint,
-    Located, Page, StoreItem, Stored, Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, Health, LoadItem, Loaded,
+    LocateHint, Located, Page, StoreItem, Stored, Usage, ready,
 };
 
 /// Declines every chunk and never finds one.
@@ -49,8 +50,12 @@ impl Backend for NoopBackend {
         Box::pin(future::ready(keys.iter().map(|_| Ok(false)).collect()))
     }
 
-    fn clear(&self, _clear: Clear, _deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
-        Box::pin(future::ready(Ok(0)))
+    fn clear(
+        &self,
+        _clears: Arc<Clears>,
+        _deadline: Instant,
+    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
+        Box::pin(future::ready(Ok(Cleared::default())))
     }
 
     fn list(

@@ -1,12 +1,13 @@
 //! The twins and the faulty wrapper pass the kit, and the kit catches tiers that lie.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use lmc_backend::conformance::{Conformance, Delayed, Faults, Faulty, Gated, Guarantee};
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Clear, ClearEpoch, Cursor, FailedSlot, LoadItem,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, LoadItem,
     Loaded, LocateHint, Located, MemoryBackend, NoopBackend, Page,
 };
 use lmc_key::ChunkKey;
@@ -122,10 +123,7 @@ impl Backend for Liar {
 
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
         if self.1 == Lie::Stale {
-            let hit = |item: LoadItem| Loaded::Hit {
-                slot: item.slot.written(),
-                epoch: ClearEpoch::default(),
-            };
+            let hit = |item: LoadItem| Loaded::Hit(item.slot.written());
             return lmc_backend::ready(items.into_iter().map(hit));
         }
         let last = items.len().saturating_sub(1);
@@ -135,8 +133,7 @@ impl Backend for Liar {
         let lie = |(index, loaded)| match (self.1, loaded) {
             (Lie::Invents, Loaded::Miss(mut slot)) => {
                 slot.bytes_mut()[0] ^= 1;
-                let (slot, epoch) = (slot.written(), ClearEpoch::default());
-                (index, Loaded::Hit { slot, epoch })
+                (index, Loaded::Hit(slot.written()))
             }
             (Lie::Leaks, Loaded::Miss(slot)) => {
                 drop(slot.quarantine());
@@ -167,21 +164,24 @@ impl Backend for Liar {
         })
     }
 
-    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+    fn clear(
+        &self,
+        clears: Arc<Clears>,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
         match self.1 {
             Lie::KeepsAll => {
                 let usage = self.0.usage();
-                Box::pin(std::future::ready(
-                    Ok(usage.map_or(0, |usage| usage.chunks)),
-                ))
+                let removed = usage.map_or(0, |usage| usage.chunks);
+                Box::pin(std::future::ready(Ok(Cleared::new(removed))))
             }
-            _ => self.0.clear(clear, deadline),
+            _ => self.0.clear(clears, deadline),
         }
     }
 
-    fn clears(&self) -> Vec<Clear> {
+    fn clears(&self) -> Arc<Clears> {
         match self.1 {
-            Lie::Forgets => Vec::new(),
+            Lie::Forgets => Arc::default(),
             _ => self.0.clears(),
         }
     }

@@ -2,10 +2,13 @@
 
 use std::time::Duration;
 
+use lmc_backend::TooManyClears;
 use lmc_backend_local::{LocalConfigError, Origin, PolicyKind};
 use lmc_memory::PoolError;
 use thiserror::Error;
 use tokio::runtime::Handle;
+
+use crate::clears::ClearLog;
 
 /// Settings of a [`CacheEngine`](crate::CacheEngine).
 #[derive(Debug, Clone)]
@@ -38,6 +41,9 @@ pub struct EngineConfig {
     /// Runtime of reads from and writes to lower tiers; it needs a timer. Default: none, and an
     /// engine with lower tiers starts a runtime of its own with two threads named `lmc-engine`.
     pub runtime: Option<Handle>,
+    /// The log of clears, which the lower tiers were given too. Default: a new one without a
+    /// state file.
+    pub clears: ClearLog,
 }
 
 impl Default for EngineConfig {
@@ -54,6 +60,7 @@ impl Default for EngineConfig {
             pending_timeout: Duration::from_millis(500),
             recompute_time: None,
             runtime: None,
+            clears: ClearLog::default(),
         }
     }
 }
@@ -74,6 +81,9 @@ pub enum EngineError {
         /// Number of lower tiers.
         found: usize,
     },
+    /// The tiers know of too many clears.
+    #[error(transparent)]
+    Clears(#[from] TooManyClears),
     /// A thread cannot be started.
     #[error("cannot start a thread: {0}")]
     Thread(#[from] std::io::Error),

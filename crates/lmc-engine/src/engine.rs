@@ -12,12 +12,13 @@ use lmc_backend_local::{
     Clear, EventSink, Inserted, Leases, LocalConfig, LocalTier, MarkId, Origin, OwnerId, TenantId,
     WriteStart,
 };
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use lmc_memory::{Arena, Pool, PoolConfig, SealedSlot, SharedName};
 use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
 use tokio::task::AbortHandle;
 
+use crate::clears::{ClearError, ClearLog};
 use crate::config::{EngineConfig, EngineError};
 use crate::events::Relay;
 use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, Tiers};
@@ -38,17 +39,31 @@ pub(crate) const WRITER: OwnerId = OwnerId(u64::MAX - 1);
 /// Time that lower tiers have for a clear or a removal.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Outcome of [`CacheEngine::clear`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Outcome of [`CacheEngine::clear`]: in any case nothing that was computed before is found by this
+/// engine any more.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Cleared {
     /// Number of chunks removed from DRAM.
     pub dram: u64,
+    /// Number of chunks that stay in DRAM until their last lease ends. Only who leased them
+    /// before reads them.
+    pub leased: u64,
     /// Number of chunks removed from lower tiers.
     pub lower: u64,
-    /// True if every lower tier has noted the clear. If not, one of them is faulty or too slow, and
-    /// may still have chunks.
-    pub complete: bool,
+    /// Names of what a restart finds the clear by: `state file`, and tiers. Without any, and where
+    /// no other process knows of the clear, a restart undoes it.
+    pub durable: Vec<String>,
+    /// Tiers, and those behind them, that have not confirmed the clear, each with the reason where
+    /// one is known. They may still have chunks from before it, and serve them to others.
+    pub unconfirmed: Vec<String>,
+}
+
+impl Cleared {
+    /// Returns true if a restart finds the clear, and everyone that it is passed on to has confirmed it.
+    pub fn is_complete(&self) -> bool {
+        !self.durable.is_empty() && self.unconfirmed.is_empty()
+    }
 }
 
 /// Outcome of [`CacheEngine::remove`].
@@ -112,6 +127,9 @@ pub struct CacheEngine(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     tier: LocalTier,
+    clears: ClearLog,
+    /// Chunks that clears have left in DRAM because they were leased; removed with their last lease.
+    left: Mutex<Vec<ChunkKey>>,
     lower: Option<LowerTiers>,
     /// Bytes that a close has still to offer to lower tiers, or [`NOT_CLOSED`].
     unoffered: AtomicU64,
@@ -120,6 +138,37 @@ struct Inner {
 }
 
 impl Inner {
+    /// Empties DRAM, and remembers what has to stay for now. Returns the number of chunks removed,
+    /// and of those that stay.
+    fn empty(&self, which: Clear) -> (u64, u64) {
+        // The last clear counts.
+        let mut left = self.left.lock();
+        let cleared = self.tier.clear(which);
+        *left = cleared.left;
+        let spaces = left.iter().map(|key| key.space).collect();
+        self.clears.forget_names(&spaces);
+        (cleared.removed, left.len() as u64)
+    }
+
+    /// Empties DRAM and the queues of writes after clears that were made elsewhere.
+    fn empty_after_learning(&self) {
+        match &self.lower {
+            Some(lower) => lower.tiers().empty(|| self.empty(Clear::Unleased)),
+            None => self.empty(Clear::Unleased),
+        };
+        if let Some(lower) = &self.lower {
+            lower.tiers().pass_on_clears();
+        }
+    }
+
+    /// Removes what clears have left once it is not leased any more.
+    fn remove_left(&self) {
+        let mut left = self.left.lock();
+        if !left.is_empty() {
+            *left = self.tier.remove_unleased(&left);
+        }
+    }
+
     /// Returns the lower tiers if there is one that chunks are written back to.
     fn written_back(&self) -> Option<&LowerTiers> {
         self.lower.as_ref().filter(is_written_back)
@@ -180,7 +229,11 @@ impl CacheEngine {
     ) -> Result<Self, EngineError> {
         let lower: Vec<LowerTier> = lower.into_iter().map(Into::into).collect();
         let pool = Pool::new(arena, PoolConfig::default().with_align(config.align))?;
-        let relay = Arc::new(Relay::default());
+        let clears = config.clears.clone();
+        for tier in &lower {
+            clears.learn(&tier.backend.clears(), tier.backend.name())?;
+        }
+        let relay = Arc::new(Relay::new(clears.clone()));
         let mut local = LocalConfig::new(pool)
             .with_policy(config.policy)
             .with_watermarks(config.high_watermark, config.low_watermark)
@@ -199,12 +252,20 @@ impl CacheEngine {
         let stop = Arc::new(Stop::default());
         let inner = Arc::new(Inner {
             tier,
+            clears,
+            left: Mutex::default(),
             lower,
             unoffered: AtomicU64::new(NOT_CLOSED),
             relay,
             stop: Arc::clone(&stop),
         });
         let weak = Arc::downgrade(&inner);
+        let learned = Weak::clone(&weak);
+        inner.clears.on_learned(move || {
+            if let Some(inner) = learned.upgrade() {
+                inner.empty_after_learning();
+            }
+        });
         thread::Builder::new()
             .name("lmc-evict".to_owned())
             .spawn(move || maintain(&weak, &stop, config.maintain_every))?;
@@ -277,11 +338,44 @@ impl CacheEngine {
         Some(EngineTask(lower.spawn(task)))
     }
 
-    /// Leases all of these chunks, or none. Finds only what is in DRAM.
-    pub fn acquire(&self, owner: OwnerId, keys: &[ChunkKey]) -> Option<Leases> {
+    /// Returns the digest of the clears that were carried out so far. A request reads it once, when
+    /// it begins: what it computes from then on is stored after these clears, and what it found is
+    /// read after them.
+    pub fn clears_id(&self) -> ClearsId {
+        self.0.clears.id()
+    }
+
+    /// Returns the log of clears.
+    pub fn clear_log(&self) -> &ClearLog {
+        &self.0.clears
+    }
+
+    /// Returns the space that a name in a key stands for ([`SpaceId::after`]).
+    pub fn space_of(&self, name: SpaceId) -> SpaceId {
+        self.0.clears.space_of(name)
+    }
+
+    /// Returns keys as they are named after these clears.
+    fn named(&self, clears: ClearsId, keys: &[ChunkKey]) -> Vec<ChunkKey> {
+        let mut last = None;
+        let named = |key: &ChunkKey| {
+            // A prompt has one space.
+            let space = match last {
+                Some((space, name)) if space == key.space => name,
+                _ => key.space.after(clears),
+            };
+            last = Some((key.space, space));
+            ChunkKey { space, ..*key }
+        };
+        keys.iter().map(named).collect()
+    }
+
+    /// Leases all of these chunks, computed after these clears, or none. Finds only what is in DRAM.
+    pub fn acquire(&self, owner: OwnerId, clears: ClearsId, keys: &[ChunkKey]) -> Option<Leases> {
         if self.pool_is_lost() {
             return None;
         }
+        let keys = &self.named(clears, keys);
         let leases = self.lease_and_offer(owner, keys);
         (leases.len() == keys.len()).then_some(leases)
     }
@@ -289,19 +383,31 @@ impl CacheEngine {
     /// Reserves slots for chunks; one answer for each, in order. Evicts chunks that may be; never
     /// waits. A batch is best given in the order of the prompt: a chunk of it that is present
     /// counts as used. [`Self::commit`] makes the chunks findable when they are written.
-    pub fn store(&self, owner: OwnerId, requests: &[StoreRequest]) -> Vec<StoreStart> {
+    ///
+    /// `clears` is [`Self::clears_id`] from before the chunks were computed. After a clear since then
+    /// they are answered with [`StoreStart::Cleared`].
+    pub fn store(
+        &self,
+        owner: OwnerId,
+        clears: ClearsId,
+        requests: &[StoreRequest],
+    ) -> Vec<StoreStart> {
         if self.pool_is_lost() {
             return requests.iter().map(|_| StoreStart::NoMemory).collect();
         }
-        let prompt: Vec<_> = requests.iter().map(|r| (r.key, r.parent)).collect();
+        if clears != self.clears_id() {
+            return requests.iter().map(|_| StoreStart::Cleared).collect();
+        }
+        let name = |key: ChunkKey| ChunkKey {
+            space: self.0.clears.name(key.space, clears),
+            ..key
+        };
+        let named = |r: &StoreRequest| (name(r.key), r.parent.map(name));
+        let prompt: Vec<_> = requests.iter().map(named).collect();
         self.0.tier.touch(&prompt);
-        let reserve = |request: &StoreRequest| {
-            let StoreRequest {
-                key,
-                parent,
-                tenant,
-                len,
-            } = *request;
+        let reserve = |(request, (key, parent)): (&StoreRequest, &(_, _))| {
+            let StoreRequest { tenant, len, .. } = *request;
+            let (key, parent) = (*key, *parent);
             match self.0.tier.begin_write(owner, tenant, key, len) {
                 Ok(WriteStart::Reserved(new)) => {
                     StoreStart::Reserved(StoreTicket::new(new, parent))
@@ -311,7 +417,7 @@ impl CacheEngine {
                 Err(_) => StoreStart::NoMemory,
             }
         };
-        requests.iter().map(reserve).collect()
+        requests.iter().zip(&prompt).map(reserve).collect()
     }
 
     /// Makes written chunks findable at once. Returns one answer for each, in order. In a pool that
@@ -344,28 +450,23 @@ impl CacheEngine {
         self.0.tier.share_writes(marks);
     }
 
-    /// Returns the number of clears so far. A slot that was reserved while this number has not
-    /// changed since some moment was reserved without a clear since that moment.
-    pub fn clears(&self) -> u64 {
-        self.0.tier.clears()
-    }
-
     /// Pins chunks: they are not evicted until they are unpinned. Returns true for those in DRAM.
     ///
     /// For embedding programs, such as one that keeps a system prompt in DRAM; the server does not
     /// call it.
     pub fn pin(&self, keys: &[ChunkKey]) -> Vec<bool> {
-        self.0.tier.pin(keys)
+        self.0.tier.pin(&self.named(self.clears_id(), keys))
     }
 
     /// Ends pins, one for each call of [`Self::pin`]. Returns true for those that were pinned.
     pub fn unpin(&self, keys: &[ChunkKey]) -> Vec<bool> {
-        self.0.tier.unpin(keys)
+        self.0.tier.unpin(&self.named(self.clears_id(), keys))
     }
 
     /// Removes chunks from all tiers. A leased chunk is unfindable at once, and its memory is freed
     /// with the last lease. Waits for lower tiers, at most eleven seconds.
     pub fn remove(&self, keys: &[ChunkKey]) -> Removed {
+        let keys = &self.named(self.clears_id(), keys);
         let above = || self.0.tier.remove(keys);
         let Some(lower) = &self.0.lower else {
             return Removed {
@@ -383,6 +484,7 @@ impl CacheEngine {
     /// copies to lower tiers. Returns the number of chunks removed. What lower tiers have of them
     /// stays until it is evicted there, as does what is being written or promoted now.
     pub fn end_spaces(&self, spaces: &HashSet<SpaceId>) -> u64 {
+        let spaces = &self.0.clears.names_of(spaces);
         if let Some(lower) = &self.0.lower {
             lower.drop_writes_of(spaces);
         }
@@ -390,30 +492,49 @@ impl CacheEngine {
     }
 
     /// Removes every chunk in DRAM that is neither leased nor pinned; with `force` those too.
-    /// Returns the number of chunks removed. Lower tiers keep theirs.
+    /// Returns the number of chunks removed. Lower tiers keep theirs, and what they have is still
+    /// found.
     pub fn clear_dram(&self, force: bool) -> u64 {
         let which = if force { Clear::All } else { Clear::Idle };
-        self.0.tier.clear(which)
+        self.0.tier.clear(which).removed
     }
 
-    /// Removes every chunk in all tiers that is neither leased nor pinned; with `force` those too.
-    /// Chunks that are being written or promoted are removed too. A shared tier deletes nothing: its
-    /// older chunks count as absent from then on. Waits for lower tiers, at most eleven seconds.
-    pub fn clear(&self, force: bool) -> Cleared {
-        let Some(lower) = &self.0.lower else {
-            return Cleared {
-                dram: self.clear_dram(force),
-                lower: 0,
-                complete: true,
-            };
+    /// Makes everything unfindable that was computed before now, in all tiers, for good: also what
+    /// is being written or promoted, and what an engine computes now and stores later. What is
+    /// leased stays in memory for those that looked it up before, until its last lease ends; with
+    /// `force` not even they find it. Pins end. A shared tier deletes nothing: its chunks from before
+    /// have names that are not asked for. Waits for the state file and for lower tiers, at most 16 seconds.
+    ///
+    /// # Errors
+    /// [`ClearError`]; nothing is cleared then.
+    pub fn clear(&self, force: bool) -> Result<Cleared, ClearError> {
+        let (clears, is_durable) = self.0.clears.count()?;
+        let which = if force { Clear::All } else { Clear::Unleased };
+        let empty = || self.0.empty(which);
+        let state_file = is_durable.then(|| "state file".to_owned());
+        let mut cleared = Cleared {
+            durable: Vec::from_iter(state_file),
+            ..Cleared::default()
         };
+        let Some(lower) = &self.0.lower else {
+            (cleared.dram, cleared.leased) = empty();
+            return Ok(cleared);
+        };
+        (cleared.dram, cleared.leased) = lower.tiers().empty(empty);
         let deadline = Instant::now() + REMOVE_TIMEOUT;
-        let (dram, removed, complete) = lower.clear(deadline, || self.clear_dram(force));
-        Cleared {
-            dram,
-            lower: removed,
-            complete,
+        for (tier, answer) in lower.clear(clears, deadline) {
+            match answer {
+                Ok(answer) => {
+                    cleared.lower += answer.removed;
+                    let others = answer.unconfirmed.iter();
+                    let others = others.map(|other| format!("{tier}: {other}"));
+                    cleared.unconfirmed.extend(others);
+                    cleared.durable.extend(answer.is_durable.then_some(tier));
+                }
+                Err(error) => cleared.unconfirmed.push(format!("{tier}: {error}")),
+            }
         }
+        Ok(cleared)
     }
 
     /// Waits until queued writes have ended and closes the lower tiers. To those with
@@ -583,7 +704,7 @@ impl CacheEngine {
 
     /// Returns the counters of the DRAM tier since the engine was made.
     pub fn stats(&self) -> EngineStats {
-        self.0.tier.stats().into()
+        EngineStats::new(self.0.tier.stats(), self.0.clears.totals())
     }
 }
 
@@ -603,6 +724,7 @@ fn maintain(engine: &Weak<Inner>, stop: &Stop, every: Duration) {
             return;
         };
         inner.tier.pool().recover();
+        inner.remove_left();
         let more = || {
             let lower = inner.lower.as_ref();
             let _held = lower.map(|lower| lower.tiers().block_removal());

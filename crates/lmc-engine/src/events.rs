@@ -3,15 +3,19 @@
 use std::sync::{Arc, OnceLock, Weak};
 
 use lmc_backend_local::{EventSink, Removal, RemovedEvent, StoredEvent};
+use lmc_key::ChunkKey;
 
+use crate::clears::ClearLog;
 use crate::lower::{Moment, Offer, Tiers};
 
 /// Connects the DRAM tier, which is given its listener when it is made, with the listener, which
 /// comes later.
 #[derive(Debug, Default)]
 pub(crate) struct Relay {
+    clears: ClearLog,
+    /// Gets keys in their spaces, without the clears.
     listener: OnceLock<Arc<dyn EventSink>>,
-    /// Listener of those who tell peers what is here.
+    /// Listener of those who tell peers what is here, by its name.
     announcer: OnceLock<Arc<dyn EventSink>>,
     /// The tiers that evicted chunks are offered to. Weak, as they hold the DRAM tier, which holds
     /// this.
@@ -19,6 +23,21 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
+    pub(crate) fn new(clears: ClearLog) -> Self {
+        Self {
+            clears,
+            ..Self::default()
+        }
+    }
+
+    /// Returns a key in its space.
+    fn unnamed(&self, key: &ChunkKey) -> ChunkKey {
+        ChunkKey {
+            space: self.clears.space_of(key.space),
+            ..*key
+        }
+    }
+
     /// Sets the listener. Returns false if there is one already.
     pub(crate) fn set(&self, listener: Arc<dyn EventSink>) -> bool {
         self.listener.set(listener).is_ok()
@@ -39,6 +58,10 @@ impl Relay {
 impl EventSink for Relay {
     fn on_stored(&self, event: StoredEvent<'_>) {
         if let Some(listener) = self.listener.get() {
+            let parent = event.parent.map(|parent| self.unnamed(parent));
+            let key = self.unnamed(event.key);
+            let mut event = event;
+            (event.key, event.parent) = (&key, parent.as_ref());
             listener.on_stored(event);
         }
         if let Some(announcer) = self.announcer.get() {
@@ -58,6 +81,9 @@ impl EventSink for Relay {
             lower.offer(&[offer], Moment::Leaving);
         }
         if let Some(listener) = self.listener.get() {
+            let key = self.unnamed(event.key);
+            let mut event = event;
+            event.key = &key;
             listener.on_removed(event);
         }
         if let Some(announcer) = self.announcer.get() {

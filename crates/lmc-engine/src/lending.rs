@@ -1,13 +1,14 @@
 //! The chunks of this engine that other processes may read: what its own tiers hold, never what
-//! it would have to ask others for.
+//! it would have to ask others for. Keys are as peers name them: by the names of spaces after the
+//! clears.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_backend::{ClearEpoch, LocateHint};
+use lmc_backend::LocateHint;
 use lmc_backend_local::{EventSink, Leases, OwnerId, TenantId};
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::ChunkKey;
 
 use crate::engine::CacheEngine;
 use crate::lookup::{LookupRequest, Rank};
@@ -109,18 +110,18 @@ impl CacheEngine {
     }
 
     /// Leases chunks of a prompt that this engine has by itself: one answer for each key, in
-    /// order, and the clear epoch that all of them are of. Those in lower tiers whose index is in
-    /// this process are promoted first, as far as that is done by the deadline, and count against
-    /// the tenant's quota. Counts neither as a lookup nor as a use.
+    /// order. Those in lower tiers whose index is in this process are promoted first, as far as that
+    /// is done by the deadline, and count against the tenant's quota. Counts neither as a lookup nor
+    /// as a use.
     pub async fn lease_own(
         &self,
         tenant: TenantId,
         keys: &[ChunkKey],
         deadline: Instant,
-    ) -> (ClearEpoch, Vec<Option<Leases>>) {
+    ) -> Vec<Option<Leases>> {
         let owner = PEERS;
         if self.pool_is_lost() {
-            return (ClearEpoch::default(), keys.iter().map(|_| None).collect());
+            return keys.iter().map(|_| None).collect();
         }
         let local = self.local();
         // What is promoted stays until the others are leased.
@@ -142,21 +143,13 @@ impl CacheEngine {
                 promoted = Some(lower.tiers().promote(prompt, none).await);
             }
         }
-        // No clear comes between the epoch and the leases: what it removes is of an older one, and
-        // so is what it leaves.
-        let tiers = self.lower().map(|lower| lower.tiers());
         let lease = |key: &ChunkKey| {
             let leases = local.lease_uncounted(owner, &[*key]);
-            let slot = leases.get(0)?;
-            let is_older = tiers.is_some_and(|tiers| tiers.was_kept(key, slot));
-            (!is_older).then_some(leases)
+            (leases.len() == 1).then_some(leases)
         };
-        let removal = tiers.map(|tiers| tiers.block_removal());
-        let space = keys.first().map(|key| key.space);
-        let epoch = space.map_or_else(ClearEpoch::default, |space| self.clear_epoch(space));
         let leases = keys.iter().map(lease).collect();
-        drop((removal, promoted));
-        (epoch, leases)
+        drop(promoted);
+        leases
     }
 
     /// Promotes the leading chunks of a prompt, as a lookup would, and leases none. Counts for a
@@ -171,7 +164,7 @@ impl CacheEngine {
             chunk_bytes: hint.chunk_bytes,
         };
         let hashes = keys.iter().map(|key| key.hash).collect();
-        let request = LookupRequest::new(PEERS, hashes, vec![rank]);
+        let request = LookupRequest::new(PEERS, hashes, vec![rank]).named();
         let lookup = self.lookup(request.with_tenant(tenant).with_hint(hint));
         drop(lookup.wait().await);
     }
@@ -204,25 +197,5 @@ impl CacheEngine {
             ends.insert(chunk.key, run);
         }
         runs
-    }
-
-    /// Returns the newest clear epoch of a space: that of its chunks that are found.
-    pub fn clear_epoch(&self, space: SpaceId) -> ClearEpoch {
-        let lower = self.lower();
-        lower.map_or_else(ClearEpoch::default, |lower| lower.tiers().epoch(space))
-    }
-
-    /// Returns the epoch of the newest clear of all spaces.
-    pub fn newest_clear(&self) -> ClearEpoch {
-        let lower = self.lower();
-        lower.map_or_else(ClearEpoch::default, |lower| lower.tiers().newest_clear())
-    }
-
-    /// Takes in the epoch of a clear of all spaces that was made elsewhere: older chunks are not
-    /// found from then on. Passes it on to the lower tiers, in the background.
-    pub fn learn_clear(&self, epoch: ClearEpoch) {
-        if let Some(lower) = self.lower() {
-            lower.tiers().learn_clear(epoch);
-        }
     }
 }

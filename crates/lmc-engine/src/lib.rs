@@ -22,7 +22,7 @@
 //! let key = ChunkKey { space, kv_rank: 0, group: 0, hash };
 //!
 //! let wanted = StoreRequest { key, parent: None, tenant: Default::default(), len: 5 };
-//! let Some(StoreStart::Reserved(mut ticket)) = engine.store(OwnerId(1), &[wanted]).pop() else {
+//! let Some(StoreStart::Reserved(mut ticket)) = engine.store(OwnerId(1), engine.clears_id(), &[wanted]).pop() else {
 //!     panic!("an empty engine has memory");
 //! };
 //! ticket.bytes_mut().copy_from_slice(b"hello");
@@ -36,13 +36,14 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod clears;
+pub use clears::{ClearError, ClearLog, StateFileError};
+
 mod config;
 pub use config::{EngineConfig, EngineError};
 
 mod engine;
 pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, Removed, TierHealth, WeakEngine};
-
-mod epochs;
 
 mod events;
 
@@ -65,12 +66,14 @@ mod store;
 pub use store::{StoreRequest, StoreStart, StoreTicket};
 
 #[doc(no_inline)]
-pub use lmc_backend::LocateHint;
+pub use lmc_backend::{Clears, LocateHint, TooManyClears};
 #[doc(no_inline)]
 pub use lmc_backend_local::{
     EventSink, Inserted, Leases, MarkId, OwnerId, PolicyKind, Removal, RemovedEvent, StoredEvent,
     TenantId,
 };
+#[doc(no_inline)]
+pub use lmc_key::ClearsId;
 
 /// The README's examples, compiled and run with the doctests.
 #[cfg(doctest)]

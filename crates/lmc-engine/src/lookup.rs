@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use lmc_backend::LocateHint;
 use lmc_backend_local::{Leases, OwnerId, TenantId};
-use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use lmc_memory::SealedSlot;
 use pollster::block_on;
 use tokio::sync::oneshot;
@@ -50,6 +50,8 @@ pub struct LookupRequest {
     /// Advice for tiers that have to be asked.
     pub hint: LocateHint,
     limit: Option<Arc<dyn LeaseLimit>>,
+    /// True if the ranks have names of spaces after the clears.
+    is_named: bool,
 }
 
 impl LookupRequest {
@@ -62,7 +64,14 @@ impl LookupRequest {
             ranks,
             hint: LocateHint::default(),
             limit: None,
+            is_named: false,
         }
+    }
+
+    /// Says that the ranks have the names of their spaces after the clears, as peers name them.
+    pub(crate) fn named(mut self) -> Self {
+        self.is_named = true;
+        self
     }
 
     /// Sets the tenant. Default: tenant 0.
@@ -86,10 +95,10 @@ impl LookupRequest {
         self
     }
 
-    /// Returns the keys of the first `len` chunks for one rank.
-    fn keys(&self, rank: Rank, len: usize) -> Vec<ChunkKey> {
+    /// Returns the keys of the first `len` chunks for one rank, under the name of its space.
+    fn keys(&self, name: SpaceId, rank: Rank, len: usize) -> Vec<ChunkKey> {
         let key = |&hash: &ChunkHash| ChunkKey {
-            space: rank.space,
+            space: name,
             kv_rank: rank.kv_rank,
             group: 0,
             hash,
@@ -165,7 +174,10 @@ impl Found {
 /// Dropping it ends the promotion and gives the leases back; a chunk that another lookup waits for
 /// is promoted by that one.
 #[derive(Debug)]
-pub struct Lookup(State);
+pub struct Lookup {
+    clears: ClearsId,
+    state: State,
+}
 
 #[derive(Debug)]
 enum State {
@@ -187,8 +199,17 @@ impl Drop for Promotion {
 }
 
 impl Lookup {
-    fn done(found: Found) -> Self {
-        Self(State::Done(found))
+    fn done(clears: ClearsId, found: Found) -> Self {
+        Self {
+            clears,
+            state: State::Done(found),
+        }
+    }
+
+    /// Returns the digest of the clears after which the chunks were looked up: they are read, and
+    /// what is computed after them is stored, after these clears.
+    pub fn clears(&self) -> ClearsId {
+        self.clears
     }
 
     /// Returns what was found.
@@ -196,11 +217,14 @@ impl Lookup {
     /// # Errors
     /// The lookup itself while it is promoting chunks: [`Lookup::wait`] for the outcome.
     pub fn try_found(self) -> Result<Found, Self> {
-        match self.0 {
+        match self.state {
             State::Done(found) => Ok(found),
             State::Promoting(mut promotion) => match promotion.found.try_recv() {
                 Ok(found) => Ok(found),
-                Err(_) => Err(Self(State::Promoting(promotion))),
+                Err(_) => Err(Self {
+                    state: State::Promoting(promotion),
+                    ..self
+                }),
             },
         }
     }
@@ -208,7 +232,7 @@ impl Lookup {
     /// Waits until all that can be promoted is, at most for the timeouts of the engine. Nothing is
     /// found if the engine is closed meanwhile.
     pub async fn wait(self) -> Found {
-        match self.0 {
+        match self.state {
             State::Done(found) => found,
             State::Promoting(mut promotion) => (&mut promotion.found).await.unwrap_or_default(),
         }
@@ -216,7 +240,7 @@ impl Lookup {
 
     /// Waits as [`Lookup::wait`] does, on a thread that belongs to no runtime.
     pub fn wait_blocking(self) -> Found {
-        match self.0 {
+        match self.state {
             State::Done(found) => found,
             State::Promoting(mut promotion) => block_on(&mut promotion.found).unwrap_or_default(),
         }
@@ -285,13 +309,18 @@ impl CacheEngine {
     /// has to be asked, and else after [`Lookup::wait`].
     pub fn lookup(&self, request: LookupRequest) -> Lookup {
         if self.pool_is_lost() {
-            return Lookup::done(Found::default());
+            return Lookup::done(self.clears_id(), Found::default());
         }
+        let clears = self.clears_id();
         let align = self.local().pool().align();
         let mut known: Vec<Known> = Vec::with_capacity(request.ranks.len());
         let mut reach = request.hashes.len();
         for &rank in &request.ranks {
-            let mut keys = request.keys(rank, reach);
+            let name = match request.is_named {
+                true => rank.space,
+                false => rank.space.after(clears),
+            };
+            let mut keys = request.keys(name, rank, reach);
             let leases = self.lease_fitting(request.owner, rank, &mut keys);
             let sources = match self.lower() {
                 Some(lower) => {
@@ -335,15 +364,18 @@ impl CacheEngine {
                 promoted: 0,
                 leases: rank.leases,
             });
-            return Lookup::done(Found::join(found.collect(), ranks));
+            return Lookup::done(clears, Found::join(found.collect(), ranks));
         };
         let (sender, found) = oneshot::channel();
         let tiers = Arc::clone(lower.tiers());
         let task = lower.spawn(async move {
             // The caller may be gone.
-            let _ = sender.send(promote(&tiers, &request, known, align).await);
+            let _ = sender.send(promote(&tiers, &request, clears, known, align).await);
         });
-        Lookup(State::Promoting(Promotion { task, found }))
+        Lookup {
+            clears,
+            state: State::Promoting(Promotion { task, found }),
+        }
     }
 
     /// Leases the leading chunks in DRAM. Ends `keys` at one of another length than its rank's, and
@@ -366,6 +398,7 @@ impl CacheEngine {
 async fn promote(
     tiers: &Arc<Tiers>,
     request: &LookupRequest,
+    clears: ClearsId,
     mut known: Vec<Known>,
     align: u64,
 ) -> Found {
@@ -395,6 +428,11 @@ async fn promote(
         .unwrap_or(0);
     let sources: Vec<&[Source]> = known.iter().map(|rank| &rank.sources.found[..]).collect();
     reach = tiers.worth_reading(&sources, resident, reach);
+    if reach > resident && !request.is_named {
+        for rank in &known {
+            tiers.clears().name(rank.rank.space, clears);
+        }
+    }
     let promoted = known.into_iter().map(|mut rank| async move {
         rank.truncate(reach);
         let resident = rank.leases.len();

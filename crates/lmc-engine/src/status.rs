@@ -79,10 +79,15 @@ pub struct EngineStats {
     pub over_quota: u64,
     /// Writes that found the key being written by another.
     pub busy: u64,
+    /// Clears that were asked of this engine.
+    pub clears_here: u64,
+    /// Clears that this engine carried out because another process had.
+    pub clears_elsewhere: u64,
 }
 
-impl From<LocalStats> for EngineStats {
-    fn from(local: LocalStats) -> Self {
+impl EngineStats {
+    /// `clears` are those that were made here, and those that were learned.
+    pub(crate) fn new(local: LocalStats, clears: (u64, u64)) -> Self {
         Self {
             hits: local.hits,
             misses: local.misses,
@@ -97,6 +102,8 @@ impl From<LocalStats> for EngineStats {
             no_memory: local.reserve_no_space,
             over_quota: local.reserve_quota,
             busy: local.busy,
+            clears_here: clears.0,
+            clears_elsewhere: clears.1,
         }
     }
 }

@@ -7,7 +7,7 @@ use lmc_key::ChunkKey;
 /// A chunk to store.
 #[derive(Debug, Clone, Copy)]
 pub struct StoreRequest {
-    /// Key of the chunk.
+    /// Key of the chunk in its space.
     pub key: ChunkKey,
     /// The chunk before it in its prompt; none for the first.
     pub parent: Option<ChunkKey>,
@@ -26,6 +26,8 @@ pub enum StoreStart {
     Present,
     /// Another caller is writing the chunk.
     Busy,
+    /// The cache was cleared since the chunk was computed.
+    Cleared,
     /// No memory can be had for the chunk now: all that could be evicted is leased, pinned, or
     /// promised to another tenant.
     NoMemory,
@@ -46,7 +48,7 @@ impl StoreTicket {
         Self { grant, parent }
     }
 
-    /// Returns the key of the chunk.
+    /// Returns the key of the chunk, by its name after the clears.
     pub fn key(&self) -> ChunkKey {
         self.grant.mark.key()
     }

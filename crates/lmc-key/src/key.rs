@@ -9,7 +9,8 @@ use crate::{ChunkHash, SpaceId};
 /// the tokens that they belong to.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ChunkKey {
-    /// Model, layout, world size, salt and hash algorithm.
+    /// Model, layout, world size, salt and hash algorithm, after the clears that the chunk was computed
+    /// after ([`SpaceId::after`]).
     pub space: SpaceId,
     /// KV rank that holds this part of the chunk.
     pub kv_rank: u16,

@@ -65,7 +65,7 @@ mod printable;
 pub use printable::Printable;
 
 mod space;
-pub use space::{KeySpace, LayoutFingerprint, SpaceId, TagsId};
+pub use space::{ClearsId, KeySpace, LayoutFingerprint, SpaceId, TagsId};
 
 /// The README's examples, compiled and run with the doctests.
 #[cfg(doctest)]

@@ -11,6 +11,7 @@ use crate::{DtypeName, HashAlgorithm, IdentityText, ModelName, Salt};
 const ENCODING: &str = "lmc 2026-11 key space v1";
 const LAYOUT_ENCODING: &str = "lmc 2026-11 layout fingerprint v1";
 const TAGS_ENCODING: &str = "lmc 2026-11 tags v1";
+const CLEARED_ENCODING: &str = "lmc 2026-11 space after clears v1";
 
 /// A digest of a chunk's layout: shape, element type and order of its bytes, of every group.
 /// Two layouts with one fingerprint may read each other's chunks; no others may.
@@ -21,7 +22,12 @@ pub struct LayoutFingerprint([u8; 16]);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TagsId([u8; 16]);
 
-/// Digest of a whole [`KeySpace`], in 16 bytes.
+/// Digest of the clears that a daemon has carried out; [`ClearsId::NONE`] before the first.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ClearsId([u8; 16]);
+
+/// Digest of a whole [`KeySpace`], in 16 bytes; in a [`ChunkKey`](crate::ChunkKey) together with the
+/// clears that came before the chunk ([`SpaceId::after`]).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SpaceId([u8; 16]);
 
@@ -118,6 +124,26 @@ impl KeySpace {
     }
 }
 
+impl ClearsId {
+    /// The digest of no clears.
+    pub const NONE: Self = Self([0; 16]);
+}
+
+impl SpaceId {
+    /// Returns the name, in keys, of the space's chunks that are computed after these clears. Chunks
+    /// from before a clear have another name, so that no tier has to tell the two apart. Before the
+    /// first clear the name is the id itself.
+    pub fn after(self, clears: ClearsId) -> Self {
+        if clears == ClearsId::NONE {
+            return self;
+        }
+        let mut hasher = blake3::Hasher::new_derive_key(CLEARED_ENCODING);
+        hasher.update(&self.0);
+        hasher.update(&clears.0);
+        Self(truncated(&hasher))
+    }
+}
+
 fn truncated(hasher: &blake3::Hasher) -> [u8; 16] {
     *hasher
         .finalize()
@@ -162,7 +188,7 @@ macro_rules! sixteen_bytes {
     )*};
 }
 
-sixteen_bytes!(LayoutFingerprint, SpaceId, TagsId);
+sixteen_bytes!(ClearsId, LayoutFingerprint, SpaceId, TagsId);
 
 #[cfg(test)]
 mod tests {
@@ -261,6 +287,19 @@ mod tests {
         ids.sort();
         ids.dedup();
         assert_eq!(ids.len(), count);
+    }
+
+    #[test]
+    fn a_space_has_one_name_for_each_state_of_clears() {
+        let (a, b) = (SpaceId::new([1; 16]), SpaceId::new([2; 16]));
+        let cleared = [3, 4].map(|n| ClearsId::new([n; 16]));
+        let mut names = vec![a.after(ClearsId::NONE), b.after(ClearsId::NONE)];
+        assert_eq!(names, [a, b]);
+        names.extend(cleared.iter().flat_map(|&id| [a.after(id), b.after(id)]));
+        names.push(SpaceId::new(cleared[0].0).after(ClearsId::new(a.0)));
+        names.sort();
+        names.dedup();
+        assert_eq!(names.len(), 7);
     }
 
     #[test]

@@ -47,7 +47,7 @@ fn store(engine: &CacheEngine, keys: &[ChunkKey]) -> Result<()> {
     };
     let requests: Vec<_> = (0..keys.len()).map(request).collect();
     let mut tickets = Vec::new();
-    for reservation in engine.store(OwnerId(1), &requests) {
+    for reservation in engine.store(OwnerId(1), engine.clears_id(), &requests) {
         if let StoreStart::Reserved(ticket) = reservation {
             tickets.push(ticket);
         }

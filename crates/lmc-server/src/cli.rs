@@ -50,14 +50,14 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let outcome = match matches.subcommand() {
         Some(("serve", matches)) => return serve(matches),
         Some(("bench", matches)) => return bench::run(matches),
-        Some(("completions", matches)) => completions(matches),
-        Some(("man", matches)) => man(matches),
+        Some(("completions", matches)) => completions(matches).map(|()| ExitCode::SUCCESS),
+        Some(("man", matches)) => man(matches).map(|()| ExitCode::SUCCESS),
         _ => tools::Tool::from_arg_matches(&matches)
             .map_err(anyhow::Error::from)
             .and_then(|tool| tools::run(&tool)),
     };
     match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("lmc: {}", error_text(&error));
             ExitCode::FAILURE

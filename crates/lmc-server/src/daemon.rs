@@ -27,7 +27,7 @@ use crate::late_filter::LateFilter;
 use crate::peers::Peers;
 use crate::signals::Signals;
 use crate::vllm::own_transfer_config;
-use crate::{disk, log, losses, nixl, occupant, peers, pool, remote, transfer_config};
+use crate::{disk, log, losses, nixl, occupant, peers, pool, remote, state, transfer_config};
 
 /// Name of traffic without a salt in LMCache's tools.
 pub const DEFAULT_SALT: &str = "_default";
@@ -422,6 +422,10 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         Duration::from_secs_f64(config.chunk_size as f64 / tokens_per_second as f64)
     });
     engine.pending_timeout = config.p2p_pending_timeout;
+    // Before anything that may serve chunks, or asks others for theirs: the state file, then the
+    // drives, which may know of more.
+    let clears = state::open_clears(config)?;
+    engine.clears = clears.clone();
     let on_disk = LateFilter::default();
     let mut lower: Vec<LowerTier> = Vec::new();
     if !config.disk.is_empty() {
@@ -431,9 +435,11 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         policy.fill = config.disk_fill;
         policy.spaces = on_disk.filter();
         policy.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
-        lower.push(LowerTier::new(disk::open(config, arena)?, policy));
+        let disk = disk::open(config, arena, clears.clears())?;
+        clears.learn(&disk.clears(), "drives")?;
+        lower.push(LowerTier::new(disk, policy));
     }
-    let lender = peers::Lender::default();
+    let lender = peers::Lender::new(clears.clone());
     let peers = peers::open(config, arena, &lender)?;
     if let Some(peers) = &peers {
         let mut policy = TierPolicy::default();
@@ -441,7 +447,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         let tier = Arc::clone(peers) as Arc<dyn Backend>;
         lower.push(LowerTier::new(tier, policy));
     }
-    let remotes = remote::open(config)?;
+    let remotes = remote::open(config, &clears)?;
     lower.extend(remotes.iter().map(remote::Remote::lower_tier));
     let stores = remotes.iter().map(remote::Remote::tier).collect();
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;

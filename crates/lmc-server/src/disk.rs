@@ -1,15 +1,14 @@
 //! The disk tier as the configuration asks for it.
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
-use lmc_backend::Backend;
+use lmc_backend::{Backend, Clears};
 use lmc_backend_disk::{DiskConfig, usable_bytes};
 use lmc_memory::Arena;
 use tracing::{info, warn};
 
-use crate::config::{LEAST_DRIVE, PoolSize, ServeConfig, StateDir, human_bytes};
+use crate::config::{LEAST_DRIVE, PoolSize, ServeConfig, human_bytes};
 
 /// Bytes that may be on their way to the drives: those that stall leave most of the pool to
 /// others. All of it may be for one drive, so that none refuses what was let in.
@@ -17,8 +16,12 @@ pub(crate) fn max_writing(pool: u64) -> u64 {
     (pool / 8).min(1 << 30)
 }
 
-/// Opens the tier and says what was found.
-pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn Backend>> {
+/// Opens the tier after these clears, and says what was found.
+pub(crate) fn open(
+    config: &ServeConfig,
+    arena: &Arc<Arena>,
+    clears: Arc<Clears>,
+) -> Result<Arc<dyn Backend>> {
     let size = match config.disk_size {
         PoolSize::Bytes(bytes) => bytes,
         PoolSize::Auto => auto_size(config)?,
@@ -27,14 +30,8 @@ pub(crate) fn open(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Arc<dyn B
     if config.disk_create {
         disk = disk.with_new_drives();
     }
-    if let Some(path) = state_dir(config) {
-        disk = disk.with_state_dir(path);
-        if config.state_dir == StateDir::Auto {
-            // Another may have been writable at the last start: under another user or HOME.
-            disk = disk.with_other_state_dirs(usual_state_dirs());
-        }
-    }
     let tier = disk
+        .with_clears(clears)
         .with_keep_free(config.disk_keep_free)
         .with_io(config.disk_io)
         .with_depth(config.disk_depth)
@@ -78,49 +75,6 @@ fn key_settings(config: &ServeConfig) -> String {
         config.chunk_size,
         config.hash_algorithm.name()
     )
-}
-
-/// The folder that remembers the last clear, outside of the drives.
-fn state_dir(config: &ServeConfig) -> Option<PathBuf> {
-    match &config.state_dir {
-        StateDir::Path(path) => Some(path.clone()),
-        StateDir::None => None,
-        StateDir::Auto => {
-            let found = usual_state_dirs()
-                .into_iter()
-                .find(|path| is_writable(path));
-            if found.is_none() {
-                warn!(
-                    "no state folder is writable: drives restored from an older copy serve chunks that were cleared since; set --state-dir"
-                );
-            }
-            found
-        }
-    }
-}
-
-fn usual_state_dirs() -> Vec<PathBuf> {
-    let below = |variable: &str, path: &str| {
-        let base = PathBuf::from(std::env::var_os(variable)?);
-        base.is_absolute().then(|| base.join(path))
-    };
-    let usual = [
-        below("XDG_STATE_HOME", "lmc"),
-        Some("/var/lib/lmc".into()),
-        below("HOME", ".local/state/lmc"),
-    ];
-    usual.into_iter().flatten().collect()
-}
-
-/// Returns true if files can be created in a folder. Creates the folder if it is missing.
-fn is_writable(path: &Path) -> bool {
-    let probe = path.join(format!(".probe-{}", std::process::id()));
-    let made = std::fs::create_dir_all(path).and_then(|()| {
-        let mut new = std::fs::OpenOptions::new();
-        new.write(true).create_new(true).open(&probe)
-    });
-    let _ = std::fs::remove_file(&probe);
-    made.is_ok()
 }
 
 /// Half of what is free, the same on each drive, so that the smallest decides. What the folders

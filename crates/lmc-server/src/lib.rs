@@ -22,6 +22,7 @@ mod pool;
 mod pool_size;
 mod remote;
 mod signals;
+mod state;
 mod tools;
 mod vllm;
 

@@ -102,11 +102,14 @@ metrics! {
     "lmc_pings_total" counter "Pings of workers." = |s| s.counts.pings;
     "lmc_reported_blocks_total" counter "Blocks that engines reported as allocated." = |s| s.counts.reported_blocks;
     "lmc_chunks_present_total" counter "Chunks not stored because they were there or being written already." = |s| s.counts.chunks_present;
+    "lmc_chunks_outdated_total" counter "Chunks not stored because the cache was cleared since their request began, or may have been." = |s| s.counts.chunks_outdated;
     "lmc_chunks_null_total" counter "Chunks not stored because the engine had dropped some of their blocks." = |s| s.counts.chunks_null;
     "lmc_chunk_hits_total" counter "Chunks that lookups and retrieves asked for and found, each time." = |s| s.engine.hits;
     "lmc_chunk_misses_total" counter "Chunks that lookups and retrieves asked for and did not find, each time." = |s| s.engine.misses;
     "lmc_chunks_removed_total" counter "Chunks removed by name." = |s| s.engine.removed;
     "lmc_chunks_cleared_total" counter "Chunks removed by a clear." = |s| s.engine.cleared;
+    "lmc_clears_total{from=\"here\"}" counter "Clears that were carried out, by where they came from: this server, or others by way of peers, stores or drives." = |s| s.engine.clears_here;
+    "lmc_clears_total{from=\"elsewhere\"}" counter "" = |s| s.engine.clears_elsewhere;
     "lmc_reservations_over_quota_total" counter "Reservations refused by a quota." = |s| s.engine.over_quota;
     "lmc_evicted_chunks_total{reason=\"room\"}" counter "Chunks evicted, by reason: memory for another chunk, a quota, or the watermark." = |s| s.engine.evicted_room;
     "lmc_evicted_chunks_total{reason=\"quota\"}" counter "" = |s| s.engine.evicted_quota;

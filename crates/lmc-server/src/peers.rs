@@ -5,20 +5,20 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
-use lmc_backend::{BoxFuture, ClearEpoch, LocateHint, Usage};
+use lmc_backend::{BoxFuture, Clears, LocateHint, TooManyClears, Usage};
 use lmc_backend_p2p::directory::{ChangedKeys, DirectoryHost, DirectoryServer, TableLimits};
 use lmc_backend_p2p::message::{ChunkState, MAX_SPACES, SpaceNote};
 use lmc_backend_p2p::{
     Chunks, LeasedChunk, NodeConfig, OwnerLimits, P2pBackend, P2pConfig, new_peer_id,
 };
 use lmc_engine::{
-    CacheEngine, EventSink, Leases, OwnChunk, RemovedEvent, StoredEvent, TenantId, WeakEngine,
+    CacheEngine, ClearLog, EventSink, Leases, OwnChunk, RemovedEvent, StoredEvent, TenantId,
+    WeakEngine,
 };
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::ChunkKey;
 use lmc_memory::{Arena, SealedSlot};
 use lmc_transfer::{Address, ChannelConfig, Keys, PeerId, SocketConfig};
 use lmc_vllm_adapter::{Service, SpaceStatus, WeakService};
-use parking_lot::Mutex;
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tracing::{info, warn};
@@ -34,14 +34,13 @@ const MANY_PEERS: usize = 8;
 pub(crate) const SERVING_NICE: u8 = 5;
 
 /// The engine whose chunks are lent; set once it is made, above the tier that lends them.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Lender(Arc<Lent>);
 
 #[derive(Debug, Default)]
 struct Lent {
     engine: OnceLock<WeakEngine>,
-    /// Epoch of the clears that peers passed on before there was an engine.
-    early: Mutex<ClearEpoch>,
+    clears: ClearLog,
     /// List of the engine's changes; set where there are directories.
     announced: OnceLock<Arc<ChangedKeys>>,
     service: OnceLock<WeakService>,
@@ -60,12 +59,18 @@ const FETCH_LOCATE_TIMEOUT: Duration = Duration::from_secs(5);
 const SUMMED_AT_ONCE: u64 = 8 << 20;
 
 impl Lender {
+    /// A lender of an engine with this log, which lends nothing yet.
+    pub fn new(clears: ClearLog) -> Self {
+        Self(Arc::new(Lent {
+            clears,
+            ..Lent::default()
+        }))
+    }
+
     /// Lends the chunks of this engine from now on.
     pub fn lend(&self, engine: &CacheEngine) {
-        let early = self.0.early.lock();
         // It is called once.
         let _ = self.0.engine.set(engine.downgrade());
-        engine.learn_clear(*early);
         if let Some(changed) = self.0.announced.get() {
             engine.set_announcer(Arc::new(Announcer(Arc::clone(changed))));
         }
@@ -91,7 +96,7 @@ impl Lender {
     fn tenant(&self, keys: &[ChunkKey]) -> TenantId {
         let tenant = keys.first().zip(self.service());
         tenant.map_or_else(TenantId::default, |(key, service)| {
-            service.tenant_of(key.space)
+            service.tenant_of(service.engine().space_of(key.space))
         })
     }
 
@@ -155,13 +160,13 @@ impl Chunks for Lender {
         &'a self,
         keys: &'a [ChunkKey],
         promote_until: Instant,
-    ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<LeasedChunk>>)> {
+    ) -> BoxFuture<'a, Vec<Option<LeasedChunk>>> {
         Box::pin(async move {
             let Some(engine) = self.engine() else {
-                return (ClearEpoch::default(), keys.iter().map(|_| None).collect());
+                return keys.iter().map(|_| None).collect();
             };
             let tenant = self.tenant(keys);
-            let (epoch, leased) = engine.lease_own(tenant, keys, promote_until).await;
+            let leased = engine.lease_own(tenant, keys, promote_until).await;
             let chunk = |leases: Option<Leases>| {
                 let leases = leases?;
                 let slot = leases.get(0)?.clone();
@@ -175,7 +180,7 @@ impl Chunks for Lender {
             if engine.pool_is_lost() {
                 held.iter_mut().for_each(|chunk| *chunk = None);
             }
-            (epoch, held)
+            held
         })
     }
 
@@ -205,24 +210,18 @@ impl Chunks for Lender {
         })
     }
 
-    fn epoch(&self, space: SpaceId) -> ClearEpoch {
-        let engine = self.engine();
-        engine.map_or_else(ClearEpoch::default, |engine| engine.clear_epoch(space))
+    fn clears(&self) -> Arc<Clears> {
+        self.0.clears.clears()
     }
 
-    fn cleared(&self) -> ClearEpoch {
-        let early = self.0.early.lock();
-        let engine = self.engine();
-        engine.map_or(*early, |engine| engine.newest_clear())
-    }
-
-    fn learn(&self, epoch: ClearEpoch) {
-        let mut early = self.0.early.lock();
-        *early = epoch;
-        if let Some(engine) = self.engine() {
-            drop(early);
-            engine.learn_clear(epoch);
-        }
+    fn learn(&self, clears: Clears) -> BoxFuture<'_, Result<(), TooManyClears>> {
+        let log = self.0.clears.clone();
+        Box::pin(async move {
+            // It blocks for the state file.
+            let learning = tokio::task::spawn_blocking(move || log.learn(&clears, "a peer"));
+            // The runtime ends with the process alone.
+            learning.await.map_or(Ok(()), |learned| learned.map(drop))
+        })
     }
 
     fn spaces(&self) -> Vec<SpaceNote> {
@@ -382,7 +381,7 @@ mod tests {
         let arena = ArenaConfig::anonymous(64 << 20).build().expect("64 MiB");
         let engine = CacheEngine::new(EngineConfig::default(), Arc::new(arena));
         let engine = engine.expect("an engine");
-        let lender = Lender::default();
+        let lender = Lender::new(ClearLog::default());
         lender.lend(&engine);
         let keys = [0, 12, 24].map(test_key);
         let request = |key| StoreRequest {
@@ -391,7 +390,7 @@ mod tests {
             tenant: TenantId(0),
             len: LEN,
         };
-        let starts = engine.store(OwnerId(1), &keys.map(request));
+        let starts = engine.store(OwnerId(1), engine.clears_id(), &keys.map(request));
         let ticket = |start| match start {
             StoreStart::Reserved(ticket) => ticket,
             other => panic!("{other:?}"),
@@ -402,12 +401,14 @@ mod tests {
         }
         engine.commit(tickets);
         let known = || {
-            let leases = engine.acquire(OwnerId(1), &keys).expect("they are there");
+            let leases = engine
+                .acquire(OwnerId(1), engine.clears_id(), &keys)
+                .expect("they are there");
             let known = leases.iter().map(SealedSlot::known_checksum);
             known.collect::<Vec<_>>()
         };
         assert_eq!(known(), [None; 3], "a store sums nothing");
-        let (_, leased) = lender.lease(&keys, soon()).await;
+        let leased = lender.lease(&keys, soon()).await;
         let slots: Vec<SealedSlot> = leased.into_iter().flatten().map(|c| c.slot).collect();
         assert_eq!((slots.len(), known()), (3, vec![None; 3]));
         for _ in 0..2 {

@@ -9,7 +9,7 @@ use anyhow::{Context, Result, anyhow};
 use lmc_backend::Backend;
 use lmc_backend_remote::format::SpaceRecord;
 use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
-use lmc_engine::{LowerTier, TenantId, TierPolicy};
+use lmc_engine::{ClearLog, LowerTier, TenantId, TierPolicy};
 use lmc_key::KeySpace;
 use lmc_transfer::Keys;
 use lmc_vllm_adapter::Service;
@@ -65,8 +65,9 @@ impl Remote {
             let digest = |keys: &Keys| keys.digest(space.salt.as_str().as_bytes());
             SpaceRecord::new(space, keys.as_ref().map(digest))
         };
-        self.tier.describe_spaces(move |space| {
-            let fields = service.upgrade()?.describe_space(space)?;
+        self.tier.describe_spaces(move |name, _| {
+            let service = service.upgrade()?;
+            let fields = service.describe_space(service.engine().space_of(name))?;
             Some(describe(&fields))
         });
     }
@@ -84,9 +85,9 @@ fn keys(config: &ServeConfig, store: &ServeConfig) -> Result<Option<Keys>> {
 
 /// Starts the tiers of the stores that the configuration has, in their order. Blocks for a moment.
 /// A server starts without its stores, which are reached in the background.
-pub(crate) fn open(config: &ServeConfig) -> Result<Vec<Remote>> {
+pub(crate) fn open(config: &ServeConfig, clears: &ClearLog) -> Result<Vec<Remote>> {
     let stores = config.remotes().enumerate();
-    let open = |(number, store)| open_one(store, number, keys(config, store)?);
+    let open = |(number, store)| open_one(store, number, keys(config, store)?, clears);
     let remotes: Vec<Remote> = stores.map(open).collect::<Result<_>>()?;
     // Most stores answer at once: then the engine knows from the start what was cleared.
     let starting = Instant::now() + START;
@@ -96,7 +97,12 @@ pub(crate) fn open(config: &ServeConfig) -> Result<Vec<Remote>> {
     Ok(remotes)
 }
 
-fn open_one(config: &ServeConfig, number: usize, keys: Option<Keys>) -> Result<Remote> {
+fn open_one(
+    config: &ServeConfig,
+    number: usize,
+    keys: Option<Keys>,
+    clears: &ClearLog,
+) -> Result<Remote> {
     let url = config.remote.as_ref().context("a store has a URL")?;
     let mut options = StoreOptions::default();
     options.max_bytes = config.remote_size;
@@ -110,7 +116,7 @@ fn open_one(config: &ServeConfig, number: usize, keys: Option<Keys>) -> Result<R
     let name = tier.name.clone();
     tier.absent_ttl = config.remote_negative_ttl;
     tier.timeout = config.remote_timeout;
-    let tier = RemoteTier::start(tier, store.store(), Handle::current());
+    let tier = RemoteTier::start(tier, store.store(), clears.clears(), Handle::current());
     let spaces = LateFilter::default();
     let mut policy = TierPolicy::default();
     policy.write = config.remote_write;

@@ -10,6 +10,8 @@ mod quota;
 mod remote;
 mod status;
 
+use std::process::ExitCode;
+
 use anyhow::Result;
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -65,11 +67,11 @@ pub(crate) struct Server {
     json: bool,
 }
 
-pub(crate) fn run(tool: &Tool) -> Result<()> {
+pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
     let (server, call) = match tool {
         Tool::Status(server) => (server, Call::get("/status")),
         Tool::Peers(arguments) => match &arguments.verb {
-            Some(peers::Verb::Copy(order)) => return peers::copy(order),
+            Some(peers::Verb::Copy(order)) => return done(peers::copy(order)),
             None => (&arguments.server, Call::get("/peers")),
         },
         Tool::Clear {
@@ -83,21 +85,22 @@ pub(crate) fn run(tool: &Tool) -> Result<()> {
             };
             (server, Call::new("POST", "/cache/clear", Some(body)))
         }
-        Tool::Disk(verb) => return disk::run(verb),
-        Tool::Remote(verb) => return remote::run(verb),
-        Tool::Quota(verb) => return quota::run(verb),
+        Tool::Disk(verb) => return done(disk::run(verb)),
+        Tool::Remote(verb) => return done(remote::run(verb)),
+        Tool::Quota(verb) => return done(quota::run(verb)),
     };
     let answer = call.send(&server.url)?;
-    if server.json {
-        println!("{}", serde_json::to_string_pretty(&answer)?);
-        return Ok(());
-    }
     match tool {
+        _ if server.json => println!("{}", serde_json::to_string_pretty(&answer)?),
         Tool::Status(_) => print!("{}", status::table(&server.url, &answer)),
         Tool::Peers(_) => print!("{}", peers::table(&answer)),
         _ => println!("{}", clear::cleared(&answer["cleared"])),
     }
-    Ok(())
+    Ok(clear::exit_code(&answer["cleared"]))
+}
+
+fn done(outcome: Result<()>) -> Result<ExitCode> {
+    outcome.map(|()| ExitCode::SUCCESS)
 }
 
 /// Returns a bar that counts chunks.

@@ -207,7 +207,7 @@ impl PromptCache {
             len: self.chunk_bytes,
         };
         let requests: Vec<StoreRequest> = (0..keys.len()).map(request).collect();
-        let started = self.engine.store(self.owner(), &requests);
+        let started = (self.engine).store(self.owner(), self.engine.clears_id(), &requests);
         let mut tickets = Vec::new();
         for (index, start) in started.into_iter().enumerate() {
             if let StoreStart::Reserved(mut ticket) = start {

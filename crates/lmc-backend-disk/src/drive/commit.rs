@@ -8,11 +8,13 @@ use lmc_key::ChunkKey;
 use parking_lot::MutexGuard;
 use tracing::{info, warn};
 
+use super::files::replace_file;
 use super::{Change, Gone, Ready, SegmentFile, Shared, State, Stop, again, is_full};
+use crate::clears_file::{self, CLEARS_NAME};
 use crate::counters::count;
 use crate::format::{
     BLOCK_LEN, CheckpointHeader, MAX_FRAME_RECORDS, PutRecord, RECORD_LEN, Record, encode_frame,
-    frame_len, version_of,
+    frame_len,
 };
 use crate::index::SNAPSHOT_PART;
 use crate::log::{Tail, UNFINISHED, checkpoint_name, checkpoint_numbers, log_name, log_numbers};
@@ -106,10 +108,14 @@ impl Shared {
             for change in group {
                 match change {
                     Change::Put(ready) => self.committed(&ready.put, &logged),
-                    // A removal that is not durable is not acknowledged: its deadline comes.
                     Change::Other(_, Some(((batch, index), answer))) if logged.is_ok() => {
                         batch.answer(index, Some(answer));
                     }
+                    // The chunks are gone. A restart may not know of the clear.
+                    Change::Other(Record::Cleared { .. }, Some(((batch, index), _))) => {
+                        batch.answer(index, Some(false));
+                    }
+                    // A removal that is not durable is not acknowledged: its deadline comes.
                     Change::Other(..) => {}
                 }
             }
@@ -248,6 +254,9 @@ impl Shared {
         let Some(file) = log.file else {
             return Err(io::ErrorKind::NotFound.into());
         };
+        if records.iter().any(|r| matches!(r, Record::Cleared { .. })) {
+            self.write_clears()?;
+        }
         let frame = || {
             let mut frame = AlignedBuf::new(len);
             encode_frame(&self.header.drive_id, number, sequence, records, &mut frame);
@@ -265,6 +274,22 @@ impl Shared {
         }
         log.tail.offset += len;
         log.tail.sequence += 1;
+        Ok(())
+    }
+
+    /// Writes the map of the clears that the index is at, unless the file has it. A record with the
+    /// digest of the map is written after it.
+    fn write_clears(&self) -> io::Result<()> {
+        let (id, clears) = {
+            let state = self.state.lock();
+            let id = state.index.clears();
+            if state.noted == Some(id) {
+                return Ok(());
+            }
+            (id, Arc::clone(&state.clears))
+        };
+        replace_file(&*self.volume, CLEARS_NAME, &clears_file::encode(&clears))?;
+        self.state.lock().noted = Some(id);
         Ok(())
     }
 
@@ -375,6 +400,7 @@ impl Shared {
     /// Makes a log's checkpoint, which replaces the logs before it.
     fn replace_logs_before(&self, number: u64) -> io::Result<()> {
         self.volume.sync_names()?;
+        self.write_clears()?;
         self.checkpoint(number)?;
         for old in checkpoint_numbers(&self.volume.list()?) {
             if old < number {
@@ -436,7 +462,6 @@ impl Shared {
         }
         let mut head = AlignedBuf::new(BLOCK);
         CheckpointHeader {
-            version: version_of(records),
             drive_id: self.header.drive_id,
             log,
             records: records.len() as u64,

@@ -8,18 +8,22 @@ use crate::volume::{AlignedBuf, Kind, Volume};
 impl Drive {
     /// Returns the bytes of a file of the drive; none where there is no such file.
     pub(crate) fn read_file(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
-        let volume = &self.shared.volume;
-        if !volume.list()?.iter().any(|known| known == name) {
-            return Ok(None);
-        }
-        let bytes = volume.read_all(name)?;
-        Ok(Some((*bytes).as_ref().to_vec()))
+        read_file(&*self.shared.volume, name)
     }
 
     /// Replaces a file of the drive, durably: a kill leaves the file before or this one.
     pub(crate) fn replace_file(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         replace_file(&*self.shared.volume, name, bytes)
     }
+}
+
+/// Returns the bytes of a file; none where there is no such file.
+pub(crate) fn read_file(volume: &dyn Volume, name: &str) -> io::Result<Option<Vec<u8>>> {
+    if !volume.list()?.iter().any(|known| known == name) {
+        return Ok(None);
+    }
+    let bytes = volume.read_all(name)?;
+    Ok(Some((*bytes).as_ref().to_vec()))
 }
 
 /// Replaces a file, durably. `bytes` are whole blocks.

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_backend::{BackendError, ClearEpoch, FailedSlot, LoadItem, Loaded};
+use lmc_backend::{BackendError, FailedSlot, LoadItem, Loaded};
 use lmc_memory::{PartedChecksum, ReservedSlot};
 use parking_lot::Mutex;
 
@@ -106,7 +106,7 @@ impl Drive {
             error,
             slot: FailedSlot::Released(slot),
         };
-        let (found, file, epoch) = {
+        let (found, file) = {
             let mut state = shared.state.lock();
             if state.closed {
                 return answer(failed(BackendError::Closed, slot));
@@ -128,7 +128,7 @@ impl Drive {
                 return answer(Loaded::Miss(slot));
             };
             state.index.enter(segment, true);
-            (found, file, state.index.epoch_of(key.space))
+            (found, file)
         };
         shared.read_rate.begin(Instant::now());
         let at = u64::from(found.location.block) * BLOCK;
@@ -171,7 +171,7 @@ impl Drive {
                         let reading = held.take();
                         drop(held);
                         if let Some(reading) = reading {
-                            shared.read_ended(&found, epoch, reading, &waiter);
+                            shared.read_ended(&found, reading, &waiter);
                         }
                     }
                 }),
@@ -193,13 +193,7 @@ impl Drive {
 
 impl Shared {
     /// Checks what was read and answers.
-    fn read_ended(
-        self: &Arc<Self>,
-        found: &PutRecord,
-        epoch: ClearEpoch,
-        mut reading: Reading,
-        waiter: &Waiter,
-    ) {
+    fn read_ended(self: &Arc<Self>, found: &PutRecord, mut reading: Reading, waiter: &Waiter) {
         self.state.lock().index.leave(found.location.segment);
         let (batch, index) = waiter;
         let read = if reading.error.is_some() {
@@ -248,7 +242,7 @@ impl Shared {
                     count(&self.counters.read, 1);
                     count(&self.counters.read_bytes, found.len);
                     let slot = slot.written().with_checksum(sum);
-                    return batch.answer(*index, Loaded::Hit { slot, epoch });
+                    return batch.answer(*index, Loaded::Hit(slot));
                 }
                 &self.counters.bad_payloads
             }

@@ -3,7 +3,7 @@
 
 mod commit;
 mod files;
-pub(crate) use files::replace_file;
+pub(crate) use files::{read_file, replace_file};
 mod health;
 mod load;
 mod relocate;
@@ -19,13 +19,16 @@ use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use lmc_backend::{BackendError, Clear, ClearEpoch, ReadRate, StoreItem, Stored};
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_backend::{BackendError, Clears, ReadRate, StoreItem, Stored};
+use lmc_key::{ChunkKey, ClearsId};
 use parking_lot::{Condvar, Mutex};
+use tracing::warn;
 
 use crate::batch::Batch;
+use crate::clears_file;
 use crate::counters::{Counters, count};
-use crate::format::{DriveHeader, PutRecord, Record, version_of};
+use crate::format::{DriveHeader, PutRecord, Record};
+use crate::id::hex;
 use crate::index::{Index, IndexUsage, Segment};
 use crate::inspect::{DriveStatus, SegmentStatus};
 use crate::log::segment_name;
@@ -57,13 +60,6 @@ pub(crate) struct DriveSettings {
     pub(crate) stall: Duration,
     /// Time that a closing drive waits for its threads.
     pub(crate) leave: Duration,
-}
-
-/// Returns the records of the clears that an index has noted.
-fn noted(index: &Index) -> Vec<Record> {
-    let mut records = Vec::new();
-    index.snapshot_clears(&mut records);
-    records
 }
 
 /// A chunk that was written and waits to be made durable.
@@ -124,7 +120,7 @@ struct Queue {
 #[derive(Debug, Default)]
 struct Gone {
     keys: HashSet<ChunkKey>,
-    /// True if it may be any chunk: whole segments began their next use.
+    /// True if it may be any chunk: whole segments began their next use, or all was cleared.
     any: bool,
 }
 
@@ -138,8 +134,8 @@ impl Queue {
     fn push(&mut self, record: Record, waiter: Option<(ChangeWaiter, bool)>) {
         match record {
             Record::Remove { key } => drop(self.gone.keys.insert(key)),
-            Record::Begin { .. } => self.gone.any = true,
-            Record::Put(_) | Record::Epoch(_) => {}
+            Record::Begin { .. } | Record::Cleared { .. } => self.gone.any = true,
+            Record::Put(_) => {}
         }
         self.changes.push(Change::Other(record, waiter));
     }
@@ -178,6 +174,10 @@ enum Stop {
 #[derive(Debug)]
 struct State {
     index: Index,
+    /// The clears that the chunks were stored after; the index has the digest.
+    clears: Arc<Clears>,
+    /// Digest of the map in the drive's file; `None` while the file is damaged.
+    noted: Option<ClearsId>,
     /// The open file of each segment.
     files: Vec<Option<SegmentFile>>,
     writing: HashMap<ChunkKey, Writing>,
@@ -225,6 +225,18 @@ impl Drive {
     ) -> io::Result<Self> {
         let mut index = recovered.index;
         let mut queue = Queue::default();
+        let clears = clears_file::read(&*volume)?;
+        let noted = clears.as_ref().map(Clears::id);
+        let clears = clears.unwrap_or_default();
+        if noted != Some(index.clears()) {
+            let (chunks, record) = index.clear(clears.id());
+            queue.push(record, None);
+            warn!(
+                drive = hex(&header.drive_id),
+                chunks,
+                "a clear was cut off, or the map of clears is damaged; the drive's chunks are removed"
+            );
+        }
         for begin in index.set_made(made) {
             queue.push(begin, None);
         }
@@ -244,6 +256,8 @@ impl Drive {
             settings,
             state: Mutex::new(State {
                 index,
+                clears: Arc::new(clears),
+                noted,
                 files,
                 writing: HashMap::new(),
                 queue,
@@ -335,11 +349,10 @@ impl Drive {
             }
         };
         DriveStatus {
-            version: version_of(&noted(&state.index)),
             drive_id: shared.header.drive_id,
             created: shared.header.created,
             set_id: record.as_ref().map(|record| record.set_id),
-            epoch: state.index.epoch(),
+            clears: Arc::clone(&state.clears),
             members: record.map_or_else(Vec::new, |record| record.members),
             spaces,
             segment_bytes: shared.header.segment_bytes,
@@ -433,43 +446,28 @@ impl Drive {
         self.shared.read_rate.time(bytes)
     }
 
-    /// Returns the last clear of all spaces.
-    pub(crate) fn epoch(&self) -> ClearEpoch {
-        self.shared.state.lock().index.epoch()
+    /// Returns the clears that the chunks were stored after.
+    pub(crate) fn clears(&self) -> Arc<Clears> {
+        Arc::clone(&self.shared.state.lock().clears)
     }
 
-    /// Returns the last clear that covers a space.
-    pub(crate) fn epoch_of(&self, space: SpaceId) -> ClearEpoch {
-        self.shared.state.lock().index.epoch_of(space)
-    }
-
-    /// Returns the last clear of all spaces, and the later ones of single spaces.
-    pub(crate) fn clears(&self) -> Vec<Clear> {
-        self.shared.state.lock().index.clears()
-    }
-
-    /// Removes the chunks that a clear covers, also those that are being written. Returns how many
-    /// were there; that they are gone and the epoch is noted is durable when the answer goes to
-    /// `waiter`.
-    pub(crate) fn clear(&self, clear: Clear, waiter: ChangeWaiter) -> u64 {
-        let shared = &self.shared;
+    /// Removes all chunks, also those that are being written, unless the drive is at these clears.
+    /// Returns how many were there. The answer to `waiter` is true when all is durable.
+    pub(crate) fn clear(&self, clears: &Arc<Clears>, waiter: ChangeWaiter) -> u64 {
+        let (shared, id) = (&self.shared, clears.id());
         let mut state = shared.state.lock();
-        let mut given_up = Vec::new();
-        if state.index.is_new(clear) {
-            let covered = state.writing.iter_mut();
-            for (_, writing) in covered.filter(|(key, _)| clear.covers(key.space)) {
+        let (mut gone, mut given_up) = (0, Vec::new());
+        let mut record = state.index.cleared();
+        // Of two clears at once, the later one may come first.
+        if !state.clears.contains(clears) {
+            for writing in state.writing.values_mut() {
                 writing.doomed = true;
                 given_up.append(&mut writing.again);
             }
+            (gone, record) = state.index.clear(id);
+            state.clears = Arc::clone(clears);
         }
-        let (gone, mut records) = state.index.clear(clear);
-        let last = records.pop();
-        for record in records {
-            state.queue.push(record, None);
-        }
-        if let Some(last) = last {
-            state.queue.push(last, Some((waiter, true)));
-        }
+        state.queue.push(record, Some((waiter, true)));
         drop(state);
         shared.work.notify_one();
         count(&shared.counters.removed, gone);

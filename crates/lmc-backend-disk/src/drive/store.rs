@@ -32,8 +32,6 @@ impl Shared {
             let max = state.index.max_len();
             if state.closed {
                 Err(BackendError::Closed)
-            } else if !item.epoch.is_valid_at(state.index.epoch_of(item.key.space)) {
-                Ok(Stored::Declined)
             } else if state.index.find(&item.key).is_some() {
                 Ok(Stored::Present)
             } else if len > max {

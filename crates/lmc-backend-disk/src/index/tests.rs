@@ -120,8 +120,13 @@ fn a_snapshot_of_an_index_that_changes_makes_the_same_index_with_the_changes() {
         let (mut log, mut generation) = (Vec::new(), 31);
         while index.tell(&mut snapshot, &mut records) {
             for _ in 0..20 {
-                let change = match rng.below(10) {
+                let change = match rng.below(100) {
                     0 => {
+                        generation += 1;
+                        let clears = ClearsId::new([generation as u8; 16]);
+                        Record::Cleared { clears, generation }
+                    }
+                    1..10 => {
                         generation += 1;
                         begin(rng.below(32) as u32, generation)
                     }
@@ -180,4 +185,36 @@ fn a_generation_after_which_no_other_comes_is_damage() {
         matches!(allocation, Allocation::Begun { .. }),
         "{allocation:?}"
     );
+}
+
+/// A checkpoint that was taken after two clears goes on in a log that has both records still.
+#[test]
+fn a_clear_that_a_checkpoint_has_passed_removes_nothing_once_more() {
+    let mut index = filled(3, 10);
+    let mut log = Vec::new();
+    for number in 1..3 {
+        let (gone, record) = index.clear(ClearsId::new([number; 16]));
+        assert_eq!(gone, if number == 1 { 30 } else { 0 });
+        log.push(record);
+    }
+    assert_eq!(index.set_made(&[0, 1, 2]), []);
+    let Allocation::Begun { extent, begin, .. } = index.allocate(100, false, None) else {
+        panic!("three segments are free");
+    };
+    let Location {
+        segment,
+        block,
+        generation,
+    } = extent.location;
+    log.extend([begin, put(100, segment, block, generation)]);
+    let mut records = Vec::new();
+    index.snapshot(&mut records);
+    let mut again = made_of(&records);
+    // What was stored between the two clears, or before both, is not there.
+    log.insert(1, put(99, 1, 4, 2));
+    let applied: Vec<bool> = log.iter().map(|record| again.apply(record)).collect();
+    assert_eq!(applied, [true, false, true, true, true]);
+    assert_eq!(again.clears(), ClearsId::new([2; 16]));
+    assert_eq!(again.usage().chunks, 1);
+    assert!(again.find(&test_key(100)).is_some());
 }

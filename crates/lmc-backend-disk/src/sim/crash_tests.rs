@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{
-    Conformance, Guarantee, Rng, block_on, check_value, clear_all, fill_value, load_batch,
-    store_batch, test_key,
+    Conformance, Guarantee, Rng, block_on, check_value, fill_value, load_batch, store_batch,
+    test_key,
 };
-use lmc_backend::{Backend, Clear, ClearEpoch, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend::{Backend, Cleared, Clears, LoadItem, Loaded, StartId, StoreItem, Stored};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::rounds;
 
@@ -40,8 +40,21 @@ pub(super) fn open(
 
 /// A tier of drives that are not compared.
 pub(super) fn alone(drives: Vec<Drive>) -> std::io::Result<DiskBackend> {
-    let set = DriveSet::of(&drives);
+    let set = DriveSet::of(&drives).map_err(std::io::Error::other)?;
     DiskBackend::new(drives, set)
+}
+
+/// The clears that a tier knows of, and one more.
+pub(super) fn one_more(clears: &Clears, start: u8) -> Arc<Clears> {
+    let mut clears = clears.clone();
+    clears.count(StartId::new([start; 16])).expect("a few");
+    Arc::new(clears)
+}
+
+/// Clears a tier that is open.
+pub(super) fn clear(tier: &DiskBackend, deadline: Instant) -> Cleared {
+    let clears = one_more(&tier.clears(), 1);
+    block_on(tier.clear(clears, deadline)).expect("it is open")
 }
 
 pub(crate) fn pool() -> Pool {
@@ -73,7 +86,7 @@ pub(super) fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
     let slot = pool.reserve(len(number)).expect("space");
     let loaded = load_batch(tier, vec![LoadItem::new(key, slot)], soon()).pop();
     match loaded.expect("one answer") {
-        Loaded::Hit { slot, .. } => {
+        Loaded::Hit(slot) => {
             check_value(&key, slot.bytes()).expect("the bytes of this key");
             true
         }
@@ -104,32 +117,11 @@ fn script(
     for _ in 0..steps {
         if rng.below(10) == 0 {
             let timeout = Instant::now() + Duration::from_millis(50);
-            let after = match clear_all(tier, timeout) {
-                Ok(_) => Outcome::Removed,
-                Err(_) => Outcome::Unsure,
+            let after = match clear(tier, timeout).is_durable {
+                true => Outcome::Removed,
+                false => Outcome::Unsure,
             };
             outcomes.values_mut().for_each(|outcome| *outcome = after);
-            if after == Outcome::Unsure {
-                return true;
-            }
-            continue;
-        }
-        if rng.below(20) == 0 {
-            let space = test_key(rng.below(12)).space;
-            let timeout = Instant::now() + Duration::from_millis(50);
-            let clears = tier.clears().into_iter();
-            let newest = clears.fold(ClearEpoch::default(), |epoch, clear| {
-                epoch.join(clear.epoch)
-            });
-            let clear = Clear::space(space, newest.next());
-            let cleared = block_on(tier.clear(clear, timeout));
-            let after = match cleared {
-                Ok(_) => Outcome::Removed,
-                Err(_) => Outcome::Unsure,
-            };
-            let of_space = |number: &u64| test_key(*number).space == space;
-            let outcomes = outcomes.iter_mut().filter(|(number, _)| of_space(number));
-            outcomes.for_each(|(_, outcome)| *outcome = after);
             if after == Outcome::Unsure {
                 return true;
             }

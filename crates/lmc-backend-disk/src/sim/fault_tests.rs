@@ -17,7 +17,6 @@ use crate::backend::DiskBackend;
 use crate::batch::Batch;
 use crate::config::open_drive;
 use crate::drive::DriveSettings;
-use crate::format::FormatError;
 use crate::volume::{BLOCK, Kind, Volume};
 
 /// A drive with chunks 0 to 9 on it, closed in order.
@@ -744,23 +743,24 @@ fn files_that_are_gone_or_damaged_cost_their_chunks_and_nothing_else() {
 }
 
 #[test]
-fn what_a_later_version_wrote_is_refused_and_left_alone() {
-    for name in ["drive", "checkpoint-"] {
+fn what_another_version_wrote_is_refused_and_left_alone() {
+    for (name, found) in [("drive", 5), ("checkpoint-", 5), ("drive", 3), ("log-", 3)] {
         let volume = filled();
         let file = volume.names(name).remove(0);
         volume.alter(&file, |data| {
-            data[8..12].copy_from_slice(&4u32.to_le_bytes());
+            if name == "log-" {
+                data[..8].copy_from_slice(b"LMCFRAME");
+            }
+            data[8..12].copy_from_slice(&u32::to_le_bytes(found));
         });
         let before = volume.events();
         let error = open_drive(Arc::clone(&volume) as _, SEGMENT, SETTINGS, None);
-        let error = error.expect_err("a later version");
+        let error = error.expect_err("another version");
         let text = error.to_string();
-        assert!(text.contains("version 4"), "{text}");
-        let source = error.get_ref().and_then(|source| source.downcast_ref());
-        assert!(matches!(
-            source,
-            Some(FormatError::Version { found: 4, .. })
-        ));
+        let says = |what: &str| assert!(text.contains(what), "{text}");
+        says(&format!("version {found}"));
+        says("version 4");
+        says("--disk-create");
         assert_eq!(volume.events(), before, "nothing was written");
     }
 }

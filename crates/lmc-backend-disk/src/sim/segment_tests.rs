@@ -122,7 +122,7 @@ fn a_crash_at_any_point_of_compacting_loses_nothing() {
             let slot = pool.reserve(7 * BLOCK).expect("space");
             let item = LoadItem::new(test_key(number), slot);
             let loaded = load_batch(&tier, vec![item], soon()).remove(0);
-            let Loaded::Hit { slot, .. } = loaded else {
+            let Loaded::Hit(slot) = loaded else {
                 panic!("chunk {number}, after {events} events: {loaded:?}");
             };
             check_value(&test_key(number), slot.bytes()).expect("the bytes of this key");

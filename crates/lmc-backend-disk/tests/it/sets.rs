@@ -4,16 +4,17 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use lmc_backend::conformance::{clear_all, fill_value, lens_of, store_batch, test_key};
-use lmc_backend::{Backend, BackendError, Health, StoreItem};
+use lmc_backend::{Backend, Health, StoreItem};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
 use lmc_testkit::{Folder, pool, soon};
 
 const MIB: u64 = 1 << 20;
 const CHUNKS: u64 = 16;
 
-/// A folder for the drives of a test and for their state.
+/// A folder for the drives of a test.
 struct Drives(Folder);
 
 impl Drives {
@@ -25,17 +26,12 @@ impl Drives {
         self.0.join(name)
     }
 
-    /// Drives by their names, without a state folder. None is made.
+    /// Drives by their names. None is made.
     fn drives(&self, names: &[&str]) -> DiskConfig {
         let paths = names.iter().map(|name| self.at(name));
         DiskConfig::new(paths, 64 * MIB * names.len() as u64)
             .with_keep_free(0)
             .with_segment_bytes(MIB)
-    }
-
-    /// As [`Self::drives`], with a state folder.
-    fn known(&self, names: &[&str]) -> DiskConfig {
-        self.drives(names).with_state_dir(self.at("state"))
     }
 
     fn copy(&self, from: &str, to: &str) {
@@ -75,49 +71,36 @@ fn clear(tier: &DiskBackend) {
 #[test]
 fn an_old_copy_of_the_only_drive_is_cleared() {
     let folder = Drives::new();
-    let tier = folder.known(&["a"]).with_new_drives().open().unwrap();
+    let tier = folder.drives(&["a"]).with_new_drives().open().unwrap();
     store(&tier);
     drop(tier);
     folder.copy("a", "backup");
-    let tier = folder.known(&["a"]).open().unwrap();
+    let tier = folder.drives(&["a"]).open().unwrap();
     assert_eq!(count(&tier), CHUNKS as usize);
     clear(&tier);
+    let clears = tier.clears();
     drop(tier);
-    // As it was, and as a version without sets left it.
+    let known = || folder.drives(&["a"]).with_clears(Arc::clone(&clears));
+    // As it was, and as it was before it had a set.
     for record in [true, false] {
         folder.copy("backup", "a");
         if !record {
             fs::remove_file(folder.at("a").join("set")).unwrap();
         }
-        let tier = folder.known(&["a"]).open().unwrap();
+        let tier = known().open().unwrap();
         assert_eq!(count(&tier), 0, "with a record of its set: {record}");
+        assert_eq!(tier.clears(), clears);
         store(&tier);
         drop(tier);
-        let tier = folder.known(&["a"]).open().unwrap();
-        assert_eq!(count(&tier), CHUNKS as usize, "stored after the clear");
+        assert_eq!(count(&known().open().unwrap()), CHUNKS as usize);
     }
     // An old copy of what was stored after the last clear is no danger.
     folder.copy("a", "backup");
     folder.copy("backup", "a");
-    assert_eq!(
-        count(&folder.known(&["a"]).open().unwrap()),
-        CHUNKS as usize
-    );
-}
-
-#[test]
-fn a_clear_that_cannot_be_noted_is_not_acknowledged() {
-    let folder = Drives::new();
-    let tier = folder.known(&["a"]).with_new_drives().open().unwrap();
-    store(&tier);
-    fs::remove_dir_all(folder.at("state")).unwrap();
-    fs::write(folder.at("state"), "no folder").unwrap();
-    let cleared = clear_all(&tier, soon());
-    assert!(matches!(cleared, Err(BackendError::Io(_))), "{cleared:?}");
-    assert_eq!(count(&tier), 0, "it was carried out");
+    let tier = known().open().unwrap();
+    assert_eq!(count(&tier), CHUNKS as usize);
     drop(tier);
-    let refused = folder.known(&["a"]).open().unwrap_err();
-    assert!(matches!(refused, DiskError::State { .. }), "{refused}");
+    assert_eq!(folder.drives(&["a"]).open().unwrap().clears(), clears);
 }
 
 #[test]
@@ -172,19 +155,18 @@ fn a_folder_that_is_no_drive_is_refused_and_left_empty() {
 #[test]
 fn what_was_in_an_empty_mount_point_is_named() {
     let folder = Drives::new();
-    let made = folder.known(&["a", "b"]).with_new_drives().open().unwrap();
+    let both = folder.drives(&["a", "b"]);
+    let made = both.clone().with_new_drives().open().unwrap();
     let id = made.inspect()[1].drive_id;
     drop(made);
     fs::rename(folder.at("b"), folder.at("unmounted")).unwrap();
     fs::create_dir(folder.at("b")).unwrap();
     let id: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
-    // The other drive knows, or the state folder.
-    for config in [folder.drives(&["a", "b"]), folder.known(&["b"])] {
-        let refused = config.open().unwrap_err();
-        assert!(refused.to_string().contains(&id), "{refused}");
-    }
+    // The other drive knows.
+    let refused = both.open().unwrap_err();
+    assert!(refused.to_string().contains(&id), "{refused}");
     // It is another drive now, and the first is missing.
-    let tier = folder.known(&["a", "b"]).with_new_drives().open().unwrap();
+    let tier = both.with_new_drives().open().unwrap();
     assert_eq!(tier.missing().len(), 1);
 }
 

@@ -27,7 +27,7 @@ mod write;
 mod tests;
 
 pub use evict::{Maintained, ReserveError};
-pub use read::{Clear, ListedChunk};
+pub use read::{Clear, Cleared, ListedChunk};
 pub use write::{InFlight, Inserted, MarkId, Write, WriteGrant, WriteStart};
 
 use batch::Batch;

@@ -9,6 +9,7 @@ use lmc_key::{ChunkKey, SpaceId};
 use super::batch::{group, parts};
 use super::{Inner, LocalTier};
 use crate::lease::Leased;
+use crate::shard::Shard;
 #[cfg(test)]
 use crate::shard::Shown;
 use crate::shard::{Linked, WARM};
@@ -24,9 +25,31 @@ const AT_ONCE: usize = 256;
 pub enum Clear {
     /// Chunks that are neither leased nor pinned.
     Idle,
+    /// Chunks that are not leased; pins end.
+    Unleased,
     /// All chunks. Those that are leased cannot be found any more, and give their memory back
     /// with their last lease.
     All,
+}
+
+impl Clear {
+    fn spares(self, shard: &Shard, index: u32) -> bool {
+        match self {
+            Self::Idle => shard.entry(index).busy(),
+            Self::Unleased => shard.is_leased(index),
+            Self::All => false,
+        }
+    }
+}
+
+/// Outcome of [`LocalTier::clear`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Cleared {
+    /// Chunks that were removed.
+    pub removed: u64,
+    /// Chunks that stay.
+    pub left: Vec<ChunkKey>,
 }
 
 /// A chunk of a list, with its position in its prompts.
@@ -191,12 +214,32 @@ impl LocalTier {
         removed
     }
 
-    /// Takes many chunks out at once and says how many. A chunk whose write had begun is not found
-    /// afterwards either; one that begins meanwhile may stay.
-    pub fn clear(&self, which: Clear) -> u64 {
+    /// Removes those of these chunks that are not leased; their pins end. Returns the others that are
+    /// there.
+    pub fn remove_unleased(&self, keys: &[ChunkKey]) -> Vec<ChunkKey> {
+        let mut left = Vec::new();
+        let mut taken = Vec::new();
+        self.0.visit(keys, |shard, index, position| {
+            if Clear::Unleased.spares(shard, index) {
+                left.push(keys[position]);
+                return;
+            }
+            let entry = shard.take(index);
+            self.0.account(&entry, Removal::Cleared);
+            taken.push(entry);
+        });
+        for entry in taken {
+            self.0.free_removed(entry);
+        }
+        left
+    }
+
+    /// Takes many chunks out at once. A chunk whose write had begun is not found afterwards either;
+    /// one that begins meanwhile may stay.
+    pub fn clear(&self, which: Clear) -> Cleared {
         let inner = &self.0;
         inner.clears.fetch_add(1, Ordering::AcqRel);
-        let mut cleared = 0;
+        let mut cleared = Cleared::default();
         for shard in &inner.shards {
             let mut start = 0;
             shard.lock().void_writes(|_| true);
@@ -205,15 +248,17 @@ impl LocalTier {
                 let mut locked = shard.lock();
                 let indices = locked.indices(start, AT_ONCE);
                 for &index in &indices {
-                    if which == Clear::All || !locked.entry(index).busy() {
+                    if !which.spares(&locked, index) {
                         let entry = locked.take(index);
                         inner.account(&entry, Removal::Cleared);
                         taken.push(entry);
+                    } else {
+                        cleared.left.push(*locked.key(index));
                     }
                 }
                 locked.publish();
                 drop(locked);
-                cleared += taken.len() as u64;
+                cleared.removed += taken.len() as u64;
                 for entry in taken {
                     inner.free_removed(entry);
                 }
@@ -224,15 +269,6 @@ impl LocalTier {
             }
         }
         cleared
-    }
-
-    /// Removes all chunks of some spaces and returns their number, as [`LocalTier::clear`] does: a
-    /// chunk whose write had begun is not found afterwards either.
-    pub fn clear_spaces(&self, spaces: &HashSet<SpaceId>) -> u64 {
-        for shard in &self.0.shards {
-            shard.lock().void_writes(|key| spaces.contains(&key.space));
-        }
-        self.remove_spaces(spaces)
     }
 
     /// Removes all chunks of some spaces and returns their number. One that is leased cannot be found
@@ -455,7 +491,7 @@ impl Inner {
     }
 
     /// Does something with each key that is present, under its shard's lock.
-    fn visit(&self, keys: &[ChunkKey], mut each: impl FnMut(&mut crate::shard::Shard, u32, usize)) {
+    fn visit(&self, keys: &[ChunkKey], mut each: impl FnMut(&mut Shard, u32, usize)) {
         let batch = self.batch(keys.iter().copied());
         for (shard, positions) in batch.shards() {
             let mut shard = self.shards[shard].lock();

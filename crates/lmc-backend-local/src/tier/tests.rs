@@ -21,6 +21,7 @@ use crate::{
 const KEYS: u64 = 48;
 const UNIT: u64 = 64;
 const CAPACITY: u64 = 24;
+const CLEARS: [Clear; 3] = [Clear::Idle, Clear::Unleased, Clear::All];
 
 #[derive(Debug, Default)]
 struct Log(Mutex<Vec<Event>>);
@@ -94,7 +95,7 @@ enum Op {
         len: u64,
     },
     Clear {
-        all: bool,
+        which: Clear,
     },
     Quota {
         tenant: u32,
@@ -124,7 +125,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (0..KEYS).prop_map(|key| Op::Pin { key }),
         2 => (0..KEYS).prop_map(|key| Op::Unpin { key }),
         2 => (0..KEYS, 1..3_u64).prop_map(|(start, len)| Op::Remove { start, len }),
-        1 => any::<bool>().prop_map(|all| Op::Clear { all }),
+        1 => prop::sample::select(&CLEARS[..]).prop_map(|which| Op::Clear { which }),
         2 => (0..3_u32, prop::option::of(1..CAPACITY)).prop_map(|(tenant, units)| Op::Quota { tenant, units }),
         2 => (0..9_usize).prop_map(|max| Op::Maintain { max }),
         2 => (0..3_u32).prop_map(|tenant| Op::Reserve { tenant }),
@@ -218,12 +219,16 @@ impl Rig {
     }
 
     fn busy(&self, key: &ChunkKey) -> bool {
+        self.resident[key].pins > 0 || self.leased(key)
+    }
+
+    fn leased(&self, key: &ChunkKey) -> bool {
         let chunk = &self.resident[key];
         let leased = |(_, held): &(Leases, Vec<(ChunkKey, u64)>)| {
             held.iter()
                 .any(|(_, incarnation)| *incarnation == chunk.incarnation)
         };
-        chunk.pins > 0 || self.leases.iter().any(leased)
+        self.leases.iter().any(leased)
     }
 
     fn has_children(&self, key: &ChunkKey) -> bool {
@@ -517,17 +522,23 @@ impl Rig {
                 }
                 self.learn(TenantId(0), &[]);
             }
-            Op::Clear { all } => {
-                let which = if all { Clear::All } else { Clear::Idle };
+            Op::Clear { which } => {
                 let busy: Vec<_> = self
                     .resident
                     .keys()
-                    .filter(|key| self.busy(key))
+                    .filter(|key| match which {
+                        Clear::Idle => self.busy(key),
+                        Clear::Unleased => self.leased(key),
+                        Clear::All => false,
+                    })
                     .copied()
                     .collect();
                 let before = self.resident.len();
-                let left = if all { vec![] } else { busy };
-                assert_eq!(self.tier.clear(which), (before - left.len()) as u64);
+                let left = busy;
+                let mut cleared = self.tier.clear(which);
+                cleared.left.sort();
+                let removed = (before - left.len()) as u64;
+                assert_eq!((cleared.removed, &cleared.left), (removed, &left));
                 self.learn(TenantId(0), &[]);
                 assert_eq!(self.resident.keys().copied().collect::<Vec<_>>(), left);
                 self.open.iter_mut().for_each(|open| open.void = true);

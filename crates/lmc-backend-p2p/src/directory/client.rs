@@ -82,9 +82,12 @@ impl<L: Link, C: Chunks> Directory for HostedDirectory<L, C> {
         deadline: Instant,
     ) -> BoxFuture<'_, Result<Announced, String>> {
         Box::pin(async move {
-            let request = Request::Announce(announce);
+            let request = Request::Announce(self.node.stamped(announce));
             match self.node.ask(&self.peer, &request, deadline).await? {
-                Reply::Announced(answer) => Ok(answer),
+                Reply::Announced(answer) => {
+                    self.node.is_in_step(&self.peer, answer.clears);
+                    Ok(answer.message)
+                }
                 Reply::Refused(refusal) => Err(refusal.to_string()),
                 _ => Err("another reply than to an announcement".to_owned()),
             }
@@ -93,12 +96,12 @@ impl<L: Link, C: Chunks> Directory for HostedDirectory<L, C> {
 
     fn find(&self, find: Find, deadline: Instant) -> BoxFuture<'_, Result<Found, String>> {
         Box::pin(async move {
-            match self
-                .node
-                .ask(&self.peer, &Request::Find(find), deadline)
-                .await?
-            {
-                Reply::Found(found) => Ok(found),
+            let request = Request::Find(self.node.stamped(find));
+            match self.node.ask(&self.peer, &request, deadline).await? {
+                Reply::Found(found) => {
+                    self.node.is_in_step(&self.peer, found.clears);
+                    Ok(found.message)
+                }
                 Reply::Refused(refusal) => Err(refusal.to_string()),
                 _ => Err("another reply than to a question for chunks".to_owned()),
             }

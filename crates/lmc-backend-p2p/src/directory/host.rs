@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use lmc_backend::Clears;
+use lmc_key::ClearsId;
 use lmc_transfer::{Address, PeerEvent, SocketChannel, SocketConfig, SocketError, TransferChannel};
 use parking_lot::{Mutex, RwLock};
 use serde::Serialize;
@@ -18,10 +20,10 @@ use super::buckets::Fingerprint;
 use super::message::{Announce, Announced, Find, Found};
 use super::table::{Table, TableLimits};
 use crate::backend::{answer_on, random};
-use crate::clears::Clears;
 use crate::link::now;
 use crate::message::{
-    FEATURE_DIRECTORY, Hello, MessageError, OLDEST_VERSION, Refusal, Reply, Request, VERSION,
+    ClearsPage, FEATURE_DIRECTORY, Hello, MessageError, OLDEST_VERSION, Refusal, Reply, Request,
+    Stamped, VERSION,
 };
 use crate::owner::Session;
 
@@ -113,7 +115,8 @@ pub struct DirectoryHost {
     name: String,
     limits: TableLimits,
     table: RwLock<Table>,
-    clears: Mutex<Clears>,
+    /// Clears that members have carried out, which are passed on to others, and their digest.
+    clears: Mutex<(Clears, ClearsId)>,
     meters: Mutex<HashMap<Session, Meter>>,
     counters: Counters,
     started: Instant,
@@ -134,7 +137,7 @@ impl DirectoryHost {
             name,
             table: RwLock::new(Table::new(limits.clone(), seed)),
             limits,
-            clears: Mutex::default(),
+            clears: Mutex::new((Clears::default(), ClearsId::NONE)),
             meters: Mutex::default(),
             counters: Counters::default(),
             started: now(),
@@ -147,7 +150,7 @@ impl DirectoryHost {
             Err(MessageError::Kind(kind)) => Reply::Unsupported(kind),
             Err(_) => {
                 count(&self.counters.malformed);
-                Reply::Refused(Refusal::Malformed)
+                Reply::Refused(Refusal::of_unparsed(request))
             }
             Ok(_) if !self.within_rate(session) => Reply::Refused(Refusal::TooMany),
             Ok(request) => self.answer(session, request),
@@ -179,18 +182,32 @@ impl DirectoryHost {
                 Ok(hello) => Reply::Hello(hello),
                 Err(refusal) => Reply::Refused(refusal),
             },
-            Request::Announce(announce) => match self.announce(session, &announce) {
-                Some(answer) => Reply::Announced(answer),
+            // A member at another digest sees from the answer that it is, and exchanges maps. Its
+            // chunks may be noted all the same: their fingerprints follow from names, which have
+            // the digest in them, so that members at another digest do not ask for them.
+            Request::Announce(announce) => match self.announce(session, &announce.message) {
+                Some(answer) => Reply::Announced(self.stamped(answer)),
                 None => Reply::Refused(Refusal::NoHello),
             },
-            Request::Find(find) => Reply::Found(self.find(session, &find)),
-            Request::Clears(clears) => {
-                let mut known = self.clears.lock();
-                known.merge(&clears);
-                Reply::Cleared(known.clone())
-            }
+            Request::Find(find) => Reply::Found(self.stamped(self.find(session, &find.message))),
+            Request::Clears(page) => Reply::Cleared(self.answer_page(&page)),
             other => Reply::Unsupported(other.kind()),
         }
+    }
+
+    fn stamped<T>(&self, message: T) -> Stamped<T> {
+        Stamped::new(self.clears.lock().1, message)
+    }
+
+    /// Takes in a page of a member's clears. Returns the page of the same number of those that are
+    /// known here.
+    fn answer_page(&self, theirs: &ClearsPage) -> ClearsPage {
+        let (known, id) = &mut *self.clears.lock();
+        // One that holds no more says so by its answer, which does not have the page's entries.
+        if known.join(&theirs.entries) == Ok(true) {
+            *id = known.id();
+        }
+        ClearsPage::of(known, *id, theirs.page)
     }
 
     /// Takes a member in. A directory has no chunks, so that every chunk size and algorithm fits.
@@ -204,15 +221,13 @@ impl DirectoryHost {
         if !joined {
             return Err(Refusal::TooMany);
         }
-        let mut clears = self.clears.lock();
-        clears.merge(&theirs.clears);
         Ok(Hello {
             oldest: OLDEST_VERSION,
             newest: VERSION,
             features: FEATURE_DIRECTORY,
             name: self.name.clone(),
             address: String::new(),
-            clears: clears.clone(),
+            clears: self.clears.lock().1,
             spaces: Vec::new(),
             nixl: None,
             ..theirs

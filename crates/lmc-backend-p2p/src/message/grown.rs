@@ -1,14 +1,13 @@
-//! Fields that bodies have grown at their end since the first release.
+//! Fields that bodies have grown at their end since version 1.
 
 use postcard::{Result, take_from_bytes, to_extend};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::clears::Clears;
 use crate::directory::{Announce, Announced, Find, Found};
 
 use super::{
-    Describe, Described, Hello, KeyBatch, Lease, Leased, Locate, Located, Refusal, Release,
-    Released, Renew,
+    ClearsPage, Describe, Described, Hello, KeyBatch, Lease, Leased, Located, Refusal, Release,
+    Released, Renew, Stamped,
 };
 
 /// Bit of [`Hello::features`]: the hello ends with a [`NixlAddress`], and the side understands
@@ -51,7 +50,7 @@ impl Transport {
         }
     }
 
-    /// Writes nothing for sockets, so that the bytes stay those of the first release.
+    /// Writes nothing for sockets, so that the bytes stay as they were without this field.
     fn write(self, bytes: Vec<u8>) -> Result<Vec<u8>> {
         match self {
             Self::Sockets => Ok(bytes),
@@ -98,6 +97,16 @@ impl Body for Hello {
     }
 }
 
+impl<T: Body> Body for Stamped<T> {
+    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        self.message.write_tail(bytes)
+    }
+
+    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
+        self.message.read_tail(tail)
+    }
+}
+
 impl Body for Lease {
     fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
         self.transport.write(bytes)
@@ -141,7 +150,7 @@ macro_rules! not_grown {
 }
 
 not_grown!(
-    Locate, Located, Renew, Release, KeyBatch, Clears, Refusal, Announce, Announced, Find, Found,
+    Located, Renew, Release, KeyBatch, ClearsPage, Refusal, Announce, Announced, Find, Found,
     Describe, Described
 );
 not_grown!(bool, (), u32, u16);

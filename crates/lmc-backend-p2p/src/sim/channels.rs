@@ -8,20 +8,21 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use lmc_backend::{ClearEpoch, LoadItem, Loaded, LocateHint, Located};
+use lmc_backend::{Backend, Clears, LoadItem, Loaded, LocateHint, Located};
+use lmc_key::ClearsId;
 use lmc_transfer::{
     Address, ChannelConfig, Index, PeerId, SocketChannel, SocketConfig, TransferChannel,
 };
 use tokio::runtime::{Handle, Runtime};
 
-use super::chunks::SimChunks;
+use super::chunks::{SimChunks, StateFile};
 use super::net::Memory;
 use super::{LEN, bytes, key};
 use crate::backend::{P2pBackend, P2pConfig, new_peer_id};
 use crate::dial::Dialer;
 use crate::message::{
-    ChunkLease, ChunkState, Lease, Leased, Locate, Located as LocatedMessage, Released, Reply,
-    Request, Transport,
+    ChunkLease, ChunkState, ClearsPage, Leased, Located as LocatedMessage, Released, Reply,
+    Request, Stamped, Transport,
 };
 use crate::node::NodeConfig;
 
@@ -49,7 +50,12 @@ fn runtime() -> Runtime {
 
 /// Starts a daemon that connects to the peer at an address.
 fn daemon(name: &str, peer: Option<&Address>, has_nixl: bool) -> Daemon {
-    let chunks = SimChunks::new(64, Memory::default());
+    daemon_of(name, peer.map_or(&[], std::slice::from_ref), has_nixl)
+}
+
+/// Starts a daemon that connects to the peers at these addresses.
+fn daemon_of(name: &str, peers: &[Address], has_nixl: bool) -> Daemon {
+    let chunks = SimChunks::new(64, Memory::default(), 1, StateFile::default());
     let id = new_peer_id(name).expect("random bytes");
     let channel = ChannelConfig::new(id.clone(), Arc::clone(chunks.pool.arena()));
     let mut nixl = channel.clone();
@@ -61,7 +67,7 @@ fn daemon(name: &str, peer: Option<&Address>, has_nixl: bool) -> Daemon {
     let node = NodeConfig::new(name, "", 64 * 4096);
     let mut config = P2pConfig::new(node, SocketConfig::new(channel, loopback()));
     let at = |peer: &Address| peer.to_string().replace("tcp://", "");
-    config.peers = peer.map(at).into_iter().collect();
+    config.peers = peers.iter().map(at).collect();
     config.nixl = nixl.clone().map(|nixl| nixl as Arc<dyn TransferChannel>);
     let tier = P2pBackend::start(config, chunks.clone(), Handle::current());
     Daemon {
@@ -106,9 +112,7 @@ impl Daemon {
         let mut misses = Vec::new();
         while let Some((index, loaded)) = answers.next().await {
             match loaded {
-                Loaded::Hit { slot, epoch } => {
-                    assert_eq!(slot.bytes(), bytes(&keys[index], epoch.counter));
-                }
+                Loaded::Hit(slot) => assert_eq!(slot.bytes(), bytes(&keys[index])),
                 Loaded::Miss(_) => misses.push(index),
                 Loaded::Failed { .. } => panic!("chunk {index}: {loaded:?}"),
             }
@@ -189,7 +193,7 @@ struct Stranger(SocketChannel);
 impl Stranger {
     /// Connects to the NIXL channel of a daemon, in the stead of a peer.
     async fn connect(to: &Daemon, instead_of: Option<&PeerId>) -> Self {
-        let chunks = SimChunks::new(1, Memory::default());
+        let chunks = SimChunks::new(1, Memory::default(), 1, StateFile::default());
         let id = "stranger".parse().expect("a name");
         let channel = ChannelConfig::new(id, Arc::clone(chunks.pool.arena()));
         let channel = SocketConfig::new(channel, loopback()).build();
@@ -319,35 +323,34 @@ fn the_nixl_session_ends_with_that_over_sockets() {
 /// Starts a channel that answers as a daemon does, and leases every chunk over NIXL, also to a
 /// peer that cannot read by it. Counts the leases.
 fn one_who_insists_on_nixl(leases: &Arc<AtomicUsize>) -> SocketChannel {
-    let chunks = SimChunks::new(1, Memory::default());
+    let chunks = SimChunks::new(1, Memory::default(), 1, StateFile::default());
     let id = "insists".parse().expect("a name");
     let mut channel = ChannelConfig::new(id, Arc::clone(chunks.pool.arena()));
     let leases = Arc::clone(leases);
     let answer = move |question: &[u8]| match Request::from_bytes(question) {
         Ok(Request::Hello(hello)) => Reply::Hello(hello),
-        Ok(Request::Locate(Locate { keys, epoch })) => Reply::Located(LocatedMessage {
-            epoch,
-            states: vec![ChunkState::Memory { len: LEN }; keys.len()],
-            load: 0,
-        }),
-        Ok(Request::Lease(Lease { keys, .. })) => {
+        Ok(Request::Locate(Stamped { clears, message })) => {
+            let states = vec![ChunkState::Memory { len: LEN }; message.len()];
+            Reply::Located(Stamped::new(clears, LocatedMessage { states, load: 0 }))
+        }
+        Ok(Request::Lease(Stamped { clears, message })) => {
             leases.fetch_add(1, Ordering::Relaxed);
             let granted = ChunkLease::Granted {
                 index: Index::arena(1, 1),
                 len: LEN,
                 digest: 0,
             };
-            Reply::Leased(Leased {
+            let leased = Leased {
                 lease: 1,
                 duration_ms: 1000,
-                epoch: ClearEpoch::default().into(),
-                chunks: vec![granted; keys.len()],
+                chunks: vec![granted; message.keys.len()],
                 holders: Vec::new(),
                 transport: Transport::Nixl,
-            })
+            };
+            Reply::Leased(Stamped::new(clears, leased))
         }
         Ok(Request::Release(_)) => Reply::Released(Released::default()),
-        _ => Reply::Cleared(crate::clears::Clears::default()),
+        _ => Reply::Cleared(ClearsPage::of(&Clears::default(), ClearsId::NONE, 0)),
     };
     channel.on_ask = Some(Arc::new(move |_, _, question| {
         let reply = answer(&question).to_bytes().expect("it fits");
@@ -378,5 +381,38 @@ fn a_lease_for_a_transport_that_was_not_asked_for_is_not_asked_for_again() {
             "{answer:?}"
         );
         assert_eq!(leases.load(Ordering::Relaxed), 1);
+    });
+}
+
+#[test]
+fn a_clear_names_the_peers_that_have_not_confirmed_it() {
+    runtime().block_on(async {
+        let other = daemon("other", None, false);
+        // Nothing listens at the second address.
+        let peers = [
+            other.tier.address().clone(),
+            "tcp://127.0.0.1:1".parse().expect("an address"),
+        ];
+        let this = daemon_of("this", &peers, false);
+        this.until_known(&other.id).await;
+        this.chunks.clear();
+        let clears = this.chunks.carried_out();
+        let deadline = Instant::now() + DEADLINE;
+        let clear = || this.tier.clear(Arc::clone(&clears), deadline);
+        let cleared = clear().await.expect("it is not closed");
+        assert_eq!(cleared.unconfirmed, ["127.0.0.1:1"]);
+        assert!(!cleared.is_durable);
+        assert_eq!(other.chunks.carried_out(), clears);
+        other.tier.close(deadline).await.expect("in time");
+        until(
+            || this.tier.node().peers.lock().iter().count() == 0,
+            "still there",
+        )
+        .await;
+        let mut expected = peers.map(|at| at.to_string().replace("tcp://", ""));
+        let mut unconfirmed = clear().await.expect("it is not closed").unconfirmed;
+        expected.sort();
+        unconfirmed.sort();
+        assert_eq!(unconfirmed, expected);
     });
 }

@@ -2,23 +2,26 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use lmc_backend::{BoxFuture, ClearEpoch, Usage};
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_backend::{BoxFuture, Clears, StartId, TooManyClears, Usage};
+use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, WrittenSlot, checksum};
 use lmc_transfer::PeerId;
 use parking_lot::Mutex;
 
 use super::net::Memory;
-use super::{LEN, Rng, bytes, once_in};
+use super::{LEN, Rng, bytes, once_in, space};
 use crate::chunks::{Chunks, LeasedChunk};
 use crate::directory::ChangedKeys;
 use crate::link::now;
 use crate::message::{ChunkState, SpaceNote};
 
 /// Time that a simulated promotion from disk takes.
-const PROMOTION: std::time::Duration = std::time::Duration::from_millis(3);
+const PROMOTION: Duration = Duration::from_millis(3);
+
+/// Time that a daemon takes to note clears durably.
+const NOTING: Duration = Duration::from_millis(1);
 
 #[derive(Debug)]
 struct Entry {
@@ -30,26 +33,32 @@ struct Entry {
 #[derive(Debug)]
 struct State {
     resident: BTreeMap<ChunkKey, Entry>,
-    /// Chunks on disk, with the counter of the epoch that they were computed under.
-    disk: BTreeMap<ChunkKey, u64>,
+    disk: BTreeSet<ChunkKey>,
     writing: BTreeSet<ChunkKey>,
-    epoch: ClearEpoch,
     spaces: Vec<SpaceNote>,
 }
 
-/// The chunks of one daemon.
+/// The file in which a daemon notes its clears; a restart finds it.
+pub(super) type StateFile = Arc<Mutex<Arc<Clears>>>;
+
+/// The chunks of one daemon. Tests give keys as [`key`](super::key) makes them, and the nodes names:
+/// with the digest of the clears that came before.
 #[derive(Clone)]
 pub(super) struct SimChunks {
     pub(super) pool: Pool,
     memory: Memory,
+    start: StartId,
+    clears_noted: StateFile,
+    /// Time that noting clears takes.
+    noting: Arc<Mutex<Duration>>,
     state: Arc<Mutex<State>>,
     /// Set once there is a node.
     pub(super) changed: Arc<OnceLock<Arc<ChangedKeys>>>,
     /// Random numbers, and the calls of the node of which one, on average, finds the chunks
     /// cleared and computed again.
     clears: Arc<Mutex<(Rng, u64)>>,
-    /// Functions to call right before and right after the chunks of the next lease are held.
-    at_lease: Arc<Mutex<[Option<Hook>; 2]>>,
+    /// Function to call right after the chunks of the next lease are held.
+    at_lease: Arc<Mutex<Option<Hook>>>,
 }
 
 impl std::fmt::Debug for SimChunks {
@@ -61,20 +70,22 @@ impl std::fmt::Debug for SimChunks {
 type Hook = Box<dyn FnOnce() + Send>;
 
 impl SimChunks {
-    pub(super) fn new(slots: u64, memory: Memory) -> Self {
+    pub(super) fn new(slots: u64, memory: Memory, start: u64, clears_noted: StateFile) -> Self {
         let arena = ArenaConfig::anonymous(slots as usize * 4096).build();
         let arena = Arc::new(arena.expect("a test machine has some memory"));
         let pool = Pool::new(arena, PoolConfig::default()).expect("the defaults are valid");
         let state = State {
             resident: BTreeMap::new(),
-            disk: BTreeMap::new(),
+            disk: BTreeSet::new(),
             writing: BTreeSet::new(),
-            epoch: ClearEpoch::default(),
             spaces: Vec::new(),
         };
         Self {
             pool,
             memory,
+            start: start_id(start),
+            clears_noted,
+            noting: Arc::new(Mutex::new(NOTING)),
             state: Arc::new(Mutex::new(state)),
             changed: Arc::default(),
             clears: Arc::new(Mutex::new((Rng::new(0), 0))),
@@ -93,21 +104,14 @@ impl SimChunks {
         *self.clears.lock() = (Rng::new(seed), calls);
     }
 
-    /// Lets something happen right before the chunks of the next lease are held.
-    pub(super) fn before_lease(&self, hook: impl FnOnce() + Send + 'static) {
-        self.at_lease.lock()[0] = Some(Box::new(hook));
+    /// Lets the disk take this time to note clears.
+    pub(super) fn note_slowly(&self, time: Duration) {
+        *self.noting.lock() = time;
     }
 
     /// Lets something happen right after the chunks of the next lease are held.
     pub(super) fn after_lease(&self, hook: impl FnOnce() + Send + 'static) {
-        self.at_lease.lock()[1] = Some(Box::new(hook));
-    }
-
-    fn happens(&self, hook: usize) {
-        let hook = self.at_lease.lock()[hook].take();
-        if let Some(hook) = hook {
-            hook();
-        }
+        *self.at_lease.lock() = Some(Box::new(hook));
     }
 
     /// Lets another thread clear the chunks, whose engine computes them again at once.
@@ -120,12 +124,21 @@ impl SimChunks {
         }
     }
 
-    pub(super) fn known_epoch(&self) -> ClearEpoch {
-        self.state.lock().epoch
+    /// Returns the clears that were carried out, as the node sees them.
+    pub(super) fn carried_out(&self) -> Arc<Clears> {
+        Arc::clone(&self.clears_noted.lock())
+    }
+
+    /// Returns the name of a chunk that is computed now.
+    pub(super) fn name(&self, key: &ChunkKey) -> ChunkKey {
+        ChunkKey {
+            space: space().after(self.carried_out().id()),
+            ..*key
+        }
     }
 
     pub(super) fn has(&self, key: &ChunkKey) -> bool {
-        self.state.lock().resident.contains_key(key)
+        self.state.lock().resident.contains_key(&self.name(key))
     }
 
     pub(super) fn len(&self) -> usize {
@@ -157,30 +170,32 @@ impl SimChunks {
 
     /// Begins a store by an engine of this host.
     pub(super) fn begin_store(&self, key: ChunkKey) {
-        self.state.lock().writing.insert(key);
+        let name = self.name(&key);
+        self.state.lock().writing.insert(name);
     }
 
-    /// Ends a store: the engine has computed the chunk under the present epoch.
+    /// Ends a store: the engine has computed the chunk after the last clear.
     pub(super) fn store(&self, key: ChunkKey, pick: u64) {
-        self.state.lock().writing.remove(&key);
+        let name = self.name(&key);
+        self.state.lock().writing.remove(&name);
         if self.has(&key) {
             return;
         }
         let Some(mut slot) = self.reserve(pick) else {
             return;
         };
-        let content = bytes(&key, self.known_epoch().counter);
+        let content = bytes(&name);
         slot.bytes_mut().copy_from_slice(&content);
         self.memory.overwrite(slot.offset(), &content);
-        let epoch = self.known_epoch();
-        self.commit(key, slot.written(), epoch);
+        self.commit(name, slot.written());
     }
 
     /// Changes a byte of a chunk in memory, and not its checksum.
     pub(super) fn spoil(&self, key: &ChunkKey) {
         let mut slot = self.pool.reserve(LEN).expect("a slot");
+        let name = self.name(key);
         let mut state = self.state.lock();
-        let entry = state.resident.get_mut(key).expect("it is in memory");
+        let entry = state.resident.get_mut(&name).expect("it is in memory");
         entry.checksum = Some(entry.slot.checksum());
         slot.bytes_mut().copy_from_slice(entry.slot.bytes());
         slot.bytes_mut()[0] ^= 1;
@@ -189,17 +204,16 @@ impl SimChunks {
 
     /// Puts a chunk on disk.
     pub(super) fn store_on_disk(&self, key: ChunkKey) {
-        let mut state = self.state.lock();
-        let epoch = state.epoch.counter;
-        state.disk.insert(key, epoch);
-        self.note(&key);
+        let name = self.name(&key);
+        self.state.lock().disk.insert(name);
+        self.note(&name);
     }
 
-    /// Makes a chunk findable, if it is of the newest epoch.
-    pub(super) fn commit(&self, key: ChunkKey, slot: WrittenSlot, epoch: ClearEpoch) -> bool {
+    /// Makes a chunk findable by its name, unless there was a clear since it got that.
+    pub(super) fn commit(&self, key: ChunkKey, slot: WrittenSlot) {
         let mut state = self.state.lock();
-        if epoch != state.epoch {
-            return false;
+        if key != self.name(&key) {
+            return;
         }
         let checksum = key.hash.as_bytes()[8]
             .is_multiple_of(2)
@@ -210,7 +224,6 @@ impl SimChunks {
             .resident
             .entry(key)
             .or_insert(Entry { slot, checksum });
-        true
     }
 
     /// Registers an engine, as far as peers learn of it.
@@ -218,10 +231,35 @@ impl SimChunks {
         self.state.lock().spaces.push(space);
     }
 
-    /// Clears all spaces, as an operator does.
+    /// Clears all chunks, as an operator does.
     pub(super) fn clear(&self) {
-        self.learn(self.known_epoch().next());
+        let mut clears = self.carried_out().as_ref().clone();
+        clears.count(self.start).expect("few processes clear");
+        self.carry_out(clears);
     }
+
+    /// Notes clears, and removes all chunks.
+    fn carry_out(&self, clears: Clears) {
+        let mut state = self.state.lock();
+        *self.clears_noted.lock() = Arc::new(clears);
+        let all = state.resident.keys().chain(&state.disk);
+        all.for_each(|key| self.note(key));
+        state.resident.clear();
+        state.disk.clear();
+    }
+}
+
+/// Returns the id of the process of this number.
+pub(super) fn start_id(number: u64) -> StartId {
+    let mut id = [0; 16];
+    id[..8].copy_from_slice(&number.to_be_bytes());
+    StartId::new(id)
+}
+
+/// Returns the map of one clear of each of these processes.
+pub(super) fn one_clear_each(processes: impl IntoIterator<Item = u64>) -> Clears {
+    let entries = processes.into_iter().map(|number| (start_id(number), 1));
+    Clears::from_entries(entries).expect("numbered once, and no more than a map holds")
 }
 
 impl Chunks for SimChunks {
@@ -230,7 +268,7 @@ impl Chunks for SimChunks {
         let state = self.state.lock();
         let of = |key: &ChunkKey| match () {
             () if state.resident.contains_key(key) => ChunkState::Memory { len: LEN },
-            () if state.disk.contains_key(key) => ChunkState::Disk { len: LEN },
+            () if state.disk.contains(key) => ChunkState::Disk { len: LEN },
             () if state.writing.contains(key) => ChunkState::Writing,
             () => ChunkState::Absent,
         };
@@ -241,24 +279,23 @@ impl Chunks for SimChunks {
         &'a self,
         keys: &'a [ChunkKey],
         promote_until: Instant,
-    ) -> BoxFuture<'a, (ClearEpoch, Vec<Option<LeasedChunk>>)> {
+    ) -> BoxFuture<'a, Vec<Option<LeasedChunk>>> {
         Box::pin(async move {
             let on_disk = |key: &&ChunkKey| {
                 let state = self.state.lock();
-                !state.resident.contains_key(key) && state.disk.contains_key(key)
+                !state.resident.contains_key(key) && state.disk.contains(key)
             };
             let promoted: Vec<ChunkKey> = keys.iter().filter(on_disk).copied().collect();
             if !promoted.is_empty() && now() + PROMOTION < promote_until {
                 tokio::time::sleep(PROMOTION).await;
                 for key in promoted {
-                    let epoch = self.state.lock().disk.get(&key).copied();
-                    if epoch == Some(self.known_epoch().counter) {
+                    let is_there = self.state.lock().disk.contains(&key);
+                    if is_there {
                         self.store(key, key.fold());
                     }
                 }
             }
             self.any_moment();
-            self.happens(0);
             let state = self.state.lock();
             let hold = |key: &ChunkKey| {
                 let entry = state.resident.get(key)?;
@@ -268,16 +305,19 @@ impl Chunks for SimChunks {
                     lease: Box::new(()),
                 })
             };
-            let held = (state.epoch, keys.iter().map(hold).collect());
+            let held = keys.iter().map(hold).collect();
             drop(state);
-            self.happens(1);
+            let hook = self.at_lease.lock().take();
+            if let Some(hook) = hook {
+                hook();
+            }
             held
         })
     }
 
     fn list(&self, _: u128, _: usize) -> BoxFuture<'_, (Vec<ChunkKey>, Option<u128>)> {
         let state = self.state.lock();
-        let all = state.resident.keys().chain(state.disk.keys());
+        let all = state.resident.keys().chain(&state.disk);
         let all: BTreeSet<ChunkKey> = all.copied().collect();
         Box::pin(std::future::ready((all.into_iter().collect(), None)))
     }
@@ -291,24 +331,21 @@ impl Chunks for SimChunks {
         })
     }
 
-    fn epoch(&self, _: SpaceId) -> ClearEpoch {
+    fn clears(&self) -> Arc<Clears> {
         self.any_moment();
-        self.known_epoch()
+        self.carried_out()
     }
 
-    fn cleared(&self) -> ClearEpoch {
-        self.any_moment();
-        self.known_epoch()
-    }
-
-    fn learn(&self, epoch: ClearEpoch) {
-        let mut state = self.state.lock();
-        assert!(epoch.counter > state.epoch.counter, "not newer");
-        state.epoch = epoch;
-        let all = state.resident.keys().chain(state.disk.keys());
-        all.for_each(|key| self.note(key));
-        state.resident.clear();
-        state.disk.clear();
+    fn learn(&self, clears: Clears) -> BoxFuture<'_, Result<(), TooManyClears>> {
+        Box::pin(async move {
+            let noting = *self.noting.lock();
+            tokio::time::sleep(noting).await;
+            let mut joined = self.carried_out().as_ref().clone();
+            if joined.join(&clears)? {
+                self.carry_out(joined);
+            }
+            Ok(())
+        })
     }
 
     fn spaces(&self) -> Vec<SpaceNote> {

@@ -3,20 +3,22 @@
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashSet};
 use std::rc::Rc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use lmc_backend::{LocateHint, Located};
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, ClearsId};
 use lmc_testkit::rounds;
 
+use super::chunks::one_clear_each;
+use super::clears::count_pages;
 use super::net::{Faults, Net, name};
 use super::schedules::{LOCATE, Tally, faults, fetch, prompt};
 use super::{Rng, delay, key, run};
 use crate::chunks::Chunks;
-use crate::clears::Clears;
 use crate::directory::{Announce, Announced, Find, Fingerprint, MAX_ANNOUNCED, TableLimits};
 use crate::link::now;
-use crate::message::{Hello, OLDEST_VERSION, Refusal, Reply, Request, VERSION};
+use crate::message::{Hello, OLDEST_VERSION, Refusal, Reply, Request, Stamped, VERSION};
 
 /// Time after which members and directories know everything of each other.
 const SETTLED: Duration = Duration::from_secs(40);
@@ -187,7 +189,52 @@ fn a_clear_reaches_daemons_that_never_met_through_the_directory() {
         net.cut(0, 2, false, noticed);
         tokio::time::sleep(Duration::from_secs(8)).await;
         assert_eq!(net.chunks(2).len(), 0);
-        assert_eq!(net.chunks(1).known_epoch(), net.chunks(2).known_epoch());
+        assert_eq!(net.chunks(1).carried_out(), net.chunks(2).carried_out());
+    });
+}
+
+/// Chunks that were announced before a clear have other names, so that no digest is compared here.
+#[test]
+fn a_member_that_has_cleared_is_not_sent_to_members_that_have_not() {
+    run(async {
+        let net = started(8, Faults::none(), 1, 2).await;
+        let keys = prompt(0, 4);
+        store(&net, 1, &keys);
+        announced().await;
+        let directory = net.directory(0).expect("a directory");
+        let find = |net: &Net| {
+            let names = keys.iter().map(|key| net.chunks(2).name(key));
+            let keys = names.map(|name| Fingerprint::of(&name)).collect();
+            directory.find(&net.session(2), &Find { keys }).candidates
+        };
+        assert_eq!(find(&net).len(), 1);
+        net.chunks(2).clear();
+        assert_eq!(find(&net), []);
+        // The directory hears of the clear with the first question, and the first member from it.
+        let pages = count_pages(&net, 0);
+        assert_eq!(fetch(&net, 2, &keys).await.hits, 0);
+        tokio::time::sleep(LOCATE).await;
+        assert!(pages.load(Ordering::Relaxed) > 0);
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        assert_eq!(net.chunks(1).len(), 0);
+        store(&net, 1, &keys);
+        announced().await;
+        assert_eq!(find(&net).len(), 1);
+        assert_eq!(fetch(&net, 2, &keys).await.hits, 4);
+    });
+}
+
+/// A directory answers with its pages, and asks for none.
+#[test]
+fn a_map_of_more_than_one_page_passes_through_a_directory() {
+    run(async {
+        let net = Net::new(10, Faults::none());
+        let clears = one_clear_each(0..5000);
+        net.start_directory(0, TableLimits::default());
+        net.note_clears(1, clears.clone());
+        (1..3).for_each(|member| start_member(&net, member, 8, &[0], &[]));
+        tokio::time::sleep(Duration::from_secs(12)).await;
+        assert_eq!(*net.chunks(2).carried_out(), clears);
     });
 }
 
@@ -222,6 +269,9 @@ fn a_hostile_member_is_bounded_and_counted() {
         let directory = net.directory(0).expect("a directory");
         let mut hostile = net.session(2);
         (hostile.peer, hostile.incarnation) = ("hostile".parse().expect("a name"), 99);
+        let announced =
+            |announce: &Announce| Request::Announce(Stamped::new(ClearsId::NONE, announce.clone()));
+        let applied = Stamped::new(ClearsId::NONE, Announced::Applied);
         let send = |request: &Request| {
             let bytes = request.to_bytes().expect("it fits");
             let reply = directory.serve(&hostile, &bytes);
@@ -235,7 +285,7 @@ fn a_hostile_member_is_bounded_and_counted() {
             ..Announce::default()
         };
         assert_eq!(
-            send(&Request::Announce(announce.clone())),
+            send(&announced(&announce)),
             Reply::Refused(Refusal::NoHello)
         );
         // It claims the first chunk, at the address of another.
@@ -247,15 +297,12 @@ fn a_hostile_member_is_bounded_and_counted() {
             address: "host-1:1".into(),
             chunk_size: 16,
             algorithm: "xxh3".into(),
-            clears: Clears::default(),
+            clears: ClearsId::NONE,
             spaces: Vec::new(),
             nixl: None,
         };
         assert!(matches!(send(&Request::Hello(hello)), Reply::Hello(_)));
-        assert_eq!(
-            send(&Request::Announce(announce.clone())),
-            Reply::Announced(Announced::Applied)
-        );
+        assert_eq!(send(&announced(&announce)), Reply::Announced(applied));
         // It floods: every message another generation, and more fingerprints than fit.
         let full = rounds(150, 5000) as u64;
         let mut refused = 0;
@@ -265,7 +312,7 @@ fn a_hostile_member_is_bounded_and_counted() {
             let keys = (0..most as u64).map(|n| key(generation, n));
             announce.added = keys.map(|key| Fingerprint::of(&key)).collect();
             refused += u64::from(matches!(
-                send(&Request::Announce(announce.clone())),
+                send(&announced(&announce)),
                 Reply::Refused(Refusal::TooMany)
             ));
         }
@@ -407,10 +454,10 @@ async fn schedule(seed: u64) -> Tally {
         })
         .await;
     assert!(!net.0.lock().panicked, "a request made its daemon panic");
-    let epochs: BTreeSet<_> = (directories..hosts)
-        .map(|host| format!("{:?}", net.chunks(host).known_epoch()))
+    let clears: BTreeSet<_> = (directories..hosts)
+        .map(|host| net.chunks(host).carried_out().id())
         .collect();
-    assert_eq!(epochs.len(), 1, "all know the newest clear: {epochs:?}");
+    assert_eq!(clears.len(), 1, "all have carried out all clears");
     for directory in 0..directories {
         let found = net.directory(directory).expect("a directory");
         let mut entries = 0;

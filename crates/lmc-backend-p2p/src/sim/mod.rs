@@ -48,9 +48,9 @@ fn key(prompt: u64, chunk: u64) -> ChunkKey {
     }
 }
 
-/// Returns the bytes that an engine computes for a chunk under a clear epoch.
-fn bytes(key: &ChunkKey, epoch: u64) -> Vec<u8> {
-    let mut rng = Rng::new(key.fold() ^ epoch.wrapping_mul(0x1234_5678_9abc_def1));
+/// Returns the bytes that an engine computes for the chunk of this name: others after each clear.
+fn bytes(name: &ChunkKey) -> Vec<u8> {
+    let mut rng = Rng::new(name.fold());
     (0..LEN).map(|_| rng.next_u64() as u8).collect()
 }
 

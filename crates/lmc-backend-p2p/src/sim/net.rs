@@ -5,13 +5,14 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
+use lmc_backend::Clears;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use lmc_transfer::{BoxFuture, Filled, Index, PeerId, Slot, TransferError};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
-use super::chunks::SimChunks;
+use super::chunks::{SimChunks, StateFile};
 use super::{LEN, Rng, delay, once_in};
 use crate::directory::{DirectoryHost, TableLimits};
 use crate::link::{Link, now};
@@ -115,6 +116,8 @@ pub(super) struct State {
     nixl: BTreeMap<(usize, usize), u64>,
     last_grant: u64,
     last_incarnation: u64,
+    /// The files in which daemons note their clears, which restarts find.
+    state_files: BTreeMap<usize, StateFile>,
     /// Host that ends just after a daemon has looked whether it is connected.
     pub(super) leaving: Option<usize>,
     /// True once serving a request has panicked.
@@ -161,6 +164,7 @@ impl Net {
             nixl: BTreeMap::new(),
             last_grant: 0,
             last_incarnation: 0,
+            state_files: BTreeMap::new(),
             leaving: None,
             panicked: false,
             home: None,
@@ -170,13 +174,15 @@ impl Net {
     /// Starts a daemon with a pool of `slots` chunks; again, if one of this number has ended.
     pub(super) fn start(&self, host: usize, slots: u64, change: impl FnOnce(&mut NodeConfig)) {
         let memory = Memory::default();
-        let chunks = SimChunks::new(slots, memory.clone());
-        let incarnation = {
+        let (incarnation, chunks) = {
             let mut state = self.0.lock();
             let seed = state.rng.next_u64();
-            chunks.clear_at_any_moment(seed, state.faults.clears);
             state.last_incarnation += 1;
-            state.last_incarnation
+            let incarnation = state.last_incarnation;
+            let file = Arc::clone(state.state_files.entry(host).or_default());
+            let chunks = SimChunks::new(slots, memory.clone(), incarnation, file);
+            chunks.clear_at_any_moment(seed, state.faults.clears);
+            (incarnation, chunks)
         };
         let link = SimLink {
             net: Arc::downgrade(&self.0),
@@ -238,6 +244,12 @@ impl Net {
         drop(state);
         // Its grants look for the network's lock.
         drop(old);
+    }
+
+    /// Writes clears into the file in which a daemon that is not started yet notes its clears.
+    pub(super) fn note_clears(&self, host: usize, clears: Clears) {
+        let file = Arc::clone(self.0.lock().state_files.entry(host).or_default());
+        *file.lock() = Arc::new(clears);
     }
 
     /// Starts a directory; again, if one of this number has ended.

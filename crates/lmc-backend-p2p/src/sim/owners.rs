@@ -103,11 +103,7 @@ fn a_read_goes_on_for_as_long_as_its_lease_is_renewed() {
         let begun = now();
         let tally = reading.await.expect("every byte was right");
         assert_eq!(tally.hits, 8, "{tally:?}");
-        assert!(
-            now() > begun + Duration::from_secs(2),
-            "{:?}",
-            now() - begun
-        );
+        assert!(now() > begun + 40 * lease, "{:?}", now() - begun);
     });
 }
 
@@ -185,7 +181,7 @@ fn a_late_digest_that_is_wrong_or_does_not_come_is_a_miss() {
                         let is_late = |chunk: &&ChunkLease| {
                             matches!(chunk, ChunkLease::Granted { digest, .. } if *digest == LATE_DIGEST)
                         };
-                        let late = leased.chunks.iter().filter(is_late).count();
+                        let late = leased.message.chunks.iter().filter(is_late).count();
                         count.fetch_add(late, Ordering::Relaxed);
                     }
                     Reply::Released(Released { digests, .. }) => match comes {
@@ -281,7 +277,7 @@ fn a_chunk_of_another_length_spoils_no_other_and_pauses_its_owner() {
         keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
         net.forge(1, |_, mut reply| {
             match &mut reply {
-                Reply::Leased(leased) => match &mut leased.chunks[0] {
+                Reply::Leased(leased) => match &mut leased.message.chunks[0] {
                     ChunkLease::Granted { len, .. } => *len += 1,
                     other => panic!("not granted: {other:?}"),
                 },

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use lmc_backend::{ClearEpoch, LocateHint, Located};
-use lmc_key::ChunkKey;
+use lmc_backend::{LocateHint, Located};
+use lmc_key::{ChunkKey, ClearsId};
 use parking_lot::Mutex;
 
 use super::net::{Faults, Net};
@@ -14,7 +14,8 @@ use super::schedules::{LOCATE, fetch, load, prompt, slow};
 use super::{LEN, run};
 use crate::link::now;
 use crate::message::{
-    ChunkLease, Hello, KeyBatch, Lease, Leased, Locate, Release, Renew, Reply, Request, Transport,
+    ChunkLease, Hello, KeyBatch, Lease, Leased, OLDEST_VERSION, Release, Renew, Reply, Request,
+    Stamped, Transport, VERSION,
 };
 use crate::node::MAX_SERVING;
 
@@ -23,12 +24,13 @@ fn batch(keys: &[ChunkKey]) -> KeyBatch {
 }
 
 fn lease(keys: &[ChunkKey]) -> Request {
-    Request::Lease(Lease {
+    let lease = Lease {
         keys: batch(keys),
         duration_ms: 2_000,
         wait_ms: 400,
         transport: Transport::Sockets,
-    })
+    };
+    Request::Lease(Stamped::new(ClearsId::NONE, lease))
 }
 
 /// Serves a request of host 1 or another at host 0.
@@ -50,7 +52,7 @@ async fn leased(net: &Net, from: usize, keys: &[ChunkKey]) -> Leased {
 
 async fn leased_at(net: &Net, owner: usize, from: usize, keys: &[ChunkKey]) -> Leased {
     match serve_at(net.clone(), owner, from, lease(keys)).await {
-        Reply::Leased(leased) => leased,
+        Reply::Leased(leased) => leased.message,
         other => panic!("{other:?}"),
     }
 }
@@ -73,10 +75,7 @@ fn a_peer_with_waiting_leases_gives_others_back() {
             .collect();
         // Each has begun once the runtime has nothing else to do.
         tokio::time::sleep(Duration::from_millis(1)).await;
-        let locate = Request::Locate(Locate {
-            keys: batch(&keys),
-            epoch: ClearEpoch::default().into(),
-        });
+        let locate = Request::Locate(Stamped::new(ClearsId::NONE, batch(&keys)));
         let refused = serve(net.clone(), 1, locate).await;
         assert!(matches!(refused, Reply::Refused(_)), "{refused:?}");
         let (lease, duration_ms) = (first.lease, 2_000);
@@ -88,7 +87,7 @@ fn a_peer_with_waiting_leases_gives_others_back() {
         let mut granted = 0;
         for waiting in waiting {
             if let Reply::Leased(leased) = waiting.await.expect("no panic") {
-                granted += usize::from(leased.lease != 0);
+                granted += usize::from(leased.message.lease != 0);
             }
         }
         assert_eq!(granted, 1);
@@ -140,14 +139,14 @@ fn a_peer_that_goes_while_its_hello_is_served_is_forgotten() {
         let net = Net::new(55, Faults::none());
         (0..2).for_each(|host| net.start(host, 8, |_| ()));
         let hello = Request::Hello(Hello {
-            oldest: 1,
-            newest: 1,
+            oldest: OLDEST_VERSION,
+            newest: VERSION,
             features: 0,
             name: "host-1".to_owned(),
             address: "host-1:1".to_owned(),
             chunk_size: 256,
             algorithm: "blake3".to_owned(),
-            clears: crate::clears::Clears::default(),
+            clears: ClearsId::NONE,
             spaces: Vec::new(),
             nixl: None,
         });

@@ -1,22 +1,22 @@
 //! The peer protocol's bytes: committed ones stay readable, others are refused.
 
-use lmc_backend::ClearEpoch;
-use lmc_backend_p2p::Clears;
+use lmc_backend::{Clears, StartId};
 use lmc_backend_p2p::directory::{
     Announce, Announced, Candidate, Find, Fingerprint, Found, MAX_ANNOUNCED, SetDigest,
 };
 use lmc_backend_p2p::message::{
-    ChunkLease, ChunkState, Describe, Described, FEATURE_NIXL, Hello, Holder, KeyBatch, Lease,
-    Leased, Locate, Located, MAX_BODY, MAX_KEYS, MessageError, NixlAddress, Refusal, Release,
-    Released, Renew, Reply, Request, SpaceNote, Transport,
+    ChunkLease, ChunkState, ClearsPage, Describe, Described, FEATURE_NIXL, Hello, Holder, KeyBatch,
+    Lease, Leased, Located, MAX_BODY, MAX_KEYS, MAX_PAGES, MessageError, NixlAddress,
+    OLDEST_VERSION, PAGE_ENTRIES, Refusal, Release, Released, Renew, Reply, Request, SpaceNote,
+    Stamped, Transport, VERSION,
 };
-use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use lmc_transfer::Index;
 use proptest::prelude::*;
 
 fn key(n: u8) -> ChunkKey {
     ChunkKey {
-        space: SpaceId::new([9; 16]),
+        space: SpaceId::new([7; 16]).after(clears()),
         kv_rank: 1,
         group: 2,
         hash: ChunkHash::new([n; 32]),
@@ -29,28 +29,32 @@ fn batch() -> KeyBatch {
     batch
 }
 
-fn epoch() -> ClearEpoch {
-    ClearEpoch {
-        counter: 3,
-        origin: [5; 16],
-    }
+fn clears() -> ClearsId {
+    map(0..2).id()
 }
 
-fn clears() -> Clears {
-    let mut clears = Clears::default();
-    let first = ClearEpoch {
-        counter: 1,
-        origin: [7; 16],
+fn stamped<T>(message: T) -> Stamped<T> {
+    Stamped::new(clears(), message)
+}
+
+/// Returns a map in which each of these numbers names a process with one clear more than the number.
+fn map(processes: std::ops::Range<u64>) -> Clears {
+    let entry = |n: u64| {
+        let mut id = [7; 16];
+        id[..8].copy_from_slice(&n.to_be_bytes());
+        (StartId::new(id), n + 1)
     };
-    clears.observe(first);
-    clears.observe(epoch());
-    clears
+    Clears::from_entries(processes.map(entry)).expect("numbered once")
+}
+
+fn page() -> ClearsPage {
+    ClearsPage::of(&map(0..2), clears(), 0)
 }
 
 fn hello() -> Hello {
     Hello {
-        oldest: 1,
-        newest: 1,
+        oldest: OLDEST_VERSION,
+        newest: VERSION,
         features: 0,
         name: "a".into(),
         address: "10.0.0.1:7700".into(),
@@ -94,7 +98,6 @@ fn leased() -> Leased {
     Leased {
         lease: 7,
         duration_ms: 2000,
-        epoch: epoch().into(),
         chunks: vec![
             ChunkLease::Absent,
             ChunkLease::Busy,
@@ -125,28 +128,25 @@ fn announce() -> Announce {
 fn requests() -> Vec<Request> {
     vec![
         Request::Hello(hello()),
-        Request::Locate(Locate {
-            keys: batch(),
-            epoch: epoch().into(),
-        }),
-        Request::Lease(lease()),
+        Request::Locate(stamped(batch())),
+        Request::Lease(stamped(lease())),
         Request::Renew(Renew {
             lease: 7,
             duration_ms: 2000,
         }),
         Request::Release(Release { lease: 7 }),
-        Request::Holds(batch()),
-        Request::Copy(batch()),
-        Request::Clears(clears()),
+        Request::Holds(stamped(batch())),
+        Request::Copy(stamped(batch())),
+        Request::Clears(page()),
         Request::Hello(hello_with_nixl()),
-        Request::Lease(Lease {
+        Request::Lease(stamped(Lease {
             transport: Transport::Nixl,
             ..lease()
-        }),
-        Request::Announce(announce()),
-        Request::Find(Find {
+        })),
+        Request::Announce(stamped(announce())),
+        Request::Find(stamped(Find {
             keys: announce().added,
-        }),
+        })),
         Request::Describe(Describe { digest: 300 }),
     ]
 }
@@ -154,8 +154,7 @@ fn requests() -> Vec<Request> {
 fn replies() -> Vec<Reply> {
     vec![
         Reply::Hello(hello()),
-        Reply::Located(Located {
-            epoch: epoch().into(),
+        Reply::Located(stamped(Located {
             states: vec![
                 ChunkState::Absent,
                 ChunkState::Writing,
@@ -163,8 +162,8 @@ fn replies() -> Vec<Reply> {
                 ChunkState::Disk { len: 5 },
             ],
             load: 17,
-        }),
-        Reply::Leased(leased()),
+        })),
+        Reply::Leased(stamped(leased())),
         Reply::Renewed(true),
         Reply::Released(Released {
             held: vec![true, false],
@@ -172,18 +171,18 @@ fn replies() -> Vec<Reply> {
         }),
         Reply::Noted(()),
         Reply::Copying(2),
-        Reply::Cleared(clears()),
-        Reply::Announced(Announced::Applied),
-        Reply::Announced(Announced::Restart { known: 7 }),
-        Reply::Announced(Announced::Busy),
-        Reply::Announced(Announced::Full { limit: 300 }),
-        Reply::Found(Found {
+        Reply::Cleared(page()),
+        Reply::Announced(stamped(Announced::Applied)),
+        Reply::Announced(stamped(Announced::Restart { known: 7 })),
+        Reply::Announced(stamped(Announced::Busy)),
+        Reply::Announced(stamped(Announced::Full { limit: 300 })),
+        Reply::Found(stamped(Found {
             settled: true,
             candidates: vec![Candidate {
                 peer: "a-1".into(),
                 address: "10.0.0.1:7700".into(),
             }],
-        }),
+        })),
         Reply::Described(Described {
             digest: 300,
             chunks: 5,
@@ -203,10 +202,10 @@ fn replies() -> Vec<Reply> {
         Reply::Refused(Refusal::Closing),
         Reply::Unsupported(99),
         Reply::Hello(hello_with_nixl()),
-        Reply::Leased(Leased {
+        Reply::Leased(stamped(Leased {
             transport: Transport::Nixl,
             ..leased()
-        }),
+        })),
         Reply::Released(Released {
             held: vec![true, false],
             digests: vec![300, u64::MAX],
@@ -218,9 +217,9 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// One line for each message of version 1. A change of this file is a change of the protocol.
+/// One line for each message of version 2. A change of this file is a change of the protocol.
 #[test]
-fn the_bytes_of_version_1_stay_as_they_are() {
+fn the_bytes_of_version_2_stay_as_they_are() {
     let requests = requests();
     let replies = replies();
     let asked = requests.iter().map(|m| m.to_bytes().expect("it fits"));
@@ -229,7 +228,7 @@ fn the_bytes_of_version_1_stay_as_they_are() {
         .chain(answered)
         .map(|bytes| hex(&bytes) + "\n")
         .collect();
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/version-1.txt");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/version-2.txt");
     if std::env::var_os("LMC_WRITE_GOLDEN").is_some() {
         std::fs::write(path, &lines).expect("the folder can be written");
     }
@@ -257,7 +256,7 @@ fn longer(frame: &[u8], more: &[u8]) -> Vec<u8> {
 fn what_a_newer_peer_adds_at_the_end_is_ignored() {
     for request in requests() {
         let bytes = request.to_bytes().expect("it fits");
-        let found = Request::from_bytes(&longer(&bytes, b"a field of version 2"));
+        let found = Request::from_bytes(&longer(&bytes, b"a field of version 3"));
         assert_eq!(found, Ok(request));
     }
     for reply in replies() {
@@ -272,9 +271,10 @@ fn a_transport_that_is_not_known_counts_as_sockets() {
         transport: Transport::Nixl,
         ..lease()
     };
-    let mut bytes = Request::Lease(nixl).to_bytes().expect("it fits");
+    let mut bytes = Request::Lease(stamped(nixl)).to_bytes().expect("it fits");
     *bytes.last_mut().expect("the transport") = 2;
-    assert_eq!(Request::from_bytes(&bytes), Ok(Request::Lease(lease())));
+    let sockets = Request::Lease(stamped(lease()));
+    assert_eq!(Request::from_bytes(&bytes), Ok(sockets));
     // A hello that announces NIXL and does not say where is none.
     let mut hello = hello();
     hello.features = FEATURE_NIXL;
@@ -302,18 +302,15 @@ fn what_exceeds_a_bound_is_refused() {
     let keys: Vec<ChunkKey> = (0..=MAX_KEYS).map(|n| key(n as u8)).collect();
     let (batch, len) = KeyBatch::leading(&keys).expect("there are keys");
     assert_eq!((batch.len(), len), (MAX_KEYS, MAX_KEYS));
-    let most = Request::Holds(batch.clone()).to_bytes().expect("it fits");
+    let holds = Request::Holds(stamped(batch));
+    let most = holds.to_bytes().expect("it fits");
     assert!(most.len() < MAX_BODY);
-    assert_eq!(Request::from_bytes(&most), Ok(Request::Holds(batch)));
+    assert_eq!(Request::from_bytes(&most), Ok(holds));
     let other = ChunkKey { group: 3, ..key(3) };
     let (_, len) = KeyBatch::leading(&[key(1), other]).expect("there are keys");
     assert_eq!(len, 1, "one batch has one group");
     let states = vec![ChunkState::Absent; MAX_KEYS + 1];
-    let located = Located {
-        epoch: epoch().into(),
-        states,
-        load: 0,
-    };
+    let located = stamped(Located { states, load: 0 });
     let bytes = Reply::Located(located).to_bytes().expect("it fits");
     assert_eq!(
         Reply::from_bytes(&bytes),
@@ -327,21 +324,21 @@ fn what_exceeds_a_bound_is_refused() {
         Err(MessageError::Bounds("text"))
     );
     let many = |n: usize| (0..n).map(|n| Fingerprint::of(&key(n as u8))).collect();
-    let most = Announce {
+    let most = Request::Announce(stamped(Announce {
         added: many(MAX_ANNOUNCED),
         removed: many(MAX_ANNOUNCED),
         ..announce()
-    };
-    let bytes = Request::Announce(most.clone()).to_bytes().expect("it fits");
-    assert_eq!(Request::from_bytes(&bytes), Ok(Request::Announce(most)));
+    }));
+    let bytes = most.to_bytes().expect("it fits");
+    assert_eq!(Request::from_bytes(&bytes), Ok(most));
     for more in [
-        Request::Announce(Announce {
+        Request::Announce(stamped(Announce {
             added: many(MAX_ANNOUNCED + 1),
             ..announce()
-        }),
-        Request::Find(Find {
+        })),
+        Request::Find(stamped(Find {
             keys: many(MAX_KEYS + 1),
-        }),
+        })),
     ] {
         let bytes = more.to_bytes().expect("it fits");
         let refused = Err(MessageError::Bounds("fingerprints"));
@@ -352,6 +349,72 @@ fn what_exceeds_a_bound_is_refused() {
         Request::from_bytes(&giant),
         Err(MessageError::TooLong(_))
     ));
+}
+
+#[test]
+fn the_largest_map_of_clears_fits_into_its_pages() {
+    let most = Clears::MAX_STARTS as u64;
+    let most = map(u64::MAX - most - 1..u64::MAX - 1);
+    let id = most.id();
+    let mut joined = Clears::default();
+    for number in 0..MAX_PAGES {
+        let page = Request::Clears(ClearsPage::of(&most, id, number));
+        let bytes = page.to_bytes().expect("it fits");
+        assert_eq!(Request::from_bytes(&bytes), Ok(page));
+        let Ok(Request::Clears(page)) = Request::from_bytes(&bytes) else {
+            unreachable!("it was compared");
+        };
+        assert_eq!((page.page, page.pages), (number, MAX_PAGES));
+        joined.join(&page.entries).expect("no more than the map");
+    }
+    assert_eq!(joined, most);
+}
+
+#[test]
+fn pages_of_clears_that_contradict_themselves_are_refused() {
+    let full = ClearsPage::of(&map(0..PAGE_ENTRIES as u64), clears(), 0);
+    let none = ClearsPage::of(&Clears::default(), ClearsId::NONE, 0);
+    let cases = [
+        // Behind the last page that a map can have.
+        ClearsPage {
+            page: MAX_PAGES,
+            pages: MAX_PAGES,
+            ..none.clone()
+        },
+        ClearsPage {
+            pages: MAX_PAGES + 1,
+            ..full.clone()
+        },
+        // Entries behind the last page, and a page without any.
+        ClearsPage {
+            page: 1,
+            ..full.clone()
+        },
+        ClearsPage {
+            pages: 0,
+            ..full.clone()
+        },
+        ClearsPage { pages: 1, ..none },
+        ClearsPage {
+            entries: map(0..PAGE_ENTRIES as u64 + 1),
+            ..full
+        },
+    ];
+    for page in cases {
+        let bytes = Request::Clears(page).to_bytes().expect("it fits");
+        let refused = Err(MessageError::Bounds("clears"));
+        assert_eq!(Request::from_bytes(&bytes), refused);
+    }
+    // No clears of a process, and a process twice.
+    let bytes = Request::Clears(page()).to_bytes().expect("it fits");
+    let entry = 16 + 1;
+    let first = bytes.len() - 2 * entry;
+    let mut zero = bytes.clone();
+    zero[first + 16] = 0;
+    let twice = [&bytes[..first + entry], &bytes[first..first + entry]].concat();
+    for bytes in [zero, twice] {
+        assert_eq!(Request::from_bytes(&bytes), Err(MessageError::Body(8)));
+    }
 }
 
 proptest! {

@@ -1,6 +1,5 @@
 //! The header of a value.
 
-use lmc_backend::ClearEpoch;
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use thiserror::Error;
 use xxhash_rust::xxh3::xxh3_64;
@@ -15,19 +14,17 @@ pub const MAX_PAYLOAD_LEN: u64 = 1 << 32;
 const MAX_PAYLOAD_OFFSET: u64 = 1 << 20;
 
 const MAGIC: [u8; 8] = *b"LMCVALUE";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Offset of the checksum of the bytes before it.
 const SUM_AT: usize = HEADER_LEN - 8;
 /// Offset of the bytes that are zero in this version.
-const REST_AT: usize = 148;
+const REST_AT: usize = 124;
 
 /// The first 256 bytes of a value. The payload begins at [`payload_offset`](Self::payload_offset).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Key of the chunk.
     pub key: ChunkKey,
-    /// The clear epoch under which the chunk was computed.
-    pub epoch: ClearEpoch,
     /// Offset of the payload from the start of the value.
     pub payload_offset: u64,
     /// Bytes of the payload as it is stored.
@@ -75,16 +72,9 @@ impl Refusal {
 
 impl Header {
     /// The header of a chunk that is stored as it is.
-    pub fn raw(
-        key: ChunkKey,
-        epoch: ClearEpoch,
-        payload_offset: u64,
-        len: u64,
-        checksum: u64,
-    ) -> Self {
+    pub fn raw(key: ChunkKey, payload_offset: u64, len: u64, checksum: u64) -> Self {
         Self {
             key,
-            epoch,
             payload_offset,
             stored_len: len,
             stored_sum: checksum,
@@ -116,8 +106,6 @@ impl Header {
         put(&self.stored_sum.to_le_bytes());
         put(&self.plain_len.to_le_bytes());
         put(&self.plain_sum.to_le_bytes());
-        put(&self.epoch.counter.to_le_bytes());
-        put(&self.epoch.origin);
         put(self.key.space.as_bytes());
         put(self.key.hash.as_bytes());
         put(&self.key.kv_rank.to_le_bytes());
@@ -142,7 +130,7 @@ impl Header {
             return Err(Refusal::Version(version));
         }
         let sum = xxh3_64(&bytes[..SUM_AT]);
-        if version == 0 || bytes[SUM_AT..] != sum.to_le_bytes() {
+        if version < VERSION || bytes[SUM_AT..] != sum.to_le_bytes() {
             return Err(Refusal::Damaged);
         }
         let codec = reader.u32();
@@ -156,10 +144,6 @@ impl Header {
             stored_sum: reader.u64(),
             plain_len: reader.u64(),
             plain_sum: reader.u64(),
-            epoch: ClearEpoch {
-                counter: reader.u64(),
-                origin: reader.array(),
-            },
             key: ChunkKey {
                 space: SpaceId::new(reader.array()),
                 hash: ChunkHash::new(reader.array()),
@@ -172,8 +156,7 @@ impl Header {
             && bytes[REST_AT..SUM_AT].iter().all(|&byte| byte == 0)
             && offsets.contains(&this.payload_offset)
             && (1..=MAX_PAYLOAD_LEN).contains(&this.plain_len)
-            && (this.stored_len, this.stored_sum) == (this.plain_len, this.plain_sum)
-            && this.epoch.counter <= ClearEpoch::MAX_COUNTER;
+            && (this.stored_len, this.stored_sum) == (this.plain_len, this.plain_sum);
         is_valid.then_some(this).ok_or(Refusal::Damaged)
     }
 
@@ -223,11 +206,7 @@ mod tests {
     use super::*;
 
     fn header() -> Header {
-        let epoch = ClearEpoch {
-            counter: 5,
-            origin: [0xee; 16],
-        };
-        Header::raw(key(), epoch, 4096, 0x0001_0203, 0x1122_3344_5566_7788)
+        Header::raw(key(), 4096, 0x0001_0203, 0x1122_3344_5566_7788)
     }
 
     /// Header with a field changed and its checksum made right.
@@ -249,7 +228,7 @@ mod tests {
 
     #[test]
     fn golden_header() {
-        let golden = include_str!("../../tests/data/header-v1.hex");
+        let golden = include_str!("../../tests/data/header-v2.hex");
         assert_eq!(hex(&header().encode()), golden);
         assert_eq!(Header::decode(&header().encode()), Ok(header()));
     }
@@ -257,7 +236,7 @@ mod tests {
     #[test]
     fn unknown_versions_and_codecs_are_named_and_all_else_is_damage() {
         let version = |n: u32| with(8, &n.to_le_bytes());
-        assert_eq!(Header::decode(&version(2)), Err(Refusal::Version(2)));
+        assert_eq!(Header::decode(&version(3)), Err(Refusal::Version(3)));
         assert_eq!(Header::decode(&with(12, &[9])), Err(Refusal::Codec(9)));
         let mut later = version(7);
         later[100..].fill(0xAB);
@@ -265,6 +244,7 @@ mod tests {
         let most = (MAX_PAYLOAD_LEN + 1).to_le_bytes();
         for (what, bytes) in [
             ("no version", version(0)),
+            ("an older version", version(1)),
             ("another magic", with(0, b"l")),
             ("parameters of no codec", with(20, &[1])),
             ("an offset in the header", with(32, &255u64.to_le_bytes())),
@@ -279,7 +259,6 @@ mod tests {
                     &[most, header().stored_sum.to_le_bytes(), most].concat(),
                 ),
             ),
-            ("an epoch that is none", with(72, &u64::MAX.to_le_bytes())),
             ("bytes that mean nothing", with(SUM_AT - 1, &[1])),
         ] {
             assert_eq!(Header::decode(&bytes), Err(Refusal::Damaged), "{what}");
@@ -312,12 +291,11 @@ mod tests {
         #[test]
         fn headers_come_back(
             space: [u8; 16], hash: [u8; 32], kv_rank: u16, group: u16,
-            counter in 0..=ClearEpoch::MAX_COUNTER, origin: [u8; 16],
             offset in HEADER_LEN as u64..=MAX_PAYLOAD_OFFSET, len in 1..=MAX_PAYLOAD_LEN, sum: u64,
         ) {
             let (space, hash) = (SpaceId::new(space), ChunkHash::new(hash));
             let key = ChunkKey { space, kv_rank, group, hash };
-            let header = Header::raw(key, ClearEpoch { counter, origin }, offset, len, sum);
+            let header = Header::raw(key, offset, len, sum);
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
         }
 

@@ -1,17 +1,20 @@
-//! The layout that all stores share: names, the header of a value, the object of
+//! The layout that all stores share: names, the header of a value, the maps of
 //! clears, and the descriptions of spaces.
 //! docs/remote-format.md has the tables.
 //!
 //! Pure: bytes in, values out. Everything read is bounded and checked before it is believed.
 
 mod clears;
-pub use clears::{ClearSet, ClearsError, MAX_CLEARS, MAX_CLEARS_LEN};
+pub use clears::{ClearsError, ClearsRecord, MAX_CLEARS_LEN};
 
 mod header;
 pub use header::{CODEC_RAW, HEADER_LEN, Header, MAX_PAYLOAD_LEN, Refusal};
 
 mod name;
-pub use name::{Name, NameError, PROBE_SPACE, Scope, probe_key};
+pub use name::{
+    ChunkFolder, Generation, Name, NameError, PROBE_FOLDER, PROBE_SPACE, Scope, ValueName, probe,
+};
+pub(crate) use name::{OLD_ROOT, ROOT};
 
 mod space;
 pub use space::{MAX_SPACE_LEN, SpaceError, SpaceRecord, Tenant};
@@ -24,5 +27,14 @@ fn golden_key() -> lmc_key::ChunkKey {
         hash: lmc_key::ChunkHash::new(std::array::from_fn(|i| 16 + i as u8)),
         kv_rank: 258,
         group: 772,
+    }
+}
+
+/// The folder in the golden names.
+#[cfg(test)]
+fn golden_folder() -> ChunkFolder {
+    ChunkFolder {
+        generation: Generation::new(std::array::from_fn(|i| 0xA0 + i as u8)),
+        clears: lmc_key::ClearsId::new(std::array::from_fn(|i| 0xC0 + i as u8)),
     }
 }

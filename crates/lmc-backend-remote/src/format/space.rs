@@ -3,7 +3,8 @@
 use std::fmt;
 
 use lmc_key::{
-    DtypeName, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint, ModelName, Salt, SpaceId,
+    ClearsId, DtypeName, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint, ModelName, Salt,
+    SpaceId,
 };
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -149,24 +150,25 @@ impl SpaceRecord {
         bytes
     }
 
-    /// Reads the description of `space`. Fields that are not known are ignored.
+    /// Reads the description of the space that keys name `named` after these clears
+    /// ([`SpaceId::after`]). Fields that are not known are ignored.
     ///
     /// # Errors
     /// [`SpaceError`]; also for a space without a salt that has another id than the fields give.
-    pub fn decode(space: SpaceId, bytes: &[u8]) -> Result<Self, SpaceError> {
+    pub fn decode(named: SpaceId, clears: ClearsId, bytes: &[u8]) -> Result<Self, SpaceError> {
         if bytes.len() > MAX_SPACE_LEN {
             return Err(SpaceError::Damaged);
         }
         let versioned: Result<Versioned, _> = serde_json::from_slice(bytes);
         match versioned.map_err(|_| SpaceError::Damaged)?.version {
-            VERSION => read(space, bytes).ok_or(SpaceError::Damaged),
+            VERSION => read(named, clears, bytes).ok_or(SpaceError::Damaged),
             0 => Err(SpaceError::Damaged),
             later => Err(SpaceError::Version(later)),
         }
     }
 }
 
-fn read(space: SpaceId, bytes: &[u8]) -> Option<SpaceRecord> {
+fn read(named: SpaceId, clears: ClearsId, bytes: &[u8]) -> Option<SpaceRecord> {
     let json: Json = serde_json::from_slice(bytes).ok()?;
     let digest = json.salt_digest.map(|digest| digest.parse::<SpaceId>());
     let digest = digest.transpose().ok()?;
@@ -181,7 +183,8 @@ fn read(space: SpaceId, bytes: &[u8]) -> Option<SpaceRecord> {
         identity: json.identity.parse::<IdentityText>().ok()?,
         tags: json.tags.map(|tags| tags.parse()).transpose().ok()?,
     };
-    let is_whole = json.space.parse() == Ok(space)
+    let space: SpaceId = json.space.parse().ok()?;
+    let is_whole = space.after(clears) == named
         && match json.salted {
             true => true,
             false => digest.is_none() && fields.id() == space,
@@ -227,7 +230,11 @@ mod tests {
         let record = SpaceRecord::new(&space("marked-secret"), Some(DIGEST));
         assert_eq!(String::from_utf8(record.encode()).unwrap(), golden);
         let id = space("marked-secret").id();
-        assert_eq!(SpaceRecord::decode(id, golden.as_bytes()), Ok(record));
+        let decode = |named, clears| SpaceRecord::decode(named, clears, golden.as_bytes());
+        assert_eq!(decode(id, ClearsId::NONE), Ok(record.clone()));
+        let clears = ClearsId::new([7; 16]);
+        assert_eq!(decode(id.after(clears), clears), Ok(record));
+        assert_eq!(decode(id, clears), Err(SpaceError::Damaged));
     }
 
     #[test]
@@ -251,14 +258,14 @@ mod tests {
     fn unknown_fields_are_ignored_and_everything_else_is_checked() {
         let record = SpaceRecord::new(&space(""), None);
         let (id, text) = (record.space(), String::from_utf8(record.encode()).unwrap());
-        let decode = |text: &str| SpaceRecord::decode(id, text.as_bytes());
+        let decode = |text: &str| SpaceRecord::decode(id, ClearsId::NONE, text.as_bytes());
         let more = text.replace('{', "{\"later\": {\"a\": [1, null, \"x\"]},");
         assert_eq!(decode(&more), Ok(record));
         let later = "{\"version\": 2, \"space\": 7}";
         assert_eq!(decode(later), Err(SpaceError::Version(2)));
         let other = SpaceId::new([9; 16]);
         assert_eq!(
-            SpaceRecord::decode(other, text.as_bytes()),
+            SpaceRecord::decode(other, ClearsId::NONE, text.as_bytes()),
             Err(SpaceError::Damaged)
         );
         let nested = "[".repeat(MAX_SPACE_LEN / 2);
@@ -291,7 +298,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_are_read_without_a_panic(bytes: Vec<u8>, space: [u8; 16]) {
-            let _ = SpaceRecord::decode(SpaceId::new(space), &bytes);
+            let _ = SpaceRecord::decode(SpaceId::new(space), ClearsId::NONE, &bytes);
         }
 
         #[test]
@@ -306,7 +313,7 @@ mod tests {
             let record = SpaceRecord::new(&space, digest);
             let bytes = record.encode();
             prop_assert!(bytes.len() < MAX_SPACE_LEN / 2);
-            prop_assert_eq!(SpaceRecord::decode(space.id(), &bytes), Ok(record));
+            prop_assert_eq!(SpaceRecord::decode(space.id(), ClearsId::NONE, &bytes), Ok(record));
         }
     }
 }

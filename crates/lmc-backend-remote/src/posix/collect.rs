@@ -1,7 +1,8 @@
 //! Collection: keeps a tree within its size and age, one folder of the fan-out at a time.
 //!
-//! A tree within its size loses nothing; one beyond it loses the oldest chunks of each folder that is
-//! collected, until the whole is within its size. Several daemons may collect one tree: each takes the
+//! A tree within its size loses nothing; one beyond it loses chunks of each folder that is collected,
+//! until the whole is within its size: first those that no daemon asks for any more, and then the
+//! oldest ones. What clears that are not known here came before is left alone. Several daemons may collect one tree: each takes the
 //! folders in an order of its own, and what another one has removed is no error.
 
 use std::collections::HashSet;
@@ -17,7 +18,7 @@ use rustix::fs::{AtFlags, OFlags};
 use super::clock::modified;
 use super::tree::{TEMPORARY, is_absent, is_file, temporary};
 use super::value::Values;
-use crate::format::{Name, Scope};
+use crate::format::{ChunkFolder, ClearsRecord, MAX_CLEARS_LEN, Name, PROBE_FOLDER, ROOT};
 use crate::store::StoreError;
 
 /// Age at which a file that was being written is given up.
@@ -90,8 +91,20 @@ impl Shares {
     }
 }
 
+/// The use of a folder of chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Standing {
+    /// No daemon asks for its chunks any more.
+    Stale,
+    /// Daemons that have carried out all clears use it.
+    Used,
+    /// A folder whose clears are not known here.
+    Unknown,
+}
+
 struct File {
     path: String,
+    is_stale: bool,
     modified: Duration,
     len: u64,
 }
@@ -114,15 +127,20 @@ impl Values {
             let id = || folder.rsplit('/').next()?.parse::<SpaceId>().ok();
             spaces.is_none_or(|spaces| id().is_some_and(|id| spaces.contains(&id)))
         };
-        let mut folders = self.spaces_of(fanout, deadline)?;
-        folders.retain(|folder| is_picked(folder));
-        for space in folders {
-            self.files_of(&space, (now, deadline), limits, &mut files, &mut collected)?;
+        let chunk_folders = self.chunk_folders_by_standing(deadline)?;
+        for (folder, standing) in &chunk_folders {
+            let part = format!("{folder}/{fanout:02x}");
+            let mut folders = self.subfolders::<SpaceId>(&part, deadline)?;
+            folders.retain(|folder| is_picked(folder));
+            for space in folders {
+                let times = (now, deadline);
+                self.files_of(&space, *standing, times, limits, &mut files, &mut collected)?;
+            }
         }
         if fanout == 0 && spaces.is_none() {
-            self.collect_others(now, limits, &mut collected)?;
+            self.collect_others(&chunk_folders, now, limits, &mut collected)?;
         }
-        files.sort_by_key(|file| file.modified);
+        files.sort_by_key(|file| (!file.is_stale, file.modified));
         let most = limits.max_bytes.unwrap_or(u64::MAX);
         let mut left = collected.bytes;
         let mut refused = None;
@@ -131,7 +149,7 @@ impl Values {
                 .ttl
                 .is_some_and(|ttl| now.saturating_sub(file.modified) > ttl);
             if !is_expired && left <= most {
-                break;
+                continue;
             }
             if Instant::now() >= deadline {
                 return Err(StoreError::Deadline);
@@ -159,17 +177,56 @@ impl Values {
         }
     }
 
+    /// Returns the folders of chunks with their standing.
+    fn chunk_folders_by_standing(
+        &self,
+        deadline: Instant,
+    ) -> Result<Vec<(String, Standing)>, StoreError> {
+        // A generation that is listed was in the object of clears before its first chunk. So one that
+        // is not there when that is read afterwards was replaced.
+        let mut folders = self.chunk_folders(deadline)?;
+        // Probes of a check that runs do not count: it removes them itself.
+        folders.retain(|folder| *folder != PROBE_FOLDER.to_string());
+        let all = self.read_clears(MAX_CLEARS_LEN)?;
+        let all = all.and_then(|(bytes, _)| ClearsRecord::decode(&bytes).ok());
+        let standing = |path: &str| {
+            let (Some(all), Some(folder)) = (&all, chunk_folder(path)) else {
+                return Ok(Standing::Unknown);
+            };
+            if folder == all.folder() {
+                return Ok(Standing::Used);
+            }
+            let map = match self.read_file(&Name::Map(folder).to_string(), MAX_CLEARS_LEN) {
+                Ok(bytes) => ClearsRecord::decode_map(folder, &bytes),
+                Err(StoreError::TooLarge { .. }) => None,
+                Err(StoreError::Io(error)) if is_absent(&error) => None,
+                Err(error) => return Err(error),
+            };
+            Ok(match all.outdates(folder, map.as_ref()) {
+                true => Standing::Stale,
+                false => Standing::Unknown,
+            })
+        };
+        let with_standing = |path: String| {
+            let standing = standing(&path)?;
+            Ok((path, standing))
+        };
+        folders.into_iter().map(with_standing).collect()
+    }
+
     /// Adds the chunks of a folder, and removes what was being written long ago.
     fn files_of(
         &self,
         folder: &str,
+        standing: Standing,
         (now, deadline): (Duration, Instant),
         limits: Limits,
         files: &mut Vec<File>,
         collected: &mut Collected,
     ) -> Result<(), StoreError> {
         let names = self.tree.names(folder, |_| Ok(true))?;
-        if names.is_empty() && !limits.dry_run {
+        let is_known = standing != Standing::Unknown;
+        if names.is_empty() && !limits.dry_run && is_known {
             self.tree.remove_empty(folder);
         }
         for name in names {
@@ -178,33 +235,58 @@ impl Values {
             }
             let path = format!("{folder}/{name}");
             if name.starts_with(TEMPORARY) {
-                self.collect_temporary(&path, now, limits, collected)?;
+                if is_known {
+                    self.collect_temporary(&path, now, limits, collected)?;
+                }
             } else if path.parse::<Name>().is_ok()
                 && files.len() < MAX_FILES
                 && let Some((modified, len)) = self.file(&path)?
             {
                 collected.bytes += len;
-                files.push(File {
-                    path,
-                    modified,
-                    len,
-                });
+                if is_known {
+                    files.push(File {
+                        path,
+                        is_stale: standing == Standing::Stale,
+                        modified,
+                        len,
+                    });
+                }
             }
         }
         Ok(())
     }
 
-    /// Removes what was being written long ago beside the folders of the fan-out.
+    /// Removes what was being written long ago beside the folders of the fan-out, and the small objects
+    /// of stale folders without chunks.
     fn collect_others(
         &self,
+        chunk_folders: &[(String, Standing)],
         now: Duration,
         limits: Limits,
         collected: &mut Collected,
     ) -> Result<(), StoreError> {
-        for prefix in [Scope::VALUES.prefix(), Scope::Spaces.prefix()] {
-            let folder = prefix.trim_end_matches('/');
+        let mut beside = vec![ROOT.to_owned(), Name::Clears.to_string()];
+        for (folder, standing) in chunk_folders {
+            let spaces = format!("{folder}/spaces");
+            let is_other = |name: &str| Ok(name != "map" && name != "spaces");
+            let is_empty = self.tree.names(folder, is_other)?.is_empty();
+            match standing {
+                Standing::Unknown => continue,
+                Standing::Stale if is_empty && !limits.dry_run => {
+                    // The map goes last: without it nothing else would be known to be stale.
+                    for name in self.tree.names(&spaces, |_| Ok(true))? {
+                        self.unlink(&format!("{spaces}/{name}"))?;
+                    }
+                    self.tree.remove_empty(&spaces);
+                    self.unlink(&format!("{folder}/map"))?;
+                    self.tree.remove_empty(folder);
+                }
+                _ => beside.extend([folder.clone(), spaces]),
+            }
+        }
+        for folder in beside {
             let is_temporary = |name: &str| Ok(name.starts_with(TEMPORARY));
-            for name in self.tree.names(folder, is_temporary)? {
+            for name in self.tree.names(&folder, is_temporary)? {
                 let path = format!("{folder}/{name}");
                 self.collect_temporary(&path, now, limits, collected)?;
             }
@@ -270,6 +352,17 @@ impl Values {
         written?;
         Ok(())
     }
+}
+
+/// Returns the folder of chunks at a path, unless it is that of probes.
+fn chunk_folder(path: &str) -> Option<ChunkFolder> {
+    let mut names = path.rsplit('/');
+    let (clears, generation) = (names.next()?, names.next()?);
+    let folder = ChunkFolder {
+        generation: generation.parse().ok()?,
+        clears: clears.parse().ok()?,
+    };
+    (folder != PROBE_FOLDER).then_some(folder)
 }
 
 /// A thread that collects a tree until this is dropped.

@@ -1,12 +1,16 @@
 //! Listings of a tree, in the order of names.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::fmt::{self, Display};
 use std::io;
+use std::str::FromStr;
 use std::time::Instant;
+
+use lmc_key::{ClearsId, SpaceId};
 
 use super::tree::{is_absent, is_file};
 use super::value::Values;
-use crate::format::{Name, Scope};
+use crate::format::{Generation, Name, ROOT, Scope};
 use crate::store::{ListPage, ListedObject, StoreError};
 
 /// Names between two looks at the clock.
@@ -37,38 +41,67 @@ impl Values {
     ) -> Result<ListPage, StoreError> {
         let mut page = ListPage::default();
         let after = token.unwrap_or_default();
-        // Names compare as their paths do, because folders have names of one length.
-        let is_done = |folder: &str| !after.starts_with(folder) && folder < after;
-        // Folders that other pages are of are not looked into.
-        for part in parts(scope) {
-            if is_done(&folder(part)) {
-                continue;
-            }
-            for folder in self.folders(part, deadline)? {
-                if is_done(&folder) {
+        // Names compare as their paths do, because folders have names of one length. Folders that
+        // other pages are of are not looked into.
+        let is_left =
+            |folder: &String| after.starts_with(folder.as_str()) || folder.as_str() > after;
+        let chunk_folders = match scope {
+            Scope::Values {
+                folder: Some(folder),
+                ..
+            } => vec![folder.to_string()],
+            _ => self.chunk_folders(deadline)?,
+        };
+        for chunk_folder in chunk_folders.into_iter().filter(is_left) {
+            for part in self.parts(scope, &chunk_folder, deadline)? {
+                if !is_left(&part) {
                     continue;
                 }
-                let mut names = self.names_after(&folder, after, limit, deadline)?;
-                loop {
-                    while let Some(path) = names.paths.pop_front() {
-                        if page.objects.len() == limit {
-                            page.next = page.objects.last().map(|last| last.name.to_string());
-                            names.paths.push_front(path);
-                            names.after = page.next.clone().unwrap_or_default();
-                            *self.read_ahead.lock() = Some(names);
-                            return Ok(page);
-                        }
-                        page.objects.extend(self.listed(&path, scope)?);
-                        names.after = path;
+                let folders = match scope {
+                    Scope::Values {
+                        space: Some(space), ..
+                    } => vec![format!("{part}/{space}")],
+                    _ if is_fanout(&part) => self.subfolders::<SpaceId>(&part, deadline)?,
+                    _ => vec![part],
+                };
+                for folder in folders.into_iter().filter(is_left) {
+                    if self.list_folder(&folder, scope, after, limit, deadline, &mut page)? {
+                        return Ok(page);
                     }
-                    if names.is_whole {
-                        break;
-                    }
-                    names = self.names_after(&folder, &names.after, limit, deadline)?;
                 }
             }
         }
         Ok(page)
+    }
+
+    /// Adds the objects of one folder to a page. Returns true if the page is full.
+    fn list_folder(
+        &self,
+        folder: &str,
+        scope: Scope,
+        after: &str,
+        limit: usize,
+        deadline: Instant,
+        page: &mut ListPage,
+    ) -> Result<bool, StoreError> {
+        let mut names = self.names_after(folder, after, limit, deadline)?;
+        loop {
+            while let Some(path) = names.paths.pop_front() {
+                if page.objects.len() == limit {
+                    page.next = page.objects.last().map(|last| last.name.to_string());
+                    names.paths.push_front(path);
+                    names.after = page.next.clone().unwrap_or_default();
+                    *self.read_ahead.lock() = Some(names);
+                    return Ok(true);
+                }
+                page.objects.extend(self.listed(&path, scope)?);
+                names.after = path;
+            }
+            if names.is_whole {
+                return Ok(false);
+            }
+            names = self.names_after(folder, &names.after, limit, deadline)?;
+        }
     }
 
     /// Returns the object at a path; `None` where there is none of the scope.
@@ -88,36 +121,49 @@ impl Values {
         }
     }
 
-    /// Returns the folders that a part of a scope is in, in order.
-    fn folders(&self, part: Scope, deadline: Instant) -> Result<Vec<String>, StoreError> {
-        match part {
-            Scope::Values {
-                fanout: Some(fanout),
-                space: None,
-            } => self.spaces_of(fanout, deadline),
-            _ => Ok(vec![folder(part)]),
+    /// Returns the paths of all folders of chunks, in order.
+    pub(super) fn chunk_folders(&self, deadline: Instant) -> Result<Vec<String>, StoreError> {
+        let mut folders = Vec::new();
+        for generation in self.subfolders::<Generation>(ROOT, deadline)? {
+            folders.extend(self.subfolders::<ClearsId>(&generation, deadline)?);
         }
+        Ok(folders)
     }
 
-    /// Returns the folders of spaces in a folder of the fan-out, in order.
-    pub(super) fn spaces_of(
+    /// Returns the folders of a folder of chunks that a scope is in, in order.
+    fn parts(
         &self,
-        fanout: u8,
+        scope: Scope,
+        chunk_folder: &str,
         deadline: Instant,
     ) -> Result<Vec<String>, StoreError> {
-        let folder = folder(Scope::Values {
-            fanout: Some(fanout),
-            space: None,
-        });
-        let is_space = |name: &str| {
+        let fanout = || self.subfolders::<Fanout>(chunk_folder, deadline);
+        let (map, spaces) = (chunk_folder.to_owned(), format!("{chunk_folder}/spaces"));
+        Ok(match scope {
+            Scope::Values {
+                fanout: Some(fanout),
+                ..
+            } => vec![format!("{chunk_folder}/{fanout:02x}")],
+            Scope::Values { fanout: None, .. } => fanout()?,
+            Scope::Spaces => vec![spaces],
+            Scope::Folders => fanout()?.into_iter().chain([map, spaces]).collect(),
+        })
+    }
+
+    /// Returns the folders in a folder whose names are ids, in order.
+    pub(super) fn subfolders<I: FromStr + Display>(
+        &self,
+        folder: &str,
+        deadline: Instant,
+    ) -> Result<Vec<String>, StoreError> {
+        let is_id = |name: &str| {
             in_time(deadline)?;
-            let space = name.parse::<lmc_key::SpaceId>();
-            Ok(space.is_ok_and(|space| space.to_string() == name))
+            Ok(name.parse::<I>().is_ok_and(|id| id.to_string() == name))
         };
-        let mut spaces = self.tree.names(&folder, is_space).map_err(late)?;
-        spaces.sort();
-        let path = |space| format!("{folder}/{space}");
-        Ok(spaces.into_iter().map(path).collect())
+        let mut names = self.tree.names(folder, is_id).map_err(late)?;
+        names.sort();
+        let path = |name| format!("{folder}/{name}");
+        Ok(names.into_iter().map(path).collect())
     }
 
     /// Returns names in a folder after a path: those that the page before has left, or more than
@@ -161,25 +207,26 @@ impl Values {
     }
 }
 
-/// Returns the parts of a scope, in the order of names: one for each folder of the fan-out.
-fn parts(scope: Scope) -> Vec<Scope> {
-    match scope {
-        Scope::Values {
-            fanout: None,
-            space,
-        } => (0..=u8::MAX)
-            .map(|fanout| Scope::Values {
-                fanout: Some(fanout),
-                space,
-            })
-            .collect(),
-        _ => vec![scope],
+/// Name of a folder of the fan-out: two digits.
+pub(super) struct Fanout(u8);
+
+impl FromStr for Fanout {
+    type Err = std::num::ParseIntError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        u8::from_str_radix(text, 16).map(Self)
     }
 }
 
-/// Returns the folder that the names of a scope begin with.
-fn folder(scope: Scope) -> String {
-    scope.prefix().trim_end_matches('/').to_owned()
+impl Display for Fanout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:02x}", self.0)
+    }
+}
+
+fn is_fanout(folder: &str) -> bool {
+    let name = folder.rsplit('/').next();
+    name.is_some_and(|name| name.len() == 2)
 }
 
 fn in_time(deadline: Instant) -> io::Result<()> {
@@ -206,7 +253,7 @@ mod tests {
     use super::*;
 
     fn path(space: u32, n: u32) -> String {
-        format!("v1/00/{space:032x}/00{n:062x}-0-0")
+        format!("v2/{0:016x}/{0:032x}/00/{space:032x}/00{n:062x}-0-0", 7)
     }
 
     /// A tree of empty files.

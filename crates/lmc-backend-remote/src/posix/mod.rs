@@ -1,5 +1,6 @@
 //! [`FileStore`]: a folder of a shared file system as a store.
 
+mod clears;
 mod clock;
 mod collect;
 mod list;
@@ -15,7 +16,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::{FutureExt, stream};
 use lmc_backend::{Answers, BoxFuture, FailedSlot};
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::SpaceId;
 use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Timespec, Timestamps, UTIME_NOW};
 
@@ -24,8 +25,10 @@ pub use self::collect::{Collected, Limits, Shares};
 use self::threads::{Lane, Outcome, Threads};
 use self::tree::{Tree, is_absent};
 use self::value::{BLOCK, Values, store_error};
-use crate::format::{Name, Scope};
-use crate::store::{Each, GetItem, Got, Head, ListPage, Put, PutItem, Single, Store, StoreError};
+use crate::format::{Name, OLD_ROOT, Scope, ValueName};
+use crate::store::{
+    Each, GetItem, Got, Head, ListPage, Put, PutItem, Single, Store, StoreError, Version,
+};
 
 /// Objects that one job looks at.
 const NAMES_OF_A_JOB: usize = 8;
@@ -207,9 +210,9 @@ impl Store for FileStore {
         [by_size, by_age].into_iter().flatten().min()
     }
 
-    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
-        let head = |values: &Values, key| values.head(Name::Value(key));
-        Box::pin(self.each(keys, deadline, head))
+    fn heads<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, Option<Head>> {
+        let head = |values: &Values, name| values.head(name);
+        Box::pin(self.each(names, deadline, head))
     }
 
     fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
@@ -252,6 +255,10 @@ impl Store for FileStore {
 
     fn remove<'a>(&'a self, names: &'a [Name], deadline: Instant) -> Each<'a, bool> {
         let remove = |values: &Values, name: Name| {
+            if name == Name::Clears {
+                let removed = values.remove_clears();
+                return removed.map_err(|error| store_error(error, 0));
+            }
             let path = name.to_string();
             let removed = values.unlink(&path);
             let removed = removed.map_err(|error| store_error(error, 0))?;
@@ -263,9 +270,9 @@ impl Store for FileStore {
         Box::pin(self.each(names, deadline, remove))
     }
 
-    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
-        let touch = |values: &Values, key| {
-            let path = Name::Value(key).to_string();
+    fn touch<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, bool> {
+        let touch = |values: &Values, name: ValueName| {
+            let path = name.to_string();
             let touched = values.tree.parent(&path).and_then(|(folder, name)| {
                 // The file server's time, not this host's.
                 let now = Timespec {
@@ -285,7 +292,7 @@ impl Store for FileStore {
                 Err(error) => Err(store_error(error, 0)),
             }
         };
-        Box::pin(self.each(keys, deadline, touch))
+        Box::pin(self.each(names, deadline, touch))
     }
 
     fn list<'a>(
@@ -302,7 +309,7 @@ impl Store for FileStore {
     }
 
     fn read(&self, name: Name, max: usize, deadline: Instant) -> Single<'_, Option<Bytes>> {
-        let read = move |values: &Values, ()| match values.read(name, max) {
+        let read = move |values: &Values, ()| match values.read_file(&name.to_string(), max) {
             Err(StoreError::Io(error)) if is_absent(&error) => Ok(None),
             read => read.map(Some),
         };
@@ -312,6 +319,32 @@ impl Store for FileStore {
     fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
         let write = move |values: &Values, bytes: Bytes| values.write(name, &bytes, deadline);
         Box::pin(self.run(bytes, deadline, write))
+    }
+
+    fn read_clears(&self, max: usize, deadline: Instant) -> Single<'_, Option<(Bytes, Version)>> {
+        let read = move |values: &Values, ()| values.read_clears(max);
+        Box::pin(self.run((), deadline, read))
+    }
+
+    fn swap_clears(
+        &self,
+        bytes: Bytes,
+        read: Option<Version>,
+        deadline: Instant,
+    ) -> Single<'_, bool> {
+        let swap = move |values: &Values, bytes: Bytes| {
+            values.swap_clears(&bytes, read.as_ref(), deadline)
+        };
+        Box::pin(self.run(bytes, deadline, swap))
+    }
+
+    fn old_chunks(&self, deadline: Instant) -> Single<'_, Option<String>> {
+        let look = move |values: &Values, ()| {
+            let has_some = values.tree.stat(OLD_ROOT).is_ok();
+            let root = values.tree.root_path().display();
+            Ok(has_some.then(|| format!("rm -r {root}/{OLD_ROOT}")))
+        };
+        Box::pin(self.run((), deadline, look))
     }
 
     fn close(&self, _deadline: Instant) -> BoxFuture<'_, ()> {

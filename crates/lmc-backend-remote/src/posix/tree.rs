@@ -2,7 +2,7 @@
 
 use std::ffi::CString;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -38,6 +38,11 @@ impl Tree {
             opened: Mutex::default(),
             has_openat2: AtomicBool::new(true),
         }
+    }
+
+    /// Returns the path of the root, for people.
+    pub(super) fn root_path(&self) -> &Path {
+        &self.root
     }
 
     fn root(&self) -> io::Result<Arc<OwnedFd>> {
@@ -154,6 +159,14 @@ impl Tree {
         self.parent(path)
     }
 
+    /// Syncs the folder that a path ends in, so that its names outlive a crash.
+    pub(super) fn sync_parent(&self, path: &str) -> io::Result<()> {
+        let (folder, _) = self.parent(path)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let folder = rustix::fs::openat(folder, ".", flags, Mode::empty())?;
+        Ok(rustix::fs::fsync(folder)?)
+    }
+
     /// Removes a folder and those above it, as far as they are empty. A writer that needs one makes
     /// it again.
     pub(super) fn remove_empty(&self, folder: &str) {
@@ -194,6 +207,7 @@ impl Tree {
         for entry in Dir::new(folder)? {
             let entry = entry?;
             if let Ok(name) = entry.file_name().to_str()
+                && ![".", ".."].contains(&name)
                 && pass(name)?
             {
                 names.push(name.to_owned());

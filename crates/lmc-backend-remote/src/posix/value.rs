@@ -8,17 +8,17 @@ use bytes::Bytes;
 use lmc_backend::FailedSlot;
 use parking_lot::Mutex;
 use rustix::fd::OwnedFd;
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::{AtFlags, OFlags};
 use rustix::io::Errno;
 
 use super::clock::Clock;
 use super::list::Names;
 use super::tree::{Tree, is_absent, is_file, temporary};
-use crate::format::{HEADER_LEN, Name, Refusal};
+use crate::format::{HEADER_LEN, Name, Refusal, ValueName};
 use crate::store::{GetItem, Got, Head, HeaderBytes, Put, PutItem, PutMode, StoreError};
 
 /// Attempts to write into a folder that others remove because it is empty.
-const MAX_ATTEMPTS: usize = 4;
+pub(super) const MAX_ATTEMPTS: usize = 4;
 
 /// Bytes of a block, to which direct I/O is aligned, and the offset of the payload.
 pub(super) const BLOCK: usize = 4096;
@@ -99,7 +99,7 @@ impl Values {
         !probe().is_err_and(|error| is_invalid(&error))
     }
 
-    pub(super) fn head(&self, name: Name) -> Result<Option<Head>, StoreError> {
+    pub(super) fn head(&self, name: ValueName) -> Result<Option<Head>, StoreError> {
         let path = name.to_string();
         let head = self.direct_or_not(|direct| {
             let file = self.tree.open(&path, OFlags::RDONLY | direct)?;
@@ -124,7 +124,7 @@ impl Values {
     }
 
     pub(super) fn get(&self, mut item: GetItem) -> Got {
-        let path = Name::Value(item.key).to_string();
+        let path = item.name.to_string();
         let mut age = None;
         let read = self.direct_or_not(|direct| {
             // A slot of a pool with another alignment goes through the page cache.
@@ -209,7 +209,7 @@ impl Values {
 
     /// Writes a value under a temporary name and renames it.
     pub(super) fn put(&self, item: &PutItem, deadline: Instant) -> Result<Put, StoreError> {
-        let path = Name::Value(item.header.key).to_string();
+        let path = item.name().to_string();
         let needed = item.header.value_len();
         if item.mode == PutMode::Create {
             match self.tree.stat(&path) {
@@ -245,13 +245,9 @@ impl Values {
         }
     }
 
-    /// Reads a small object.
-    pub(super) fn read(&self, name: Name, max: usize) -> Result<Bytes, StoreError> {
-        if name == Name::Clears {
-            // They are read every few seconds.
-            self.tree.refresh()?;
-        }
-        let file = self.tree.open(&name.to_string(), OFlags::RDONLY)?;
+    /// Reads the file of a small object.
+    pub(super) fn read_file(&self, path: &str, max: usize) -> Result<Bytes, StoreError> {
+        let file = self.tree.open(path, OFlags::RDONLY)?;
         let stat = rustix::fs::fstat(&file).map_err(io::Error::from)?;
         let found = stat.st_size as u64;
         if !is_file(&stat) || found > max as u64 {
@@ -279,14 +275,8 @@ impl Values {
             write_full(file, [bytes, &[], &[]])?;
             Ok(rustix::fs::fsync(file)?)
         };
-        let sync_folder = || {
-            let (folder, _) = self.tree.parent(&path)?;
-            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            let folder = rustix::fs::openat(folder, ".", flags, Mode::empty())?;
-            Ok(rustix::fs::fsync(folder)?)
-        };
         let written = self.write_renamed(&path, OFlags::empty(), deadline, write);
-        match written.and_then(|written| sync_folder().map(|()| written)) {
+        match written.and_then(|written| self.tree.sync_parent(&path).map(|()| written)) {
             Ok(true) => Ok(()),
             Ok(false) => Err(StoreError::Deadline),
             Err(error) => Err(store_error(error, bytes.len() as u64)),
@@ -373,7 +363,7 @@ fn read_full(file: &OwnedFd, parts: [&mut [u8]; 3], offset: u64, want: usize) ->
 }
 
 /// Writes parts one after the other from the start of a file.
-fn write_full(file: &OwnedFd, parts: [&[u8]; 3]) -> io::Result<()> {
+pub(super) fn write_full(file: &OwnedFd, parts: [&[u8]; 3]) -> io::Result<()> {
     let mut left: usize = parts.iter().map(|part| part.len()).sum();
     let mut parts = parts.map(IoSlice::new);
     let mut parts = &mut parts[..];

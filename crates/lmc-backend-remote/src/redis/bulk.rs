@@ -101,7 +101,7 @@ impl Job for GetItem {
     type Answer = Got;
 
     fn name(&self) -> Name {
-        Name::Value(self.key)
+        self.name.into()
     }
 
     fn permits(store: &RedisStore) -> &Semaphore {
@@ -129,7 +129,7 @@ impl Job for PutItem {
     type Answer = Result<Put, StoreError>;
 
     fn name(&self) -> Name {
-        Name::Value(self.header.key)
+        Self::name(self).into()
     }
 
     fn permits(store: &RedisStore) -> &Semaphore {

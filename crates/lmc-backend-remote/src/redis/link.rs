@@ -93,13 +93,8 @@ impl Link {
             ConnectionAddr::TcpTls { host, port, .. } => (host.clone(), *port),
             _ => return Err((ErrorKind::InvalidClientConfig, "not a TCP address").into()),
         };
-        let config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(ANSWER_TIMEOUT))
-            .set_response_timeout(Some(ANSWER_TIMEOUT));
-        let client = Client::open(info)?;
-        let connection = client.get_multiplexed_async_connection_with_config(&config);
         Ok(Self {
-            connection: Connection::One(connection.await?),
+            connection: Connection::One(connect(info).await?),
             nodes: Nodes::One(Address { host, port }),
         })
     }
@@ -184,6 +179,21 @@ impl Link {
         }
     }
 
+    /// Connects once more to the server that has a key, for requests that no other may come between.
+    pub(super) async fn own_connection(
+        &self,
+        url: &RedisUrl,
+        key: &str,
+    ) -> Result<MultiplexedConnection, RedisError> {
+        let node = self.node(key).ok_or_else(|| {
+            RedisError::from((
+                ErrorKind::ClusterConnectionNotFound,
+                "no server has the key",
+            ))
+        })?;
+        connect(info(url, node)?).await
+    }
+
     /// Sends a command to one of [`Self::nodes`].
     pub(super) async fn on(&self, node: &Address, command: Cmd) -> Result<Value, RedisError> {
         match self.connection.clone() {
@@ -197,6 +207,16 @@ impl Link {
             }
         }
     }
+}
+
+async fn connect(info: ConnectionInfo) -> Result<MultiplexedConnection, RedisError> {
+    let config = AsyncConnectionConfig::new()
+        .set_connection_timeout(Some(ANSWER_TIMEOUT))
+        .set_response_timeout(Some(ANSWER_TIMEOUT));
+    let client = Client::open(info)?;
+    client
+        .get_multiplexed_async_connection_with_config(&config)
+        .await
 }
 
 /// Returns the node where the key of a request is, whose slot is on its way there.
@@ -293,14 +313,14 @@ fn slot(key: &[u8]) -> u16 {
 }
 
 /// Returns true if a new connection is needed: this one is broken, or its server is no longer the
-/// master.
+/// one that has the key.
 fn is_lost(error: &RedisError) -> bool {
-    use ServerErrorKind::{ClusterDown, MasterDown, ReadOnly};
+    use ServerErrorKind::{ClusterDown, MasterDown, Moved, ReadOnly};
     let kind = error.kind();
     error.is_unrecoverable_error()
         || error.is_io_error()
         || error.is_timeout()
-        || [ReadOnly, MasterDown, ClusterDown]
+        || [ReadOnly, MasterDown, ClusterDown, Moved]
             .map(ErrorKind::Server)
             .contains(&kind)
 }

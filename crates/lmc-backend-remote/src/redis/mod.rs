@@ -17,7 +17,6 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use lmc_backend::{Answers, BoxFuture};
-use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 use redis::{FromRedisValue, Pipeline, RedisError, Value};
 use tokio::sync::Semaphore;
@@ -29,10 +28,10 @@ use self::listing::{Listings, Position};
 pub use self::url::{RedisUrl, RedisUrlError, Topology};
 use self::wire::WRONG_TYPE;
 use crate::clock::ahead_ms;
-use crate::format::{HEADER_LEN, Name, Scope};
+use crate::format::{HEADER_LEN, Name, OLD_ROOT, Scope, ValueName};
 use crate::store::{
     Each, GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, Single, Store, StoreError,
-    until,
+    Version, until,
 };
 use crate::tls;
 
@@ -40,6 +39,8 @@ use crate::tls;
 const KEYS_AT_ONCE: usize = 64;
 /// Requests under way at a time on the connection that is not for values.
 const REQUESTS: usize = 64;
+/// Requests to each server that look for chunks of the old layout.
+const OLD_SCANS: usize = 16;
 /// Names of a page that are asked for at most.
 const MAX_PAGE: usize = 1000;
 /// Characters of an error's text that are shown.
@@ -388,8 +389,8 @@ impl RedisStore {
         Ok(ListPage { objects, next })
     }
 
-    /// Returns the pattern of the keys that a scope may cover.
-    fn pattern(&self, scope: Scope) -> String {
+    /// Returns the prefix of the keys as a pattern.
+    fn escaped_prefix(&self) -> String {
         let mut pattern = String::new();
         for c in self.config.prefix.chars() {
             if matches!(c, '*' | '?' | '[' | ']' | '\\' | '^' | '-') {
@@ -397,17 +398,104 @@ impl RedisStore {
             }
             pattern.push(c);
         }
+        pattern
+    }
+
+    /// Returns the pattern of the keys that a scope may cover.
+    fn pattern(&self, scope: Scope) -> String {
+        let mut pattern = self.escaped_prefix();
         pattern.push_str(&scope.prefix());
-        if let Scope::Values {
-            fanout: None,
-            space,
-        } = scope
-        {
-            pattern.push_str("??/");
-            pattern.extend(space.map(|space| format!("{space}/")));
+        match scope {
+            Scope::Folders => {}
+            Scope::Spaces => pattern.push_str("*/spaces/"),
+            Scope::Values {
+                folder,
+                fanout,
+                space,
+            } => {
+                if folder.is_none() {
+                    pattern.push_str("*/");
+                }
+                if folder.is_none() || fanout.is_none() {
+                    let fanout = fanout.map_or("??".to_owned(), |fanout| format!("{fanout:02x}"));
+                    pattern.push_str(&fanout);
+                    pattern.push('/');
+                    pattern.extend(space.map(|space| format!("{space}/")));
+                }
+            }
         }
         pattern.push('*');
         pattern
+    }
+
+    /// Writes the object of clears if there is none; also through proxies without `WATCH`.
+    async fn create(&self, bytes: Bytes, deadline: Instant) -> Result<bool, StoreError> {
+        let ask = move |pipeline: &mut Pipeline, key: &str| {
+            pipeline.cmd("SET").arg(key).arg(&bytes[..]).arg("NX");
+        };
+        let read = |answers: &[Value]| match answers {
+            [Value::Okay] => Some(true),
+            [Value::Nil] => Some(false),
+            _ => None,
+        };
+        let mut answers = self.each(vec![Name::Clears], deadline, 1, ask, read).await;
+        answers.pop().unwrap_or(Err(StoreError::Deadline))
+    }
+
+    /// Writes the object of clears if it is as it was read. `WATCH` is of a connection, so the write has
+    /// one of its own.
+    async fn swap(
+        &self,
+        bytes: Bytes,
+        read: Version,
+        deadline: Instant,
+    ) -> Result<bool, StoreError> {
+        let link = self.link(deadline).await?;
+        let key = self.key(Name::Clears);
+        let swap = async {
+            let mut connection = link.own_connection(&self.config.url, &key).await?;
+            let mut watch = redis::pipe();
+            watch.cmd("WATCH").arg(&key).ignore().cmd("GET").arg(&key);
+            let (found,): (Option<Vec<u8>>,) = watch.query_async(&mut connection).await?;
+            if found.as_deref() != Some(&read.0[..]) {
+                return Ok(false);
+            }
+            let mut set = redis::pipe();
+            set.atomic().cmd("SET").arg(&key).arg(&bytes[..]);
+            // No answer: the key has changed since `WATCH`.
+            let set: Option<(Value,)> = set.query_async(&mut connection).await?;
+            Ok(set.is_some())
+        };
+        let swapped = answer_by(deadline, swap).await;
+        self.settle(&link, swapped)
+    }
+
+    /// Looks at some keys for one of layout v1.
+    async fn look_for_old_chunks(&self, deadline: Instant) -> Result<Option<String>, StoreError> {
+        let link = self.link(deadline).await?;
+        let pattern = format!("{}{OLD_ROOT}/*", self.escaped_prefix());
+        for node in link.nodes() {
+            let mut cursor = 0;
+            for _ in 0..OLD_SCANS {
+                let mut scan = redis::cmd("SCAN");
+                scan.arg(cursor).arg("MATCH").arg(&pattern);
+                scan.arg("COUNT").arg(MAX_PAGE);
+                let found = self.settle(&link, answer_by(deadline, link.on(&node, scan)).await)?;
+                let found: Option<(u64, Vec<String>)> =
+                    FromRedisValue::from_redis_value(found).ok();
+                let (next, keys) = found.unwrap_or_default();
+                if !keys.is_empty() {
+                    let command =
+                        format!("redis-cli --scan --pattern '{pattern}' | xargs redis-cli unlink");
+                    return Ok(Some(command));
+                }
+                cursor = next;
+                if cursor == 0 {
+                    break;
+                }
+            }
+        }
+        Ok(None)
     }
 
     /// Asks each server with keys for its memory.
@@ -492,8 +580,8 @@ impl Store for RedisStore {
         self.config.ttl
     }
 
-    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
-        let names = keys.iter().map(|key| Name::Value(*key)).collect();
+    fn heads<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, Option<Head>> {
+        let names = names.iter().map(|name| Name::Value(*name)).collect();
         let ask = |pipeline: &mut Pipeline, key: &str| {
             pipeline.cmd("GETRANGE").arg(key).arg(0).arg(HEADER_LEN - 1);
             pipeline.cmd("STRLEN").arg(key);
@@ -517,8 +605,8 @@ impl Store for RedisStore {
         Box::pin(self.each(names.to_vec(), deadline, 1, ask, is_one))
     }
 
-    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
-        let names = keys.iter().map(|key| Name::Value(*key)).collect();
+    fn touch<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, bool> {
+        let names = names.iter().map(|name| Name::Value(*name)).collect();
         let ttl_ms = self.ttl_ms();
         let ask = move |pipeline: &mut Pipeline, key: &str| {
             match ttl_ms {
@@ -574,6 +662,30 @@ impl Store for RedisStore {
             let mut answers = self.each(vec![name], deadline, 1, ask, read).await;
             answers.pop().unwrap_or(Err(StoreError::Deadline))
         })
+    }
+
+    fn read_clears(&self, max: usize, deadline: Instant) -> Single<'_, Option<(Bytes, Version)>> {
+        Box::pin(async move {
+            let bytes = self.read(Name::Clears, max, deadline).await?;
+            // The bytes are the version: what was put back as it was has not changed.
+            Ok(bytes.map(|bytes| (bytes.clone(), Version(bytes))))
+        })
+    }
+
+    fn swap_clears(
+        &self,
+        bytes: Bytes,
+        read: Option<Version>,
+        deadline: Instant,
+    ) -> Single<'_, bool> {
+        match read {
+            Some(read) => Box::pin(self.swap(bytes, read, deadline)),
+            None => Box::pin(self.create(bytes, deadline)),
+        }
+    }
+
+    fn old_chunks(&self, deadline: Instant) -> Single<'_, Option<String>> {
+        Box::pin(self.look_for_old_chunks(deadline))
     }
 
     fn close(&self, _deadline: Instant) -> BoxFuture<'_, ()> {

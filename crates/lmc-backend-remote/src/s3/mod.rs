@@ -20,7 +20,6 @@ use bytes::{Buf, Bytes};
 use futures_util::stream::BoxStream;
 use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
 use lmc_backend::{Answers, BoxFuture};
-use lmc_key::ChunkKey;
 use object_store::aws::AmazonS3;
 use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::path::Path;
@@ -35,10 +34,12 @@ pub use self::http::Connector;
 use self::http::{Clock, Refused, cause};
 use self::url::Access;
 pub use self::url::{S3Url, S3UrlError};
-use crate::format::{HEADER_LEN, Header, MAX_PAYLOAD_LEN, Name, Refusal, Scope};
+use crate::format::{
+    HEADER_LEN, Header, MAX_PAYLOAD_LEN, Name, OLD_ROOT, Refusal, Scope, ValueName,
+};
 use crate::store::{
     Each, GetItem, Got, Head, ListPage, ListedObject, Put, PutItem, PutMode, Single, Store,
-    StoreError, until,
+    StoreError, Version, until,
 };
 
 /// Requests under way at a time that are not for values.
@@ -124,8 +125,6 @@ pub struct S3Store {
     writers: Semaphore,
     rewriters: Semaphore,
     requests: Semaphore,
-    /// Set where the store does not know conditional writes.
-    overwrites: AtomicBool,
     /// Set where no object can be written again without harm to one that is newer.
     keeps_age: AtomicBool,
 }
@@ -165,7 +164,6 @@ impl S3Store {
             writers: Semaphore::new(values),
             rewriters: Semaphore::new(REWRITES),
             requests: Semaphore::new(REQUESTS),
-            overwrites: AtomicBool::new(false),
             keeps_age: AtomicBool::new(false),
             config: S3Config {
                 values_at_once: values,
@@ -193,9 +191,9 @@ impl S3Store {
         self.clock.since(meta.last_modified.timestamp())
     }
 
-    async fn head(&self, key: ChunkKey) -> Result<Option<Head>, StoreError> {
+    async fn head(&self, name: ValueName) -> Result<Option<Head>, StoreError> {
         let options = GetOptions::new().with_range(Some(GetRange::Bounded(0..HEADER_LEN as u64)));
-        let path = self.path(Name::Value(key));
+        let path = self.path(name.into());
         let result = match self.client()?.get_opts(&path, options).await {
             Ok(result) => result,
             Err(object_store::Error::NotFound { .. }) => return Ok(None),
@@ -233,7 +231,7 @@ impl S3Store {
     }
 
     async fn fill(&self, item: &mut GetItem) -> Result<Read, StoreError> {
-        let path = self.path(Name::Value(item.key));
+        let path = self.path(item.name.into());
         let result = match self.client()?.get(&path).await {
             Ok(result) => result,
             Err(object_store::Error::NotFound { .. }) => return Ok(Read::Absent),
@@ -270,24 +268,19 @@ impl S3Store {
 
     async fn write_value(&self, item: PutItem) -> Result<Put, StoreError> {
         let _permit = permit(&self.writers).await?;
+        let (client, path) = (self.client()?, self.path(item.name().into()));
         let parts = [item.start().into(), Bytes::from_owner(item.slot)];
         let payload = PutPayload::from_iter(parts);
         let len = item.header.value_len();
-        let (client, path) = (self.client()?, self.path(Name::Value(item.header.key)));
-        if item.mode == PutMode::Create && !self.overwrites.load(Ordering::Relaxed) {
-            let create = object_store::PutMode::Create;
-            match client.put_opts(&path, payload.clone(), create.into()).await {
-                Ok(_) => return Ok(Put::Written),
-                Err(object_store::Error::AlreadyExists { .. }) => return Ok(Put::Present),
-                Err(error) if refused(&error).is_some_and(Refused::is_unknown) => {
-                    self.overwrites.store(true, Ordering::Relaxed);
-                }
-                Err(error) => return Err(failed(&error, len)),
-            }
+        let mode = match item.mode {
+            PutMode::Create => object_store::PutMode::Create,
+            PutMode::Replace => object_store::PutMode::Overwrite,
+        };
+        match client.put_opts(&path, payload, mode.into()).await {
+            Ok(_) => Ok(Put::Written),
+            Err(object_store::Error::AlreadyExists { .. }) => Ok(Put::Present),
+            Err(error) => Err(failed(&error, len)),
         }
-        let put = client.put(&path, payload).await;
-        put.map_err(|error| failed(&error, len))?;
-        Ok(Put::Written)
     }
 
     /// Removes objects by one request. S3 does not say which of them were there.
@@ -318,12 +311,12 @@ impl S3Store {
 
     /// Writes a value again as it is, which makes it new for the bucket's lifecycle: S3 has no
     /// other way, and its own copy of an object onto itself needs another header than can be sent.
-    async fn rewrite(&self, key: ChunkKey) -> Result<bool, StoreError> {
+    async fn rewrite(&self, name: ValueName) -> Result<bool, StoreError> {
         if self.keeps_age.load(Ordering::Relaxed) {
             return Ok(false);
         }
         let _permit = permit(&self.rewriters).await?;
-        let (client, path) = (self.client()?, self.path(Name::Value(key)));
+        let (client, path) = (self.client()?, self.path(name.into()));
         let result = match client.get(&path).await {
             Ok(result) => result,
             Err(object_store::Error::NotFound { .. }) => return Ok(false),
@@ -401,7 +394,11 @@ impl S3Store {
         }
     }
 
-    async fn read_object(&self, name: Name, max: u64) -> Result<Option<Bytes>, StoreError> {
+    async fn read_object(
+        &self,
+        name: Name,
+        max: u64,
+    ) -> Result<Option<(Bytes, Option<String>)>, StoreError> {
         let result = match self.client()?.get(&self.path(name)).await {
             Ok(result) => result,
             Err(object_store::Error::NotFound { .. }) => return Ok(None),
@@ -411,8 +408,47 @@ impl S3Store {
         if found > max {
             return Err(StoreError::TooLarge { max, found });
         }
-        let bytes = result.bytes().await;
-        bytes.map(Some).map_err(|error| failed(&error, 0))
+        let e_tag = result.meta.e_tag.clone();
+        let bytes = result.bytes().await.map_err(|error| failed(&error, 0))?;
+        Ok(Some((bytes, e_tag)))
+    }
+
+    async fn swap(&self, bytes: Bytes, read: Option<Version>) -> Result<bool, StoreError> {
+        let mode = match read {
+            None => object_store::PutMode::Create,
+            Some(Version(e_tag)) => object_store::PutMode::Update(UpdateVersion {
+                e_tag: Some(String::from_utf8_lossy(&e_tag).into_owned()),
+                version: None,
+            }),
+        };
+        let (client, path) = (self.client()?, self.path(Name::Clears));
+        let len = bytes.len() as u64;
+        match client.put_opts(&path, bytes.into(), mode.into()).await {
+            Ok(_) => Ok(true),
+            Err(
+                object_store::Error::AlreadyExists { .. }
+                | object_store::Error::Precondition { .. }
+                // What was read was removed meanwhile.
+                | object_store::Error::NotFound { .. },
+            ) => Ok(false),
+            Err(error) if refused(&error).is_some_and(Refused::is_unknown) => {
+                Err(no_conditional_writes("it does not implement them"))
+            }
+            Err(error) => Err(failed(&error, len)),
+        }
+    }
+
+    async fn look_for_old_chunks(&self) -> Result<Option<String>, StoreError> {
+        let url = &self.config.url;
+        let prefix = format!("{}{OLD_ROOT}/", url.prefix);
+        let options = PaginatedListOptions {
+            max_keys: Some(1),
+            ..PaginatedListOptions::default()
+        };
+        let listed = self.client()?.list_paginated(Some(&prefix), options).await;
+        let listed = listed.map_err(|error| failed(&error, 0))?;
+        let command = format!("aws s3 rm --recursive s3://{}/{prefix}", url.bucket);
+        Ok((!listed.result.objects.is_empty()).then_some(command))
     }
 
     /// Does something for each item of a batch, [`REQUESTS`] at a time.
@@ -477,6 +513,14 @@ async fn permit(of: &Semaphore) -> Result<tokio::sync::SemaphorePermit<'_>, Stor
     permit.map_err(|_| StoreError::unavailable("closed"))
 }
 
+/// Returns the error of a store that cannot pass clears on.
+fn no_conditional_writes(why: &str) -> StoreError {
+    StoreError::unavailable(format!(
+        "clears are passed on by conditional writes (If-Match, If-None-Match), which this store does \
+         not have: {why}; use another store, or a release of it that has them"
+    ))
+}
+
 /// Returns the answer of the store in an error.
 fn refused(error: &object_store::Error) -> Option<&Refused> {
     let mut error: &(dyn std::error::Error + 'static) = error;
@@ -505,8 +549,8 @@ impl Store for S3Store {
         self.config.ttl
     }
 
-    fn heads<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, Option<Head>> {
-        Box::pin(self.each(keys.iter().copied(), deadline, |key| self.head(key)))
+    fn heads<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, Option<Head>> {
+        Box::pin(self.each(names.iter().copied(), deadline, |name| self.head(name)))
     }
 
     fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
@@ -538,11 +582,11 @@ impl Store for S3Store {
     }
 
     /// Reads a value and writes it again.
-    fn touch<'a>(&'a self, keys: &'a [ChunkKey], deadline: Instant) -> Each<'a, bool> {
+    fn touch<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, bool> {
         // Without a permit of `requests`: lookups would wait for it.
-        let rewrites = keys
+        let rewrites = names
             .iter()
-            .map(move |&key| until(deadline, self.rewrite(key)));
+            .map(move |&name| until(deadline, self.rewrite(name)));
         Box::pin(stream::iter(rewrites).buffered(REWRITES).collect())
     }
 
@@ -557,7 +601,10 @@ impl Store for S3Store {
     }
 
     fn read(&self, name: Name, max: usize, deadline: Instant) -> Single<'_, Option<Bytes>> {
-        Box::pin(until(deadline, self.read_object(name, max as u64)))
+        Box::pin(async move {
+            let read = until(deadline, self.read_object(name, max as u64)).await?;
+            Ok(read.map(|(bytes, _)| bytes))
+        })
     }
 
     fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
@@ -567,6 +614,30 @@ impl Store for S3Store {
             put.map(|_| ()).map_err(|error| failed(&error, len))
         };
         Box::pin(until(deadline, write))
+    }
+
+    fn read_clears(&self, max: usize, deadline: Instant) -> Single<'_, Option<(Bytes, Version)>> {
+        Box::pin(async move {
+            let read = self.read_object(Name::Clears, max as u64);
+            let Some((bytes, e_tag)) = until(deadline, read).await? else {
+                return Ok(None);
+            };
+            let e_tag = e_tag.ok_or_else(|| no_conditional_writes("its objects have no ETag"))?;
+            Ok(Some((bytes, Version(e_tag.into()))))
+        })
+    }
+
+    fn swap_clears(
+        &self,
+        bytes: Bytes,
+        read: Option<Version>,
+        deadline: Instant,
+    ) -> Single<'_, bool> {
+        Box::pin(until(deadline, self.swap(bytes, read)))
+    }
+
+    fn old_chunks(&self, deadline: Instant) -> Single<'_, Option<String>> {
+        Box::pin(until(deadline, self.look_for_old_chunks()))
     }
 
     fn close(&self, _: Instant) -> BoxFuture<'_, ()> {

@@ -4,53 +4,175 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{BackendError, Clear, ClearEpoch};
-use lmc_key::SpaceId;
+use lmc_backend::{BackendError, Cleared, Clears, TooManyClears};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
 use super::Shared;
-use crate::format::{ClearSet, ClearsError, Name};
-use crate::small::read_clears;
-use crate::store::{StoreError, until};
+use crate::format::{
+    ChunkFolder, ClearsError, ClearsRecord, Generation, MAX_CLEARS_LEN, Name, Scope,
+};
+use crate::store::{Store, StoreError, until};
 
-/// Writes of the object after each of which it is read again, at most.
-const MAX_WRITES: usize = 4;
+/// Attempts to write the object where others write it too.
+const MAX_ATTEMPTS: usize = 8;
+/// Time for one reading of the object, whatever other operations are given.
+const READ_TIMEOUT: Duration = Duration::from_secs(2);
+/// Intervals for which the clears that were read count as all that there are.
+const LEASE: u32 = 3;
+/// Intervals after which an object that was lost gets a new generation.
+const GRACE: u32 = 2;
+/// Pause before the object is written again as it is, so that a lifecycle rule spares it: at first, and
+/// from then on.
+const REWRITES: (Duration, Duration) = (Duration::from_secs(3600), Duration::from_secs(24 * 3600));
+/// Names that one request lists to see whether there are any.
+const PAGE: usize = 1000;
 
-/// More clears than were ever made, for an epoch above all that a damaged object may have held.
-const LOST_CLEARS: u64 = 1 << 32;
-
-/// The clears that are known here.
+/// Clears and generation as they are known here. All times are of the boot clock.
 #[derive(Debug)]
-pub(super) struct Clears {
-    known: Mutex<ClearSet>,
+pub(super) struct Known {
+    /// The clears that the engine has carried out.
+    current: Arc<Clears>,
+    /// The clears of `current`, and all that the store has passed on.
+    all: Arc<Clears>,
+    /// True while the store has passed on clears that the engine has not carried out.
+    is_behind: bool,
+    /// The folder of the chunks that are stored and asked for, once the generation is known.
+    folder: Option<ChunkFolder>,
+    /// Time before the last reading that found the object, unless it is not understood by now.
+    read_at: Option<Duration>,
+    /// Time of the first reading since then that did not find it.
+    lost_at: Option<Duration>,
+    rewrite_at: Duration,
+    /// The reason why the last reading failed.
+    fault: Option<String>,
+}
+
+impl Known {
+    fn new(current: Arc<Clears>, now: Duration) -> Self {
+        Self {
+            all: Arc::clone(&current),
+            current,
+            is_behind: false,
+            folder: None,
+            read_at: None,
+            lost_at: None,
+            rewrite_at: now + REWRITES.0,
+            fault: None,
+        }
+    }
+
+    /// Takes in the clears that the engine has carried out by now.
+    ///
+    /// Two clears of one engine may come here in any order: an older map than the one of now changes
+    /// nothing.
+    fn carried_out(&mut self, clears: Arc<Clears>) -> Result<(), TooManyClears> {
+        if self.current.contains(&clears) {
+            return Ok(());
+        }
+        Arc::make_mut(&mut self.all).join(&clears)?;
+        if let Some(folder) = &mut self.folder {
+            folder.clears = clears.id();
+        }
+        self.current = clears;
+        self.is_behind = !self.current.contains(&self.all);
+        Ok(())
+    }
+
+    /// Takes in the object, as it was read after `now`.
+    fn found(&mut self, object: &ClearsRecord, now: Duration) -> Result<(), TooManyClears> {
+        // What cannot be taken in is not known.
+        self.read_at = None;
+        if !self.all.contains(&object.clears) {
+            Arc::make_mut(&mut self.all).join(&object.clears)?;
+            self.is_behind = true;
+        }
+        self.folder = Some(ChunkFolder {
+            generation: object.generation,
+            clears: self.current.id(),
+        });
+        (self.read_at, self.lost_at, self.fault) = (Some(now), None, None);
+        Ok(())
+    }
+
+    /// Returns the object that is written in place of a lost one, after a reading that began at `now`;
+    /// `None` before that is known.
+    fn successor(
+        &mut self,
+        now: Duration,
+        interval: Duration,
+        is_empty: bool,
+    ) -> Result<Option<ClearsRecord>, getrandom::Error> {
+        let lost_at = *self.lost_at.get_or_insert(now);
+        let generation = match self.folder {
+            // No other daemon has made a new one yet.
+            Some(folder) if self.is_read(now, interval) => folder.generation,
+            _ if is_empty || now.saturating_sub(lost_at) >= GRACE * interval => {
+                Generation::random()?
+            }
+            _ => return Ok(None),
+        };
+        let clears = Clears::clone(&self.all);
+        Ok(Some(ClearsRecord { generation, clears }))
+    }
+
+    fn is_read(&self, now: Duration, interval: Duration) -> bool {
+        let age = self.read_at.map(|at| now.saturating_sub(at));
+        age.is_some_and(|age| age <= LEASE * interval)
+    }
+
+    /// Returns the folder of chunks, or the reason why none may be used.
+    fn folder(&self, now: Duration, interval: Duration) -> Result<ChunkFolder, String> {
+        let Some(folder) = self.folder.filter(|_| self.is_read(now, interval)) else {
+            let fault = self
+                .fault
+                .as_deref()
+                .unwrap_or("the store has not answered yet");
+            return Err(format!(
+                "the clears that other daemons have carried out are not known: {fault}; check that the \
+                 store answers, and that this user may read and write {} there",
+                Name::Clears
+            ));
+        };
+        match self.is_behind {
+            false => Ok(folder),
+            true => Err(
+                "other daemons have carried out clears that this one has not yet: it does so within \
+                 seconds, unless its log says why not"
+                    .to_owned(),
+            ),
+        }
+    }
+}
+
+/// Knowledge of the clears, for the tasks of the tier.
+#[derive(Debug)]
+pub(super) struct Knowledge {
+    known: Mutex<Known>,
     /// One reader and writer of the object at a time.
     syncing: tokio::sync::Mutex<()>,
     /// True once the object was read.
     was_read: watch::Sender<bool>,
     /// Wakes the task that keeps the object in step.
     raised: Notify,
+    /// The folder whose map this process has written last.
+    mapped: Mutex<Option<ChunkFolder>>,
 }
 
-impl Default for Clears {
-    fn default() -> Self {
+impl Knowledge {
+    pub(super) fn new(current: Arc<Clears>, now: Duration) -> Self {
         Self {
-            known: Mutex::default(),
+            known: Mutex::new(Known::new(current, now)),
             syncing: tokio::sync::Mutex::default(),
             was_read: watch::channel(false).0,
             raised: Notify::new(),
+            mapped: Mutex::default(),
         }
     }
-}
 
-impl Clears {
-    /// Returns the newest epoch known for a space.
-    pub(super) fn of(&self, space: SpaceId) -> ClearEpoch {
-        self.known.lock().of(space)
-    }
-
-    pub(super) fn known(&self) -> Vec<Clear> {
-        self.known.lock().clears()
+    /// Returns all clears that are known here.
+    pub(super) fn all(&self) -> Arc<Clears> {
+        Arc::clone(&self.known.lock().all)
     }
 
     pub(super) async fn wait_until_read(&self) {
@@ -60,112 +182,129 @@ impl Clears {
 }
 
 impl Shared {
-    /// Keeps the clears in step with the store, and probes a store that is out.
+    /// Returns the folder of the chunks that may be stored and asked for now, or the reason why none
+    /// may.
+    pub(super) fn folder(&self) -> Result<ChunkFolder, String> {
+        let now = self.config.boot_clock.now();
+        let known = self.clears.known.lock();
+        known.folder(now, self.config.clears_interval)
+    }
+
+    /// Keeps the clears in step with the store, and takes a store back that answers again.
     pub(super) async fn mind(self: Arc<Self>) {
+        let (first, most) = self.config.probe_pause;
+        let (mut failures, mut was_known) = (0u32, false);
         loop {
-            let deadline = Instant::now() + self.config.timeout;
-            match self.sync_clears(deadline).await {
-                Ok(_) => self.breaker.take_back(),
-                Err(error) => match self.breaker.pause() {
-                    Some(_) => self.breaker.probe_failed(&error),
-                    None => self.breaker.failed(&error),
-                },
-            }
-            let pause = self.breaker.pause();
-            let pause = jittered(pause.unwrap_or(self.config.clears_interval));
-            tokio::select! {
-                () = tokio::time::sleep(pause) => {}
-                () = self.breaker.tripped.notified() => {
-                    let pause = self.breaker.pause().unwrap_or_default();
-                    tokio::time::sleep(jittered(pause)).await;
+            let pause = match self.sync_clears(Instant::now() + READ_TIMEOUT).await {
+                Ok(_) => {
+                    failures = 0;
+                    self.breaker.take_back();
+                    self.config.clears_interval
                 }
-                () = self.clears.raised.notified(), if self.breaker.pause().is_none() => {}
+                Err(_) => {
+                    failures = failures.saturating_add(1);
+                    most.min(first * 2u32.saturating_pow(failures - 1))
+                }
+            };
+            match self.folder() {
+                Err(reason) if was_known && failures > 0 => {
+                    tracing::warn!(reason, "remote store not used; its chunks are misses");
+                    was_known = false;
+                }
+                Ok(_) if !was_known => {
+                    tracing::info!("remote store in use");
+                    was_known = true;
+                }
+                _ => {}
+            }
+            tokio::select! {
+                () = tokio::time::sleep(jittered(pause)) => {}
+                () = self.breaker.tripped.notified() => tokio::time::sleep(jittered(first)).await,
+                () = self.clears.raised.notified() => {}
             }
         }
     }
 
-    /// Notes a clear, and passes it on.
+    /// Takes in the clears that the engine has carried out, and passes them on.
     pub(super) async fn clear(
         self: &Arc<Self>,
-        clear: Clear,
+        clears: Arc<Clears>,
         deadline: Instant,
-    ) -> Result<u64, BackendError> {
+    ) -> Result<Cleared, BackendError> {
         if self.is_closed.load(Ordering::Acquire) {
             return Err(BackendError::Closed);
         }
-        self.clears.known.lock().note(clear);
-        self.breaker.check()?;
+        let carried_out = self.clears.known.lock().carried_out(clears);
+        carried_out.map_err(StoreError::unavailable)?;
         let shared = Arc::clone(self);
         let passed_on = self.spawn(async move {
-            let begun = Instant::now();
             let synced = shared.sync_clears(deadline).await;
-            shared.note([&synced], begun);
             if !matches!(synced, Ok(None)) {
                 shared.clears.raised.notify_one();
             }
             synced
         });
         match passed_on.await {
-            Ok(Ok(None)) => Ok(0),
+            Ok(Ok(None)) => Ok(Cleared::new(0).durable()),
             Ok(Ok(Some(error)) | Err(error)) => Err(error.into()),
             Err(_) => Err(BackendError::Closed),
         }
     }
 
-    /// Joins the clears of the store with those known here, and writes them where the store does
-    /// not know them all.
-    ///
-    /// Two writers may overtake each other. Each reads again after its write, and every daemon
-    /// writes what it knows and does not find at its next read, so that no clear is lost while a
-    /// daemon that knows it lives. Returns the refusal of a write where the store may be read.
-    async fn sync_clears(&self, deadline: Instant) -> Result<Option<StoreError>, StoreError> {
+    /// Joins the clears of the store with those known here, and writes them where the store does not
+    /// have them all. Returns the refusal of a write where the store may be read.
+    pub(super) async fn sync_clears(
+        &self,
+        deadline: Instant,
+    ) -> Result<Option<StoreError>, StoreError> {
         let syncing = async { Ok::<_, StoreError>(self.clears.syncing.lock().await) };
         let _syncing = until(deadline, syncing).await?;
-        for _ in 0..=MAX_WRITES {
-            let mut theirs = match read_clears(&*self.store, deadline).await? {
-                Ok(theirs) => theirs,
-                Err(ClearsError::Damaged) => {
-                    self.counters.clears_unread.add(1);
-                    let mut known = self.clears.known.lock();
-                    if *self.clears.was_read.borrow() {
-                        tracing::warn!(
-                            "the clears in the remote store are damaged, and are written again"
-                        );
-                    } else {
-                        // What it said may be in no daemon that lives: a clear that covers it.
-                        tracing::warn!(
-                            "the clears in the remote store are damaged: all chunks before now count as cleared"
-                        );
-                        let mut epoch = known.of_all().next();
-                        epoch.counter = (epoch.counter + LOST_CLEARS).min(ClearEpoch::MAX_COUNTER);
-                        known.note(Clear::all(epoch));
+        let synced = self.try_sync_clears(deadline).await;
+        if let Err(error) = &synced {
+            self.counters.clears_unread.add(1);
+            self.clears.known.lock().fault = Some(error.to_string());
+        }
+        synced
+    }
+
+    async fn try_sync_clears(&self, deadline: Instant) -> Result<Option<StoreError>, StoreError> {
+        for _ in 0..MAX_ATTEMPTS {
+            let now = self.config.boot_clock.now();
+            let read = match self.store.read_clears(MAX_CLEARS_LEN, deadline).await {
+                Err(StoreError::TooLarge { found, .. }) => {
+                    return Err(self.not_understood(ClearsError::Len(found)));
+                }
+                read => read?,
+            };
+            let (object, version) = match read {
+                None => (None, None),
+                Some((bytes, version)) => match ClearsRecord::decode(&bytes) {
+                    Ok(object) => (Some(object), Some(version)),
+                    Err(ClearsError::Damaged) => (None, Some(version)),
+                    Err(error) => return Err(self.not_understood(error)),
+                },
+            };
+            let is_found = object.is_some();
+            let object = match object {
+                Some(object) => match self.note_object(&object, now)? {
+                    None => return Ok(None),
+                    Some(newer) => newer,
+                },
+                None => self.successor(now, version.is_some(), deadline).await?,
+            };
+            let bytes = object.encode().into();
+            match self.store.swap_clears(bytes, version, deadline).await {
+                Ok(true) => {
+                    let all_are_in = self.note_object(&object, now)?.is_none();
+                    self.clears.known.lock().rewrite_at = now + REWRITES.1;
+                    *self.refused.lock() = None;
+                    // Clears that came meanwhile are written at once.
+                    if all_are_in {
+                        return Ok(None);
                     }
-                    ClearSet::default()
                 }
-                Err(error) => {
-                    // A later lmc passes clears on by it, which are not known here: it is not
-                    // overwritten, and what it may have cleared is not served.
-                    self.counters.clears_unread.add(1);
-                    let error = StoreError::unavailable(format!(
-                        "{error}: use one release of lmc with one store"
-                    ));
-                    self.breaker.take_out(&error);
-                    return Err(error);
-                }
-            };
-            let ours = {
-                let mut known = self.clears.known.lock();
-                known.join(&theirs);
-                known.clone()
-            };
-            self.clears.was_read.send_replace(true);
-            if !theirs.join(&ours) {
-                return Ok(None);
-            }
-            let bytes = ours.encode().into();
-            match self.store.write(Name::Clears, bytes, deadline).await {
-                Ok(()) => *self.refused.lock() = None,
-                Err(error) if error.is_refusal() => {
+                Ok(false) => {}
+                Err(error) if is_found && error.is_refusal() => {
                     self.note_refusal(&error);
                     return Ok(Some(error));
                 }
@@ -175,6 +314,107 @@ impl Shared {
         Err(StoreError::unavailable(
             "the object of clears changes faster than it is written",
         ))
+    }
+
+    /// Takes in the object, as it was read or written after `now`. Returns the one that is to be
+    /// written instead, if it lacks clears or is old.
+    fn note_object(
+        &self,
+        object: &ClearsRecord,
+        now: Duration,
+    ) -> Result<Option<ClearsRecord>, StoreError> {
+        let mut known = self.clears.known.lock();
+        known.found(object, now).map_err(StoreError::unavailable)?;
+        self.clears.was_read.send_replace(true);
+        let is_old = now >= known.rewrite_at;
+        if is_old {
+            known.rewrite_at = now + REWRITES.0;
+            // The map of the folder is written again with the next chunk.
+            *self.clears.mapped.lock() = None;
+        }
+        let is_whole = object.clears.contains(&known.all);
+        Ok((is_old || !is_whole).then(|| ClearsRecord {
+            generation: object.generation,
+            clears: Clears::clone(&known.all),
+        }))
+    }
+
+    /// Returns the object that is written in place of one that is absent or damaged.
+    async fn successor(
+        &self,
+        now: Duration,
+        is_damaged: bool,
+        deadline: Instant,
+    ) -> Result<ClearsRecord, StoreError> {
+        let interval = self.config.clears_interval;
+        let what = if is_damaged { "damaged" } else { "absent" };
+        let next = |is_empty| {
+            let next = self.clears.known.lock().successor(now, interval, is_empty);
+            next.map_err(StoreError::unavailable)
+        };
+        let next = match next(false)? {
+            Some(next) => Some(next),
+            None if has_nothing(&*self.store, deadline).await => next(true)?,
+            None => None,
+        };
+        let next = next.ok_or_else(|| {
+            let wait = GRACE * interval;
+            StoreError::unavailable(format!(
+                "{} is {what}: unless a daemon that has used it puts it back within {wait:?}, chunks \
+                 from before are not found any more",
+                Name::Clears
+            ))
+        })?;
+        tracing::warn!(generation = %next.generation, "{} of the remote store is {what}, and is written", Name::Clears);
+        if !is_damaged && let Ok(Some(command)) = self.store.old_chunks(deadline).await {
+            tracing::warn!(
+                "chunks of an older lmc lie in the remote store, and are not read; to remove them: {command}"
+            );
+        }
+        Ok(next)
+    }
+
+    /// Gives up what is known: a later lmc passes clears on by this object, which are not known here. It
+    /// is not overwritten.
+    fn not_understood(&self, error: ClearsError) -> StoreError {
+        self.clears.known.lock().read_at = None;
+        StoreError::unavailable(format!("{error}: use one release of lmc with one store"))
+    }
+
+    /// Writes the map of a folder, unless that was done before. To be called before the first chunk.
+    /// Returns false if the engine has cleared meanwhile, so that no lookup will ask for the folder.
+    pub(super) async fn write_map(
+        &self,
+        folder: ChunkFolder,
+        deadline: Instant,
+    ) -> Result<bool, StoreError> {
+        if *self.clears.mapped.lock() == Some(folder) {
+            return Ok(true);
+        }
+        let clears = Clears::clone(&self.clears.known.lock().current);
+        let generation = folder.generation;
+        let map = ClearsRecord { generation, clears };
+        if map.folder() != folder {
+            return Ok(false);
+        }
+        let write = self
+            .store
+            .write(Name::Map(folder), map.encode().into(), deadline);
+        write.await?;
+        *self.clears.mapped.lock() = Some(folder);
+        Ok(true)
+    }
+}
+
+/// Returns true for a store that shows no chunk, map or description.
+async fn has_nothing(store: &dyn Store, deadline: Instant) -> bool {
+    let mut token = None::<String>;
+    loop {
+        let page = store.list(Scope::Folders, token.as_deref(), PAGE, deadline);
+        match page.await {
+            Ok(page) if page.objects.is_empty() && page.next.is_some() => token = page.next,
+            page => return page.is_ok_and(|page| page.objects.is_empty()),
+        }
     }
 }
 

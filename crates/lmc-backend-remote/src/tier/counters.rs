@@ -24,8 +24,6 @@ macro_rules! counters {
 counters! {
     /// Keys that were not asked for, because they were absent a short while ago.
     known_absent,
-    /// Values that were not used because a clear is newer.
-    stale,
     /// Values that were not used because they were cut off or a checksum was wrong.
     damaged,
     /// Values that were not used because they belong to another key.
@@ -39,10 +37,9 @@ counters! {
     lookups_refused,
     /// Operations of a batch or of a single object that the store failed.
     failed,
-    /// Objects of clears that could not be read.
+    /// Attempts to read or write the object of clears that failed, or found it of no use.
     clears_unread,
-    /// Values that were deleted because a clear is newer, or because they were damaged, on an
-    /// operator's order.
+    /// Values that were deleted on an operator's order, because no daemon asks for them any more.
     stale_deleted,
     /// Attempts to describe a space that failed.
     spaces_undescribed,

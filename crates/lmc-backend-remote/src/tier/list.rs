@@ -2,15 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use lmc_backend::{BackendError, Cursor, Listed, Page, Unavailable};
-use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
 use super::Shared;
-use crate::format::{Name, Scope};
+use crate::format::{ChunkFolder, Scope, ValueName};
 use crate::store::StoreError;
 
 /// Listings that may be under way at a time; the oldest one ends with an error.
@@ -60,15 +58,12 @@ impl Shared {
         limit: usize,
         deadline: Instant,
     ) -> Result<Page, BackendError> {
-        if self.is_closed.load(Ordering::Acquire) {
-            return Err(BackendError::Closed);
-        }
-        self.breaker.check()?;
+        let folder = self.check()?;
         let token = self.listings.token(cursor)?;
         let shared = Arc::clone(self);
         let listed = self.spawn(async move {
             let begun = Instant::now();
-            let page = shared.page(token.as_deref(), limit, deadline).await;
+            let page = shared.page(folder, token.as_deref(), limit, deadline).await;
             shared.note([&page], begun);
             page
         });
@@ -79,6 +74,7 @@ impl Shared {
 
     async fn page(
         &self,
+        folder: ChunkFolder,
         token: Option<&str>,
         limit: usize,
         deadline: Instant,
@@ -86,22 +82,17 @@ impl Shared {
         let limit = limit.clamp(1, MAX_PAGE);
         let page = self
             .store
-            .list(Scope::VALUES, token, limit, deadline)
+            .list(Scope::values_of(folder), token, limit, deadline)
             .await?;
-        let key = |name| match name {
-            Name::Value(key) => Some(key),
-            Name::Space(_) | Name::Clears => None,
-        };
-        let names = page.objects.iter().map(|object| object.name);
-        let keys: Vec<ChunkKey> = names.filter_map(key).collect();
+        let names = page.objects.iter();
+        let names: Vec<ValueName> = names.filter_map(|object| object.name.value()).collect();
         let mut items = Vec::new();
-        for (key, head) in keys.iter().zip(self.store.heads(&keys, deadline).await) {
+        for (name, head) in names.iter().zip(self.store.heads(&names, deadline).await) {
             let Some(head) = head? else {
                 continue;
             };
-            let header = head.check(key).ok();
-            let header = header.filter(|header| self.is_current(header));
-            items.extend(header.map(|header| Listed::new(*key, header.plain_len)));
+            let header = head.check(&name.key).ok();
+            items.extend(header.map(|header| Listed::new(name.key, header.plain_len)));
         }
         Ok((items, page.next))
     }

@@ -5,6 +5,8 @@ mod claims;
 mod clears;
 mod counters;
 mod list;
+#[cfg(all(test, feature = "conformance"))]
+mod model;
 mod read;
 mod recent;
 mod spaces;
@@ -16,10 +18,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, Health, LoadItem, Loaded,
-    LocateHint, Located, Page, ReadRate, Sharing, StoreItem, Stored, Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, Health,
+    LoadItem, Loaded, LocateHint, Located, Page, ReadRate, Sharing, StoreItem, Stored, Unavailable,
+    Usage, ready,
 };
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
@@ -27,13 +30,14 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use self::breaker::Breaker;
 use self::claims::Claims;
-use self::clears::Clears;
+use self::clears::Knowledge;
 use self::counters::Counters;
 use self::list::Listings;
 use self::recent::RecentKeys;
 use self::spaces::Spaces;
 pub use self::stale::StaleDeleted;
-use crate::format::SpaceRecord;
+use crate::clock::BootClock;
+use crate::format::{ChunkFolder, SpaceRecord};
 use crate::store::{Store, StoreError};
 
 /// Lookups that may be under way at a time.
@@ -59,10 +63,13 @@ pub struct RemoteConfig {
     /// Time that the store has to answer before that counts as a failure, also when the caller
     /// waits for less. Default: 2 s.
     pub timeout: Duration,
-    /// Pause between two reads of the clears that other daemons have passed on. Default: 2 s.
+    /// Pause between two reads of the clears that other daemons have passed on. The store is used
+    /// only while they were read within three of it. Default: 2 s.
     pub clears_interval: Duration,
-    /// Pause before a store that was taken out is probed: at first, and at most. Default: 250 ms
-    /// and 15 s.
+    /// Clock that says how long ago they were read. Default: `CLOCK_BOOTTIME`.
+    pub boot_clock: BootClock,
+    /// Pause before the clears are read again after a failure, and before a store that was taken out is
+    /// probed: at first, and at most. Default: 250 ms and 15 s.
     pub probe_pause: (Duration, Duration),
 }
 
@@ -74,6 +81,7 @@ impl Default for RemoteConfig {
             max_absent: 65_536,
             timeout: Duration::from_secs(2),
             clears_interval: Duration::from_secs(2),
+            boot_clock: BootClock::default(),
             probe_pause: (Duration::from_millis(250), Duration::from_secs(15)),
         }
     }
@@ -101,7 +109,7 @@ struct Shared {
     tasks: TaskTracker,
     is_closed: AtomicBool,
     breaker: Breaker,
-    clears: Clears,
+    clears: Knowledge,
     spaces: Spaces,
     absent: RecentKeys,
     /// Keys whose value was found damaged: absent for a minute, unless they are stored here again.
@@ -118,28 +126,15 @@ struct Shared {
 }
 
 impl RemoteTier {
-    /// Starts a tier. It answers [`BackendError::Unavailable`] until the store has answered once:
-    /// until then it is not known what was cleared.
-    pub fn start(config: RemoteConfig, store: Arc<dyn Store>, runtime: Handle) -> Self {
-        let shared = Arc::new(Shared {
-            breaker: Breaker::new(config.probe_pause),
-            clears: Clears::default(),
-            spaces: Spaces::default(),
-            absent: RecentKeys::new(config.absent_ttl, config.max_absent),
-            damaged: RecentKeys::new(DAMAGED.0, DAMAGED.1),
-            touched: RecentKeys::new(touch_pause(store.touch_age()), MAX_TOUCHED),
-            refused: Mutex::default(),
-            claims: Arc::default(),
-            lookups: Semaphore::new(MAX_LOOKUPS),
-            listings: Listings::default(),
-            rate: ReadRate::default(),
-            counters: Counters::default(),
-            tasks: TaskTracker::new(),
-            is_closed: AtomicBool::new(false),
-            store,
-            config,
-            runtime,
-        });
+    /// Starts a tier, with the clears that the daemon has carried out. It answers
+    /// [`BackendError::Unavailable`] until the clears of other daemons were read from the store.
+    pub fn start(
+        config: RemoteConfig,
+        store: Arc<dyn Store>,
+        clears: Arc<Clears>,
+        runtime: Handle,
+    ) -> Self {
+        let shared = Shared::new(config, store, clears, runtime);
         let minding = shared.spawn(Arc::clone(&shared).mind());
         let describing = shared.spawn(Arc::clone(&shared).describe_spaces());
         Self {
@@ -147,18 +142,19 @@ impl RemoteTier {
             minders: Mutex::new(vec![minding, describing]),
         }
     }
-
     /// Describes the spaces that chunks are stored in, in the background, by a function that knows
-    /// their fields. Only the first call counts; without one no space is described.
+    /// their fields. It is given the name of a space in keys ([`SpaceId::after`]), and the digest of
+    /// the clears that is in there. Only the first call counts; without one no space is described.
     pub fn describe_spaces(
         &self,
-        describe: impl Fn(SpaceId) -> Option<SpaceRecord> + Send + Sync + 'static,
+        describe: impl Fn(SpaceId, ClearsId) -> Option<SpaceRecord> + Send + Sync + 'static,
     ) {
         self.shared.spaces.describe_by(Box::new(describe));
     }
 
-    /// Deletes the chunks in the store that are older than the clears known here, page by page, and
-    /// reports its progress after each. What daemons store meanwhile stays. Ends with its caller.
+    /// Deletes the chunks in the store that no daemon asks for any more, page by page, and reports its
+    /// progress after each: those of other generations, and those that clears came after. Ends with
+    /// its caller.
     ///
     /// # Errors
     /// [`BackendError`] at the first page that the store fails; what was deleted until then was
@@ -187,12 +183,42 @@ impl RemoteTier {
 }
 
 impl Shared {
-    /// Returns the reason why no operation can begin.
-    fn check(&self) -> Result<(), BackendError> {
+    fn new(
+        config: RemoteConfig,
+        store: Arc<dyn Store>,
+        clears: Arc<Clears>,
+        runtime: Handle,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            breaker: Breaker::default(),
+            clears: Knowledge::new(clears, config.boot_clock.now()),
+            spaces: Spaces::default(),
+            absent: RecentKeys::new(config.absent_ttl, config.max_absent),
+            damaged: RecentKeys::new(DAMAGED.0, DAMAGED.1),
+            touched: RecentKeys::new(touch_pause(store.touch_age()), MAX_TOUCHED),
+            refused: Mutex::default(),
+            claims: Arc::default(),
+            lookups: Semaphore::new(MAX_LOOKUPS),
+            listings: Listings::default(),
+            rate: ReadRate::default(),
+            counters: Counters::default(),
+            tasks: TaskTracker::new(),
+            is_closed: AtomicBool::new(false),
+            store,
+            config,
+            runtime,
+        })
+    }
+
+    /// Returns the folder of the chunks that an operation which begins now is about, or the reason why
+    /// none can begin.
+    fn check(&self) -> Result<ChunkFolder, BackendError> {
         if self.is_closed.load(Ordering::Acquire) {
             return Err(BackendError::Closed);
         }
-        self.breaker.check()
+        self.breaker.check()?;
+        let folder = self.folder();
+        Ok(folder.map_err(|reason| Unavailable { reason })?)
     }
 
     /// Runs a task of the tier that ends with its caller.
@@ -288,7 +314,7 @@ fn same(error: &BackendError) -> BackendError {
     match error {
         BackendError::Deadline => BackendError::Deadline,
         BackendError::Closed => BackendError::Closed,
-        other => lmc_backend::Unavailable {
+        other => Unavailable {
             reason: match other {
                 BackendError::Unavailable(unavailable) => unavailable.reason.clone(),
                 other => other.to_string(),
@@ -317,16 +343,16 @@ impl Backend for RemoteTier {
     }
 
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
-        if let Err(error) = self.shared.check() {
-            let failed = |item: LoadItem| Loaded::Failed {
-                error: same(&error),
-                slot: FailedSlot::Released(item.slot),
-            };
-            return ready(items.into_iter().map(failed).collect::<Vec<_>>());
-        }
-        match items.is_empty() {
-            true => ready([]),
-            false => self.shared.load(items, deadline),
+        match self.shared.check() {
+            Err(error) => {
+                let failed = |item: LoadItem| Loaded::Failed {
+                    error: same(&error),
+                    slot: FailedSlot::Released(item.slot),
+                };
+                ready(items.into_iter().map(failed).collect::<Vec<_>>())
+            }
+            Ok(_) if items.is_empty() => ready([]),
+            Ok(folder) => self.shared.load(folder, items, deadline),
         }
     }
 
@@ -335,12 +361,10 @@ impl Backend for RemoteTier {
         items: Vec<StoreItem>,
         deadline: Instant,
     ) -> Answers<'_, Result<Stored, BackendError>> {
-        if let Err(error) = self.shared.check() {
-            return ready(each(items.len(), &error));
-        }
-        match items.is_empty() {
-            true => ready([]),
-            false => self.shared.store(items, deadline),
+        match self.shared.check() {
+            Err(error) => ready(each(items.len(), &error)),
+            Ok(_) if items.is_empty() => ready([]),
+            Ok(folder) => self.shared.store(folder, items, deadline),
         }
     }
 
@@ -352,14 +376,18 @@ impl Backend for RemoteTier {
         Box::pin(self.shared.remove(keys, deadline))
     }
 
-    /// Passes the clear on to the daemons that use the store. It is noted here at once, whether the
-    /// store answers or not, and is passed on as soon as it does.
-    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
-        Box::pin(self.shared.clear(clear, deadline))
+    /// Passes the clears on to the daemons that use the store. They count here at once, whether the
+    /// store answers or not, and are passed on as soon as it does.
+    fn clear(
+        &self,
+        clears: Arc<Clears>,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
+        Box::pin(self.shared.clear(clears, deadline))
     }
 
-    fn clears(&self) -> Vec<Clear> {
-        self.shared.clears.known()
+    fn clears(&self) -> Arc<Clears> {
+        self.shared.clears.all()
     }
 
     fn list(
@@ -387,7 +415,8 @@ impl Backend for RemoteTier {
                 reason: "closed".to_owned(),
             };
         }
-        if let Some(reason) = self.shared.breaker.out() {
+        let out = self.shared.breaker.out();
+        if let Some(reason) = out.or_else(|| self.shared.folder().err()) {
             return Health::Down { reason };
         }
         match self.shared.refused.lock().clone() {

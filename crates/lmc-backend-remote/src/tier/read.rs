@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 
 use super::recent::Asked;
 use super::{Shared, each};
-use crate::format::{Header, Refusal};
+use crate::format::{ChunkFolder, Header, Refusal, ValueName};
 use crate::store::{GetItem, Got, Head, StoreError};
 
 type Heads = Vec<Result<Option<Head>, StoreError>>;
@@ -25,9 +25,10 @@ impl Shared {
         keys: &[ChunkKey],
         deadline: Instant,
     ) -> Vec<Result<Located, BackendError>> {
-        if let Err(error) = self.check() {
-            return each(keys.len(), &error);
-        }
+        let folder = match self.check() {
+            Ok(folder) => folder,
+            Err(error) => return each(keys.len(), &error),
+        };
         let now = Instant::now();
         let asked = keys.iter().filter(|key| !self.is_known_absent(key, now));
         let asked: Vec<ChunkKey> = asked.copied().collect();
@@ -37,7 +38,7 @@ impl Shared {
         if asked.is_empty() {
             return keys.iter().map(|_| Ok(Located::Absent)).collect();
         }
-        let mut found = self.ask(asked.clone(), deadline).await.into_iter();
+        let mut found = self.ask(folder, asked.clone(), deadline).await.into_iter();
         // The keys that were asked for stand in the order of the batch.
         let mut asked = asked.into_iter().peekable();
         let answer = |key: &ChunkKey| match asked.next_if_eq(key) {
@@ -55,6 +56,7 @@ impl Shared {
     /// that waits for less than the store takes is known to the next one.
     async fn ask(
         self: &Arc<Self>,
+        folder: ChunkFolder,
         keys: Vec<ChunkKey>,
         deadline: Instant,
     ) -> Vec<Result<Located, BackendError>> {
@@ -71,7 +73,8 @@ impl Shared {
             let begun = Instant::now();
             let asked: Vec<Asked> = keys.iter().map(|key| shared.absent.asking(key)).collect();
             let until = deadline.max(begun + shared.config.timeout);
-            let mut heads = shared.store.heads(&keys, until);
+            let names: Vec<ValueName> = keys.iter().map(|&key| folder.value(key)).collect();
+            let mut heads = shared.store.heads(&names, until);
             let in_time = tokio::time::timeout_at(deadline.into(), &mut heads).await;
             // The caller may have left: its answers are of use to the next one.
             match in_time {
@@ -117,30 +120,22 @@ impl Shared {
     }
 
     fn location(&self, header: &Header) -> Located {
-        if !self.is_current(header) {
-            self.counters.stale.add(1);
-            return Located::Absent;
-        }
-        let location = Location::new(header.plain_len, Medium::Elsewhere, header.epoch);
+        let location = Location::new(header.plain_len, Medium::Elsewhere);
         let cost = self.rate.time(header.stored_len);
         let location = location.with_cost(cost);
         Located::Present(location.with_stored_len(header.value_len()))
-    }
-
-    /// Returns true unless the space was cleared since the chunk was computed.
-    pub(super) fn is_current(&self, header: &Header) -> bool {
-        header.epoch.is_valid_at(self.clears.of(header.key.space))
     }
 
     /// Loads a batch. The store reads several values at a time; each is verified on a task of its
     /// own, while the next are on the way, and is answered then.
     pub(super) fn load(
         self: &Arc<Self>,
+        folder: ChunkFolder,
         items: Vec<LoadItem>,
         deadline: Instant,
     ) -> Answers<'_, Loaded> {
         let (answers, mut answered) = mpsc::unbounded_channel();
-        let reading = self.spawn(Arc::clone(self).read(items, deadline, answers));
+        let reading = self.spawn(Arc::clone(self).read(folder, items, deadline, answers));
         Box::pin(stream::poll_fn(move |context| {
             // The task ends with the stream.
             let _ = &reading;
@@ -150,6 +145,7 @@ impl Shared {
 
     async fn read(
         self: Arc<Self>,
+        folder: ChunkFolder,
         items: Vec<LoadItem>,
         deadline: Instant,
         answers: mpsc::UnboundedSender<(usize, Loaded)>,
@@ -158,7 +154,10 @@ impl Shared {
         let keys: Vec<ChunkKey> = items.iter().map(|item| item.key).collect();
         let asking = |key| (self.absent.asking(key), self.damaged.asking(key));
         let asked: Vec<(Asked, Asked)> = keys.iter().map(asking).collect();
-        let item = |LoadItem { key, slot, .. }| GetItem { key, slot };
+        let item = |LoadItem { key, slot, .. }| GetItem {
+            name: folder.value(key),
+            slot,
+        };
         let items = items.into_iter().map(item).collect();
         let mut reading = Reading::begin(&self);
         let mut verifying = JoinSet::new();
@@ -182,7 +181,7 @@ impl Shared {
                     let (shared, answers) = (Arc::clone(&self), answers.clone());
                     verifying.spawn(async move {
                         let loaded = shared.verify(&header, slot, asked);
-                        let is_hit = matches!(loaded, Loaded::Hit { .. });
+                        let is_hit = matches!(loaded, Loaded::Hit(_));
                         let _ = answers.send((index, loaded));
                         (is_hit && shared.is_aging(&header.key, age)).then_some(header.key)
                     });
@@ -210,7 +209,8 @@ impl Shared {
         }
         drop(reading);
         let verified = verifying.join_all().await;
-        let aging: Vec<ChunkKey> = verified.into_iter().flatten().collect();
+        let aging = verified.into_iter().flatten();
+        let aging: Vec<ValueName> = aging.map(|key| folder.value(key)).collect();
         if !aging.is_empty() {
             let shared = Arc::clone(&self);
             self.spawn_tracked(async move { shared.touch(aging).await });
@@ -228,18 +228,18 @@ impl Shared {
 
     /// Makes values that are read as young as new ones: otherwise age would take the shared heads
     /// of prompts first, and leave tails that no prompt reaches.
-    async fn touch(&self, keys: Vec<ChunkKey>) {
+    async fn touch(&self, names: Vec<ValueName>) {
         let begun = Instant::now();
-        for key in &keys {
+        for ValueName { key, .. } in &names {
             self.touched.insert(*key, self.touched.asking(key), begun);
         }
         let deadline = begun + self.config.timeout;
-        let touched = self.store.touch(&keys, deadline).await;
+        let touched = self.store.touch(&names, deadline).await;
         self.note_writes(&touched, begun);
-        for (key, touched) in keys.iter().zip(&touched) {
+        for (name, touched) in names.iter().zip(&touched) {
             if touched.as_ref().is_err_and(|error| !error.is_refusal()) {
                 // The next hit tries it again, before the value expires.
-                self.touched.stored(key);
+                self.touched.stored(&name.key);
             }
         }
         let done = touched.iter().filter(|touched| matches!(touched, Ok(true)));
@@ -248,10 +248,6 @@ impl Shared {
 
     /// Compares a payload with its header. `asked`: of the damaged keys, before the read.
     fn verify(&self, header: &Header, slot: ReservedSlot, asked: Option<Asked>) -> Loaded {
-        if !self.is_current(header) {
-            self.counters.stale.add(1);
-            return Loaded::Miss(slot);
-        }
         let slot = slot.written();
         let sum = checksum(slot.bytes());
         if slot.arena().is_lost() {
@@ -259,8 +255,7 @@ impl Shared {
             return failed(error.into(), slot.into_reserved());
         }
         if sum == header.plain_sum {
-            let (slot, epoch) = (slot.with_checksum(sum), header.epoch);
-            return Loaded::Hit { slot, epoch };
+            return Loaded::Hit(slot.with_checksum(sum));
         }
         self.counters.damaged.add(1);
         if let Some(asked) = asked {

@@ -5,13 +5,13 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use lmc_key::SpaceId;
+use lmc_key::{ClearsId, SpaceId};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::Shared;
 use super::clears::jittered;
-use crate::format::{Name, SpaceError, SpaceRecord, Tenant};
+use crate::format::{ChunkFolder, Name, SpaceError, SpaceRecord, Tenant};
 use crate::small::read_description;
 use crate::store::StoreError;
 
@@ -23,8 +23,12 @@ const MAX_WAITING: usize = 1024;
 /// lifecycle rule or an eviction may have removed it.
 const KNOWN_FOR: Duration = Duration::from_secs(600);
 
-/// Knows the fields of spaces; `None` for one of which it knows the id alone.
-type Describe = Box<dyn Fn(SpaceId) -> Option<SpaceRecord> + Send + Sync>;
+/// Knows the fields of spaces, by their names in keys after clears; `None` for one of which it knows
+/// the name alone.
+type Describe = Box<dyn Fn(SpaceId, ClearsId) -> Option<SpaceRecord> + Send + Sync>;
+
+/// A space that chunks of a folder are of, by its name in keys.
+type Space = (ChunkFolder, SpaceId);
 
 /// The spaces that chunks were stored in.
 #[derive(Default)]
@@ -37,8 +41,8 @@ pub(super) struct Spaces {
 #[derive(Default)]
 struct State {
     /// Spaces whose description was in the store then.
-    known: HashMap<SpaceId, Instant>,
-    waiting: VecDeque<SpaceId>,
+    known: HashMap<Space, Instant>,
+    waiting: VecDeque<Space>,
 }
 
 impl fmt::Debug for Spaces {
@@ -55,7 +59,7 @@ impl Spaces {
     }
 
     /// Notes that a chunk of a space is in the store. Never waits.
-    pub(super) fn note(&self, space: SpaceId) {
+    pub(super) fn note(&self, space: Space) {
         let mut state = self.state.lock();
         let known = state.known.get(&space);
         if known.is_some_and(|at| at.elapsed() < KNOWN_FOR)
@@ -71,17 +75,17 @@ impl Spaces {
 
     /// Returns the next space to describe. One whose fields are not known is left out: it is noted
     /// again with the next store into it.
-    fn next(&self) -> Option<SpaceRecord> {
+    fn next(&self) -> Option<(Space, SpaceRecord)> {
         let describe = self.describe.get()?;
         loop {
             let space = self.state.lock().waiting.pop_front()?;
-            if let Some(record) = describe(space) {
-                return Some(record);
+            if let Some(record) = describe(space.1, space.0.clears) {
+                return Some((space, record));
             }
         }
     }
 
-    fn described(&self, space: SpaceId) {
+    fn described(&self, space: Space) {
         let mut state = self.state.lock();
         if state.known.len() >= MAX_KNOWN {
             state.known.clear();
@@ -97,20 +101,19 @@ impl Shared {
         let pause = self.config.probe_pause.1;
         let mut is_failing = false;
         loop {
-            let Some(record) = self.spaces.next() else {
+            let Some((space, record)) = self.spaces.next() else {
                 self.spaces.changed.notified().await;
                 continue;
             };
-            let space = record.space();
-            if self.breaker.out().is_none() {
-                let Err(error) = self.write_description(&record).await else {
+            if self.check().is_ok() {
+                let Err(error) = self.write_description(space, &record).await else {
                     self.spaces.described(space);
                     is_failing = false;
                     continue;
                 };
                 self.counters.spaces_undescribed.add(1);
                 if !std::mem::replace(&mut is_failing, true) {
-                    tracing::warn!(%space, %error, "space not described in the remote store; `lmc remote` cannot select it by model or tenant until that succeeds");
+                    tracing::warn!(space = %record.space(), %error, "space not described in the remote store; `lmc remote` cannot select it by model or tenant until that succeeds");
                 }
             }
             self.spaces.note(space);
@@ -119,10 +122,14 @@ impl Shared {
     }
 
     /// Writes a description, unless the store has one that says as much.
-    async fn write_description(&self, record: &SpaceRecord) -> Result<(), StoreError> {
+    async fn write_description(
+        &self,
+        (folder, space): Space,
+        record: &SpaceRecord,
+    ) -> Result<(), StoreError> {
         let deadline = Instant::now() + self.config.timeout;
-        let (space, name) = (record.space(), Name::Space(record.space()));
-        let found = read_description(&*self.store, space, deadline).await?;
+        let name = Name::Space(folder, space);
+        let found = read_description(&*self.store, folder, space, deadline).await?;
         let has_digest = |tenant: Tenant| matches!(tenant, Tenant::Salted(Some(_)));
         let is_there = found.is_some_and(|found| match found {
             Ok(found) => has_digest(found.tenant()) || !has_digest(record.tenant()),

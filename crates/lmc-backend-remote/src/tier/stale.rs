@@ -1,16 +1,16 @@
-//! Deletion of what clears have made stale, on an operator's order.
+//! Deletion of what no daemon asks for any more, on an operator's order.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_backend::BackendError;
-use lmc_key::ChunkKey;
+use lmc_backend::{BackendError, Unavailable};
 
 use super::Shared;
-use crate::format::{Name, Scope};
-use crate::store::{Head, StoreError};
+use crate::format::{ChunkFolder, Name, Scope};
+use crate::small::StaleFolders;
 
-/// Chunks of a page, and time for it.
+/// Objects of a page, and time for it.
 const PAGE: usize = 4096;
 const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -25,60 +25,55 @@ pub struct StaleDeleted {
 }
 
 impl Shared {
-    /// Deletes the chunks that are older than the clears known here, and those that are damaged.
-    /// Those of a later version are left alone. Ends at the first page with a failure, which does not
-    /// count against the store.
+    /// Deletes what is in stale folders. Ends at the first page with a failure, which does not count
+    /// against the store.
     pub(super) async fn delete_stale(
         self: Arc<Self>,
         progress: impl Fn(StaleDeleted) + Send,
     ) -> Result<StaleDeleted, BackendError> {
         let (mut done, mut token) = (StaleDeleted::default(), None::<String>);
+        let mut emptied: HashSet<ChunkFolder> = HashSet::new();
         loop {
             self.check()?;
             let deadline = Instant::now() + TIMEOUT;
             let page = self
                 .store
-                .list(Scope::VALUES, token.as_deref(), PAGE, deadline);
+                .list(Scope::Folders, token.as_deref(), PAGE, deadline);
             let page = page.await?;
-            let key = |name| match name {
-                Name::Value(key) => Some(key),
-                Name::Space(_) | Name::Clears => None,
-            };
-            let keys = page.objects.iter().filter_map(|object| key(object.name));
-            let keys: Vec<ChunkKey> = keys.collect();
-            let heads = self.store.heads(&keys, deadline).await;
-            let mut stale = Vec::new();
-            for (key, head) in keys.iter().zip(heads) {
-                done.seen += 1;
-                if self.is_stale(key, head)? {
-                    stale.push(*key);
+            let stale = StaleFolders::read(&*self.store, deadline).await?;
+            let mut stale = stale.ok_or_else(|| Unavailable {
+                reason: format!("{} cannot be read", Name::Clears),
+            })?;
+            let mut names = Vec::new();
+            for object in &page.objects {
+                done.seen += u64::from(object.name.value().is_some());
+                let Some(folder) = object.name.folder() else {
+                    continue;
+                };
+                if !stale.contains(&*self.store, folder, deadline).await? {
+                    continue;
+                }
+                match object.name {
+                    // Without its map, nothing else of a folder would be known to be stale.
+                    Name::Map(_) => _ = emptied.insert(folder),
+                    name => names.push(name),
                 }
             }
-            // Own writes of the same keys come before or after it as a whole.
-            for removed in self.remove_all(&stale, deadline, || false).await {
-                let removed = u64::from(removed?);
+            let removed = self.store.remove(&names, deadline).await;
+            for (name, removed) in names.iter().zip(removed) {
+                let removed = u64::from(removed? && name.value().is_some());
                 done.deleted += removed;
                 self.counters.stale_deleted.add(removed);
             }
             progress(done);
             token = page.next;
             if token.is_none() {
+                let maps: Vec<Name> = emptied.into_iter().map(Name::Map).collect();
+                for removed in self.store.remove(&maps, deadline).await {
+                    removed?;
+                }
                 return Ok(done);
             }
         }
-    }
-
-    fn is_stale(
-        &self,
-        key: &ChunkKey,
-        head: Result<Option<Head>, StoreError>,
-    ) -> Result<bool, StoreError> {
-        let Some(head) = head? else {
-            return Ok(false);
-        };
-        Ok(match head.check(key) {
-            Ok(header) => !self.is_current(&header),
-            Err(refusal) => !refusal.is_newer(),
-        })
     }
 }

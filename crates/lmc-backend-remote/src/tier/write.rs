@@ -11,7 +11,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::claims::Claim;
 use super::{Shared, each, same};
-use crate::format::{Header, MAX_PAYLOAD_LEN, Name};
+use crate::format::{ChunkFolder, Header, MAX_PAYLOAD_LEN, Name, ValueName};
 use crate::store::{Head, Put, PutItem, PutMode, StoreError};
 
 /// Values, and bytes, with which a store begins while the checksums of those after them are made.
@@ -54,17 +54,19 @@ enum Decision {
 impl Shared {
     pub(super) fn store(
         self: &Arc<Self>,
+        folder: ChunkFolder,
         items: Vec<StoreItem>,
         deadline: Instant,
     ) -> Answers<'_, Result<Stored, BackendError>> {
         let (answers, mut answered) = mpsc::unbounded_channel();
         // What the store was given runs to its end: it would not be known to be over otherwise.
-        self.spawn_tracked(Arc::clone(self).write(items, deadline, answers));
+        self.spawn_tracked(Arc::clone(self).write(folder, items, deadline, answers));
         Box::pin(stream::poll_fn(move |context| answered.poll_recv(context)))
     }
 
     async fn write(
         self: Arc<Self>,
+        folder: ChunkFolder,
         items: Vec<StoreItem>,
         deadline: Instant,
         answers: mpsc::UnboundedSender<(usize, Result<Stored, BackendError>)>,
@@ -90,29 +92,29 @@ impl Shared {
                     batch.answer(index, Err(BackendError::Deadline));
                 }
             }
-            self.write_claimed(&batch, free, deadline, &mut left).await;
+            self.write_claimed(&batch, folder, free, deadline).await;
         }
     }
 
-    /// Writes chunks whose keys are claimed. What another daemon wrote since a lookup did not find it
-    /// goes to `again`.
+    /// Writes chunks whose keys are claimed.
     async fn write_claimed(
         &self,
         batch: &Batch,
+        folder: ChunkFolder,
         claimed: Vec<(Claim, (usize, StoreItem))>,
         deadline: Instant,
-        again: &mut Vec<(usize, StoreItem)>,
     ) {
         let now = Instant::now();
         // What a lookup has just not found is written without another look.
         let is_absent =
             |(_, (_, item)): &(Claim, (usize, StoreItem))| self.absent.contains(&item.key, now);
         let (absent, unknown): (Vec<_>, Vec<_>) = claimed.into_iter().partition(is_absent);
-        let keys: Vec<ChunkKey> = unknown.iter().map(|(_, (_, item))| item.key).collect();
-        let heads = match keys.is_empty() {
+        let names = unknown.iter().map(|(_, (_, item))| folder.value(item.key));
+        let names: Vec<ValueName> = names.collect();
+        let heads = match names.is_empty() {
             true => Vec::new(),
             false => {
-                let heads = self.store.heads(&keys, deadline).await;
+                let heads = self.store.heads(&names, deadline).await;
                 self.note(&heads, now);
                 heads
             }
@@ -120,14 +122,13 @@ impl Shared {
         let heads = std::iter::repeat_with(|| Ok(None))
             .take(absent.len())
             .chain(heads);
-        let unseen = absent.len();
         let (mut puts, mut given) = (Vec::new(), Vec::new());
-        let claimed = absent.into_iter().chain(unknown).zip(heads).enumerate();
-        for (n, ((claim, (index, item)), head)) in claimed {
+        let claimed = absent.into_iter().chain(unknown).zip(heads);
+        for ((claim, (index, item)), head) in claimed {
             match self.decide(&item, head) {
                 Decision::Answer(answer) => batch.answer(index, answer),
                 Decision::Put(mode) => {
-                    given.push(Some((claim, index, item.clone(), n < unseen)));
+                    given.push(Some((claim, index, item.clone())));
                     puts.push((item, mode));
                 }
             }
@@ -136,10 +137,20 @@ impl Shared {
             return;
         }
         let begun = Instant::now();
-        let mut answers = self.put(puts, deadline);
+        let mapped = self.write_map(folder, deadline).await;
+        if !matches!(mapped, Ok(true)) {
+            self.note_writes(mapped.as_ref().err().map(|_| &mapped), begun);
+            for (claim, index, _) in given.into_iter().flatten() {
+                drop(claim);
+                let declined = |_| Stored::Declined;
+                let answer = mapped.as_ref().map(declined).map_err(|error| error.again());
+                batch.answer(index, answer.map_err(BackendError::from));
+            }
+            return;
+        }
+        let mut answers = self.put(folder, puts, deadline);
         while let Some((at, put)) = answers.next().await {
-            let Some((claim, index, item, unseen)) = given.get_mut(at).and_then(Option::take)
-            else {
+            let Some((claim, index, item)) = given.get_mut(at).and_then(Option::take) else {
                 continue;
             };
             self.note_writes([&put], begun);
@@ -147,17 +158,13 @@ impl Shared {
             self.absent.stored(&item.key);
             if put.is_ok() {
                 *self.refused.lock() = None;
-                self.spaces.note(item.key.space);
-            }
-            if unseen && matches!(put, Ok(Put::Present)) {
-                // It may be older than a clear.
-                again.push((index, item));
-                continue;
+                self.spaces.note((folder, item.key.space));
             }
             let stored = match put {
                 Ok(_) if item.slot.arena().is_lost() => {
                     // What was written may be the zeroes that came after the loss.
-                    self.store.remove(&[Name::Value(item.key)], deadline).await;
+                    let name = folder.value(item.key).into();
+                    self.store.remove(&[name], deadline).await;
                     Err(std::io::Error::other("the slot's memory was lost").into())
                 }
                 Ok(Put::Written) => {
@@ -187,9 +194,6 @@ impl Shared {
         if found > max {
             return answer(Err(BackendError::TooLarge { max, found }));
         }
-        if !item.epoch.is_valid_at(self.clears.of(item.key.space)) {
-            return answer(Ok(Stored::Declined));
-        }
         let head = match head {
             Ok(Some(head)) => head,
             Ok(None) => return Decision::Put(PutMode::Create),
@@ -199,10 +203,7 @@ impl Shared {
             Ok(_) if self.damaged.contains(&item.key, Instant::now()) => {
                 Decision::Put(PutMode::Replace)
             }
-            Ok(header) if header.epoch.join(item.epoch) == header.epoch => {
-                answer(Ok(Stored::Present))
-            }
-            Ok(_) => Decision::Put(PutMode::Replace),
+            Ok(_) => answer(Ok(Stored::Present)),
             Err(refusal) => {
                 self.counters.refused(refusal);
                 match refusal.is_newer() {
@@ -217,6 +218,7 @@ impl Shared {
     /// a thread, while values before them are on the way to the store.
     fn put(
         &self,
+        folder: ChunkFolder,
         puts: Vec<(StoreItem, PutMode)>,
         deadline: Instant,
     ) -> impl Stream<Item = (usize, Result<Put, StoreError>)> {
@@ -225,12 +227,15 @@ impl Shared {
         tokio::task::spawn_blocking(move || {
             let (mut first, mut group, mut bytes) = (0, Vec::new(), 0);
             for (item, mode) in puts {
-                let StoreItem {
-                    key, epoch, slot, ..
-                } = item;
-                let header = Header::raw(key, epoch, offset, slot.len(), slot.checksum());
+                let StoreItem { key, slot, .. } = item;
+                let header = Header::raw(key, offset, slot.len(), slot.checksum());
                 bytes += slot.len();
-                group.push(PutItem { header, slot, mode });
+                group.push(PutItem {
+                    folder,
+                    header,
+                    slot,
+                    mode,
+                });
                 if group.len() < GROUP.0 || bytes < GROUP.1 {
                     continue;
                 }
@@ -256,9 +261,10 @@ impl Shared {
         keys: &[ChunkKey],
         deadline: Instant,
     ) -> Vec<Result<bool, BackendError>> {
-        if let Err(error) = self.check() {
-            return each(keys.len(), &error);
-        }
+        let folder = match self.check() {
+            Ok(folder) => folder,
+            Err(error) => return each(keys.len(), &error),
+        };
         if keys.is_empty() {
             return Vec::new();
         }
@@ -266,7 +272,9 @@ impl Shared {
         let (shared, batch) = (Arc::clone(self), keys.to_vec());
         self.spawn_tracked(async move {
             let is_abandoned = || answer.is_closed();
-            let removed = shared.remove_all(&batch, deadline, is_abandoned).await;
+            let removed = shared
+                .remove_all(folder, &batch, deadline, is_abandoned)
+                .await;
             // The receiver is gone when the caller is.
             let _ = answer.send(removed);
         });
@@ -274,8 +282,9 @@ impl Shared {
         removed.unwrap_or_else(|_| each(keys.len(), &BackendError::Closed))
     }
 
-    pub(super) async fn remove_all(
+    async fn remove_all(
         self: &Arc<Self>,
+        folder: ChunkFolder,
         keys: &[ChunkKey],
         deadline: Instant,
         is_abandoned: impl Fn() -> bool,
@@ -290,7 +299,8 @@ impl Shared {
             if claimed.is_empty() || is_abandoned() {
                 break;
             }
-            let names: Vec<Name> = claimed.iter().map(|(_, key)| Name::Value(*key)).collect();
+            let names = claimed.iter().map(|(_, key)| folder.value(*key).into());
+            let names: Vec<Name> = names.collect();
             let begun = Instant::now();
             let removed = self.store.remove(&names, deadline).await;
             self.note_writes(&removed, begun);

@@ -27,7 +27,7 @@ fn rig(folder: &Path) -> Rig {
     let lens = [100_000, 4096, 65_536, 100_001, 99_999];
     let rig = Rig::over(Arc::new(store), lens, |config| {
         config.timeout = Duration::from_secs(1);
-        config.clears_interval = Duration::from_millis(50);
+        config.clears_interval = Duration::from_millis(300);
     });
     rig.used()
 }

@@ -9,14 +9,19 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use futures_util::StreamExt as _;
-use lmc_backend::conformance::{block_on, fill_value, load_batch, store_batch, test_key};
+use lmc_backend::conformance::{
+    block_on, clear_all, fill_value, load_batch, store_batch, test_key,
+};
 use lmc_backend::{Backend, BackendError, Health, LoadItem, StoreItem, Stored};
-use lmc_backend_remote::conformance::{MemoryStore, check_replaced_values, check_store};
-use lmc_backend_remote::format::Name;
+use lmc_backend_remote::conformance::{
+    MemoryStore, check_replaced_values, check_store, check_swaps,
+};
+use lmc_backend_remote::format::{ChunkFolder, Generation, ValueName};
 use lmc_backend_remote::{
     FileConfig, FileStore, GetItem, Limits, RemoteConfig, RemoteTier, Store, StoreError,
+    read_clears,
 };
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, ClearsId};
 use lmc_memory::Pool;
 use lmc_testkit::{Folder, is_root, pool, soon, until};
 use tokio::runtime::Runtime;
@@ -40,7 +45,7 @@ struct Rig {
     tier: RemoteTier,
     folder: Folder,
     pool: Pool,
-    _runtime: Runtime,
+    runtime: Runtime,
 }
 
 impl Rig {
@@ -59,14 +64,14 @@ impl Rig {
         config.absent_ttl = Duration::ZERO;
         // The machine may be busy.
         config.timeout = TIMEOUT;
-        config.clears_interval = Duration::from_millis(50);
-        let tier = RemoteTier::start(config, store, runtime.handle().clone());
+        config.clears_interval = Duration::from_millis(500);
+        let tier = RemoteTier::start(config, store, Arc::default(), runtime.handle().clone());
         wait_until_used(&tier);
         Self {
             tier,
             folder,
             pool: pool(1 << 20),
-            _runtime: runtime,
+            runtime,
         }
     }
 
@@ -83,19 +88,35 @@ impl Rig {
         )
     }
 
-    fn path(&self, key: ChunkKey) -> PathBuf {
-        self.folder.join(Name::Value(key).to_string())
+    fn name(&self, key: ChunkKey) -> ValueName {
+        // The store that reads it is of this one question.
+        let store = store(&self.folder);
+        let clears = block_on(
+            self.runtime
+                .spawn(async move { read_clears(&*store, soon()).await }),
+        );
+        let clears = clears.unwrap().unwrap().unwrap().unwrap();
+        clears.folder().value(key)
     }
 
-    /// The files of the folder.
+    fn path(&self, key: ChunkKey) -> PathBuf {
+        self.folder.join(self.name(key).to_string())
+    }
+
+    /// The chunks of the folder, and what is being written.
     fn files(&self) -> usize {
-        files(&self.folder).len()
+        let is_small = |path: &PathBuf| {
+            path.ends_with("map") || path.parent().is_some_and(|p| p.ends_with("clears"))
+        };
+        let files = files(&self.folder);
+        files.iter().filter(|path| !is_small(path)).count()
     }
 }
 
 fn files(folder: &std::path::Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
-    for entry in fs::read_dir(folder).unwrap() {
+    // A collector may have removed it.
+    for entry in fs::read_dir(folder).into_iter().flatten() {
         let entry = entry.unwrap();
         match entry.file_type().unwrap().is_dir() {
             true => files.extend(self::files(&entry.path())),
@@ -121,6 +142,42 @@ fn stores_pass_their_kit() {
     config.direct = false;
     let cached = Arc::new(FileStore::new(config).unwrap());
     runtime.block_on(check_store(cached, TIMEOUT));
+}
+
+/// Each client is a store of its own, as on hosts that share the folder.
+#[test]
+fn of_several_writers_of_the_clears_one_succeeds() {
+    let runtime = runtime();
+    let memory: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    runtime.block_on(check_swaps(&vec![memory; 6], TIMEOUT));
+    let folder = folder();
+    let clients: Vec<Arc<dyn Store>> = (0..6).map(|_| store(&folder) as _).collect();
+    runtime.block_on(check_swaps(&clients, TIMEOUT));
+    assert!(files(&folder).is_empty(), "versions: {:?}", files(&folder));
+}
+
+/// A version that was removed, with its successor, has a number that is free again.
+#[test]
+fn a_writer_that_was_away_does_not_replace_later_clears() {
+    let (runtime, folder) = (runtime(), folder());
+    let [early, late] = [store(&folder), store(&folder)];
+    let swap = |store: &Arc<FileStore>, text: &str, read| {
+        let swap = store.swap_clears(text.to_owned().into(), read, soon());
+        runtime.block_on(swap).unwrap()
+    };
+    let read = |store: &Arc<FileStore>| {
+        let read = runtime.block_on(store.read_clears(100, soon()));
+        read.unwrap().unwrap()
+    };
+    assert!(swap(&early, "1", None));
+    let (_, first) = read(&late);
+    for text in ["2", "3"] {
+        let (_, version) = read(&early);
+        assert!(swap(&early, text, Some(version)));
+    }
+    assert!(!swap(&late, "late", Some(first)));
+    assert_eq!(read(&late).0, "3");
+    assert_eq!(files(&folder).len(), 1);
 }
 
 #[test]
@@ -173,6 +230,7 @@ fn a_value_copied_from_a_store_of_another_kind_is_read() {
     let other = RemoteTier::start(
         RemoteConfig::default(),
         memory.clone(),
+        Arc::default(),
         runtime.handle().clone(),
     );
     assert!(block_on(other.ready(soon())));
@@ -184,7 +242,9 @@ fn a_value_copied_from_a_store_of_another_kind_is_read() {
         .pop()
         .unwrap()
         .unwrap();
-    fs::write(rig.path(key), memory.bytes(Name::Value(key)).unwrap()).unwrap();
+    let folder = block_on(read_clears(&*memory, soon()));
+    let name = folder.unwrap().unwrap().unwrap().folder().value(key);
+    fs::write(rig.path(key), memory.bytes(name.into()).unwrap()).unwrap();
     assert!(rig.is_hit(key));
 }
 
@@ -237,7 +297,7 @@ fn a_folder_that_is_not_there_is_not_made_and_is_used_once_it_is() {
     let mut config = RemoteConfig::default();
     config.probe_pause = (Duration::from_millis(1), Duration::from_millis(5));
     let store = Arc::new(FileStore::new(FileConfig::new(&root)).unwrap());
-    let tier = RemoteTier::start(config, store, runtime.handle().clone());
+    let tier = RemoteTier::start(config, store, Arc::default(), runtime.handle().clone());
     until("the reason is known", || match tier.health() {
         Health::Down { reason } => reason.contains("mount"),
         _ => false,
@@ -257,7 +317,7 @@ fn a_folder_without_permission_is_an_error_and_no_miss() {
     fs::set_permissions(&*folder, fs::Permissions::from_mode(0o500)).unwrap();
     let bytes = "x".as_bytes().into();
     let store = store(&folder);
-    let written = runtime().block_on(store.write(Name::Clears, bytes, soon()));
+    let written = runtime().block_on(store.swap_clears(bytes, None, soon()));
     assert!(
         matches!(written, Err(StoreError::Denied { .. })),
         "{written:?}"
@@ -317,6 +377,74 @@ fn a_collection_removes_the_oldest_of_a_folder_beyond_its_share() {
     assert_eq!((again.evicted, again.removed_bytes), (0, 0));
 }
 
+/// Returns the files below a folder of chunks.
+fn files_of(rig: &Rig, folder: ChunkFolder) -> usize {
+    let path = rig.folder.join(folder.to_string());
+    if path.exists() { files(&path).len() } else { 0 }
+}
+
+#[test]
+fn a_collection_takes_what_no_daemon_asks_for_first_and_leaves_what_it_does_not_know() {
+    let rig = Rig::new();
+    let first = test_key(0);
+    let keys: Vec<ChunkKey> = (0..4).map(|group| ChunkKey { group, ..first }).collect();
+    rig.store(keys[0]).unwrap();
+    let stale = rig.name(keys[0]).folder;
+    clear_all(&rig.tier, soon()).unwrap();
+    rig.store(keys[1]).unwrap();
+    make_old(&rig.path(keys[1]), Duration::from_secs(1000));
+    let used = rig.name(keys[1]).folder;
+    assert_ne!(stale, used);
+    // Of another generation, and without a map.
+    let replaced = ChunkFolder {
+        generation: Generation::new([9; 8]),
+        ..used
+    };
+    let unknown = ChunkFolder {
+        clears: ClearsId::new([9; 16]),
+        ..used
+    };
+    for (folder, key) in [(replaced, keys[2]), (unknown, keys[3])] {
+        let path = rig.folder.join(folder.value(key).to_string());
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::copy(rig.path(keys[1]), path).unwrap();
+    }
+    let store = store(&rig.folder);
+    let fanout = first.hash.as_bytes()[0];
+    let collect = |chunks| {
+        let limits = Limits {
+            max_bytes: Some((4096 + LEN) * chunks),
+            ..Limits::default()
+        };
+        store.collect(fanout, limits, None).unwrap().evicted
+    };
+    assert_eq!(collect(2), 2);
+    assert!(rig.is_hit(keys[1]), "it is older");
+    assert_eq!((files_of(&rig, unknown), files_of(&rig, replaced)), (1, 0));
+    assert_eq!(files_of(&rig, stale), 1, "its map");
+    assert_eq!(collect(2), 0, "folders that are empty now are removed");
+    store.collect(0, Limits::default(), None).unwrap();
+    assert_eq!(files_of(&rig, stale), 0);
+    assert_eq!(collect(0), 1);
+    assert!(!rig.is_hit(keys[1]));
+    assert_eq!(files_of(&rig, unknown), 1, "it is left in any case");
+    // Without the clears nothing is known.
+    rig.store(keys[1]).unwrap();
+    runtime().block_on(rig.tier.close(soon())).unwrap();
+    fs::remove_dir_all(rig.folder.join("v2/clears")).unwrap();
+    assert_eq!(collect(0), 0);
+}
+
+#[test]
+fn the_command_that_removes_the_old_layout_is_known() {
+    let folder = folder();
+    let store = store(&folder);
+    let old = || runtime().block_on(store.old_chunks(soon())).unwrap();
+    assert_eq!(old(), None);
+    fs::create_dir(folder.join("v1")).unwrap();
+    assert_eq!(old(), Some(format!("rm -r {}/v1", folder.text())));
+}
+
 #[test]
 fn a_collection_removes_what_is_too_old_by_the_file_servers_clock() {
     let rig = Rig::new();
@@ -331,13 +459,13 @@ fn a_collection_removes_what_is_too_old_by_the_file_servers_clock() {
         ..Limits::default()
     };
     let runtime = runtime();
-    let result = runtime.block_on(store.touch(&[touched], soon()));
+    let result = runtime.block_on(store.touch(&[rig.name(touched)], soon()));
     assert!(matches!(result[..], [Ok(true)]), "{result:?}");
     for key in [old, touched] {
         store.collect(key.hash.as_bytes()[0], limits, None).unwrap();
     }
     assert!(!rig.is_hit(old) && rig.is_hit(touched));
-    let head = runtime.block_on(store.heads(&[touched], soon()));
+    let head = runtime.block_on(store.heads(&[rig.name(touched)], soon()));
     let age = head[0].as_ref().unwrap().as_ref().unwrap().age;
     assert!(
         age.is_some_and(|age| age < Duration::from_secs(3600)),
@@ -380,7 +508,7 @@ fn an_entry_that_takes_no_direct_io_says_nothing_of_the_others() {
         rig.store(key).unwrap();
     }
     let runtime = runtime();
-    runtime.block_on(store.heads(&[good], soon()));
+    runtime.block_on(store.heads(&[rig.name(good)], soon()));
     if !store.is_direct() {
         return println!("skipped: the file system of the tests takes no direct I/O");
     }
@@ -392,9 +520,9 @@ fn an_entry_that_takes_no_direct_io_says_nothing_of_the_others() {
     moved.insert(4096, 0);
     fs::write(rig.path(odd), moved).unwrap();
     for key in [folder, odd] {
-        runtime.block_on(store.heads(&[key], soon()));
-        let slot = rig.pool.reserve(LEN).unwrap();
-        let got = store.get(vec![GetItem { key, slot }], soon());
+        runtime.block_on(store.heads(&[rig.name(key)], soon()));
+        let (name, slot) = (rig.name(key), rig.pool.reserve(LEN).unwrap());
+        let got = store.get(vec![GetItem { name, slot }], soon());
         let got: Vec<_> = runtime.block_on(got.collect());
         assert_eq!(got.len(), 1);
         assert!(store.is_direct(), "{key:?}");

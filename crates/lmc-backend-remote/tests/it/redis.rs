@@ -14,15 +14,15 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use lmc_backend::conformance::{lens_of, test_key};
 use lmc_backend::{Backend, BackendError, Health, Stored};
-use lmc_backend_remote::conformance::{check_replaced_values, check_store};
-use lmc_backend_remote::format::{Name, Scope};
+use lmc_backend_remote::conformance::{check_replaced_values, check_store, check_swaps};
+use lmc_backend_remote::format::{ChunkFolder, Generation, Name, Scope};
 use lmc_backend_remote::redis::{RedisConfig, RedisStore};
 use lmc_backend_remote::{GetItem, Store, StoreError};
-use lmc_key::SpaceId;
+use lmc_key::{ClearsId, SpaceId};
 use lmc_testkit::{DEADLINE, Folder, Process, free_port, own_test, soon, until};
 use parking_lot::Mutex;
 
-use crate::common::{passes_the_kit, passes_the_lossy_kit, runtime};
+use crate::common::{clears_object, passes_the_kit, passes_the_lossy_kit, runtime};
 
 const SECRET: &str = "marked-secret-7c1f";
 
@@ -102,8 +102,11 @@ fn rig(url: &str) -> Rig {
 }
 
 fn passes_the_kit_of_stores(url: &str) {
-    let store = RedisStore::new(RedisConfig::new(url.parse().unwrap())).unwrap();
-    runtime().block_on(check_store(Arc::new(store), DEADLINE));
+    let store = || Arc::new(RedisStore::new(RedisConfig::new(url.parse().unwrap())).unwrap());
+    let clients: Vec<Arc<dyn Store>> = (0..4).map(|_| store() as _).collect();
+    let runtime = runtime();
+    runtime.block_on(check_swaps(&clients, DEADLINE));
+    runtime.block_on(check_store(store(), DEADLINE));
 }
 
 #[test]
@@ -144,14 +147,14 @@ fn values_of_all_sizes_come_back_and_are_listed_once() {
     rig.refuses_other_lengths(0..40);
     // Values that are cut off, too short or of another program.
     for (number, bytes) in [(0, ""), (1, "x"), (2, "not a value of lmc")] {
-        let key = format!("lmc/{}", Name::Value(test_key(number)));
+        let key = format!("lmc/{}", rig.name(number));
         server.cli(&["SET", &key, bytes]);
     }
-    let key = format!("lmc/{}", Name::Value(test_key(3)));
+    let key = format!("lmc/{}", rig.name(3));
     server.cli(&["SETRANGE", &key, "5000", "damaged"]);
     assert_eq!(rig.hits(0..40), 36);
     // What Redis has of others is not listed, and pages may be small.
-    server.cli(&["SET", "lmc/v1/of/others", "x"]);
+    server.cli(&["SET", "lmc/v2/of/others", "x"]);
     // An empty string is no value, but a name.
     rig.lists_once(40);
 }
@@ -219,8 +222,8 @@ fn values_expire_unless_they_are_used() {
     });
     let rig = rig.used();
     rig.write(0..2);
-    let keys = [test_key(0), test_key(1), test_key(9)];
-    let name = |number| format!("lmc/{}", Name::Value(test_key(number)));
+    let keys = [0, 1, 9].map(|number| rig.folder().value(test_key(number)));
+    let name = |number| format!("lmc/{}", rig.name(number));
     let left = |number| {
         server
             .cli(&["TTL", &name(number)])
@@ -243,11 +246,8 @@ fn values_expire_unless_they_are_used() {
     assert_eq!(touched, [true, true, false]);
     assert!(left(0) > 900 && left(1) > 900);
     // The clears have no end.
-    let clears = Name::Clears;
-    rig.runtime
-        .block_on(rig.store.write(clears, "x".into(), soon()))
-        .unwrap();
-    assert_eq!(server.cli(&["TTL", &format!("lmc/{clears}")]).trim(), "-1");
+    let clears = format!("lmc/{}", Name::Clears);
+    assert_eq!(server.cli(&["TTL", &clears]).trim(), "-1");
 }
 
 #[test]
@@ -259,7 +259,7 @@ fn a_hit_on_an_old_value_makes_it_young() {
     });
     let rig = rig.used();
     rig.write(0..3);
-    let name = |number| format!("lmc/{}", Name::Value(test_key(number)));
+    let name = |number| format!("lmc/{}", rig.name(number));
     let left = |number| {
         let said = server.cli(&["TTL", &name(number)]);
         said.trim().parse::<i64>().unwrap()
@@ -278,7 +278,7 @@ fn a_key_of_another_program_fails_no_other_lookup_and_is_replaced() {
     let server = Server::start(&[]);
     let rig = rig(&server.url());
     rig.write(0..20);
-    let foreign = format!("lmc/{}", Name::Value(test_key(3)));
+    let foreign = format!("lmc/{}", rig.name(3));
     server.cli(&["DEL", &foreign]);
     server.cli(&["RPUSH", &foreign, "x"]);
     let keys: Vec<_> = (0..20).map(test_key).collect();
@@ -389,7 +389,11 @@ fn a_cluster_passes_the_kits_and_slots_may_move() {
     assert_eq!(rig.hits(1000..1060), 60, "by the new map");
     rig.write(2000..2060);
     let named = |scope| rig.listed(scope, 50).len();
-    let values = |fanout, space| Scope::Values { fanout, space };
+    let values = |fanout, space| Scope::Values {
+        folder: None,
+        fanout,
+        space,
+    };
     let all = named(Scope::VALUES);
     assert!(all >= 120, "{all}");
     let of_fanouts = (0..=255).map(|fanout| named(values(Some(fanout), None)));
@@ -408,7 +412,7 @@ fn chunks_of_a_slot_on_its_way_are_read_and_written_where_they_are() {
     let (asked, new) = (0, 10);
     // A chunk that moves, and one that is new in a slot which moves.
     for number in [asked, new] {
-        let key = format!("lmc/{}", Name::Value(test_key(number)));
+        let key = format!("lmc/{}", rig.name(number));
         let slot = nodes[0]
             .cli(&["CLUSTER", "KEYSLOT", &key])
             .trim()
@@ -501,7 +505,11 @@ fn a_master_that_a_sentinel_names_passes_the_kits_and_may_change() {
         rig.store(20..40).iter().all(Result::is_ok)
     });
     assert!(rig.hits(0..40) == 40);
-    assert_eq!(replica.cli(&["DBSIZE"]).trim(), "40");
+    assert_eq!(
+        replica.cli(&["DBSIZE"]).trim(),
+        "42",
+        "clears and a map, too"
+    );
 }
 
 #[test]
@@ -599,7 +607,7 @@ struct Fake {
 }
 
 impl Fake {
-    fn start(answer: impl Fn(&[String]) -> String + Send + Sync + 'static) -> Self {
+    fn start<A: AsRef<[u8]>>(answer: impl Fn(&[String]) -> A + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
         let commands: Arc<Mutex<Vec<Vec<String>>>> = Arc::default();
@@ -612,7 +620,7 @@ impl Fake {
                     while let Some(command) = command_of(&mut reader) {
                         let answered = answer(&command);
                         log.lock().push(command);
-                        if (&stream).write_all(answered.as_bytes()).is_err() {
+                        if (&stream).write_all(answered.as_ref()).is_err() {
                             break;
                         }
                     }
@@ -666,14 +674,16 @@ fn a_server_that_repeats_the_password_does_not_have_it_shown() {
             |_| {},
         );
         let slot = rig.pool.reserve(rig.len(0)).unwrap();
-        let item = GetItem {
-            key: test_key(0),
-            slot,
+        let folder = ChunkFolder {
+            generation: Generation::new([1; 8]),
+            clears: ClearsId::NONE,
         };
+        let name = folder.value(test_key(0));
+        let item = GetItem { name, slot };
         let got = rig.runtime.block_on(async {
             let got: Vec<_> = rig.store.get(vec![item], soon()).collect().await;
             let read = rig.store.read(Name::Clears, 100, soon()).await;
-            let heads = rig.store.heads(&[test_key(0)], soon()).await;
+            let heads = rig.store.heads(&[name], soon()).await;
             format!("{got:?} {read:?} {heads:?}")
         });
         let shown = format!("{got} {:?}", rig.tier.health());
@@ -683,18 +693,36 @@ fn a_server_that_repeats_the_password_does_not_have_it_shown() {
     }
 }
 
+/// Returns the answer to a question for the object of clears.
+fn of_clears(command: &[String], object: Vec<u8>) -> Option<Vec<u8>> {
+    let is_of_clears = command.get(1).is_some_and(|key| key == "lmc/v2/clears");
+    let len = object.len();
+    match command[0].as_str() {
+        "STRLEN" if is_of_clears => Some(format!(":{len}\r\n").into_bytes()),
+        "GETRANGE" if is_of_clears => {
+            let head = format!("${len}\r\n").into_bytes();
+            Some([head, object, b"\r\n".to_vec()].concat())
+        }
+        _ => None,
+    }
+}
+
 /// A master that a failover has made a replica refused every write until its connections broke.
 #[test]
 fn a_server_that_became_a_replica_is_looked_for_again() {
     let fake = Fake::start(|command| {
+        if let Some(answer) = of_clears(command, clears_object()) {
+            return answer;
+        }
         let answer = match command[0].as_str() {
+            "SET" if command[1].ends_with("/map") => "+OK\r\n",
             "SET" => "-READONLY You can't write against a read only replica.\r\n",
             "SELECT" => "+OK\r\n",
             "STRLEN" => ":0\r\n",
             "PTTL" => ":-2\r\n",
             _ => "$0\r\n\r\n",
         };
-        answer.to_owned()
+        answer.as_bytes().to_vec()
     });
     // Each connection selects its database.
     let url = format!("redis://127.0.0.1:{}/1", fake.port);
@@ -714,7 +742,7 @@ fn a_server_that_became_a_replica_is_looked_for_again() {
 #[test]
 fn a_server_without_hello_is_used() {
     let values: Mutex<HashMap<String, String>> = Mutex::default();
-    let fake = Fake::start(move |command| match command[0].as_str() {
+    let answer = move |command: &[String]| match command[0].as_str() {
         "STRLEN" => {
             let len = values.lock().get(&command[1]).map_or(0, String::len);
             format!(":{len}\r\n")
@@ -730,9 +758,13 @@ fn a_server_without_hello_is_used() {
         }
         "PTTL" => ":-1\r\n".to_owned(),
         other => format!("-ERR unknown command `{other}`\r\n"),
+    };
+    let fake = Fake::start(move |command| {
+        let of_clears = of_clears(command, clears_object());
+        of_clears.unwrap_or_else(|| answer(command).into_bytes())
     });
     let rig = rig_with(&format!("redis://127.0.0.1:{}", fake.port), |_| {}).used();
-    let name = Name::Space(SpaceId::new([1; 16]));
+    let name = Name::Space(rig.folder(), SpaceId::new([1; 16]));
     rig.runtime.block_on(async {
         let written = rig.store.write(name, "text".into(), soon()).await;
         written.expect("a small object is written");

@@ -13,14 +13,14 @@ use std::time::{Duration, Instant, SystemTime};
 
 use lmc_backend::conformance::{Conformance, Guarantee, lens_of, test_key};
 use lmc_backend::{Backend, BackendError, Health, LoadItem, Loaded, Stored};
-use lmc_backend_remote::conformance::check_store;
-use lmc_backend_remote::format::{HEADER_LEN, Name, Scope};
+use lmc_backend_remote::conformance::{check_store, check_swaps};
+use lmc_backend_remote::format::{HEADER_LEN, Name, Scope, probe};
 use lmc_backend_remote::s3::{S3Config, S3Store};
 use lmc_backend_remote::{Store, StoreError};
 use lmc_testkit::{DEADLINE, soon, until};
 
 use self::servers::{BUCKET, Fault, KEY, Kind, Proxy, SECRET, Server, TOKEN};
-use crate::common::{passes_the_kit, runtime};
+use crate::common::{clears_object, passes_the_kit, runtime};
 
 fn store(port: u16, bucket: &str, secret: &str) -> Arc<S3Store> {
     let variables = servers::variables(port).into_iter();
@@ -54,7 +54,7 @@ fn rig_at(port: u16) -> Rig {
 
 /// Puts an object of any bytes under a name.
 fn put(rig: &Rig, number: u64, bytes: &[u8]) {
-    let name = Name::Value(test_key(number));
+    let name = rig.name(number);
     let write = rig.store.write(name, bytes.to_vec().into(), soon());
     rig.runtime.block_on(write).unwrap();
 }
@@ -69,7 +69,7 @@ fn listed(rig: &Rig, scope: Scope) -> usize {
 }
 
 fn ages_of(rig: &Rig, numbers: Range<u64>) -> Vec<Option<u64>> {
-    let keys: Vec<_> = numbers.map(test_key).collect();
+    let keys: Vec<_> = numbers.map(|n| rig.folder().value(test_key(n))).collect();
     let heads = rig.runtime.block_on(rig.store.heads(&keys, soon()));
     let age = |head: Result<Option<lmc_backend_remote::Head>, _>| head.unwrap()?.age;
     heads
@@ -84,16 +84,22 @@ fn shown_by(rig: &Rig) -> String {
 }
 
 /// Returns the file of a value.
-fn file(server: &Server, number: u64) -> File {
-    let name = Name::Value(test_key(number)).to_string();
+fn file(server: &Server, rig: &Rig, number: u64) -> File {
+    let name = rig.name(number).to_string();
     let path = server.folder.join(BUCKET).join("of/lmc").join(name);
     File::options().read(true).write(true).open(path).unwrap()
 }
 
 fn passes_the_kits(kind: Kind) {
     let server = Server::start(kind);
-    let store = store(server.port, BUCKET, SECRET);
-    runtime().block_on(check_store(store, DEADLINE));
+    let store = || store(server.port, BUCKET, SECRET);
+    let runtime = runtime();
+    // `s3s-fs` looks at a condition and then writes.
+    if let Kind::Moto = kind {
+        let clients: Vec<Arc<dyn Store>> = (0..4).map(|_| store() as _).collect();
+        runtime.block_on(check_swaps(&clients, DEADLINE));
+    }
+    runtime.block_on(check_store(store(), DEADLINE));
     passes_the_kit(&rig_at(server.port).tier);
 }
 
@@ -103,6 +109,10 @@ fn a_full_server_refuses_writes_and_is_read_on() {
     for (status, code) in [(507, "InsufficientStorage"), (403, "QuotaExceeded")] {
         let proxy = Proxy::start(0, move |head, _| match head.starts_with("put") {
             true => Fault::error(status, code, "no space is left"),
+            false if head.contains("v2/clears") => {
+                let headers = "etag: \"x\"\r\nlast-modified: Wed, 25 Nov 2026 07:28:00 GMT\r\n";
+                Fault::answer("200 OK", headers, clears_object())
+            }
             false => Fault::error(404, "NoSuchKey", ""),
         });
         let rig = rig_at(proxy.port);
@@ -136,7 +146,9 @@ fn the_tier_over_moto_passes_the_kits() {
 #[ignore = "needs s3s-fs: cargo xtask test-remote"]
 fn a_server_with_errors_passes_the_kit() {
     let server = Server::start(Kind::Files);
-    let proxy = Proxy::start(server.port, |_, n| match n % 17 {
+    let proxy = Proxy::start(server.port, |head, n| match n % 17 {
+        // A write whose answer is lost is sent again, and finds itself: no chunk of another.
+        7 | 9 | 11 if head.starts_with("put") => Fault::error(500, "InternalError", ""),
         3 => Fault::error(503, "SlowDown", "reduce your rate"),
         7 => Fault::CutAfter(300),
         9 => Fault::CutAfter(3000),
@@ -172,12 +184,22 @@ fn values_come_back_and_are_listed_once(kind: Kind) {
     assert_eq!(found, [None, None, None, Some(rig.len(3))]);
     rig.lists_once(40);
     let space = Some(test_key(0).space);
-    let values = |fanout, space| listed(&rig, Scope::Values { fanout, space });
+    let values = |fanout, space| {
+        let folder = None;
+        listed(
+            &rig,
+            Scope::Values {
+                folder,
+                fanout,
+                space,
+            },
+        )
+    };
     assert!((1..40).contains(&values(None, space)));
     let all: usize = (0..=255).map(|n| values(Some(n), None)).sum();
     let ours: usize = (0..=255).map(|n| values(Some(n), space)).sum();
     assert_eq!((all, ours), (40, values(None, space)));
-    let names: Vec<Name> = (0..40).map(|n| Name::Value(test_key(n))).collect();
+    let names: Vec<Name> = (0..40).map(|n| rig.name(n)).collect();
     let removed = rig.runtime.block_on(rig.store.remove(&names, soon()));
     assert!(removed.iter().all(Result::is_ok), "{removed:?}");
     assert_eq!(rig.hits(0..40), 0);
@@ -204,7 +226,7 @@ fn a_flipped_bit_is_a_miss_and_is_written_again() {
     let rig = rig_at(server.port);
     rig.write(0..10);
     for (number, at) in [(3, HEADER_LEN as u64 + 65_000), (4, 40), (8, 255)] {
-        let (file, mut byte) = (file(&server, number), [0]);
+        let (file, mut byte) = (file(&server, &rig, number), [0]);
         file.read_exact_at(&mut byte, at).unwrap();
         file.write_all_at(&[byte[0] ^ 4], at).unwrap();
     }
@@ -233,7 +255,7 @@ fn of_two_writers_one_writes() {
 
 #[test]
 #[ignore = "needs s3s-fs: cargo xtask test-remote"]
-fn a_server_without_conditional_writes_is_overwritten() {
+fn a_server_without_conditional_writes_is_not_used_and_says_why() {
     let server = Server::start(Kind::Files);
     let proxy = Proxy::start(server.port, |head, _| {
         match head.contains("if-none-match") {
@@ -241,17 +263,11 @@ fn a_server_without_conditional_writes_is_overwritten() {
             false => Fault::None,
         }
     });
-    let rig = rig_at(proxy.port);
-    rig.write(0..10);
-    assert_eq!(rig.hits(0..10), 10);
-    let before = proxy.requests.load(Ordering::SeqCst);
-    rig.write(10..15);
-    let after = proxy.requests.load(Ordering::SeqCst);
-    assert_eq!(
-        after - before,
-        10,
-        "a look and a write each, and no attempt"
-    );
+    let rig = rig_with(proxy.port, BUCKET, SECRET);
+    until("the reason is known", || {
+        shown_by(&rig).contains("does not have: it does not implement")
+    });
+    assert!(rig.store(0..1)[0].is_err());
 }
 
 #[test]
@@ -261,12 +277,12 @@ fn values_grow_old_and_are_made_young() {
     let rig = rig_at(server.port);
     rig.write(3..5);
     let old = SystemTime::now() - Duration::from_secs(5000);
-    file(&server, 4).set_modified(old).unwrap();
+    file(&server, &rig, 4).set_modified(old).unwrap();
     let ages = ages_of(&rig, 3..6);
     assert!(ages[0].is_some_and(|age| age < 1000), "{ages:?}");
     assert!(ages[1].is_some_and(|age| age >= 4990), "{ages:?}");
     assert_eq!(ages[2], None);
-    let keys: Vec<_> = (3..6).map(test_key).collect();
+    let keys: Vec<_> = (3..6).map(|n| rig.folder().value(test_key(n))).collect();
     let touched = rig.runtime.block_on(rig.store.touch(&keys, soon()));
     let touched: Vec<bool> = touched.into_iter().map(Result::unwrap).collect();
     assert_eq!(touched, [true, true, false]);
@@ -325,7 +341,7 @@ fn wrong_credentials_and_buckets_are_named_and_secrets_shown_nowhere() {
         let rig = rig_with(port, bucket, secret);
         until("the reason is known", || shown_by(&rig).contains(word));
         assert!(!rig.is_ready());
-        let key = [test_key(0)];
+        let key = [right.folder().value(test_key(0))];
         let head = rig.runtime.block_on(rig.store.heads(&key, soon()));
         let is_denied = matches!(head[..], [Err(StoreError::Denied { .. })]);
         assert_eq!(is_denied, word != "NoSuchBucket", "{head:?}");
@@ -388,25 +404,24 @@ fn touches_that_hang_do_not_delay_lookups() {
     rig_at(server.port).write(0..1);
     // A touch reads the whole value; a lookup, a range of it.
     let proxy = Proxy::start(server.port, |head, _| {
-        let is_value = head.contains("v1/") && !head.contains("v1/clears");
+        let is_value = head.contains("v2/") && !head.contains("v2/clears");
         match is_value && !head.contains("range: bytes=") {
             true => Fault::StallAfter(0),
             false => Fault::None,
         }
     });
     let rig = rig_at(proxy.port);
-    let store = Arc::clone(&rig.store);
+    let (store, folder) = (Arc::clone(&rig.store), rig.folder());
     let touching = rig.runtime.spawn(async move {
-        let keys: Vec<_> = (0..200).map(test_key).collect();
+        let keys: Vec<_> = (0..200).map(|n| folder.value(test_key(n))).collect();
         store.touch(&keys, soon() + DEADLINE).await
     });
     let before = proxy.requests.load(Ordering::SeqCst);
     until("values are read to be touched", || {
         proxy.requests.load(Ordering::SeqCst) > before
     });
-    let heads = rig
-        .runtime
-        .block_on(rig.store.heads(&[test_key(0)], soon()));
+    let name = folder.value(test_key(0));
+    let heads = rig.runtime.block_on(rig.store.heads(&[name], soon()));
     assert!(matches!(&heads[..], [Ok(Some(_))]), "{heads:?}");
     touching.abort();
 }
@@ -421,8 +436,9 @@ fn a_server_without_conditional_overwrites_keeps_the_age_of_chunks() {
     });
     let rig = rig_at(proxy.port);
     rig.write(0..2);
+    let folder = rig.folder();
     let touched = |number| {
-        let keys = [test_key(number)];
+        let keys = [folder.value(test_key(number))];
         rig.runtime
             .block_on(rig.store.touch(&keys, soon()))
             .remove(0)
@@ -457,9 +473,8 @@ fn a_server_that_wants_less_is_asked_again_later() {
         shown_by(&rig).contains("503 SlowDown")
     });
     let before = never.requests.load(Ordering::SeqCst);
-    let head = rig
-        .runtime
-        .block_on(rig.store.heads(&[test_key(0)], soon()));
+    let name = probe([1; 32]);
+    let head = rig.runtime.block_on(rig.store.heads(&[name], soon()));
     assert!(
         matches!(&head[..], [Err(StoreError::Unavailable { reason })] if reason.contains("SlowDown")),
         "{head:?}"
@@ -473,7 +488,7 @@ fn values_that_stall_or_break_off_hold_no_slot_and_no_caller() {
     let server = Server::start(Kind::Files);
     let direct = rig_at(server.port);
     direct.write(4..5);
-    let is_value = |head: &str| head.contains("v1/") && !head.contains("v1/clears");
+    let is_value = |head: &str| head.contains("v2/") && !head.contains("v2/clears");
     let stalling = Proxy::start(server.port, move |head, _| match is_value(head) {
         true => Fault::StallAfter(1_000_000),
         false => Fault::None,
@@ -525,14 +540,14 @@ fn answers_that_make_no_sense_are_errors() {
     );
     let proxy = Proxy::start(server.port, move |head, _| {
         let answer = |status, headers: &str, body: &str| Fault::answer(status, headers, body);
-        if head.contains("v1/clears") {
+        if head.contains("v2/clears") {
             Fault::None
         } else if head.contains("range: bytes=") {
             answer("206 Partial Content", &range, "x")
         } else if head.starts_with("post") {
             let other = "<DeleteResult><Error><Key>other</Key><Code>X</Code><Message></Message></Error></DeleteResult>";
             answer("200 OK", "", other)
-        } else if head.contains("list-type=2") && head.contains("spaces") {
+        } else if head.contains("list-type=2") && head.contains("00000000") {
             answer("200 OK", "", "<html>a portal")
         } else if head.contains("list-type=2") {
             answer("200 OK", "", &token)
@@ -540,14 +555,16 @@ fn answers_that_make_no_sense_are_errors() {
             answer("200 OK", "etag: \"x\"\r\nlast-modified: yesterday\r\n", "x")
         }
     });
+    drop(rig_at(server.port));
     let rig = rig_at(proxy.port);
     let run = &rig.runtime;
-    let heads = run.block_on(rig.store.heads(&[test_key(0)], soon()));
+    let name = probe([1; 32]);
+    let heads = run.block_on(rig.store.heads(&[name], soon()));
     assert!(matches!(heads[..], [Err(_)]), "{heads:?}");
-    let names = [Name::Value(test_key(0)), Name::Value(test_key(1))];
+    let names = [Name::Value(name), Name::Value(probe([2; 32]))];
     let removed = run.block_on(rig.store.remove(&names, soon()));
     assert!(matches!(removed[..], [Err(_), Err(_)]), "{removed:?}");
-    for scope in [Scope::VALUES, Scope::Spaces] {
+    for scope in [Scope::VALUES, Scope::PROBES] {
         let listed = run.block_on(rig.store.list(scope, None, 10, soon()));
         assert!(listed.is_err(), "{listed:?}");
     }
@@ -560,7 +577,7 @@ fn answers_that_make_no_sense_are_errors() {
 fn small_objects_are_bounded_and_a_closed_store_says_so() {
     let server = Server::start(Kind::Files);
     let rig = rig_at(server.port);
-    let (run, clears) = (&rig.runtime, Name::Clears);
+    let (run, clears) = (&rig.runtime, Name::Space(rig.folder(), test_key(0).space));
     let read = |max| run.block_on(rig.store.read(clears, max, soon()));
     assert!(matches!(read(5), Ok(None)));
     run.block_on(rig.store.write(clears, "12345".into(), soon()))

@@ -10,13 +10,15 @@ use lmc_backend::conformance::{
     Conformance, Guarantee, block_on, clear_all, lens_of, load_batch, store_batch, test_key,
 };
 use lmc_backend::{
-    Backend, BackendError, Clear, ClearEpoch, Health, LoadItem, Loaded, LocateHint, Located,
+    Backend, BackendError, Clears, Health, LoadItem, Loaded, LocateHint, Located, StartId,
     StoreItem, Stored,
 };
-use lmc_backend_remote::conformance::{Denied, MemoryStore, StoreFaults};
-use lmc_backend_remote::format::{ClearSet, MAX_CLEARS_LEN, Name, SpaceRecord, Tenant};
-use lmc_backend_remote::{RemoteConfig, RemoteTier, StaleDeleted};
-use lmc_key::{ChunkKey, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint};
+use lmc_backend_remote::conformance::{Denied, FaultyStore, MemoryStore, StoreFaults};
+use lmc_backend_remote::format::{
+    ChunkFolder, ClearsRecord, Generation, MAX_CLEARS_LEN, Name, SpaceRecord, Tenant,
+};
+use lmc_backend_remote::{BootClock, RemoteConfig, RemoteTier, StaleDeleted, Store};
+use lmc_key::{ChunkKey, ClearsId, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint};
 use lmc_memory::Pool;
 use lmc_testkit::{DEADLINE, pool, rounds, soon, until};
 use tokio::runtime::Runtime;
@@ -34,6 +36,23 @@ fn config() -> RemoteConfig {
     config
 }
 
+/// Settings that read the clears all the time, by a clock that stands still.
+fn polling() -> RemoteConfig {
+    polling_by(&Arc::default())
+}
+
+/// Settings that read the clears all the time, by a clock that shows these milliseconds: the clears
+/// count for 3 s, and a lost object is made again after 2 s.
+fn polling_by(clock: &Arc<AtomicU64>) -> RemoteConfig {
+    let mut config = config();
+    let clock = Arc::clone(clock);
+    // The tier reads them again at once, and the clock makes intervals of that.
+    config.clears_interval = Duration::from_millis(1);
+    config.boot_clock =
+        BootClock::driven(move || Duration::from_millis(clock.load(Ordering::SeqCst)) / 1000);
+    config
+}
+
 /// A tier that is ready, over a store.
 struct Rig {
     tier: RemoteTier,
@@ -48,14 +67,52 @@ impl Rig {
     }
 
     fn over(store: Arc<MemoryStore>, config: RemoteConfig) -> Self {
+        let rig = Self::at(store, config, Clears::default());
+        wait_until_used(&rig.tier);
+        rig
+    }
+
+    /// A tier over a store, of a daemon that has carried out these clears. It may not be in use yet.
+    fn at(store: Arc<MemoryStore>, config: RemoteConfig, clears: Clears) -> Self {
+        Self::through(store.clone(), store, config, clears)
+    }
+
+    /// A tier over a store that it sees through another one.
+    fn through(
+        view: Arc<dyn Store>,
+        store: Arc<MemoryStore>,
+        config: RemoteConfig,
+        clears: Clears,
+    ) -> Self {
         let runtime = runtime();
-        let tier = RemoteTier::start(config, store.clone(), runtime.handle().clone());
-        wait_until_used(&tier);
+        let handle = runtime.handle().clone();
         Self {
-            tier,
+            tier: RemoteTier::start(config, view, Arc::new(clears), handle),
             store,
             pool: pool(1 << 20),
             runtime,
+        }
+    }
+
+    /// Returns the object of clears.
+    fn object(&self) -> Option<ClearsRecord> {
+        ClearsRecord::decode(&self.store.bytes(Name::Clears)?).ok()
+    }
+
+    fn name(&self, key: ChunkKey) -> Name {
+        self.object().unwrap().folder().value(key).into()
+    }
+
+    /// Carries out what others have cleared, as the engine of the tier does.
+    fn follow(&self) {
+        let _ = block_on(self.tier.clear(self.tier.clears(), soon()));
+    }
+
+    fn reason(&self) -> String {
+        match self.tier.health() {
+            Health::Ready => String::new(),
+            Health::Degraded { reason } | Health::Down { reason } => reason,
+            other => panic!("{other:?}"),
         }
     }
 
@@ -91,9 +148,9 @@ impl Rig {
 
     /// Changes the bytes of a stored value.
     fn damage(&self, key: ChunkKey, change: impl FnOnce(&mut Vec<u8>)) {
-        let mut bytes = self.store.bytes(Name::Value(key)).unwrap();
+        let mut bytes = self.store.bytes(self.name(key)).unwrap();
         change(&mut bytes);
-        self.store.set_bytes(Name::Value(key), Some(bytes));
+        self.store.set_bytes(self.name(key), Some(bytes));
     }
 }
 
@@ -122,6 +179,7 @@ fn what_is_absent_is_not_asked_for_again_until_it_is_stored() {
     config.absent_ttl = Duration::from_secs(3600);
     let rig = Rig::over(Arc::default(), config);
     let key = test_key(1);
+    rig.store(test_key(0)).unwrap();
     assert!(!rig.is_located(key));
     let before = rig.store.requests();
     assert!(!rig.is_located(key));
@@ -141,20 +199,8 @@ fn a_value_that_others_remove_after_a_lookup_is_a_miss_and_is_written_again() {
     let key = test_key(1);
     assert_eq!(rig.store(key).unwrap(), Stored::Written);
     assert!(rig.is_located(key));
-    rig.store.set_bytes(Name::Value(key), None);
+    rig.store.set_bytes(rig.name(key), None);
     assert!(!rig.is_hit(key) && !rig.is_located(key));
-    assert_eq!(rig.store(key).unwrap(), Stored::Written);
-    assert!(rig.is_located(key) && rig.is_hit(key));
-}
-
-#[test]
-fn a_key_that_is_known_absent_and_was_stored_elsewhere_before_a_clear_is_replaced() {
-    let rig = Rig::new();
-    let other = Rig::over(Arc::clone(&rig.store), config());
-    let key = test_key(1);
-    assert!(!rig.is_located(key));
-    assert_eq!(other.store(key).unwrap(), Stored::Written);
-    clear_all(&rig.tier, soon()).unwrap();
     assert_eq!(rig.store(key).unwrap(), Stored::Written);
     assert!(rig.is_located(key) && rig.is_hit(key));
 }
@@ -167,7 +213,7 @@ fn a_hit_on_an_old_value_makes_it_young_and_a_hit_on_a_young_one_does_not() {
     let (hot, cold) = (test_key(1), test_key(2));
     rig.store(hot).unwrap();
     rig.store(cold).unwrap();
-    let age = |key| rig.store.age(Name::Value(key)).unwrap();
+    let age = |key| rig.store.age(rig.name(key)).unwrap();
     rig.store.age_by(TTL / 3);
     assert!(rig.is_hit(hot));
     rig.store.age_by(TTL / 3);
@@ -226,8 +272,8 @@ fn a_value_under_the_name_of_another_is_a_miss_and_is_replaced() {
     let rig = Rig::new();
     let (key, other) = (test_key(1), test_key(2));
     rig.store(key).unwrap();
-    let bytes = rig.store.bytes(Name::Value(key));
-    rig.store.set_bytes(Name::Value(other), bytes);
+    let bytes = rig.store.bytes(rig.name(key));
+    rig.store.set_bytes(rig.name(other), bytes);
     assert!(!rig.is_hit(other) && !rig.is_located(other));
     assert_eq!(rig.counter("other_key"), 2);
     assert_eq!(rig.store(other).unwrap(), Stored::Written);
@@ -239,159 +285,384 @@ fn a_value_of_a_later_version_is_a_miss_and_is_left_alone() {
     let rig = Rig::new();
     let key = test_key(1);
     rig.store(key).unwrap();
-    rig.damage(key, |bytes| bytes[8] = 2);
-    let bytes = rig.store.bytes(Name::Value(key));
+    rig.damage(key, |bytes| bytes[8] = 3);
+    let bytes = rig.store.bytes(rig.name(key));
     assert!(!rig.is_hit(key) && !rig.is_located(key));
     assert_eq!(rig.store(key).unwrap(), Stored::Declined);
     assert_eq!(rig.counter("unknown_format"), 3);
-    assert_eq!(rig.store.bytes(Name::Value(key)), bytes);
+    assert_eq!(rig.store.bytes(rig.name(key)), bytes);
 }
 
 #[test]
 fn a_clear_at_one_daemon_reaches_the_others_and_deletes_nothing() {
-    let mut polling = config();
-    polling.clears_interval = Duration::from_millis(1);
-    let rig = Rig::over(Arc::default(), polling.clone());
-    let other = Rig::over(Arc::clone(&rig.store), polling);
+    let rig = Rig::over(Arc::default(), polling());
+    let other = Rig::over(Arc::clone(&rig.store), polling());
     let key = test_key(1);
     rig.store(key).unwrap();
     assert!(other.is_hit(key));
+    let stored = rig.name(key);
     clear_all(&rig.tier, soon()).unwrap();
+    assert!(!rig.is_hit(key));
     until("the clear arrives", || {
         other.tier.clears() == rig.tier.clears()
     });
-    assert!(!other.is_located(key) && !other.is_hit(key) && !rig.is_hit(key));
-    assert!(rig.store.bytes(Name::Value(key)).is_some());
-    // A daemon that computed it before the clear does not bring it back.
-    let old = rig.item(key).with_epoch(ClearEpoch::default());
-    let stored = block_on(lmc_backend::in_order(
-        other.tier.store(vec![old], soon()),
-        1,
-    ));
-    assert!(matches!(stored[..], [Some(Ok(Stored::Declined))]));
-    assert_eq!(
-        other.store(key).unwrap(),
-        Stored::Written,
-        "an older one is replaced"
-    );
-    assert!(rig.is_located(key) && rig.is_hit(key));
-    let late = Rig::over(Arc::clone(&rig.store), config());
+    // No chunk passes until the engine has carried it out.
+    assert!(matches!(other.load(key), Loaded::Failed { .. }));
+    assert!(other.store(key).is_err() && other.reason().contains("has not yet"));
+    other.follow();
+    assert!(!other.is_hit(key));
+    assert!(rig.store.bytes(stored).is_some());
+    assert_eq!(other.store(key).unwrap(), Stored::Written);
+    until("it is found", || rig.is_located(key));
+    assert!(rig.is_hit(key));
+    let late = Rig::at(Arc::clone(&rig.store), config(), Clears::default());
+    assert!(block_on(late.tier.ready(soon())));
     assert_eq!(
         late.tier.clears(),
         rig.tier.clears(),
         "known before the first answer"
     );
+    assert!(matches!(late.load(key), Loaded::Failed { .. }));
+    late.follow();
+    assert!(late.is_hit(key));
+}
+
+/// Each daemon's clears were counted, and the greater count won: the clear of the daemon with the
+/// smaller one was confirmed and dropped.
+#[test]
+fn a_confirmed_clear_holds_beside_a_daemon_that_has_cleared_more_often() {
+    let rig = Rig::over(Arc::default(), polling());
+    let other = Rig::over(Arc::clone(&rig.store), config());
+    let mut often = Clears::default();
+    for _ in 0..2 {
+        often.count(StartId::new([1; 16])).unwrap();
+        block_on(rig.tier.clear(Arc::new(often.clone()), soon())).unwrap();
+    }
+    let key = test_key(1);
+    rig.store(key).unwrap();
+    // It has not looked at the store since.
+    let mut once = Clears::default();
+    once.count(StartId::new([2; 16])).unwrap();
+    let cleared = block_on(other.tier.clear(Arc::new(once.clone()), soon())).unwrap();
+    assert!(cleared.is_durable);
+    let object = rig.object().unwrap().clears;
+    assert!(object.contains(&often) && object.contains(&once));
+    let is_hit = |rig: &Rig| rig.load(key).hit().is_some();
+    assert!(!is_hit(&other));
+    other.follow();
+    assert!(!is_hit(&other));
+    until("the clear arrives", || rig.tier.clears().contains(&once));
+    assert!(!is_hit(&rig));
+    rig.follow();
+    assert!(!is_hit(&rig));
+}
+
+/// Two clears of one engine, of which the second came first, took the store out for good.
+#[test]
+fn clears_that_overtake_each_other_on_their_way_leave_the_store_in_use() {
+    let rig = Rig::over(Arc::default(), polling());
+    let mut first = Clears::default();
+    first.count(StartId::new([1; 16])).unwrap();
+    let mut second = first.clone();
+    second.count(StartId::new([1; 16])).unwrap();
+    for clears in [&second, &first] {
+        block_on(rig.tier.clear(Arc::new(clears.clone()), soon())).unwrap();
+    }
+    let key = test_key(1);
+    rig.store(key).unwrap();
+    assert!(rig.load(key).hit().is_some());
+    assert_eq!(*rig.tier.clears(), second);
+}
+
+/// One key that is denied, while all others work, left a daemon with the clears that it had read first,
+/// for good.
+#[test]
+fn a_daemon_that_cannot_read_the_clears_stops_using_the_store() {
+    let rig = Rig::over(Arc::default(), polling());
+    let clock = Arc::default();
+    let faults = StoreFaults::default();
+    let view = Arc::new(FaultyStore::new(rig.store.clone(), faults, 1));
+    let other = Rig::through(
+        view.clone(),
+        rig.store.clone(),
+        polling_by(&clock),
+        Clears::default(),
+    );
+    wait_until_used(&other.tier);
+    let key = test_key(1);
+    rig.store(key).unwrap();
+    assert!(other.is_hit(key));
+    view.deny_clears(true);
+    clear_all(&rig.tier, soon()).unwrap();
+    // Other traffic says nothing of the clears.
+    for _ in 0..20 {
+        assert!(other.is_hit(key));
+    }
+    clock.store(2_900, Ordering::SeqCst);
+    assert!(other.is_hit(key), "within three intervals");
+    clock.store(3_100, Ordering::SeqCst);
+    assert!(matches!(other.load(key), Loaded::Failed { .. }));
+    assert!(matches!(other.tier.health(), Health::Down { .. }));
+    until("the reason is known", || {
+        let reason = other.reason();
+        reason.contains("denies access") && reason.contains("may read and write v2/clears")
+    });
+    assert!(other.counter("clears_unread") > 0);
+    assert_eq!(other.counter("taken_out"), 0);
+    view.deny_clears(false);
+    until("they are read", || other.tier.clears() == rig.tier.clears());
+    other.follow();
+    assert!(!other.is_hit(key));
+}
+
+/// A daemon that started after the object was evicted took an absent one for no clear, and its own first
+/// clear was below the epochs of the values.
+#[test]
+fn chunks_of_a_store_that_lost_its_clears_are_not_found_any_more() {
+    for damaged in [None, Some(b"LMCCLEAR".to_vec())] {
+        let rig = Rig::over(Arc::default(), config());
+        let key = test_key(1);
+        rig.store(key).unwrap();
+        for _ in 0..3 {
+            clear_all(&rig.tier, soon()).unwrap();
+            rig.store(key).unwrap();
+        }
+        let before = rig.object().unwrap().generation;
+        block_on(rig.tier.close(soon())).unwrap();
+        rig.store.fail(false);
+        rig.store.set_bytes(Name::Clears, damaged.clone());
+        let clock = Arc::default();
+        let late = Rig::at(rig.store.clone(), polling_by(&clock), Clears::default());
+        until("it waits for those who know more", || {
+            late.reason().contains("puts it back")
+        });
+        clock.store(1_900, Ordering::SeqCst);
+        assert!(late.store(key).is_err());
+        assert_eq!(late.store.bytes(Name::Clears), damaged);
+        clock.store(2_100, Ordering::SeqCst);
+        wait_until_used(&late.tier);
+        assert!(!late.is_hit(key));
+        assert_ne!(late.object().unwrap().generation, before);
+        clear_all(&late.tier, soon()).unwrap();
+        assert!(!late.is_hit(key));
+    }
+}
+
+/// A damaged object was taken for a clear with a counter that no peer believed.
+#[test]
+fn daemons_agree_after_the_clears_were_damaged_or_lost() {
+    for harm in [Some(b"LMCCLEAR".to_vec()), None] {
+        let rig = Rig::over(Arc::default(), polling());
+        let other = Rig::over(Arc::clone(&rig.store), polling());
+        clear_all(&rig.tier, soon()).unwrap();
+        until("the clear arrives", || {
+            other.tier.clears() == rig.tier.clears()
+        });
+        other.follow();
+        let key = test_key(1);
+        rig.store(key).unwrap();
+        let before = rig.object().unwrap();
+        rig.store.set_bytes(Name::Clears, harm);
+        until("the object is put back", || {
+            rig.object() == Some(before.clone())
+        });
+        assert!(other.is_hit(key), "chunks stay");
+        clear_all(&rig.tier, soon()).unwrap();
+        until("the clear arrives", || {
+            other.tier.clears() == rig.tier.clears()
+        });
+        other.follow();
+        assert!(!other.is_hit(key) && !rig.is_hit(key));
+        for (writer, reader, n) in [(&rig, &other, 2), (&other, &rig, 3)] {
+            writer.store(test_key(n)).unwrap();
+            assert!(reader.is_hit(test_key(n)));
+        }
+    }
 }
 
 #[test]
-fn clears_of_daemons_that_overtake_each_other_are_all_kept() {
-    let mut polling = config();
-    polling.clears_interval = Duration::from_millis(1);
-    let rig = Rig::over(Arc::default(), polling.clone());
-    let other = Rig::over(Arc::clone(&rig.store), polling);
-    let spaces = [test_key(0).space, test_key(4).space];
-    for (rig, space) in [&rig, &other].into_iter().zip(spaces) {
-        let clear = Clear::space(space, ClearEpoch::default().next());
-        block_on(rig.tier.clear(clear, soon())).unwrap();
-    }
-    // As if the second had not seen the write of the first.
-    let mut lost = ClearSet::default();
-    lost.note(other.tier.clears().pop().unwrap());
-    rig.store.set_bytes(Name::Clears, Some(lost.encode()));
-    until("both are known to both", || {
-        [&rig, &other]
-            .iter()
-            .all(|rig| rig.tier.clears().len() == 2)
+fn daemons_that_start_on_an_empty_store_at_once_agree_on_its_generation() {
+    let store: Arc<MemoryStore> = Arc::default();
+    let rig = |_| Rig::at(Arc::clone(&store), config(), Clears::default());
+    let rigs: Vec<Rig> = (0..8).map(rig).collect();
+    rigs.iter().for_each(|rig| wait_until_used(&rig.tier));
+    rigs[0].store(test_key(1)).unwrap();
+    assert!(rigs.iter().all(|rig| rig.is_hit(test_key(1))));
+}
+
+#[test]
+fn a_daemon_follows_the_generation_of_the_store() {
+    let rig = Rig::over(Arc::default(), polling());
+    let key = test_key(1);
+    rig.store(key).unwrap();
+    let other = ClearsRecord {
+        generation: Generation::new([9; 8]),
+        clears: Clears::default(),
+    };
+    let before = rig.store.bytes(Name::Clears);
+    rig.store.set_bytes(Name::Clears, Some(other.encode()));
+    until("its old chunks are misses", || !rig.is_hit(key));
+    assert_eq!(rig.store(key).unwrap(), Stored::Written);
+    assert!(rig.name(key).to_string().starts_with("v2/0909"));
+    rig.store.set_bytes(Name::Clears, before);
+    until("the old generation is back", || rig.is_hit(key));
+}
+
+#[test]
+fn clears_that_were_rolled_back_or_that_two_daemons_wrote_at_once_are_all_kept() {
+    let rig = Rig::over(Arc::default(), polling());
+    let other = Rig::over(Arc::clone(&rig.store), polling());
+    let before = rig.store.bytes(Name::Clears);
+    let clears = [1, 2].map(|n| Clears::from_entries([(StartId::new([n; 16]), 1)]).unwrap());
+    std::thread::scope(|scope| {
+        for (rig, clears) in [&rig, &other].into_iter().zip(&clears) {
+            let clears = Arc::new(clears.clone());
+            scope.spawn(move || block_on(rig.tier.clear(clears, soon())).unwrap());
+        }
     });
-    let known = || ClearSet::decode(&rig.store.bytes(Name::Clears).unwrap()).unwrap();
-    until("both are in the store", || known().clears().len() == 2);
-    rig.store.set_bytes(
-        Name::Clears,
-        Some(b"LMCCLEAR\x01\0\0\0 and nothing else".to_vec()),
-    );
-    until("they are written again", || {
-        let bytes = rig.store.bytes(Name::Clears).unwrap();
-        ClearSet::decode(&bytes).is_ok_and(|set| set.clears().len() == 2)
-    });
+    let has_all = || {
+        let object = rig.object().unwrap().clears;
+        clears.iter().all(|one| object.contains(one))
+    };
+    assert!(has_all());
+    rig.store.set_bytes(Name::Clears, before);
+    until("they are written again", has_all);
 }
 
 #[test]
 fn a_store_that_was_cut_off_learns_of_a_clear_when_it_is_back() {
-    let mut polling = config();
-    polling.clears_interval = Duration::from_millis(1);
-    let rig = Rig::over(Arc::default(), polling);
+    let rig = Rig::over(Arc::default(), polling());
     rig.store(test_key(1)).unwrap();
     rig.store.fail(true);
     assert!(clear_all(&rig.tier, soon()).is_err());
-    assert_eq!(rig.tier.clears().len(), 1);
+    assert_eq!(rig.tier.clears().total(), 1);
     rig.store.fail(false);
     until("the clear is in the store", || {
-        rig.store.bytes(Name::Clears).is_some()
+        rig.object().unwrap().clears == *rig.tier.clears()
     });
     until("the store is in use", || rig.tier.health() == Health::Ready);
     assert!(!rig.is_hit(test_key(1)));
 }
 
+/// The clears of a later lmc are not known here.
 #[test]
-fn clears_of_a_later_version_are_not_overwritten() {
-    let store = Arc::new(MemoryStore::default());
-    let mut later = ClearSet::default().encode();
-    later[8] = 2;
-    store.set_bytes(Name::Clears, Some(later.clone()));
-    let runtime = runtime();
-    let tier = RemoteTier::start(config(), store.clone(), runtime.handle().clone());
-    let reason = || match tier.health() {
-        Health::Down { reason } => reason,
-        _ => String::new(),
-    };
-    until("the fault is known", || {
-        reason().contains("one release of lmc")
-    });
-    assert!(clear_all(&tier, soon()).is_err());
-    assert_eq!(store.bytes(Name::Clears), Some(later));
-}
-
-#[test]
-fn a_store_whose_clears_are_of_a_later_version_serves_nothing_until_they_are_known() {
-    let mut polling = config();
-    polling.clears_interval = Duration::from_millis(1);
-    let rig = Rig::over(Arc::default(), polling);
+fn clears_of_a_later_version_are_left_alone_and_end_the_use_of_the_store() {
+    let rig = Rig::over(Arc::default(), polling());
     let key = test_key(1);
     rig.store(key).unwrap();
-    let mut later = ClearSet::default().encode();
-    later[8] = 2;
+    let good = rig.store.bytes(Name::Clears).unwrap();
+    let mut later = good.clone();
+    later[8] = 3;
     for unknown in [later, vec![0; MAX_CLEARS_LEN + 1]] {
         rig.store.set_bytes(Name::Clears, Some(unknown.clone()));
-        until("the store is out", || rig.tier.health() != Health::Ready);
+        until("the store is out", || {
+            rig.reason().contains("one release of lmc")
+        });
         assert!(matches!(rig.load(key), Loaded::Failed { .. }));
+        assert!(clear_all(&rig.tier, soon()).is_err());
         assert_eq!(rig.store.bytes(Name::Clears), Some(unknown), "left alone");
-        rig.store.set_bytes(Name::Clears, None);
-        until("the store is in use", || rig.tier.health() == Health::Ready);
-        assert!(rig.is_hit(key));
+        rig.store.set_bytes(Name::Clears, Some(good.clone()));
+        wait_until_used(&rig.tier);
     }
 }
 
-/// A torn object may have held clears that no daemon which lives knows.
+/// A lifecycle rule removes old objects.
 #[test]
-fn clears_that_are_damaged_at_the_start_count_as_a_clear_of_everything() {
+fn the_clears_and_the_map_are_written_again_every_day() {
+    let clock = Arc::default();
+    let mut config = config();
+    config.boot_clock = BootClock::driven({
+        let clock = Arc::clone(&clock);
+        move || Duration::from_secs(AtomicU64::load(&clock, Ordering::SeqCst))
+    });
+    config.clears_interval = Duration::from_secs(24 * 3600);
+    let rig = Rig::over(Arc::default(), config);
+    rig.store(test_key(1)).unwrap();
+    let map = Name::Map(rig.object().unwrap().folder());
+    let day = Duration::from_secs(24 * 3600);
+    rig.store.age_by(day);
+    clock.store(day.as_secs(), Ordering::SeqCst);
+    rig.follow();
+    let age = |name| rig.store.age(name).unwrap();
+    assert!(age(Name::Clears) < day && age(map) >= day);
+    rig.store(test_key(2)).unwrap();
+    assert!(age(map) < day);
+    rig.store.age_by(day);
+    rig.follow();
+    assert!(age(Name::Clears) >= day, "not with each reading");
+}
+
+/// Nothing below `v1` is read or removed.
+#[test]
+fn chunks_of_the_old_layout_are_left_alone() {
+    let store = Arc::new(MemoryStore::default());
+    store.set_foreign("v1/clears", vec![1]);
+    let rig = Rig::over(store, config());
+    rig.store(test_key(1)).unwrap();
+    let delete = rig.tier.delete_stale(|_| {});
+    assert!(matches!(block_on(delete), Ok(done) if done.seen == 1 && done.deleted == 0));
+    assert!(rig.store.names().contains(&"v1/clears".to_owned()));
+}
+
+#[test]
+fn a_deletion_takes_what_no_daemon_asks_for_and_leaves_what_it_does_not_know() {
     let rig = Rig::new();
-    for (number, clears) in [(1, 0), (2, 1), (3, 5)] {
-        let mut epoch = ClearEpoch::default();
-        (0..clears).for_each(|_| epoch = epoch.next());
-        let item = rig.item(test_key(number)).with_epoch(epoch);
-        let stored = store_batch(&rig.tier, vec![item], soon()).pop().unwrap();
-        assert_eq!(stored.unwrap(), Stored::Written);
+    (0..20).for_each(|n| _ = rig.store(test_key(n)).unwrap());
+    let (space, key) = described_space("");
+    rig.describe(&space, None);
+    rig.store(key).unwrap();
+    until("it is described", || rig.description(&space).is_some());
+    let first = rig.object().unwrap();
+    let delete = || {
+        let seen = Arc::new(AtomicU64::new(0));
+        let noted = Arc::clone(&seen);
+        let note = move |done: StaleDeleted| noted.store(done.seen, Ordering::SeqCst);
+        let done = block_on(rig.tier.delete_stale(note));
+        (done, seen.load(Ordering::SeqCst))
+    };
+    let (done, seen) = delete();
+    assert!(matches!(done, Ok(done) if done.seen == 21 && done.deleted == 0));
+    assert_eq!(seen, 21);
+    clear_all(&rig.tier, soon()).unwrap();
+    rig.store(test_key(50)).unwrap();
+    // Folders of another generation, of clears that are not known, and without a map.
+    let folder = |generation, clears| ChunkFolder { generation, clears };
+    let unknown = ClearsRecord {
+        clears: Clears::from_entries([(StartId::new([7; 16]), 1)]).unwrap(),
+        ..first.clone()
+    };
+    let replaced = folder(Generation::new([9; 8]), first.clears.id());
+    let unmapped = folder(first.generation, ClearsId::new([8; 16]));
+    for folder in [replaced, unknown.folder(), unmapped] {
+        rig.store.set_bytes(folder.value(key).into(), Some(vec![1]));
     }
-    rig.store.set_bytes(Name::Clears, Some(b"LMCC".to_vec()));
-    let late = Rig::over(Arc::clone(&rig.store), config());
-    for number in 1..4 {
-        assert!(!late.is_hit(test_key(number)));
-    }
-    let bytes = rig.store.bytes(Name::Clears).unwrap();
-    assert_eq!(
-        ClearSet::decode(&bytes).unwrap().clears(),
-        late.tier.clears()
+    rig.store
+        .set_bytes(Name::Map(unknown.folder()), Some(unknown.encode()));
+    rig.store
+        .set_bytes(Name::Map(unmapped), Some(first.encode()));
+    rig.store.fail(true);
+    assert!(delete().0.is_err());
+    rig.store.fail(false);
+    until("the store is in use", || rig.tier.health() == Health::Ready);
+    let (done, seen) = delete();
+    assert!(
+        matches!(done, Ok(done) if done.seen == 25 && done.deleted == 22),
+        "{done:?}"
     );
+    assert_eq!((seen, rig.counter("stale_deleted")), (25, 22));
+    let is_there = |folder: ChunkFolder| {
+        let start = folder.to_string();
+        rig.store
+            .names()
+            .iter()
+            .any(|name| name.starts_with(&start))
+    };
+    let current = rig.object().unwrap().folder();
+    assert!(is_there(current) && is_there(unknown.folder()) && is_there(unmapped));
+    assert!(!is_there(first.folder()) && !is_there(replaced));
+    assert!(rig.is_hit(test_key(50)));
+    block_on(rig.tier.close(soon())).unwrap();
+    assert!(delete().0.is_err());
 }
 
 #[test]
@@ -509,44 +780,6 @@ fn a_closed_tier_answers_closed_and_leaves_nothing_running() {
     });
 }
 
-#[test]
-fn a_deletion_takes_what_clears_have_made_stale_and_leaves_all_else() {
-    let rig = Rig::new();
-    let (new, later, damaged) = (test_key(50), test_key(51), test_key(52));
-    (0..20).for_each(|n| _ = rig.store(test_key(n)).unwrap());
-    let delete = || {
-        let seen = Arc::new(AtomicU64::new(0));
-        let noted = Arc::clone(&seen);
-        let note = move |done: StaleDeleted| noted.store(done.seen, Ordering::SeqCst);
-        let done = block_on(rig.tier.delete_stale(note));
-        (done, seen.load(Ordering::SeqCst))
-    };
-    let (done, seen) = delete();
-    assert!(matches!(done, Ok(done) if done.seen == 20 && done.deleted == 0));
-    assert_eq!(seen, 20);
-    clear_all(&rig.tier, soon()).unwrap();
-    for key in [new, later, damaged] {
-        rig.store(key).unwrap();
-    }
-    rig.damage(later, |bytes| bytes[8] = 2);
-    rig.damage(damaged, |bytes| bytes[100] ^= 1);
-    rig.store.fail(true);
-    assert!(delete().0.is_err());
-    rig.store.fail(false);
-    until("the store is in use", || rig.tier.health() == Health::Ready);
-    let (done, seen) = delete();
-    assert!(
-        matches!(done, Ok(done) if done.seen == 23 && done.deleted == 21),
-        "{done:?}"
-    );
-    assert_eq!((seen, rig.counter("stale_deleted")), (23, 21));
-    let is_there = |key| rig.store.bytes(Name::Value(key)).is_some();
-    assert!(is_there(new) && is_there(later) && !is_there(damaged));
-    assert!(rig.is_hit(new) && rig.store.bytes(Name::Clears).is_some());
-    block_on(rig.tier.close(soon())).unwrap();
-    assert!(delete().0.is_err());
-}
-
 /// A space, and a chunk of it.
 fn described_space(salt: &str) -> (KeySpace, ChunkKey) {
     let space = KeySpace {
@@ -571,13 +804,16 @@ impl Rig {
     /// Describes one space from now on, with a digest or without.
     fn describe(&self, space: &KeySpace, digest: Option<[u8; 16]>) {
         let record = SpaceRecord::new(space, digest);
-        let describe = move |id| (id == record.space()).then(|| record.clone());
+        let describe =
+            move |id, clears| (record.space().after(clears) == id).then(|| record.clone());
         self.tier.describe_spaces(describe);
     }
 
     fn description(&self, space: &KeySpace) -> Option<SpaceRecord> {
-        let bytes = self.store.bytes(Name::Space(space.id()))?;
-        SpaceRecord::decode(space.id(), &bytes).ok()
+        let folder = self.object()?.folder();
+        let named = space.id().after(folder.clears);
+        let bytes = self.store.bytes(Name::Space(folder, named))?;
+        SpaceRecord::decode(named, folder.clears, &bytes).ok()
     }
 }
 
@@ -609,9 +845,9 @@ fn a_space_is_described_once_by_the_daemons_that_store_into_it() {
         let group = 20 + group as u16;
         other.store(ChunkKey { group, ..key }).unwrap();
         let requests = if digest == expected && digest.is_some() {
-            4
+            5
         } else {
-            3
+            4
         };
         until("the description was looked at", || {
             rig.store.requests() >= before + requests
@@ -624,18 +860,18 @@ fn a_space_is_described_once_by_the_daemons_that_store_into_it() {
 #[test]
 fn a_description_that_is_damaged_is_written_again_and_one_of_a_later_version_is_left() {
     let (space, key) = described_space("");
-    let name = Name::Space(space.id());
     for (there, stays) in [
         (b"{".to_vec(), false),
         (vec![b' '; 1 << 20], false),
         (b"{\"version\": 2}".to_vec(), true),
     ] {
         let rig = Rig::new();
+        let name = Name::Space(rig.object().unwrap().folder(), space.id());
         rig.store.set_bytes(name, Some(there.clone()));
         rig.describe(&space, None);
         let before = rig.store.requests();
         rig.store(key).unwrap();
-        let requests = if stays { 3 } else { 4 };
+        let requests = if stays { 4 } else { 5 };
         until("the description was looked at", || {
             rig.store.requests() >= before + requests
         });
@@ -669,7 +905,6 @@ fn takes_no_writes(denied: Denied, remedy: &str) {
         written.expect_err("writes are refused");
     }
     assert!(rig.is_hit(test_key(0)));
-    assert!(clear_all(&rig.tier, soon()).is_err());
     let health = rig.tier.health();
     assert!(
         matches!(&health, Health::Degraded { reason } if reason.contains(remedy)),
@@ -678,6 +913,9 @@ fn takes_no_writes(denied: Denied, remedy: &str) {
     assert!(!rig.is_located(test_key(1)));
     assert_eq!(rig.counter("taken_out"), 0);
     assert!(rig.counter("failed") >= 19);
+    assert!(clear_all(&rig.tier, soon()).is_err());
+    assert!(!rig.is_hit(test_key(0)));
+    assert!(matches!(rig.tier.health(), Health::Degraded { .. }));
     rig.store.deny(Denied::Nothing);
     assert_eq!(rig.store(test_key(1)).unwrap(), Stored::Written);
     clear_all(&rig.tier, soon()).unwrap();
@@ -739,7 +977,7 @@ fn a_description_that_fails_is_tried_again_and_costs_nothing_else() {
     });
     let state = (rig.tier.health(), rig.counter("taken_out"));
     assert_eq!(state, (Health::Ready, 0));
-    let name = Name::Space(space.id());
+    let name = Name::Space(rig.object().unwrap().folder(), space.id());
     assert_eq!(rig.store.bytes(name), None);
     rig.store.deny(Denied::Nothing);
     until("it is described", || rig.store.bytes(name).is_some());

@@ -1,12 +1,13 @@
 //! Operations of a tier for tests without a runtime: each waits for all answers of its batch.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::ChunkKey;
 
 use super::block_on;
 use crate::{
-    Answers, Backend, BackendError, Clear, ClearEpoch, LoadItem, Loaded, LocateHint, Located,
+    Answers, Backend, BackendError, Clears, LoadItem, Loaded, LocateHint, Located, StartId,
     StoreItem, Stored, in_order,
 };
 
@@ -16,27 +17,13 @@ fn wait<T>(answers: Answers<'_, T>, len: usize) -> Vec<T> {
     answers.map(answer).collect()
 }
 
-/// Returns the newest epoch that a tier has noted for a space.
-fn epoch_of(backend: &dyn Backend, space: SpaceId) -> ClearEpoch {
-    let clears = backend.clears().into_iter();
-    let clears = clears.filter(|clear| clear.covers(space));
-    clears.fold(ClearEpoch::default(), |newest, clear| {
-        newest.join(clear.epoch)
-    })
-}
-
-/// Stores chunks that were computed after the last clear that the tier knows of.
+/// Stores chunks.
 pub fn store_batch(
     backend: &dyn Backend,
     items: Vec<StoreItem>,
     deadline: Instant,
 ) -> Vec<Result<Stored, BackendError>> {
     let len = items.len();
-    let current = |item: StoreItem| {
-        let epoch = epoch_of(backend, item.key.space);
-        item.with_epoch(epoch)
-    };
-    let items = items.into_iter().map(current).collect();
     wait(backend.store(items, deadline), len)
 }
 
@@ -57,14 +44,14 @@ pub fn lens_of(
     located.map(|located| located.map(len)).collect()
 }
 
-/// Clears all spaces, with the epoch that follows on those that the tier has noted.
+/// Clears: counts one more clear than the tier knows of. Returns the number of chunks removed.
 ///
 /// # Errors
 /// [`BackendError`] of the tier.
 pub fn clear_all(backend: &dyn Backend, deadline: Instant) -> Result<u64, BackendError> {
-    let clears = backend.clears().into_iter();
-    let newest = clears.fold(ClearEpoch::default(), |newest, clear| {
-        newest.join(clear.epoch)
-    });
-    block_on(backend.clear(Clear::all(newest.next()), deadline))
+    let mut clears = Clears::clone(&backend.clears());
+    let start = StartId::random().expect("a test machine has random numbers");
+    clears.count(start).expect("a test clears a few times");
+    let cleared = block_on(backend.clear(Arc::new(clears), deadline))?;
+    Ok(cleared.removed)
 }

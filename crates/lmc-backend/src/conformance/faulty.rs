@@ -1,6 +1,7 @@
 //! A tier with injected faults.
 
 use std::future::poll_fn;
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::Instant;
 
@@ -11,8 +12,8 @@ use parking_lot::Mutex;
 
 use super::Rng;
 use crate::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Cursor, FailedSlot, LoadItem, Loaded,
-    LocalIndex, LocateHint, Located, Page, StoreItem, Stored, Unavailable, in_order,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, LoadItem,
+    Loaded, LocalIndex, LocateHint, Located, Page, StoreItem, Stored, Unavailable, in_order,
 };
 
 /// Frequency of each fault, in thousandths of the keys.
@@ -268,18 +269,22 @@ impl<B: Backend> Backend for Faulty<B> {
         })
     }
 
-    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+    fn clear(
+        &self,
+        clears: Arc<Clears>,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
         Box::pin(async move {
             self.delay().await;
             match self.fault() {
                 Fault::Error(true) => {
-                    self.inner.clear(clear, deadline).await?;
+                    self.inner.clear(clears, deadline).await?;
                     Err(injected().into())
                 }
                 Fault::Error(false) => Err(injected().into()),
                 Fault::Deadline => Err(BackendError::Deadline),
                 Fault::Miss | Fault::Declined | Fault::None => {
-                    self.inner.clear(clear, deadline).await
+                    self.inner.clear(clears, deadline).await
                 }
             }
         })

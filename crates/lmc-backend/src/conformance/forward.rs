@@ -67,14 +67,14 @@ macro_rules! forward {
     (@clear $inner:tt) => {
         fn clear(
             &self,
-            clear: $crate::Clear,
+            clears: ::std::sync::Arc<$crate::Clears>,
             deadline: ::std::time::Instant,
-        ) -> $crate::BoxFuture<'_, Result<u64, $crate::BackendError>> {
-            self.$inner.clear(clear, deadline)
+        ) -> $crate::BoxFuture<'_, Result<$crate::Cleared, $crate::BackendError>> {
+            self.$inner.clear(clears, deadline)
         }
     };
     (@clears $inner:tt) => {
-        fn clears(&self) -> Vec<$crate::Clear> {
+        fn clears(&self) -> ::std::sync::Arc<$crate::Clears> {
             self.$inner.clears()
         }
     };

@@ -14,7 +14,8 @@ use parking_lot::Mutex;
 use super::delayed::sleep_until;
 use super::in_time::{load_after, store_after};
 use crate::{
-    Answers, Backend, BackendError, BoxFuture, Clear, Health, LoadItem, Loaded, StoreItem, Stored,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Health, LoadItem, Loaded,
+    StoreItem, Stored,
 };
 
 /// Wraps a tier in a gate. While the gate is shut, loads and stores wait at it, until their
@@ -137,9 +138,13 @@ impl<B: Backend> Backend for Gated<B> {
         })
     }
 
-    fn clear(&self, clear: Clear, deadline: Instant) -> BoxFuture<'_, Result<u64, BackendError>> {
+    fn clear(
+        &self,
+        clears: Arc<Clears>,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
         Box::pin(async move {
-            let cleared = self.inner.clear(clear, deadline).await;
+            let cleared = self.inner.clear(clears, deadline).await;
             let held = self.gate.lock().holds_clears;
             let passed = !held || self.pass(deadline).await;
             self.clears_ended.fetch_add(1, Ordering::Relaxed);

@@ -11,14 +11,12 @@ use std::time::{Duration, Instant, SystemTime};
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 
-use futures_util::{FutureExt, StreamExt};
-use lmc_key::SpaceId;
-
 use super::{Rng, block_on, check_value, fill_value, test_key};
 use crate::{
-    Answers, Backend, BackendError, Clear, ClearEpoch, Cursor, FailedSlot, Health, LoadItem,
-    Loaded, LocateHint, Located, Sharing, StoreItem, Stored,
+    Answers, Backend, BackendError, Clears, Cursor, FailedSlot, Health, LoadItem, Loaded,
+    LocateHint, Located, Sharing, StartId, StoreItem, Stored,
 };
+use futures_util::{FutureExt, StreamExt};
 
 /// The promise of the tier under test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -138,42 +136,54 @@ struct Run<'a> {
     /// removal.
     late: BTreeSet<ChunkKey>,
     lens: BTreeMap<ChunkKey, u64>,
+    /// Payload bytes of each key, by its number.
+    lens_by_number: Vec<u64>,
     keys: Vec<ChunkKey>,
-    /// Clears that the tier acknowledged.
-    clears: Vec<Clear>,
-    /// Epoch of the last clear, acknowledged or not.
-    newest: ClearEpoch,
+    /// The clears so far, after which the keys are named.
+    clears: Clears,
+    start: StartId,
+    /// True if the tier has acknowledged the last of them.
+    is_cleared: bool,
     tally: Tally,
 }
 
 impl<'a> Run<'a> {
     fn new(kit: &'a Conformance, backend: &'a dyn Backend) -> Self {
         let mut rng = Rng::new(kit.seed);
-        let keys: Vec<_> = (0..KEYS).map(test_key).collect();
         let len = |rng: &mut Rng| match rng.below(4) {
             0 => MAX_LEN,
             1 => 1 + rng.below(MAX_LEN.min(16)),
             _ => 1 + rng.below(MAX_LEN),
         };
-        let lens = keys.iter().map(|&key| (key, len(&mut rng))).collect();
+        let lens = (0..KEYS).map(|_| len(&mut rng)).collect();
         // A batch has at most 16 chunks, and a cancelled one may hold its slots for a while.
         let bytes = MAX_LEN.next_multiple_of(4096) * 16 * 4;
         let arena = ArenaConfig::anonymous(bytes as usize).build();
         let arena = arena.expect("a test machine has the memory for a few batches");
         let pool = Pool::new(Arc::new(arena), PoolConfig::default());
-        Self {
+        let mut this = Self {
             kit,
             backend,
             pool: pool.expect("the default alignment fits every arena"),
             rng,
             model: BTreeMap::new(),
             late: BTreeSet::new(),
-            lens,
-            keys,
-            clears: Vec::new(),
-            newest: ClearEpoch::default(),
+            lens: BTreeMap::new(),
+            lens_by_number: lens,
+            keys: Vec::new(),
+            clears: Clears::clone(&backend.clears()),
+            start: StartId::new(
+                kit.seed
+                    .to_le_bytes()
+                    .repeat(2)
+                    .try_into()
+                    .expect("16 bytes"),
+            ),
+            is_cleared: true,
             tally: Tally::default(),
-        }
+        };
+        this.name_keys();
+        this
     }
 
     fn exact(&self) -> bool {
@@ -231,19 +241,22 @@ impl<'a> Run<'a> {
         assert!(self.backend.remove(&[], deadline).await.is_empty());
     }
 
-    /// Returns the newest epoch of a space.
-    fn epoch_of(&self, space: SpaceId) -> ClearEpoch {
-        let covering = self.clears.iter().filter(|clear| clear.covers(space));
-        covering.fold(ClearEpoch::default(), |newest, clear| {
-            newest.join(clear.epoch)
-        })
+    /// Names the keys after the clears so far.
+    fn name_keys(&mut self) {
+        let id = self.clears.id();
+        let named = |key: ChunkKey| ChunkKey {
+            space: key.space.after(id),
+            ..key
+        };
+        self.keys = (0..KEYS).map(test_key).map(named).collect();
+        let lens = self.lens_by_number.iter().copied();
+        self.lens.extend(self.keys.iter().copied().zip(lens));
     }
 
-    fn is_valid(&self, key: &ChunkKey, epoch: ClearEpoch) -> bool {
-        let valid = epoch.is_valid_at(self.epoch_of(key.space));
-        let kept = self.backend.sharing() == Sharing::Shared;
-        assert!(valid || kept, "{key:?} is there and was cleared: {epoch:?}");
-        valid
+    fn one_more_clear(&self) -> Clears {
+        let mut clears = self.clears.clone();
+        clears.count(self.start).expect("one process");
+        clears
     }
 
     /// Waits for the answers to a batch: one for each key.
@@ -269,7 +282,6 @@ impl<'a> Run<'a> {
             let mut slot = slot.expect("every slot of earlier batches came back");
             fill_value(&key, slot.bytes_mut());
             let item = StoreItem::new(key, slot.written().seal());
-            let item = item.with_epoch(self.epoch_of(key.space));
             items.push(match parent.replace(key) {
                 Some(parent) => item.with_parent(parent),
                 None => item,
@@ -347,15 +359,11 @@ impl<'a> Run<'a> {
             let known = self.model.get(&key).copied();
             let fits = len == self.lens[&key];
             match loaded {
-                Loaded::Hit { slot, epoch } => {
+                Loaded::Hit(slot) => {
                     assert_eq!((slot.len(), slot.offset()), (len, offset), "not its slot");
                     assert!(fits, "{key:?} was loaded into a slot of the wrong length");
                     if let Err(mismatch) = check_value(&key, slot.bytes()) {
                         panic!("a wrong byte: {mismatch}");
-                    }
-                    if !self.is_valid(&key, epoch) {
-                        self.tally.misses += 1;
-                        continue;
                     }
                     assert!(known.is_some(), "{key:?} was found and is not there");
                     self.tally.hits += 1;
@@ -401,7 +409,6 @@ impl<'a> Run<'a> {
                     continue;
                 }
             };
-            let location = location.filter(|location| self.is_valid(key, location.epoch));
             if let Some(location) = location {
                 assert!(known.is_some(), "{key:?} is said to be there");
                 assert_eq!(location.len, self.lens[key], "the length of {key:?}");
@@ -537,7 +544,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Clears one space or all while a store is under way, which ends or is dropped afterwards.
+    /// Clears while a store is under way, which ends or is dropped afterwards. What it stores has
+    /// names from before the clear.
     async fn clear(&mut self) {
         let items = self.items_to_store();
         let keys: Vec<_> = items.iter().map(|item| item.key).collect();
@@ -548,52 +556,54 @@ impl<'a> Run<'a> {
             Poll::Ready(())
         })
         .await;
-        let repeated = self.clears.last().copied().filter(|_| self.rng.chance(200));
-        let space = self.rng.chance(500).then(|| self.keys[0].space);
-        let epoch = self.newest.next();
-        self.newest = epoch;
-        let clear = repeated.unwrap_or(Clear { space, epoch });
-        let covered = |key: &&ChunkKey| repeated.is_none() && clear.covers(key.space);
-        let result = self.backend.clear(clear, self.deadline()).await;
-        let is_cleared = result.is_ok();
-        match result {
-            Ok(gone) => {
-                let stored = self.model.iter().filter(|(key, _)| covered(key));
-                let sure = stored.filter(|(_, known)| **known == Known::Stored).count() as u64;
-                let removes = self.exact() && self.backend.sharing() == Sharing::Private;
-                assert!(!removes || gone >= sure, "{gone} of {sure} are gone");
-                self.tally.removed += gone;
-                self.model.retain(|key, _| !covered(&key));
-                // What arrives late has an older epoch.
-                self.late.retain(|key| !covered(&key));
-                self.clears.push(clear);
-                let noted = self.backend.clears();
-                let noted = |space| {
-                    let covering = noted.iter().filter(move |clear| clear.covers(space));
-                    covering.fold(ClearEpoch::default(), |newest, clear| {
-                        newest.join(clear.epoch)
-                    })
-                };
-                for space in self.keys.iter().map(|key| key.space) {
-                    let (expected, found) = (self.epoch_of(space), noted(space));
-                    let known = found == expected || !self.exact() || found.is_valid_at(expected);
-                    assert!(
-                        known,
-                        "{space:?} was cleared at {expected:?}, noted is {found:?}"
-                    );
-                }
+        let is_private = self.backend.sharing() == Sharing::Private;
+        let is_repeated = self.is_cleared && self.rng.chance(200);
+        if !is_repeated {
+            self.clears = self.one_more_clear();
+        }
+        let clears = Arc::new(self.clears.clone());
+        let result = self.backend.clear(clears, self.deadline()).await;
+        let sure = self.model.values();
+        let sure = sure.filter(|known| **known == Known::Stored).count() as u64;
+        match &result {
+            Ok(cleared) if is_repeated => {
+                let removed = cleared.removed;
+                assert!(!self.exact() || removed == 0, "cleared twice: {removed}");
+            }
+            Ok(cleared) => {
+                let removed = cleared.removed;
+                let removes = self.exact() && is_private;
+                assert!(!removes || removed >= sure, "{removed} of {sure} are gone");
+                self.tally.removed += removed;
+                self.model.clear();
+                self.late.clear();
             }
             Err(error) => {
                 assert!(!self.exact(), "clearing: {error}");
                 self.tally.failures += 1;
-                let covered: Vec<_> = self.model.keys().filter(covered).copied().collect();
-                let unsure = covered.into_iter().map(|key| (key, Known::Unsure));
-                self.model.extend(unsure);
+                self.model
+                    .values_mut()
+                    .for_each(|known| *known = Known::Unsure);
             }
         }
-        // The store may have taken effect for what the clear did not cover.
-        for key in keys.iter().filter(|key| !(is_cleared && covered(key))) {
-            self.may_be_stored(*key);
+        self.is_cleared = result.is_ok();
+        let noted = self.backend.clears();
+        let is_noted = !self.exact() || noted.contains(&self.clears);
+        assert!(is_noted, "cleared at {:?}, noted is {noted:?}", self.clears);
+        if is_private && result.is_ok() && !is_repeated {
+            let before = std::mem::take(&mut self.keys);
+            let others: Vec<ChunkKey> = before.into_iter().filter(|k| !keys.contains(k)).collect();
+            let deadline = self.deadline();
+            let located = self
+                .backend
+                .locate(&others, LocateHint::none(), deadline)
+                .await;
+            // None is in the model.
+            self.check_located(&others, located);
+        }
+        self.name_keys();
+        for key in keys {
+            self.may_be_stored(key);
         }
         if self.rng.chance(500) {
             storing.for_each(|_| std::future::ready(())).await;
@@ -670,10 +680,8 @@ impl<'a> Run<'a> {
             ok || !self.exact(),
             "removing from a closed tier: {removed:?}"
         );
-        let cleared = self
-            .backend
-            .clear(Clear::all(self.newest.next()), deadline)
-            .await;
+        let clears = Arc::new(self.one_more_clear());
+        let cleared = self.backend.clear(clears, deadline).await;
         let ok = matches!(cleared, Err(BackendError::Closed));
         assert!(ok || !self.exact(), "clearing a closed tier: {cleared:?}");
         let listed = self.backend.list(Cursor::START, 1, deadline).await;

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesOrdered;
-use lmc_backend::{BackendError, ClearEpoch, Cursor, LocateHint, Located, Location};
+use lmc_backend::{BackendError, Cursor, LocateHint, Located, Location};
 use lmc_key::ChunkKey;
 
 use super::{Tiers, count};
@@ -152,44 +152,30 @@ impl Tiers {
                 continue;
             };
             let located = tier_index.locate_now(keys);
-            let mut epoch = None;
-            for ((found, located), key) in found.iter_mut().zip(located).zip(keys) {
+            for (found, located) in found.iter_mut().zip(located) {
                 if found.is_some() {
                     continue;
                 }
                 if let Ok(Located::Present(location)) = located {
-                    // A prompt has one space.
-                    let known = match epoch {
-                        Some((space, known)) if space == key.space => known,
-                        _ => self.epochs.of(key.space),
-                    };
-                    epoch = Some((key.space, known));
-                    *found = self.source(index, location, known, chunk_bytes).map(Some);
+                    *found = self.source(index, location, chunk_bytes).map(Some);
                 }
             }
         }
         found.into_iter().map(Option::flatten).collect()
     }
 
-    /// Returns the source of a chunk that a tier has, unless the chunk is older than the last clear
-    /// or of another length than it has to be.
-    fn source(
-        &self,
-        index: usize,
-        location: Location,
-        known: ClearEpoch,
-        chunk_bytes: Option<u64>,
-    ) -> Option<Source> {
+    /// Returns the source of a chunk that a tier has, unless it is of another length than it has to
+    /// be.
+    fn source(&self, index: usize, location: Location, chunk_bytes: Option<u64>) -> Option<Source> {
         if !fits(location.len, chunk_bytes) {
             count(&self.tiers[index].counters.promote_missed, 1);
             return None;
         }
-        let source = Source::Tier {
+        Some(Source::Tier {
             index,
             len: location.len,
             cost: location.cost,
-        };
-        location.epoch.is_valid_at(known).then_some(source)
+        })
     }
 
     /// Finds the sources of the leading keys in all tiers, `known` of which are known. Asks first
@@ -292,18 +278,13 @@ impl Tiers {
             if located.len() != keys.len() || located.iter().any(Result::is_err) {
                 count(&self.tiers[index].counters.locate_failed, 1);
             }
-            for ((answer, located), key) in answers.iter_mut().zip(located).zip(keys) {
+            for (answer, located) in answers.iter_mut().zip(located) {
                 if matches!(answer, Answer::Found(_)) {
                     continue;
                 }
                 match located {
                     Ok(Located::Present(location)) => {
-                        if !self.learn(key.space, location.epoch) {
-                            continue;
-                        }
-                        let known = self.epochs.of(key.space);
-                        let source = self.source(index, location, known, hint.chunk_bytes);
-                        if let Some(source) = source {
+                        if let Some(source) = self.source(index, location, hint.chunk_bytes) {
                             *answer = Answer::Found(source);
                         }
                     }

@@ -6,11 +6,10 @@
 mod locate;
 mod permits;
 mod promote;
-mod shared_clears;
 mod uses;
 mod write_queue;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::future::Future;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,10 +17,9 @@ use std::sync::{Arc, Weak, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{Backend, Clear, ClearEpoch, Health};
+use lmc_backend::{Backend, BackendError, Cleared, Clears, Health, Sharing};
 use lmc_backend_local::{LocalTier, Origin};
 use lmc_key::{ChunkKey, FoldState, SpaceId};
-use lmc_memory::SealedSlot;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::Serialize;
 use tokio::runtime::{Builder, Handle, Runtime};
@@ -29,9 +27,8 @@ use tokio::sync::Notify;
 use tokio::task::{AbortHandle, JoinSet};
 
 use crate::TierHealth;
+use crate::clears::ClearLog;
 use crate::config::{EngineConfig, EngineError};
-use crate::engine::WRITER;
-use crate::epochs::Epochs;
 use crate::policy::{LowerTier, TierPolicy, WritePolicy};
 pub(crate) use locate::{Source, Sources};
 use permits::Permits;
@@ -46,10 +43,10 @@ const CLOSING: Duration = Duration::from_secs(1);
 /// Time beyond a deadline for tiers to say how far they came.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// Time that a tier has to note a clear that the engine learned of from elsewhere.
+/// Time that a tier has to note clears that the engine learned of from elsewhere.
 const LEARN_TIMEOUT: Duration = Duration::from_secs(10);
-/// Chunks that are listed at a time after a clear.
-const KEPT_AT_ONCE: usize = 1024;
+/// Time between two looks at the clears that shared tiers know of.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
 
 /// Content of a lower tier, and the chunks moved to it and from it since the engine was made.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -137,7 +134,7 @@ struct Limits {
 pub(crate) struct Tiers {
     local: LocalTier,
     tiers: Vec<Tier>,
-    epochs: Epochs,
+    clears: ClearLog,
     limits: Limits,
     permits: Permits,
     /// Chunks that prompts promote now.
@@ -147,18 +144,8 @@ pub(crate) struct Tiers {
     removal: RwLock<()>,
     /// Chunks that are being removed from all tiers, and are not promoted meanwhile.
     removing: Mutex<Vec<Arc<HashSet<ChunkKey>>>>,
-    learned: Learned,
-    /// Chunks that the last clear left in DRAM, because they were leased or pinned, each with the
-    /// offset of its slot. They are older than the newest epoch, so that neither lower tiers nor
-    /// peers get them.
-    kept: RwLock<HashMap<ChunkKey, u64, FoldState>>,
-}
-
-/// Clears that were made elsewhere, and have to be passed on to the tiers.
-#[derive(Debug, Default)]
-struct Learned {
-    clears: Mutex<HashMap<Option<SpaceId>, Clear>>,
-    arrived: Notify,
+    /// Set when clears were made elsewhere, which have to be passed on to the tiers.
+    learned: Notify,
 }
 
 /// Chunks that were not written to a tier.
@@ -195,8 +182,6 @@ impl LowerTiers {
         let promotion_bytes = config.promotion_bytes.unwrap_or(u64::MAX).min(pool / 4);
         let units = promotion_bytes / promote::UNIT;
         let promotion_units = units.clamp(1, u64::from(u32::MAX >> 4)) as u32;
-        let epochs = Epochs::default();
-        epochs.note(lower.iter().flat_map(|tier| tier.backend.clears()));
         let tier = |LowerTier { backend, policy }| Tier {
             backend,
             uses: Uses::of_policy(policy.admit),
@@ -207,7 +192,7 @@ impl LowerTiers {
         let tiers = Arc::new(Tiers {
             local,
             tiers: lower.into_iter().map(tier).collect(),
-            epochs,
+            clears: config.clears.clone(),
             limits: Limits {
                 promotion_timeout: config.promotion_timeout,
                 pending_timeout: config.pending_timeout,
@@ -218,8 +203,7 @@ impl LowerTiers {
             promoting: Mutex::default(),
             removal: RwLock::new(()),
             removing: Mutex::default(),
-            learned: Learned::default(),
-            kept: RwLock::default(),
+            learned: Notify::new(),
         });
         let runtime = match &config.runtime {
             Some(_) => None,
@@ -242,9 +226,9 @@ impl LowerTiers {
         for index in 0..this.tiers.tiers.len() {
             this.spawn(write_queue::serve(Arc::clone(&this.tiers), index));
         }
-        if !this.tiers.tiers.is_empty() {
-            this.spawn(Arc::clone(&this.tiers).note_learned());
-        }
+        this.spawn(Arc::clone(&this.tiers).pass_clears_on());
+        // A tier may not have noted all clears that the others know of.
+        this.tiers.pass_on_clears();
         if this.tiers.has_shared() {
             this.spawn(Arc::clone(&this.tiers).follow_clears());
         }
@@ -314,39 +298,23 @@ impl LowerTiers {
         self.tiers.tiers.iter().map(status).collect()
     }
 
-    /// Clears all spaces in every tier, and in DRAM by `clear_dram`, which is called first. A chunk
-    /// that is being written or read meanwhile is not found afterwards. Waits until the tiers have
-    /// noted the clear, at most until the deadline.
-    ///
-    /// Returns the result of `clear_dram`, the number of chunks that the tiers removed, and whether
-    /// every tier noted the clear.
-    pub(crate) fn clear<T>(
+    /// Tells all tiers at once of clears. Waits for their answers, at most until the deadline, and
+    /// returns each with the tier's name.
+    pub(crate) fn clear(
         &self,
+        clears: Arc<Clears>,
         deadline: Instant,
-        clear_dram: impl FnOnce() -> T,
-    ) -> (T, u64, bool) {
-        let (cleared, clear) = {
-            let _alone = self.tiers.removal.write();
-            let clear = self.tiers.epochs.raise();
-            for tier in &self.tiers.tiers {
-                tier.queue.drop_queued();
-            }
-            let cleared = clear_dram();
-            self.tiers.note_kept();
-            (cleared, clear)
-        };
+    ) -> Vec<(String, Result<Cleared, BackendError>)> {
         let tiers = Arc::clone(&self.tiers);
-        let removed = self.wait(deadline + ANSWER, async move {
-            let (mut removed, mut all) = (0, true);
-            for tier in &tiers.tiers {
-                let result = tier.backend.clear(clear, deadline).await;
-                removed += *result.as_ref().unwrap_or(&0);
-                all &= result.is_ok();
-            }
-            (removed, all)
+        let answers = self.wait(deadline + ANSWER, async move {
+            tiers.tell(clears, deadline).await
         });
-        let (removed, all) = removed.unwrap_or((0, false));
-        (cleared, removed, all)
+        let answers = answers.unwrap_or_else(|| {
+            let late = self.tiers.tiers.iter().map(|_| Err(BackendError::Deadline));
+            late.collect()
+        });
+        let names = self.tiers.tiers.iter().map(|tier| tier.backend.name());
+        names.map(str::to_owned).zip(answers).collect()
     }
 
     /// Removes chunks from every tier, and from DRAM by `remove_dram`, which is called first. A
@@ -527,106 +495,84 @@ impl Tiers {
         }
     }
 
-    /// Takes in the epoch of a chunk that a tier has. If it is newer than any known, everything of
-    /// the space that is here is older, and is removed. Returns true if the chunk is valid.
-    fn learn(&self, space: SpaceId, epoch: ClearEpoch) -> bool {
-        let newest = self.epochs.of(space);
-        if newest == epoch {
-            return true;
-        }
-        if newest.counter > epoch.counter {
-            return false;
-        }
-        self.learn_space(space, epoch);
-        epoch == self.epochs.of(space)
-    }
-
     /// Returns true if a prompt promotes the chunk now.
     pub(crate) fn is_promoting(&self, key: &ChunkKey) -> bool {
         self.promoting.lock().contains(key)
     }
 
-    /// Returns the newest epoch of a space.
-    pub(crate) fn epoch(&self, space: SpaceId) -> ClearEpoch {
-        self.epochs.of(space)
+    pub(crate) fn clears(&self) -> &ClearLog {
+        &self.clears
     }
 
-    /// Returns the epoch of the newest clear of all spaces.
-    pub(crate) fn newest_clear(&self) -> ClearEpoch {
-        self.epochs.of_all()
+    /// Returns true if there is a tier through which other processes may pass clears on.
+    pub(crate) fn has_shared(&self) -> bool {
+        let mut tiers = self.tiers.iter();
+        tiers.any(|tier| tier.backend.sharing() == Sharing::Shared)
     }
 
-    /// Takes in the epoch of a clear of all spaces that was made elsewhere: what is in DRAM and in
-    /// the queues of writes goes.
-    pub(crate) fn learn_clear(&self, epoch: ClearEpoch) {
+    /// Empties the queues of writes, and DRAM by `empty_dram`: nothing is offered in between.
+    pub(crate) fn empty<T>(&self, empty_dram: impl FnOnce() -> T) -> T {
         let _alone = self.removal.write();
-        let Some(clear) = self.epochs.learn_all(epoch) else {
-            return;
-        };
         for tier in &self.tiers {
             tier.queue.drop_queued();
         }
-        self.local.clear(lmc_backend_local::Clear::All);
-        self.note_kept();
-        self.learned.pass_on(clear);
+        empty_dram()
     }
 
-    /// Passes clears that were learned on to all tiers, until the task is aborted. Many that come
-    /// together are one for each space. No lookup waits for it: a tier that has not noted a clear
-    /// answers with chunks of an older epoch, which count as absent.
-    async fn note_learned(self: Arc<Self>) {
+    /// Passes clears that were learned on to all tiers, in the background.
+    pub(crate) fn pass_on_clears(&self) {
+        self.learned.notify_one();
+    }
+
+    /// Tells all tiers at once of clears.
+    async fn tell(
+        &self,
+        clears: Arc<Clears>,
+        deadline: Instant,
+    ) -> Vec<Result<Cleared, BackendError>> {
+        // A tier that breaks its contract must not hold up the answers of the others.
+        let late = tokio::time::Instant::from_std(deadline + ANSWER / 2);
+        let noted = self.tiers.iter().map(|tier| {
+            let noted = tier.backend.clear(Arc::clone(&clears), deadline);
+            tokio::time::timeout_at(late, noted)
+        });
+        let noted = futures_util::future::join_all(noted).await;
+        let answer = |noted: Result<_, _>| noted.unwrap_or(Err(BackendError::Deadline));
+        noted.into_iter().map(answer).collect()
+    }
+
+    /// Passes clears that were learned on to all tiers, until the task is aborted. No lookup waits
+    /// for it: what a tier has from before them has other names.
+    async fn pass_clears_on(self: Arc<Self>) {
         loop {
-            let clears = std::mem::take(&mut *self.learned.clears.lock());
-            if clears.is_empty() {
-                self.learned.arrived.notified().await;
-                continue;
-            }
-            let deadline = Instant::now() + LEARN_TIMEOUT;
-            let noted = clears.values().flat_map(|&clear| {
-                let tiers = self.tiers.iter();
-                tiers.map(move |tier| tier.backend.clear(clear, deadline))
-            });
+            self.learned.notified().await;
             // An error is seen in the tier's health.
-            futures_util::future::join_all(noted).await;
+            self.tell(self.clears.clears(), Instant::now() + LEARN_TIMEOUT)
+                .await;
         }
     }
 
-    /// Notes which chunks a clear has left in DRAM.
-    fn note_kept(&self) {
-        let mut kept = self.kept.write();
-        kept.clear();
-        let mut next = Some(0);
-        while let Some(from) = next {
-            let (keys, on) = self.local.list(from, KEPT_AT_ONCE);
-            for key in keys {
-                let leases = self.local.lease_uncounted(WRITER, &[key]);
-                kept.extend(leases.get(0).map(|slot| (key, slot.offset())));
+    /// Takes in the clears that the shared tiers learn of, until the task is aborted.
+    async fn follow_clears(self: Arc<Self>) {
+        loop {
+            for tier in &self.tiers {
+                if tier.backend.sharing() != Sharing::Shared {
+                    continue;
+                }
+                let (clears, learned) = (self.clears.clone(), tier.backend.clears());
+                if clears.clears().contains(&learned) {
+                    continue;
+                }
+                // It blocks for the state file.
+                let from = tier.backend.name().to_owned();
+                let learning = move || clears.learn(&learned, &from);
+                let learning = tokio::task::spawn_blocking(learning);
+                if let Ok(Err(error)) = learning.await {
+                    tracing::error!(tier = tier.backend.name(), %error, "clears are not taken in");
+                }
             }
-            next = on;
+            tokio::time::sleep(LOOK_EVERY).await;
         }
-    }
-
-    /// Returns true for a chunk that the last clear has left in this slot.
-    pub(crate) fn was_kept(&self, key: &ChunkKey, slot: &SealedSlot) -> bool {
-        self.kept.read().get(key) == Some(&slot.offset())
-    }
-
-    fn learn_space(&self, space: SpaceId, epoch: ClearEpoch) {
-        let _alone = self.removal.write();
-        let Some(clear) = self.epochs.learn(space, epoch) else {
-            return;
-        };
-        let spaces = HashSet::from([space]);
-        self.drop_writes_of(&spaces);
-        self.local.clear_spaces(&spaces);
-        self.learned.pass_on(clear);
-    }
-}
-
-impl Learned {
-    fn pass_on(&self, clear: Clear) {
-        self.clears.lock().insert(clear.space, clear);
-        self.arrived.notify_one();
     }
 }
 

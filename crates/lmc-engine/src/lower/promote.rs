@@ -337,19 +337,12 @@ impl Tiers {
                     continue;
                 };
                 match loaded {
-                    Loaded::Hit { slot, epoch } => {
-                        if epoch != self.epochs.of(mark.key().space) {
-                            // A clear came in between, here or there.
-                            count(&counters.promote_missed, 1);
-                            continue;
-                        }
-                        writes.push(Write {
-                            mark,
-                            parent: prompt.parent(index),
-                            origin: Origin::tier(tier_index),
-                            slot,
-                        });
-                    }
+                    Loaded::Hit(slot) => writes.push(Write {
+                        mark,
+                        parent: prompt.parent(index),
+                        origin: Origin::tier(tier_index),
+                        slot,
+                    }),
                     Loaded::Miss(_) => count(&counters.promote_missed, 1),
                     Loaded::Failed { .. } => count(&counters.promote_failed, 1),
                 }

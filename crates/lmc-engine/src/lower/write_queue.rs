@@ -215,17 +215,19 @@ impl Tiers {
     /// Offers chunks to every tier but the one that they came from, which takes them by its
     /// policy. Never waits: what finds a queue full is dropped and counted.
     pub(crate) fn offer(&self, offers: &[Offer], moment: Moment) {
-        let newer = |offer: &&Offer| !self.was_kept(&offer.key, &offer.slot);
-        for offer in offers.iter().filter(newer) {
-            let epoch = self.epochs.of(offer.key.space);
+        // What a clear has left here for its readers goes to no tier.
+        let is_current = |offer: &&Offer| self.clears.is_current(offer.key.space);
+        for offer in offers.iter().filter(is_current) {
+            let space = self.clears.space_of(offer.key.space);
             for (index, tier) in self.tiers.iter().enumerate() {
                 if offer.origin.is_tier(index)
                     || !tier.backend.takes_writes()
+                    || !tier.policy.spaces.picks(space)
                     || !tier.takes(&offer.key, moment, offer.origin.is_after(index))
                 {
                     continue;
                 }
-                let mut item = StoreItem::new(offer.key, offer.slot.clone()).with_epoch(epoch);
+                let mut item = StoreItem::new(offer.key, offer.slot.clone());
                 item.parent = offer.parent;
                 if !tier.queue.push(item) {
                     count(&tier.counters.write_dropped, 1);
@@ -239,9 +241,6 @@ impl Tier {
     /// Returns true if the tier's policy is to write a chunk now. `is_from_after`: it came from a
     /// tier after this one.
     fn takes(&self, key: &ChunkKey, moment: Moment, is_from_after: bool) -> bool {
-        if !self.policy.spaces.picks(key.space) {
-            return false;
-        }
         let is_through = self.policy.write == WritePolicy::Through;
         let is_time = match moment {
             Moment::Computed => is_through,

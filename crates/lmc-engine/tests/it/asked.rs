@@ -1,4 +1,4 @@
-//! Tiers that have to be asked, clear epochs, ranks, origins, and the limits of promotion.
+//! Tiers that have to be asked, clears elsewhere, ranks, origins, and the limits of promotion.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -6,18 +6,16 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::{
-    Delayed, Gated, block_on, check_value, fill_value, lens_of, test_hash,
-};
+use lmc_backend::conformance::{Delayed, Gated, block_on, check_value, fill_value, test_hash};
 use lmc_backend::{
-    Backend, BackendError, BoxFuture, Clear, ClearEpoch, LocateHint, Located, MemoryBackend,
-    Sharing, StoreItem, Stored,
+    Backend, BackendError, BoxFuture, Clears, LocateHint, Located, MemoryBackend, Sharing, StartId,
+    StoreItem, Stored,
 };
 use lmc_engine::{
     Admission, CacheEngine, EngineConfig, Found, LeaseLimit, LookupRequest, LowerStatus, LowerTier,
     OwnerId, PolicyKind, Rank, StoreRequest, StoreStart, TenantId, TierPolicy,
 };
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{DEADLINE, soon, until};
 
@@ -74,9 +72,13 @@ fn write(engine: &CacheEngine, space: SpaceId, kv_rank: u16, numbers: Range<u64>
     };
     let requests: Vec<_> = numbers.map(request).collect();
     let mut tickets = Vec::new();
-    for start in engine.store(OwnerId(1), &requests) {
+    for start in engine.store(OwnerId(1), engine.clears_id(), &requests) {
         if let StoreStart::Reserved(mut ticket) = start {
-            let key = ticket.key();
+            // Without the clears in its name.
+            let key = ChunkKey {
+                space,
+                ..ticket.key()
+            };
             fill_value(&key, ticket.bytes_mut());
             tickets.push(ticket);
         }
@@ -84,15 +86,15 @@ fn write(engine: &CacheEngine, space: SpaceId, kv_rank: u16, numbers: Range<u64>
     engine.commit(tickets).len()
 }
 
-/// Puts chunks into a tier as another process would, which has cleared as often as `epoch` says.
-fn put(tier: &dyn Backend, space: SpaceId, numbers: Range<u64>, epoch: ClearEpoch) {
+/// Puts chunks into a tier as another process would.
+fn put(tier: &dyn Backend, space: SpaceId, numbers: Range<u64>) {
     let arena = ArenaConfig::anonymous(1 << 20).build().expect("memory");
     let pool = Pool::new(Arc::new(arena), PoolConfig::default()).expect("a pool");
     for number in numbers {
         let key = key(space, 0, number);
         let mut slot = pool.reserve(CHUNK).expect("an empty pool");
         fill_value(&key, slot.bytes_mut());
-        let item = StoreItem::new(key, slot.written().seal()).with_epoch(epoch);
+        let item = StoreItem::new(key, slot.written().seal());
         let stored = tier.store(vec![item], soon());
         let stored = block_on(lmc_backend::in_order(stored, 1));
         assert!(
@@ -151,8 +153,6 @@ struct Scripted {
     asked: AtomicU64,
     longer_by: u64,
     cost: Duration,
-    /// Epoch that lookups name.
-    epoch: Option<ClearEpoch>,
     /// Sources that lookups were advised to ask first.
     hinted: Mutex<Vec<String>>,
 }
@@ -165,7 +165,6 @@ impl Scripted {
             asked: AtomicU64::new(0),
             longer_by: 0,
             cost: Duration::ZERO,
-            epoch: None,
             hinted: Mutex::default(),
         }
     }
@@ -202,7 +201,6 @@ impl Backend for Scripted {
                     Ok(Located::Present(location)) => {
                         location.len += self.longer_by;
                         location.cost = self.cost;
-                        location.epoch = self.epoch.unwrap_or(location.epoch);
                     }
                     _ => {}
                 }
@@ -215,7 +213,7 @@ impl Backend for Scripted {
 #[test]
 fn a_tier_that_has_to_be_asked_is_awaited_and_its_chunks_are_found() {
     let tier = Delayed::slow(MemoryBackend::shared(), Duration::from_millis(50));
-    put(tier.inner(), SPACE, 0..8, ClearEpoch::default());
+    put(tier.inner(), SPACE, 0..8);
     let tier = Arc::new(Gated::new(tier));
     let engine = engine(64, vec![tier.clone()]);
     tier.shut();
@@ -233,7 +231,7 @@ fn a_tier_that_has_to_be_asked_is_awaited_and_its_chunks_are_found() {
 #[test]
 fn the_advice_of_a_lookup_reaches_the_tiers_that_are_asked() {
     let tier = Arc::new(Scripted::new());
-    put(&*tier, SPACE, 0..4, ClearEpoch::default());
+    put(&*tier, SPACE, 0..4);
     let engine = engine(64, vec![Arc::clone(&tier) as _]);
     let hint = LocateHint::default().with_sources(Arc::new(["host-b".to_owned()]));
     let found = engine.lookup(request(&[RANK], 0..4).with_hint(hint));
@@ -250,9 +248,9 @@ fn chunks_of_several_tiers_make_one_prefix() {
         Arc::new(MemoryBackend::default()),
         Arc::new(Scripted::new()),
     );
-    put(&*disk, SPACE, 1..4, ClearEpoch::default());
-    put(&*disk, SPACE, 6..7, ClearEpoch::default());
-    put(&*remote, SPACE, 0..10, ClearEpoch::default());
+    put(&*disk, SPACE, 1..4);
+    put(&*disk, SPACE, 6..7);
+    put(&*remote, SPACE, 0..10);
     let engine = engine(64, vec![disk, Arc::clone(&remote) as _]);
     write(&engine, SPACE, 0, 0..1);
     write(&engine, SPACE, 0, 5..6);
@@ -278,9 +276,9 @@ fn a_prompt_that_no_tier_has_is_asked_for_by_its_first_chunk_only() {
 fn a_tier_that_answers_too_late_costs_a_miss_and_no_more() {
     // A lookup that waited for it would not end within the runner's limit.
     let late = Delayed::late(MemoryBackend::shared(), 10 * DEADLINE);
-    put(late.inner(), SPACE, 0..4, ClearEpoch::default());
+    put(late.inner(), SPACE, 0..4);
     let here = MemoryBackend::default();
-    put(&here, SPACE, 0..2, ClearEpoch::default());
+    put(&here, SPACE, 0..2);
     let engine = engine_with(64, vec![Arc::new(here), Arc::new(late)], |_, policy| {
         policy.locate_timeout = Duration::from_millis(10);
     });
@@ -294,7 +292,7 @@ fn a_tier_that_answers_too_late_costs_a_miss_and_no_more() {
 #[test]
 fn where_no_prompt_waits_a_slow_tier_may_take_longer_than_its_timeout() {
     let slow = Delayed::slow(MemoryBackend::shared(), Duration::from_millis(50));
-    put(slow.inner(), SPACE, 0..4, ClearEpoch::default());
+    put(slow.inner(), SPACE, 0..4);
     let engine = engine_with(64, vec![Arc::new(slow)], |_, policy| {
         policy.locate_timeout = Duration::from_millis(10);
     });
@@ -312,7 +310,7 @@ fn a_tier_that_lies_about_a_length_costs_a_miss_and_no_byte() {
         longer_by: 1,
         ..Scripted::new()
     };
-    put(&tier, SPACE, 0..4, ClearEpoch::default());
+    put(&tier, SPACE, 0..4);
     let engine = engine(64, vec![Arc::new(tier)]);
     assert_eq!(found(&engine, 0..4).hits, 0);
     assert_eq!(status(&engine, 0).promote_failed, 4);
@@ -328,7 +326,7 @@ fn a_chunk_of_another_length_than_its_space_has_is_a_counted_miss_in_every_tier(
         ..RANK
     };
     for tier in [MemoryBackend::shared(), MemoryBackend::default()] {
-        put(&tier, SPACE, 0..4, ClearEpoch::default());
+        put(&tier, SPACE, 0..4);
         let engine = engine(64, vec![Arc::new(tier)]);
         let hits = |chunk_bytes| {
             let lookup = engine.lookup(request(&[rank(chunk_bytes)], 0..4));
@@ -347,53 +345,64 @@ fn a_chunk_of_another_length_than_its_space_has_is_a_counted_miss_in_every_tier(
     }
 }
 
-#[test]
-fn a_chunk_that_turns_out_older_than_its_tier_said_is_a_miss() {
-    let tier = Scripted {
-        epoch: Some(ClearEpoch::default().next()),
-        ..Scripted::new()
-    };
-    put(&tier, SPACE, 0..4, ClearEpoch::default());
-    let engine = engine(64, vec![Arc::new(tier)]);
-    assert_eq!(found(&engine, 0..4).hits, 0);
-    assert_eq!(status(&engine, 0).promote_missed, 4);
-    assert_idle(&engine);
+fn cleared_elsewhere() -> Arc<Clears> {
+    let mut clears = Clears::default();
+    let start = StartId::random().expect("random numbers");
+    clears.count(start).expect("one process");
+    Arc::new(clears)
 }
 
-/// A lookup that learned of a clear once waited until every tier had noted it.
 #[test]
-fn a_lookup_that_learns_of_a_clear_waits_for_no_tier_to_note_it() {
+fn a_clear_that_another_process_passes_on_through_a_tier_empties_all_of_this_one() {
+    let (disk, remote) = (
+        Arc::new(MemoryBackend::default()),
+        Arc::new(MemoryBackend::shared()),
+    );
+    let engine = engine(8, vec![disk.clone(), remote.clone()]);
+    assert_eq!(write(&engine, SPACE, 0, 0..2), 2);
+    assert_eq!(write(&engine, OTHER, 0, 0..2), 2);
+    settle(&engine);
+    let before = engine.clears_id();
+    let elsewhere = cleared_elsewhere();
+    block_on(remote.clear(Arc::clone(&elsewhere), soon())).expect("noted");
+    until("DRAM is empty", || engine.usage().chunks == 0);
+    assert_eq!(engine.clears_id(), elsewhere.id());
+    until("the disk has noted it", || disk.clears() == elsewhere);
+    assert_eq!(disk.usage().expect("open").chunks, 0);
+    assert_eq!(found(&engine, 0..2).hits, 0);
+    let late = engine.store(OwnerId(1), before, &[]);
+    assert!(late.is_empty());
+    assert_eq!(write(&engine, SPACE, 0, 0..2), 2);
+    assert_eq!(found(&engine, 0..2).hits, 2);
+    drop(engine);
+    // The next process knows it from its disk.
+    put(&*remote, SPACE, 10..12);
+    let engine = self::engine(64, vec![disk, remote]);
+    assert_eq!(engine.clears_id(), elsewhere.id());
+    assert_eq!(found(&engine, 10..12).hits, 0);
+}
+
+/// A clear elsewhere once waited until every tier had noted it.
+#[test]
+fn no_lookup_waits_for_a_tier_to_note_a_clear() {
     let hangs = Arc::new(Gated::new(MemoryBackend::default()));
-    let tier = MemoryBackend::shared();
-    put(&tier, SPACE, 0..4, ClearEpoch::default().next());
-    let engine = engine(64, vec![Arc::clone(&hangs) as _, Arc::new(tier)]);
+    let shared = Arc::new(MemoryBackend::shared());
+    let engine = engine(64, vec![Arc::clone(&hangs) as _, shared.clone()]);
     hangs.hold_clears();
+    let ended = hangs.clears_ended();
+    block_on(shared.clear(cleared_elsewhere(), soon())).expect("noted");
+    until("it is learned", || engine.clears_id() != ClearsId::NONE);
+    write(&engine, SPACE, 0, 0..4);
     assert_eq!(found(&engine, 0..4).hits, 4);
-    assert_eq!(hangs.clears_ended(), 0, "the tier has not noted it");
+    assert_eq!(hangs.clears_ended(), ended, "the tier has not noted it");
     hangs.open();
     assert_idle(&engine);
 }
 
 #[test]
-fn a_clear_that_another_process_passes_on_through_a_tier_empties_dram() {
-    let tier = Arc::new(MemoryBackend::shared());
-    let engine = engine(8, vec![tier.clone()]);
-    assert_eq!(write(&engine, SPACE, 0, 0..2), 2);
-    assert_eq!(write(&engine, OTHER, 0, 0..2), 2);
-    let of_space = ClearEpoch::default().next();
-    block_on(tier.clear(Clear::space(OTHER, of_space), soon())).expect("noted");
-    until("one space is empty", || engine.usage().chunks == 2);
-    assert_eq!(engine.clear_epoch(OTHER), of_space);
-    let of_all = of_space.next();
-    block_on(tier.clear(Clear::all(of_all), soon())).expect("noted");
-    until("DRAM is empty", || engine.usage().chunks == 0);
-    assert_eq!(engine.newest_clear(), of_all);
-}
-
-#[test]
 fn a_chunk_that_is_being_written_is_waited_for_until_the_timeout() {
     let tier = Arc::new(Scripted::new());
-    put(&*tier, SPACE, 0..4, ClearEpoch::default());
+    put(&*tier, SPACE, 0..4);
     let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config, _| {
         config.pending_timeout = DEADLINE;
     });
@@ -412,53 +421,20 @@ fn a_clear_deletes_nothing_in_a_shared_tier_and_its_older_chunks_are_absent() {
     let engine = engine(64, vec![Arc::clone(&tier) as _]);
     write(&engine, SPACE, 0, 0..4);
     settle(&engine);
-    let cleared = engine.clear(true);
+    let cleared = engine.clear(true).expect("a few clears");
     assert!(
-        cleared.complete && (cleared.dram, cleared.lower) == (4, 0),
+        cleared.unconfirmed.is_empty() && (cleared.dram, cleared.lower) == (4, 0),
         "{cleared:?}"
     );
     assert_eq!(tier.usage().expect("open").chunks, 4, "they are there");
     assert_eq!(found(&engine, 0..4).hits, 0, "and are not found");
     assert_eq!(status(&engine, 0).promote_missed, 0, "nor read");
-    // Stored again, they replace the older ones.
+    // Stored again, they lie beside the older ones.
     assert_eq!(write(&engine, SPACE, 0, 0..2), 2);
     settle(&engine);
     engine.clear_dram(true);
     assert_eq!(found(&engine, 0..4).hits, 2);
     assert_idle(&engine);
-}
-
-#[test]
-fn a_clear_elsewhere_is_learned_from_a_chunk_and_clears_the_space_here() {
-    let (disk, remote) = (
-        Arc::new(MemoryBackend::default()),
-        Arc::new(MemoryBackend::shared()),
-    );
-    let engine = engine(64, vec![Arc::clone(&disk) as _, Arc::clone(&remote) as _]);
-    write(&engine, SPACE, 0, 0..4);
-    write(&engine, OTHER, 0, 0..4);
-    settle(&engine);
-    // Another process cleared, and stored one more chunk.
-    let cleared = ClearEpoch::default().next();
-    put(&*remote, SPACE, 4..5, cleared);
-    let found = found(&engine, 4..5);
-    assert_eq!(found.hits, 1, "the newer chunk itself");
-    drop(found);
-    assert_eq!(self::found(&engine, 0..4).hits, 0, "what is older is gone");
-    let space = |space: SpaceId| {
-        let keys: Vec<_> = (0..4).map(|number| key(space, 0, number)).collect();
-        let lens = lens_of(&*disk, &keys, soon()).into_iter();
-        lens.filter(|len| matches!(len, Ok(Some(_)))).count()
-    };
-    assert_eq!((space(SPACE), space(OTHER)), (0, 4), "of that space only");
-    assert!(disk.clears().contains(&Clear::space(SPACE, cleared)));
-    assert_idle(&engine);
-    drop(engine);
-    // The next process knows it from its disk.
-    let older = Arc::new(MemoryBackend::shared());
-    put(&*older, SPACE, 10..12, ClearEpoch::default());
-    let engine = self::engine(64, vec![disk, older]);
-    assert_eq!(self::found(&engine, 10..12).hits, 0);
 }
 
 #[test]
@@ -471,11 +447,15 @@ fn a_write_begun_before_a_clear_elsewhere_is_not_found_after_it() {
         tenant: TenantId::default(),
         len: CHUNK,
     };
-    let Some(StoreStart::Reserved(ticket)) = engine.store(OwnerId(1), &[wanted]).pop() else {
+    let before = engine.clears_id();
+    let Some(StoreStart::Reserved(ticket)) = engine.store(OwnerId(1), before, &[wanted]).pop()
+    else {
         panic!("an empty pool");
     };
-    put(&*remote, SPACE, 4..5, ClearEpoch::default().next());
-    assert_eq!(found(&engine, 4..5).hits, 1);
+    block_on(remote.clear(cleared_elsewhere(), soon())).expect("noted");
+    until("it is learned", || engine.clears_id() != before);
+    let late = engine.store(OwnerId(1), before, &[wanted]);
+    assert!(matches!(late[..], [StoreStart::Cleared]), "{late:?}");
     assert_eq!(engine.commit(vec![ticket]), [lmc_engine::Inserted::Cleared]);
     assert_eq!(found(&engine, 0..1).hits, 0);
 }
@@ -520,7 +500,7 @@ fn a_chunk_is_never_written_to_the_tier_that_it_came_from() {
         Arc::new(Gated::new(MemoryBackend::default())),
         Arc::new(Gated::new(MemoryBackend::default())),
     );
-    put(&*first, SPACE, 0..4, ClearEpoch::default());
+    put(&*first, SPACE, 0..4);
     let tiers: Vec<Arc<dyn Backend>> = vec![Arc::clone(&first) as _, Arc::clone(&second) as _];
     let engine = engine_with(64, tiers, |_, policy| {
         policy.admit = Admission::Reused(1);
@@ -546,7 +526,7 @@ fn chunks_that_are_recomputed_faster_are_not_read() {
     };
     for (recompute, hits) in [(1, 0), (100, 8)] {
         let tier = slow();
-        put(&tier, SPACE, 0..8, ClearEpoch::default());
+        put(&tier, SPACE, 0..8);
         let engine = engine_with(64, vec![Arc::new(tier)], |config, _| {
             config.recompute_time = Some(Duration::from_millis(recompute));
         });
@@ -562,7 +542,7 @@ fn chunks_that_are_recomputed_faster_are_not_read() {
 #[test]
 fn reads_in_flight_hold_at_most_a_quarter_of_the_pool() {
     let tier = Arc::new(Gated::new(MemoryBackend::default()));
-    put(&*tier, SPACE, 0..64, ClearEpoch::default());
+    put(&*tier, SPACE, 0..64);
     let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config, _| {
         // More than is ever granted.
         config.promotion_bytes = Some(64 * CHUNK);
@@ -586,7 +566,7 @@ fn reads_in_flight_hold_at_most_a_quarter_of_the_pool() {
 fn a_promoted_chunk_counts_as_used_once() {
     for policy in [PolicyKind::S3Fifo, PolicyKind::Arc] {
         let disk = Arc::new(MemoryBackend::default());
-        put(&*disk, SPACE, 0..200, ClearEpoch::default());
+        put(&*disk, SPACE, 0..200);
         let engine = engine_with(20, vec![disk], |config, _| config.policy = policy);
         let hot = 1000..1004;
         write(&engine, SPACE, 0, hot.clone());
@@ -597,7 +577,7 @@ fn a_promoted_chunk_counts_as_used_once() {
         for number in 0..200 {
             assert_eq!(found(&engine, number..number + 1).hits, 1);
         }
-        let there = engine.acquire(OwnerId(9), &keys(hot));
+        let there = engine.acquire(OwnerId(9), engine.clears_id(), &keys(hot));
         assert!(
             there.is_some(),
             "{policy}: the scan pushed out what is used often"
@@ -617,7 +597,7 @@ impl LeaseLimit for AtMost {
 #[test]
 fn a_lookup_keeps_no_more_than_its_caller_allows() {
     let tier = Arc::new(MemoryBackend::shared());
-    put(&*tier, SPACE, 4..16, ClearEpoch::default());
+    put(&*tier, SPACE, 4..16);
     let engine = engine(64, vec![tier]);
     write(&engine, SPACE, 0, 0..4);
     for (allowed, hits) in [(2, 2), (4, 4), (10, 10), (100, 16)] {
@@ -637,7 +617,7 @@ fn a_lookup_keeps_no_more_than_its_caller_allows() {
 #[test]
 fn promotions_count_against_the_tenants_quota() {
     let disk = Arc::new(MemoryBackend::default());
-    put(&*disk, SPACE, 0..8, ClearEpoch::default());
+    put(&*disk, SPACE, 0..8);
     let engine = engine(64, vec![disk]);
     let tenant = TenantId(3);
     engine.set_quota(tenant, Some(4 * CHUNK));
@@ -654,7 +634,7 @@ fn an_engine_runs_on_the_runtime_that_it_is_given() {
         .build()
         .expect("a runtime");
     let disk = Arc::new(MemoryBackend::default());
-    put(&*disk, SPACE, 0..4, ClearEpoch::default());
+    put(&*disk, SPACE, 0..4);
     let engine = engine_with(64, vec![disk], |config, _| {
         config.runtime = Some(runtime.handle().clone());
     });
@@ -678,22 +658,41 @@ fn chunks_stored_by_one_engine_are_found_by_another_through_a_shared_tier() {
     write(&a, SPACE, 0, 0..4);
     settle(&a);
     assert_eq!(found(&b, 0..4).hits, 4);
-    a.clear(true);
+    a.clear(true).expect("a few clears");
     write(&a, SPACE, 0, 4..8);
     settle(&a);
+    until("b has learned of it", || b.clears_id() == a.clears_id());
     assert_eq!(found(&b, 4..8).hits, 4);
     assert_eq!(found(&b, 0..4).hits, 0, "cleared by the other");
+}
+
+/// The name in a peer's order was named once more by a daemon that had not named it before.
+#[test]
+fn what_a_peer_orders_is_promoted_after_a_clear_too() {
+    let disk = Arc::new(MemoryBackend::default());
+    let engine = engine(64, vec![Arc::clone(&disk) as _]);
+    engine.clear(true).expect("a few clears");
+    let name = SPACE.after(engine.clears_id());
+    until("the disk has noted it", || {
+        disk.clears() == engine.clear_log().clears()
+    });
+    put(&*disk, name, 0..4);
+    let keys: Vec<ChunkKey> = (0..4).map(|number| key(name, 0, number)).collect();
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let hint = LocateHint::default();
+    runtime.block_on(engine.promote_for_peer(TenantId(3), &keys, hint));
+    assert_eq!(engine.usage().chunks, 4);
 }
 
 #[test]
 fn what_is_promoted_for_others_counts_for_its_tenant() {
     let disk = Arc::new(MemoryBackend::default());
-    put(&*disk, SPACE, 0..4, ClearEpoch::default());
+    put(&*disk, SPACE, 0..4);
     let engine = engine(64, vec![disk]);
     let (tenant, keys) = (TenantId(3), (0..4).map(|number| key(SPACE, 0, number)));
     let keys: Vec<ChunkKey> = keys.collect();
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
-    let (_, leased) = runtime.block_on(engine.lease_own(tenant, &keys, soon()));
+    let leased = runtime.block_on(engine.lease_own(tenant, &keys, soon()));
     assert!(leased.iter().all(Option::is_some));
     assert_eq!(engine.tenant(tenant).bytes, 4 * CHUNK);
     assert_eq!(engine.tenant(TenantId::default()).bytes, 0);
@@ -712,7 +711,9 @@ fn runs_of_prompts_in_dram_are_listed_heads_first_within_a_limit() {
                 tenant: TenantId::default(),
                 len: CHUNK,
             };
-            let Some(StoreStart::Reserved(ticket)) = engine.store(OwnerId(1), &[request]).pop()
+            let Some(StoreStart::Reserved(ticket)) = engine
+                .store(OwnerId(1), engine.clears_id(), &[request])
+                .pop()
             else {
                 panic!("there is memory");
             };

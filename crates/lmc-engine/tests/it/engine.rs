@@ -5,8 +5,8 @@ use std::thread;
 use std::time::Duration;
 
 use lmc_engine::{
-    CacheEngine, EngineConfig, EventSink, Inserted, Leases, LookupRequest, OwnerId, PolicyKind,
-    Rank, RemovedEvent, StoreRequest, StoreStart, StoreTicket, StoredEvent, TenantId,
+    CacheEngine, Cleared, EngineConfig, EventSink, Inserted, Leases, LookupRequest, OwnerId,
+    PolicyKind, Rank, RemovedEvent, StoreRequest, StoreStart, StoreTicket, StoredEvent, TenantId,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -65,6 +65,10 @@ fn prompt(numbers: std::ops::Range<u64>) -> Vec<StoreRequest> {
     numbers.map(request).collect()
 }
 
+fn clear(engine: &CacheEngine, force: bool) -> Cleared {
+    engine.clear(force).expect("a test clears a few times")
+}
+
 fn fill(ticket: &mut StoreTicket) {
     let byte = ticket.key().hash.as_bytes()[8];
     ticket.bytes_mut().fill(byte);
@@ -72,7 +76,9 @@ fn fill(ticket: &mut StoreTicket) {
 
 /// The chunks of these that may be written.
 fn reserved(engine: &CacheEngine, requests: &[StoreRequest]) -> Vec<StoreTicket> {
-    let reserved = engine.store(WRITER, requests).into_iter();
+    let reserved = engine
+        .store(WRITER, engine.clears_id(), requests)
+        .into_iter();
     let ticket = |reservation| match reservation {
         StoreStart::Reserved(ticket) => Some(ticket),
         _ => None,
@@ -101,7 +107,7 @@ fn lookup(engine: &CacheEngine, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
     let found = found.try_found().expect("there is only DRAM");
     let none = || {
         engine
-            .acquire(owner, &[])
+            .acquire(owner, engine.clears_id(), &[])
             .expect("no keys are always there")
     };
     found.into_leases().unwrap_or_else(none)
@@ -132,8 +138,16 @@ fn written_chunks_are_found_by_everybody_with_their_bytes() {
     assert_eq!(engine.usage().leases, 5);
     drop(found);
     assert_eq!(leading(&engine, &keys(0..8)), 5);
-    assert!(engine.acquire(READER, &keys(3..5)).is_some());
-    assert!(engine.acquire(READER, &keys(4..6)).is_none());
+    assert!(
+        engine
+            .acquire(READER, engine.clears_id(), &keys(3..5))
+            .is_some()
+    );
+    assert!(
+        engine
+            .acquire(READER, engine.clears_id(), &keys(4..6))
+            .is_none()
+    );
     assert_idle(&engine);
 }
 
@@ -143,9 +157,15 @@ fn a_hole_ends_a_prefix_and_an_acquisition_is_all_or_nothing() {
     write(&engine, &prompt(0..2));
     write(&engine, &prompt(3..5));
     assert_eq!(lookup(&engine, READER, &keys(0..5)).len(), 2);
-    assert!(engine.acquire(READER, &keys(0..5)).is_none());
+    assert!(
+        engine
+            .acquire(READER, engine.clears_id(), &keys(0..5))
+            .is_none()
+    );
     assert_idle(&engine);
-    let held = engine.acquire(READER, &keys(3..5)).expect("both are there");
+    let held = engine
+        .acquire(READER, engine.clears_id(), &keys(3..5))
+        .expect("both are there");
     assert_eq!(held.len(), 2);
     drop(held);
     assert_idle(&engine);
@@ -155,8 +175,8 @@ fn a_hole_ends_a_prefix_and_an_acquisition_is_all_or_nothing() {
 fn a_chunk_is_reserved_once_and_not_found_before_it_is_committed() {
     let engine = engine(16);
     let requests = prompt(0..2);
-    let first = engine.store(WRITER, &requests);
-    let second = engine.store(READER, &requests);
+    let first = engine.store(WRITER, engine.clears_id(), &requests);
+    let second = engine.store(READER, engine.clears_id(), &requests);
     assert!(second.iter().all(|r| matches!(r, StoreStart::Busy)));
     assert_eq!(leading(&engine, &keys(0..2)), 0);
     let mut tickets: Vec<_> = first
@@ -174,7 +194,7 @@ fn a_chunk_is_reserved_once_and_not_found_before_it_is_committed() {
     drop(last);
     assert_eq!(leading(&engine, &keys(0..2)), 1);
     assert_idle(&engine);
-    let again = engine.store(READER, &requests);
+    let again = engine.store(READER, engine.clears_id(), &requests);
     assert!(matches!(
         again[..],
         [StoreStart::Present, StoreStart::Reserved(_)]
@@ -208,7 +228,7 @@ fn the_tail_of_a_prompt_goes_before_its_head() {
 }
 
 #[test]
-fn pins_outlive_eviction_and_clearing_until_each_is_taken_back() {
+fn pins_outlive_eviction_and_the_emptying_of_dram_until_each_is_taken_back() {
     let engine = engine(4);
     write(&engine, &prompt(0..2));
     assert_eq!(engine.pin(&keys(0..3)), [true, true, false]);
@@ -217,13 +237,16 @@ fn pins_outlive_eviction_and_clearing_until_each_is_taken_back() {
         write(&engine, &prompt(100 * round..100 * round + 4));
     }
     assert_eq!(leading(&engine, &keys(0..2)), 2);
-    assert!(engine.clear(false).dram > 0);
+    assert!(engine.clear_dram(false) > 0);
     assert_eq!(leading(&engine, &keys(0..2)), 2);
     assert_eq!(engine.unpin(&keys(0..2)), [true, true]);
-    assert_eq!(engine.clear(false).dram, 1, "the first is pinned once more");
+    assert_eq!(engine.clear_dram(false), 1, "the first is pinned once more");
     assert_eq!(engine.unpin(&keys(0..1)), [true]);
     assert_eq!(engine.unpin(&keys(0..1)), [false]);
-    assert_eq!(engine.clear(false).dram, 1);
+    assert_eq!(engine.clear_dram(false), 1);
+    write(&engine, &prompt(0..2));
+    engine.pin(&keys(0..2));
+    assert_eq!(clear(&engine, false).dram, 2, "a clear ends pins");
     assert_idle(&engine);
 }
 
@@ -235,7 +258,7 @@ fn what_is_removed_while_it_is_read_stays_readable_and_is_not_found() {
     assert_eq!(engine.remove(&keys(2..6)).found, [true, true, false, false]);
     assert_eq!(leading(&engine, &keys(0..4)), 2);
     assert_eq!(
-        engine.clear(true).dram,
+        clear(&engine, true).dram,
         2,
         "by force, what is leased goes too"
     );
@@ -298,7 +321,7 @@ fn one_listener_hears_of_all_that_comes_and_goes() {
     write(&engine, &prompt(0..4));
     write(&engine, &prompt(100..101));
     engine.remove(&keys(0..1));
-    engine.clear(false);
+    clear(&engine, false);
     let heard = first.0.lock();
     let mut there: Vec<ChunkKey> = Vec::new();
     for &(stored, key) in heard.iter() {
@@ -381,7 +404,7 @@ fn many_threads_never_see_a_wrong_byte() {
                             engine.remove(&keys(numbers));
                         }
                         _ => {
-                            engine.clear(state >> 20 & 1 == 0);
+                            drop(clear(&engine, state >> 20 & 1 == 0));
                         }
                     }
                 }
@@ -389,7 +412,7 @@ fn many_threads_never_see_a_wrong_byte() {
         }
     });
     assert_idle(&engine);
-    engine.clear(true);
+    clear(&engine, true);
     assert_eq!(engine.usage().used_bytes, 0);
 }
 

@@ -11,9 +11,9 @@ use lmc_backend::conformance::{
 };
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
-    Admission, CacheEngine, EngineConfig, Inserted, Leases, Lookup, LookupRequest, LowerStatus,
-    LowerTier, OwnerId, Rank, StoreRequest, StoreStart, StoreTicket, TenantId, TierPolicy,
-    WritePolicy,
+    Admission, CacheEngine, Cleared, EngineConfig, Inserted, Leases, Lookup, LookupRequest,
+    LowerStatus, LowerTier, OwnerId, Rank, StoreRequest, StoreStart, StoreTicket, TenantId,
+    TierPolicy, WritePolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -65,8 +65,20 @@ fn keys(numbers: Range<u64>) -> Vec<ChunkKey> {
     numbers.map(key).collect()
 }
 
-/// Begins to store the chunks of one prompt.
-fn reserve(engine: &CacheEngine, numbers: Range<u64>) -> Vec<StoreTicket> {
+/// A key without the clears in its name.
+fn in_space(key: ChunkKey) -> ChunkKey {
+    ChunkKey {
+        space: SPACE,
+        ..key
+    }
+}
+
+fn clear(engine: &CacheEngine, force: bool) -> Cleared {
+    engine.clear(force).expect("a test clears a few times")
+}
+
+/// The chunks of one prompt.
+fn requests(numbers: Range<u64>) -> Vec<StoreRequest> {
     let first = numbers.start;
     let request = |n: u64| StoreRequest {
         key: key(n),
@@ -74,12 +86,16 @@ fn reserve(engine: &CacheEngine, numbers: Range<u64>) -> Vec<StoreTicket> {
         tenant: TENANT,
         len: CHUNK,
     };
-    let requests: Vec<_> = numbers.map(request).collect();
+    numbers.map(request).collect()
+}
+
+/// Begins to store the chunks of one prompt.
+fn reserve(engine: &CacheEngine, numbers: Range<u64>) -> Vec<StoreTicket> {
+    let requests = requests(numbers);
     let mut tickets = Vec::new();
-    for reservation in engine.store(OwnerId(1), &requests) {
+    for reservation in engine.store(OwnerId(1), engine.clears_id(), &requests) {
         if let StoreStart::Reserved(mut ticket) = reservation {
-            let key = ticket.key();
-            fill_value(&key, ticket.bytes_mut());
+            fill_value(&in_space(ticket.key()), ticket.bytes_mut());
             tickets.push(ticket);
         }
     }
@@ -108,7 +124,7 @@ fn fetch(engine: &CacheEngine, owner: u64, keys: Vec<ChunkKey>) -> mpsc::Receive
     let (sender, receiver) = mpsc::channel();
     let lookup = lookup(engine, owner, &keys);
     let none = engine
-        .acquire(OwnerId(owner), &[])
+        .acquire(OwnerId(owner), engine.clears_id(), &[])
         .expect("no keys are there");
     thread::spawn(move || {
         let found = lookup.wait_blocking().into_leases();
@@ -130,7 +146,11 @@ fn fetched(engine: &CacheEngine, numbers: Range<u64>) -> Leases {
 
 /// Number of leading chunks in DRAM.
 fn leading(engine: &CacheEngine, keys: &[ChunkKey]) -> usize {
-    let there = |len: &usize| engine.acquire(OwnerId(99), &keys[..*len]).is_some();
+    let there = |len: &usize| {
+        engine
+            .acquire(OwnerId(99), engine.clears_id(), &keys[..*len])
+            .is_some()
+    };
     (0..=keys.len()).rev().find(there).unwrap_or(0)
 }
 
@@ -197,7 +217,7 @@ fn what_is_in_dram_and_in_lower_tiers_is_listed() {
         let there = |key: &ChunkKey| listed.contains(key);
         assert!(keys(0..12).iter().chain(&keys(20..30)).all(there));
     }
-    engine.clear(true);
+    clear(&engine, true);
     assert_eq!(listed(&engine, 5), []);
 }
 
@@ -319,49 +339,39 @@ fn nothing_is_promoted_for_a_peer_after_its_deadline() {
         .enable_time()
         .build();
     let runtime = runtime.expect("a runtime");
-    let lease = |deadline| {
-        runtime
-            .block_on(engine.lease_own(TENANT, &keys(0..2), deadline))
-            .1
-    };
+    let lease = |deadline| runtime.block_on(engine.lease_own(TENANT, &keys(0..2), deadline));
     assert!(lease(Instant::now()).iter().all(Option::is_none));
     assert_eq!(leading(&engine, &keys(8..16)), 8, "nothing was evicted");
     assert!(lease(Instant::now() + DEADLINE).iter().any(Option::is_some));
     assert_idle(&engine);
 }
 
-/// A pinned chunk once outlived a clear as one of the new epoch, for peers and for lower tiers.
+/// A chunk that was in use once outlived a clear as one of after it, for peers and for lower tiers.
 #[test]
 fn what_a_clear_leaves_in_dram_goes_to_no_peer_and_no_tier() {
     let engine = engine_with(64, Arc::new(MemoryBackend::default()), |_, policy| {
         policy.write = WritePolicy::Back;
     });
     write(&engine, 0..2);
-    engine.pin(&keys(0..1));
-    assert!(engine.clear(false).complete);
-    assert_eq!(leading(&engine, &keys(0..1)), 1, "it is pinned");
-    write(&engine, 1..2);
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_time()
-        .build();
-    let runtime = runtime.expect("a runtime");
-    let lent = |numbers| {
-        let keys = keys(numbers);
-        let leased = engine.lease_own(TENANT, &keys, Instant::now() + DEADLINE);
-        let (_, leased) = runtime.block_on(leased);
-        leased.iter().map(Option::is_some).collect::<Vec<_>>()
-    };
-    assert_eq!(lent(0..2), [false, true]);
-    // The same chunk, computed after the clear.
-    engine.unpin(&keys(0..1));
-    engine.remove(&keys(0..1));
-    write(&engine, 10..11);
-    write(&engine, 0..1);
-    assert_eq!(lent(0..2), [true, true]);
-    engine.pin(&keys(0..1));
-    assert!(engine.clear(false).complete);
+    let before = engine.clears_id();
+    let held = engine.acquire(OwnerId(7), before, &keys(0..1));
+    let held = held.expect("it is there");
+    let cleared = clear(&engine, false);
+    assert_eq!((cleared.dram, cleared.leased), (1, 1), "{cleared:?}");
+    assert!(engine.acquire(OwnerId(7), before, &keys(0..1)).is_some());
+    assert_eq!(leading(&engine, &keys(0..1)), 0);
+    let late = engine.store(OwnerId(7), before, &requests(20..21));
+    assert!(matches!(late[..], [StoreStart::Cleared]), "{late:?}");
+    assert_eq!(write(&engine, 0..2), 2, "computed after the clear");
+    assert_eq!(engine.usage().chunks, 3);
+    drop(held);
+    until("the memory is given back", || engine.usage().chunks == 2);
+    assert!(engine.acquire(OwnerId(7), before, &keys(0..1)).is_none());
+    let held = engine.acquire(OwnerId(7), engine.clears_id(), &keys(0..2));
+    assert_eq!(clear(&engine, false).leased, 2);
     assert!(engine.close(Instant::now() + DEADLINE).is_complete());
     assert_eq!(status(&engine).written, 0);
+    drop(held);
 }
 
 #[test]
@@ -413,10 +423,13 @@ fn clearing_forgets_what_is_above_below_and_on_its_way() {
             tier.open();
         })
     };
-    let cleared = engine.clear(true);
+    let cleared = clear(&engine, true);
     open.join().expect("it only waits");
     assert_eq!(cleared.dram, 4);
-    assert!(cleared.complete && cleared.lower >= 8, "{cleared:?}");
+    assert!(
+        cleared.unconfirmed.is_empty() && cleared.lower >= 8,
+        "{cleared:?}"
+    );
     assert_eq!(promoting.recv_timeout(DEADLINE).expect("in time").len(), 0);
     settle(&engine);
     assert_eq!(leading(&engine, &keys(0..8)), 0);
@@ -440,8 +453,11 @@ fn nothing_comes_up_while_all_is_being_forgotten() {
     until("they are written", || tier.stores() == 12);
     let promoting = fetch(&engine, 2, keys(0..8));
     until("they are read", || tier.loads() == 8);
-    let cleared = engine.clear(true);
-    assert!(cleared.complete && cleared.lower == 8, "{cleared:?}");
+    let cleared = clear(&engine, true);
+    assert!(
+        cleared.unconfirmed.is_empty() && cleared.lower == 8,
+        "{cleared:?}"
+    );
     let after = fetch(&engine, 3, keys(0..8));
     assert_eq!(after.recv_timeout(DEADLINE).expect("in time").len(), 0);
     tier.open();
@@ -449,7 +465,6 @@ fn nothing_comes_up_while_all_is_being_forgotten() {
     settle(&engine);
     assert_eq!(leading(&engine, &keys(0..8)), 0);
     assert_eq!(fetched(&engine, 20..24).len(), 0);
-    assert_eq!(status(&engine).chunks, 0);
     assert_idle(&engine);
 }
 
@@ -459,7 +474,7 @@ fn a_write_begun_before_a_clear_is_found_in_no_tier_after_it() {
         let lower = Arc::new(MemoryBackend::default());
         let engine = engine_with(64, lower, |_, policy| policy.write = write_policy);
         let begun = reserve(&engine, 0..4);
-        engine.clear(false);
+        clear(&engine, false);
         assert_eq!(engine.commit(begun), [Inserted::Cleared; 4]);
         settle(&engine);
         assert_eq!(leading(&engine, &keys(0..4)), 0);
@@ -719,7 +734,7 @@ fn everything_at_once_ends_and_serves_right_bytes() {
                     round += 7;
                     let first = (round * 5) % 60;
                     match number {
-                        0 => drop(engine.clear(round % 2 == 0)),
+                        0 => drop(clear(&engine, round % 2 == 0)),
                         1 => drop(engine.remove(&keys(first..first + 3))),
                         2 | 3 => drop(write(&engine, first..first + 6)),
                         _ => {

@@ -1,5 +1,6 @@
 //! Tests of the public API of the crate, in one program.
 
 mod asked;
+mod clears;
 mod engine;
 mod lower;

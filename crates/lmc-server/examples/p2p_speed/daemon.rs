@@ -138,10 +138,10 @@ impl Daemon {
         let mut tier = P2pConfig::new(node, channel);
         tier.peers = peers;
         tier.nixl = over_nixl;
-        let lender = Lender::default();
+        let mut config = EngineConfig::default();
+        let lender = Lender::new(config.clears.clone());
         let tier = P2pBackend::start(tier, lender.clone(), runtime.handle().clone())?;
         let address = tier.address().to_string();
-        let mut config = EngineConfig::default();
         config.runtime = Some(runtime.handle().clone());
         let tier = Arc::new(tier);
         let tiers: Vec<Arc<dyn Backend>> = vec![Arc::clone(&tier) as Arc<dyn Backend>];

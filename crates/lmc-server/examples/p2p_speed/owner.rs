@@ -97,7 +97,7 @@ pub(crate) fn serve(transport: Transport) -> Result<()> {
         for number in first..end {
             let keys = prompt(number, chunks as usize);
             store(&daemon.engine, &keys, len)?;
-            let leases = daemon.engine.acquire(OwnerId(1), &keys);
+            let leases = (daemon.engine).acquire(OwnerId(1), daemon.engine.clears_id(), &keys);
             let leases = leases.context("a chunk left memory")?;
             offsets.extend(leases.iter().map(|slot| slot.offset()));
             stored.extend(keys);
@@ -116,7 +116,7 @@ fn store(engine: &CacheEngine, keys: &[ChunkKey], len: u64) -> Result<()> {
     };
     let requests: Vec<_> = (0..keys.len()).map(request).collect();
     let mut tickets = Vec::new();
-    for start in engine.store(OwnerId(1), &requests) {
+    for start in engine.store(OwnerId(1), engine.clears_id(), &requests) {
         if let StoreStart::Reserved(mut ticket) = start {
             let key = ticket.key();
             fill_value(&key, ticket.bytes_mut());

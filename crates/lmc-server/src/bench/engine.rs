@@ -1,7 +1,8 @@
 //! An engine as the server sees it: a scheduler and its tensor-parallel workers.
 
-use std::sync::Arc;
+use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -54,7 +55,6 @@ pub(crate) struct Engine {
     plan: Arc<Plan>,
     scheduler: Client,
     workers: Vec<Worker>,
-    requests: u64,
     id: u64,
     scratch: Vec<u8>,
 }
@@ -224,7 +224,6 @@ impl Engine {
             plan: Arc::clone(plan),
             scheduler: plan.connect()?,
             workers: workers.collect::<Result<_>>()?,
-            requests: 0,
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             scratch: vec![0; plan.chunk_bytes()],
         })
@@ -242,9 +241,13 @@ impl Engine {
         Ok(())
     }
 
-    fn request_id(&mut self) -> String {
-        self.requests += 1;
-        format!("bench-{}-{}", self.id, self.requests)
+    /// Returns a name that no request had before, in this run or another: a server that was cleared
+    /// takes a name that is used again for that of the request before.
+    fn request_id(&self) -> String {
+        static RUN: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one("run"));
+        static REQUESTS: AtomicU64 = AtomicU64::new(0);
+        let number = REQUESTS.fetch_add(1, Ordering::Relaxed);
+        format!("bench-{:016x}-{}-{number}", *RUN, self.id)
     }
 
     fn end(&mut self, request_id: String) -> Result<()> {
@@ -283,6 +286,8 @@ impl Engine {
     /// Stores a prompt as all workers.
     pub(crate) fn store(&mut self, prompt: &Prompt) -> Result<Moved> {
         let request = self.request_id();
+        // As engines do: a server does not know when a request began that was not looked up.
+        self.look_up(prompt, &request)?;
         let moved = match self.plan.args.mode {
             Mode::EngineDriven => self.store_by_worker(prompt, &request),
             Mode::LmcacheDriven => self.store_by_server(prompt, &request),

@@ -144,7 +144,7 @@ settings! {
         disk_io: DiskIo = "disk-io", Value "HOW", "auto", |raw| parse::choice(raw, parse::IO_ENGINES);
         /// Reads and writes that each drive is given at a time.
         disk_depth: u32 = "disk-depth", Value "N", "64", |raw| parse::count(raw, 1, 4096);
-        /// Folder, not on the drives, that remembers the last clear, so that drives restored from an older copy serve nothing that was cleared; auto takes the first writable of $XDG_STATE_HOME/lmc, /var/lib/lmc and ~/.local/state/lmc; none remembers nothing.
+        /// Folder, not on the drives, that remembers what was cleared, so that no restart and no drive restored from an older copy serves it; auto takes the first writable of $XDG_STATE_HOME/lmc, /var/lib/lmc and ~/.local/state/lmc; none remembers nothing.
         state_dir: StateDir = "state-dir", Value "PATH", "auto", parse::state_dir;
     }
     Peers {

@@ -30,6 +30,7 @@ const GIB: f64 = (1u64 << 30) as f64;
 const MAX_QUOTAS: usize = 1024;
 const UNDER_WAY: &str =
     "a deletion in the shared stores is under way: GET /cache/clear/shared shows how far it is";
+const CLEAR_FAILED: &str = "the clear failed: see the log";
 const NO_L2: &str =
     "no L2 adapters configured: the tiers below memory are set with --disk, and listed by /status";
 
@@ -318,31 +319,49 @@ async fn clear(State(http): Shared, body: Bytes) -> Response {
         return refusal(StatusCode::CONFLICT, UNDER_WAY);
     }
     let engine = http.service.engine().clone();
-    let clear = move || match dram_only {
-        true => (engine.clear_dram(force), None),
-        false => {
-            let cleared = engine.clear(force);
-            (cleared.dram, Some(cleared))
-        }
-    };
-    let Ok((chunks, below)) = tokio::task::spawn_blocking(clear).await else {
-        let text = "the clear failed: see the log";
-        return refusal(StatusCode::INTERNAL_SERVER_ERROR, text);
-    };
-    tracing::info!(chunks, force, dram_only, "cache cleared over HTTP");
-    if below.is_some_and(|cleared| !cleared.complete) {
-        let text = "a tier below memory is out of order or slow and may still have chunks";
-        return refusal(StatusCode::SERVICE_UNAVAILABLE, text);
+    if dram_only {
+        let Ok(chunks) = tokio::task::spawn_blocking(move || engine.clear_dram(force)).await else {
+            return refusal(StatusCode::INTERNAL_SERVER_ERROR, CLEAR_FAILED);
+        };
+        tracing::info!(chunks, force, "memory emptied over HTTP");
+        let cleared = json!({"tier": "l1", "chunks": chunks, "chunks_below": 0});
+        return Json(json!({"status": "ok", "cleared": cleared})).into_response();
     }
-    let l1_only = dram_only || !http.service.engine().has_lower_tiers();
-    let tier = if l1_only { "l1" } else { "all" };
+    let cleared = match tokio::task::spawn_blocking(move || engine.clear(force)).await {
+        Ok(Ok(cleared)) => cleared,
+        Ok(Err(error)) => {
+            let text = format!("nothing is cleared: {error}");
+            return refusal(StatusCode::SERVICE_UNAVAILABLE, &text);
+        }
+        Err(_) => return refusal(StatusCode::INTERNAL_SERVER_ERROR, CLEAR_FAILED),
+    };
+    tracing::info!(
+        chunks = cleared.dram,
+        leased = cleared.leased,
+        chunks_below = cleared.lower,
+        durable = ?cleared.durable,
+        unconfirmed = ?cleared.unconfirmed,
+        force,
+        "cache cleared over HTTP"
+    );
     if shared && !http.deletion.start(&http.stores) {
         return refusal(StatusCode::CONFLICT, UNDER_WAY);
     }
-    let below = below.map_or(0, |cleared| cleared.lower);
+    let tier = match http.service.engine().has_lower_tiers() {
+        true => "all",
+        false => "l1",
+    };
     let mut answer = json!({
         "status": "ok",
-        "cleared": {"tier": tier, "chunks": chunks, "chunks_below": below},
+        "cleared": {
+            "tier": tier,
+            "chunks": cleared.dram,
+            "chunks_leased": cleared.leased,
+            "chunks_below": cleared.lower,
+            "complete": cleared.is_complete(),
+            "durable": cleared.durable,
+            "unconfirmed": cleared.unconfirmed,
+        },
     });
     if shared {
         answer["stores"] = http.deletion.to_json();

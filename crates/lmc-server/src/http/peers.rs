@@ -109,7 +109,8 @@ async fn copy(State(http): Shared, body: Bytes) -> Response {
         .as_u64()
         .unwrap_or_else(|| quarter_of_pool(peers, &id));
     let listed = tokio::task::spawn_blocking(move || {
-        let wanted = |key: &ChunkKey| wanted.as_ref().is_none_or(|set| set.contains(&key.space));
+        let space = |key: &ChunkKey| engine.space_of(key.space);
+        let wanted = |key: &ChunkKey| wanted.as_ref().is_none_or(|set| set.contains(&space(key)));
         engine.dram_runs(limit, wanted)
     });
     let Ok(runs) = listed.await else {

@@ -1,6 +1,7 @@
 //! `lmc clear`, and its deletion in shared stores.
 
 use std::fmt::Write;
+use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
@@ -14,16 +15,25 @@ use super::http::Call;
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
+Nothing that was computed before is served again, by this server, its peers and all that share its
+stores, also after restarts. Reset the engine's own prefix cache first.
+
+Exit code 4: the server has cleared, but no restart would find that, or a peer or store has not
+confirmed it; the output names them.
+
 Examples:
   lmc clear             the chunks of this server are gone, and those in shared stores are misses
   lmc clear --shared    in addition, the server deletes them there";
+
+/// Exit code of a clear that was carried out, and is not durable or not confirmed by all.
+const INCOMPLETE: u8 = 4;
 
 /// Time between two looks at how far a deletion is.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// Clears, and waits for the end of the deletion in the shared stores. A server that ends meanwhile
 /// is an error.
-pub(super) fn shared(server: &Server, force: bool) -> Result<()> {
+pub(super) fn shared(server: &Server, force: bool) -> Result<ExitCode> {
     let body = json!({"tier": "all", "force": force, "shared": true});
     let mut answer = Call::new("POST", "/cache/clear", Some(body)).send(&server.url)?;
     let bar = ProgressBar::new_spinner().with_message("deleting in the shared stores");
@@ -45,7 +55,7 @@ pub(super) fn shared(server: &Server, force: bool) -> Result<()> {
         .filter(|store| store["state"] != "done")
         .count()
     {
-        0 => Ok(()),
+        0 => Ok(exit_code(&answer["cleared"])),
         _ => bail!("not all was deleted: repeat it, or use `lmc remote rm`"),
     }
 }
@@ -74,12 +84,45 @@ fn deleted(answer: &Value) -> String {
     out
 }
 
-/// Formats the result of `lmc clear` as a sentence.
+/// Returns the exit code of a clear.
+pub(super) fn exit_code(cleared: &Value) -> ExitCode {
+    match cleared["complete"].as_bool() {
+        Some(false) => ExitCode::from(INCOMPLETE),
+        _ => ExitCode::SUCCESS,
+    }
+}
+
+/// Formats the result of `lmc clear` in sentences.
 pub(super) fn cleared(answer: &Value) -> String {
     let count = |name: &str| answer[name].as_u64().unwrap_or(0);
-    let memory = format!("cleared {} chunks in memory", count("chunks"));
-    match answer["tier"].as_str() {
-        Some("all") => format!("{memory} and {} in the tiers below", count("chunks_below")),
-        _ => memory,
+    let names = |name: &str| -> Vec<String> {
+        let names = answer[name].as_array().into_iter().flatten();
+        names.map(text).collect()
+    };
+    let (chunks, below) = (count("chunks"), count("chunks_below"));
+    let mut out = format!("cleared {chunks} chunks in memory");
+    if answer["tier"] == "all" {
+        // Writing to a string cannot fail.
+        let _ = write!(out, " and {below} in the tiers below");
     }
+    let leased = count("chunks_leased");
+    if leased > 0 {
+        let _ = write!(
+            out,
+            "\n{leased} more stay in memory until the requests that read them now end"
+        );
+    }
+    match &names("durable")[..] {
+        [] => out.push_str(
+            "\nNOT durable: a restart forgets the clear unless a peer or store knows of it; see --state-dir",
+        ),
+        durable => _ = write!(out, "\ndurable in {}", durable.join(", ")),
+    }
+    for other in names("unconfirmed") {
+        let _ = write!(
+            out,
+            "\nNOT confirmed by {other}: it may serve what it has until then"
+        );
+    }
+    out
 }

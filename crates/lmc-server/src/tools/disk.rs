@@ -9,7 +9,9 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use lmc_backend::{Backend, Cursor, Listed, LoadItem, Loaded, in_order};
-use lmc_backend_disk::{DiskBackend, DiskConfig, DriveStatus, SetMember, SpaceUsage};
+use lmc_backend_disk::{
+    DiskBackend, DiskConfig, DriveStatus, FORMAT_VERSION, SetMember, SpaceUsage,
+};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use serde_json::json;
 
@@ -138,7 +140,7 @@ fn summary(drive: &DriveStatus, path: &Path, how: &str) -> String {
          moved by   {how}",
         path.display(),
         hex(&drive.drive_id),
-        drive.version,
+        FORMAT_VERSION,
         days_since(drive.created),
         drive.chunks,
         human_bytes(drive.bytes),
@@ -152,7 +154,7 @@ fn summary(drive: &DriveStatus, path: &Path, how: &str) -> String {
             "set        {}, {} drives, cleared {} times",
             hex(set),
             drive.members.len(),
-            drive.epoch.counter
+            drive.clears.total()
         );
     }
     let others = drive.members.iter();
@@ -268,10 +270,11 @@ fn as_json(drive: &DriveStatus) -> serde_json::Value {
         })
     };
     json!({
-        "version": drive.version,
+        "version": FORMAT_VERSION,
         "drive_id": hex(&drive.drive_id),
         "set_id": drive.set_id.as_ref().map(hex),
-        "epoch": {"counter": drive.epoch.counter, "origin": hex(&drive.epoch.origin)},
+        "clears": drive.clears.total(),
+        "clears_id": drive.clears.id().to_string(),
         "members": drive.members.iter().map(member).collect::<Vec<_>>(),
         "created": drive.created,
         "segment_bytes": drive.segment_bytes,
@@ -318,7 +321,7 @@ fn verify(tier: &DiskBackend) -> Result<Answer> {
         let loaded = wait(in_order(loaded, count));
         for loaded in loaded {
             match loaded {
-                Some(Loaded::Hit { slot, .. }) => {
+                Some(Loaded::Hit(slot)) => {
                     whole += 1;
                     bytes += slot.len();
                 }

@@ -12,7 +12,8 @@ use crate::config::mask_password_of;
 
 /// Default address of the HTTP side.
 pub(crate) const DEFAULT_URL: &str = "http://127.0.0.1:8080";
-const DEADLINE: Duration = Duration::from_secs(10);
+/// A clear waits for its state file and for tiers, at most 16 s.
+const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Address of a server's HTTP side, shown without a password.
 #[derive(Clone, PartialEq, Eq)]

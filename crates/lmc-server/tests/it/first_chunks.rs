@@ -58,6 +58,7 @@ fn the_first_chunks_are_usable_while_the_store_holds_the_last_one_back() {
     let tier = RemoteTier::start(
         RemoteConfig::default(),
         store.clone(),
+        Arc::default(),
         runtime.handle().clone(),
     );
     let tier = Arc::new(tier);

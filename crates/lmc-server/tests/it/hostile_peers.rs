@@ -5,12 +5,12 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
+use lmc_backend_p2p::chunk_digest;
 use lmc_backend_p2p::message::{
-    ChunkLease, ChunkState, Hello, KeyBatch, LATE_DIGEST, Lease, Leased, Locate, Located, Released,
-    Reply, Request, Transport,
+    ChunkLease, ChunkState, Hello, KeyBatch, LATE_DIGEST, Lease, Leased, Located, OLDEST_VERSION,
+    Released, Reply, Request, Stamped, Transport, VERSION,
 };
-use lmc_backend_p2p::{Clears, chunk_digest};
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, ClearsId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, checksum};
 use lmc_testkit::{free_port, soon, until};
 use lmc_transfer::{
@@ -232,15 +232,24 @@ impl Daemon {
     }
 }
 
+/// A message of a side that has carried out no clear.
+fn stamped<T>(message: T) -> Stamped<T> {
+    Stamped {
+        clears: ClearsId::NONE,
+        message,
+    }
+}
+
 /// Claims to have every chunk of a request, of this length.
-fn located(locate: &Locate, len: u64) -> Answer {
-    let states = vec![ChunkState::Memory { len }; locate.keys.len()];
-    let located = Located {
-        epoch: locate.epoch,
-        states,
-        load: 0,
-    };
-    Reply::Located(located).to_bytes().ok()
+fn located(locate: &Stamped<KeyBatch>, len: u64) -> Answer {
+    let states = vec![ChunkState::Memory { len }; locate.message.len()];
+    let located = Located { states, load: 0 };
+    Reply::Located(Stamped {
+        clears: locate.clears,
+        message: located,
+    })
+    .to_bytes()
+    .ok()
 }
 
 fn leased(lease: &Lease, chunks: Vec<ChunkLease>) -> Answer {
@@ -248,12 +257,11 @@ fn leased(lease: &Lease, chunks: Vec<ChunkLease>) -> Answer {
     let leased = Leased {
         lease: 7,
         duration_ms: 2000,
-        epoch: lmc_backend::ClearEpoch::default().into(),
         chunks,
         holders: Vec::new(),
         transport: Transport::Sockets,
     };
-    Reply::Leased(leased).to_bytes().ok()
+    Reply::Leased(stamped(leased)).to_bytes().ok()
 }
 
 /// Answers that all of a lease's chunks were leased without a gap, without their digests.
@@ -271,7 +279,9 @@ fn has_everything(
 ) -> Liar {
     Liar::start(move |channel, memory, peer, request| match request {
         Request::Locate(locate) => located(&locate, len),
-        Request::Lease(asked) => leased(&asked, lease(channel, memory, peer, &asked)),
+        Request::Lease(Stamped { message: asked, .. }) => {
+            leased(&asked, lease(channel, memory, peer, &asked))
+        }
         Request::Renew(_) => Reply::Renewed(true).to_bytes().ok(),
         Request::Release(_) => Reply::Released(held(64)).to_bytes().ok(),
         Request::Clears(clears) => Reply::Cleared(clears).to_bytes().ok(),
@@ -437,9 +447,9 @@ fn a_flood_of_requests_is_bounded_and_others_are_served() {
     let keys = Arc::clone(&seen);
     let liar = Liar::start(move |_, _, _, request| {
         if let Request::Locate(locate) = request
-            && locate.keys.len() > 1
+            && locate.message.len() > 1
         {
-            *keys.lock() = Some(locate.keys);
+            *keys.lock() = Some(locate.message);
         }
         Reply::Noted(()).to_bytes().ok()
     });
@@ -456,26 +466,26 @@ fn a_flood_of_requests_is_bounded_and_others_are_served() {
     let (channel, name) = (Arc::clone(&liar.channel), liar.daemon());
     let flood = liar.runtime.spawn(async move {
         let hello = Hello {
-            oldest: 1,
-            newest: 1,
+            oldest: OLDEST_VERSION,
+            newest: VERSION,
             features: 0,
             name: "liar".into(),
             address: "127.0.0.1:1".into(),
             chunk_size: 256,
             algorithm: "blake3".into(),
-            clears: Clears::default(),
+            clears: ClearsId::NONE,
             spaces: Vec::new(),
             nixl: None,
         };
         let hello = Request::Hello(hello).to_bytes().expect("it fits");
         let reply = Liar::ask(&channel, &name, hello).await;
         assert!(matches!(reply, Some(Reply::Hello(_))), "{reply:?}");
-        let lease = Request::Lease(Lease {
+        let lease = Request::Lease(stamped(Lease {
             keys,
             duration_ms: u32::MAX,
             wait_ms: u32::MAX,
             transport: Transport::Nixl,
-        });
+        }));
         let lease = lease.to_bytes().expect("it fits");
         let mut tasks = tokio::task::JoinSet::new();
         let (mut granted, mut refused) = (0, 0);
@@ -484,7 +494,9 @@ fn a_flood_of_requests_is_bounded_and_others_are_served() {
             tasks.spawn(async move { Liar::ask(&channel, &name, lease).await });
             while tasks.len() >= 512 {
                 match tasks.join_next().await.expect("there are some") {
-                    Ok(Some(Reply::Leased(leased))) => granted += u64::from(leased.lease > 0),
+                    Ok(Some(Reply::Leased(leased))) => {
+                        granted += u64::from(leased.message.lease > 0)
+                    }
                     Ok(Some(Reply::Refused(_))) => refused += 1,
                     other => panic!("{other:?}"),
                 }

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use lmc_backend_p2p::message::VERSION;
 use lmc_testkit::{Folder, free_port, in_lab, until, write_secret};
 use lmc_vllm_adapter::{Client, Reply, Request, RequestConfigs, Sources};
 
@@ -152,7 +153,11 @@ fn until_connected(server: &Server, peers: usize) {
     until("the peers are connected", || {
         let status = peers_status(server);
         let known = status["peers"].as_array().expect("a list");
-        known.iter().filter(|peer| peer["version"] == 1).count() == peers
+        known
+            .iter()
+            .filter(|peer| peer["version"] == VERSION)
+            .count()
+            == peers
     });
 }
 
@@ -289,6 +294,27 @@ fn a_clear_at_one_daemon_reaches_its_peers() {
     until("the clear has reached the peer", || {
         request += 1;
         retrieve(&mut client, &shm_name, &format!("after-{request}")) == 0
+    });
+}
+
+#[test]
+fn a_clear_names_a_peer_that_was_connected_and_is_gone() {
+    let (first, second) = two_daemons();
+    let url = format!("127.0.0.1:{}", first.http);
+    let clear = || {
+        let mut command = crate::common::lmc();
+        let output = command.args(["clear", "--url", &url]).output();
+        let output = output.expect("the binary runs");
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        (output.status.code(), said)
+    };
+    let (code, said) = clear();
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("durable in state file"), "{said}");
+    drop(second);
+    until("the peer is gone", || {
+        let (code, said) = clear();
+        code == Some(4) && said.contains("NOT confirmed by peers: ")
     });
 }
 

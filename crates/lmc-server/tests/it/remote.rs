@@ -65,7 +65,7 @@ fn a_clear_at_one_daemon_empties_the_others_and_deletes_nothing() {
     first.until_absent();
     let target = Target::new(format!("file://{}", folder.text()));
     assert_eq!(target.chunks(), CHUNKS as u64);
-    assert!(folder.join("v1/clears").exists());
+    assert!(folder.join("v2/clears").exists());
     // A daemon that starts later knows of it, and computes the prompt again.
     let mut third = Daemon::start(&folder);
     third.until_absent();
@@ -99,12 +99,13 @@ fn a_shared_clear_deletes_what_it_covers(target: &Target) {
     let said = clear(&first, &["--shared"]);
     let text = String::from_utf8_lossy(&said.stdout).into_owned();
     assert!(said.status.success(), "{said:?}");
-    assert!(text.contains("deleted 6 of 6 chunks in remote"), "{text}");
+    // Those of before the first clear lie beside those of before the second.
+    assert!(text.contains("deleted 12 of 12 chunks in remote"), "{text}");
     assert_eq!(target.chunks(), 0);
     second.until_absent();
     first.until_absent();
     let deleted = "lmc_tier_events_total{tier=\"remote\",what=\"stale_deleted\"}";
-    assert_eq!(first.server.metric(deleted), CHUNKS as f64);
+    assert_eq!(first.server.metric(deleted), 2.0 * CHUNKS as f64);
     // What is stored after the clear stays.
     Daemon::start_in(target).store();
     let tier = first.server.get("/cache/clear/shared");
@@ -119,7 +120,7 @@ fn a_shared_clear_deletes_what_it_covers_and_nothing_that_was_stored_after_it() 
     }
     let folder = folder();
     a_shared_clear_deletes_what_it_covers(&Target::new(format!("file://{}", folder.text())));
-    assert!(folder.join("v1/clears").exists());
+    assert!(folder.join("v2/clears").exists());
 }
 
 #[test]
@@ -169,10 +170,12 @@ fn a_shared_clear_that_cannot_delete_says_why() {
 
 /// Returns the descriptions of spaces in a folder.
 fn descriptions(folder: &Folder) -> Vec<String> {
-    let Ok(entries) = std::fs::read_dir(folder.join("v1/spaces")) else {
-        return Vec::new();
+    let below = |path: std::path::PathBuf| {
+        let entries = std::fs::read_dir(path).into_iter().flatten();
+        entries.map(|entry| entry.expect("an entry").path())
     };
-    let files = entries.map(|entry| entry.expect("an entry").path());
+    let folders = below(folder.join("v2")).flat_map(below);
+    let files = folders.flat_map(|folder| below(folder.join("spaces")));
     let is_whole = |path: &std::path::PathBuf| !path.to_string_lossy().contains(".tmp-");
     let files = files.filter(is_whole);
     files

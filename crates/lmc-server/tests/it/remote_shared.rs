@@ -148,7 +148,7 @@ fn a_clear_reaches_daemons_whose_folder_was_away() {
     }
     let folder = folder();
     let target = Target::new(format!("file://{}", folder.text()));
-    let (here, away) = (folder.join("v1"), folder.join("away"));
+    let (here, away) = (folder.join("v2"), folder.join("away"));
     // Nothing can be made or found below a file, which is exchanged with the folder at once.
     std::fs::write(&away, "").expect("space");
     let cut = |_| {

@@ -9,13 +9,16 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use lmc_backend::conformance::fill_value;
-use lmc_backend::{ClearEpoch, in_order};
-use lmc_backend_remote::format::{ClearSet, Header, Name, Scope, SpaceRecord, probe_key};
+use lmc_backend::{Clears, StartId, in_order};
+use lmc_backend_remote::format::{
+    ChunkFolder, ClearsRecord, Generation, Header, Name, Scope, SpaceRecord, ValueName, probe,
+};
 use lmc_backend_remote::redis::{RedisConfig, RedisStore};
 use lmc_backend_remote::s3::{S3Config, S3Store};
 use lmc_backend_remote::{FileConfig, FileStore, Put, PutItem, PutMode, Store};
 use lmc_key::{
-    ChunkHash, ChunkKey, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint, SpaceId,
+    ChunkHash, ChunkKey, ClearsId, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint,
+    SpaceId,
 };
 use lmc_testkit::{Folder, pool, soon};
 use serde_json::Value;
@@ -61,14 +64,20 @@ fn space(model: &str, salt: &str) -> KeySpace {
 }
 
 /// Keys of a space, spread over the folders.
-fn keys(space: SpaceId, count: u8) -> Vec<ChunkKey> {
+/// Folder of the chunks, from before the first clear.
+const FOLDER: ChunkFolder = ChunkFolder {
+    generation: Generation::new([7; 8]),
+    clears: ClearsId::NONE,
+};
+
+fn keys(space: SpaceId, count: u8) -> Vec<ValueName> {
     let key = |n: u8| ChunkKey {
         space,
         kv_rank: 0,
         group: 0,
         hash: ChunkHash::new([n.wrapping_mul(37); 32]),
     };
-    (0..count).map(key).collect()
+    (0..count).map(key).map(|key| FOLDER.value(key)).collect()
 }
 
 impl Rig {
@@ -106,15 +115,16 @@ impl Rig {
         }
     }
 
-    fn put(&self, keys: &[ChunkKey]) {
+    fn put(&self, keys: &[ValueName]) {
         let pool = pool(8 << 20);
-        let item = |key: &ChunkKey| {
+        let item = |name: &ValueName| {
             let mut slot = pool.reserve(LEN).expect("memory");
-            fill_value(key, slot.bytes_mut());
+            fill_value(&name.key, slot.bytes_mut());
             let slot = slot.written().seal();
-            let (epoch, offset) = (ClearEpoch::default(), self.store.payload_offset());
+            let offset = self.store.payload_offset();
             PutItem {
-                header: Header::raw(*key, epoch, offset, LEN, slot.checksum()),
+                folder: name.folder,
+                header: Header::raw(name.key, offset, LEN, slot.checksum()),
                 slot,
                 mode: PutMode::Create,
             }
@@ -131,12 +141,23 @@ impl Rig {
         self.put(&keys(space.id(), count));
         let digest = (!space.salt.is_empty()).then_some([0xd1; 16]);
         let record = SpaceRecord::new(space, digest);
-        self.write(Name::Space(space.id()), record.encode());
+        self.write(Name::Space(FOLDER, space.id()), record.encode());
     }
 
     fn write(&self, name: Name, bytes: Vec<u8>) {
         let write = self.store.write(name, bytes.into(), soon());
         self.runtime.block_on(write).expect("it is written");
+    }
+
+    /// Writes the object of clears, with so many of one process.
+    fn clear(&self, count: u64) {
+        let entries = (count > 0).then_some((StartId::new([1; 16]), count));
+        let record = ClearsRecord {
+            generation: FOLDER.generation,
+            clears: Clears::from_entries(entries).expect("one"),
+        };
+        let write = self.store.swap_clears(record.encode().into(), None, soon());
+        assert!(self.runtime.block_on(write).expect("it is written"));
     }
 
     /// Returns the number of objects in a scope.
@@ -155,9 +176,15 @@ impl Rig {
 
     fn count_of(&self, space: &KeySpace) -> usize {
         self.count(Scope::Values {
+            folder: None,
             fanout: None,
             space: Some(space.id()),
         })
+    }
+
+    fn has_clears(&self) -> bool {
+        let read = self.store.read_clears(1 << 20, soon());
+        self.runtime.block_on(read).expect("an answer").is_some()
     }
 
     fn has(&self, name: Name) -> bool {
@@ -234,12 +261,10 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 /// Checks a store that works, which has chunks of others and a clear.
 fn is_checked(rig: &Rig) {
     rig.fill(&space("model", ""), 3);
-    let mut clears = ClearSet::default();
-    clears.note(lmc_backend::Clear::all(ClearEpoch::default().next()));
-    rig.write(Name::Clears, clears.encode());
+    rig.clear(3);
     let said = rig.run("check", &[]).succeeded();
     for part in [
-        "highest clear epoch 1",
+        "3 clears were passed on",
         "64.0 KiB: written in",
         "4.00 MiB: written in",
         "at a time",
@@ -308,7 +333,7 @@ fn is_removed_by_selectors(rig: &Rig) {
     rig.fill(&salted, 4);
     rig.fill(&other, 2);
     rig.put(&keys(unknown.id(), 3));
-    rig.write(Name::Clears, ClearSet::default().encode());
+    rig.clear(0);
     let counts = || [&common, &salted, &other, &unknown].map(|space| rig.count_of(space));
     for (flags, part) in [
         (&[][..], "--all"),
@@ -346,7 +371,9 @@ fn is_removed_by_selectors(rig: &Rig) {
     let said = rig.run("rm", &["--tenant", salt_file, "--yes"]).succeeded();
     assert!(said.out.contains("removed 4 chunks"), "{}", said.out);
     assert_eq!(counts(), [5, 0, 2, 3]);
-    assert!(!rig.has(Name::Space(salted.id())) && rig.has(Name::Space(common.id())));
+    assert!(
+        !rig.has(Name::Space(FOLDER, salted.id())) && rig.has(Name::Space(FOLDER, common.id()))
+    );
     rig.run("rm", &["--space", &unknown_id, "--yes"])
         .succeeded();
     assert_eq!(counts(), [5, 0, 2, 0]);
@@ -359,7 +386,7 @@ fn is_removed_by_selectors(rig: &Rig) {
     assert_eq!(counts(), [0, 0, 2, 0]);
     rig.run("rm", &["--all", "--yes"]).succeeded();
     assert_eq!((rig.count(Scope::VALUES), rig.count(Scope::Spaces)), (0, 0));
-    assert!(rig.has(Name::Clears), "clears are passed on");
+    assert!(rig.has_clears(), "clears are passed on");
 }
 
 /// Makes a file older.
@@ -378,12 +405,14 @@ fn is_collected_by_selectors(rig: &Rig, path: &dyn Fn(Name) -> PathBuf, size: u6
     fs::write(&salt, "marked-salt").expect("space");
     let (common, salted) = (space("model", ""), space("model", "marked-salt"));
     let other = space("other", "");
-    let probe = probe_key([3; 32]);
+    // Without it no chunk is known to be one that daemons do not need.
+    rig.clear(0);
+    let probe = probe([3; 32]);
     rig.put(&[probe]);
     make_old(&path(Name::Value(probe)), 48);
     for space in [&common, &salted, &other] {
         rig.fill(space, 4);
-        make_old(&path(Name::Space(space.id())), 48);
+        make_old(&path(Name::Space(FOLDER, space.id())), 48);
         for key in &keys(space.id(), 4)[..3] {
             make_old(&path(Name::Value(*key)), 48);
         }
@@ -429,10 +458,10 @@ fn a_folder_is_collected_by_model_tenant_and_space() {
     // Leftovers go with their space: its chunks have gone, and not long ago it was described.
     let [of_model, of_other, unused] = ["model", "other", "unused"].map(|model| space(model, ""));
     rig.write(
-        Name::Space(unused.id()),
+        Name::Space(FOLDER, unused.id()),
         SpaceRecord::new(&unused, None).encode(),
     );
-    make_old(&path(Name::Space(unused.id())), 2);
+    make_old(&path(Name::Space(FOLDER, unused.id())), 2);
     let temporary = |space: &KeySpace| {
         let chunk = path(Name::Value(keys(space.id(), 1)[0]));
         let file = chunk.with_file_name(".tmp-00");
@@ -442,16 +471,17 @@ fn a_folder_is_collected_by_model_tenant_and_space() {
     let leftovers = [
         temporary(&of_model),
         temporary(&of_other),
-        folder.join("v1/.tmp-00"),
+        folder.join("v2/.tmp-00"),
     ];
     for file in &leftovers {
         fs::write(file, "x").expect("space");
         make_old(file, 2);
     }
-    let described = || [&of_model, &of_other, &unused].map(|s| rig.has(Name::Space(s.id())));
+    let described =
+        || [&of_model, &of_other, &unused].map(|s| rig.has(Name::Space(FOLDER, s.id())));
     assert_eq!(described(), [true, false, true]);
     rig.fill(&of_other, 1);
-    make_old(&path(Name::Space(of_other.id())), 2);
+    make_old(&path(Name::Space(FOLDER, of_other.id())), 2);
     rig.run("gc", &["--model", "other"]).succeeded();
     assert_eq!(described(), [true, true, true]);
     rig.run("gc", &["--model", "unused"]).succeeded();
@@ -479,7 +509,10 @@ fn chunks_of_a_folder_are_removed_by_age() {
         .succeeded();
     assert!(said.out.contains("removed 3 chunks"), "{}", said.out);
     assert_eq!(rig.count_of(&space), 1);
-    assert!(rig.has(Name::Space(space.id())), "the space has chunks");
+    assert!(
+        rig.has(Name::Space(FOLDER, space.id())),
+        "the space has chunks"
+    );
 }
 
 #[test]
@@ -487,18 +520,19 @@ fn a_folder_is_collected_by_age_and_size_and_leftovers_go() {
     let folder = folder();
     let rig = Rig::over(&folder);
     let (used, unused, new) = (space("used", ""), space("unused", ""), space("new", ""));
+    rig.clear(0);
     rig.fill(&used, 6);
     for space in [&unused, &new] {
         let record = SpaceRecord::new(space, None);
-        rig.write(Name::Space(space.id()), record.encode());
+        rig.write(Name::Space(FOLDER, space.id()), record.encode());
     }
-    let probe = probe_key([3; 32]);
-    rig.put(&[probe, probe_key([4; 32])]);
+    let (probe, young_probe) = (probe([3; 32]), probe([4; 32]));
+    rig.put(&[probe, young_probe]);
     let path = |name: Name| folder.join(name.to_string());
     let of_chunk = |n: usize| path(Name::Value(keys(used.id(), 6)[n]));
     let leftovers = [
-        folder.join("v1/.tmp-00"),
-        folder.join("v1/spaces/.tmp-00"),
+        folder.join("v2/.tmp-00"),
+        folder.join(format!("{FOLDER}/spaces/.tmp-00")),
         of_chunk(0).with_file_name(".tmp-00"),
     ];
     let foreign = of_chunk(0).with_file_name("..-0-0");
@@ -506,14 +540,14 @@ fn a_folder_is_collected_by_age_and_size_and_leftovers_go() {
         fs::write(file, "x").expect("space");
         make_old(file, 2);
     }
-    let young = folder.join("v1/.tmp-01");
+    let young = folder.join("v2/.tmp-01");
     fs::write(&young, "x").expect("space");
     for (n, hours) in [(0, 50), (1, 40), (2, 2)] {
         make_old(&of_chunk(n), hours);
     }
     for name in [
-        Name::Space(unused.id()),
-        Name::Space(used.id()),
+        Name::Space(FOLDER, unused.id()),
+        Name::Space(FOLDER, used.id()),
         Name::Value(probe),
     ] {
         make_old(&path(name), 2);
@@ -536,7 +570,7 @@ fn a_folder_is_collected_by_age_and_size_and_leftovers_go() {
     let gone = [
         of_chunk(0),
         of_chunk(1),
-        path(Name::Space(unused.id())),
+        path(Name::Space(FOLDER, unused.id())),
         path(Name::Value(probe)),
     ];
     left.retain(|file| !leftovers.contains(file) && !gone.contains(file));
@@ -550,7 +584,7 @@ fn a_folder_is_collected_by_age_and_size_and_leftovers_go() {
         assert_eq!(rig.count_of(&used), chunks as usize);
     }
     rig.run("gc", &["--size", "1"]).succeeded();
-    assert_eq!(rig.count(Scope::VALUES), 0);
+    assert_eq!(rig.count_of(&used), 0);
     rig.run("gc", &["--size", "x"]).failed_with("--size x");
 }
 
@@ -560,7 +594,7 @@ fn a_folder_is_checked_and_nothing_is_left_there() {
     is_checked(&Rig::over(&folder));
     let empty = self::folder();
     let said = Rig::over(&empty).run("check", &[]).succeeded();
-    assert!(said.out.contains("no clear was passed on"), "{}", said.out);
+    assert!(said.out.contains("no server has used it"), "{}", said.out);
     let left: Vec<_> = fs::read_dir(&*empty).expect("a folder").collect();
     assert!(left.is_empty(), "{left:?}");
 }
@@ -573,21 +607,23 @@ fn faults_of_a_folder_are_said_and_the_exit_code_is_1() {
     rig.run("check", &[]).failed_with("create the folder");
     rig.run("du", &[]).failed_with("create the folder");
     let rig = Rig::over(&folder);
-    fs::create_dir(folder.join("v1")).expect("a folder");
-    fs::write(folder.join("v1/clears"), [1; 100]).expect("space");
+    let clears = folder.join("v2/clears/1");
+    fs::create_dir_all(folder.join("v2/clears")).expect("a folder");
+    fs::write(&clears, [1; 100]).expect("space");
     let said = rig.run("check", &[]).succeeded();
     assert!(said.out.contains("the object of clears is damaged"));
     // A later version, and 1 GB.
-    fs::write(folder.join("v1/clears"), b"LMCCLEAR\x02\0\0\0").expect("space");
+    fs::write(&clears, b"LMCCLEAR\x03\0\0\0").expect("space");
     rig.run("check", &[]).failed_with("one release");
-    let file = fs::File::create(folder.join("v1/clears")).expect("a file");
+    let file = fs::File::create(&clears).expect("a file");
     file.set_len(1 << 30).expect("a sparse file");
     rig.run("check", &[]).failed_with("one release");
     // Something else stands where folders have to be.
-    fs::remove_file(folder.join("v1/clears")).expect("it is there");
-    fs::write(folder.join("v1/00"), "a file").expect("space");
-    rig.run("check", &[]).failed_with("writing a value failed");
-    assert_eq!(files(&folder), [folder.join("v1/00")]);
+    fs::remove_file(&clears).expect("it is there");
+    let of_probes = folder.join("v2").join("0".repeat(16));
+    fs::write(&of_probes, "a file").expect("space");
+    rig.run("check", &[]).failed_with("failed");
+    assert_eq!(files(&folder), [of_probes]);
 }
 
 #[test]
@@ -646,17 +682,17 @@ fn what_others_put_into_a_folder_is_not_counted() {
     ] {
         fs::write(of_space.join(name), &bytes).expect("space");
     }
-    fs::write(folder.join("v1/notes.txt"), "x").expect("space");
-    fs::create_dir(folder.join("v1/zz")).expect("a folder");
-    fs::create_dir(folder.join("v1/01")).expect("a folder");
-    let linked = folder.join("v1/01").join(described.id().to_string());
+    fs::write(folder.join("v2/notes.txt"), "x").expect("space");
+    fs::create_dir(folder.join("v2/zz")).expect("a folder");
+    fs::create_dir(folder.join("v2/01")).expect("a folder");
+    let linked = folder.join("v2/01").join(described.id().to_string());
     std::os::unix::fs::symlink(&*outside, &linked).expect("a link");
     std::os::unix::fs::symlink(&chunk, of_space.join(format!("00{}-1-0", &hash[2..])))
         .expect("a link");
     // A folder under the name of a chunk.
     fs::create_dir(of_space.join(format!("{hash}-7-0"))).expect("a folder");
     // A description of 1 GB, and one that is a link to the other.
-    let huge = folder.join(Name::Space(SpaceId::new([7; 16])).to_string());
+    let huge = folder.join(Name::Space(FOLDER, SpaceId::new([7; 16])).to_string());
     let file = fs::File::create(&huge).expect("a file");
     file.set_len(1 << 30).expect("a sparse file");
     rig.put(&keys(SpaceId::new([7; 16]), 1));
@@ -674,7 +710,8 @@ fn a_folder_of_many_names_is_counted_page_by_page() {
     rig.put(&[key]);
     let path = folder.join(Name::Value(key).to_string());
     for group in 1..10_000u16 {
-        let twin = folder.join(Name::Value(ChunkKey { group, ..key }).to_string());
+        let twin = FOLDER.value(ChunkKey { group, ..key.key });
+        let twin = folder.join(Name::Value(twin).to_string());
         fs::hard_link(&path, twin).expect("a link");
     }
     assert_eq!(rig.json("du", &["--json"])["chunks"], 10_000);
@@ -719,7 +756,7 @@ fn chunks_of_a_redis_are_removed() {
         .run("rm", &["--all", "--older-than", "1s", "--yes"])
         .succeeded();
     assert!(said.out.contains("3 chunks are left"), "{}", said.out);
-    rig.put(&[probe_key([3; 32])]);
+    rig.put(&[probe([3; 32])]);
     rig.run("gc", &["--model", "model", "--older-than", "1s"])
         .succeeded();
     let said = rig.run("gc", &["--older-than", "1s"]).succeeded();
@@ -747,12 +784,12 @@ fn chunks_of_an_s3_are_removed_and_collected() {
     let rig = Rig::over_s3(server.port);
     let space = space("model", "");
     rig.fill(&space, 6);
-    rig.put(&[probe_key([3; 32])]);
+    rig.put(&[probe([3; 32])]);
     let bucket = server.folder.join(BUCKET).join("of/lmc");
     for (n, key) in keys(space.id(), 6)[..4].iter().enumerate() {
         make_old(&bucket.join(Name::Value(*key).to_string()), 2 + n as u64);
     }
-    make_old(&bucket.join(Name::Value(probe_key([3; 32])).to_string()), 2);
+    make_old(&bucket.join(Name::Value(probe([3; 32])).to_string()), 2);
     let value = LEN + rig.store.payload_offset();
     let size = (5 * value).to_string();
     let said = rig.run("gc", &["--size", &size, "--dry-run"]).succeeded();

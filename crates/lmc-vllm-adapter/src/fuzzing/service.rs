@@ -887,7 +887,7 @@ impl Run<'_> {
         );
         assert!(status.instances.is_empty());
         assert_eq!((status.usage.leases, status.usage.reserved_slots), (0, 0));
-        service.engine().clear(true);
+        drop(service.engine().clear(true));
         let used = || service.status(self.now).usage.used_bytes;
         self.environment
             .wait_until("release of all memory", || used() == 0);

@@ -47,7 +47,10 @@ impl Ended {
 
 /// All connections. Its lock is taken last: nothing else is locked while it is held.
 #[derive(Debug, Default)]
-pub(super) struct Connections(Mutex<HashMap<ClientId, Connection>>);
+pub(super) struct Connections {
+    all: Mutex<HashMap<ClientId, Connection>>,
+    alone_since: Mutex<Option<Instant>>,
+}
 
 impl Connections {
     /// Adds a connection.
@@ -56,44 +59,58 @@ impl Connections {
             peer,
             ..Connection::default()
         };
-        self.0.lock().insert(client, connection);
+        self.all.lock().insert(client, connection);
+        self.changed(Instant::now());
+    }
+
+    /// Returns since when there is one connection and no other; `None` while there is not.
+    pub(super) fn alone_since(&self) -> Option<Instant> {
+        *self.alone_since.lock()
+    }
+
+    /// Notes that a connection was opened or has ended.
+    fn changed(&self, now: Instant) {
+        let connections = self.all.lock();
+        let open = connections.values().filter(|one| one.ended.is_none());
+        let alone = (open.count() == 1).then_some(now);
+        *self.alone_since.lock() = alone;
     }
 
     /// Returns the user at the other end of a connection; `None` where the kernel does not show
     /// it, as for a peer on another host or in another network namespace.
     pub(super) fn uid_of(&self, client: ClientId) -> Option<u32> {
-        self.0.lock().get(&client)?.peer.uid
+        self.all.lock().get(&client)?.peer.uid
     }
 
     /// Returns the address of the other end; empty if it is not known.
     pub(super) fn address_of(&self, client: ClientId) -> String {
-        let connections = self.0.lock();
+        let connections = self.all.lock();
         let connection = connections.get(&client);
         connection.map_or_else(String::new, |connection| connection.peer.address.clone())
     }
 
     /// Returns true if descriptors can be passed over a connection.
     pub(super) fn takes_descriptors(&self, client: ClientId) -> bool {
-        let connections = self.0.lock();
+        let connections = self.all.lock();
         (connections.get(&client)).is_some_and(|connection| connection.peer.takes_descriptors)
     }
 
     /// Notes that the pool's descriptor is passed over a connection. Returns false if it was before.
     pub(super) fn pass_pool(&self, client: ClientId) -> bool {
-        let mut connections = self.0.lock();
+        let mut connections = self.all.lock();
         (connections.get_mut(&client))
             .is_some_and(|connection| !std::mem::replace(&mut connection.has_pool, true))
     }
 
     /// Returns true if the pool's descriptor was passed over a connection.
     pub(super) fn has_pool(&self, client: ClientId) -> bool {
-        let connections = self.0.lock();
+        let connections = self.all.lock();
         (connections.get(&client)).is_some_and(|connection| connection.has_pool)
     }
 
     /// Sets the watcher of the processes at the other end of a connection.
     pub(super) fn set_witness(&self, client: ClientId, witness: Arc<dyn Witness>) {
-        if let Some(connection) = self.0.lock().get_mut(&client) {
+        if let Some(connection) = self.all.lock().get_mut(&client) {
             connection.witness = Some(witness);
         }
     }
@@ -101,7 +118,7 @@ impl Connections {
     /// Returns the processes that are known to be behind a connection.
     pub(super) fn pids_of(&self, client: ClientId) -> Vec<u32> {
         let witness = {
-            let connections = self.0.lock();
+            let connections = self.all.lock();
             let connection = connections.get(&client);
             connection.and_then(|connection| connection.witness.clone())
         };
@@ -112,7 +129,7 @@ impl Connections {
     /// processes behind it.
     pub(super) fn end(&self, client: ClientId, held: bool, now: Instant) -> (Peer, Vec<u32>) {
         let (peer, witness) = {
-            let mut connections = self.0.lock();
+            let mut connections = self.all.lock();
             let connection = connections.entry(client).or_default();
             connection.ended = Some(Ended::new(now));
             let ended = (connection.peer.clone(), connection.witness.clone());
@@ -121,6 +138,7 @@ impl Connections {
             }
             ended
         };
+        self.changed(now);
         (
             peer,
             witness.map(|witness| witness.pids()).unwrap_or_default(),
@@ -129,7 +147,7 @@ impl Connections {
 
     /// Returns the connections that have ended, with the watchers of their processes.
     pub(super) fn ended(&self) -> Vec<(ClientId, Option<Arc<dyn Witness>>)> {
-        let connections = self.0.lock();
+        let connections = self.all.lock();
         let ended = |(_, connection): &(_, &Connection)| connection.ended.is_some();
         let ended = connections.iter().filter(ended);
         let witness = |(&client, connection): (_, &Connection)| {
@@ -144,13 +162,13 @@ impl Connections {
         client: ClientId,
         look: impl FnOnce(&Peer, &mut Ended) -> T,
     ) -> Option<T> {
-        let mut connections = self.0.lock();
+        let mut connections = self.all.lock();
         let connection = connections.get_mut(&client)?;
         Some(look(&connection.peer, connection.ended.as_mut()?))
     }
 
     /// Removes a connection whose slots are all released.
     pub(super) fn remove(&self, client: ClientId) -> Option<Connection> {
-        self.0.lock().remove(&client)
+        self.all.lock().remove(&client)
     }
 }

@@ -40,8 +40,6 @@ pub enum InspectError {
 struct Granted {
     copying: Copying,
     asked: Instant,
-    /// Number of times that all tenants had been forgotten by then.
-    clears: u64,
 }
 
 /// The copies that the server makes.
@@ -70,17 +68,13 @@ impl Copies {
 
     /// The right to copy in a worker's memory. None when its registration is over, or when it
     /// was asked for so long ago that the worker may have given the blocks away.
-    fn may_copy(&self, worker: &Worker, asked: Instant, clears: u64) -> Option<Granted> {
+    fn may_copy(&self, worker: &Worker, asked: Instant) -> Option<Granted> {
         let tolerance = self.context.config.copy_deadline / 2;
         let Some(copying) = worker.entrance.enter(asked, tolerance) else {
             add(&self.context.stats.service.copies_too_late, 1);
             return None;
         };
-        Some(Granted {
-            copying,
-            asked,
-            clears,
-        })
+        Some(Granted { copying, asked })
     }
 
     /// Returns false when a running copy must stop: its worker's registration is over, the
@@ -142,9 +136,8 @@ impl Copies {
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
         let server = Arc::clone(self);
-        let clears = self.context.engine.clears();
         Outcome::Job(Job::new(Lane::Store, move || {
-            let granted = server.may_copy(&worker, now, clears);
+            let granted = server.may_copy(&worker, now);
             let stored = granted.is_some_and(|granted| {
                 server.store_now(&key, &worker, &hashed, &copies, &block_ids, &granted)
             });
@@ -191,8 +184,7 @@ impl Copies {
         add(&counters.chunks_null, absent as u64);
         // The server ends these writes itself, so no share limits them.
         let mut chunks = self.transfers.reserve(worker, hashed, whole, usize::MAX);
-        if self.context.engine.clears() != granted.clears {
-            // The blocks are of before the clear, and the slots may not be.
+        if worker.stores_after != Some(self.context.engine.clears_id()) {
             return false;
         }
         if chunks.is_empty() {
@@ -255,10 +247,9 @@ impl Copies {
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
         let leases = self.transfers.acquire(client, &worker, &hashed);
-        let clears = self.context.engine.clears();
         let server = Arc::clone(self);
         Outcome::Job(Job::new(Lane::Retrieve, move || {
-            let granted = server.may_copy(&worker, now, clears);
+            let granted = server.may_copy(&worker, now);
             let copied = match (&leases, &granted) {
                 (Some(leases), Some(granted)) => {
                     let skip = skip_first_n_tokens;

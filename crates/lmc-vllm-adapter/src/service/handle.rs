@@ -254,11 +254,13 @@ impl Service {
     /// the old ones may be found in any tier.
     fn clear(&self, force: bool) -> Outcome {
         let engine = self.0.context.engine.clone();
-        Outcome::Job(Job::new(Lane::Clear, move || {
-            match engine.clear(force).complete {
-                true => Reply::None,
-                false => refuse("a tier below memory could not forget all it had: see its health"),
-            }
+        Outcome::Job(Job::new(Lane::Clear, move || match engine.clear(force) {
+            Ok(cleared) if cleared.unconfirmed.is_empty() => Reply::None,
+            Ok(cleared) => refuse(&format!(
+                "cleared here; not confirmed by {}: see `lmc status`",
+                cleared.unconfirmed.join(", ")
+            )),
+            Err(error) => refuse(&format!("nothing is cleared: {error}")),
         }))
     }
 

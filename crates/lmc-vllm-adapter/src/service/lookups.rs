@@ -14,7 +14,7 @@ use crate::service::ClientId;
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::events::StoredChunk;
 use crate::service::registry::{Candidate, RankSet, Registry};
-use crate::service::session::{Hits, Lookup, RankHold, Session, Sessions, Wait, Waiter};
+use crate::service::session::{Followed, Hits, Lookup, RankHold, Session, Sessions, Wait, Waiter};
 use crate::service::share::share_of;
 use crate::service::stats::add;
 use crate::service::status::SessionStatus;
@@ -143,6 +143,7 @@ impl Lookups {
             .with_hint(LocateHint::default().with_sources(sources))
             .with_limit(share_of(context, client));
         let lookup = engine.lookup(request);
+        let clears = lookup.clears();
         let chunk = u64::from(context.config.hasher.chunk_size());
         add(&counters.lookups, 1);
         add(&counters.lookup_tokens, hashed.chunks.len() as u64 * chunk);
@@ -164,10 +165,10 @@ impl Lookups {
             }
         };
         let mut sessions = self.sessions.lock();
-        let new = || Session::new(client, now);
+        let new = || Session::new(client, now, clears);
         let session = sessions.begin(client, &key.request_id, new);
         session.last_used = now;
-        let before = session.set_lookup(known);
+        let before = session.set_lookup(known, clears);
         drop(sessions);
         // Leases of an earlier lookup of the request go back without the sessions being locked.
         if let Some(before) = before {
@@ -363,14 +364,15 @@ impl Lookups {
 
 impl Lookups {
     /// Notes that a worker serves a request, and names the connection of the request's scheduler
-    /// where that is known. `bind` is called while the request cannot end.
+    /// where that is known. `bind` is called while the request cannot end. Returns the clears that
+    /// the request follows on.
     pub(super) fn served(
         &self,
         client: ClientId,
         request_id: &str,
         now: Instant,
         bind: impl FnOnce(ClientId),
-    ) {
+    ) -> Followed {
         let mut sessions = self.sessions.lock();
         let named = sessions.named(request_id);
         for session in &mut *named {
@@ -385,6 +387,10 @@ impl Lookups {
         if let Some(scheduler) = scheduler {
             bind(scheduler.client);
         }
+        // A session that ended in silence was used one lifetime before.
+        let remembered = 2 * self.context.config.session_ttl;
+        let then = now.checked_sub(remembered).unwrap_or(self.context.started);
+        sessions.followed(client, request_id, then)
     }
 
     /// One worker is done with a range that its request's lookup held for it.

@@ -2,13 +2,14 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt;
+use std::hash::{BuildHasher, RandomState};
 use std::mem;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_engine::{EngineTask, Leases};
-use lmc_key::SpaceId;
+use lmc_key::{ClearsId, SpaceId};
 
 use crate::protocol::Reply;
 use crate::service::ClientId;
@@ -239,15 +240,98 @@ pub(crate) struct Session {
     lookup: Option<Lookup>,
     /// End of the chunks that a worker has retrieved since the lookup.
     retrieved: usize,
+    began: Instant,
+    clears: Digests,
+}
+
+/// The clears that a request follows on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Digests {
+    /// Clears before the request's first lookup. All that its engine computes for it may have been
+    /// begun right after them, and is stored after them.
+    first: ClearsId,
+    /// Clears before its last lookup. What that found is read after them.
+    last: ClearsId,
+}
+
+/// The clears that a request of a name follows on, as far as they are known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Followed {
+    /// Clears after which its chunks are stored; `None` if it was not looked up.
+    pub(crate) stores: Option<ClearsId>,
+    /// Clears after which its chunks are read; `None` if it is not looked up now.
+    pub(crate) reads: Option<ClearsId>,
+    /// True if a request that is not known was looked up by no connection of late.
+    pub(crate) knows_all: bool,
+}
+
+/// The first digests of requests that ended, for what is stored for them late. A name that is used
+/// again keeps the digest of its oldest request.
+#[derive(Debug, Default)]
+struct Ended {
+    hasher: RandomState,
+    /// Digests by the hash of the name, with the time of the request's last use. Two names of one hash share
+    /// the older digest, which drops a store too many.
+    digests: HashMap<u64, (ClearsId, Instant)>,
+    order: VecDeque<(u64, Instant)>,
+    /// Last use of the last request that was forgotten before its time.
+    forgotten: Option<Instant>,
+}
+
+impl Ended {
+    /// Requests that are remembered, at most.
+    const MAX: usize = 65_536;
+
+    fn note(&mut self, name: &str, session: &Session) {
+        let name = self.hasher.hash_one(name);
+        let used = session.last_used;
+        self.digests
+            .entry(name)
+            .or_insert((session.clears.first, used));
+        self.order.push_back((name, used));
+        if self.order.len() > Self::MAX
+            && let Some((oldest, used)) = self.order.pop_front()
+        {
+            self.forget(oldest, used);
+            self.forgotten = self.forgotten.max(Some(used));
+        }
+    }
+
+    fn forget(&mut self, name: u64, used: Instant) {
+        if self.digests.get(&name).is_some_and(|known| known.1 <= used) {
+            self.digests.remove(&name);
+        }
+    }
+
+    fn forget_before(&mut self, then: Instant) {
+        while let Some(&(name, used)) = self.order.front()
+            && used <= then
+        {
+            self.order.pop_front();
+            self.forget(name, used);
+        }
+        self.forgotten = self.forgotten.filter(|used| *used > then);
+    }
+
+    fn of(&self, name: &str) -> Option<ClearsId> {
+        let digest = self.digests.get(&self.hasher.hash_one(name))?;
+        Some(digest.0)
+    }
 }
 
 impl Session {
-    pub(crate) fn new(client: ClientId, now: Instant) -> Self {
+    /// A request that began after these clears.
+    pub(crate) fn new(client: ClientId, now: Instant, clears: ClearsId) -> Self {
         Self {
             client,
             last_used: now,
             lookup: None,
             retrieved: 0,
+            began: now,
+            clears: Digests {
+                first: clears,
+                last: clears,
+            },
         }
     }
 
@@ -266,10 +350,11 @@ impl Session {
         new
     }
 
-    /// Takes a lookup and returns an earlier one.
+    /// Takes a lookup, made after these clears, and returns an earlier one.
     #[must_use = "it is ended where nothing is locked"]
-    pub(crate) fn set_lookup(&mut self, lookup: Lookup) -> Option<Lookup> {
+    pub(crate) fn set_lookup(&mut self, lookup: Lookup, clears: ClearsId) -> Option<Lookup> {
         self.retrieved = 0;
+        self.clears.last = clears;
         self.lookup.replace(lookup)
     }
 
@@ -407,6 +492,7 @@ pub(crate) struct Sessions {
     /// Names in the order of [`Self::sweep`]. One whose requests ended leaves when it is visited.
     visits: VecDeque<Arc<str>>,
     len: usize,
+    ended: Ended,
 }
 
 impl Sessions {
@@ -437,6 +523,27 @@ impl Sessions {
         match self.named(request_id) {
             [only] => Some(only),
             named => named.iter_mut().find(|session| session.client == client),
+        }
+    }
+
+    /// Returns the clears that the request of this name follows on which a worker's connection
+    /// serves. Where it is not known which of several it is, the safe ones: the oldest for what is
+    /// stored, also of those that ended after `then`, and those of the last lookup for what is read.
+    pub(crate) fn followed(&mut self, client: ClientId, name: &str, then: Instant) -> Followed {
+        self.ended.forget_before(then);
+        let own = self.of_worker(client, name).map(|own| own.clears);
+        let named = self.by_name.get(name).map_or(&[][..], Vec::as_slice);
+        let oldest = named.iter().min_by_key(|session| session.began);
+        let number = |session: &&Session| session.lookup.as_ref().map(|lookup| lookup.number);
+        let newest = named.iter().max_by_key(number);
+        let first = own.map(|own| own.first);
+        let last = own.map(|own| own.last);
+        Followed {
+            stores: (self.ended.of(name))
+                .or(first)
+                .or(oldest.map(|session| session.clears.first)),
+            reads: last.or(newest.map(|session| session.clears.last)),
+            knows_all: self.ended.forgotten.is_none(),
         }
     }
 
@@ -488,6 +595,7 @@ impl Sessions {
             self.by_name.remove(request_id);
         }
         self.forget(client, request_id);
+        self.ended.note(request_id, &ended);
         Some(ended)
     }
 
@@ -539,6 +647,7 @@ impl Sessions {
             self.len -= refused.len();
             for session in &refused {
                 self.forget(session.client, &name);
+                self.ended.note(&name, session);
             }
             ended.extend(refused);
         }
@@ -573,11 +682,15 @@ mod tests {
         let now = Instant::now();
         let client = ClientId::new;
         for (owner, name) in [(1, "a"), (2, "a"), (1, "b"), (2, "c")] {
-            sessions.begin(client(owner), name, || Session::new(client(owner), now));
+            sessions.begin(client(owner), name, || {
+                Session::new(client(owner), now, ClearsId::NONE)
+            });
         }
         // Used again: its first entry in the queue counts no more.
         assert!(sessions.end(client(2), "c").is_some());
-        sessions.begin(client(2), "c", || Session::new(client(2), now));
+        sessions.begin(client(2), "c", || {
+            Session::new(client(2), now, ClearsId::NONE)
+        });
         assert_eq!((sessions.len(), sessions.to_visit()), (4, 4));
         let mut visited = 0;
         for _ in 0..sessions.to_visit() {

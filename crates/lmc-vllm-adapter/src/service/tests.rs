@@ -395,10 +395,12 @@ fn a_clear_that_waits_for_a_slow_tier_holds_up_no_copy() {
     // More than there are threads that copy.
     run(Request::Clear { force: true });
     run(Request::Clear { force: true });
-    while service.engine().clears() == 0 {
+    while service.engine().clears_id() == lmc_key::ClearsId::NONE {
         assert!(Instant::now() < deadline, "the clear never begins");
         std::thread::yield_now();
     }
+    // It began after the clear.
+    found(&service, 1, "a", 2);
     run(store(1));
     let next = || answers.recv_timeout(lmc_testkit::DEADLINE);
     assert_eq!(next(), Ok((Lane::Store, Reply::Transferred(true))));

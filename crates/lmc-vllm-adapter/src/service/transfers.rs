@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use lmc_engine::{Inserted, Leases, OwnerId, StoreRequest, StoreStart, TenantId};
-use lmc_key::{ChunkHash, LayoutFingerprint, ModelName, SpaceId};
+use lmc_key::{ChunkHash, ClearsId, LayoutFingerprint, ModelName, SpaceId};
 use parking_lot::Mutex;
 
 use crate::protocol::{CacheKey, Reply, SlotDescriptor};
@@ -34,6 +34,11 @@ pub(super) struct Worker {
     /// Layout in the keys of its chunks.
     pub(super) layout: LayoutFingerprint,
     pub(super) kv_rank: u16,
+    /// Clears after which what the request computed is stored; none if it is not known when it
+    /// began.
+    pub(super) stores_after: Option<ClearsId>,
+    /// Clears after which what the request found is read.
+    pub(super) reads_after: ClearsId,
     /// True if the space is of a generation that ends with its workers.
     pub(super) is_opaque: bool,
     pub(super) chunk_bytes: u64,
@@ -139,6 +144,8 @@ impl Transfers {
                 model: instance.model.clone(),
                 layout: fingerprint,
                 kv_rank: rank,
+                stores_after: None,
+                reads_after: ClearsId::NONE,
                 is_opaque,
                 chunk_bytes: instance.chunk_bytes,
                 shape: instance.shape.clone(),
@@ -151,14 +158,33 @@ impl Transfers {
             };
             Ok((worker, fingerprint, rank, shows_rank))
         });
-        let (worker, fingerprint, rank, shows_rank) = served.unwrap_or(Err(Declined::NotServed))?;
+        let (mut worker, fingerprint, rank, shows_rank) =
+            served.unwrap_or(Err(Declined::NotServed))?;
         let registry = &self.registry;
         let bind = |scheduler| registry.bind(scheduler, fingerprint);
-        self.lookups.served(client, &key.request_id, now, bind);
+        let now_cleared = self.context.engine.clears_id();
+        let followed = self.lookups.served(client, &key.request_id, now, bind);
+        worker.reads_after = followed.reads.unwrap_or(now_cleared);
+        let is_new = || self.may_be_new(followed.knows_all, now);
+        worker.stores_after = followed.stores.or_else(|| is_new().then_some(now_cleared));
         if shows_rank {
             registry.check_rank(instance_id, rank, key.num_kv_readers);
         }
         Ok((worker, hashed))
+    }
+
+    /// Returns true if a request that was not looked up here has begun after the last clear. It may be
+    /// older: it may have been looked up at a server before this. So it is for one session
+    /// lifetime after a clear or a start, unless its connection was the only one since before the
+    /// clear: then no other has looked it up.
+    fn may_be_new(&self, knows_all: bool, now: Instant) -> bool {
+        let context = &self.context;
+        let Some(last_clear) = context.engine.clear_log().last_clear() else {
+            return true;
+        };
+        let is_over = now.saturating_duration_since(last_clear) >= context.config.session_ttl;
+        let alone_since = self.connections.alone_since();
+        is_over || (knows_all && alone_since.is_some_and(|since| since < last_clear))
     }
 
     /// Reserves slots for those chunks of a range that are neither there nor under way, at most
@@ -187,7 +213,11 @@ impl Transfers {
         while asked < requests.len() && chunks.len() < most {
             let left = most - chunks.len();
             let end = requests.len().min(asked.saturating_add(left));
-            let reservations = context.engine.store(worker.owner, &requests[asked..end]);
+            let requests = &requests[asked..end];
+            let reservations = match worker.stores_after {
+                Some(clears) => context.engine.store(worker.owner, clears, requests),
+                None => requests.iter().map(|_| StoreStart::Cleared).collect(),
+            };
             for (&index, reservation) in indices[asked..end].iter().zip(reservations) {
                 let chunk = hashed.chunks.start + index;
                 match reservation {
@@ -199,6 +229,7 @@ impl Transfers {
                     }),
                     StoreStart::Present | StoreStart::Busy => add(&counters.chunks_present, 1),
                     StoreStart::NoMemory => add(&counters.chunks_no_room, 1),
+                    StoreStart::Cleared => add(&counters.chunks_outdated, 1),
                 }
             }
             asked = end;
@@ -487,7 +518,7 @@ impl Transfers {
         if keys.is_empty() {
             return None;
         }
-        let leases = self.context.engine.acquire(worker.owner, &keys)?;
+        let leases = (self.context.engine).acquire(worker.owner, worker.reads_after, &keys)?;
         if self.leases_too_much(client, &leases) {
             add(&self.context.stats.service.over_limit, 1);
             return None;

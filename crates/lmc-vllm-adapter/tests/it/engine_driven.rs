@@ -668,7 +668,7 @@ fn concurrent_prepares_of_one_store_reserve_once() {
         assert_eq!(given.len(), held, "round {round}");
         worker.commit_store(&key);
         assert!(held > 0);
-        server.service.engine().clear(true);
+        server.service.engine().clear_dram(true);
     }
     server.assert_idle();
 }

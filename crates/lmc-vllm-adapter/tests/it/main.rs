@@ -2,6 +2,7 @@
 
 #[cfg(feature = "adapters")]
 mod adapters;
+mod clears;
 mod common;
 mod connections;
 mod cut_connections;

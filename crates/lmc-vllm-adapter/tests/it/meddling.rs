@@ -842,7 +842,7 @@ fn no_schedule_of_calls_and_answers_breaks_a_promise() {
             // As often as requests come, not as time passes: on a busy machine nothing would be
             // there long enough to be loaded.
             if schedule.next > before && schedule.one_of(25) == 0 {
-                server.service.engine().clear(false);
+                server.service.engine().clear_dram(false);
             }
             before = schedule.next;
             let found = loaded + schedule.loaded > 0;

@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use lmc_backend::conformance::{
     Conformance, Guarantee, block_on, check_value, fill_value, load_batch, store_batch, test_key,
 };
-use lmc_backend::{Backend, BackendError, Health, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend::{Backend, BackendError, Clears, Health, LoadItem, Loaded, StoreItem, Stored};
 use lmc_backend_remote::conformance::{FaultyStore, StoreFaults};
-use lmc_backend_remote::format::Scope;
-use lmc_backend_remote::{ListedObject, RemoteConfig, RemoteTier, Store};
+use lmc_backend_remote::format::{ChunkFolder, ClearsRecord, Generation, Name, Scope};
+use lmc_backend_remote::{ListedObject, RemoteConfig, RemoteTier, Store, read_clears};
 use lmc_key::ChunkKey;
 use lmc_memory::Pool;
 use lmc_testkit::{pool, soon, until};
@@ -33,7 +33,7 @@ pub(crate) fn item(pool: &Pool, key: ChunkKey, len: u64) -> StoreItem {
 /// Returns true for a hit, which has the right bytes, and false for a miss.
 pub(crate) fn is_hit(key: &ChunkKey, loaded: Loaded) -> bool {
     match loaded {
-        Loaded::Hit { slot, .. } => {
+        Loaded::Hit(slot) => {
             check_value(key, slot.bytes()).unwrap();
             true
         }
@@ -42,9 +42,19 @@ pub(crate) fn is_hit(key: &ChunkKey, loaded: Loaded) -> bool {
     }
 }
 
-/// Waits until a tier is in use.
+/// Returns the object of clears of a store where nothing was cleared.
+pub(crate) fn clears_object() -> Vec<u8> {
+    let object = ClearsRecord {
+        generation: Generation::new([b'g'; 8]),
+        clears: Clears::default(),
+    };
+    object.encode()
+}
+
+/// Waits until a tier is in use. Carries out what others have cleared, as an engine does.
 pub(crate) fn wait_until_used(tier: &RemoteTier) {
     assert!(block_on(tier.ready(soon())), "{:?}", tier.health());
+    let _ = block_on(tier.clear(tier.clears(), soon()));
     until("the store is in use", || tier.health() == Health::Ready);
 }
 
@@ -61,7 +71,7 @@ pub(crate) fn passes_the_lossy_kit(store: Arc<dyn Store>, seed: u64) {
     let mut config = RemoteConfig::default();
     config.probe_pause = (Duration::from_millis(1), Duration::from_millis(5));
     let runtime = runtime();
-    let tier = RemoteTier::start(config, store, runtime.handle().clone());
+    let tier = RemoteTier::start(config, store, Arc::default(), runtime.handle().clone());
     wait_until_used(&tier);
     let kit = Conformance::new(Guarantee::Lossy).with_operations(300);
     let tally = kit.run(&tier);
@@ -94,7 +104,12 @@ impl<S: Store> Rig<S> {
         config.absent_ttl = Duration::ZERO;
         change(&mut config);
         let runtime = runtime();
-        let tier = RemoteTier::start(config, store.clone(), runtime.handle().clone());
+        let tier = RemoteTier::start(
+            config,
+            store.clone(),
+            Arc::default(),
+            runtime.handle().clone(),
+        );
         Self {
             tier,
             store,
@@ -112,6 +127,17 @@ impl<S: Store> Rig<S> {
 
     pub(crate) fn is_ready(&self) -> bool {
         self.tier.health() == Health::Ready
+    }
+
+    /// Returns the folder of the chunks.
+    pub(crate) fn folder(&self) -> ChunkFolder {
+        let clears = self.runtime.block_on(read_clears(&*self.store, soon()));
+        clears.unwrap().unwrap().unwrap().folder()
+    }
+
+    /// Returns the name of a chunk.
+    pub(crate) fn name(&self, number: u64) -> Name {
+        self.folder().value(test_key(number)).into()
     }
 
     pub(crate) fn len(&self, number: u64) -> u64 {

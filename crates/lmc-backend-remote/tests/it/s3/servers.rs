@@ -13,7 +13,9 @@ use lmc_testkit::{Folder, Process, free_port, until};
 pub(crate) const KEY: &str = "marked-key-id";
 pub(crate) const SECRET: &str = "marked-secret-7c1f";
 pub(crate) const TOKEN: &str = "marked-token-93ab";
-pub(crate) const BUCKET: &str = "bucket";
+/// Short: `s3s-fs` has a file for each key, whose name is longer than that of bucket and key together,
+/// and at most 255 bytes.
+pub(crate) const BUCKET: &str = "lmc";
 
 /// Returns the variables by which lmc finds the server at a port.
 pub(crate) fn variables(port: u16) -> Vec<(&'static str, String)> {
@@ -120,20 +122,21 @@ pub(crate) enum Fault {
     /// After some bytes of the answer nothing more comes.
     StallAfter(usize),
     /// The client gets this answer, and the server no request.
-    Answer(String),
+    Answer(Vec<u8>),
 }
 
 impl Fault {
     pub(crate) fn error(status: u16, code: &str, text: &str) -> Self {
         let body = format!("<Error><Code>{code}</Code><Message>{text}</Message></Error>");
-        Self::answer(&format!("{status} Status"), "", &body)
+        Self::answer(&format!("{status} Status"), "", body)
     }
 
-    pub(crate) fn answer(status: &str, headers: &str, body: &str) -> Self {
-        let len = body.len();
-        Self::Answer(format!(
-            "HTTP/1.1 {status}\r\ncontent-length: {len}\r\n{headers}connection: close\r\n\r\n{body}"
-        ))
+    pub(crate) fn answer(status: &str, headers: &str, body: impl AsRef<[u8]>) -> Self {
+        let (body, len) = (body.as_ref(), body.as_ref().len());
+        let head = format!(
+            "HTTP/1.1 {status}\r\ncontent-length: {len}\r\n{headers}connection: close\r\n\r\n"
+        );
+        Self::Answer([head.as_bytes(), body].concat())
     }
 }
 
@@ -182,7 +185,7 @@ fn serve(
     let body = client.try_clone()?.take(len);
     if let Fault::Answer(answer) = fault {
         io::copy(&mut { body }, &mut io::sink())?;
-        client.write_all(answer.as_bytes())?;
+        client.write_all(&answer)?;
         return client.shutdown(Shutdown::Write);
     }
     let mut server = TcpStream::connect(("127.0.0.1", server))?;

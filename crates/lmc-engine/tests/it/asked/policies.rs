@@ -62,7 +62,7 @@ fn tiers_are_written_by_their_own_policies() {
 fn what_comes_from_a_slower_tier_is_written_to_those_that_are_filled() {
     for fill in [false, true] {
         let tiers = [(); 3].map(|()| Arc::new(Gated::new(MemoryBackend::default())));
-        put(&*tiers[1], SPACE, 0..4, ClearEpoch::default());
+        put(&*tiers[1], SPACE, 0..4);
         let before = tiers[1].stores();
         let lower = tiers.iter().map(|tier| Arc::clone(tier) as _).collect();
         let engine = engine_with(64, lower, |_, policy| policy.fill = fill);
@@ -80,7 +80,7 @@ fn a_prompt_that_a_near_tier_has_waits_for_no_slower_one() {
     // Longer than this test may take.
     const LONG: Duration = Duration::from_secs(3600);
     let (near, far) = (Scripted::new(), Delayed::slow(Scripted::new(), LONG));
-    put(&near, SPACE, 0..8, ClearEpoch::default());
+    put(&near, SPACE, 0..8);
     let engine = engine_with(64, vec![Arc::new(near), Arc::new(far)], |_, policy| {
         policy.locate_timeout = LONG;
     });

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use lmc_backend::{ClearEpoch, in_order};
-use lmc_backend_remote::format::{ClearsError, Header, Name, PROBE_SPACE, Scope, probe_key};
+use lmc_backend::in_order;
+use lmc_backend_remote::format::{
+    ClearsError, Header, Name, PROBE_FOLDER, PROBE_SPACE, Scope, ValueName, probe,
+};
 use lmc_backend_remote::{
     GetItem, Got, Opened, Put, PutItem, PutMode, Store, StoreError, read_clears,
 };
-use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, SealedSlot};
 
 use super::listing::Listing;
@@ -115,15 +116,15 @@ impl Check {
     async fn clears(&mut self) -> Result<(), Stopped> {
         let set = read_clears(&*self.store, step()).await;
         match set.map_err(|error| self.failed("reading the object of clears", &error))? {
-            Ok(set) => {
-                let newest = set.clears().into_iter().map(|clear| clear.epoch.counter);
-                match newest.max() {
-                    None => ok("it answers; no clear was passed on through it"),
-                    Some(counter) => ok(&format!("it answers; highest clear epoch {counter}")),
-                }
-            }
+            Ok(None) => ok("it answers; no server has used it yet"),
+            Ok(Some(record)) => match record.clears.total() {
+                0 => ok("it answers; no clear was passed on through it"),
+                clears => ok(&format!(
+                    "it answers; {clears} clears were passed on through it"
+                )),
+            },
             Err(error @ ClearsError::Damaged) => note(&format!(
-                "{error}: daemons that run write it again, and one that starts before that counts all chunks as cleared"
+                "{error}: daemons that run write it again; where none does, all chunks count as cleared"
             )),
             Err(error) => {
                 self.fault(&format!("{error}: use one release of lmc with one store"));
@@ -134,7 +135,7 @@ impl Check {
 
     /// Writes and reads an object of the kind that clears and descriptions are.
     async fn small_object(&mut self) -> Result<(), Stopped> {
-        let name = Name::Space(PROBE_SPACE);
+        let name = Name::Space(PROBE_FOLDER, PROBE_SPACE);
         let bytes = format!("{{\"check\": {}}}\n", random(0)).into_bytes();
         self.written.insert(name);
         let written = self.store.write(name, bytes.clone().into(), step()).await;
@@ -181,7 +182,7 @@ impl Check {
             note(&format!("{shown}: too slow to be measured side by side"));
             return Ok(());
         }
-        let keys: Vec<ChunkKey> = (0..count).map(|_| new_key()).collect();
+        let keys: Vec<ValueName> = (0..count).map(|_| new_key()).collect();
         let at = Instant::now();
         self.put(&keys, &slot).await?;
         let write = at.elapsed();
@@ -210,7 +211,7 @@ impl Check {
         Ok(slot.written().seal())
     }
 
-    async fn put(&mut self, keys: &[ChunkKey], slot: &SealedSlot) -> Result<(), Stopped> {
+    async fn put(&mut self, keys: &[ValueName], slot: &SealedSlot) -> Result<(), Stopped> {
         for put in self.try_put(keys, slot).await {
             match put {
                 Ok(Put::Written) => {}
@@ -225,28 +226,31 @@ impl Check {
 
     async fn try_put(
         &mut self,
-        keys: &[ChunkKey],
+        keys: &[ValueName],
         slot: &SealedSlot,
     ) -> Vec<Result<Put, StoreError>> {
         let offset = self.store.payload_offset();
-        let item = |key: &ChunkKey| {
-            let epoch = ClearEpoch::default();
-            let header = Header::raw(*key, epoch, offset, slot.len(), slot.checksum());
-            let (slot, mode) = (slot.clone(), PutMode::Create);
-            PutItem { header, slot, mode }
+        let item = |name: &ValueName| {
+            let header = Header::raw(name.key, offset, slot.len(), slot.checksum());
+            PutItem {
+                folder: name.folder,
+                header,
+                slot: slot.clone(),
+                mode: PutMode::Create,
+            }
         };
         self.written
-            .extend(keys.iter().map(|key| Name::Value(*key)));
+            .extend(keys.iter().map(|name| Name::Value(*name)));
         let puts = self.store.put(keys.iter().map(item).collect(), step());
         let puts = in_order(puts, keys.len()).await.into_iter();
         puts.map(|put| put.unwrap_or(Err(StoreError::Deadline)))
             .collect()
     }
 
-    async fn get(&mut self, keys: &[ChunkKey], slot: &SealedSlot) -> Result<(), Stopped> {
-        let reserve = |key: &ChunkKey| {
+    async fn get(&mut self, keys: &[ValueName], slot: &SealedSlot) -> Result<(), Stopped> {
+        let reserve = |&name: &ValueName| {
             let slot = self.pool.reserve(slot.len())?;
-            Some(GetItem { key: *key, slot })
+            Some(GetItem { name, slot })
         };
         let items: Option<Vec<GetItem>> = keys.iter().map(reserve).collect();
         let Some(items) = items else {
@@ -389,11 +393,8 @@ impl Check {
             self.failed(doing, &error);
             return;
         }
-        let keys = names.iter().filter_map(|name| match name {
-            Name::Value(key) => Some(*key),
-            _ => None,
-        });
-        let keys: Vec<ChunkKey> = keys.take(MOST).collect();
+        let keys = names.iter().filter_map(|name| name.value());
+        let keys: Vec<ValueName> = keys.take(MOST).collect();
         let heads = self.store.heads(&keys, step()).await;
         match heads.into_iter().find(|head| !matches!(head, Ok(None))) {
             None => ok("what was written is removed"),
@@ -418,12 +419,12 @@ fn random(n: u64) -> u64 {
     RandomState::new().hash_one(n)
 }
 
-fn new_key() -> ChunkKey {
+fn new_key() -> ValueName {
     let mut bytes = [0; 32];
     for (n, word) in bytes.chunks_exact_mut(8).enumerate() {
         word.copy_from_slice(&random(n as u64).to_le_bytes());
     }
-    probe_key(bytes)
+    probe(bytes)
 }
 
 fn median(mut times: Vec<Duration>) -> Duration {

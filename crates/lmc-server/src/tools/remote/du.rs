@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
 use clap::Args;
-use lmc_backend_remote::format::{Name, PROBE_SPACE, SpaceRecord};
+use lmc_backend_remote::format::{ChunkFolder, Name, PROBE_SPACE, SpaceRecord, ValueName};
 use lmc_backend_remote::{ListedObject, Store};
-use lmc_key::{ChunkKey, Printable, SpaceId};
+use lmc_key::{Printable, SpaceId};
 use serde_json::{Value, json};
 
 use super::listing::{Listing, descriptions};
@@ -54,18 +54,19 @@ impl Usage {
 /// Usage by space.
 #[derive(Debug, Default)]
 struct Spaces {
-    spaces: HashMap<SpaceId, Usage>,
+    spaces: HashMap<SpaceId, (ChunkFolder, Usage)>,
     /// Usage of the spaces beyond [`MAX_SPACES`].
     others: Usage,
 }
 
 impl Spaces {
-    fn add(&mut self, space: SpaceId, usage: Usage) {
+    fn add(&mut self, name: ValueName, usage: Usage) {
+        let (folder, space) = (name.folder, name.key.space);
         let is_full = self.spaces.len() >= MAX_SPACES;
         match self.spaces.get_mut(&space) {
-            Some(known) => known.add(usage),
+            Some((_, known)) => known.add(usage),
             None if is_full => self.others.add(usage),
-            None => _ = self.spaces.insert(space, usage),
+            None => _ = self.spaces.insert(space, (folder, usage)),
         }
     }
 }
@@ -75,16 +76,19 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
     let mut spaces = Spaces::default();
     let mut listing = Listing::of_chunks(&target.opened, None);
     while let Some(page) = listing.next().await? {
-        for (key, len) in sized(&store, page).await? {
+        for (name, len) in sized(&store, page).await? {
             let usage = Usage {
                 chunks: 1,
                 bytes: len,
             };
-            spaces.add(key.space, usage);
+            spaces.add(name, usage);
         }
     }
-    let ids: Vec<SpaceId> = spaces.spaces.keys().copied().collect();
-    let records = descriptions(&store, &ids).await?;
+    let found = spaces.spaces.iter();
+    let found: Vec<_> = found
+        .map(|(&space, (folder, _))| (*folder, space))
+        .collect();
+    let records = descriptions(&store, &found).await?;
     let report = Report::of(spaces, records);
     match arguments.json {
         true => println!(
@@ -101,7 +105,7 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
 pub(super) async fn sized(
     store: &Arc<dyn Store>,
     objects: Vec<ListedObject>,
-) -> Result<Vec<(ChunkKey, u64)>> {
+) -> Result<Vec<(ValueName, u64)>> {
     let (mut sized, mut unsized_) = (Vec::with_capacity(objects.len()), Vec::new());
     for object in objects {
         match (object.name, object.len) {
@@ -143,7 +147,7 @@ impl Report {
     fn of(spaces: Spaces, mut records: HashMap<SpaceId, SpaceRecord>) -> Self {
         let mut total = spaces.others;
         let mut rows = Vec::with_capacity(spaces.spaces.len());
-        for (space, usage) in spaces.spaces {
+        for (space, (_, usage)) in spaces.spaces {
             total.add(usage);
             let record = records.remove(&space);
             rows.push(Row {
@@ -279,18 +283,25 @@ fn described(row: &Row) -> String {
 
 #[cfg(test)]
 mod tests {
+    use lmc_backend_remote::format::probe;
+    use lmc_key::ChunkKey;
+
     use super::*;
 
     #[test]
     fn spaces_beyond_the_bound_are_counted_together() {
+        let name = |space| {
+            let probe = probe([0; 32]);
+            probe.folder.value(ChunkKey { space, ..probe.key })
+        };
         let mut spaces = Spaces::default();
         let one = Usage {
             chunks: 1,
             bytes: 10,
         };
         for n in 0..(MAX_SPACES + 5) as u128 {
-            spaces.add(SpaceId::new(n.to_be_bytes()), one);
-            spaces.add(SpaceId::new([0; 16]), one);
+            spaces.add(name(SpaceId::new(n.to_be_bytes())), one);
+            spaces.add(name(SpaceId::new([0; 16])), one);
         }
         assert_eq!((spaces.spaces.len(), spaces.others.chunks), (MAX_SPACES, 5));
         let report = Report::of(spaces, HashMap::new());

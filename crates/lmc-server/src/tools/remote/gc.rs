@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow};
 use clap::Args;
-use lmc_backend_remote::format::{PROBE_SPACE, Scope};
+use lmc_backend_remote::format::{ChunkFolder, PROBE_SPACE, Scope};
 use lmc_backend_remote::{Collected, FileStore, Limits, ListedObject, Opened, Shares};
 use lmc_key::SpaceId;
 
@@ -96,9 +96,9 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
                 collected.evicted,
                 human_bytes(collected.bytes - collected.removed_bytes)
             );
-            let unused = async |object: &ListedObject, space| {
+            let unused = async |object: &ListedObject, folder, space| {
                 let is_old = object.age.is_some_and(|age| age > LEFT);
-                Ok(is_old && selection.has(space) && !has_chunks(&target, space).await?)
+                Ok(is_old && selection.has(space) && !has_chunks(&target, folder, space).await?)
             };
             let descriptions = remove_descriptions(&target, action, unused).await?;
             println!(
@@ -196,11 +196,12 @@ async fn collect_folder(
     })
 }
 
-async fn has_chunks(target: &Target, space: SpaceId) -> Result<bool> {
-    let (store, space) = (target.opened.store(), Some(space));
+async fn has_chunks(target: &Target, folder: ChunkFolder, space: SpaceId) -> Result<bool> {
+    let store = target.opened.store();
     let scope = Scope::Values {
+        folder: Some(folder),
         fanout: None,
-        space,
+        space: Some(space),
     };
     let page = store.list(scope, None, 1, deadline()).await;
     let page = page.map_err(|error| anyhow!("{}", explained(&error)))?;
@@ -262,7 +263,7 @@ async fn probes(target: &Target, action: Action) -> Result<u64> {
             }
         }
     }
-    let of_check = async |object: &ListedObject, space| {
+    let of_check = async |object: &ListedObject, _, space| {
         let is_old = object.age.is_none_or(|age| age > LEFT);
         Ok(space == PROBE_SPACE && is_old)
     };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
 use indicatif::{ProgressBar, ProgressStyle};
-use lmc_backend_remote::format::{Scope, SpaceRecord};
+use lmc_backend_remote::format::{ChunkFolder, Scope, SpaceRecord};
 use lmc_backend_remote::{ListedObject, Opened, Store, read_description};
 use lmc_key::SpaceId;
 use tokio::task::JoinSet;
@@ -34,12 +34,14 @@ impl Listing {
             // One folder after the other, so that the bar shows how many are left.
             Opened::File(_) => (0..=u8::MAX)
                 .map(|fanout| Scope::Values {
+                    folder: None,
                     fanout: Some(fanout),
                     space,
                 })
                 .collect(),
             // One listing of all costs no more requests than that of a part.
             _ => VecDeque::from([Scope::Values {
+                folder: None,
                 fanout: None,
                 space,
             }]),
@@ -111,19 +113,19 @@ fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).expect("a constant template that a test draws")
 }
 
-/// Reads the descriptions of spaces. A space without one, or with one that is damaged or of a later
+/// Reads the descriptions of spaces in folders, and returns each with the space's name in keys. A space without one, or with one that is damaged or of a later
 /// version, is left out.
 pub(super) async fn descriptions(
     store: &Arc<dyn Store>,
-    spaces: &[SpaceId],
+    spaces: &[(ChunkFolder, SpaceId)],
 ) -> Result<HashMap<SpaceId, SpaceRecord>> {
     let mut found = HashMap::new();
     for spaces in spaces.chunks(READS) {
         let mut reads = JoinSet::new();
-        for &space in spaces {
+        for &(folder, space) in spaces {
             let store = Arc::clone(store);
             reads.spawn(async move {
-                let read = read_description(&*store, space, deadline());
+                let read = read_description(&*store, folder, space, deadline());
                 (space, read.await)
             });
         }

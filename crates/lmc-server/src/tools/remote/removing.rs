@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
-use lmc_backend_remote::format::{Name, Scope};
+use lmc_backend_remote::format::{ChunkFolder, Name, Scope};
 use lmc_backend_remote::{ListedObject, Opened, StoreError};
 use lmc_key::SpaceId;
 
@@ -40,10 +40,10 @@ pub(super) enum Action {
 impl Selection {
     /// Returns whether an object is picked; `None` where its age would decide and is not known.
     pub(super) fn picks(&self, object: &ListedObject) -> Option<bool> {
-        let Name::Value(key) = object.name else {
+        let Name::Value(name) = object.name else {
             return Some(false);
         };
-        if !self.has(key.space) {
+        if !self.has(name.key.space) {
             return Some(false);
         }
         match self.older_than {
@@ -81,7 +81,7 @@ impl Selection {
                 picks == Some(true)
             });
             let chunks = sized(&store, page).await?;
-            let names: Vec<Name> = chunks.iter().map(|(key, _)| Name::Value(*key)).collect();
+            let names: Vec<Name> = chunks.iter().map(|(name, _)| Name::Value(*name)).collect();
             let removed = match action {
                 Action::Count => names.iter().map(|_| Ok(true)).collect(),
                 Action::Remove => store.remove(&names, deadline()).await,
@@ -121,7 +121,7 @@ async fn know_ages(target: &Target) -> Result<()> {
 pub(super) async fn remove_descriptions(
     target: &Target,
     action: Action,
-    picks: impl AsyncFn(&ListedObject, SpaceId) -> Result<bool>,
+    picks: impl AsyncFn(&ListedObject, ChunkFolder, SpaceId) -> Result<bool>,
 ) -> Result<u64> {
     let store = target.opened.store();
     let mut listing = Listing::of_scope(&target.opened, Scope::Spaces);
@@ -129,8 +129,8 @@ pub(super) async fn remove_descriptions(
     while let Some(page) = listing.next().await? {
         let mut names = Vec::new();
         for object in page {
-            if let Name::Space(space) = object.name
-                && picks(&object, space).await?
+            if let Name::Space(folder, space) = object.name
+                && picks(&object, folder, space).await?
             {
                 names.push(object.name);
             }

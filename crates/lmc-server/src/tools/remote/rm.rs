@@ -77,7 +77,7 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
     }
     println!("removed {} from {}", shown(picked.usage), target.url);
     if selection.older_than.is_none() {
-        let picks = async |_: &_, space| Ok(selection.has(space));
+        let picks = async |_: &_, _, space| Ok(selection.has(space));
         remove_descriptions(&target, Action::Remove, picks).await?;
     }
     Ok(())

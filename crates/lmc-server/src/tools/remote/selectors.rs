@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
-use lmc_backend_remote::format::{Name, Scope, SpaceRecord};
+use lmc_backend_remote::format::{ChunkFolder, Name, Scope, SpaceRecord};
 use lmc_key::{Salt, SpaceId};
 
 use super::Target;
@@ -57,10 +57,12 @@ impl Selectors {
         let mut listing = Listing::of_scope(&target.opened, Scope::Spaces);
         while let Some(page) = listing.next().await? {
             let ids = page.iter().filter_map(|object| match object.name {
-                Name::Space(id) => Some(id).filter(|id| space.is_none_or(|space| space == *id)),
+                Name::Space(folder, id) if space.is_none_or(|space| space == id) => {
+                    Some((folder, id))
+                }
                 _ => None,
             });
-            let ids: Vec<SpaceId> = ids.collect();
+            let ids: Vec<(ChunkFolder, SpaceId)> = ids.collect();
             let records = descriptions(&store, &ids).await?;
             picked.extend(
                 records

@@ -11,7 +11,7 @@ use std::ops::Deref;
 use std::path::PathBuf;
 use std::process::{ChildStderr, Command, Stdio};
 
-use lmc_testkit::{DEADLINE, Process, free_port, until};
+use lmc_testkit::{DEADLINE, Folder, Process, free_port, until};
 use lmc_vllm_adapter::{
     Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Request, TensorMeta, UnknownFields,
 };
@@ -29,8 +29,9 @@ fn without_settings(mut command: Command) -> Command {
 }
 
 /// Adds a verb and flags to a command, and ports and a size for the pool where the flags have
-/// none. Returns the command and the two ports.
-fn complete(command: Command, verb: &str, args: &[&str]) -> (Command, u16, u16) {
+/// none, and its usual state folder in one of its own. Returns the command, the two ports and that
+/// folder.
+fn complete(command: Command, verb: &str, args: &[&str]) -> (Command, u16, u16, Folder) {
     let given = |flag: &str| {
         let at = args.iter().position(|arg| **arg == *flag)?;
         Some(args[at + 1].to_owned())
@@ -49,7 +50,9 @@ fn complete(command: Command, verb: &str, args: &[&str]) -> (Command, u16, u16) 
     if given("--l1-size-gb").is_none() {
         command.args(["--l1-size-gb", "16MiB"]);
     }
-    (command, port, http)
+    let state = Folder::temporary();
+    command.env("XDG_STATE_HOME", state.text());
+    (command, port, http, state)
 }
 
 /// A running `lmc serve`, killed when dropped.
@@ -57,6 +60,7 @@ pub(crate) struct Server {
     pub(crate) process: Process,
     pub(crate) port: u16,
     pub(crate) http: u16,
+    _state: Folder,
 }
 
 impl Deref for Server {
@@ -90,23 +94,25 @@ impl Server {
 
     /// Runs a command that ends with the program, with a verb and flags.
     pub(crate) fn spawn_by(command: Command, verb: &str, args: &[&str]) -> Self {
-        let (mut command, port, http) = complete(command, verb, args);
+        let (mut command, port, http, state) = complete(command, verb, args);
         Self {
             process: Process::spawn(&mut command),
             port,
             http,
+            _state: state,
         }
     }
 
     /// As [`Self::spawn`], with its standard error left to the caller.
     pub(crate) fn spawn_unread(args: &[&str]) -> (Self, ChildStderr) {
-        let (mut command, port, http) = complete(lmc(), "serve", args);
+        let (mut command, port, http, state) = complete(lmc(), "serve", args);
         let (process, stderr) = Process::spawn_unread(&mut command);
         (
             Self {
                 process,
                 port,
                 http,
+                _state: state,
             },
             stderr,
         )

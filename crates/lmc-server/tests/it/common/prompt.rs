@@ -3,6 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use lmc_testkit::DEADLINE;
 use lmc_vllm_adapter::{
@@ -132,8 +133,21 @@ impl Prompt {
         assert!(stored, "the server takes nothing");
     }
 
-    fn store_by(self, key: CacheKey, client: &mut Client, shm_name: &str) -> bool {
-        let prepared = self.prepare_by(key.clone(), client, shm_name);
+    fn store_by(self, mut key: CacheKey, client: &mut Client, shm_name: &str) -> bool {
+        let mut prepared = self.prepare_by(key.clone(), client, shm_name);
+        if !prepared {
+            // After a clear only what was looked up is stored for a while, and a name counts once.
+            static REQUESTS: AtomicU64 = AtomicU64::new(0);
+            let number = REQUESTS.fetch_add(1, Ordering::Relaxed);
+            key.request_id = format!("{}-{number}", key.request_id);
+            let lookup = CacheKey {
+                worker_id: None,
+                ..key.clone()
+            };
+            let asked = client.ask(&Request::Lookup(lookup)).expect("an answer");
+            assert_eq!(asked, Reply::None);
+            prepared = self.prepare_by(key.clone(), client, shm_name);
+        }
         if prepared {
             commit(key, client);
         }

@@ -128,7 +128,8 @@ fn engine() -> &'static CacheEngine {
                     len: 4096,
                 };
                 let [StoreStart::Reserved(ticket)] =
-                    <[_; 1]>::try_from(engine.store(OwnerId(0), &[request])).expect("one answer")
+                    <[_; 1]>::try_from(engine.store(OwnerId(0), ClearsId::NONE, &[request]))
+                        .expect("one answer")
                 else {
                     panic!("the pool is large enough");
                 };
@@ -145,7 +146,9 @@ fn holds(first: usize, hits: usize, readers: u32) -> Vec<RankHold> {
         let keys: Vec<_> = (first..first + hits)
             .map(|chunk| key(rank, chunk))
             .collect();
-        let leases = engine().acquire(OwnerId(1), &keys).expect("all are there");
+        let leases = engine()
+            .acquire(OwnerId(1), ClearsId::NONE, &keys)
+            .expect("all are there");
         RankHold::new(space(), rank, first, leases, readers)
     };
     match hits {
@@ -248,9 +251,9 @@ impl Rig {
                         Lookup::known(self.numbers, hits as u64, holds, instant(expected.expires))
                     }
                 };
-                let new = || Session::new(client(who.0), now);
+                let new = || Session::new(client(who.0), now, ClearsId::NONE);
                 let session = self.sessions.begin(client(who.0), NAMES[who.1], new);
-                if let Some(before) = session.set_lookup(lookup) {
+                if let Some(before) = session.set_lookup(lookup, ClearsId::NONE) {
                     before.end();
                 }
                 self.over(who);

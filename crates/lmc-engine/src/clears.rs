@@ -1,0 +1,301 @@
+//! The clears that this process has carried out, and the names of chunks after them.
+
+mod file;
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use lmc_backend::{Clears, StartId, TooManyClears};
+use lmc_key::{ClearsId, SpaceId};
+use parking_lot::{Mutex, RwLock};
+use thiserror::Error;
+
+use self::file::StateFile;
+pub use self::file::StateFileError;
+
+/// Names whose spaces are remembered, at most.
+const MAX_NAMES: usize = 1 << 18;
+
+/// Reason why nothing is cleared.
+#[derive(Clone, Debug, Error)]
+#[non_exhaustive]
+pub enum ClearError {
+    /// The map of clears is full.
+    #[error(transparent)]
+    TooMany(#[from] TooManyClears),
+    /// An id for this process's clears cannot be drawn.
+    #[error("the system has no random numbers: {0}")]
+    Random(Arc<getrandom::Error>),
+}
+
+/// The clears that this process has carried out or heard of, kept in a file of a state folder.
+///
+/// Made before any tier: tiers are given it, so that none serves chunks or asks others before
+/// it is known what was cleared. A handle: clones share one log.
+#[derive(Clone, Default)]
+pub struct ClearLog(Arc<Log>);
+
+#[derive(Default)]
+struct Log {
+    current: RwLock<Current>,
+    /// Held while the map changes, so that changes are written and carried out in one order.
+    changing: Mutex<Changing>,
+    /// Clears that were made here and that were learned, since the log was opened.
+    counted: AtomicU64,
+    learned: AtomicU64,
+    on_learned: OnceLock<Box<dyn Fn() + Send + Sync>>,
+    /// The spaces that names stand for.
+    names: RwLock<HashMap<SpaceId, Named>>,
+}
+
+#[derive(Clone, Default)]
+struct Current {
+    clears: Arc<Clears>,
+    id: Option<ClearsId>,
+    /// Time of the last clear, or of the start where there were any before.
+    since: Option<Instant>,
+}
+
+#[derive(Default)]
+struct Changing {
+    start: Option<StartId>,
+    file: Option<StateFile>,
+}
+
+/// The space that a name stands for, and the clears after which it does.
+#[derive(Clone, Copy)]
+struct Named {
+    space: SpaceId,
+    clears: ClearsId,
+}
+
+impl ClearLog {
+    /// Opens the state file of the daemon with this name in a folder, which is made where it is
+    /// missing, and takes in what files of the name in the folders of `others` say. The file stays
+    /// locked until the log is dropped.
+    ///
+    /// # Errors
+    /// [`StateFileError`]: what was cleared is not known, and nothing must be served.
+    pub fn open(folder: &Path, name: &str, others: &[PathBuf]) -> Result<Self, StateFileError> {
+        let (file, clears) = StateFile::open(folder, name, others)?;
+        let this = Self::default();
+        this.switch(Arc::new(clears));
+        this.0.changing.lock().file = Some(file);
+        Ok(this)
+    }
+
+    /// Takes in what files of this name in some folders say, and writes none.
+    ///
+    /// # Errors
+    /// [`StateFileError`]: what was cleared is not known, and nothing must be served.
+    pub fn read(name: &str, folders: &[PathBuf]) -> Result<Self, StateFileError> {
+        let this = Self::default();
+        this.switch(Arc::new(file::read_all(name, folders)?));
+        Ok(this)
+    }
+
+    /// Returns the clears.
+    pub fn clears(&self) -> Arc<Clears> {
+        Arc::clone(&self.0.current.read().clears)
+    }
+
+    /// Returns the digest of the clears.
+    pub fn id(&self) -> ClearsId {
+        self.0.current.read().id.unwrap_or(ClearsId::NONE)
+    }
+
+    /// Returns when the last clear was carried out here; where all of them were before the start, the
+    /// time of that. `None` before the first.
+    pub fn last_clear(&self) -> Option<Instant> {
+        self.0.current.read().since
+    }
+
+    /// Takes in clears that were carried out elsewhere: what was computed before them is not found
+    /// any more when this returns. `from` names the medium for the log. Returns true if one was not
+    /// known. Blocks for the state file.
+    ///
+    /// # Errors
+    /// [`TooManyClears`]; nothing is taken in then.
+    pub fn learn(&self, others: &Clears, from: &str) -> Result<bool, TooManyClears> {
+        if self.0.current.read().clears.contains(others) {
+            return Ok(false);
+        }
+        let mut changing = self.0.changing.lock();
+        let mut clears = Clears::clone(&self.clears());
+        if !clears.join(others)? {
+            return Ok(false);
+        }
+        let before = self.clears();
+        self.carry_out(&mut changing, Arc::new(clears));
+        let clears = self.clears().total().saturating_sub(before.total());
+        self.0.learned.fetch_add(clears, Ordering::Relaxed);
+        tracing::info!(from, clears, "cleared as another daemon did");
+        if let Some(on_learned) = self.0.on_learned.get() {
+            on_learned();
+        }
+        Ok(true)
+    }
+
+    /// Counts a clear of this process. Returns the map with it, and whether a restart finds it.
+    /// Blocks for the state file.
+    pub(crate) fn count(&self) -> Result<(Arc<Clears>, bool), ClearError> {
+        let mut changing = self.0.changing.lock();
+        let start = match changing.start {
+            Some(start) => start,
+            None => StartId::random().map_err(|error| ClearError::Random(Arc::new(error)))?,
+        };
+        let mut clears = Clears::clone(&self.clears());
+        clears.count(start)?;
+        changing.start = Some(start);
+        let clears = Arc::new(clears);
+        let is_durable = self.carry_out(&mut changing, Arc::clone(&clears));
+        self.0.counted.fetch_add(1, Ordering::Relaxed);
+        Ok((clears, is_durable))
+    }
+
+    /// Returns the clears that were made here, and those that were learned, since the log was opened.
+    pub(crate) fn totals(&self) -> (u64, u64) {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (read(&self.0.counted), read(&self.0.learned))
+    }
+
+    /// Calls this after clears that were learned from elsewhere. Only the first is taken.
+    pub(crate) fn on_learned(&self, call: impl Fn() + Send + Sync + 'static) {
+        // One engine has one log.
+        let _ = self.0.on_learned.set(Box::new(call));
+    }
+
+    /// Writes the map, and makes names with it from then on. Returns true if a restart finds it.
+    fn carry_out(&self, changing: &mut Changing, clears: Arc<Clears>) -> bool {
+        let file = changing.file.as_ref();
+        let is_durable = file.is_some_and(|file| file.write(&clears));
+        self.switch(clears);
+        is_durable
+    }
+
+    fn switch(&self, clears: Arc<Clears>) {
+        let id = clears.id();
+        let known: HashSet<SpaceId> = self.0.names.read().values().map(|n| n.space).collect();
+        let since = (!clears.is_empty()).then(Instant::now);
+        *self.0.current.write() = Current {
+            clears,
+            id: Some(id),
+            since,
+        };
+        known.into_iter().for_each(|space| _ = self.name(space, id));
+    }
+
+    /// Returns the name of a space's chunks that are computed after these clears, and remembers what it
+    /// stands for: to be called where there may be chunks of it.
+    pub(crate) fn name(&self, space: SpaceId, clears: ClearsId) -> SpaceId {
+        let name = space.after(clears);
+        if !self.0.names.read().contains_key(&name) {
+            let mut names = self.0.names.write();
+            if names.len() >= MAX_NAMES {
+                // Spaces without chunks, in all likelihood. Those of others count for no space.
+                names.clear();
+            }
+            names.insert(name, Named { space, clears });
+        }
+        name
+    }
+
+    /// Returns the space that a name stands for; the name itself where that is not known.
+    pub(crate) fn space_of(&self, name: SpaceId) -> SpaceId {
+        let names = self.0.names.read();
+        names.get(&name).map_or(name, |named| named.space)
+    }
+
+    /// Returns false for names of chunks that are known to come from before the last clear.
+    pub(crate) fn is_current(&self, name: SpaceId) -> bool {
+        let now = self.id();
+        let names = self.0.names.read();
+        names.get(&name).is_none_or(|named| named.clears == now)
+    }
+
+    /// Returns all names that stand for some spaces.
+    pub(crate) fn names_of(&self, spaces: &HashSet<SpaceId>) -> HashSet<SpaceId> {
+        let names = self.0.names.read();
+        let of_spaces = names
+            .iter()
+            .filter(|(_, named)| spaces.contains(&named.space));
+        of_spaces
+            .map(|(&name, _)| name)
+            .chain(spaces.iter().copied())
+            .collect()
+    }
+
+    /// Forgets names from before the last clear, but for those in use.
+    pub(crate) fn forget_names(&self, in_use: &HashSet<SpaceId>) {
+        let mut names = self.0.names.write();
+        let now = self.id();
+        names.retain(|name, named| named.clears == now || in_use.contains(name));
+    }
+}
+
+impl fmt::Debug for ClearLog {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ClearLog").field(&self.clears()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn space(n: u8) -> SpaceId {
+        SpaceId::new([n; 16])
+    }
+
+    #[test]
+    fn a_name_stands_for_its_space_until_it_is_forgotten() {
+        let log = ClearLog::default();
+        assert_eq!(log.id(), ClearsId::NONE);
+        assert_eq!(log.name(space(1), log.id()), space(1));
+        assert!(log.is_current(space(1)));
+        log.count().expect("the first clear");
+        let first = log.id();
+        let old = log.name(space(1), first);
+        assert!(log.is_current(old) && !log.is_current(space(1)));
+        log.count().expect("the second clear");
+        let new = log.name(space(1), log.id());
+        assert_eq!(log.clears().starts(), 1);
+        assert!(log.is_current(new) && !log.is_current(old));
+        assert_eq!((log.space_of(old), log.space_of(new)), (space(1), space(1)));
+        let names = log.names_of(&HashSet::from([space(1)]));
+        assert_eq!(names, HashSet::from([space(1), old, new]));
+        log.forget_names(&HashSet::from([old]));
+        assert_eq!(log.space_of(old), space(1));
+        log.forget_names(&HashSet::new());
+        assert_eq!((log.space_of(old), log.space_of(new)), (old, space(1)));
+    }
+
+    #[test]
+    fn names_are_bounded() {
+        let log = ClearLog::default();
+        for n in 0..=MAX_NAMES as u128 {
+            log.name(SpaceId::new(n.to_le_bytes()), log.id());
+        }
+        assert_eq!(log.0.names.read().len(), 1);
+    }
+
+    #[test]
+    fn what_is_learned_is_joined_and_reported_once() {
+        let (one, other) = (ClearLog::default(), ClearLog::default());
+        let calls = Arc::new(Mutex::new(0));
+        let count = Arc::clone(&calls);
+        one.on_learned(move || *count.lock() += 1);
+        one.count().expect("a clear");
+        (0..3).for_each(|_| drop(other.count().expect("a clear")));
+        let own = one.clears();
+        assert_eq!(one.learn(&other.clears(), "a test"), Ok(true));
+        assert_eq!(one.learn(&other.clears(), "a test"), Ok(false));
+        assert_eq!(other.learn(&own, "a test"), Ok(true));
+        assert_eq!((one.id(), *calls.lock()), (other.id(), 1));
+        assert_eq!(one.clears().total(), 4);
+    }
+}
