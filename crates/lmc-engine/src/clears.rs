@@ -55,7 +55,7 @@ struct Log {
 #[derive(Clone, Default)]
 struct Current {
     clears: Arc<Clears>,
-    id: Option<ClearsId>,
+    id: ClearsId,
     /// Time of the last clear, or of the start where there were any before.
     since: Option<Instant>,
 }
@@ -105,7 +105,7 @@ impl ClearLog {
 
     /// Returns the digest of the clears.
     pub fn id(&self) -> ClearsId {
-        self.0.current.read().id.unwrap_or(ClearsId::NONE)
+        self.0.current.read().id
     }
 
     /// Returns when the last clear was carried out here; where all of them were before the start, the
@@ -125,15 +125,15 @@ impl ClearLog {
             return Ok(false);
         }
         let mut changing = self.0.changing.lock();
-        let mut clears = Clears::clone(&self.clears());
+        let before = self.clears();
+        let mut clears = Clears::clone(&before);
         if !clears.join(others)? {
             return Ok(false);
         }
-        let before = self.clears();
+        let learned = clears.total().saturating_sub(before.total());
         self.carry_out(&mut changing, Arc::new(clears));
-        let clears = self.clears().total().saturating_sub(before.total());
-        self.0.learned.fetch_add(clears, Ordering::Relaxed);
-        tracing::info!(from, clears, "cleared as another daemon did");
+        self.0.learned.fetch_add(learned, Ordering::Relaxed);
+        tracing::info!(from, clears = learned, "cleared as another daemon did");
         if let Some(on_learned) = self.0.on_learned.get() {
             on_learned();
         }
@@ -181,11 +181,7 @@ impl ClearLog {
         let id = clears.id();
         let known: HashSet<SpaceId> = self.0.names.read().values().map(|n| n.space).collect();
         let since = (!clears.is_empty()).then(Instant::now);
-        *self.0.current.write() = Current {
-            clears,
-            id: Some(id),
-            since,
-        };
+        *self.0.current.write() = Current { clears, id, since };
         known.into_iter().for_each(|space| _ = self.name(space, id));
     }
 
@@ -210,11 +206,15 @@ impl ClearLog {
         names.get(&name).map_or(name, |named| named.space)
     }
 
-    /// Returns false for names of chunks that are known to come from before the last clear.
-    pub(crate) fn is_current(&self, name: SpaceId) -> bool {
+    /// Returns the space that a name stands for, as [`Self::space_of`]; `None` if chunks of the name
+    /// are known to come from before the last clear.
+    pub(crate) fn current_space_of(&self, name: SpaceId) -> Option<SpaceId> {
         let now = self.id();
         let names = self.0.names.read();
-        names.get(&name).is_none_or(|named| named.clears == now)
+        let Some(named) = names.get(&name) else {
+            return Some(name);
+        };
+        (named.clears == now).then_some(named.space)
     }
 
     /// Returns all names that stand for some spaces.
@@ -256,15 +256,17 @@ mod tests {
         let log = ClearLog::default();
         assert_eq!(log.id(), ClearsId::NONE);
         assert_eq!(log.name(space(1), log.id()), space(1));
-        assert!(log.is_current(space(1)));
+        assert_eq!(log.current_space_of(space(1)), Some(space(1)));
         log.count().expect("the first clear");
         let first = log.id();
         let old = log.name(space(1), first);
-        assert!(log.is_current(old) && !log.is_current(space(1)));
+        assert_eq!(log.current_space_of(old), Some(space(1)));
+        assert_eq!(log.current_space_of(space(1)), None);
         log.count().expect("the second clear");
         let new = log.name(space(1), log.id());
         assert_eq!(log.clears().starts(), 1);
-        assert!(log.is_current(new) && !log.is_current(old));
+        assert_eq!(log.current_space_of(new), Some(space(1)));
+        assert_eq!(log.current_space_of(old), None);
         assert_eq!((log.space_of(old), log.space_of(new)), (space(1), space(1)));
         let names = log.names_of(&HashSet::from([space(1)]));
         assert_eq!(names, HashSet::from([space(1), old, new]));

@@ -9,8 +9,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_backend_local::{
-    Clear, EventSink, Inserted, Leases, LocalConfig, LocalTier, MarkId, Origin, OwnerId, TenantId,
-    WriteStart,
+    Clear, EventSink, Inserted, Leases, ListedChunk, LocalConfig, LocalTier, MarkId, Origin,
+    OwnerId, TenantId, WriteStart,
 };
 use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use lmc_memory::{Arena, Pool, PoolConfig, SealedSlot, SharedName};
@@ -21,7 +21,7 @@ use tokio::task::AbortHandle;
 use crate::clears::{ClearError, ClearLog};
 use crate::config::{EngineConfig, EngineError};
 use crate::events::Relay;
-use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, Tiers};
+use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, POLL, Tiers};
 use crate::policy::{LowerTier, WritePolicy};
 use crate::status::{EngineStats, EngineUsage, TenantStatus};
 use crate::store::{StoreRequest, StoreStart, StoreTicket};
@@ -177,6 +177,26 @@ impl Inner {
 
 fn is_written_back(lower: &&LowerTiers) -> bool {
     lower.tiers().has_written(WritePolicy::Back)
+}
+
+/// Names the keys of a request. A prompt has one space, whose name is made once.
+struct Namer<F> {
+    name: F,
+    last: Option<(SpaceId, SpaceId)>,
+}
+
+impl<F: Fn(SpaceId) -> SpaceId> Namer<F> {
+    fn new(name: F) -> Self {
+        Self { name, last: None }
+    }
+
+    fn key(&mut self, key: ChunkKey) -> ChunkKey {
+        let (_, space) = match self.last {
+            Some(last) if last.0 == key.space => last,
+            _ => *self.last.insert((key.space, (self.name)(key.space))),
+        };
+        ChunkKey { space, ..key }
+    }
 }
 
 /// Ends the maintenance thread.
@@ -357,17 +377,8 @@ impl CacheEngine {
 
     /// Returns keys as they are named after these clears.
     fn named(&self, clears: ClearsId, keys: &[ChunkKey]) -> Vec<ChunkKey> {
-        let mut last = None;
-        let named = |key: &ChunkKey| {
-            // A prompt has one space.
-            let space = match last {
-                Some((space, name)) if space == key.space => name,
-                _ => key.space.after(clears),
-            };
-            last = Some((key.space, space));
-            ChunkKey { space, ..*key }
-        };
-        keys.iter().map(named).collect()
+        let mut namer = Namer::new(|space: SpaceId| space.after(clears));
+        keys.iter().map(|key| namer.key(*key)).collect()
     }
 
     /// Leases all of these chunks, computed after these clears, or none. Finds only what is in DRAM.
@@ -398,11 +409,8 @@ impl CacheEngine {
         if clears != self.clears_id() {
             return requests.iter().map(|_| StoreStart::Cleared).collect();
         }
-        let name = |key: ChunkKey| ChunkKey {
-            space: self.0.clears.name(key.space, clears),
-            ..key
-        };
-        let named = |r: &StoreRequest| (name(r.key), r.parent.map(name));
+        let mut namer = Namer::new(|space| self.0.clears.name(space, clears));
+        let named = |r: &StoreRequest| (namer.key(r.key), r.parent.map(|parent| namer.key(parent)));
         let prompt: Vec<_> = requests.iter().map(named).collect();
         self.0.tier.touch(&prompt);
         let reserve = |(request, (key, parent)): (&StoreRequest, &(_, _))| {
@@ -560,34 +568,56 @@ impl CacheEngine {
         }
     }
 
-    /// Offers every chunk to the tiers that are written back to, each when their queues have
-    /// capacity for it. Returns the number of chunks for which there was no time.
+    /// Offers every chunk to the tiers that are written back to, to each when its queue has capacity
+    /// for it, however full those of the others are. Returns the number of chunks for which there was
+    /// no time, counted for each tier.
     fn write_all_back(&self, lower: &LowerTiers, deadline: Instant) -> u64 {
-        let tier = &self.0.tier;
-        let chunks = tier.list_heads_first();
-        let unoffered = &self.0.unoffered;
-        unoffered.store(
-            chunks.iter().map(|chunk| chunk.len).sum(),
-            Ordering::Relaxed,
-        );
-        for (index, chunk) in chunks.iter().enumerate() {
-            if !lower.wait_for_capacity(chunk.len, deadline) {
-                return (chunks.len() - index) as u64;
+        let tiers = lower.tiers();
+        let chunks = self.0.tier.list_heads_first();
+        // For each tier the chunk that comes next, and the bytes of it and those after it.
+        let all: u64 = chunks.iter().map(|chunk| chunk.len).sum();
+        let of_tier = |tier| (tier, 0, all);
+        let mut next: Vec<_> = tiers.written(WritePolicy::Back).map(of_tier).collect();
+        loop {
+            let mut is_waiting = true;
+            for (tier, at, left) in &mut next {
+                while let Some(chunk) = chunks.get(*at)
+                    && tiers.has_capacity(*tier, chunk.len)
+                    && Instant::now() < deadline
+                {
+                    self.offer_leaving(tiers, *tier, chunk);
+                    *at += 1;
+                    *left -= chunk.len;
+                    is_waiting = false;
+                }
             }
-            let _held = lower.tiers().block_removal();
-            let leases = tier.lease_uncounted(WRITER, &[chunk.key]);
-            let offer = |(slot, origin): (&SealedSlot, Origin)| Offer {
+            let left = next.iter().map(|(_, _, left)| *left).max().unwrap_or(0);
+            self.0.unoffered.store(left, Ordering::Relaxed);
+            if left == 0 || Instant::now() >= deadline {
+                break;
+            }
+            if is_waiting {
+                thread::sleep(POLL);
+            }
+        }
+        next.iter()
+            .map(|(_, at, _)| (chunks.len() - at) as u64)
+            .sum()
+    }
+
+    /// Offers a chunk to a tier that is written back to, if it is still in DRAM.
+    fn offer_leaving(&self, tiers: &Tiers, tier: usize, chunk: &ListedChunk) {
+        let _held = tiers.block_removal();
+        let leases = self.0.tier.lease_uncounted(WRITER, &[chunk.key]);
+        for (slot, origin) in leases.iter().zip(leases.origins()) {
+            let offer = Offer {
                 key: chunk.key,
                 parent: chunk.parent,
                 origin,
                 slot: slot.clone(),
             };
-            let found = leases.iter().zip(leases.origins());
-            let offers: Vec<Offer> = found.map(offer).collect();
-            lower.tiers().offer(&offers, Moment::Leaving);
-            unoffered.fetch_sub(chunk.len, Ordering::Relaxed);
+            tiers.offer_leaving_to(tier, &offer);
         }
-        0
     }
 
     /// Bytes of chunks that lower tiers may lack if the process ends now: copies on their way and,

@@ -58,8 +58,10 @@ impl Relay {
 impl EventSink for Relay {
     fn on_stored(&self, event: StoredEvent<'_>) {
         if let Some(listener) = self.listener.get() {
-            let parent = event.parent.map(|parent| self.unnamed(parent));
             let key = self.unnamed(event.key);
+            // A prompt has one space.
+            let space = key.space;
+            let parent = event.parent.map(|parent| ChunkKey { space, ..*parent });
             let mut event = event;
             (event.key, event.parent) = (&key, parent.as_ref());
             listener.on_stored(event);

@@ -51,7 +51,7 @@ impl CacheEngine {
         let resident = local.contains(keys);
         let all_resident = resident.iter().all(Option::is_some);
         let sources = match self.lower() {
-            Some(lower) if !all_resident => lower.tiers().sources_now(keys, None),
+            Some(lower) if !all_resident => lower.tiers().sources_now(keys, None, None),
             _ => Vec::new(),
         };
         let mut sources = sources.into_iter();
@@ -127,14 +127,14 @@ impl CacheEngine {
         // What is promoted stays until the others are leased.
         let mut promoted = None;
         if let Some(lower) = self.lower().filter(|_| Instant::now() < deadline) {
-            let sources = lower.tiers().sources_now(keys, None);
+            let sources = lower.tiers().sources_now(keys, None, None);
             let sources: Vec<Source> = sources.into_iter().map_while(|source| source).collect();
             if sources.iter().any(|source| *source != Source::Dram) {
                 let prompt = Prompt {
                     owner,
                     tenant,
                     keys: keys.to_vec(),
-                    chunk_bytes: None,
+                    hint: None,
                     sources,
                     first: 0,
                     deadline,

@@ -404,12 +404,12 @@ async fn promote(
 ) -> Found {
     let ranks = known.len();
     let deadline = Instant::now() + tiers.promotion_timeout();
+    let hint = |rank: &Rank| request.hint.clone().with_chunk_bytes(rank.chunk_bytes);
+    let hint = &hint;
     let asked = known.iter_mut().map(|rank| async {
         let rest = &rank.keys[rank.leases.len()..];
         let known = std::mem::take(&mut rank.sources);
-        let hint = request.hint.clone();
-        let hint = hint.with_chunk_bytes(rank.rank.chunk_bytes);
-        let found = tiers.locate(rest, known, &hint).await;
+        let found = tiers.locate(rest, known, &hint(&rank.rank)).await;
         rank.sources = Sources {
             found,
             is_final: true,
@@ -441,7 +441,7 @@ async fn promote(
             tenant: request.tenant,
             first: resident,
             keys: rank.keys,
-            chunk_bytes: rank.rank.chunk_bytes,
+            hint: Some(hint(&rank.rank)),
             sources: rank.sources.found,
             deadline,
         };

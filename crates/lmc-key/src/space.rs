@@ -23,7 +23,7 @@ pub struct LayoutFingerprint([u8; 16]);
 pub struct TagsId([u8; 16]);
 
 /// Digest of the clears that a daemon has carried out; [`ClearsId::NONE`] before the first.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClearsId([u8; 16]);
 
 /// Digest of a whole [`KeySpace`], in 16 bytes; in a [`ChunkKey`](crate::ChunkKey) together with the

@@ -1,9 +1,10 @@
 //! Finding out which tier has the chunks of a prompt.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use futures_util::stream::FuturesOrdered;
+use futures_util::stream::FuturesUnordered;
 use lmc_backend::{BackendError, Cursor, LocateHint, Located, Location};
 use lmc_key::ChunkKey;
 
@@ -11,6 +12,10 @@ use super::{Tiers, count};
 
 /// Time between two questions about chunks that are being written, at first and at most.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+
+/// Time that nearer tiers have to answer once others are known to have all chunks. Longer than what
+/// a peer or a store in the same room takes, and shorter than what a prompt would notice.
+const GRACE: Duration = Duration::from_micros(500);
 
 /// The tier that a chunk is read from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +39,13 @@ impl Source {
         match self {
             Self::Dram => 0,
             Self::Tier { len, .. } => *len,
+        }
+    }
+
+    fn tier(&self) -> Option<usize> {
+        match self {
+            Self::Dram => None,
+            Self::Tier { index, .. } => Some(*index),
         }
     }
 
@@ -62,11 +74,31 @@ impl Sources {
 }
 
 /// The answer of the asked tiers about one key.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 enum Answer {
     Found(Source),
     Pending,
+    #[default]
     Absent,
+}
+
+/// A question of a prompt to the tiers that have to be asked.
+struct Question<'a> {
+    hint: &'a LocateHint,
+    /// A tier that is not asked.
+    except: Option<usize>,
+    /// Tiers that were late before: none waits for them where others have all chunks.
+    late: BTreeSet<usize>,
+}
+
+impl<'a> Question<'a> {
+    fn new(hint: &'a LocateHint) -> Self {
+        Self {
+            hint,
+            except: None,
+            late: BTreeSet::new(),
+        }
+    }
 }
 
 impl Tiers {
@@ -94,9 +126,9 @@ impl Tiers {
         // Most prompts that DRAM does not know are known to no tier.
         let found = match known {
             [] => Vec::new(),
-            [first, _, ..] if self.each_now(&[*first], chunk_bytes) == [None] => Vec::new(),
+            [first, _, ..] if self.each_now(&[*first], chunk_bytes, None) == [None] => Vec::new(),
             _ => self
-                .each_now(known, chunk_bytes)
+                .each_now(known, chunk_bytes, None)
                 .into_iter()
                 .map_while(|one| one)
                 .collect(),
@@ -105,14 +137,15 @@ impl Tiers {
         Sources { found, is_final }
     }
 
-    /// Finds the source of each key in DRAM and in the tiers whose index is in this process, up to
-    /// the first key that is being removed, as far as the chunks have this length.
+    /// Finds the source of each key in DRAM and in the tiers whose index is in this process but for
+    /// one, up to the first key that is being removed, as far as the chunks have this length.
     pub(crate) fn sources_now(
         &self,
         keys: &[ChunkKey],
         chunk_bytes: Option<u64>,
+        except: Option<usize>,
     ) -> Vec<Option<Source>> {
-        self.each_now(self.not_removing(keys), chunk_bytes)
+        self.each_now(self.not_removing(keys), chunk_bytes, except)
     }
 
     /// Returns the number of tiers.
@@ -132,23 +165,29 @@ impl Tiers {
             return (Vec::new(), None);
         };
         let deadline = Instant::now() + tier.policy.locate_timeout;
-        // A tier that cannot list its chunks now is asked with the next listing.
-        let page = tier
-            .backend
-            .list(Cursor::from_raw(from), limit, deadline)
-            .await;
-        let page = page.unwrap_or_default();
+        let page = tier.backend.list(Cursor::from_raw(from), limit, deadline);
+        let page = match page.await {
+            Ok(page) => page,
+            // No end of the listing, at which what was not listed counts as gone.
+            Err(BackendError::Deadline) => return (Vec::new(), Some(from)),
+            Err(_) => return (Vec::new(), None),
+        };
         let keys = page.items.iter().map(|item| item.key).collect();
         (keys, page.next.map(Cursor::raw))
     }
 
-    fn each_now(&self, keys: &[ChunkKey], chunk_bytes: Option<u64>) -> Vec<Option<Source>> {
+    fn each_now(
+        &self,
+        keys: &[ChunkKey],
+        chunk_bytes: Option<u64>,
+        except: Option<usize>,
+    ) -> Vec<Option<Source>> {
         let local = self.local.contains(keys).into_iter();
         // One in DRAM is read from no tier, whatever its length.
         let in_dram = |len: u64| fits(len, chunk_bytes).then_some(Source::Dram);
         let mut found: Vec<Option<Option<Source>>> = local.map(|len| len.map(in_dram)).collect();
         for (index, tier) in self.tiers.iter().enumerate() {
-            let Some(tier_index) = tier.backend.index() else {
+            let Some(tier_index) = tier.backend.index().filter(|_| except != Some(index)) else {
                 continue;
             };
             let located = tier_index.locate_now(keys);
@@ -193,18 +232,21 @@ impl Tiers {
         }
         let pending_until = Instant::now() + self.limits.pending_timeout;
         let rest = &keys[found.len()..];
-        let first = self.ask_until_known(&rest[..1], hint, pending_until).await;
+        let mut question = Question::new(hint);
+        let first = self.ask_until_known(&rest[..1], &mut question, pending_until);
+        let first = first.await;
         let [Some(first)] = first[..] else {
             return found;
         };
         found.push(first);
         let rest = &rest[1..];
-        let mut sources = self.sources_now(rest, hint.chunk_bytes);
+        let mut sources = self.sources_now(rest, hint.chunk_bytes, None);
         let asked: Vec<usize> = (0..sources.len())
             .filter(|&n| sources[n].is_none())
             .collect();
         let asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| rest[n]).collect();
-        let answers = self.ask_until_known(&asked_keys, hint, pending_until).await;
+        let answers = self.ask_until_known(&asked_keys, &mut question, pending_until);
+        let answers = answers.await;
         for (n, answer) in asked.into_iter().zip(answers) {
             sources[n] = answer;
         }
@@ -216,10 +258,10 @@ impl Tiers {
     async fn ask_until_known(
         &self,
         keys: &[ChunkKey],
-        hint: &LocateHint,
+        question: &mut Question<'_>,
         pending_until: Instant,
     ) -> Vec<Option<Source>> {
-        let mut answers: Vec<Answer> = self.ask(keys, hint).await;
+        let mut answers: Vec<Answer> = self.ask(keys, question).await;
         let mut pause = ASK_AGAIN.0;
         loop {
             // A chunk after one that is absent is of no use.
@@ -235,7 +277,7 @@ impl Tiers {
             let asked: Vec<ChunkKey> = pending.iter().map(|&n| keys[n]).collect();
             // Meanwhile it may have come to DRAM by another prompt.
             let local = self.local.contains(&asked);
-            let again = self.ask(&asked, hint).await;
+            let again = self.ask(&asked, question).await;
             for ((n, answer), local) in pending.into_iter().zip(again).zip(local) {
                 answers[n] = match local {
                     Some(_) => Answer::Found(Source::Dram),
@@ -243,58 +285,89 @@ impl Tiers {
                 };
             }
         }
-        let mut sources: Vec<Option<Source>> = answers
-            .into_iter()
-            .map(|answer| match answer {
-                Answer::Found(source) => Some(source),
-                Answer::Pending | Answer::Absent => None,
-            })
-            .collect();
+        let mut sources: Vec<Option<Source>> = answers.into_iter().map(Answer::source).collect();
         sources.resize(keys.len(), None);
         sources
     }
 
+    /// Asks all tiers but one about keys, once.
+    pub(super) async fn ask_others(
+        &self,
+        keys: &[ChunkKey],
+        hint: &LocateHint,
+        except: usize,
+    ) -> Vec<Option<Source>> {
+        let mut question = Question {
+            except: Some(except),
+            ..Question::new(hint)
+        };
+        let answers = self.ask(keys, &mut question).await;
+        answers.into_iter().map(Answer::source).collect()
+    }
+
     /// Asks all tiers that have no index in this process at once, each under its deadline. Ends when
-    /// the nearer ones have all chunks. A tier that is late or fails is counted, and cannot be used
-    /// for this prompt.
-    async fn ask(&self, keys: &[ChunkKey], hint: &LocateHint) -> Vec<Answer> {
+    /// all chunks are found, and the nearer tiers have answered or are late. A tier that fails is
+    /// counted, and cannot be used for this prompt.
+    async fn ask(&self, keys: &[ChunkKey], question: &mut Question<'_>) -> Vec<Answer> {
         let mut answers = vec![Answer::Absent; keys.len()];
         if keys.is_empty() {
             return answers;
         }
-        let asked = self.tiers.iter().enumerate();
-        let asked = asked.filter(|(_, tier)| tier.backend.index().is_none());
-        let located = asked.map(|(index, tier)| async move {
-            let timeout = hint.timeout.unwrap_or(tier.policy.locate_timeout);
-            let deadline = Instant::now() + timeout;
-            let located = tier.backend.locate(keys, hint, deadline);
-            // A tier that breaks its contract must not hold the prompt up.
-            let located = tokio::time::timeout(timeout, located).await;
-            let failed = || keys.iter().map(|_| Err(BackendError::Deadline)).collect();
-            (index, located.unwrap_or_else(|_| failed()))
-        });
-        let mut located: FuturesOrdered<_> = located.collect();
-        while let Some((index, located)) = located.next().await {
+        let Question { hint, except, late } = question;
+        let (hint, except) = (*hint, *except);
+        let is_asked =
+            |index: &usize| self.tiers[*index].backend.index().is_none() && Some(*index) != except;
+        let mut awaited: BTreeSet<usize> = (0..self.tiers.len()).filter(is_asked).collect();
+        let asked = awaited.iter().map(|&index| (index, &self.tiers[index]));
+        let mut located: FuturesUnordered<_> = asked
+            .map(|(index, tier)| async move {
+                let timeout = hint.timeout.unwrap_or(tier.policy.locate_timeout);
+                let deadline = Instant::now() + timeout;
+                let located = tier.backend.locate(keys, hint, deadline);
+                // A tier that breaks its contract must not hold the prompt up.
+                let located = tokio::time::timeout(timeout, located).await;
+                let failed = || keys.iter().map(|_| Err(BackendError::Deadline)).collect();
+                (index, located.unwrap_or_else(|_| failed()))
+            })
+            .collect();
+        let mut grace = None;
+        loop {
+            let next = match grace {
+                None => located.next().await,
+                Some(until) => match tokio::time::timeout_at(until, located.next()).await {
+                    Ok(next) => next,
+                    Err(_) => {
+                        late.extend(awaited);
+                        break;
+                    }
+                },
+            };
+            let Some((index, located)) = next else {
+                break;
+            };
+            awaited.remove(&index);
             if located.len() != keys.len() || located.iter().any(Result::is_err) {
                 count(&self.tiers[index].counters.locate_failed, 1);
             }
             for (answer, located) in answers.iter_mut().zip(located) {
-                if matches!(answer, Answer::Found(_)) {
-                    continue;
-                }
-                match located {
+                let located = match located {
                     Ok(Located::Present(location)) => {
-                        if let Some(source) = self.source(index, location, hint.chunk_bytes) {
-                            *answer = Answer::Found(source);
-                        }
+                        let source = self.source(index, location, hint.chunk_bytes);
+                        source.map_or(Answer::Absent, Answer::Found)
                     }
-                    Ok(Located::Pending) => *answer = Answer::Pending,
-                    Ok(Located::Absent) | Err(_) => {}
-                }
+                    Ok(Located::Pending) => Answer::Pending,
+                    Ok(Located::Absent) | Err(_) => Answer::Absent,
+                };
+                *answer = answer.or(located);
             }
-            if answers.iter().all(|one| matches!(one, Answer::Found(_))) {
+            let Some(farthest) = farthest(&answers) else {
+                continue;
+            };
+            // Nothing is better than what is known but nearer tiers.
+            if !awaited.range(..farthest).any(|tier| !late.contains(tier)) {
                 break;
             }
+            grace.get_or_insert_with(|| tokio::time::Instant::now() + GRACE);
         }
         answers
     }
@@ -327,6 +400,35 @@ impl Tiers {
         }
         resident
     }
+}
+
+impl Answer {
+    fn source(self) -> Option<Source> {
+        match self {
+            Self::Found(source) => Some(source),
+            Self::Pending | Self::Absent => None,
+        }
+    }
+
+    /// Joins the answers of two tiers: the nearer of those that have the chunk counts.
+    fn or(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Found(one), Self::Found(other)) => Self::Found(if one.tier() <= other.tier() {
+                one
+            } else {
+                other
+            }),
+            (Self::Found(_), _) | (_, Self::Absent) => self,
+            (Self::Pending, Self::Pending) => self,
+            (_, other) => other,
+        }
+    }
+}
+
+/// Returns the farthest of the tiers that the chunks are found in; `None` if one is not found.
+fn farthest(answers: &[Answer]) -> Option<usize> {
+    let mut tiers = answers.iter().map(|answer| answer.source()?.tier());
+    tiers.try_fold(0, |farthest, tier| Some(farthest.max(tier?)))
 }
 
 /// Returns true if this is the length that a chunk has to have, as far as that is known.

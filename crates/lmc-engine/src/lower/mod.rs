@@ -14,9 +14,9 @@ use std::fmt;
 use std::future::Future;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak, mpsc};
-use std::thread;
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use lmc_backend::{Backend, BackendError, Cleared, Clears, Health, Sharing};
 use lmc_backend_local::{LocalTier, Origin};
 use lmc_key::{ChunkKey, FoldState, SpaceId};
@@ -35,7 +35,7 @@ use permits::Permits;
 pub(crate) use promote::Prompt;
 use uses::Uses;
 use write_queue::WriteQueue;
-pub(crate) use write_queue::{Moment, Offer};
+pub(crate) use write_queue::{Moment, Offer, POLL};
 
 /// Time at the end of a close that writes leave to the tiers, at most.
 const CLOSING: Duration = Duration::from_secs(1);
@@ -125,8 +125,6 @@ struct Limits {
     promotion_timeout: Duration,
     pending_timeout: Duration,
     recompute_time: Option<Duration>,
-    /// Units of [`promote::UNIT`] bytes that may be promoted at a time.
-    promotion_units: u32,
 }
 
 /// The lower tiers and the state that their tasks and the engine share.
@@ -197,9 +195,8 @@ impl LowerTiers {
                 promotion_timeout: config.promotion_timeout,
                 pending_timeout: config.pending_timeout,
                 recompute_time: config.recompute_time,
-                promotion_units,
             },
-            permits: Permits::new(promotion_units),
+            permits: Permits::new(promotion_units, found),
             promoting: Mutex::default(),
             removal: RwLock::new(()),
             removing: Mutex::default(),
@@ -244,19 +241,6 @@ impl LowerTiers {
 
     pub(crate) fn tiers(&self) -> &Arc<Tiers> {
         &self.tiers
-    }
-
-    /// Waits until every tier that chunks are written back to has capacity for `bytes` bytes in its
-    /// queue. Returns false if the deadline came first.
-    pub(crate) fn wait_for_capacity(&self, bytes: u64, deadline: Instant) -> bool {
-        let tiers = || self.tiers.written(WritePolicy::Back);
-        while !tiers().all(|tier| tier.queue.has_capacity(bytes)) {
-            if Instant::now() >= deadline {
-                return false;
-            }
-            thread::sleep(write_queue::POLL);
-        }
-        Instant::now() < deadline
     }
 
     /// Returns the state of each tier.
@@ -340,19 +324,13 @@ impl LowerTiers {
         let tiers = Arc::clone(&self.tiers);
         let asked: Arc<[ChunkKey]> = keys.into();
         let found = self.wait(deadline + ANSWER, async move {
+            let of_tiers = tiers.tiers.iter().map(|tier| tier.remove(&asked, deadline));
             let (mut any, mut all) = (vec![false; asked.len()], true);
-            for tier in &tiers.tiers {
-                let writes = tier.queue.is_writing();
-                let mut removed = tier.backend.remove(&asked, deadline).await;
-                for (any, removed) in any.iter_mut().zip(&removed) {
-                    *any |= matches!(removed, Ok(true));
-                }
-                if writes {
-                    // A chunk that was being written is there once its write has ended.
-                    all &= tier.queue.settled(deadline).await;
-                    removed = tier.backend.remove(&asked, deadline).await;
-                }
-                all &= removed.iter().all(Result::is_ok);
+            for (found, complete) in join_all(of_tiers).await {
+                any.iter_mut()
+                    .zip(found)
+                    .for_each(|(any, found)| *any |= found);
+                all &= complete;
             }
             (any, all)
         });
@@ -383,20 +361,14 @@ impl LowerTiers {
         // The rest of the time is for the tiers to make what was written durable.
         let writes_until = deadline - (left / 8).min(CLOSING);
         let closed = self.wait(deadline + ANSWER, async move {
+            let closed = tiers.tiers.iter();
+            let closed = join_all(closed.map(|tier| tier.close(writes_until, deadline)));
             let (mut failed, mut late) = (Vec::new(), 0);
-            for tier in &tiers.tiers {
-                tier.queue.idle(writes_until).await;
-            }
-            for tier in &tiers.tiers {
-                late += tier.queue.drop_queued();
-                if let Err(error) = tier.backend.close(deadline).await {
+            for (tier, (closed, left)) in tiers.tiers.iter().zip(closed.await) {
+                late += left;
+                if let Err(error) = closed {
                     failed.push((tier.backend.name().to_owned(), error.to_string()));
                 }
-            }
-            for tier in &tiers.tiers {
-                // A tier that is closed answers the writes that it was given.
-                tier.queue.idle(Instant::now() + ANSWER / 4).await;
-                late += tier.queue.left();
             }
             let unwritten = tiers.unwritten();
             (failed, Unwritten { late, ..unwritten })
@@ -431,6 +403,42 @@ impl LowerTiers {
     }
 }
 
+impl Tier {
+    /// Removes chunks, also those that are being written. Returns for each whether it was there, and
+    /// whether none of them is there now.
+    async fn remove(&self, keys: &[ChunkKey], deadline: Instant) -> (Vec<bool>, bool) {
+        let writes = self.queue.is_writing();
+        let mut removed = self.backend.remove(keys, deadline).await;
+        let is_found = |removed: &Result<bool, _>| matches!(removed, Ok(true));
+        let found = removed.iter().map(is_found).collect();
+        let mut all = true;
+        if writes {
+            // A chunk that was being written is there once its write has ended.
+            all = self.queue.settled(deadline).await;
+            removed = self.backend.remove(keys, deadline).await;
+        }
+        (found, all && removed.iter().all(Result::is_ok))
+    }
+
+    /// Waits for the writes, at most until `writes_until`, then closes the tier. Returns also the
+    /// number of chunks that were not written for lack of time.
+    async fn close(
+        &self,
+        writes_until: Instant,
+        deadline: Instant,
+    ) -> (Result<(), BackendError>, u64) {
+        self.queue.idle(writes_until).await;
+        let late = self.queue.drop_queued();
+        // A tier that breaks its contract has the others' time to answer.
+        let until = tokio::time::Instant::from_std(deadline + ANSWER / 2);
+        let closed = tokio::time::timeout_at(until, self.backend.close(deadline)).await;
+        // A tier that is closed answers the writes that it was given.
+        self.queue.idle(Instant::now() + ANSWER / 4).await;
+        let closed = closed.unwrap_or(Err(BackendError::Deadline));
+        (closed, late + self.queue.left())
+    }
+}
+
 impl Tiers {
     /// Returns the timeout of a promotion.
     pub(crate) fn promotion_timeout(&self) -> Duration {
@@ -446,14 +454,24 @@ impl Tiers {
         2 * locate + limits.pending_timeout + limits.promotion_timeout
     }
 
-    fn written(&self, when: WritePolicy) -> impl Iterator<Item = &Tier> {
-        let tiers = self.tiers.iter();
-        tiers.filter(move |tier| tier.policy.write == when && tier.backend.takes_writes())
+    /// Returns the indices of the tiers that chunks are written to at this time.
+    pub(crate) fn written(&self, when: WritePolicy) -> impl Iterator<Item = usize> {
+        let tiers = self.tiers.iter().enumerate();
+        let is_written =
+            move |tier: &Tier| tier.policy.write == when && tier.backend.takes_writes();
+        tiers
+            .filter(move |(_, tier)| is_written(tier))
+            .map(|(index, _)| index)
     }
 
     /// Returns true if there is a tier that chunks are written to at this time.
     pub(crate) fn has_written(&self, when: WritePolicy) -> bool {
         self.written(when).next().is_some()
+    }
+
+    /// Returns true if a tier's queue of writes has capacity for a chunk.
+    pub(crate) fn has_capacity(&self, tier: usize, bytes: u64) -> bool {
+        self.tiers[tier].queue.has_capacity(bytes)
     }
 
     /// Returns true if what is promoted is offered to a tier, or counts as used there.
@@ -536,7 +554,7 @@ impl Tiers {
             let noted = tier.backend.clear(Arc::clone(&clears), deadline);
             tokio::time::timeout_at(late, noted)
         });
-        let noted = futures_util::future::join_all(noted).await;
+        let noted = join_all(noted).await;
         let answer = |noted: Result<_, _>| noted.unwrap_or(Err(BackendError::Deadline));
         noted.into_iter().map(answer).collect()
     }

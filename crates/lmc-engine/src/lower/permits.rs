@@ -1,4 +1,4 @@
-//! Permits to promote a bounded number of bytes at a time, handed out fairly.
+//! Permits to promote a bounded number of bytes at a time: a share for each tier, handed out fairly.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -10,14 +10,31 @@ use lmc_testkit::interleave::Mutex;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-/// A number of units that owners take and give back. Owners that wait are served in turn, each
-/// in the order in which it asked; no later request overtakes an earlier one.
+/// Units that owners take for tiers and give back.
+///
+/// Half of all are shares that each tier has for itself; the rest is for all of them. What one tier
+/// holds and does not give back therefore leaves every other tier its share. Requests for the same
+/// tiers are served in turns of their owners, for each owner in the order in which it asked.
 #[derive(Debug, Clone)]
 pub(super) struct Permits(Arc<Mutex<State>>);
 
 #[derive(Debug)]
 struct State {
-    free: u32,
+    /// Units that each tier has for itself.
+    share: u32,
+    /// Units that any tier may use besides its share.
+    common: u32,
+    /// Units in use of each tier.
+    used: Vec<u32>,
+    /// Requests that wait, in the order in which they are served next.
+    lines: VecDeque<Line>,
+}
+
+/// The requests that wait for units of the same tiers.
+#[derive(Debug)]
+struct Line {
+    /// A bit for each tier.
+    tiers: u64,
     waiting: HashMap<OwnerId, VecDeque<Waiting>>,
     /// Owners that wait, the next one first.
     turns: VecDeque<OwnerId>,
@@ -25,99 +42,187 @@ struct State {
 
 #[derive(Debug)]
 struct Waiting {
-    units: u32,
-    granted: oneshot::Sender<Permit>,
+    units: Vec<u32>,
+    granted: oneshot::Sender<Vec<Permit>>,
 }
 
-/// Units that were taken. Dropping it gives them back.
+/// Units of one tier that were taken. Dropping it gives them back.
 #[derive(Debug)]
 pub(super) struct Permit {
     permits: Permits,
+    tier: usize,
     units: u32,
 }
 
+fn bits(units: &[u32]) -> u64 {
+    let tiers = units.iter().enumerate().filter(|(_, units)| **units > 0);
+    tiers.fold(0, |bits, (tier, _)| bits | 1 << tier)
+}
+
+impl State {
+    /// Returns the tiers in which these units would go beyond a share that nothing in common is left
+    /// to add to.
+    fn short(&self, units: &[u32]) -> u64 {
+        let over = |(used, units): (&u32, &u32)| (used + units).saturating_sub(self.share);
+        let over: Vec<u32> = self.used.iter().zip(units).map(over).collect();
+        if over.iter().sum::<u32>() <= self.common {
+            return 0;
+        }
+        let is_asked = |(over, units): (&u32, &u32)| if *units > 0 { *over } else { 0 };
+        let asked: Vec<u32> = over.iter().zip(units).map(is_asked).collect();
+        bits(&asked)
+    }
+
+    fn take(&mut self, units: &[u32]) {
+        let used = self.used.iter_mut().zip(units);
+        used.for_each(|(used, units)| *used += units);
+    }
+
+    /// Takes the next request that can be granted out of its line, with its units.
+    fn next(&mut self) -> Option<Waiting> {
+        let mut short = 0;
+        let mut at = 0;
+        while let Some(line) = self.lines.get_mut(at) {
+            line.skip_closed();
+            let Some(front) = line.front() else {
+                self.lines.remove(at);
+                continue;
+            };
+            // Not before those that wait for one of its tiers and came first.
+            let units = front.units.clone();
+            if self.lines[at].tiers & short == 0 {
+                short |= self.short(&units);
+            }
+            if self.lines[at].tiers & short != 0 {
+                at += 1;
+                continue;
+            }
+            let mut line = self.lines.remove(at)?;
+            let next = line.pop();
+            if !line.turns.is_empty() {
+                self.lines.push_back(line);
+            }
+            self.take(&units);
+            return next;
+        }
+        None
+    }
+}
+
+impl Line {
+    fn front(&self) -> Option<&Waiting> {
+        self.waiting.get(self.turns.front()?)?.front()
+    }
+
+    /// Takes the next request, and gives the next owner its turn.
+    fn pop(&mut self) -> Option<Waiting> {
+        let owner = self.turns.pop_front()?;
+        let queue = self.waiting.get_mut(&owner)?;
+        let next = queue.pop_front();
+        if queue.is_empty() {
+            self.waiting.remove(&owner);
+        } else {
+            self.turns.push_back(owner);
+        }
+        next
+    }
+
+    /// Removes requests at the front whose callers gave up.
+    fn skip_closed(&mut self) {
+        while self.front().is_some_and(|next| next.granted.is_closed()) {
+            self.pop();
+        }
+    }
+}
+
 impl Permits {
-    pub(super) fn new(units: u32) -> Self {
+    pub(super) fn new(units: u32, tiers: usize) -> Self {
+        let share = (units / (2 * tiers.max(1) as u32)).max(1);
         Self(Arc::new(Mutex::new(State {
-            free: units,
-            waiting: HashMap::new(),
-            turns: VecDeque::new(),
+            share,
+            common: units.saturating_sub(share * tiers as u32),
+            used: vec![0; tiers],
+            lines: VecDeque::new(),
         })))
     }
 
-    /// Takes units if they are free and no owner waits.
-    pub(super) fn try_acquire(&self, units: u32) -> Option<Permit> {
+    /// Returns the units that each tier has for itself. No request is for more of one tier.
+    pub(super) fn share(&self) -> u32 {
+        self.0.lock().share
+    }
+
+    /// Takes units of each tier if nothing waits for one of these tiers and they are free.
+    pub(super) fn try_acquire(&self, units: &[u32]) -> Option<Vec<Permit>> {
         let mut state = self.0.lock();
-        if !state.turns.is_empty() || state.free < units {
+        let waited = state.lines.iter().fold(0, |bits, line| bits | line.tiers);
+        if waited & bits(units) != 0 || state.short(units) != 0 {
             return None;
         }
-        state.free -= units;
-        Some(self.permit(units))
+        state.take(units);
+        Some(self.permits(units))
     }
 
-    /// Waits for units. They must be no more than there are in all.
-    pub(super) async fn acquire(&self, owner: OwnerId, units: u32) -> Option<Permit> {
-        if let Some(permit) = self.try_acquire(units) {
-            return Some(permit);
+    /// Waits for units of each tier, which must be no more than its share.
+    pub(super) async fn acquire(&self, owner: OwnerId, units: Vec<u32>) -> Option<Vec<Permit>> {
+        if let Some(permits) = self.try_acquire(&units) {
+            return Some(permits);
         }
-        let (granted, permit) = oneshot::channel();
+        let tiers = bits(&units);
+        let (granted, permits) = oneshot::channel();
         {
             let mut state = self.0.lock();
-            let queue = state.waiting.entry(owner).or_default();
-            let first = queue.is_empty();
-            queue.push_back(Waiting { units, granted });
-            if first {
-                state.turns.push_back(owner);
+            let at = state.lines.iter().position(|line| line.tiers == tiers);
+            let at = at.unwrap_or_else(|| {
+                state.lines.push_back(Line {
+                    tiers,
+                    waiting: HashMap::new(),
+                    turns: VecDeque::new(),
+                });
+                state.lines.len() - 1
+            });
+            let line = &mut state.lines[at];
+            let queue = line.waiting.entry(owner).or_default();
+            if queue.is_empty() {
+                line.turns.push_back(owner);
             }
+            queue.push_back(Waiting { units, granted });
         }
         self.grant();
-        permit.await.ok()
+        permits.await.ok()
     }
 
-    fn permit(&self, units: u32) -> Permit {
-        Permit {
+    fn permits(&self, units: &[u32]) -> Vec<Permit> {
+        let taken = units.iter().enumerate().filter(|(_, units)| **units > 0);
+        let permit = |(tier, &units): (usize, &u32)| Permit {
             permits: self.clone(),
+            tier,
             units,
-        }
+        };
+        taken.map(permit).collect()
     }
 
-    /// Grants waiting requests while enough units are free.
+    /// Grants waiting requests as far as units are free.
     fn grant(&self) {
         // A permit whose receiver is gone comes back through its own drop, after the lock.
         let mut refused = Vec::new();
         let mut state = self.0.lock();
-        while let Some(owner) = state.turns.front().copied() {
-            let free = state.free;
-            let Some(queue) = state.waiting.get_mut(&owner) else {
-                state.turns.pop_front();
-                continue;
-            };
-            while queue.front().is_some_and(|next| next.granted.is_closed()) {
-                queue.pop_front();
-            }
-            if queue.front().is_some_and(|next| next.units > free) {
-                return;
-            }
-            let next = queue.pop_front();
-            if queue.is_empty() {
-                state.waiting.remove(&owner);
-                state.turns.pop_front();
-            } else {
-                state.turns.rotate_left(1);
-            }
-            if let Some(Waiting { units, granted }) = next {
-                state.free -= units;
-                refused.extend(granted.send(self.permit(units)).err());
-            }
+        while let Some(Waiting { units, granted }) = state.next() {
+            refused.extend(granted.send(self.permits(&units)).err());
         }
         drop(state);
         drop(refused);
     }
 }
 
+impl Permit {
+    pub(super) fn tier(&self) -> usize {
+        self.tier
+    }
+}
+
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.permits.0.lock().free += self.units;
+        self.permits.0.lock().used[self.tier] -= self.units;
         self.permits.grant();
     }
 }
@@ -144,17 +249,17 @@ mod tests {
     #[test]
     fn owners_take_turns_however_many_permits_one_waits_for() {
         let (greedy, modest) = (OwnerId(1), OwnerId(2));
-        let permits = Permits::new(10);
-        let first = permits.try_acquire(10).expect("all are free");
+        let permits = Permits::new(10, 1);
+        let first = permits.try_acquire(&[10]).expect("all are free");
         let mut waits: Vec<_> = (0..5)
-            .map(|_| Box::pin(permits.acquire(greedy, 10)))
+            .map(|_| Box::pin(permits.acquire(greedy, vec![10])))
             .collect();
         for wait in &mut waits {
             assert!(poll(wait.as_mut()).is_none());
         }
-        let mut other = pin!(permits.acquire(modest, 1));
+        let mut other = pin!(permits.acquire(modest, vec![1]));
         assert!(poll(other.as_mut()).is_none());
-        assert!(permits.try_acquire(1).is_none());
+        assert!(permits.try_acquire(&[1]).is_none());
         drop(first);
         let second = poll(waits[0].as_mut()).flatten().expect("it came first");
         assert!(poll(other.as_mut()).is_none());
@@ -170,21 +275,62 @@ mod tests {
         let last = poll(waits[2].as_mut()).flatten().expect("all are free");
         waits.clear();
         drop(last);
-        let all = permits.try_acquire(10);
+        let all = permits.try_acquire(&[10]);
         assert!(all.is_some(), "everything came back");
     }
+
+    #[test]
+    fn what_one_tier_does_not_give_back_leaves_the_others_their_shares() {
+        let (one, other) = (OwnerId(1), OwnerId(2));
+        for hung in 0..3 {
+            let units = |units: &[(usize, u32)]| {
+                let mut of_tiers = vec![0; 3];
+                (units.iter()).for_each(|(tier, units)| of_tiers[(hung + tier) % 3] = *units);
+                of_tiers
+            };
+            // A share of two for each, and six for all.
+            let permits = Permits::new(12, 3);
+            let hung: Vec<_> = (0..4)
+                .map(|_| permits.try_acquire(&units(&[(0, 2)])))
+                .collect();
+            assert!(hung.iter().all(Option::is_some));
+            let mut more = pin!(permits.acquire(one, units(&[(0, 1)])));
+            assert!(
+                poll(more.as_mut()).is_none(),
+                "its share and what is common are used"
+            );
+            let mut mixed = pin!(permits.acquire(one, units(&[(0, 1), (1, 1)])));
+            assert!(poll(mixed.as_mut()).is_none());
+            for _ in 0..3 {
+                // Not even those of the same owner wait for the tier that hangs.
+                let first = poll(pin!(permits.acquire(one, units(&[(1, 2)]))));
+                let second = poll(pin!(permits.acquire(other, units(&[(2, 2)]))));
+                assert!(first.flatten().is_some() && second.flatten().is_some());
+            }
+            drop(hung);
+            assert!(poll(more.as_mut()).flatten().is_some());
+            let mut mixed = poll(mixed.as_mut()).flatten().expect("all are free");
+            // What has ended comes back before the rest has.
+            mixed.pop();
+            assert_eq!(permits.0.lock().used.iter().sum::<u32>(), 1);
+            drop(mixed);
+            assert!(permits.try_acquire(&[4, 4, 4]).is_some(), "a unit is lost");
+        }
+    }
+
     #[test]
     fn every_unit_comes_back_and_every_waiter_is_served_in_any_order_of_threads() {
-        const UNITS: u32 = 4;
+        const UNITS: u32 = 8;
         explore(rounds(1000, 4000), || {
-            let permits = Permits::new(UNITS);
-            let used = Arc::new(AtomicU32::new(0));
+            let permits = Permits::new(UNITS, 2);
+            let used = [0, 1].map(|_| Arc::new(AtomicU32::new(0)));
             let thread = |owner| {
-                let (permits, used) = (permits.clone(), Arc::clone(&used));
+                let (permits, used) = (permits.clone(), used.clone());
                 spawn(move || {
                     for _ in 0..3 {
-                        let units = 1 + random_below(UNITS as usize) as u32;
-                        let mut wait = Box::pin(permits.acquire(OwnerId(owner), units));
+                        let share = permits.share() as usize + 1;
+                        let units: Vec<u32> = (0..2).map(|_| random_below(share) as u32).collect();
+                        let mut wait = Box::pin(permits.acquire(OwnerId(owner), units.clone()));
                         // Some give up waiting, perhaps while they are being served.
                         if random_below(4) == 0 {
                             drop(poll(wait.as_mut()));
@@ -192,10 +338,16 @@ mod tests {
                             continue;
                         }
                         let permit = block_on(wait).expect("permits are never closed");
-                        let now = used.fetch_add(units, Ordering::Relaxed) + units;
+                        let add = |(used, units): (&Arc<AtomicU32>, &u32)| {
+                            used.fetch_add(*units, Ordering::Relaxed) + units
+                        };
+                        let now: u32 = used.iter().zip(&units).map(add).sum();
                         assert!(now <= UNITS, "{now} of {UNITS} units are in use");
                         yield_now();
-                        used.fetch_sub(units, Ordering::Relaxed);
+                        let remove = |(used, units): (&Arc<AtomicU32>, &u32)| {
+                            used.fetch_sub(*units, Ordering::Relaxed);
+                        };
+                        used.iter().zip(&units).for_each(remove);
                         drop(permit);
                     }
                 })
@@ -204,7 +356,8 @@ mod tests {
             for thread in threads {
                 thread.join().expect("no panic");
             }
-            assert!(permits.try_acquire(UNITS).is_some(), "a unit is lost");
+            let all = permits.try_acquire(&[UNITS / 2, UNITS / 2]);
+            assert!(all.is_some(), "a unit is lost");
         });
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::future::join_all;
-use lmc_backend::{LoadItem, Loaded};
+use lmc_backend::{LoadItem, Loaded, LocateHint};
 use lmc_backend_local::{InFlight, Leases, Origin, OwnerId, TenantId, Write, WriteStart};
 use lmc_key::ChunkKey;
 use tokio::task::JoinHandle;
@@ -41,10 +41,21 @@ struct Window {
     kept: Vec<Leases>,
     /// The chunks to read from each tier.
     loads: Vec<Vec<Load>>,
-    /// Indices of chunks that another prompt promotes or a worker writes.
-    busy: Vec<usize>,
+    /// Chunks that another prompt promotes or a worker writes.
+    rest: Vec<Rest>,
     /// The chunks of `loads`, so that other prompts wait for them.
     promoting: Promoting,
+}
+
+/// A chunk that is read after the others of its range.
+#[derive(Clone, Copy)]
+struct Rest {
+    /// Its index in the prompt.
+    index: usize,
+    /// Its source, if that is a tier that had to be asked.
+    asked: Option<Source>,
+    /// The tier that had it and failed to load it.
+    failed: Option<usize>,
 }
 
 /// Chunks that one prompt promotes. Other prompts wait for them until this is dropped.
@@ -101,8 +112,8 @@ pub(crate) struct Prompt {
     pub(crate) owner: OwnerId,
     pub(crate) tenant: TenantId,
     pub(crate) keys: Vec<ChunkKey>,
-    /// Payload bytes that each chunk has, where that is known.
-    pub(crate) chunk_bytes: Option<u64>,
+    /// Advice for tiers that have to be asked. `None` where they are not to be asked.
+    pub(crate) hint: Option<LocateHint>,
     /// Sources of `keys` from index `first` on.
     pub(crate) sources: Vec<Source>,
     pub(crate) first: usize,
@@ -120,9 +131,11 @@ impl Tiers {
         let mut under_way: VecDeque<(usize, Task)> = VecDeque::new();
         loop {
             while under_way.len() < WINDOWS && next < end {
-                let most = u64::from(self.limits.promotion_units) * UNIT;
+                let most = u64::from(self.permits.share()) * UNIT;
                 let range = prompt.window(next..end, most);
-                let Some(permit) = self.permit(&prompt, &range, under_way.is_empty()).await else {
+                let units = self.units(prompt.sources(&range));
+                let permits = self.permits(&prompt, units, under_way.is_empty());
+                let Some(permits) = permits.await else {
                     break;
                 };
                 let len = range.len();
@@ -133,11 +146,7 @@ impl Tiers {
                     next = end;
                 }
                 let (tiers, prompt) = (Arc::clone(self), Arc::clone(&prompt));
-                let task = tokio::spawn(async move {
-                    let leases = tiers.read(&prompt, window).await;
-                    drop(permit);
-                    leases
-                });
+                let task = tokio::spawn(async move { tiers.read(&prompt, window, permits).await });
                 under_way.push_back((len, Task(task)));
             }
             let Some((len, mut task)) = under_way.pop_front() else {
@@ -155,47 +164,61 @@ impl Tiers {
         held
     }
 
-    /// Takes the right to promote a range. `None` when there is none: now, or by the deadline for
-    /// a prompt that waits.
-    async fn permit(&self, prompt: &Prompt, range: &Range<usize>, waits: bool) -> Option<Permit> {
-        let units = prompt.bytes(range).div_ceil(UNIT).max(1) as u32;
-        let units = units.min(self.limits.promotion_units);
-        if !waits {
-            return self.permits.try_acquire(units);
+    /// Returns the units of each tier that chunks of these sources take.
+    fn units<'a>(&self, sources: impl IntoIterator<Item = &'a Source>) -> Vec<u32> {
+        let mut bytes = vec![0; self.tiers.len()];
+        for source in sources {
+            if let Source::Tier { index, len, .. } = source {
+                bytes[*index] += len;
+            }
         }
-        let deadline = tokio::time::Instant::from_std(prompt.deadline);
-        let permit = self.permits.acquire(prompt.owner, units);
-        tokio::time::timeout_at(deadline, permit).await.ok()?
+        // A chunk may be larger than the share of its tier.
+        let share = u64::from(self.permits.share());
+        let units = |bytes: u64| bytes.div_ceil(UNIT).min(share) as u32;
+        bytes.into_iter().map(units).collect()
     }
 
-    /// Returns the source of a chunk now. What was in DRAM when the prompt was located may have
-    /// been evicted for its head, and the other way round.
-    fn source_now(&self, prompt: &Prompt, index: usize, now: Option<&Source>) -> Option<Source> {
-        let before = prompt
-            .sources
-            .get(index.checked_sub(prompt.first)?)
-            .copied();
-        // A tier that had to be asked is not asked again.
-        let asked = before.filter(|source| match source {
-            Source::Dram => false,
-            Source::Tier { index, .. } => self.tiers[*index].backend.index().is_none(),
-        });
-        now.copied().or(asked)
+    /// Takes the right to promote from tiers. `None` when there is none: now, or by the deadline for
+    /// a prompt that waits.
+    async fn permits(&self, prompt: &Prompt, units: Vec<u32>, waits: bool) -> Option<Vec<Permit>> {
+        if !waits {
+            return self.permits.try_acquire(&units);
+        }
+        let deadline = tokio::time::Instant::from_std(prompt.deadline);
+        let permits = self.permits.acquire(prompt.owner, units);
+        tokio::time::timeout_at(deadline, permits).await.ok()?
+    }
+
+    /// Returns the source that a chunk had when the prompt was located, if that is a tier that had to
+    /// be asked: it is not asked again.
+    fn asked_source(&self, prompt: &Prompt, index: usize) -> Option<Source> {
+        let source = *prompt.sources.get(index.checked_sub(prompt.first)?)?;
+        match source {
+            Source::Tier { index, .. } if self.tiers[index].backend.index().is_none() => {
+                Some(source)
+            }
+            _ => None,
+        }
     }
 
     /// Leases the resident chunks of a range, and reserves slots for the others.
     fn prepare(self: &Arc<Self>, prompt: &Prompt, range: Range<usize>) -> Window {
         // A chunk that is located now is marked before it can be removed, which voids the mark.
         let _held = self.block_removal();
-        let now = self.sources_now(&prompt.keys[range.clone()], prompt.chunk_bytes);
-        let sources: Vec<Source> = (range.clone().zip(&now))
-            .map_while(|(index, now)| self.source_now(prompt, index, now.as_ref()))
+        // What was in DRAM when the prompt was located may have been evicted for its head, and the
+        // other way round.
+        let mut now = self
+            .sources_now(&prompt.keys[range.clone()], prompt.chunk_bytes(), None)
+            .into_iter();
+        let sources: Vec<Source> = range
+            .clone()
+            .map_while(|index| now.next()?.or_else(|| self.asked_source(prompt, index)))
             .collect();
         let mut window = Window {
             range: range.start..range.start + sources.len(),
             kept: Vec::new(),
             loads: Vec::new(),
-            busy: Vec::new(),
+            rest: Vec::new(),
             promoting: Promoting::new(self),
         };
         window.loads.resize_with(self.tiers.len(), Vec::new);
@@ -223,7 +246,11 @@ impl Tiers {
                     window.loads[tier].push((index, new.mark, LoadItem::new(key, new.slot)));
                 }
                 Ok(WriteStart::Present) => {}
-                Ok(WriteStart::Busy) => window.busy.push(index),
+                Ok(WriteStart::Busy) => window.rest.push(Rest {
+                    index,
+                    asked: self.asked_source(prompt, index),
+                    failed: None,
+                }),
                 Err(_) => {
                     window.range.end = index;
                     break;
@@ -234,29 +261,34 @@ impl Tiers {
     }
 
     /// Reads a range of a prompt, and leases its leading chunks.
-    async fn read(self: &Arc<Self>, prompt: &Prompt, window: Window) -> Leases {
+    async fn read(
+        self: &Arc<Self>,
+        prompt: &Prompt,
+        window: Window,
+        permits: Vec<Permit>,
+    ) -> Leases {
         let Window {
             range,
             mut kept,
             loads,
-            mut busy,
+            mut rest,
             promoting,
         } = window;
         let writers_until = prompt.deadline.min(Instant::now() + WRITER_TIMEOUT);
-        self.load_all(prompt, loads, &mut kept).await;
+        let mut failed = self.load_all(prompt, loads, permits, &mut kept).await;
         drop(promoting);
-        while !busy.is_empty() && Instant::now() < prompt.deadline {
-            for &index in &busy {
-                let key = &prompt.keys[index];
+        loop {
+            rest.extend(self.locate_elsewhere(prompt, failed).await);
+            if rest.is_empty() || Instant::now() >= prompt.deadline {
+                break;
+            }
+            for Rest { index, .. } in &rest {
+                let key = &prompt.keys[*index];
                 while self.is_awaited(key, writers_until) && Instant::now() < prompt.deadline {
                     tokio::time::sleep(POLL).await;
                 }
             }
-            // Of the rest no commit is near: it is read into slots beside those of its writers.
-            let (promoting, loads, left) = self.prepare_rest(prompt, &busy);
-            self.load_all(prompt, loads, &mut kept).await;
-            drop(promoting);
-            busy = left;
+            (rest, failed) = self.read_rest(prompt, rest, &mut kept).await;
         }
         // Not a lookup of its own, and no second use: the lookup that asked for it was counted.
         self.local
@@ -270,31 +302,78 @@ impl Tiers {
             || (self.local.is_writing(key) && Instant::now() < writers_until)
     }
 
-    /// Reserves memory for those chunks of `busy` that are still not in DRAM, although others write
-    /// them. Returns the indices of those that another prompt began to promote meanwhile.
+    /// Finds other tiers that have chunks whose load failed, given with their tiers.
+    async fn locate_elsewhere(&self, prompt: &Prompt, failed: Vec<(usize, usize)>) -> Vec<Rest> {
+        let mut rest: Vec<Rest> = Vec::new();
+        for of_tier in failed.chunk_by(|a, b| a.1 == b.1) {
+            let tier = of_tier[0].1;
+            let keys: Vec<ChunkKey> = of_tier.iter().map(|(n, _)| prompt.keys[*n]).collect();
+            let asked = match &prompt.hint {
+                Some(hint) => self.ask_others(&keys, hint, tier).await,
+                None => vec![None; keys.len()],
+            };
+            let other = |(&(index, _), asked)| Rest {
+                index,
+                asked,
+                failed: Some(tier),
+            };
+            rest.extend(of_tier.iter().zip(asked).map(other));
+        }
+        rest.retain(|one| self.source_of(prompt, one).is_some());
+        rest
+    }
+
+    /// Returns the source of a chunk now.
+    fn source_of(&self, prompt: &Prompt, rest: &Rest) -> Option<Source> {
+        let key = [prompt.keys[rest.index]];
+        let now = self.sources_now(&key, prompt.chunk_bytes(), rest.failed);
+        now.first().copied().flatten().or(rest.asked)
+    }
+
+    /// Reads chunks into memory beside that of others who write them. Returns those that another
+    /// prompt began to promote meanwhile, and those whose first load failed.
+    async fn read_rest(
+        self: &Arc<Self>,
+        prompt: &Prompt,
+        rest: Vec<Rest>,
+        kept: &mut Vec<Leases>,
+    ) -> (Vec<Rest>, Vec<(usize, usize)>) {
+        let sources = rest.iter().filter_map(|one| self.source_of(prompt, one));
+        let units = self.units(&sources.collect::<Vec<_>>());
+        let Some(permits) = self.permits(prompt, units, true).await else {
+            return (Vec::new(), Vec::new());
+        };
+        let (promoting, loads, left) = self.prepare_rest(prompt, &rest);
+        let mut failed = self.load_all(prompt, loads, permits, kept).await;
+        drop(promoting);
+        let is_first = |index| (rest.iter()).any(|one| one.index == index && one.failed.is_none());
+        failed.retain(|(index, _)| is_first(*index));
+        (left, failed)
+    }
+
+    /// Reserves memory for those chunks that are still not in DRAM. Returns those that another
+    /// prompt began to promote meanwhile.
     fn prepare_rest(
         self: &Arc<Self>,
         prompt: &Prompt,
-        busy: &[usize],
-    ) -> (Promoting, Vec<Vec<Load>>, Vec<usize>) {
+        rest: &[Rest],
+    ) -> (Promoting, Vec<Vec<Load>>, Vec<Rest>) {
         // As for `prepare`.
         let _held = self.block_removal();
         let mut promoting = Promoting::new(self);
         let mut loads = Vec::new();
         loads.resize_with(self.tiers.len(), Vec::new);
         let mut left = Vec::new();
-        for &index in busy {
-            let key = prompt.keys[index];
-            let now = self.sources_now(&[key], prompt.chunk_bytes);
-            let source = self.source_now(prompt, index, now.first().and_then(Option::as_ref));
+        for one in rest {
+            let key = prompt.keys[one.index];
             let Some(Source::Tier {
                 index: tier, len, ..
-            }) = source
+            }) = self.source_of(prompt, one)
             else {
                 continue;
             };
             if !promoting.add(key) {
-                left.push(index);
+                left.push(*one);
                 continue;
             }
             let started = self
@@ -302,7 +381,7 @@ impl Tiers {
                 .begin_shared_write(prompt.owner, prompt.tenant, key, len);
             match started {
                 Ok(WriteStart::Reserved(new)) => {
-                    loads[tier].push((index, new.mark, LoadItem::new(key, new.slot)));
+                    loads[tier].push((one.index, new.mark, LoadItem::new(key, new.slot)));
                 }
                 Ok(_) => {}
                 Err(_) => break,
@@ -311,21 +390,52 @@ impl Tiers {
         (promoting, loads, left)
     }
 
-    /// Reads chunks from all tiers at once.
-    async fn load_all(&self, prompt: &Prompt, loads: Vec<Vec<Load>>, kept: &mut Vec<Leases>) {
+    /// Reads chunks from all tiers at once. Returns those whose load failed, with their tiers.
+    async fn load_all(
+        &self,
+        prompt: &Prompt,
+        loads: Vec<Vec<Load>>,
+        mut permits: Vec<Permit>,
+        kept: &mut Vec<Leases>,
+    ) -> Vec<(usize, usize)> {
         let loads = loads.into_iter().enumerate();
         let loads = loads.filter(|(_, loads)| !loads.is_empty());
-        let loads = loads.map(|(tier, loads)| self.load(prompt, tier, loads));
-        kept.extend(join_all(loads).await.into_iter().flatten());
+        let loads: Vec<_> = loads
+            .map(|(tier, loads)| {
+                // Each tier's units come back with its last chunk, however slow the others are.
+                let permit = permits
+                    .extract_if(.., |permit| permit.tier() == tier)
+                    .next();
+                async move {
+                    let loaded = self.load(prompt, tier, loads).await;
+                    drop(permit);
+                    loaded
+                }
+            })
+            .collect();
+        drop(permits);
+        let mut failed = Vec::new();
+        for (leases, of_tier) in join_all(loads).await {
+            kept.extend(leases);
+            failed.extend(of_tier);
+        }
+        failed
     }
 
-    /// Reads chunks from one tier, and commits each when it has arrived.
-    async fn load(&self, prompt: &Prompt, tier_index: usize, loads: Vec<Load>) -> Vec<Leases> {
+    /// Reads chunks from one tier, and commits each when it has arrived. Returns their leases, and
+    /// the chunks whose load failed.
+    async fn load(
+        &self,
+        prompt: &Prompt,
+        tier_index: usize,
+        loads: Vec<Load>,
+    ) -> (Vec<Leases>, Vec<(usize, usize)>) {
         let tier = &self.tiers[tier_index];
         let counters = &tier.counters;
         let split = |(index, mark, item)| (Some((index, mark)), item);
         let (mut marks, items): (Vec<_>, Vec<_>) = loads.into_iter().map(split).unzip();
         let mut kept = Vec::new();
+        let mut failed = Vec::new();
         let timeout = tier.policy.read_timeout.map(|time| Instant::now() + time);
         let deadline = timeout.map_or(prompt.deadline, |until| until.min(prompt.deadline));
         let answers = tier.backend.load(items, deadline);
@@ -343,8 +453,14 @@ impl Tiers {
                         origin: Origin::tier(tier_index),
                         slot,
                     }),
-                    Loaded::Miss(_) => count(&counters.promote_missed, 1),
-                    Loaded::Failed { .. } => count(&counters.promote_failed, 1),
+                    Loaded::Miss(_) => {
+                        count(&counters.promote_missed, 1);
+                        failed.push((index, tier_index));
+                    }
+                    Loaded::Failed { .. } => {
+                        count(&counters.promote_failed, 1);
+                        failed.push((index, tier_index));
+                    }
                 }
             }
             if self.local.pool().arena().is_lost() {
@@ -360,9 +476,13 @@ impl Tiers {
             count(&counters.promoted_bytes, bytes);
             kept.push(self.commit_promoted(prompt.owner, writes));
         }
-        let unanswered = marks.iter().flatten().count() as u64;
-        count(&counters.promote_failed, unanswered);
-        kept
+        let unanswered = marks.into_iter().flatten();
+        for (index, mark) in unanswered {
+            count(&counters.promote_failed, 1);
+            drop(mark);
+            failed.push((index, tier_index));
+        }
+        (kept, failed)
     }
 
     /// Makes chunks that were read findable, and offers them to the other tiers. Returns their
@@ -382,17 +502,20 @@ impl Prompt {
         let most = WINDOW.min(most);
         let mut bytes = 0;
         let fits = |index: &usize| {
-            bytes += self.bytes(&(*index..*index + 1));
+            bytes += self.sources[*index - self.first].bytes();
             bytes <= most
         };
         let len = range.clone().take_while(fits).count().max(1);
         range.start..range.start + len
     }
 
-    /// Returns the bytes of a range that are read from lower tiers.
-    fn bytes(&self, range: &Range<usize>) -> u64 {
-        let sources = &self.sources[range.start - self.first..range.end - self.first];
-        sources.iter().map(Source::bytes).sum()
+    /// Returns the payload bytes that each chunk has, where that is known.
+    fn chunk_bytes(&self) -> Option<u64> {
+        self.hint.as_ref()?.chunk_bytes
+    }
+
+    fn sources(&self, range: &Range<usize>) -> &[Source] {
+        &self.sources[range.start - self.first..range.end - self.first]
     }
 
     fn parent(&self, index: usize) -> Option<ChunkKey> {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use lmc_backend::{StoreItem, Stored};
 use lmc_backend_local::{Inserted, Leases, Origin, OwnerId, Write};
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::SealedSlot;
 use parking_lot::Mutex;
 use tokio::sync::{Notify, Semaphore};
@@ -22,7 +22,7 @@ const BATCH: usize = 64;
 /// Batches that a tier is given at a time, so that it has the next when one is made durable.
 const BATCHES: usize = 4;
 /// Time between two checks of whether all writes have ended.
-pub(super) const POLL: Duration = Duration::from_millis(1);
+pub(crate) const POLL: Duration = Duration::from_millis(1);
 
 /// A chunk that is offered to the lower tiers.
 #[derive(Debug, Clone)]
@@ -215,24 +215,37 @@ impl Tiers {
     /// Offers chunks to every tier but the one that they came from, which takes them by its
     /// policy. Never waits: what finds a queue full is dropped and counted.
     pub(crate) fn offer(&self, offers: &[Offer], moment: Moment) {
-        // What a clear has left here for its readers goes to no tier.
-        let is_current = |offer: &&Offer| self.clears.is_current(offer.key.space);
-        for offer in offers.iter().filter(is_current) {
-            let space = self.clears.space_of(offer.key.space);
-            for (index, tier) in self.tiers.iter().enumerate() {
-                if offer.origin.is_tier(index)
-                    || !tier.backend.takes_writes()
-                    || !tier.policy.spaces.picks(space)
-                    || !tier.takes(&offer.key, moment, offer.origin.is_after(index))
-                {
-                    continue;
-                }
-                let mut item = StoreItem::new(offer.key, offer.slot.clone());
-                item.parent = offer.parent;
-                if !tier.queue.push(item) {
-                    count(&tier.counters.write_dropped, 1);
-                }
+        for offer in offers {
+            // What a clear has left here for its readers goes to no tier.
+            let Some(space) = self.clears.current_space_of(offer.key.space) else {
+                continue;
+            };
+            for index in 0..self.tiers.len() {
+                self.offer_to(index, space, offer, moment);
             }
+        }
+    }
+
+    /// Offers a chunk to one tier, as [`Self::offer`] does to all.
+    pub(crate) fn offer_leaving_to(&self, index: usize, offer: &Offer) {
+        if let Some(space) = self.clears.current_space_of(offer.key.space) {
+            self.offer_to(index, space, offer, Moment::Leaving);
+        }
+    }
+
+    fn offer_to(&self, index: usize, space: SpaceId, offer: &Offer, moment: Moment) {
+        let tier = &self.tiers[index];
+        if offer.origin.is_tier(index)
+            || !tier.backend.takes_writes()
+            || !tier.policy.spaces.picks(space)
+            || !tier.takes(&offer.key, moment, offer.origin.is_after(index))
+        {
+            return;
+        }
+        let mut item = StoreItem::new(offer.key, offer.slot.clone());
+        item.parent = offer.parent;
+        if !tier.queue.push(item) {
+            count(&tier.counters.write_dropped, 1);
         }
     }
 }
