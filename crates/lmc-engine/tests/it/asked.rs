@@ -19,6 +19,7 @@ use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{DEADLINE, soon, until};
 
+mod isolation;
 mod policies;
 
 const CHUNK: u64 = 4096;
