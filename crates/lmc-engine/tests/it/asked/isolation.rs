@@ -25,7 +25,7 @@ struct Hung {
     inner: MemoryBackend,
     path: Path,
     released: AtomicBool,
-    /// Calls that have ended.
+    /// Calls of that part that have ended.
     ended: AtomicU64,
 }
 
@@ -39,19 +39,15 @@ impl Hung {
         })
     }
 
-    /// A tier of which nothing hangs.
-    fn sound(inner: MemoryBackend) -> Arc<Self> {
-        let sound = Self::new(inner, Path::Locate);
-        sound.release();
-        sound
-    }
-
     fn release(&self) {
         self.released.store(true, Ordering::Relaxed);
     }
 
     async fn pass(&self, path: Path) {
-        while path == self.path && !self.released.load(Ordering::Relaxed) {
+        if path != self.path {
+            return;
+        }
+        while !self.released.load(Ordering::Relaxed) {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         self.ended.fetch_add(1, Ordering::Relaxed);
@@ -142,7 +138,8 @@ fn in_all_positions(path: Path, test: impl Fn(&Hung, &Hung, [Arc<dyn Backend>; 2
         .flat_map(|hung| media.map(|sound| (hung, sound)))
     {
         for is_hung_first in [true, false] {
-            let (hung, sound) = (Hung::new(hung(), path), Hung::sound(sound()));
+            let (hung, sound) = (Hung::new(hung(), path), Hung::new(sound(), path));
+            sound.release();
             let mut tiers: [Arc<dyn Backend>; 2] =
                 [Arc::clone(&hung) as _, Arc::clone(&sound) as _];
             if !is_hung_first {
