@@ -45,6 +45,8 @@ pub(crate) enum BenchAction {
     Prefault(ExampleArgs),
     /// Measures lookups in the index, and its bytes for each chunk
     Index(ExampleArgs),
+    /// Measures lookups in a sound tier beside tiers that are slow or hang
+    Tiers(ExampleArgs),
     /// Measures the hit rates of eviction policies on a folder of Mooncake's traces
     HitRate(ExampleArgs),
 }
@@ -63,6 +65,7 @@ pub(crate) fn run(action: &BenchAction) -> Result<bool> {
         BenchAction::Copy(args) => examples::run("lmc-memory", "copy_speed", args),
         BenchAction::Prefault(args) => examples::run("lmc-memory", "prefault_speed", args),
         BenchAction::Index(args) => examples::run("lmc-backend-local", "index_speed", args),
+        BenchAction::Tiers(args) => examples::run("lmc-engine", "tiers_beside", args),
         BenchAction::HitRate(args) => examples::run("lmc-backend-local", "hit_rate", args),
     }
 }

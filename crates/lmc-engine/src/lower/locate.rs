@@ -14,8 +14,10 @@ use super::{Tiers, count};
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
 /// Time that nearer tiers have to answer once others are known to have all chunks. Longer than what
-/// a peer or a store in the same room takes, and shorter than what a prompt would notice.
+/// a peer or a store nearby takes, and shorter than what a prompt would notice.
 const GRACE: Duration = Duration::from_micros(500);
+/// Time for which a tier that was late has no such time.
+pub(super) const LATE: Duration = Duration::from_millis(100);
 
 /// The tier that a chunk is read from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,25 +82,6 @@ enum Answer {
     Pending,
     #[default]
     Absent,
-}
-
-/// A question of a prompt to the tiers that have to be asked.
-struct Question<'a> {
-    hint: &'a LocateHint,
-    /// A tier that is not asked.
-    except: Option<usize>,
-    /// Tiers that were late before: none waits for them where others have all chunks.
-    late: BTreeSet<usize>,
-}
-
-impl<'a> Question<'a> {
-    fn new(hint: &'a LocateHint) -> Self {
-        Self {
-            hint,
-            except: None,
-            late: BTreeSet::new(),
-        }
-    }
 }
 
 impl Tiers {
@@ -232,8 +215,7 @@ impl Tiers {
         }
         let pending_until = Instant::now() + self.limits.pending_timeout;
         let rest = &keys[found.len()..];
-        let mut question = Question::new(hint);
-        let first = self.ask_until_known(&rest[..1], &mut question, pending_until);
+        let first = self.ask_until_known(&rest[..1], hint, pending_until);
         let first = first.await;
         let [Some(first)] = first[..] else {
             return found;
@@ -245,7 +227,7 @@ impl Tiers {
             .filter(|&n| sources[n].is_none())
             .collect();
         let asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| rest[n]).collect();
-        let answers = self.ask_until_known(&asked_keys, &mut question, pending_until);
+        let answers = self.ask_until_known(&asked_keys, hint, pending_until);
         let answers = answers.await;
         for (n, answer) in asked.into_iter().zip(answers) {
             sources[n] = answer;
@@ -258,10 +240,10 @@ impl Tiers {
     async fn ask_until_known(
         &self,
         keys: &[ChunkKey],
-        question: &mut Question<'_>,
+        hint: &LocateHint,
         pending_until: Instant,
     ) -> Vec<Option<Source>> {
-        let mut answers: Vec<Answer> = self.ask(keys, question).await;
+        let mut answers: Vec<Answer> = self.ask(keys, hint, None).await;
         let mut pause = ASK_AGAIN.0;
         loop {
             // A chunk after one that is absent is of no use.
@@ -277,7 +259,7 @@ impl Tiers {
             let asked: Vec<ChunkKey> = pending.iter().map(|&n| keys[n]).collect();
             // Meanwhile it may have come to DRAM by another prompt.
             let local = self.local.contains(&asked);
-            let again = self.ask(&asked, question).await;
+            let again = self.ask(&asked, hint, None).await;
             for ((n, answer), local) in pending.into_iter().zip(again).zip(local) {
                 answers[n] = match local {
                     Some(_) => Answer::Found(Source::Dram),
@@ -297,24 +279,23 @@ impl Tiers {
         hint: &LocateHint,
         except: usize,
     ) -> Vec<Option<Source>> {
-        let mut question = Question {
-            except: Some(except),
-            ..Question::new(hint)
-        };
-        let answers = self.ask(keys, &mut question).await;
+        let answers = self.ask(keys, hint, Some(except)).await;
         answers.into_iter().map(Answer::source).collect()
     }
 
     /// Asks all tiers that have no index in this process at once, each under its deadline. Ends when
     /// all chunks are found, and the nearer tiers have answered or are late. A tier that fails is
     /// counted, and cannot be used for this prompt.
-    async fn ask(&self, keys: &[ChunkKey], question: &mut Question<'_>) -> Vec<Answer> {
+    async fn ask(
+        &self,
+        keys: &[ChunkKey],
+        hint: &LocateHint,
+        except: Option<usize>,
+    ) -> Vec<Answer> {
         let mut answers = vec![Answer::Absent; keys.len()];
         if keys.is_empty() {
             return answers;
         }
-        let Question { hint, except, late } = question;
-        let (hint, except) = (*hint, *except);
         let is_asked =
             |index: &usize| self.tiers[*index].backend.index().is_none() && Some(*index) != except;
         let mut awaited: BTreeSet<usize> = (0..self.tiers.len()).filter(is_asked).collect();
@@ -332,15 +313,10 @@ impl Tiers {
             .collect();
         let mut grace = None;
         loop {
+            let next = located.next();
             let next = match grace {
-                None => located.next().await,
-                Some(until) => match tokio::time::timeout_at(until, located.next()).await {
-                    Ok(next) => next,
-                    Err(_) => {
-                        late.extend(awaited);
-                        break;
-                    }
-                },
+                None => next.await,
+                Some(until) => tokio::time::timeout_at(until, next).await.ok().flatten(),
             };
             let Some((index, located)) = next else {
                 break;
@@ -360,14 +336,19 @@ impl Tiers {
                 };
                 *answer = answer.or(located);
             }
-            let Some(farthest) = farthest(&answers) else {
-                continue;
-            };
-            // Nothing is better than what is known but nearer tiers.
-            if !awaited.range(..farthest).any(|tier| !late.contains(tier)) {
+            // Once all are found, only nearer tiers can have anything better.
+            if let Some(farthest) = farthest(&answers) {
+                grace.get_or_insert_with(|| tokio::time::Instant::now() + GRACE);
+                awaited.retain(|tier| *tier < farthest && !self.tiers[*tier].is_late());
+            }
+            if awaited.is_empty() {
                 break;
             }
-            grace.get_or_insert_with(|| tokio::time::Instant::now() + GRACE);
+        }
+        if grace.is_some() {
+            awaited
+                .iter()
+                .for_each(|tier| self.tiers[*tier].note_late());
         }
         answers
     }

@@ -117,6 +117,8 @@ struct Tier {
     uses: Option<Uses>,
     queue: WriteQueue,
     counters: Counters,
+    /// End of the time for which prompts that others have whole do not wait for the tier.
+    late_until: Mutex<Option<Instant>>,
 }
 
 /// Settings of the work with lower tiers.
@@ -185,6 +187,7 @@ impl LowerTiers {
             uses: Uses::of_policy(policy.admit),
             queue: WriteQueue::new(policy.write_queue_bytes.unwrap_or(pool / 8)),
             counters: Counters::default(),
+            late_until: Mutex::default(),
             policy,
         };
         let tiers = Arc::new(Tiers {
@@ -404,6 +407,17 @@ impl LowerTiers {
 }
 
 impl Tier {
+    /// Notes that the tier did not answer in the time that it has where others have all chunks.
+    fn note_late(&self) {
+        *self.late_until.lock() = Some(Instant::now() + locate::LATE);
+    }
+
+    fn is_late(&self) -> bool {
+        self.late_until
+            .lock()
+            .is_some_and(|until| Instant::now() < until)
+    }
+
     /// Removes chunks, also those that are being written. Returns for each whether it was there, and
     /// whether none of them is there now.
     async fn remove(&self, keys: &[ChunkKey], deadline: Instant) -> (Vec<bool>, bool) {

@@ -50,9 +50,9 @@ struct Window {
 /// A chunk that is read after the others of its range.
 #[derive(Clone, Copy)]
 struct Rest {
-    /// Its index in the prompt.
+    /// Index of the chunk in the prompt.
     index: usize,
-    /// Its source, if that is a tier that had to be asked.
+    /// Source of the chunk, if that is a tier that had to be asked.
     asked: Option<Source>,
     /// The tier that had it and failed to load it.
     failed: Option<usize>,
