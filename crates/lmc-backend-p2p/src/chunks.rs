@@ -50,7 +50,7 @@ pub trait Chunks: Send + Sync + 'static {
 
     /// Returns the clears that this daemon has carried out. It is complete from the first call on,
     /// which comes before the first message to a peer, and contains all that it contained before.
-    /// Its digest is computed again for each other [`Arc`]. Never waits.
+    /// The digest is computed again for each other [`Arc`]. Never waits.
     fn clears(&self) -> Arc<Clears>;
 
     /// Takes in clears that were made elsewhere, and notes them durably. From the end on
