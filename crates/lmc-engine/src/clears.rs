@@ -56,8 +56,9 @@ struct Log {
 struct Current {
     clears: Arc<Clears>,
     id: ClearsId,
-    /// Time of the last clear, or of the start where there were any before.
-    since: Option<Instant>,
+    /// Times since which the map has not been empty and since which it has been this one; both are
+    /// the start's where there were clears before.
+    since: Option<(Instant, Instant)>,
 }
 
 #[derive(Default)]
@@ -111,7 +112,12 @@ impl ClearLog {
     /// Returns when the last clear was carried out here; where all of them were before the start, the
     /// time of that. `None` before the first.
     pub fn last_clear(&self) -> Option<Instant> {
-        self.0.current.read().since
+        self.0.current.read().since.map(|(_, last)| last)
+    }
+
+    /// Returns when the first clear was carried out here, as [`Self::last_clear`].
+    pub fn first_clear(&self) -> Option<Instant> {
+        self.0.current.read().since.map(|(first, _)| first)
     }
 
     /// Takes in clears that were carried out elsewhere: what was computed before them is not found
@@ -180,8 +186,13 @@ impl ClearLog {
     fn switch(&self, clears: Arc<Clears>) {
         let id = clears.id();
         let known: HashSet<SpaceId> = self.0.names.read().values().map(|n| n.space).collect();
-        let since = (!clears.is_empty()).then(Instant::now);
-        *self.0.current.write() = Current { clears, id, since };
+        let now = (!clears.is_empty()).then(Instant::now);
+        let first = self.first_clear().or(now);
+        *self.0.current.write() = Current {
+            clears,
+            id,
+            since: first.zip(now),
+        };
         known.into_iter().for_each(|space| _ = self.name(space, id));
     }
 

@@ -1,6 +1,7 @@
 //! Tests of the real binary, in one program.
 
 mod bench;
+mod clears;
 mod cli;
 mod common;
 mod containers;

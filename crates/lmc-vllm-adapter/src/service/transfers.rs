@@ -176,15 +176,16 @@ impl Transfers {
     /// Returns true if a request that was not looked up here has begun after the last clear. It may be
     /// older: it may have been looked up at a server before this. So it is for one session
     /// lifetime after a clear or a start, unless its connection was the only one since before the
-    /// clear: then no other has looked it up.
+    /// first clear: then no other has looked it up.
     fn may_be_new(&self, knows_all: bool, now: Instant) -> bool {
         let context = &self.context;
-        let Some(last_clear) = context.engine.clear_log().last_clear() else {
+        let clears = context.engine.clear_log();
+        let Some((first_clear, last_clear)) = clears.first_clear().zip(clears.last_clear()) else {
             return true;
         };
         let is_over = now.saturating_duration_since(last_clear) >= context.config.session_ttl;
         let alone_since = self.connections.alone_since();
-        is_over || (knows_all && alone_since.is_some_and(|since| since < last_clear))
+        is_over || (knows_all && alone_since.is_some_and(|since| since < first_clear))
     }
 
     /// Reserves slots for those chunks of a range that are neither there nor under way, at most

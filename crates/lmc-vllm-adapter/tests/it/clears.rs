@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use lmc_backend::{Clears, StartId};
+use lmc_engine::EngineConfig;
 use lmc_vllm_adapter::{Client, Reply, Request};
 
 use crate::common::{Answer, CHUNK, Server, Worker, end_session, lookup, prompt};
@@ -81,8 +83,14 @@ fn a_request_that_was_not_looked_up_is_not_stored_for_a_while_after_a_clear() {
         status.transport.connections_open == 1
     });
     assert_eq!(worker.store(&key), 0);
-    // A worker beside which there was no scheduler since before the clear.
+    // A later clear makes it no newer.
     assert_eq!(worker.client.answer(&FORCE), Reply::None);
+    assert_eq!(worker.store(&key), 0);
+    server.assert_idle();
+    // A worker beside which there was no scheduler since before the first clear.
+    let server = Server::start();
+    let mut worker = Worker::register(&server, 1);
+    (0..2).for_each(|_| assert_eq!(worker.client.answer(&FORCE), Reply::None));
     assert_eq!(worker.store(&key), 2);
     // What it looked up itself before a clear is known, although that is over.
     let late = worker.key("b", &prompt(2, 2 * CHUNK), 0..2);
@@ -91,7 +99,20 @@ fn a_request_that_was_not_looked_up_is_not_stored_for_a_while_after_a_clear() {
     assert_eq!(worker.client.answer(&FORCE), Reply::None);
     assert_eq!(worker.store(&late), 0);
     server.assert_idle();
-    // Nor after the longest time that a request takes.
+    // A server that starts with clears: the one before it may have looked the request up.
+    let config = EngineConfig::default();
+    let mut before = Clears::default();
+    before
+        .count(StartId::new([1; 16]))
+        .expect("the first clear");
+    config.clears.learn(&before, "its file").expect("few");
+    let server = Server::with_engine(config, Vec::new(), 1 << 20, |_| {}, |_| {});
+    let mut worker = Worker::register(&server, 1);
+    assert_eq!(worker.store(&key), 0);
+    assert_eq!(worker.client.answer(&FORCE), Reply::None);
+    assert_eq!(worker.store(&key), 0);
+    server.assert_idle();
+    // Until the longest time that a request takes is over.
     let server = Server::with(
         1 << 20,
         |config| config.session_ttl = Duration::ZERO,

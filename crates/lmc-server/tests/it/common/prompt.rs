@@ -245,6 +245,81 @@ impl Prompt {
     }
 }
 
+/// Bytes of a chunk that say who computed them.
+pub(crate) struct Stamped(pub(crate) u32);
+
+impl Stamped {
+    /// Looks a prompt up and reads what is found. Returns who computed each chunk; the request goes
+    /// on.
+    pub(crate) fn look_up(
+        prompt: Prompt,
+        client: &mut Client,
+        shm_name: &str,
+        request: &str,
+    ) -> Vec<u32> {
+        prompt.begin_lookup(client, request);
+        let hits = await_hits(client, request);
+        if hits == 0 {
+            return Vec::new();
+        }
+        let key = CacheKey {
+            end: hits * CHUNK as u64,
+            ..prompt.key(request)
+        };
+        let prepare = Request::PrepareRetrieve {
+            key: key.clone(),
+            instance_id: 1,
+        };
+        let Reply::RetrieveSlots(Some(slots)) = client.ask(&prepare).expect("an answer") else {
+            panic!("found and not there");
+        };
+        let pool = pool(shm_name);
+        let stamp = |offset, length: u64| {
+            let mut bytes = vec![0; length as usize];
+            pool.read_exact_at(&mut bytes, offset)
+                .expect("inside the pool");
+            let first = bytes[..4].try_into().expect("4 bytes");
+            assert!(bytes.chunks(4).all(|one| one == first), "a chunk is torn");
+            u32::from_le_bytes(first)
+        };
+        let stamps = slots
+            .iter()
+            .map(|slot| stamp(slot.offset, slot.length))
+            .collect();
+        let commit = Request::CommitRetrieve {
+            key,
+            instance_id: 1,
+        };
+        assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
+        stamps
+    }
+
+    /// Stores what the server takes of a prompt, and ends its request.
+    pub(crate) fn store(self, prompt: Prompt, client: &mut Client, shm_name: &str, request: &str) {
+        let key = prompt.key(request);
+        let prepare = Request::PrepareStore {
+            key: key.clone(),
+            instance_id: 1,
+        };
+        let Reply::StoreSlots { slots, .. } = client.ask(&prepare).expect("an answer") else {
+            panic!("no answer to a store");
+        };
+        let pool = pool(shm_name);
+        for slot in &slots {
+            let bytes = self.0.to_le_bytes().repeat(slot.length as usize / 4);
+            pool.write_all_at(&bytes, slot.offset)
+                .expect("inside the pool");
+        }
+        if !slots.is_empty() {
+            commit(key, client);
+        }
+        let end = Request::EndSession {
+            request_id: request.to_owned(),
+        };
+        client.ask(&end).expect("an answer");
+    }
+}
+
 /// Commits a store whose bytes are written.
 fn commit(key: CacheKey, client: &mut Client) {
     let commit = Request::CommitStore {
