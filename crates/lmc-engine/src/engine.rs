@@ -579,22 +579,21 @@ impl CacheEngine {
         let of_tier = |tier| (tier, 0, all);
         let mut next: Vec<_> = tiers.written(WritePolicy::Back).map(of_tier).collect();
         loop {
+            let left = next.iter().map(|(_, _, left)| *left).max().unwrap_or(0);
+            self.0.unoffered.store(left, Ordering::Relaxed);
+            if left == 0 || Instant::now() >= deadline {
+                break;
+            }
             let mut is_waiting = true;
             for (tier, at, left) in &mut next {
-                while let Some(chunk) = chunks.get(*at)
+                if let Some(chunk) = chunks.get(*at)
                     && tiers.has_capacity(*tier, chunk.len)
-                    && Instant::now() < deadline
                 {
                     self.offer_leaving(tiers, *tier, chunk);
                     *at += 1;
                     *left -= chunk.len;
                     is_waiting = false;
                 }
-            }
-            let left = next.iter().map(|(_, _, left)| *left).max().unwrap_or(0);
-            self.0.unoffered.store(left, Ordering::Relaxed);
-            if left == 0 || Instant::now() >= deadline {
-                break;
             }
             if is_waiting {
                 thread::sleep(POLL);

@@ -13,9 +13,10 @@ use super::{Tiers, count};
 /// Time between two questions about chunks that are being written, at first and at most.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
 
-/// Time that nearer tiers have to answer once others are known to have all chunks. Longer than what
-/// a peer or a store nearby takes, and shorter than what a prompt would notice.
-const GRACE: Duration = Duration::from_micros(500);
+/// Time that nearer tiers have to answer once others are known to have all chunks; a timer may make
+/// twice of it. Longer than what a peer or a store nearby takes, and shorter than what a prompt
+/// would notice.
+const GRACE: Duration = Duration::from_millis(1);
 /// Time for which a tier that was late has no such time.
 pub(super) const LATE: Duration = Duration::from_millis(100);
 
@@ -215,8 +216,7 @@ impl Tiers {
         }
         let pending_until = Instant::now() + self.limits.pending_timeout;
         let rest = &keys[found.len()..];
-        let first = self.ask_until_known(&rest[..1], hint, pending_until);
-        let first = first.await;
+        let first = self.ask_until_known(&rest[..1], hint, pending_until).await;
         let [Some(first)] = first[..] else {
             return found;
         };
@@ -227,8 +227,7 @@ impl Tiers {
             .filter(|&n| sources[n].is_none())
             .collect();
         let asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| rest[n]).collect();
-        let answers = self.ask_until_known(&asked_keys, hint, pending_until);
-        let answers = answers.await;
+        let answers = self.ask_until_known(&asked_keys, hint, pending_until).await;
         for (n, answer) in asked.into_iter().zip(answers) {
             sources[n] = answer;
         }
@@ -336,8 +335,10 @@ impl Tiers {
                 };
                 *answer = answer.or(located);
             }
-            // Once all are found, only nearer tiers can have anything better.
-            if let Some(farthest) = farthest(&answers) {
+            // Once all are found, only nearer tiers can have anything better, and cheaper where that
+            // decides whether it is read at all.
+            let is_any_read = self.limits.recompute_time.is_none();
+            if let Some(farthest) = farthest(&answers).filter(|_| is_any_read) {
                 grace.get_or_insert_with(|| tokio::time::Instant::now() + GRACE);
                 awaited.retain(|tier| *tier < farthest && !self.tiers[*tier].is_late());
             }

@@ -117,7 +117,7 @@ struct Tier {
     uses: Option<Uses>,
     queue: WriteQueue,
     counters: Counters,
-    /// End of the time for which prompts that others have whole do not wait for the tier.
+    /// Until then no prompt waits for the tier whose chunks other tiers have.
     late_until: Mutex<Option<Instant>>,
 }
 
@@ -409,6 +409,7 @@ impl LowerTiers {
 impl Tier {
     /// Notes that the tier did not answer in the time that it has where others have all chunks.
     fn note_late(&self) {
+        count(&self.counters.locate_failed, 1);
         *self.late_until.lock() = Some(Instant::now() + locate::LATE);
     }
 
@@ -421,15 +422,22 @@ impl Tier {
     /// Removes chunks, also those that are being written. Returns for each whether it was there, and
     /// whether none of them is there now.
     async fn remove(&self, keys: &[ChunkKey], deadline: Instant) -> (Vec<bool>, bool) {
+        // A tier that breaks its contract does not hold up the answers of the others.
+        let until = tokio::time::Instant::from_std(deadline + ANSWER / 2);
+        let remove = || async {
+            let removed = tokio::time::timeout_at(until, self.backend.remove(keys, deadline));
+            let late = || keys.iter().map(|_| Err(BackendError::Deadline)).collect();
+            removed.await.unwrap_or_else(|_| late())
+        };
         let writes = self.queue.is_writing();
-        let mut removed = self.backend.remove(keys, deadline).await;
+        let mut removed = remove().await;
         let is_found = |removed: &Result<bool, _>| matches!(removed, Ok(true));
         let found = removed.iter().map(is_found).collect();
         let mut all = true;
         if writes {
             // A chunk that was being written is there once its write has ended.
             all = self.queue.settled(deadline).await;
-            removed = self.backend.remove(keys, deadline).await;
+            removed = remove().await;
         }
         (found, all && removed.iter().all(Result::is_ok))
     }
@@ -464,8 +472,9 @@ impl Tiers {
         let limits = &self.limits;
         let locate = self.tiers.iter().map(|tier| tier.policy.locate_timeout);
         let locate = locate.max().unwrap_or_default();
-        // Each of two questions, and the wait for chunks that are being written.
-        2 * locate + limits.pending_timeout + limits.promotion_timeout
+        // Each of two questions, one more for what fails to load, and the wait for chunks that are
+        // being written.
+        3 * locate + limits.pending_timeout + limits.promotion_timeout
     }
 
     /// Returns the indices of the tiers that chunks are written to at this time.

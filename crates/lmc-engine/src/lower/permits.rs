@@ -12,9 +12,10 @@ use tokio::sync::oneshot;
 
 /// Units that owners take for tiers and give back.
 ///
-/// Half of all are shares that each tier has for itself; the rest is for all of them. What one tier
-/// holds and does not give back therefore leaves every other tier its share. Requests for the same
-/// tiers are served in turns of their owners, for each owner in the order in which it asked.
+/// Half of all are shares that each tier has for itself; the rest is for all of them. However much
+/// one tier holds and does not give back, every other tier has its share. A tier of which nothing is
+/// in use is given one request of any size. Requests for the same tiers are served in turns of their
+/// owners, for each owner in the order in which it asked.
 #[derive(Debug, Clone)]
 pub(super) struct Permits(Arc<Mutex<State>>);
 
@@ -27,12 +28,12 @@ struct State {
     /// Units in use of each tier.
     used: Vec<u32>,
     /// Requests that wait, in the order in which they are served next.
-    lines: VecDeque<Line>,
+    queues: VecDeque<Queue>,
 }
 
 /// The requests that wait for units of the same tiers.
 #[derive(Debug)]
-struct Line {
+struct Queue {
     /// A bit for each tier.
     tiers: u64,
     waiting: HashMap<OwnerId, VecDeque<Waiting>>,
@@ -60,17 +61,26 @@ fn bits(units: &[u32]) -> u64 {
 }
 
 impl State {
-    /// Returns the tiers in which these units would go beyond a share that nothing in common is left
-    /// to add to.
+    /// Returns the tiers of which a request cannot be given its units now.
     fn short(&self, units: &[u32]) -> u64 {
         let over = |(used, units): (&u32, &u32)| (used + units).saturating_sub(self.share);
         let over: Vec<u32> = self.used.iter().zip(units).map(over).collect();
         if over.iter().sum::<u32>() <= self.common {
             return 0;
         }
-        let is_asked = |(over, units): (&u32, &u32)| if *units > 0 { *over } else { 0 };
-        let asked: Vec<u32> = over.iter().zip(units).map(is_asked).collect();
-        bits(&asked)
+        let is_short = |tier: &usize| units[*tier] > 0 && over[*tier] > 0 && self.used[*tier] > 0;
+        let short = (0..units.len()).filter(is_short);
+        short.fold(0, |bits, tier| bits | 1 << tier)
+    }
+
+    /// Returns the tiers that requests which came first wait for. Those for several tiers hold up
+    /// nothing: one of these tiers may hang.
+    fn awaited(&self) -> u64 {
+        let single = self
+            .queues
+            .iter()
+            .filter(|queue| queue.tiers.is_power_of_two());
+        single.fold(0, |bits, queue| bits | queue.tiers)
     }
 
     fn take(&mut self, units: &[u32]) {
@@ -78,38 +88,26 @@ impl State {
         used.for_each(|(used, units)| *used += units);
     }
 
-    /// Takes the next request that can be granted out of its line, with its units.
+    /// Takes the next request that can be granted out of its queue, with its units.
     fn next(&mut self) -> Option<Waiting> {
-        let mut short = 0;
-        let mut at = 0;
-        while let Some(line) = self.lines.get_mut(at) {
-            line.skip_closed();
-            let Some(front) = line.front() else {
-                self.lines.remove(at);
-                continue;
-            };
-            // Not before those that wait for one of its tiers and came first.
-            let units = front.units.clone();
-            if self.lines[at].tiers & short == 0 {
-                short |= self.short(&units);
-            }
-            if self.lines[at].tiers & short != 0 {
-                at += 1;
-                continue;
-            }
-            let mut line = self.lines.remove(at)?;
-            let next = line.pop();
-            if !line.turns.is_empty() {
-                self.lines.push_back(line);
-            }
-            self.take(&units);
-            return next;
+        self.queues.iter_mut().for_each(Queue::skip_closed);
+        self.queues.retain(|queue| !queue.turns.is_empty());
+        let is_granted = |queue: &Queue| {
+            let front = queue.front();
+            front.is_some_and(|front| self.short(&front.units) == 0)
+        };
+        let at = self.queues.iter().position(is_granted)?;
+        let mut queue = self.queues.remove(at)?;
+        let next = queue.pop()?;
+        if !queue.turns.is_empty() {
+            self.queues.push_back(queue);
         }
-        None
+        self.take(&next.units);
+        Some(next)
     }
 }
 
-impl Line {
+impl Queue {
     fn front(&self) -> Option<&Waiting> {
         self.waiting.get(self.turns.front()?)?.front()
     }
@@ -127,10 +125,21 @@ impl Line {
         next
     }
 
-    /// Removes requests at the front whose callers gave up.
+    /// Removes requests at the front whose callers gave up. Their owners keep their turns.
     fn skip_closed(&mut self) {
-        while self.front().is_some_and(|next| next.granted.is_closed()) {
-            self.pop();
+        while let Some(owner) = self.turns.front() {
+            let Some(queue) = self.waiting.get_mut(owner) else {
+                self.turns.pop_front();
+                continue;
+            };
+            while queue.front().is_some_and(|next| next.granted.is_closed()) {
+                queue.pop_front();
+            }
+            if !queue.is_empty() {
+                return;
+            }
+            self.waiting.remove(owner);
+            self.turns.pop_front();
         }
     }
 }
@@ -142,27 +151,26 @@ impl Permits {
             share,
             common: units.saturating_sub(share * tiers as u32),
             used: vec![0; tiers],
-            lines: VecDeque::new(),
+            queues: VecDeque::new(),
         })))
     }
 
-    /// Returns the units that each tier has for itself. No request is for more of one tier.
+    /// Returns the units that each tier has for itself.
     pub(super) fn share(&self) -> u32 {
         self.0.lock().share
     }
 
-    /// Takes units of each tier if nothing waits for one of these tiers and they are free.
+    /// Takes units of each tier if they are free and no request that came first waits for them.
     pub(super) fn try_acquire(&self, units: &[u32]) -> Option<Vec<Permit>> {
         let mut state = self.0.lock();
-        let waited = state.lines.iter().fold(0, |bits, line| bits | line.tiers);
-        if waited & bits(units) != 0 || state.short(units) != 0 {
+        if state.awaited() & bits(units) != 0 || state.short(units) != 0 {
             return None;
         }
         state.take(units);
         Some(self.permits(units))
     }
 
-    /// Waits for units of each tier, which must be no more than its share.
+    /// Waits for units of each tier.
     pub(super) async fn acquire(&self, owner: OwnerId, units: Vec<u32>) -> Option<Vec<Permit>> {
         if let Some(permits) = self.try_acquire(&units) {
             return Some(permits);
@@ -171,21 +179,21 @@ impl Permits {
         let (granted, permits) = oneshot::channel();
         {
             let mut state = self.0.lock();
-            let at = state.lines.iter().position(|line| line.tiers == tiers);
+            let at = state.queues.iter().position(|queue| queue.tiers == tiers);
             let at = at.unwrap_or_else(|| {
-                state.lines.push_back(Line {
+                state.queues.push_back(Queue {
                     tiers,
                     waiting: HashMap::new(),
                     turns: VecDeque::new(),
                 });
-                state.lines.len() - 1
+                state.queues.len() - 1
             });
-            let line = &mut state.lines[at];
-            let queue = line.waiting.entry(owner).or_default();
-            if queue.is_empty() {
-                line.turns.push_back(owner);
+            let queue = &mut state.queues[at];
+            let waiting = queue.waiting.entry(owner).or_default();
+            if waiting.is_empty() {
+                queue.turns.push_back(owner);
             }
-            queue.push_back(Waiting { units, granted });
+            waiting.push_back(Waiting { units, granted });
         }
         self.grant();
         permits.await.ok()
@@ -290,6 +298,11 @@ mod tests {
             };
             // A share of two for each, and six for all.
             let permits = Permits::new(12, 3);
+            let large = permits.try_acquire(&units(&[(1, 20)]));
+            assert!(large.is_some(), "one chunk may be larger than all");
+            assert!(permits.try_acquire(&units(&[(1, 1)])).is_none());
+            assert!(permits.try_acquire(&units(&[(2, 2)])).is_some());
+            drop(large);
             let hung: Vec<_> = (0..4)
                 .map(|_| permits.try_acquire(&units(&[(0, 2)])))
                 .collect();
@@ -306,6 +319,8 @@ mod tests {
                 let first = poll(pin!(permits.acquire(one, units(&[(1, 2)]))));
                 let second = poll(pin!(permits.acquire(other, units(&[(2, 2)]))));
                 assert!(first.flatten().is_some() && second.flatten().is_some());
+                let now = permits.try_acquire(&units(&[(1, 2)]));
+                assert!(now.is_some(), "what waits for two tiers keeps no units");
             }
             drop(hung);
             assert!(poll(more.as_mut()).flatten().is_some());

@@ -1,6 +1,6 @@
 //! Promotion: reading chunks from lower tiers into DRAM.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,11 +9,11 @@ use futures_util::StreamExt;
 use futures_util::future::join_all;
 use lmc_backend::{LoadItem, Loaded, LocateHint};
 use lmc_backend_local::{InFlight, Leases, Origin, OwnerId, TenantId, Write, WriteStart};
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, FoldState};
 use tokio::task::JoinHandle;
 
 use super::permits::Permit;
-use super::{Moment, Source, Tiers, count};
+use super::{ANSWER, Moment, Source, Tiers, count};
 
 /// Bytes that one permit stands for.
 pub(super) const UNIT: u64 = 4096;
@@ -61,22 +61,25 @@ struct Rest {
 /// Chunks that one prompt promotes. Other prompts wait for them until this is dropped.
 struct Promoting {
     tiers: Arc<Tiers>,
-    keys: Vec<ChunkKey>,
+    keys: HashSet<ChunkKey, FoldState>,
 }
 
 impl Promoting {
     fn new(tiers: &Arc<Tiers>) -> Self {
         Self {
             tiers: Arc::clone(tiers),
-            keys: Vec::new(),
+            keys: HashSet::default(),
         }
     }
 
-    /// Adds a chunk. Returns false when another prompt promotes it.
+    /// Adds a chunk, if it was not. Returns false when another prompt promotes it.
     fn add(&mut self, key: ChunkKey) -> bool {
+        if self.keys.contains(&key) {
+            return true;
+        }
         let added = self.tiers.promoting.lock().insert(key);
         if added {
-            self.keys.push(key);
+            self.keys.insert(key);
         }
         added
     }
@@ -84,7 +87,15 @@ impl Promoting {
     /// Removes a chunk that was added.
     fn remove(&mut self, key: &ChunkKey) {
         self.tiers.promoting.lock().remove(key);
-        self.keys.retain(|added| added != key);
+        self.keys.remove(key);
+    }
+
+    /// Removes the chunks that a condition does not pick.
+    fn retain(&mut self, pick: impl Fn(&ChunkKey) -> bool) {
+        let mut promoting = self.tiers.promoting.lock();
+        for key in self.keys.extract_if(|key| !pick(key)) {
+            promoting.remove(&key);
+        }
     }
 }
 
@@ -172,9 +183,7 @@ impl Tiers {
                 bytes[*index] += len;
             }
         }
-        // A chunk may be larger than the share of its tier.
-        let share = u64::from(self.permits.share());
-        let units = |bytes: u64| bytes.div_ceil(UNIT).min(share) as u32;
+        let units = |bytes: u64| bytes.div_ceil(UNIT).min(u64::from(u32::MAX >> 4)) as u32;
         bytes.into_iter().map(units).collect()
     }
 
@@ -233,6 +242,11 @@ impl Tiers {
                     .push(self.local.lease_uncounted(prompt.owner, &[key]));
                 continue;
             };
+            let rest = Rest {
+                index,
+                asked: self.asked_source(prompt, index),
+                failed: None,
+            };
             // Before its slot is reserved: what is promoted is never taken for what a worker writes.
             let added = window.promoting.add(key);
             let started = self
@@ -242,15 +256,13 @@ impl Tiers {
                 window.promoting.remove(&key);
             }
             match started {
-                Ok(WriteStart::Reserved(new)) => {
+                Ok(WriteStart::Reserved(new)) if added => {
                     window.loads[tier].push((index, new.mark, LoadItem::new(key, new.slot)));
                 }
+                // Another prompt reads it again, from elsewhere.
+                Ok(WriteStart::Reserved(_)) => window.rest.push(rest),
                 Ok(WriteStart::Present) => {}
-                Ok(WriteStart::Busy) => window.rest.push(Rest {
-                    index,
-                    asked: self.asked_source(prompt, index),
-                    failed: None,
-                }),
+                Ok(WriteStart::Busy) => window.rest.push(rest),
                 Err(_) => {
                     window.range.end = index;
                     break;
@@ -272,27 +284,44 @@ impl Tiers {
             mut kept,
             loads,
             mut rest,
-            promoting,
+            mut promoting,
         } = window;
         let writers_until = prompt.deadline.min(Instant::now() + WRITER_TIMEOUT);
         let mut failed = self.load_all(prompt, loads, permits, &mut kept).await;
-        drop(promoting);
-        loop {
-            rest.extend(self.locate_elsewhere(prompt, failed).await);
-            if rest.is_empty() || Instant::now() >= prompt.deadline {
+        while Instant::now() < prompt.deadline {
+            // Other prompts wait for those that failed until they are read from elsewhere.
+            let is_failed = failed.iter().map(|(index, _)| prompt.keys[*index]);
+            let is_failed: HashSet<_, FoldState> = is_failed.collect();
+            promoting.retain(|key| is_failed.contains(key));
+            rest.extend(self.locate_elsewhere(prompt, &failed).await);
+            if rest.is_empty() {
                 break;
             }
-            for Rest { index, .. } in &rest {
-                let key = &prompt.keys[*index];
-                while self.is_awaited(key, writers_until) && Instant::now() < prompt.deadline {
-                    tokio::time::sleep(POLL).await;
-                }
+            // Two prompts that wait for each other's chunks both read what failed first.
+            let has_failed = |one: &Rest| one.failed.is_some();
+            let (mut next, mut later): (Vec<_>, _) = rest.into_iter().partition(has_failed);
+            if next.is_empty() {
+                next = std::mem::take(&mut later);
+                self.wait_for(prompt, &next, writers_until).await;
             }
-            (rest, failed) = self.read_rest(prompt, rest, &mut kept).await;
+            let read = self.read_rest(prompt, next, &mut promoting, &mut kept);
+            (rest, failed) = read.await;
+            rest.extend(later);
         }
+        drop(promoting);
         // Not a lookup of its own, and no second use: the lookup that asked for it was counted.
         self.local
             .lease_uncounted(prompt.owner, &prompt.keys[range])
+    }
+
+    /// Waits for chunks that are probably findable soon.
+    async fn wait_for(&self, prompt: &Prompt, busy: &[Rest], writers_until: Instant) {
+        for one in busy {
+            let key = &prompt.keys[one.index];
+            while self.is_awaited(key, writers_until) && Instant::now() < prompt.deadline {
+                tokio::time::sleep(POLL).await;
+            }
+        }
     }
 
     /// Returns true if a chunk is probably findable soon: another prompt promotes it, or, until
@@ -302,10 +331,10 @@ impl Tiers {
             || (self.local.is_writing(key) && Instant::now() < writers_until)
     }
 
-    /// Finds other tiers that have chunks whose load failed, given with their tiers.
-    async fn locate_elsewhere(&self, prompt: &Prompt, failed: Vec<(usize, usize)>) -> Vec<Rest> {
-        let mut rest: Vec<Rest> = Vec::new();
-        for of_tier in failed.chunk_by(|a, b| a.1 == b.1) {
+    /// Asks the other tiers for chunks whose load failed; each is given with the tier that failed.
+    async fn locate_elsewhere(&self, prompt: &Prompt, failed: &[(usize, usize)]) -> Vec<Rest> {
+        let of_tiers = failed.chunk_by(|a, b| a.1 == b.1);
+        let located = of_tiers.map(|of_tier| async move {
             let tier = of_tier[0].1;
             let keys: Vec<ChunkKey> = of_tier.iter().map(|(n, _)| prompt.keys[*n]).collect();
             let asked = match &prompt.hint {
@@ -317,17 +346,16 @@ impl Tiers {
                 asked,
                 failed: Some(tier),
             };
-            rest.extend(of_tier.iter().zip(asked).map(other));
-        }
-        rest.retain(|one| self.source_of(prompt, one).is_some());
-        rest
+            of_tier.iter().zip(asked).map(other).collect::<Vec<_>>()
+        });
+        join_all(located).await.into_iter().flatten().collect()
     }
 
-    /// Returns the source of a chunk now.
+    /// Returns the source of a chunk now; none while it is being removed.
     fn source_of(&self, prompt: &Prompt, rest: &Rest) -> Option<Source> {
         let key = [prompt.keys[rest.index]];
         let now = self.sources_now(&key, prompt.chunk_bytes(), rest.failed);
-        now.first().copied().flatten().or(rest.asked)
+        now.first().copied()?.or(rest.asked)
     }
 
     /// Reads chunks into memory beside that of others who write them. Returns those that another
@@ -336,6 +364,7 @@ impl Tiers {
         self: &Arc<Self>,
         prompt: &Prompt,
         rest: Vec<Rest>,
+        promoting: &mut Promoting,
         kept: &mut Vec<Leases>,
     ) -> (Vec<Rest>, Vec<(usize, usize)>) {
         let sources = rest.iter().filter_map(|one| self.source_of(prompt, one));
@@ -343,24 +372,24 @@ impl Tiers {
         let Some(permits) = self.permits(prompt, units, true).await else {
             return (Vec::new(), Vec::new());
         };
-        let (promoting, loads, left) = self.prepare_rest(prompt, &rest);
+        let (loads, left) = self.prepare_rest(prompt, &rest, promoting);
         let mut failed = self.load_all(prompt, loads, permits, kept).await;
-        drop(promoting);
-        let is_first = |index| (rest.iter()).any(|one| one.index == index && one.failed.is_none());
-        failed.retain(|(index, _)| is_first(*index));
+        let again = rest.iter().filter(|one| one.failed.is_some());
+        let again: HashSet<usize> = again.map(|one| one.index).collect();
+        failed.retain(|(index, _)| !again.contains(index));
         (left, failed)
     }
 
     /// Reserves memory for those chunks that are still not in DRAM. Returns those that another
     /// prompt began to promote meanwhile.
     fn prepare_rest(
-        self: &Arc<Self>,
+        &self,
         prompt: &Prompt,
         rest: &[Rest],
-    ) -> (Promoting, Vec<Vec<Load>>, Vec<Rest>) {
+        promoting: &mut Promoting,
+    ) -> (Vec<Vec<Load>>, Vec<Rest>) {
         // As for `prepare`.
         let _held = self.block_removal();
-        let mut promoting = Promoting::new(self);
         let mut loads = Vec::new();
         loads.resize_with(self.tiers.len(), Vec::new);
         let mut left = Vec::new();
@@ -387,7 +416,7 @@ impl Tiers {
                 Err(_) => break,
             }
         }
-        (promoting, loads, left)
+        (loads, left)
     }
 
     /// Reads chunks from all tiers at once. Returns those whose load failed, with their tiers.
@@ -413,12 +442,13 @@ impl Tiers {
                 }
             })
             .collect();
-        drop(permits);
         let mut failed = Vec::new();
         for (leases, of_tier) in join_all(loads).await {
             kept.extend(leases);
             failed.extend(of_tier);
         }
+        // Those of tiers that turned out to have nothing stand for tiers that had it instead.
+        drop(permits);
         failed
     }
 
@@ -440,7 +470,9 @@ impl Tiers {
         let deadline = timeout.map_or(prompt.deadline, |until| until.min(prompt.deadline));
         let answers = tier.backend.load(items, deadline);
         let mut answers = answers.ready_chunks(COMMIT_TOGETHER);
-        while let Some(arrived) = answers.next().await {
+        // A tier that breaks its contract keeps no prompt from its head.
+        let until = tokio::time::Instant::from_std(deadline + ANSWER);
+        while let Ok(Some(arrived)) = tokio::time::timeout_at(until, answers.next()).await {
             let mut writes = Vec::with_capacity(arrived.len());
             for (item, loaded) in arrived {
                 let Some((index, mark)) = marks.get_mut(item).and_then(Option::take) else {
@@ -476,10 +508,8 @@ impl Tiers {
             count(&counters.promoted_bytes, bytes);
             kept.push(self.commit_promoted(prompt.owner, writes));
         }
-        let unanswered = marks.into_iter().flatten();
-        for (index, mark) in unanswered {
+        for (index, _) in marks.into_iter().flatten() {
             count(&counters.promote_failed, 1);
-            drop(mark);
             failed.push((index, tier_index));
         }
         (kept, failed)

@@ -181,6 +181,10 @@ fn prompts_that_wait_for_a_tier_leave_the_others_their_share_of_promotions() {
         let waiting: Vec<_> = (0..8)
             .map(|n| engine.lookup(request(&[RANK], 8 * n..8 * n + 8)))
             .collect();
+        // The share of the tier, and what is common.
+        until("as many wait as may", || {
+            engine.usage().reserved_slots == 12
+        });
         assert_eq!(found(&engine, 100..116).hits, 16);
         drop(waiting);
         until("those that waited end", || {
@@ -258,6 +262,48 @@ fn a_chunk_that_fails_to_load_twice_is_a_miss() {
     assert_idle(&engine);
 }
 
+#[test]
+fn a_chunk_that_is_being_removed_is_not_read_from_another_tier() {
+    let gated = Arc::new(Gated::new(MemoryBackend::shared()));
+    let hung = Hung::new(MemoryBackend::shared(), Path::Remove);
+    put(&*gated, SPACE, 0..1);
+    put(&hung.inner, SPACE, 0..1);
+    let engine = patient([Arc::clone(&gated) as _, Arc::clone(&hung) as _], |_| {});
+    gated.shut();
+    let lookup = engine.lookup(request(&[RANK], 0..1));
+    until("it is being read", || gated.loads() == 1);
+    let removing = engine.clone();
+    let removing = thread::spawn(move || removing.remove(&keys(0..1)));
+    until("the first tier has removed it", || gated.removals() == 1);
+    gated.open();
+    assert_eq!(lookup.wait_blocking().hits, 0);
+    hung.release();
+    assert!(removing.join().expect("no panic").complete);
+    assert_eq!(found(&engine, 0..1).hits, 0);
+    assert_idle(&engine);
+}
+
+#[test]
+fn what_one_prompt_reads_from_another_tier_is_not_asked_of_the_first_by_others() {
+    let stopped = Arc::new(Gated::new(MemoryBackend::shared()));
+    // Others would have the time to begin again while it answers.
+    let slow = Delayed::slow(MemoryBackend::shared(), Duration::from_millis(20));
+    let sound = Arc::new(Gated::new(slow));
+    put(&*stopped, SPACE, 0..1);
+    put(&*sound, SPACE, 0..1);
+    let tiers: [Arc<dyn Backend>; 2] = [Arc::clone(&stopped) as _, Arc::clone(&sound) as _];
+    let engine = patient(tiers, |policy| {
+        policy.read_timeout = Some(Duration::from_millis(500));
+    });
+    stopped.shut();
+    let lookups = [(); 4].map(|()| engine.lookup(request(&[RANK], 0..1)));
+    for lookup in lookups {
+        assert_eq!(lookup.wait_blocking().hits, 1);
+    }
+    assert_eq!((stopped.loads(), sound.loads()), (1, 1));
+    assert_idle(&engine);
+}
+
 /// A store that took nothing once left a drive beside it 64 of 320 chunks.
 #[test]
 fn what_is_written_back_at_a_close_reaches_a_tier_beside_one_that_takes_nothing() {
@@ -285,6 +331,10 @@ fn a_clear_a_removal_and_a_close_reach_each_tier_however_long_another_takes() {
         in_all_positions(path, |hung, sound, tiers| {
             put(&sound.inner, SPACE, 0..2);
             let engine = patient(tiers, |_| {});
+            if path == Path::Clear {
+                // The start passes clears on, too.
+                until("the start is over", || sound.ended() == 1);
+            }
             let before = sound.ended();
             let asking = engine.clone();
             let asking = thread::spawn(move || match path {
