@@ -733,7 +733,7 @@ impl CacheEngine {
 
     /// Returns the counters of the DRAM tier since the engine was made.
     pub fn stats(&self) -> EngineStats {
-        EngineStats::new(self.0.tier.stats(), self.0.clears.totals())
+        EngineStats::new(self.0.tier.stats(), &self.0.clears)
     }
 }
 

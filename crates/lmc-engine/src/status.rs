@@ -3,6 +3,8 @@
 use lmc_backend_local::{LocalStats, LocalUsage, TenantId, TenantUsage};
 use serde::Serialize;
 
+use crate::clears::ClearLog;
+
 /// Content of the DRAM tier at one moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
@@ -83,11 +85,13 @@ pub struct EngineStats {
     pub clears_here: u64,
     /// Clears that this engine carried out because another process had.
     pub clears_elsewhere: u64,
+    /// Clears after which chunks are stored and found now, with those from before the start.
+    pub clears_known: u64,
 }
 
 impl EngineStats {
-    /// `clears` are those that were made here, and those that were learned.
-    pub(crate) fn new(local: LocalStats, clears: (u64, u64)) -> Self {
+    pub(crate) fn new(local: LocalStats, log: &ClearLog) -> Self {
+        let (clears_here, clears_elsewhere) = log.totals();
         Self {
             hits: local.hits,
             misses: local.misses,
@@ -102,8 +106,9 @@ impl EngineStats {
             no_memory: local.reserve_no_space,
             over_quota: local.reserve_quota,
             busy: local.busy,
-            clears_here: clears.0,
-            clears_elsewhere: clears.1,
+            clears_here,
+            clears_elsewhere,
+            clears_known: log.clears().total(),
         }
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use lmc_backend::Clears;
 use lmc_backend::conformance::Rng;
 use lmc_engine::ClearLog;
-use lmc_testkit::{Folder, free_port, in_lab};
+use lmc_testkit::{Folder, free_port, in_lab, until};
 use lmc_vllm_adapter::{Client, Request};
 
 use crate::common::Server;
@@ -55,11 +55,21 @@ impl Host {
         (server, client, shm_name)
     }
 
-    /// Returns the clears that have reached the host, as its state file has them.
+    /// Returns the clears that have reached the host, as its state file has them once they are in
+    /// use.
     fn reached(&self) -> Clears {
         let folder = self.folder.join("state");
-        let log = ClearLog::read(&self.name, &[folder]).expect("a sound state file");
-        Clears::clone(&log.clears())
+        let (server, ..) = self.running.as_ref().expect("it was started");
+        let mut clears = Clears::default();
+        until("the clears of the state file are in use", || {
+            let log = ClearLog::read(&self.name, std::slice::from_ref(&folder));
+            clears = Clears::clone(&log.expect("a sound state file").clears());
+            let status = server.get("/status");
+            let (_, body) = status.split_once("\r\n\r\n").expect("a body");
+            let status: serde_json::Value = serde_json::from_str(body).expect("JSON");
+            status["lmc"]["engine"]["clears_known"] == clears.total()
+        });
+        clears
     }
 }
 
