@@ -5,9 +5,10 @@
 //! away by removing files.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
+use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,7 +22,7 @@ use crate::format::{BLOCK_LEN, DRIVE_MAGIC};
 use crate::log::is_numbered;
 use crate::set::SET_NAME;
 use crate::spaces::SPACES_NAME;
-use crate::volume::PROBE;
+use crate::volume::{PROBE, difference};
 
 /// Time that an open waits for a folder that is in use.
 const TIMEOUT: Duration = Duration::from_millis(500);
@@ -37,8 +38,9 @@ const OURS: &[u8] = b"LMC";
 /// A folder that this process has taken, until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Claim {
-    /// Kept for its lock.
-    _folder: File,
+    /// Absolute, and without links.
+    path: PathBuf,
+    folder: File,
     lock: File,
 }
 
@@ -57,7 +59,8 @@ impl Claim {
             let path = path.to_owned();
             return Err(DiskError::NotOurs { path });
         }
-        let folder = File::open(path).map_err(refused)?;
+        let absolute = fs::canonicalize(path).map_err(refused)?;
+        let folder = File::open(&absolute).map_err(refused)?;
         let locked = || DiskError::Locked {
             path: path.to_owned(),
             owner: owner(path),
@@ -80,7 +83,8 @@ impl Claim {
             return Err(locked());
         }
         Ok(Self {
-            _folder: folder,
+            path: absolute,
+            folder,
             lock,
         })
     }
@@ -91,6 +95,46 @@ impl Claim {
         let name = format!("pid {}", std::process::id());
         let _ = self.lock.set_len(0);
         let _ = self.lock.write_all_at(name.as_bytes(), 0);
+    }
+
+    /// Says what has changed where the folder's path leads; `None` while it leads to this folder, with
+    /// its lock.
+    pub(crate) fn changed(&self) -> Option<String> {
+        let path = self.path.display();
+        if let Some(how) = difference(Some(&self.folder), &self.path, 0) {
+            return Some(format!("the folder {path} {how}"));
+        }
+        let how = difference(Some(&self.lock), &self.path.join(LOCK), 0)?;
+        Some(format!("`{LOCK}` in {path} {how}"))
+    }
+
+    /// Writes the header of the drive where it is missing or cut short, so that the next start opens
+    /// what is left, or an empty drive where the folder was made again. Returns false where that is
+    /// not done: on another file system than the drive's (its own may not be mounted), and beside
+    /// files that are not lmc's.
+    pub(crate) fn restore_header(&self, header: &[u8]) -> io::Result<bool> {
+        let here = File::open(&self.path)?;
+        if here.metadata()?.dev() != self.folder.metadata()?.dev() {
+            return Ok(false);
+        }
+        // The folder that was opened, whatever the path leads to by the next line.
+        let path = PathBuf::from(format!("/proc/self/fd/{}", here.as_raw_fd()));
+        if !matches!(content(&path)?, Content::Nothing | Content::Remains(_)) {
+            return Ok(false);
+        }
+        let unfinished = path.join(UNFINISHED_HEADER);
+        let mut file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(&unfinished)?;
+        file.write_all(header)?;
+        file.sync_all()?;
+        fs::rename(&unfinished, path.join(HEADER_NAME))?;
+        here.sync_all()?;
+        Ok(true)
     }
 }
 

@@ -79,7 +79,7 @@ impl DiskConfig {
             io: DiskIo::Auto,
             depth: 64,
             max_writing: 1 << 30,
-            probe_every: Duration::from_secs(5),
+            probe_every: Duration::from_secs(2),
             arena: None,
             clears: Arc::default(),
             key_settings: None,
@@ -160,7 +160,8 @@ impl DiskConfig {
         self
     }
 
-    /// Sets the time between two looks at a drive that was taken out. Default: 5 s.
+    /// Sets the time between two looks at each drive: at its files, and at whether it answers again
+    /// if it was taken out. Default: 2 s.
     pub fn with_probe_every(mut self, every: Duration) -> Self {
         self.probe_every = every;
         self

@@ -9,6 +9,7 @@ mod load;
 mod relocate;
 mod space;
 mod store;
+mod watch;
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -209,6 +210,8 @@ struct Shared {
     read_rate: ReadRate,
     writing_bytes: AtomicU64,
     condition: Condition,
+    /// Held while the drive's files are looked at.
+    look: Mutex<()>,
     /// Keeps other processes from the folder until the drive and its threads are gone.
     claim: Option<Claim>,
 }
@@ -272,6 +275,7 @@ impl Drive {
             writing_bytes: AtomicU64::new(0),
             condition: Condition::default(),
             volume,
+            look: Mutex::new(()),
             claim,
         });
         let log = match recovered.tail {
