@@ -1,118 +1,267 @@
 //! Taking a folder for this process, if it holds a drive or nothing.
+//!
+//! The folder itself is locked (flock), and the file `lock` in it as well: some file systems lock no
+//! folders, and the file says which process has the folder. No program takes the lock of the folder
+//! away by removing files.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
+use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use tracing::debug;
+
+use crate::clears_file::CLEARS_NAME;
 use crate::config::UNFINISHED_HEADER;
 use crate::drive::HEADER_NAME;
 use crate::error::DiskError;
-use crate::format::DRIVE_MAGIC;
-use crate::volume::PROBE;
+use crate::format::{BLOCK_LEN, DRIVE_MAGIC};
+use crate::log::is_numbered;
+use crate::set::SET_NAME;
+use crate::spaces::SPACES_NAME;
+use crate::volume::{PROBE, difference};
 
 /// Time that an open waits for a folder that is in use.
 const TIMEOUT: Duration = Duration::from_millis(500);
-/// Name of the file whose lock says that a folder is in use.
+/// Name of the file that says which process has the folder.
 const LOCK: &str = "lock";
 /// First bytes of the lock file, unless it is empty.
 const SIGN: &[u8] = b"pid ";
 /// Folder that a file system makes in its root.
 const OF_THE_FILE_SYSTEM: &str = "lost+found";
+/// First bytes of every file of a drive, unless nothing was written there yet.
+const OURS: &[u8] = b"LMC";
 
-/// Takes a folder until the file is closed. What is in it stays as it is; an empty one has the
-/// file `lock` afterwards.
-///
-/// # Errors
-/// [`DiskError::NotOurs`] for a folder that holds something else, before anything is done to it;
-/// [`DiskError::Locked`] and [`DiskError::NotWritable`].
-pub(crate) fn claim(path: &Path) -> Result<File, DiskError> {
-    let refused = |source| DiskError::NotWritable {
-        path: path.to_owned(),
-        source,
-    };
-    if !may_be_ours(path).map_err(refused)? {
-        let path = path.to_owned();
-        return Err(DiskError::NotOurs { path });
+/// A folder that this process has taken, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    /// Absolute, and without links.
+    path: PathBuf,
+    folder: File,
+    lock: File,
+}
+
+impl Claim {
+    /// Takes a folder. What is in it stays as it is; an empty one has the file `lock` afterwards.
+    ///
+    /// # Errors
+    /// [`DiskError::NotOurs`] for a folder that holds something else, before anything is done to it;
+    /// [`DiskError::Locked`] and [`DiskError::NotWritable`].
+    pub(crate) fn new(path: &Path) -> Result<Self, DiskError> {
+        let refused = |source| DiskError::NotWritable {
+            path: path.to_owned(),
+            source,
+        };
+        if content(path).map_err(refused)? == Content::Other {
+            let path = path.to_owned();
+            return Err(DiskError::NotOurs { path });
+        }
+        let absolute = fs::canonicalize(path).map_err(refused)?;
+        let folder = File::open(&absolute).map_err(refused)?;
+        let locked = || DiskError::Locked {
+            path: path.to_owned(),
+            owner: owner(path),
+        };
+        match lock_soon(&folder) {
+            Ok(true) => {}
+            Ok(false) => return Err(locked()),
+            Err(error) => debug!(path = %path.display(), %error, "cannot lock the folder itself"),
+        }
+        let lock = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            // A link may point to a file of another user, who has not asked for a lock.
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(path.join(LOCK))
+            .map_err(refused)?;
+        if !lock_soon(&lock).map_err(refused)? {
+            return Err(locked());
+        }
+        Ok(Self {
+            path: absolute,
+            folder,
+            lock,
+        })
     }
-    let mut file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        // A link may point to a file of another user, who has not asked for a lock.
-        .custom_flags(libc::O_NOFOLLOW)
-        .open(path.join(LOCK))
-        .map_err(refused)?;
+
+    /// Writes into the lock of a folder that is known to be ours which process has it. The text is for
+    /// people, so a full file system does not matter.
+    pub(crate) fn sign(&self) {
+        let name = format!("pid {}", std::process::id());
+        let _ = self.lock.set_len(0);
+        let _ = self.lock.write_all_at(name.as_bytes(), 0);
+    }
+
+    /// Says what has changed where the folder's path leads; `None` while it leads to this folder, with
+    /// its lock.
+    pub(crate) fn changed(&self) -> Option<String> {
+        let path = self.path.display();
+        if let Some(how) = difference(Some(&self.folder), &self.path, 0) {
+            return Some(format!("the folder {path} {how}"));
+        }
+        let how = difference(Some(&self.lock), &self.path.join(LOCK), 0)?;
+        Some(format!("`{LOCK}` in {path} {how}"))
+    }
+
+    /// Writes the header of the drive where it is missing or cut short, so that the next start opens
+    /// what is left, or an empty drive where the folder was made again. Returns false where that is
+    /// not done: on another file system than the drive's (its own may not be mounted), and beside
+    /// files that are not lmc's.
+    pub(crate) fn restore_header(&self, header: &[u8]) -> io::Result<bool> {
+        let here = File::open(&self.path)?;
+        if here.metadata()?.dev() != self.folder.metadata()?.dev() {
+            return Ok(false);
+        }
+        // The folder that was opened, whatever the path leads to by the next line.
+        let path = PathBuf::from(format!("/proc/self/fd/{}", here.as_raw_fd()));
+        if !matches!(content(&path)?, Content::Nothing | Content::Remains(_)) {
+            return Ok(false);
+        }
+        let unfinished = path.join(UNFINISHED_HEADER);
+        let mut file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(&unfinished)?;
+        file.write_all(header)?;
+        file.sync_all()?;
+        fs::rename(&unfinished, path.join(HEADER_NAME))?;
+        here.sync_all()?;
+        Ok(true)
+    }
+}
+
+/// Locks a file or a folder. Returns false if another process has the lock and does not end.
+fn lock_soon(file: &File) -> io::Result<bool> {
     let begun = Instant::now();
     loop {
         match file.try_lock() {
-            Ok(()) => return Ok(file),
-            Err(TryLockError::WouldBlock) => {}
-            Err(TryLockError::Error(error)) => return Err(refused(error)),
+            Ok(()) => return Ok(true),
+            Err(TryLockError::WouldBlock) if begun.elapsed() < TIMEOUT => {
+                thread::sleep(Duration::from_millis(20));
+            }
+            Err(TryLockError::WouldBlock) => return Ok(false),
+            Err(TryLockError::Error(error)) => return Err(error),
         }
-        // The process that holds it may be ending.
-        if begun.elapsed() < TIMEOUT {
-            thread::sleep(Duration::from_millis(20));
-            continue;
-        }
-        let mut owner = String::new();
-        let _ = (&mut file).take(64).read_to_string(&mut owner);
-        return Err(DiskError::Locked {
-            path: path.to_owned(),
-            owner: owner.trim().to_owned(),
-        });
     }
 }
 
-/// Writes into the lock of a folder that is known to be ours who has it. That is for people, so
-/// a full file system does not matter.
-pub(crate) fn sign(lock: &File) {
-    let name = format!("pid {}", std::process::id());
-    let _ = lock.set_len(0);
-    let _ = lock.write_all_at(name.as_bytes(), 0);
+/// Returns the process that has a folder, as far as its lock says.
+fn owner(path: &Path) -> String {
+    match begin(&path.join(LOCK), 64) {
+        Ok(owner) if !owner.is_empty() => String::from_utf8_lossy(&owner).trim().to_owned(),
+        _ => format!("`{LOCK}` does not say which"),
+    }
 }
 
-/// Returns true if a folder holds a drive, or only the files that an unfinished creation left.
-pub(crate) fn may_be_ours(path: &Path) -> io::Result<bool> {
+/// Content of a folder, as far as it decides what may be done there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// Nothing, or the files that an unfinished creation left.
+    Nothing,
+    /// A drive.
+    Drive,
+    /// Files of a drive, by these names, whose header is missing or cut short.
+    Remains(Vec<String>),
+    /// Files or folders that are not lmc's.
+    Other,
+}
+
+/// Returns what a folder holds.
+pub(crate) fn content(path: &Path) -> io::Result<Content> {
+    let header = path.join(HEADER_NAME);
+    if is_header(&header)? {
+        return Ok(Content::Drive);
+    }
+    let (mut remains, mut is_proven, mut is_other) = (Vec::new(), false, false);
     for entry in fs::read_dir(path)? {
         let entry = entry?;
         let is_file = entry.file_type()?.is_file();
-        let known = match entry.file_name().to_str() {
-            Some(LOCK) => is_file && is_lock(&entry.path())?,
-            Some(OF_THE_FILE_SYSTEM) => !is_file,
-            Some(name) => is_file && (name == UNFINISHED_HEADER || name.starts_with(PROBE)),
-            None => false,
+        let path = entry.path();
+        is_other |= match entry.file_name().into_string() {
+            Ok(name) if name == LOCK => !(is_file && is_lock(&path)?),
+            Ok(name) if name == OF_THE_FILE_SYSTEM => is_file,
+            Ok(name) if name == UNFINISHED_HEADER || name.starts_with(PROBE) => !is_file,
+            Ok(name) if is_file && is_name_of_ours(&name) => {
+                let begin = begin(&path, DRIVE_MAGIC.len() as u64)?;
+                let (is_ours, is_blank) =
+                    (begin.starts_with(OURS), begin.iter().all(|&byte| byte == 0));
+                is_proven |= is_ours;
+                remains.push(name);
+                !is_ours && !is_blank
+            }
+            _ => true,
         };
-        if !known {
-            // Looked at last: another process may be making the drive.
-            return is_header(&path.join(HEADER_NAME));
+        if is_other {
+            break;
         }
     }
-    Ok(true)
+    // Looked at once more: another process may be making the drive.
+    if is_header(&header)? {
+        return Ok(Content::Drive);
+    }
+    Ok(match remains.is_empty() {
+        _ if is_other => Content::Other,
+        true => Content::Nothing,
+        false if is_proven => Content::Remains(remains),
+        // Such names alone may be those of any program.
+        false => Content::Other,
+    })
 }
 
-/// Returns true if a file exists, is not a link, and begins as a drive's header.
+/// Removes the files that [`Content::Remains`] names, but for the map of clears: what was cleared
+/// stays known.
+pub(crate) fn remove_remains(path: &Path, names: &[String]) -> io::Result<()> {
+    let names = names.iter().filter(|name| *name != CLEARS_NAME);
+    names
+        .map(|name| path.join(name))
+        .try_for_each(fs::remove_file)
+}
+
+/// Returns true for names of a drive's files, finished or not.
+fn is_name_of_ours(name: &str) -> bool {
+    let whole = name.strip_suffix(".unfinished").unwrap_or(name);
+    let small = [
+        HEADER_NAME,
+        SET_NAME,
+        CLEARS_NAME,
+        SPACES_NAME,
+        "checkpoint",
+    ];
+    small.contains(&whole) || is_numbered(name)
+}
+
+/// Returns true if a file exists, is not a link, and begins as a drive's header and is as long.
 fn is_header(path: &Path) -> io::Result<bool> {
     match fs::symlink_metadata(path) {
-        Ok(about) => Ok(about.is_file() && begin(path, &DRIVE_MAGIC)? == DRIVE_MAGIC),
+        Ok(about) => Ok(about.is_file()
+            && about.len() >= BLOCK_LEN as u64
+            && begin(path, DRIVE_MAGIC.len() as u64)? == DRIVE_MAGIC),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(error) => Err(error),
     }
 }
 
-/// Returns true if a file is empty or holds what [`sign`] writes.
+/// Returns true if a file is empty or holds what [`Claim::sign`] writes.
 fn is_lock(path: &Path) -> io::Result<bool> {
-    let begin = begin(path, SIGN)?;
+    let begin = begin(path, SIGN.len() as u64)?;
     Ok(begin.is_empty() || begin == SIGN)
 }
 
-/// The first bytes of a file, as many as these, or fewer if there are no more.
-fn begin(path: &Path, expected: &[u8]) -> io::Result<Vec<u8>> {
+/// The first bytes of a file, or fewer if there are no more.
+fn begin(path: &Path, len: u64) -> io::Result<Vec<u8>> {
     let mut begin = Vec::new();
-    let len = expected.len() as u64;
-    File::open(path)?.take(len).read_to_end(&mut begin)?;
+    let file = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(path)?;
+    file.take(len).read_to_end(&mut begin)?;
     Ok(begin)
 }

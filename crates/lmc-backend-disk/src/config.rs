@@ -1,6 +1,6 @@
 //! Configuration of the tier, and opening it.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use lmc_memory::Arena;
 use tracing::{info, warn};
 
 use crate::backend::DiskBackend;
-use crate::claim::{claim, may_be_ours, sign};
+use crate::claim::{Claim, Content, content, remove_remains};
 use crate::drive::{Drive, DriveSettings, HEADER_NAME, replace_file};
 use crate::drive_set::{DriveSet, absolute, ago, now};
 use crate::error::DiskError;
@@ -79,7 +79,7 @@ impl DiskConfig {
             io: DiskIo::Auto,
             depth: 64,
             max_writing: 1 << 30,
-            probe_every: Duration::from_secs(5),
+            probe_every: Duration::from_secs(2),
             arena: None,
             clears: Arc::default(),
             key_settings: None,
@@ -160,7 +160,8 @@ impl DiskConfig {
         self
     }
 
-    /// Sets the time between two looks at a drive that was taken out. Default: 5 s.
+    /// Sets the time between two looks at each drive: at its files, and at whether it answers again
+    /// if it was taken out. Default: 2 s.
     pub fn with_probe_every(mut self, every: Duration) -> Self {
         self.probe_every = every;
         self
@@ -225,13 +226,13 @@ impl DiskConfig {
     /// Refuses a folder that holds no drive, before anything is done to it.
     fn is_drive(&self, path: &Path) -> Result<(), DiskError> {
         if path.is_dir() {
-            let ours = may_be_ours(path).map_err(DiskError::io(path))?;
-            if !ours {
-                let path = path.to_owned();
-                return Err(DiskError::NotOurs { path });
-            }
-            if header_of(path)?.is_some() {
-                return Ok(());
+            match content(path).map_err(DiskError::io(path))? {
+                Content::Drive | Content::Remains(_) => return Ok(()),
+                Content::Nothing => {}
+                Content::Other => {
+                    let path = path.to_owned();
+                    return Err(DiskError::NotOurs { path });
+                }
             }
         } else if path.exists() {
             let path = path.to_owned();
@@ -293,7 +294,17 @@ impl DiskConfig {
                 source,
             })?;
         }
-        let lock = claim(path)?;
+        let claim = Claim::new(path)?;
+        if let Content::Remains(names) = content(path).map_err(io)? {
+            warn!(
+                path = %path.display(),
+                files = names.len(),
+                "`{HEADER_NAME}` is missing or cut short in the folder, so the chunks in its other \
+                 files cannot be found any more; the drive starts empty (keep programs that remove \
+                 files away from the folder)"
+            );
+            remove_remains(path, &names).map_err(io)?;
+        }
         let header = header_of(path)?;
         if let Some(header) = &header {
             is_enough(least_for(header.segment_bytes))?;
@@ -344,8 +355,7 @@ impl DiskConfig {
             leave: LEAVE_TIMEOUT,
         };
         let volume = Arc::new(folder) as Arc<dyn Volume>;
-        let to_sign = lock.try_clone().map_err(io)?;
-        let opened = open_drive(volume, segment_bytes, settings, Some(lock));
+        let opened = open_drive(volume, segment_bytes, settings, Some(claim));
         let (drive, notes) = opened.map_err(|source| {
             let path = path.to_owned();
             match source.raw_os_error() {
@@ -354,7 +364,6 @@ impl DiskConfig {
                 None => DiskError::Format { path, source },
             }
         })?;
-        sign(&to_sign);
         for note in notes {
             warn!(path = %path.display(), "{note}");
         }
@@ -481,7 +490,7 @@ pub(crate) fn open_drive(
     volume: Arc<dyn Volume>,
     segment_bytes: u64,
     settings: DriveSettings,
-    lock: Option<File>,
+    claim: Option<Claim>,
 ) -> io::Result<(Drive, Vec<String>)> {
     let mut names = volume.list()?;
     if !names.iter().any(|name| name == HEADER_NAME) {
@@ -498,7 +507,7 @@ pub(crate) fn open_drive(
         let name = segment_name(stray);
         notes.push(format!("{name}: no segment has that number; left alone"));
     }
-    let drive = Drive::start(volume, header, recovered, &made, settings, lock)?;
+    let drive = Drive::start(volume, header, recovered, &made, settings, claim)?;
     Ok((drive, notes))
 }
 

@@ -49,15 +49,25 @@ pub(crate) fn segment_name(number: u32) -> String {
 /// Name of a checkpoint that is still being written.
 pub(crate) const UNFINISHED: &str = "checkpoint.unfinished";
 
+fn number(name: &str, prefix: &str, digits: usize) -> Option<u64> {
+    let number = u64::from_str_radix(name.strip_prefix(prefix)?, 16).ok()?;
+    // A name that is not written as ours are is not one of ours.
+    (name == format!("{prefix}{number:0digits$x}")).then_some(number)
+}
+
 fn numbers(names: &[String], prefix: &str, digits: usize) -> Vec<u64> {
-    let number = |name: &String| {
-        let number = u64::from_str_radix(name.strip_prefix(prefix)?, 16).ok()?;
-        // A name that is not written as ours are is not one of ours.
-        (*name == format!("{prefix}{number:0digits$x}")).then_some(number)
-    };
+    let number = |name: &String| number(name, prefix, digits);
     let mut found: Vec<u64> = names.iter().filter_map(number).collect();
     found.sort_unstable();
     found
+}
+
+/// Returns true for names of segments, logs and checkpoints.
+pub(crate) fn is_numbered(name: &str) -> bool {
+    let kinds = [("log-", 16), ("checkpoint-", 16), ("segment-", 8)];
+    kinds
+        .into_iter()
+        .any(|(prefix, digits)| number(name, prefix, digits).is_some())
 }
 
 pub(crate) fn log_numbers(names: &[String]) -> Vec<u64> {

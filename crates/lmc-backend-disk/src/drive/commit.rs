@@ -40,7 +40,12 @@ impl Shared {
                 // Either all is over and in order, or it is time to try the log again.
                 let renewed = self.renew(&mut log);
                 if stop == Stop::Orderly {
-                    return renewed;
+                    if self.condition.changed_files().is_none() {
+                        return renewed;
+                    }
+                    // That nothing is durable there was warned of.
+                    self.restore_header();
+                    return Ok(());
                 }
                 continue;
             }
@@ -147,10 +152,13 @@ impl Shared {
     fn log_failed(&self, error: &io::Error) {
         count(&self.counters.write_errors, 1);
         let reason = format!("the index log cannot be written: {error}");
-        warn!(
-            reason,
-            "index log write failed; the drive is read-only until it recovers"
-        );
+        // A drive that is out for its files was warned of.
+        if self.condition.changed_files().is_none() {
+            warn!(
+                reason,
+                "index log write failed; the drive is read-only until it recovers"
+            );
+        }
         self.condition.log_failed(reason);
     }
 
@@ -240,6 +248,9 @@ impl Shared {
 
     /// Appends a frame to the log, or to a new one when it is full or in an unknown state.
     fn append(&self, log: &mut Log, records: &[Record]) -> io::Result<()> {
+        if let Some(reason) = self.condition.changed_files() {
+            return Err(io::Error::other(reason));
+        }
         let len = frame_len(records.len()) as u64;
         let full = log.tail.offset + len > log.tail.bytes;
         if full || self.condition.is_log_broken() {
@@ -288,6 +299,7 @@ impl Shared {
             }
             (id, Arc::clone(&state.clears))
         };
+        self.check_files()?;
         replace_file(&*self.volume, CLEARS_NAME, &clears_file::encode(&clears))?;
         self.state.lock().noted = Some(id);
         Ok(())
@@ -295,6 +307,7 @@ impl Shared {
 
     /// Goes on in the next log.
     fn renew(&self, log: &mut Log) -> io::Result<()> {
+        self.check_files()?;
         let next = self.new_log(log.tail.log + 1)?;
         if let Some(file) = std::mem::replace(log, next).file {
             self.volume.close(file);

@@ -1,12 +1,12 @@
 //! Health of a drive: the effects of failures, and the recovery from each.
 //!
-//! Four things can be wrong, each by itself. Reads that fail or are late take the drive *out*,
+//! Five things can be wrong, each by itself. Reads that fail or are late take the drive *out*,
 //! until a look at its first block is answered. Writes that fail or are late make it *unwritable*:
 //! what is there is read, nothing is given up for what could not be written anyway, until as much
 //! as failed can be written; and until a chunk is kept again, only segments that failed are given
-//! up for others. The *log* may not be written, until it is started again. And *growth* may fail, because
-//! the drive's folder was removed for instance: chunks then replace others, as on a full
-//! drive.
+//! up for others. The *log* may not be written, until it is started again. *Growth* may fail: chunks
+//! then replace others, as on a full drive. And the *files* may not be as the drive has left them:
+//! the drive is out until they are again, which after a removal means until a restart.
 
 use std::io;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use super::{Drive, Shared};
-use crate::counters::count;
+use crate::counters::{Counters, count};
 use crate::format::{DriveHeader, Location, PutRecord, blocks};
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op};
 
@@ -48,6 +48,8 @@ struct Faults {
     log: Option<String>,
     /// The reason why no segment can be made, other than that the file system is full.
     growth: Option<String>,
+    /// The change of the drive's files by another program.
+    files: Option<String>,
 }
 
 /// Allocation for a chunk that could not be written or made durable.
@@ -106,7 +108,32 @@ impl Condition {
     /// Returns true if chunks can be written and logged, as far as is known.
     pub(super) fn is_writable(&self) -> bool {
         let faults = self.faults.lock();
-        faults.log.is_none() && faults.unwritable.is_none()
+        faults.log.is_none() && faults.unwritable.is_none() && faults.files.is_none()
+    }
+
+    /// Records what was done to the drive's files.
+    pub(super) fn looked_at_files(&self, changed: Option<&str>, counters: &Counters) {
+        let mut faults = self.faults.lock();
+        match (&faults.files, changed) {
+            (None, Some(reason)) => {
+                count(&counters.taken_out, 1);
+                warn!(reason, "drive is taken out, and its chunks are misses");
+            }
+            (Some(_), None) => info!("the drive's files are as they were; it is used again"),
+            _ => {}
+        }
+        faults.files = changed.map(str::to_owned);
+        self.set_out(&faults);
+    }
+
+    /// Returns what was done to the drive's files.
+    pub(super) fn changed_files(&self) -> Option<String> {
+        self.faults.lock().files.clone()
+    }
+
+    fn set_out(&self, faults: &Faults) {
+        let out = faults.out.is_some() || faults.files.is_some();
+        self.out.store(out, Ordering::Release);
     }
 
     /// Says what is wrong with the log.
@@ -191,6 +218,12 @@ impl Condition {
 }
 
 impl Faults {
+    /// Returns the reason why the drive is out.
+    fn why_out(&self) -> Option<&str> {
+        let out = || self.out.as_ref().map(|fault| fault.reason.as_str());
+        self.files.as_deref().or_else(out)
+    }
+
     fn count_write(&mut self, what: &str) {
         self.writes += 1;
         if self.writes >= FAILURES && self.unwritable.is_none() {
@@ -221,7 +254,7 @@ impl Shared {
                 "reads from a drive failed; it is taken out, and its chunks are misses until it recovers"
             );
             faults.out = Fault::new(what);
-            self.condition.out.store(true, Ordering::Release);
+            self.condition.set_out(&faults);
         }
     }
 
@@ -306,7 +339,7 @@ impl Shared {
             faults.reads = 0;
             if faults.out.take().is_some() {
                 info!("drive recovered");
-                shared.condition.out.store(false, Ordering::Release);
+                shared.condition.set_out(&faults);
             }
         });
     }
@@ -392,17 +425,19 @@ impl Drive {
             return None;
         }
         let faults = condition.faults.lock();
-        let reason = faults.out.as_ref()?.reason.clone();
+        let reason = faults.why_out()?.to_owned();
         Some(Unavailable { reason })
     }
 
     pub(crate) fn health(&self) -> Health {
         let faults = self.shared.condition.faults.lock();
-        let reason = |fault: &Option<Fault>| fault.as_ref().map(|fault| fault.reason.clone());
-        if let Some(reason) = reason(&faults.out) {
+        if let Some(reason) = faults.why_out() {
+            let reason = reason.to_owned();
             return Health::Down { reason };
         }
-        let of_writes = faults.log.clone().or_else(|| reason(&faults.unwritable));
+        let unwritable = faults.unwritable.as_ref();
+        let unwritable = || unwritable.map(|fault| fault.reason.clone());
+        let of_writes = faults.log.clone().or_else(unwritable);
         match of_writes.or_else(|| faults.growth.clone()) {
             Some(reason) => Health::Degraded { reason },
             None => Health::Ready,

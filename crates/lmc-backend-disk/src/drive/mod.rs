@@ -9,9 +9,9 @@ mod load;
 mod relocate;
 mod space;
 mod store;
+mod watch;
 
 use std::collections::{HashMap, HashSet};
-use std::fs::File;
 use std::io;
 use std::mem;
 use std::sync::atomic::AtomicU64;
@@ -25,6 +25,7 @@ use parking_lot::{Condvar, Mutex};
 use tracing::warn;
 
 use crate::batch::Batch;
+use crate::claim::Claim;
 use crate::clears_file;
 use crate::counters::{Counters, count};
 use crate::format::{DriveHeader, PutRecord, Record};
@@ -209,8 +210,10 @@ struct Shared {
     read_rate: ReadRate,
     writing_bytes: AtomicU64,
     condition: Condition,
-    /// Says to others that the folder is in use, until the drive and its threads are gone.
-    _lock: Option<File>,
+    /// Held while the drive's files are looked at.
+    look: Mutex<()>,
+    /// Keeps other processes from the folder until the drive and its threads are gone.
+    claim: Option<Claim>,
 }
 
 impl Drive {
@@ -221,7 +224,7 @@ impl Drive {
         recovered: crate::log::Recovered,
         made: &[u32],
         settings: DriveSettings,
-        lock: Option<File>,
+        claim: Option<Claim>,
     ) -> io::Result<Self> {
         let mut index = recovered.index;
         let mut queue = Queue::default();
@@ -272,7 +275,8 @@ impl Drive {
             writing_bytes: AtomicU64::new(0),
             condition: Condition::default(),
             volume,
-            _lock: lock,
+            look: Mutex::new(()),
+            claim,
         });
         let log = match recovered.tail {
             Some(tail) => shared.old_log(tail)?,
@@ -293,6 +297,9 @@ impl Drive {
             .spawn(move || for_thread.run_space_thread())?;
         *drive.space_thread.get_mut() = Some(space_thread);
         drive.shared.hold_size();
+        if let Some(claim) = &drive.shared.claim {
+            claim.sign();
+        }
         Ok(drive)
     }
 

@@ -94,7 +94,7 @@ impl Shared {
         let doomed = state.writing.get(&key).is_some_and(|chunk| chunk.doomed);
         let found = if state.growth.over {
             Found::No(|_| Err(BackendError::Closed))
-        } else if doomed {
+        } else if doomed || self.condition.changed_files().is_some() {
             Found::No(|_| Ok(Stored::Declined))
         } else {
             self.allocate(&mut state, len)
@@ -206,12 +206,21 @@ impl Shared {
         self.space.wake.notify_one();
     }
 
-    /// The thread: makes and gives back segments until the drive stops.
+    /// The thread: makes and gives back segments, and looks at the drive's files from time to time,
+    /// until the drive stops.
     pub(super) fn run_space_thread(self: Arc<Self>) {
-        while self.is_space_wanted() {
-            self.shrink();
-            self.grow();
-            self.write_parked();
+        let mut next_look = Instant::now();
+        while let Some(is_space_wanted) = self.wait_for_work(next_look) {
+            if Instant::now() >= next_look {
+                // What it finds is in the drive's condition.
+                let _ = self.check_files();
+                next_look = Instant::now() + self.settings.probe_every;
+            }
+            if is_space_wanted {
+                self.shrink();
+                self.grow();
+                self.write_parked();
+            }
         }
         // Their slots are free; the drive answers for them.
         let parked = self.take_parked();
@@ -223,27 +232,21 @@ impl Shared {
         mem::take(&mut self.state.lock().growth.parked)
     }
 
-    /// Waits for something to do. False when all is over.
-    fn is_space_wanted(&self) -> bool {
+    /// Waits for something to do, or for the next look. Returns true if a segment may have to be made
+    /// or freed, and `None` when all is over.
+    fn wait_for_work(&self, next_look: Instant) -> Option<bool> {
         let mut state = self.state.lock();
         loop {
             if state.growth.over {
-                return false;
+                return None;
             }
             if mem::take(&mut state.growth.wanted) {
-                return true;
+                return Some(true);
             }
-            if state.segments_made <= self.max_segments() {
-                self.space.wake.wait(&mut state);
-                continue;
-            }
-            // A segment that was read or written a moment ago may be idle now.
-            let waited = self
-                .space
-                .wake
-                .wait_for(&mut state, self.settings.probe_every);
-            if waited.timed_out() {
-                return !state.growth.over;
+            let waited = self.space.wake.wait_until(&mut state, next_look);
+            if waited.timed_out() && !state.growth.over {
+                // A segment that was read or written a moment ago may be idle now.
+                return Some(state.segments_made > self.max_segments());
             }
         }
     }
@@ -260,6 +263,9 @@ impl Shared {
             }
             state.index.next_segment()
         };
+        if self.check_files().is_err() {
+            return;
+        }
         let made = self.make_segment(segment);
         if made.is_err() {
             count(&self.counters.write_errors, 1);
@@ -320,6 +326,9 @@ impl Shared {
                     }
                     return;
                 }
+                if self.condition.changed_files().is_some() {
+                    return;
+                }
                 let Some((segment, begin)) = state.index.give_up() else {
                     return;
                 };
@@ -338,6 +347,7 @@ impl Shared {
     /// Gives the file of an empty segment back to the file system. False when it is not empty.
     pub(super) fn give_back(&self, segment: u32) -> io::Result<bool> {
         let _one_at_a_time = self.space.files.lock();
+        self.check_files()?;
         let file = {
             let mut state = self.state.lock();
             if !state.index.unmake(segment) {

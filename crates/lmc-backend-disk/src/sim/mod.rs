@@ -7,6 +7,7 @@ mod fault_tests;
 mod segment_tests;
 mod set_tests;
 mod space_tests;
+mod watch_tests;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -69,6 +70,8 @@ pub(crate) enum Fault {
 struct State {
     inodes: Vec<Inode>,
     names: BTreeMap<String, u32>,
+    /// The names as this volume has left them.
+    left: BTreeMap<String, u32>,
     durable_names: BTreeMap<String, u32>,
     unsynced_names: Vec<NameChange>,
     /// Writes, syncs and changes of names so far.
@@ -118,6 +121,7 @@ impl State {
             return Err(dead());
         }
         change_names(&mut self.names, &change);
+        change_names(&mut self.left, &change);
         self.unsynced_names.push(change);
         Ok(())
     }
@@ -269,6 +273,7 @@ impl SimVolume {
         Self::with_state(State {
             inodes,
             durable_names: names.clone(),
+            left: names.clone(),
             names,
             capacity: state.capacity,
             ..State::default()
@@ -386,11 +391,24 @@ impl SimVolume {
         inode.durable = inode.data.clone();
     }
 
-    /// Removes a file behind the tier's back.
+    /// Removes a file while the drive is not open.
     pub(crate) fn lose(&self, name: &str) {
+        self.take_away(name);
+        self.state.lock().left.remove(name);
+    }
+
+    /// Removes a file under a drive that is open. Returns what [`Self::bring_back`] takes.
+    pub(crate) fn take_away(&self, name: &str) -> u32 {
         let mut state = self.state.lock();
-        state.names.remove(name);
         state.durable_names.remove(name);
+        state.names.remove(name).expect("there is such a file")
+    }
+
+    /// Undoes [`Self::take_away`].
+    pub(crate) fn bring_back(&self, name: &str, file: u32) {
+        let mut state = self.state.lock();
+        state.names.insert(name.to_owned(), file);
+        state.durable_names.insert(name.to_owned(), file);
     }
 }
 
@@ -459,6 +477,13 @@ impl Volume for SimVolume {
         state.unsynced_names.clear();
         state.durable_names = state.names.clone();
         Ok(())
+    }
+
+    fn changed(&self) -> Option<String> {
+        let state = self.state.lock();
+        let mut left = state.left.iter();
+        let changed = left.find(|(name, inode)| state.names.get(*name) != Some(*inode));
+        changed.map(|(name, _)| format!("`{name}` was removed"))
     }
 
     fn free(&self) -> io::Result<u64> {

@@ -1,12 +1,12 @@
 //! A volume on a real directory.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 
 use lmc_memory::Arena;
 use memmap2::{Advice, Mmap};
@@ -18,7 +18,7 @@ use super::engine::Engine;
 use super::task::{OpenFile, Task, stopped};
 use super::threads::{self, Threads};
 use super::uring::Uring;
-use super::{AlignedBuf, BLOCK, FileId, Op, Volume, system};
+use super::{AlignedBuf, BLOCK, FileId, Op, Volume, difference, system};
 use crate::DiskIo;
 
 /// Names of files that were made to try direct I/O out and whose maker was killed.
@@ -50,6 +50,14 @@ impl Default for FolderConfig {
     }
 }
 
+/// A file as this volume has left it.
+#[derive(Clone, Debug)]
+struct Left {
+    len: u64,
+    /// The file, while it is open.
+    open: Weak<OpenFile>,
+}
+
 /// A directory whose files go past the page cache where the file system can do that.
 #[derive(Debug)]
 pub(crate) struct FolderVolume {
@@ -61,6 +69,9 @@ pub(crate) struct FolderVolume {
     /// The reason why the engine is not the one that was wanted; empty if it is.
     instead: String,
     files: Mutex<HashMap<FileId, Arc<OpenFile>>>,
+    /// Files that this volume has opened or read, by their names. A name is not in here while it is
+    /// changed.
+    names: Mutex<BTreeMap<String, Left>>,
     next_id: AtomicU32,
     stopped: AtomicBool,
 }
@@ -99,6 +110,7 @@ impl FolderVolume {
             engine,
             instead,
             files: Mutex::new(HashMap::new()),
+            names: Mutex::new(BTreeMap::new()),
             next_id: AtomicU32::new(0),
             stopped: AtomicBool::new(false),
         })
@@ -246,6 +258,11 @@ impl Volume for FolderVolume {
             let why = format!("{} is not a regular file", path.display());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
+        let left = Left {
+            len: about.len(),
+            open: Weak::new(),
+        };
+        self.names.lock().entry(name.to_owned()).or_insert(left);
         if about.len() == 0 {
             return Ok(Box::new([]));
         }
@@ -270,7 +287,13 @@ impl Volume for FolderVolume {
             None => self.open_file(&path, false)?,
         };
         let id = FileId(self.next_id.fetch_add(1, Ordering::Relaxed));
-        self.files.lock().insert(id, Arc::new(file));
+        let file = Arc::new(file);
+        let left = Left {
+            len: file.file.metadata()?.len(),
+            open: Arc::downgrade(&file),
+        };
+        self.names.lock().insert(name.to_owned(), left);
+        self.files.lock().insert(id, file);
         Ok(id)
     }
 
@@ -284,15 +307,46 @@ impl Volume for FolderVolume {
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
-        fs::rename(self.at(from)?, self.at(to)?)
+        let left = {
+            let mut names = self.names.lock();
+            names.remove(to);
+            names.remove(from)
+        };
+        fs::rename(self.at(from)?, self.at(to)?)?;
+        if let Some(left) = left {
+            self.names.lock().insert(to.to_owned(), left);
+        }
+        Ok(())
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
+        self.names.lock().remove(name);
         fs::remove_file(self.at(name)?)
     }
 
     fn sync_names(&self) -> io::Result<()> {
         self.dir.sync_all()
+    }
+
+    fn changed(&self) -> Option<String> {
+        let names = self.names.lock().clone();
+        let changed = names.into_iter().filter_map(|(name, left)| {
+            let open = left.open.upgrade();
+            let open = open.as_ref().map(|open| &open.file);
+            let how = difference(open, &self.path.join(&name), left.len)?;
+            // This volume may have changed the file meanwhile.
+            let names = self.names.lock();
+            let same = names
+                .get(&name)
+                .is_some_and(|now| now.len == left.len && Weak::ptr_eq(&now.open, &left.open));
+            same.then(|| format!("`{name}` in {} {how}", self.path.display()))
+        });
+        let mut changed = changed.fuse();
+        let first = changed.next()?;
+        Some(match changed.count() {
+            0 => first,
+            others => format!("{first} (and {others} other files changed)"),
+        })
     }
 
     fn free(&self) -> io::Result<u64> {

@@ -14,7 +14,7 @@ mod part;
 pub(crate) use part::Part;
 mod pool_buffers;
 mod system;
-pub(crate) use system::{Medium, NO_SIZE, free_bytes, medium};
+pub(crate) use system::{Medium, NO_SIZE, difference, free_bytes, medium};
 mod task;
 mod threads;
 mod uring;
@@ -146,6 +146,10 @@ pub(crate) trait Volume: fmt::Debug + Send + Sync {
 
     /// Makes all that was done to names durable.
     fn sync_names(&self) -> io::Result<()>;
+
+    /// Says which files are not as this volume has left them: removed, replaced or cut short by
+    /// another program. `None` while all are.
+    fn changed(&self) -> Option<String>;
 
     /// Bytes that can still be taken on the drive.
     fn free(&self) -> io::Result<u64>;

@@ -1,7 +1,9 @@
 //! Facts about file systems, and the event that wakes a thread.
 
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -45,6 +47,24 @@ pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
         return Ok(NO_SIZE);
     }
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+/// Says how the file or folder at a path differs from an open one, or has fewer bytes than `len`.
+/// `None` where it does not.
+pub(crate) fn difference(open: Option<&File>, path: &Path, len: u64) -> Option<String> {
+    let id = |about: &fs::Metadata| (about.dev(), about.ino());
+    let now = match fs::symlink_metadata(path) {
+        Ok(now) => now,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Some("was removed or renamed".to_owned());
+        }
+        Err(error) => return Some(format!("cannot be looked at ({error})")),
+    };
+    let open = open.and_then(|open| open.metadata().ok());
+    if open.is_some_and(|open| id(&open) != id(&now)) {
+        return Some("was replaced or covered by another".to_owned());
+    }
+    (now.len() < len).then(|| format!("was cut from {len} to {} bytes", now.len()))
 }
 
 /// Wakes a thread that waits on a ring.

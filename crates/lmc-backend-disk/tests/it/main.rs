@@ -4,3 +4,4 @@ mod folders;
 mod golden;
 mod sets;
 mod tier;
+mod watch;

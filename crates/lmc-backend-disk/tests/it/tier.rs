@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
@@ -255,7 +255,9 @@ fn a_drive_that_vanishes_costs_its_chunks_and_nothing_else() {
             .starts_with("segment")
         {
             let len = fs::metadata(&path).unwrap().len();
-            fs::write(&path, vec![0xA5; len as usize]).unwrap();
+            // A file that is cut short, even for a moment, takes the drive out.
+            let file = fs::OpenOptions::new().write(true).open(&path).unwrap();
+            file.write_all_at(&vec![0xA5; len as usize], 0).unwrap();
         }
     }
     let hits = load(&tier, &pool, 0..40);
@@ -497,7 +499,7 @@ fn a_folder_of_a_later_version_or_a_damaged_one_is_left_alone() {
 
 /// Runs another test of this file where the folder is a mount of its own, which needs a mount
 /// namespace; where that cannot be had, says that the test was skipped.
-fn on_a_mount(unshare: &[&str], mount: &str, test: impl Fn()) {
+pub(super) fn on_a_mount(unshare: &[&str], mount: &str, test: impl Fn()) {
     let folder = new_folder();
     let script = format!(
         "mount {mount} {} && exec {} {}",

@@ -55,8 +55,6 @@ pub(crate) struct Inner {
     /// Numbers uses: a batch takes as many as it has keys, the highest for the head of the prefix.
     clock: AtomicU64,
     reservations: AtomicU64,
-    /// Number of clears.
-    clears: AtomicU64,
     counters: Counters,
     events: Option<Arc<dyn EventSink>>,
     /// Bytes of the pool in use where watermark eviction starts, and where it stops.
@@ -97,7 +95,6 @@ impl LocalTier {
             writes: Owners::default(),
             clock: AtomicU64::new(1),
             reservations: AtomicU64::new(0),
-            clears: AtomicU64::new(0),
             counters: Counters::default(),
             events: config.events,
             watermarks: (part(config.high), part(config.low)),
@@ -141,11 +138,6 @@ impl LocalTier {
             pinned,
             pool: inner.pool.usage(),
         }
-    }
-
-    /// Number of clears since the tier was made.
-    pub fn clears(&self) -> u64 {
-        self.0.clears.load(Ordering::Acquire)
     }
 
     /// Number of leases that exist now.

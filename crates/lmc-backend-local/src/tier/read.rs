@@ -2,7 +2,6 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use lmc_key::{ChunkKey, SpaceId};
 
@@ -238,7 +237,6 @@ impl LocalTier {
     /// one that begins meanwhile may stay.
     pub fn clear(&self, which: Clear) -> Cleared {
         let inner = &self.0;
-        inner.clears.fetch_add(1, Ordering::AcqRel);
         let mut cleared = Cleared::default();
         for shard in &inner.shards {
             let mut start = 0;
