@@ -9,7 +9,7 @@ use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{rounds, soon};
 
 use super::*;
-use crate::conformance::{FaultyStore, MemoryStore, StoreFaults};
+use crate::conformance::{CallFault, Calls, FaultyStore, MemoryStore, StoreFaults};
 use crate::format::{ClearsRecord, Name};
 
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -225,7 +225,8 @@ impl Model {
     }
 
     fn deny(&mut self, n: usize, is_denied: bool) {
-        self.daemons[n].view.deny_clears(is_denied);
+        let fault = is_denied.then_some(CallFault::Denied);
+        self.daemons[n].view.set_fault(Calls::Clears, fault);
         self.daemons[n].is_denied = is_denied;
     }
 

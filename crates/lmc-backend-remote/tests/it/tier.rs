@@ -13,7 +13,9 @@ use lmc_backend::{
     Backend, BackendError, Clears, Health, LoadItem, Loaded, LocateHint, Located, StartId,
     StoreItem, Stored,
 };
-use lmc_backend_remote::conformance::{Denied, FaultyStore, MemoryStore, StoreFaults};
+use lmc_backend_remote::conformance::{
+    CallFault, Calls, Denied, FaultyStore, MemoryStore, StoreFaults,
+};
 use lmc_backend_remote::format::{
     ChunkFolder, ClearsRecord, Generation, MAX_CLEARS_LEN, Name, SpaceRecord, Tenant,
 };
@@ -392,7 +394,7 @@ fn a_daemon_that_cannot_read_the_clears_stops_using_the_store() {
     let key = test_key(1);
     rig.store(key).unwrap();
     assert!(other.is_hit(key));
-    view.deny_clears(true);
+    view.set_fault(Calls::Clears, Some(CallFault::Denied));
     clear_all(&rig.tier, soon()).unwrap();
     // Other traffic says nothing of the clears.
     for _ in 0..20 {
@@ -409,7 +411,7 @@ fn a_daemon_that_cannot_read_the_clears_stops_using_the_store() {
     });
     assert!(other.counter("clears_unread") > 0);
     assert_eq!(other.counter("taken_out"), 0);
-    view.deny_clears(false);
+    view.set_fault(Calls::Clears, None);
     until("they are read", || other.tier.clears() == rig.tier.clears());
     other.follow();
     assert!(!other.is_hit(key));
