@@ -2,13 +2,12 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures_util::StreamExt;
+use futures_util::{FutureExt, StreamExt};
 use lmc_backend::conformance::Rng;
-use lmc_backend::{Answers, BoxFuture};
+use lmc_backend::{Answers, BoxFuture, ready};
 use parking_lot::Mutex;
 
 use crate::format::{Name, Scope, ValueName};
@@ -17,13 +16,40 @@ use crate::store::{
     Each, GetItem, Got, Head, ListPage, Put, PutItem, Single, Store, StoreError, Version,
 };
 
+/// A kind of calls to a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Calls {
+    /// Reads of headers, and listings.
+    Lookups,
+    /// Reads of values.
+    Loads,
+    /// Writes, touches and removals of values.
+    Writes,
+    /// Reads and writes of the object of clears.
+    Clears,
+    /// Reads and writes of other small objects: maps and descriptions.
+    Small,
+}
+
+/// A fault of all calls of a kind. The store learns nothing of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallFault {
+    /// Calls are denied.
+    Denied,
+    /// Calls fail at once.
+    Failing,
+    /// Calls last until their deadline, or until the fault is over.
+    Hanging,
+}
+
 /// A real store that fails as [`StoreFaults`] says. Answers fail after the store has done its work,
 /// so every write that fails has taken effect; nothing is torn.
 pub struct FaultyStore {
     store: Arc<dyn Store>,
     faults: StoreFaults,
     rng: Mutex<Rng>,
-    denies_clears: AtomicBool,
+    /// The fault of each kind of calls, and the number of calls that it has met.
+    broken: [Mutex<(Option<CallFault>, u64)>; 5],
 }
 
 impl fmt::Debug for FaultyStore {
@@ -43,13 +69,42 @@ impl FaultyStore {
             store,
             faults,
             rng,
-            denies_clears: AtomicBool::new(false),
+            broken: Default::default(),
         }
     }
 
-    /// Denies this client the object of clears from now on, and nothing else; or allows it again.
-    pub fn deny_clears(&self, is_denied: bool) {
-        self.denies_clears.store(is_denied, Ordering::SeqCst);
+    /// Breaks the calls of a kind from now on, and no others; `None` mends them.
+    pub fn set_fault(&self, calls: Calls, fault: Option<CallFault>) {
+        self.broken[calls as usize].lock().0 = fault;
+    }
+
+    /// Returns the number of calls of a kind that a fault has met so far, each batch counted once.
+    pub fn broken_calls(&self, calls: Calls) -> u64 {
+        self.broken[calls as usize].lock().1
+    }
+
+    /// Fails or holds a call whose kind is broken.
+    async fn begin(&self, calls: Calls, deadline: Instant) -> Result<(), StoreError> {
+        let broken = &self.broken[calls as usize];
+        let fault = {
+            let mut broken = broken.lock();
+            broken.1 += u64::from(broken.0.is_some());
+            broken.0
+        };
+        let reason = "injected".to_owned();
+        match fault {
+            None => return Ok(()),
+            Some(CallFault::Denied) => return Err(StoreError::Denied { reason }),
+            Some(CallFault::Failing) => return Err(StoreError::Unavailable { reason }),
+            Some(CallFault::Hanging) => {}
+        }
+        while broken.lock().0.is_some() {
+            if Instant::now() >= deadline {
+                return Err(StoreError::Deadline);
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        Ok(())
     }
 
     fn chance(&self, per_mille: u16) -> bool {
@@ -72,13 +127,28 @@ impl FaultyStore {
     }
 
     /// Fails answers of a batch now and then, and waits before all.
-    async fn each<T>(&self, batch: Each<'_, T>, deadline: Instant) -> Vec<Result<T, StoreError>> {
+    async fn each<T>(
+        &self,
+        calls: Calls,
+        len: usize,
+        batch: Each<'_, T>,
+        deadline: Instant,
+    ) -> Vec<Result<T, StoreError>> {
+        if let Err(error) = self.begin(calls, deadline).await {
+            return error.each(len);
+        }
         self.delay(deadline).await;
         let answers = batch.await.into_iter();
         answers.map(|answer| self.answer(answer)).collect()
     }
 
-    async fn single<T>(&self, one: Single<'_, T>, deadline: Instant) -> Result<T, StoreError> {
+    async fn single<T>(
+        &self,
+        calls: Calls,
+        one: Single<'_, T>,
+        deadline: Instant,
+    ) -> Result<T, StoreError> {
+        self.begin(calls, deadline).await?;
         self.delay(deadline).await;
         self.answer(one.await)
     }
@@ -105,11 +175,6 @@ impl FaultyStore {
     }
 }
 
-fn denied<'a, T: Send + 'a>() -> Single<'a, T> {
-    let reason = "injected".to_owned();
-    Box::pin(std::future::ready(Err(StoreError::Denied { reason })))
-}
-
 impl Store for FaultyStore {
     fn kind(&self) -> &'static str {
         self.store.kind()
@@ -132,25 +197,43 @@ impl Store for FaultyStore {
     }
 
     fn heads<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, Option<Head>> {
-        Box::pin(self.each(self.store.heads(names, deadline), deadline))
+        let heads = self.store.heads(names, deadline);
+        Box::pin(self.each(Calls::Lookups, names.len(), heads, deadline))
     }
 
     fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
-        let got = self.store.get(items, deadline);
+        let got = async move {
+            match self.begin(Calls::Loads, deadline).await {
+                Ok(()) => self.store.get(items, deadline),
+                Err(error) => {
+                    let failed = |item: GetItem| Got::failed(error.again(), item.slot);
+                    ready(items.into_iter().map(failed).collect::<Vec<_>>())
+                }
+            }
+        };
+        let got = got.flatten_stream();
         Box::pin(got.map(|(index, got)| (index, self.got(got))))
     }
 
     fn put(&self, items: Vec<PutItem>, deadline: Instant) -> Answers<'_, Result<Put, StoreError>> {
-        let put = self.store.put(items, deadline);
+        let put = async move {
+            match self.begin(Calls::Writes, deadline).await {
+                Ok(()) => self.store.put(items, deadline),
+                Err(error) => ready(error.each(items.len())),
+            }
+        };
+        let put = put.flatten_stream();
         Box::pin(put.map(|(index, put)| (index, self.answer(put))))
     }
 
     fn remove<'a>(&'a self, names: &'a [Name], deadline: Instant) -> Each<'a, bool> {
-        Box::pin(self.each(self.store.remove(names, deadline), deadline))
+        let removed = self.store.remove(names, deadline);
+        Box::pin(self.each(Calls::Writes, names.len(), removed, deadline))
     }
 
     fn touch<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, bool> {
-        Box::pin(self.each(self.store.touch(names, deadline), deadline))
+        let touched = self.store.touch(names, deadline);
+        Box::pin(self.each(Calls::Writes, names.len(), touched, deadline))
     }
 
     fn list<'a>(
@@ -160,22 +243,23 @@ impl Store for FaultyStore {
         limit: usize,
         deadline: Instant,
     ) -> Single<'a, ListPage> {
-        Box::pin(self.single(self.store.list(scope, token, limit, deadline), deadline))
+        let page = self.store.list(scope, token, limit, deadline);
+        Box::pin(self.single(Calls::Lookups, page, deadline))
     }
 
     fn read(&self, name: Name, max: usize, deadline: Instant) -> Single<'_, Option<Bytes>> {
-        Box::pin(self.single(self.store.read(name, max, deadline), deadline))
+        let read = self.store.read(name, max, deadline);
+        Box::pin(self.single(Calls::Small, read, deadline))
     }
 
     fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
-        Box::pin(self.single(self.store.write(name, bytes, deadline), deadline))
+        let written = self.store.write(name, bytes, deadline);
+        Box::pin(self.single(Calls::Small, written, deadline))
     }
 
     fn read_clears(&self, max: usize, deadline: Instant) -> Single<'_, Option<(Bytes, Version)>> {
-        if self.denies_clears.load(Ordering::SeqCst) {
-            return denied();
-        }
-        Box::pin(self.single(self.store.read_clears(max, deadline), deadline))
+        let read = self.store.read_clears(max, deadline);
+        Box::pin(self.single(Calls::Clears, read, deadline))
     }
 
     fn swap_clears(
@@ -184,10 +268,8 @@ impl Store for FaultyStore {
         read: Option<Version>,
         deadline: Instant,
     ) -> Single<'_, bool> {
-        if self.denies_clears.load(Ordering::SeqCst) {
-            return denied();
-        }
-        Box::pin(self.single(self.store.swap_clears(bytes, read, deadline), deadline))
+        let swapped = self.store.swap_clears(bytes, read, deadline);
+        Box::pin(self.single(Calls::Clears, swapped, deadline))
     }
 
     fn old_chunks(&self, deadline: Instant) -> Single<'_, Option<String>> {

@@ -56,7 +56,7 @@ mod store_kit;
 /// The store in memory, with and without faults, and the kit that every store passes.
 #[cfg(feature = "conformance")]
 pub mod conformance {
-    pub use crate::faulty_store::FaultyStore;
+    pub use crate::faulty_store::{CallFault, Calls, FaultyStore};
     pub use crate::memory_store::{Denied, MemoryStore, StoreFaults};
     pub use crate::store_kit::{check_replaced_values, check_store, check_swaps};
 }

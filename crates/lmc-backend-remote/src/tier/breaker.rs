@@ -1,76 +1,238 @@
-//! The circuit breaker: takes a store out that does not answer.
+//! Circuit breakers: each takes out one path of the store, which fails or hangs, and no other.
 
-use lmc_backend::{BackendError, Unavailable};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
 use parking_lot::Mutex;
-use tokio::sync::Notify;
 
+use super::RemoteConfig;
 use crate::store::StoreError;
 
-/// Failures without a success in between after which the store is out.
+/// Failures without a success in between after which a path is out.
 const MAX_FAILURES: u32 = 5;
+/// Longest pauses after which a path that no request has tried again is not called faulty any more.
+const IDLE_PAUSES: u32 = 4;
 
-/// The decision whether the store answers well enough to be used.
-#[derive(Debug, Default)]
+/// A kind of requests. Success of one says nothing of another: a store may answer small requests at once
+/// and move no value.
+///
+/// The clears are a path as well. Not failures take it out, but the age of the last reading (`Known`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Path {
+    /// Reads of headers.
+    Lookups,
+    /// Reads of values.
+    Loads,
+    /// Writes of values.
+    Writes,
+}
+
+impl Path {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Lookups => "lookups",
+            Self::Loads => "loads",
+            Self::Writes => "writes",
+        }
+    }
+
+    /// Returns the name of the counter of the times that the path was taken out.
+    fn counter(self) -> &'static str {
+        match self {
+            Self::Lookups => "lookups_taken_out",
+            Self::Loads => "loads_taken_out",
+            Self::Writes => "writes_taken_out",
+        }
+    }
+
+    fn consequence(self) -> &'static str {
+        match self {
+            Self::Lookups | Self::Loads => "its chunks are misses",
+            Self::Writes => "chunks are read from it, and not written",
+        }
+    }
+}
+
+/// The paths of a store that are taken out by failures in a row.
+#[derive(Debug)]
+pub(super) struct Paths {
+    pub(super) lookups: Arc<Breaker>,
+    pub(super) loads: Arc<Breaker>,
+    pub(super) writes: Arc<Breaker>,
+}
+
+impl Paths {
+    pub(super) fn new(config: &RemoteConfig) -> Self {
+        let breaker = |path| Arc::new(Breaker::new(path, config));
+        Self {
+            lookups: breaker(Path::Lookups),
+            loads: breaker(Path::Loads),
+            writes: breaker(Path::Writes),
+        }
+    }
+
+    /// Returns how often each path was taken out.
+    pub(super) fn trips(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let paths = [&self.lookups, &self.loads, &self.writes];
+        paths
+            .into_iter()
+            .map(|one| (one.path.counter(), one.state.lock().trips))
+    }
+}
+
+/// The decision whether a path of the store answers well enough to be used.
+#[derive(Debug)]
 pub(super) struct Breaker {
+    path: Path,
+    timeout: Duration,
+    /// Pause before a path that is out is tried again: at first, and at most.
+    pauses: (Duration, Duration),
     state: Mutex<State>,
-    /// Wakes the task that probes.
-    pub(super) tripped: Notify,
 }
 
 #[derive(Debug, Default)]
 struct State {
     failures: u32,
-    /// The reason why the store is out.
-    out: Option<String>,
+    out: Option<Out>,
     trips: u64,
 }
 
+/// A path that is out.
+#[derive(Debug)]
+struct Out {
+    reason: String,
+    pause: Duration,
+    retry_at: Instant,
+    /// Begin of the request that tries the path.
+    tried_since: Option<Instant>,
+}
+
+impl State {
+    fn check(&self, now: Instant) -> Result<(), StoreError> {
+        match &self.out {
+            Some(out) if out.tried_since.is_some() || now < out.retry_at => {
+                Err(StoreError::Unavailable {
+                    reason: out.reason.clone(),
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 impl Breaker {
-    /// Returns the reason why the store is out.
-    pub(super) fn out(&self) -> Option<String> {
-        self.state.lock().out.clone()
-    }
-
-    /// Returns an error while the store is out.
-    pub(super) fn check(&self) -> Result<(), BackendError> {
-        match self.out() {
-            Some(reason) => Err(Unavailable { reason }.into()),
-            None => Ok(()),
+    fn new(path: Path, config: &RemoteConfig) -> Self {
+        Self {
+            path,
+            timeout: config.timeout,
+            pauses: config.probe_pause,
+            state: Mutex::default(),
         }
     }
 
-    /// Returns the number of times that the store was taken out.
-    pub(super) fn trips(&self) -> u64 {
-        self.state.lock().trips
+    /// Returns an error while no request of this path may begin.
+    pub(super) fn check(&self, now: Instant) -> Result<(), StoreError> {
+        self.state.lock().check(now)
     }
 
-    /// Notes that the store answered an operation.
-    pub(super) fn answered(&self) {
-        self.state.lock().failures = 0;
-    }
-
-    /// Notes that the store failed an operation. An error of one object does not count.
-    pub(super) fn failed(&self, error: &StoreError) {
-        if error.is_of_object() {
-            return;
-        }
+    /// Begins a request of this path. While the path is out, one request at a time may try it, after a
+    /// pause.
+    pub(super) fn begin(self: &Arc<Self>, now: Instant) -> Result<Attempt, StoreError> {
         let mut state = self.state.lock();
-        state.failures = state.failures.saturating_add(1);
-        if state.out.is_some() || state.failures < MAX_FAILURES {
-            return;
+        state.check(now)?;
+        if let Some(out) = &mut state.out {
+            out.tried_since = Some(now);
         }
-        tracing::warn!(%error, "remote store taken out; its chunks are misses until it answers again");
-        state.out = Some(error.to_string());
-        state.trips += 1;
-        self.tripped.notify_one();
+        Ok(Attempt {
+            breaker: Arc::clone(self),
+            begun: now,
+            has_failed: false,
+        })
     }
 
-    /// Notes that a probe was answered: the store is used again.
-    pub(super) fn take_back(&self) {
-        let mut state = self.state.lock();
+    /// Returns the reason why the path is out; `None` also where no request has tried it for a while:
+    /// of a path that is not used nothing is known.
+    pub(super) fn fault(&self, now: Instant) -> Option<String> {
+        let state = self.state.lock();
+        let out = state.out.as_ref()?;
+        let known_until = out.retry_at + IDLE_PAUSES * self.pauses.1;
+        (out.tried_since.is_some() || now < known_until).then(|| out.reason.clone())
+    }
+
+    fn failed(&self, error: &StoreError, begun: Instant, now: Instant) {
+        let state = &mut *self.state.lock();
+        let pause = match &state.out {
+            Some(out) if out.tried_since == Some(begun) => self.pauses.1.min(2 * out.pause),
+            // It began before the path was taken out.
+            Some(_) => return,
+            None => {
+                state.failures += 1;
+                if state.failures < MAX_FAILURES {
+                    return;
+                }
+                let (path, consequence) = (self.path.name(), self.path.consequence());
+                tracing::warn!(
+                    path,
+                    %error,
+                    "path of the remote store taken out; {consequence} until a request of this kind \
+                     succeeds; to find the cause: lmc remote check"
+                );
+                state.trips += 1;
+                self.pauses.0
+            }
+        };
+        state.out = Some(Out {
+            reason: format!(
+                "{} fail: {error}; {}; to find the cause: lmc remote check",
+                self.path.name(),
+                self.path.consequence()
+            ),
+            pause,
+            retry_at: now + pause,
+            tried_since: None,
+        });
+    }
+}
+
+/// A request of one path. One that ends without an outcome says nothing of the path.
+#[derive(Debug)]
+pub(super) struct Attempt {
+    breaker: Arc<Breaker>,
+    begun: Instant,
+    has_failed: bool,
+}
+
+impl Attempt {
+    /// Notes that the store did what this path is for: the path is used again.
+    pub(super) fn succeeded(&self) {
+        let mut state = self.breaker.state.lock();
         state.failures = 0;
-        if let Some(reason) = state.out.take() {
-            tracing::info!(before = reason, "remote store in use");
+        if state.out.take().is_some() {
+            let path = self.breaker.path.name();
+            tracing::info!(path, "path of the remote store in use again");
+        }
+    }
+
+    /// Notes a failure. Returns false for one that does not count: an error of one object, a further
+    /// failure of a batch, or a deadline that left the store less than half of its time.
+    pub(super) fn failed(&mut self, error: &StoreError, now: Instant) -> bool {
+        let is_brief = matches!(error, StoreError::Deadline)
+            && now.saturating_duration_since(self.begun) < self.breaker.timeout / 2;
+        if self.has_failed || error.is_of_object() || is_brief {
+            return false;
+        }
+        self.has_failed = true;
+        self.breaker.failed(error, self.begun, now);
+        true
+    }
+}
+
+impl Drop for Attempt {
+    fn drop(&mut self) {
+        if let Some(out) = &mut self.breaker.state.lock().out
+            && out.tried_since == Some(self.begun)
+        {
+            out.tried_since = None;
         }
     }
 }
@@ -79,23 +241,74 @@ impl Breaker {
 mod tests {
     use super::*;
 
+    const MS: Duration = Duration::from_millis(1);
+
+    fn paths() -> Paths {
+        Paths::new(&RemoteConfig {
+            timeout: 20 * MS,
+            probe_pause: (10 * MS, 25 * MS),
+            ..RemoteConfig::default()
+        })
+    }
+
+    fn fail(breaker: &Arc<Breaker>, now: Instant) {
+        let mut attempt = breaker.begin(now).expect("a request may begin");
+        assert!(attempt.failed(&StoreError::unavailable("injected"), now));
+        assert!(!attempt.failed(&StoreError::unavailable("injected"), now));
+    }
+
     #[test]
-    fn repeated_failures_take_a_store_out_and_a_probe_takes_it_back() {
-        let breaker = Breaker::default();
-        let failed = || breaker.failed(&StoreError::Deadline);
-        (1..MAX_FAILURES).for_each(|_| failed());
-        breaker.answered();
-        (1..MAX_FAILURES).for_each(|_| failed());
-        breaker.failed(&StoreError::Full { needed: 1 });
-        assert!(breaker.check().is_ok() && breaker.trips() == 0);
-        failed();
-        assert_eq!(breaker.out(), Some(StoreError::Deadline.to_string()));
-        failed();
-        breaker.answered();
-        assert!(breaker.check().is_err() && breaker.trips() == 1);
-        breaker.take_back();
-        assert!(breaker.check().is_ok());
-        (0..MAX_FAILURES).for_each(|_| failed());
-        assert!(breaker.check().is_err() && breaker.trips() == 2);
+    fn failures_in_a_row_take_a_path_out_and_one_request_at_a_time_tries_it() {
+        let (paths, mut now) = (paths(), Instant::now());
+        let loads = &paths.loads;
+        (1..MAX_FAILURES).for_each(|_| fail(loads, now));
+        loads.begin(now).expect("in use").succeeded();
+        (1..MAX_FAILURES).for_each(|_| fail(loads, now));
+        let before = loads.begin(now).expect("in use");
+        fail(loads, now);
+        let reason = loads.fault(now).expect("out");
+        assert!(reason.starts_with("loads fail") && reason.contains("injected"));
+        assert_eq!(
+            paths.trips().map(|(_, trips)| trips).collect::<Vec<_>>(),
+            [0, 1, 0]
+        );
+        for pause in [10, 20, 25, 25] {
+            now += (pause - 1) * MS;
+            assert!(loads.check(now).is_err() && loads.begin(now).is_err());
+            now += MS;
+            let mut trial = loads.begin(now).expect("it is time");
+            assert!(loads.check(now).is_err() && loads.begin(now).is_err());
+            // A request that was left by its caller.
+            drop(trial);
+            trial = loads.begin(now).expect("no other tries it");
+            assert!(trial.failed(&StoreError::unavailable("injected"), now));
+        }
+        assert!(loads.fault(now + 124 * MS).is_some());
+        assert_eq!(loads.fault(now + 125 * MS), None, "it was not tried again");
+        now += 25 * MS;
+        let trial = loads.begin(now).expect("it is time");
+        assert!(loads.fault(now + 1000 * MS).is_some());
+        trial.succeeded();
+        assert!(loads.fault(now).is_none() && loads.begin(now).is_ok());
+        // What began before says as much.
+        (0..MAX_FAILURES).for_each(|_| fail(loads, now));
+        before.succeeded();
+        assert!(loads.check(now).is_ok());
+    }
+
+    #[test]
+    fn what_says_nothing_of_the_path_is_not_counted() {
+        let (paths, now) = (paths(), Instant::now());
+        for _ in 0..2 * MAX_FAILURES {
+            let mut attempt = paths.writes.begin(now).expect("in use");
+            assert!(!attempt.failed(&StoreError::Full { needed: 1 }, now));
+            assert!(!attempt.failed(&StoreError::Deadline, now + 9 * MS));
+        }
+        assert!(paths.writes.check(now).is_ok());
+        for _ in 0..MAX_FAILURES {
+            let mut attempt = paths.writes.begin(now).expect("in use");
+            assert!(attempt.failed(&StoreError::Deadline, now + 10 * MS));
+        }
+        assert!(paths.writes.check(now).is_err());
     }
 }

@@ -190,7 +190,7 @@ impl Shared {
         known.folder(now, self.config.clears_interval)
     }
 
-    /// Keeps the clears in step with the store, and takes a store back that answers again.
+    /// Keeps the clears in step with the store.
     pub(super) async fn mind(self: Arc<Self>) {
         let (first, most) = self.config.probe_pause;
         let (mut failures, mut was_known) = (0u32, false);
@@ -198,7 +198,6 @@ impl Shared {
             let pause = match self.sync_clears(Instant::now() + READ_TIMEOUT).await {
                 Ok(_) => {
                     failures = 0;
-                    self.breaker.take_back();
                     self.config.clears_interval
                 }
                 Err(_) => {
@@ -219,7 +218,6 @@ impl Shared {
             }
             tokio::select! {
                 () = tokio::time::sleep(jittered(pause)) => {}
-                () = self.breaker.tripped.notified() => tokio::time::sleep(jittered(first)).await,
                 () = self.clears.raised.notified() => {}
             }
         }
@@ -292,12 +290,17 @@ impl Shared {
                 },
                 None => self.successor(now, version.is_some(), deadline).await?,
             };
-            let bytes = object.encode().into();
-            match self.store.swap_clears(bytes, version, deadline).await {
+            let bytes = object.encode();
+            let len = bytes.len() as u64;
+            match self
+                .store
+                .swap_clears(bytes.into(), version, deadline)
+                .await
+            {
                 Ok(true) => {
                     let all_are_in = self.note_object(&object, now)?.is_none();
                     self.clears.known.lock().rewrite_at = now + REWRITES.1;
-                    *self.refused.lock() = None;
+                    self.note_written(len);
                     // Clears that came meanwhile are written at once.
                     if all_are_in {
                         return Ok(None);
@@ -305,7 +308,7 @@ impl Shared {
                 }
                 Ok(false) => {}
                 Err(error) if is_found && error.is_refusal() => {
-                    self.note_refusal(&error);
+                    self.note_refusal(&error, len);
                     return Ok(Some(error));
                 }
                 Err(error) => return Err(error),

@@ -59,12 +59,12 @@ impl Shared {
         deadline: Instant,
     ) -> Result<Page, BackendError> {
         let folder = self.check()?;
+        self.paths.lookups.check(Instant::now())?;
         let token = self.listings.token(cursor)?;
         let shared = Arc::clone(self);
         let listed = self.spawn(async move {
-            let begun = Instant::now();
             let page = shared.page(folder, token.as_deref(), limit, deadline).await;
-            shared.note([&page], begun);
+            shared.counters.failed.add(page.is_err().into());
             page
         });
         let (items, next) = listed.await.map_err(|_| BackendError::Closed)??;

@@ -18,9 +18,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, Health,
-    LoadItem, Loaded, LocateHint, Located, Page, ReadRate, Sharing, StoreItem, Stored, Unavailable,
-    Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, Health, LoadItem, Loaded,
+    LocateHint, Located, Page, ReadRate, Sharing, StoreItem, Stored, Unavailable, Usage,
 };
 use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use parking_lot::Mutex;
@@ -28,7 +27,7 @@ use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
-use self::breaker::Breaker;
+use self::breaker::{Attempt, Paths};
 use self::claims::Claims;
 use self::clears::Knowledge;
 use self::counters::Counters;
@@ -68,8 +67,8 @@ pub struct RemoteConfig {
     pub clears_interval: Duration,
     /// Clock that says how long ago they were read. Default: `CLOCK_BOOTTIME`.
     pub boot_clock: BootClock,
-    /// Pause before the clears are read again after a failure, and before a store that was taken out is
-    /// probed: at first, and at most. Default: 250 ms and 15 s.
+    /// Pause before the clears are read again after a failure, and before a request tries a path of the
+    /// store that was taken out: at first, and at most. Default: 250 ms and 15 s.
     pub probe_pause: (Duration, Duration),
 }
 
@@ -94,8 +93,8 @@ impl Default for RemoteConfig {
 #[derive(Debug)]
 pub struct RemoteTier {
     shared: Arc<Shared>,
-    /// The task that keeps the clears in step and probes the store, and the one that describes
-    /// spaces; they end with the tier.
+    /// The task that keeps the clears in step, and the one that describes spaces; they end with the
+    /// tier.
     minders: Mutex<Vec<AbortOnDropHandle<()>>>,
 }
 
@@ -108,7 +107,7 @@ struct Shared {
     /// Tasks that run to their end although their caller has left.
     tasks: TaskTracker,
     is_closed: AtomicBool,
-    breaker: Breaker,
+    paths: Paths,
     clears: Knowledge,
     spaces: Spaces,
     absent: RecentKeys,
@@ -116,13 +115,19 @@ struct Shared {
     damaged: RecentKeys,
     /// Keys that were touched.
     touched: RecentKeys,
-    /// The reason why the store refuses writes although it answers.
-    refused: Mutex<Option<String>>,
+    refused: Mutex<Option<Refused>>,
     claims: Arc<Claims>,
     lookups: Semaphore,
     listings: Listings,
     rate: ReadRate,
     counters: Counters,
+}
+
+/// A write that the store refused although it may be read, until one as large succeeds.
+#[derive(Debug)]
+struct Refused {
+    reason: String,
+    len: u64,
 }
 
 impl RemoteTier {
@@ -190,7 +195,7 @@ impl Shared {
         runtime: Handle,
     ) -> Arc<Self> {
         Arc::new(Self {
-            breaker: Breaker::default(),
+            paths: Paths::new(&config),
             clears: Knowledge::new(clears, config.boot_clock.now()),
             spaces: Spaces::default(),
             absent: RecentKeys::new(config.absent_ttl, config.max_absent),
@@ -211,12 +216,11 @@ impl Shared {
     }
 
     /// Returns the folder of the chunks that an operation which begins now is about, or the reason why
-    /// none can begin.
+    /// none can begin on any path.
     fn check(&self) -> Result<ChunkFolder, BackendError> {
         if self.is_closed.load(Ordering::Acquire) {
             return Err(BackendError::Closed);
         }
-        self.breaker.check()?;
         let folder = self.folder();
         Ok(folder.map_err(|reason| Unavailable { reason })?)
     }
@@ -234,66 +238,64 @@ impl Shared {
         self.tasks.spawn_on(task, &self.runtime);
     }
 
-    /// Notes the outcome of an operation that the store had until `deadline` for. One that had less
-    /// than the configured time and used it up says nothing.
-    fn note<'a, T: 'a>(
-        &self,
-        results: impl IntoIterator<Item = &'a Result<T, StoreError>>,
-        begun: Instant,
-    ) {
-        let mut failure = None;
-        for result in results {
-            match result {
-                Ok(_) => return self.breaker.answered(),
-                Err(error) => failure = Some(error),
-            }
-        }
-        if let Some(error) = failure {
-            self.note_failure(error, begun);
+    /// Notes the outcome of a batch: one success shows that the path works.
+    fn note<T>(&self, mut attempt: Attempt, results: &[Result<T, StoreError>]) {
+        if results.iter().any(Result::is_ok) {
+            attempt.succeeded();
+        } else if let Some(Err(error)) = results.last() {
+            self.note_failure(&mut attempt, error);
         }
     }
 
-    /// Notes the outcome of writes. One that the store refuses does not count against the store, which
-    /// may be read: the breaker would take reads away, and its probe, a read, bring them back.
-    fn note_writes<'a, T: 'a>(
-        &self,
-        results: impl IntoIterator<Item = &'a Result<T, StoreError>>,
-        begun: Instant,
-    ) {
-        let mut others = Vec::new();
-        for result in results {
-            match result {
-                Err(error) if error.is_refusal() => {
-                    self.counters.failed.add(1);
-                    self.note_refusal(error);
-                }
-                other => others.push(other),
-            }
+    fn note_failure(&self, attempt: &mut Attempt, error: &StoreError) {
+        if attempt.failed(error, Instant::now()) {
+            self.counters.failed.add(1);
         }
-        self.note(others, begun);
     }
 
-    /// Notes that the store refused a write and may be read.
-    fn note_refusal(&self, error: &StoreError) {
+    /// Notes the failure of a write of `len` bytes. A refusal does not take writes out: the next one may
+    /// be smaller, or find capacity.
+    fn note_failed_write(&self, attempt: &mut Attempt, error: &StoreError, len: u64) {
+        match error.is_refusal() {
+            true => {
+                self.counters.failed.add(1);
+                self.note_refusal(error, len);
+            }
+            false => self.note_failure(attempt, error),
+        }
+    }
+
+    /// Notes the outcome of requests that prove nothing of any path, such as removals.
+    fn note_aside<T>(&self, results: &[Result<T, StoreError>]) {
+        for error in results.iter().filter_map(|result| result.as_ref().err()) {
+            self.counters.failed.add(1);
+            self.note_refusal(error, 0);
+        }
+    }
+
+    /// Notes that the store refused a write of `len` bytes and may be read.
+    fn note_refusal(&self, error: &StoreError, len: u64) {
         let Some(remedy) = error.remedy_of_write() else {
             return;
         };
-        let reason = format!("writes are refused: {error}; {remedy}");
-        if self.refused.lock().replace(reason).is_none() {
+        let mut refused = self.refused.lock();
+        if refused.is_none() {
             tracing::warn!(
                 %error,
                 "remote store refuses writes; chunks are read from it, and not written: {remedy}"
             );
         }
+        if refused.as_ref().is_none_or(|before| before.len <= len) {
+            let reason = format!("writes are refused: {error}; {remedy}");
+            *refused = Some(Refused { reason, len });
+        }
     }
 
-    /// Notes the failure of an operation.
-    fn note_failure(&self, error: &StoreError, begun: Instant) {
-        let was_short =
-            matches!(error, StoreError::Deadline) && begun.elapsed() < self.config.timeout;
-        if !was_short {
-            self.counters.failed.add(1);
-            self.breaker.failed(error);
+    /// Notes that the store took a write of `len` bytes. That says nothing of larger ones.
+    fn note_written(&self, len: u64) {
+        let mut refused = self.refused.lock();
+        if refused.take_if(|refused| refused.len <= len).is_some() {
+            tracing::info!("remote store takes writes again");
         }
     }
 }
@@ -343,17 +345,7 @@ impl Backend for RemoteTier {
     }
 
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
-        match self.shared.check() {
-            Err(error) => {
-                let failed = |item: LoadItem| Loaded::Failed {
-                    error: same(&error),
-                    slot: FailedSlot::Released(item.slot),
-                };
-                ready(items.into_iter().map(failed).collect::<Vec<_>>())
-            }
-            Ok(_) if items.is_empty() => ready([]),
-            Ok(folder) => self.shared.load(folder, items, deadline),
-        }
+        self.shared.load(items, deadline)
     }
 
     fn store(
@@ -361,11 +353,7 @@ impl Backend for RemoteTier {
         items: Vec<StoreItem>,
         deadline: Instant,
     ) -> Answers<'_, Result<Stored, BackendError>> {
-        match self.shared.check() {
-            Err(error) => ready(each(items.len(), &error)),
-            Ok(_) if items.is_empty() => ready([]),
-            Ok(folder) => self.shared.store(folder, items, deadline),
-        }
+        self.shared.store(items, deadline)
     }
 
     fn remove<'a>(
@@ -405,7 +393,7 @@ impl Backend for RemoteTier {
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
         let mut counters = self.shared.counters.named();
-        counters.push(("taken_out", self.shared.breaker.trips()));
+        counters.extend(self.shared.paths.trips());
         counters
     }
 
@@ -415,13 +403,20 @@ impl Backend for RemoteTier {
                 reason: "closed".to_owned(),
             };
         }
-        let out = self.shared.breaker.out();
-        if let Some(reason) = out.or_else(|| self.shared.folder().err()) {
+        let (now, paths) = (Instant::now(), &self.shared.paths);
+        let unknown = self.shared.folder().err();
+        if let Some(reason) = unknown.or_else(|| paths.lookups.fault(now)) {
             return Health::Down { reason };
         }
-        match self.shared.refused.lock().clone() {
-            Some(reason) => Health::Degraded { reason },
-            None => Health::Ready,
+        let refused = self.shared.refused.lock();
+        let refused = refused.as_ref().map(|refused| refused.reason.clone());
+        let faults = [paths.loads.fault(now), paths.writes.fault(now), refused];
+        let faults: Vec<String> = faults.into_iter().flatten().collect();
+        match faults.is_empty() {
+            true => Health::Ready,
+            false => Health::Degraded {
+                reason: faults.join("; "),
+            },
         }
     }
 

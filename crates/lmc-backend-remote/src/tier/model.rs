@@ -9,7 +9,7 @@ use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{rounds, soon};
 
 use super::*;
-use crate::conformance::{FaultyStore, MemoryStore, StoreFaults};
+use crate::conformance::{CallFault, Calls, FaultyStore, MemoryStore, StoreFaults};
 use crate::format::{ClearsRecord, Name};
 
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -171,22 +171,22 @@ impl Model {
             at: self.now(),
             clears: daemon.engine.clone(),
         });
-        let Ok(folder) = daemon.shared.check() else {
+        if daemon.shared.check().is_err() {
             return;
-        };
-        let stored = daemon.shared.store(folder, vec![item], soon());
+        }
+        let stored = daemon.shared.store(vec![item], soon());
         let stored = self.runtime.block_on(in_order(stored, 1));
         assert!(matches!(stored[..], [Some(Ok(_))]), "{stored:?}");
     }
 
     fn load(&mut self, n: usize) {
         let daemon = &self.daemons[n];
-        let Ok(folder) = daemon.shared.check() else {
+        if daemon.shared.check().is_err() {
             return;
-        };
+        }
         let slot = self.pool.reserve(LEN).expect("the slots came back");
         let item = LoadItem::new(test_key(self.rng.below(KEYS)), slot);
-        let loaded = daemon.shared.load(folder, vec![item], soon());
+        let loaded = daemon.shared.load(vec![item], soon());
         let loaded = self.runtime.block_on(in_order(loaded, 1)).pop().flatten();
         let Some(slot) = loaded.expect("an answer").hit() else {
             return;
@@ -225,7 +225,8 @@ impl Model {
     }
 
     fn deny(&mut self, n: usize, is_denied: bool) {
-        self.daemons[n].view.deny_clears(is_denied);
+        let fault = is_denied.then_some(CallFault::Denied);
+        self.daemons[n].view.set_fault(Calls::Clears, fault);
         self.daemons[n].is_denied = is_denied;
     }
 

@@ -6,14 +6,16 @@ use std::time::{Duration, Instant};
 use futures_util::{StreamExt, stream};
 use lmc_backend::{
     Answers, BackendError, FailedSlot, LoadItem, Loaded, Located, Location, Medium, Unavailable,
+    ready,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, checksum};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 
+use super::breaker::Attempt;
 use super::recent::Asked;
-use super::{Shared, each};
+use super::{Shared, each, same};
 use crate::format::{ChunkFolder, Header, Refusal, ValueName};
 use crate::store::{GetItem, Got, Head, StoreError};
 
@@ -25,11 +27,16 @@ impl Shared {
         keys: &[ChunkKey],
         deadline: Instant,
     ) -> Vec<Result<Located, BackendError>> {
-        let folder = match self.check() {
+        let now = Instant::now();
+        // A chunk that cannot be loaded is not offered, except to the load that tries it.
+        let checked = self.check().and_then(|folder| {
+            self.paths.loads.check(now)?;
+            Ok(folder)
+        });
+        let folder = match checked {
             Ok(folder) => folder,
             Err(error) => return each(keys.len(), &error),
         };
-        let now = Instant::now();
         let asked = keys.iter().filter(|key| !self.is_known_absent(key, now));
         let asked: Vec<ChunkKey> = asked.copied().collect();
         self.counters
@@ -38,7 +45,11 @@ impl Shared {
         if asked.is_empty() {
             return keys.iter().map(|_| Ok(Located::Absent)).collect();
         }
-        let mut found = self.ask(folder, asked.clone(), deadline).await.into_iter();
+        let mut found = match self.paths.lookups.begin(now) {
+            Ok(attempt) => self.ask(attempt, folder, asked.clone(), deadline).await,
+            Err(error) => each(asked.len(), &error.into()),
+        }
+        .into_iter();
         // The keys that were asked for stand in the order of the batch.
         let mut asked = asked.into_iter().peekable();
         let answer = |key: &ChunkKey| match asked.next_if_eq(key) {
@@ -56,6 +67,7 @@ impl Shared {
     /// that waits for less than the store takes is known to the next one.
     async fn ask(
         self: &Arc<Self>,
+        attempt: Attempt,
         folder: ChunkFolder,
         keys: Vec<ChunkKey>,
         deadline: Instant,
@@ -70,21 +82,20 @@ impl Shared {
                 let _ = answer.send(each(keys.len(), &Unavailable { reason }.into()));
                 return;
             };
-            let begun = Instant::now();
             let asked: Vec<Asked> = keys.iter().map(|key| shared.absent.asking(key)).collect();
-            let until = deadline.max(begun + shared.config.timeout);
+            let until = deadline.max(Instant::now() + shared.config.timeout);
             let names: Vec<ValueName> = keys.iter().map(|&key| folder.value(key)).collect();
             let mut heads = shared.store.heads(&names, until);
             let in_time = tokio::time::timeout_at(deadline.into(), &mut heads).await;
             // The caller may have left: its answers are of use to the next one.
             match in_time {
                 Ok(heads) => {
-                    let _ = answer.send(shared.located(&keys, &asked, heads, begun));
+                    let _ = answer.send(shared.located(attempt, &keys, &asked, heads));
                 }
                 Err(_) => {
                     let _ = answer.send(each(keys.len(), &BackendError::Deadline));
                     let heads = heads.await;
-                    shared.located(&keys, &asked, heads, begun);
+                    shared.located(attempt, &keys, &asked, heads);
                 }
             }
         });
@@ -95,12 +106,12 @@ impl Shared {
     /// Notes and judges the headers of values.
     fn located(
         &self,
+        attempt: Attempt,
         keys: &[ChunkKey],
         asked: &[Asked],
         heads: Heads,
-        begun: Instant,
     ) -> Vec<Result<Located, BackendError>> {
-        self.note(&heads, begun);
+        self.note(attempt, &heads);
         let now = Instant::now();
         let heads = keys.iter().zip(asked).zip(heads);
         let located = heads.map(|((key, asked), head)| {
@@ -130,12 +141,26 @@ impl Shared {
     /// own, while the next are on the way, and is answered then.
     pub(super) fn load(
         self: &Arc<Self>,
-        folder: ChunkFolder,
         items: Vec<LoadItem>,
         deadline: Instant,
     ) -> Answers<'_, Loaded> {
+        if items.is_empty() {
+            return ready([]);
+        }
+        let begun = self.check().and_then(|folder| {
+            let attempt = self.paths.loads.begin(Instant::now())?;
+            Ok((folder, attempt))
+        });
+        let (folder, attempt) = match begun {
+            Ok(begun) => begun,
+            Err(error) => {
+                let failed = |item: LoadItem| failed(same(&error), item.slot);
+                return ready(items.into_iter().map(failed).collect::<Vec<_>>());
+            }
+        };
         let (answers, mut answered) = mpsc::unbounded_channel();
-        let reading = self.spawn(Arc::clone(self).read(folder, items, deadline, answers));
+        let reading = Arc::clone(self).read(attempt, folder, items, deadline, answers);
+        let reading = self.spawn(reading);
         Box::pin(stream::poll_fn(move |context| {
             // The task ends with the stream.
             let _ = &reading;
@@ -145,12 +170,12 @@ impl Shared {
 
     async fn read(
         self: Arc<Self>,
+        mut attempt: Attempt,
         folder: ChunkFolder,
         items: Vec<LoadItem>,
         deadline: Instant,
         answers: mpsc::UnboundedSender<(usize, Loaded)>,
     ) {
-        let begun = Instant::now();
         let keys: Vec<ChunkKey> = items.iter().map(|item| item.key).collect();
         let asking = |key| (self.absent.asking(key), self.damaged.asking(key));
         let asked: Vec<(Asked, Asked)> = keys.iter().map(asking).collect();
@@ -161,16 +186,13 @@ impl Shared {
         let items = items.into_iter().map(item).collect();
         let mut reading = Reading::begin(&self);
         let mut verifying = JoinSet::new();
-        let mut has_failed = false;
         let mut got = self.store.get(items, deadline);
         while let Some((index, got)) = got.next().await {
             match &got {
-                Got::Failed { error, .. } if !has_failed => {
-                    has_failed = true;
-                    self.note_failure(error, begun);
-                }
-                Got::Failed { .. } => {}
-                _ => self.breaker.answered(),
+                Got::Value { .. } => attempt.succeeded(),
+                Got::Failed { error, .. } => self.note_failure(&mut attempt, error),
+                // Answered by the header, or without one.
+                Got::Absent(_) | Got::Refused { .. } => {}
             }
             // The receiver is gone when the caller is, and this task with it.
             let answer = |loaded| drop(answers.send((index, loaded)));
@@ -207,7 +229,7 @@ impl Shared {
                 }),
             }
         }
-        drop(reading);
+        drop((reading, attempt));
         let verified = verifying.join_all().await;
         let aging = verified.into_iter().flatten();
         let aging: Vec<ValueName> = aging.map(|key| folder.value(key)).collect();
@@ -229,13 +251,16 @@ impl Shared {
     /// Makes values that are read as young as new ones: otherwise age would take the shared heads
     /// of prompts first, and leave tails that no prompt reaches.
     async fn touch(&self, names: Vec<ValueName>) {
-        let begun = Instant::now();
-        for ValueName { key, .. } in &names {
-            self.touched.insert(*key, self.touched.asking(key), begun);
+        let now = Instant::now();
+        if self.paths.writes.check(now).is_err() {
+            return;
         }
-        let deadline = begun + self.config.timeout;
+        for ValueName { key, .. } in &names {
+            self.touched.insert(*key, self.touched.asking(key), now);
+        }
+        let deadline = now + self.config.timeout;
         let touched = self.store.touch(&names, deadline).await;
-        self.note_writes(&touched, begun);
+        self.note_aside(&touched);
         for (name, touched) in names.iter().zip(&touched) {
             if touched.as_ref().is_err_and(|error| !error.is_refusal()) {
                 // The next hit tries it again, before the value expires.

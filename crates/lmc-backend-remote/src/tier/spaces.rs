@@ -105,7 +105,8 @@ impl Shared {
                 self.spaces.changed.notified().await;
                 continue;
             };
-            if self.check().is_ok() {
+            let may_write = self.paths.writes.check(Instant::now()).is_ok();
+            if may_write && self.check().is_ok() {
                 let Err(error) = self.write_description(space, &record).await else {
                     self.spaces.described(space);
                     is_failing = false;

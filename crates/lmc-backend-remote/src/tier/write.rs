@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use futures_util::{Stream, StreamExt, stream};
-use lmc_backend::{Answers, BackendError, StoreItem, Stored};
+use lmc_backend::{Answers, BackendError, StoreItem, Stored, ready};
 use lmc_key::ChunkKey;
 use tokio::sync::{mpsc, oneshot};
 
+use super::breaker::Attempt;
 use super::claims::Claim;
 use super::{Shared, each, same};
 use crate::format::{ChunkFolder, Header, MAX_PAYLOAD_LEN, Name, ValueName};
@@ -54,14 +55,27 @@ enum Decision {
 impl Shared {
     pub(super) fn store(
         self: &Arc<Self>,
-        folder: ChunkFolder,
         items: Vec<StoreItem>,
         deadline: Instant,
     ) -> Answers<'_, Result<Stored, BackendError>> {
+        let folder = match self.check_writes() {
+            Ok(folder) => folder,
+            Err(error) => return ready(each(items.len(), &error)),
+        };
+        if items.is_empty() {
+            return ready([]);
+        }
         let (answers, mut answered) = mpsc::unbounded_channel();
         // What the store was given runs to its end: it would not be known to be over otherwise.
         self.spawn_tracked(Arc::clone(self).write(folder, items, deadline, answers));
         Box::pin(stream::poll_fn(move |context| answered.poll_recv(context)))
+    }
+
+    /// As `check`, for what is written or removed.
+    fn check_writes(&self) -> Result<ChunkFolder, BackendError> {
+        let folder = self.check()?;
+        self.paths.writes.check(Instant::now())?;
+        Ok(folder)
     }
 
     async fn write(
@@ -111,14 +125,7 @@ impl Shared {
         let (absent, unknown): (Vec<_>, Vec<_>) = claimed.into_iter().partition(is_absent);
         let names = unknown.iter().map(|(_, (_, item))| folder.value(item.key));
         let names: Vec<ValueName> = names.collect();
-        let heads = match names.is_empty() {
-            true => Vec::new(),
-            false => {
-                let heads = self.store.heads(&names, deadline).await;
-                self.note(&heads, now);
-                heads
-            }
-        };
+        let heads = self.heads_for_writes(&names, deadline).await;
         let heads = std::iter::repeat_with(|| Ok(None))
             .take(absent.len())
             .chain(heads);
@@ -136,28 +143,37 @@ impl Shared {
         if puts.is_empty() || batch.is_abandoned() {
             return;
         }
-        let begun = Instant::now();
-        let mapped = self.write_map(folder, deadline).await;
-        if !matches!(mapped, Ok(true)) {
-            self.note_writes(mapped.as_ref().err().map(|_| &mapped), begun);
-            for (claim, index, _) in given.into_iter().flatten() {
-                drop(claim);
-                let declined = |_| Stored::Declined;
-                let answer = mapped.as_ref().map(declined).map_err(|error| error.again());
-                batch.answer(index, answer.map_err(BackendError::from));
+        let largest = puts.iter().map(|(item, _)| item.slot.len()).max();
+        let begun = self.begin_writes(folder, largest.unwrap_or(0), deadline);
+        let mut attempt = match begun.await {
+            Ok(Some(attempt)) => attempt,
+            declined => {
+                for (claim, index, _) in given.into_iter().flatten() {
+                    drop(claim);
+                    let answer = declined.as_ref().map(|_| Stored::Declined);
+                    batch.answer(index, answer.map_err(|error| error.again().into()));
+                }
+                return;
             }
-            return;
-        }
+        };
         let mut answers = self.put(folder, puts, deadline);
         while let Some((at, put)) = answers.next().await {
             let Some((claim, index, item)) = given.get_mut(at).and_then(Option::take) else {
                 continue;
             };
-            self.note_writes([&put], begun);
+            let len = item.slot.len();
+            match &put {
+                Ok(Put::Written) => {
+                    attempt.succeeded();
+                    self.note_written(len);
+                }
+                // The store may have looked, and taken no value.
+                Ok(Put::Present) => {}
+                Err(error) => self.note_failed_write(&mut attempt, error, len),
+            }
             // After an error the chunk may be there, too.
             self.absent.stored(&item.key);
             if put.is_ok() {
-                *self.refused.lock() = None;
                 self.spaces.note((folder, item.key.space));
             }
             let stored = match put {
@@ -183,6 +199,42 @@ impl Shared {
         }
     }
 
+    /// Reads the headers of chunks that are to be written.
+    async fn heads_for_writes(
+        &self,
+        names: &[ValueName],
+        deadline: Instant,
+    ) -> Vec<Result<Option<Head>, StoreError>> {
+        if names.is_empty() {
+            return Vec::new();
+        }
+        let attempt = match self.paths.lookups.begin(Instant::now()) {
+            Ok(attempt) => attempt,
+            Err(error) => return error.each(names.len()),
+        };
+        let heads = self.store.heads(names, deadline).await;
+        self.note(attempt, &heads);
+        heads
+    }
+
+    /// Begins to write values, the largest of `len` bytes, by the map of their folder. `None` for a folder
+    /// that no lookup asks for.
+    async fn begin_writes(
+        &self,
+        folder: ChunkFolder,
+        len: u64,
+        deadline: Instant,
+    ) -> Result<Option<Attempt>, StoreError> {
+        let mut attempt = self.paths.writes.begin(Instant::now())?;
+        match self.write_map(folder, deadline).await {
+            Ok(is_asked_for) => Ok(is_asked_for.then_some(attempt)),
+            Err(error) => {
+                self.note_failed_write(&mut attempt, &error, len);
+                Err(error)
+            }
+        }
+    }
+
     fn decide(&self, item: &StoreItem, head: Result<Option<Head>, StoreError>) -> Decision {
         let answer = |answer| Decision::Answer(answer);
         let (offset, found) = (self.store.payload_offset(), item.slot.len());
@@ -192,7 +244,9 @@ impl Shared {
             .saturating_sub(offset)
             .min(MAX_PAYLOAD_LEN);
         if found > max {
-            return answer(Err(BackendError::TooLarge { max, found }));
+            let error = StoreError::TooLarge { max, found };
+            self.note_refusal(&error, found);
+            return answer(Err(error.into()));
         }
         let head = match head {
             Ok(Some(head)) => head,
@@ -261,7 +315,7 @@ impl Shared {
         keys: &[ChunkKey],
         deadline: Instant,
     ) -> Vec<Result<bool, BackendError>> {
-        let folder = match self.check() {
+        let folder = match self.check_writes() {
             Ok(folder) => folder,
             Err(error) => return each(keys.len(), &error),
         };
@@ -301,9 +355,8 @@ impl Shared {
             }
             let names = claimed.iter().map(|(_, key)| folder.value(*key).into());
             let names: Vec<Name> = names.collect();
-            let begun = Instant::now();
             let removed = self.store.remove(&names, deadline).await;
-            self.note_writes(&removed, begun);
+            self.note_aside(&removed);
             let removed = removed
                 .into_iter()
                 .map(|one| one.map_err(BackendError::from));

@@ -303,7 +303,7 @@ fn a_server_that_is_killed_or_stopped_costs_hits_and_is_taken_back() {
         rig.hits(0..1) == 0 && rig.tier.health() != Health::Ready
     });
     server.start_again();
-    until("the tier is back", || rig.tier.health() == Health::Ready);
+    until("the tier is back", || rig.is_back());
     assert_eq!(rig.hits(0..20), 0, "it forgot them");
     rig.write(0..20);
     assert_eq!(rig.hits(0..20), 20);
@@ -317,7 +317,7 @@ fn a_server_that_is_killed_or_stopped_costs_hits_and_is_taken_back() {
     });
     assert_eq!(rig.pool.usage().used, 0, "no slot is kept");
     server.process.signal(libc::SIGCONT);
-    until("the tier is back", || rig.tier.health() == Health::Ready);
+    until("the tier is back", || rig.is_back());
     assert_eq!(rig.hits(0..20), 20);
 }
 

@@ -365,7 +365,7 @@ fn is_taken_out_and_back(kind: Kind) {
     assert_eq!(rig.hits(0..20), 0);
     until("the tier is out", || rig.hits(0..1) == 0 && !rig.is_ready());
     server.start_again();
-    until("the tier is back", || rig.is_ready());
+    until("the tier is back", || rig.is_back());
     if let Kind::Moto = kind {
         assert_eq!(rig.hits(0..20), 0, "it forgot them");
         rig.write(0..20);
@@ -381,7 +381,7 @@ fn is_taken_out_and_back(kind: Kind) {
     });
     assert_eq!(rig.pool.usage().used, 0, "no slot is kept");
     server.process.signal(libc::SIGCONT);
-    until("the tier is back", || rig.is_ready());
+    until("the tier is back", || rig.is_back());
     assert_eq!(rig.hits(0..20), 20);
 }
 
