@@ -8,7 +8,7 @@ use lmc_key::SpaceId;
 
 use crate::format::{
     ChunkFolder, ClearsError, ClearsRecord, MAX_CLEARS_LEN, MAX_SPACE_LEN, Name, SpaceError,
-    SpaceRecord,
+    SpaceRecord, Standing,
 };
 use crate::store::{Store, StoreError};
 
@@ -71,7 +71,7 @@ pub async fn read_description(
 #[derive(Debug)]
 pub struct StaleFolders {
     all: ClearsRecord,
-    judged: HashMap<ChunkFolder, bool>,
+    judged: HashMap<ChunkFolder, Standing>,
 }
 
 impl StaleFolders {
@@ -98,14 +98,31 @@ impl StaleFolders {
         folder: ChunkFolder,
         deadline: Instant,
     ) -> Result<bool, StoreError> {
-        if let Some(&is_stale) = self.judged.get(&folder) {
-            return Ok(is_stale);
+        let standing = self.standing(store, folder, deadline).await?;
+        Ok(standing == Standing::Stale)
+    }
+
+    /// Returns the standing of a folder.
+    ///
+    /// # Errors
+    /// [`StoreError`] of the read of the folder's map.
+    pub async fn standing(
+        &mut self,
+        store: &dyn Store,
+        folder: ChunkFolder,
+        deadline: Instant,
+    ) -> Result<Standing, StoreError> {
+        if let Some(&standing) = self.judged.get(&folder) {
+            return Ok(standing);
         }
-        let is_stale = self.all.outdates(folder, None) || {
-            let map = read_map(store, folder, deadline).await?;
-            self.all.outdates(folder, map.as_ref())
+        let standing = match self.all.standing(folder, None) {
+            Standing::Unknown => {
+                let map = read_map(store, folder, deadline).await?;
+                self.all.standing(folder, map.as_ref())
+            }
+            known => known,
         };
-        self.judged.insert(folder, is_stale);
-        Ok(is_stale)
+        self.judged.insert(folder, standing);
+        Ok(standing)
     }
 }

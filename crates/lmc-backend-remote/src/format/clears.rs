@@ -23,6 +23,18 @@ pub struct ClearsRecord {
     pub clears: Clears,
 }
 
+/// The use of a folder of chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Standing {
+    /// Daemons that have carried out all clears use it.
+    Used,
+    /// No daemon asks for its chunks any more: it is of another generation, or from before some of the
+    /// clears.
+    Stale,
+    /// A folder whose clears are not known here.
+    Unknown,
+}
+
 /// The reason why an object of clears is not used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ClearsError {
@@ -46,14 +58,16 @@ impl ClearsRecord {
         }
     }
 
-    /// Returns true for a folder whose chunks no daemon asks for any more, where this is the record
-    /// of all clears: one of another generation, or one from before some of the clears. `map` is the
-    /// folder's, if it can be read; without it a folder of this generation is not known to be stale.
-    pub fn outdates(&self, folder: ChunkFolder, map: Option<&Clears>) -> bool {
-        if folder == PROBE_FOLDER || folder == self.folder() {
-            return false;
+    /// Returns the standing of a folder, where this is the record of all clears. `map` is the folder's,
+    /// if it can be read; without it a folder of this generation is not known to be stale.
+    pub fn standing(&self, folder: ChunkFolder, map: Option<&Clears>) -> Standing {
+        let is_replaced = folder.generation != self.generation;
+        match folder {
+            PROBE_FOLDER => Standing::Unknown,
+            folder if folder == self.folder() => Standing::Used,
+            _ if is_replaced || map.is_some_and(|map| self.clears.contains(map)) => Standing::Stale,
+            _ => Standing::Unknown,
         }
-        folder.generation != self.generation || map.is_some_and(|map| self.clears.contains(map))
     }
 
     /// Returns the bytes of the object.
@@ -186,12 +200,20 @@ mod tests {
             generation: Generation::new([9; 8]),
             ..one.clone()
         };
-        let outdates = |of: &ClearsRecord| two.outdates(of.folder(), Some(&of.clears));
-        assert!(outdates(&none) && outdates(&one) && !outdates(&two));
-        assert!(!outdates(&elsewhere), "a clear that is not known");
-        assert!(!two.outdates(one.folder(), None), "no map");
-        assert!(two.outdates(other_generation.folder(), None));
-        assert!(!two.outdates(PROBE_FOLDER, None));
+        let standing = |of: &ClearsRecord| two.standing(of.folder(), Some(&of.clears));
+        assert_eq!([&none, &one].map(standing), [Standing::Stale; 2]);
+        assert_eq!(standing(&two), Standing::Used);
+        assert_eq!(two.standing(two.folder(), None), Standing::Used);
+        let elsewhere = standing(&elsewhere);
+        assert_eq!(elsewhere, Standing::Unknown, "a clear that is not known");
+        assert_eq!(
+            two.standing(one.folder(), None),
+            Standing::Unknown,
+            "no map"
+        );
+        let replaced = two.standing(other_generation.folder(), None);
+        assert_eq!(replaced, Standing::Stale);
+        assert_eq!(two.standing(PROBE_FOLDER, None), Standing::Unknown);
         let bytes = one.encode();
         let map = |of: &ClearsRecord| ClearsRecord::decode_map(of.folder(), &bytes);
         assert_eq!(map(&one), Some(one.clears.clone()));

@@ -5,7 +5,7 @@
 //! Pure: bytes in, values out. Everything read is bounded and checked before it is believed.
 
 mod clears;
-pub use clears::{ClearsError, ClearsRecord, MAX_CLEARS_LEN};
+pub use clears::{ClearsError, ClearsRecord, MAX_CLEARS_LEN, Standing};
 
 mod header;
 pub use header::{CODEC_RAW, HEADER_LEN, Header, MAX_PAYLOAD_LEN, Refusal};

@@ -18,7 +18,9 @@ use rustix::fs::{AtFlags, OFlags};
 use super::clock::modified;
 use super::tree::{TEMPORARY, is_absent, is_file, temporary};
 use super::value::Values;
-use crate::format::{ChunkFolder, ClearsRecord, MAX_CLEARS_LEN, Name, PROBE_FOLDER, ROOT};
+use crate::format::{
+    ChunkFolder, ClearsRecord, MAX_CLEARS_LEN, Name, PROBE_FOLDER, ROOT, Standing,
+};
 use crate::store::StoreError;
 
 /// Age at which a file that was being written is given up.
@@ -30,11 +32,9 @@ const FOLDERS: usize = 256;
 /// Time for the collection of one folder.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Limits of a folder.
+/// Limits of a folder, beside its share of the tree's size.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Limits {
-    /// Most bytes of the folder's chunks. Default: no limit.
-    pub max_bytes: Option<u64>,
     /// Age at which a chunk is removed. Default: none.
     pub ttl: Option<Duration>,
     /// Removes nothing, and counts what would be removed. Default: false.
@@ -60,13 +60,13 @@ pub struct Collected {
 /// Sizes of the folders of a tree when they were last seen, and by them what each may keep.
 #[derive(Clone, Debug)]
 pub struct Shares {
-    most: u64,
+    most: Option<u64>,
     bytes: [Option<u64>; FOLDERS],
 }
 
 impl Shares {
-    /// Makes the shares of a tree whose chunks may have this number of bytes.
-    pub fn of(most: u64) -> Self {
+    /// Makes the shares of a tree whose chunks may have this number of bytes; `None` for any number.
+    pub fn of(most: Option<u64>) -> Self {
         Self {
             most,
             bytes: [None; FOLDERS],
@@ -74,32 +74,26 @@ impl Shares {
     }
 
     /// Notes the bytes that the chunks of a folder have.
-    pub fn note(&mut self, fanout: u8, bytes: u64) {
+    fn note(&mut self, fanout: u8, bytes: u64) {
         self.bytes[usize::from(fanout)] = Some(bytes);
+    }
+
+    /// Notes that a folder could not be read, which counts with what it had when it was last seen.
+    pub fn skip(&mut self, fanout: u8) {
+        self.bytes[usize::from(fanout)].get_or_insert(0);
     }
 
     /// Returns the most bytes that a folder may keep; `None` while the whole is within its size, and
     /// before every folder was seen.
-    pub fn share(&self, fanout: u8) -> Option<u64> {
+    fn share(&self, fanout: u8) -> Option<u64> {
         let all: u128 = (self.bytes.iter())
             .map(|bytes| bytes.map(u128::from))
             .sum::<Option<u128>>()?;
         let own = u128::from(self.bytes[usize::from(fanout)]?);
-        let most = u128::from(self.most);
+        let most = u128::from(self.most?);
         // No more than `most`, since a folder is no larger than the whole.
         (all > most).then(|| (own * most / all) as u64)
     }
-}
-
-/// The use of a folder of chunks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Standing {
-    /// No daemon asks for its chunks any more.
-    Stale,
-    /// Daemons that have carried out all clears use it.
-    Used,
-    /// A folder whose clears are not known here.
-    Unknown,
 }
 
 struct File {
@@ -115,6 +109,7 @@ impl Values {
         &self,
         fanout: u8,
         limits: Limits,
+        shares: &mut Shares,
         spaces: Option<&HashSet<SpaceId>>,
     ) -> Result<Collected, StoreError> {
         self.read_clock()?;
@@ -141,7 +136,10 @@ impl Values {
             self.collect_others(&chunk_folders, now, limits, &mut collected)?;
         }
         files.sort_by_key(|file| (!file.is_stale, file.modified));
-        let most = limits.max_bytes.unwrap_or(u64::MAX);
+        // The share is taken of what is there now: chunks that came since the folder was seen last are
+        // the youngest.
+        shares.note(fanout, collected.bytes);
+        let most = shares.share(fanout).unwrap_or(u64::MAX);
         let mut left = collected.bytes;
         let mut refused = None;
         for file in files {
@@ -170,6 +168,7 @@ impl Values {
                 }
             }
             left -= file.len;
+            shares.note(fanout, left);
         }
         match refused {
             Some(error) => Err(error.into()),
@@ -193,19 +192,13 @@ impl Values {
             let (Some(all), Some(folder)) = (&all, chunk_folder(path)) else {
                 return Ok(Standing::Unknown);
             };
-            if folder == all.folder() {
-                return Ok(Standing::Used);
-            }
             let map = match self.read_file(&Name::Map(folder).to_string(), MAX_CLEARS_LEN) {
                 Ok(bytes) => ClearsRecord::decode_map(folder, &bytes),
                 Err(StoreError::TooLarge { .. }) => None,
                 Err(StoreError::Io(error)) if is_absent(&error) => None,
                 Err(error) => return Err(error),
             };
-            Ok(match all.outdates(folder, map.as_ref()) {
-                true => Standing::Stale,
-                false => Standing::Unknown,
-            })
+            Ok(all.standing(folder, map.as_ref()))
         };
         let with_standing = |path: String| {
             let standing = standing(&path)?;
@@ -371,11 +364,16 @@ pub(super) struct Collector(Arc<(Mutex<bool>, Condvar)>);
 
 impl Collector {
     /// Starts to collect a folder after each pause; four pauses are one where that was too large.
-    pub(super) fn start(values: &Arc<Values>, limits: Limits, pause: Duration) -> io::Result<Self> {
+    pub(super) fn start(
+        values: &Arc<Values>,
+        limits: Limits,
+        shares: Shares,
+        pause: Duration,
+    ) -> io::Result<Self> {
         let ended: Arc<(Mutex<bool>, Condvar)> = Arc::default();
         let (shared, values) = (Arc::clone(&ended), Arc::downgrade(values));
         let named = thread::Builder::new().name("lmc-remote-gc".to_owned());
-        named.spawn(move || run(&shared, &values, limits, pause))?;
+        named.spawn(move || run(&shared, &values, limits, shares, pause))?;
         Ok(Self(ended))
     }
 }
@@ -387,10 +385,17 @@ impl Drop for Collector {
     }
 }
 
-fn run(shared: &(Mutex<bool>, Condvar), values: &Weak<Values>, limits: Limits, pause: Duration) {
+fn run(
+    shared: &(Mutex<bool>, Condvar),
+    values: &Weak<Values>,
+    limits: Limits,
+    mut shares: Shares,
+    pause: Duration,
+) {
     let mut wait = pause;
-    let mut shares = limits.max_bytes.map(Shares::of);
     let mut order = Vec::new();
+    // Folders that could not be collected when that was tried last.
+    let mut failed = HashSet::new();
     loop {
         {
             let mut ended = shared.0.lock();
@@ -407,23 +412,24 @@ fn run(shared: &(Mutex<bool>, Condvar), values: &Weak<Values>, limits: Limits, p
             order = shuffled();
             order.pop().unwrap_or_default()
         });
-        let share = shares.as_ref().and_then(|shares| shares.share(fanout));
-        let limits = Limits {
-            max_bytes: share,
-            ..limits
-        };
-        wait = match values.collect(fanout, limits, None) {
+        wait = match values.collect(fanout, limits, &mut shares, None) {
             Ok(collected) => {
-                if let Some(shares) = &mut shares {
-                    shares.note(fanout, collected.bytes - collected.removed_bytes);
-                }
+                failed.remove(&fanout);
                 match collected.evicted {
                     0 => pause,
                     _ => pause / 4,
                 }
             }
             Err(error) => {
-                tracing::warn!(%error, "remote folder not collected; it may grow beyond its size");
+                shares.skip(fanout);
+                if failed.is_empty() {
+                    tracing::warn!(
+                        folder = format_args!("{fanout:02x}"), %error,
+                        "a folder of the remote store is not collected, and may grow; the others are \
+                         collected on: let this user read and write all of it"
+                    );
+                }
+                failed.insert(fanout);
                 pause * 4
             }
         };
@@ -449,7 +455,7 @@ mod tests {
 
     #[test]
     fn a_tree_within_its_size_has_no_shares_and_a_larger_one_comes_down_to_it() {
-        let mut shares = Shares::of(1000);
+        let mut shares = Shares::of(Some(1000));
         for fanout in 0..=u8::MAX {
             assert_eq!(shares.share(fanout), None, "not all folders were seen");
             shares.note(fanout, if fanout < 10 { 100 } else { 0 });

@@ -77,7 +77,8 @@ impl FileConfig {
 pub struct FileStore {
     values: Arc<Values>,
     threads: Threads,
-    limits: Limits,
+    max_bytes: Option<u64>,
+    ttl: Option<Duration>,
     collector: Mutex<Option<Collector>>,
 }
 
@@ -91,23 +92,26 @@ impl FileStore {
     /// No thread can be started.
     pub fn new(config: FileConfig) -> std::io::Result<Self> {
         let values = Arc::new(Values::new(Tree::new(config.root), config.direct));
+        let FileConfig { max_bytes, ttl, .. } = config;
         let limits = Limits {
-            max_bytes: config.max_bytes,
-            ttl: config.ttl,
+            ttl,
             dry_run: false,
         };
-        let is_limited = limits.max_bytes.is_some() || limits.ttl.is_some();
-        let start = || Collector::start(&values, limits, config.collect_pause);
+        let is_limited = max_bytes.is_some() || ttl.is_some();
+        let shares = Shares::of(max_bytes);
+        let start = || Collector::start(&values, limits, shares, config.collect_pause);
         let collector = is_limited.then(start).transpose()?;
         Ok(Self {
             threads: Threads::new(config.threads),
             values,
-            limits,
+            max_bytes,
+            ttl,
             collector: Mutex::new(collector),
         })
     }
 
-    /// Collects one of the 256 folders. Blocks.
+    /// Collects one of the 256 folders, and notes its size in `shares`, by which it loses chunks.
+    /// Blocks.
     ///
     /// With `spaces`, only their chunks count towards the limits and are removed, and of files that
     /// were being written only those beside these chunks.
@@ -118,9 +122,10 @@ impl FileStore {
         &self,
         fanout: u8,
         limits: Limits,
+        shares: &mut Shares,
         spaces: Option<&HashSet<SpaceId>>,
     ) -> Result<Collected, StoreError> {
-        self.values.collect(fanout, limits, spaces)
+        self.values.collect(fanout, limits, shares, spaces)
     }
 
     /// Returns true while files are read and written without the page cache.
@@ -201,12 +206,12 @@ impl Store for FileStore {
     }
 
     fn ttl(&self) -> Option<Duration> {
-        self.limits.ttl
+        self.ttl
     }
 
     fn touch_age(&self) -> Option<Duration> {
-        let by_size = self.limits.max_bytes.map(|_| LAST_USE);
-        let by_age = self.limits.ttl.map(|ttl| ttl / 2);
+        let by_size = self.max_bytes.map(|_| LAST_USE);
+        let by_age = self.ttl.map(|ttl| ttl / 2);
         [by_size, by_age].into_iter().flatten().min()
     }
 

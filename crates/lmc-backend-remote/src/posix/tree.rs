@@ -1,14 +1,15 @@
 //! Paths below the root folder. No link is followed there: other users may write to it.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use rustix::fd::{AsFd, OwnedFd};
-use rustix::fs::{AtFlags, CWD, Dir, FileType, FsWord, Mode, OFlags, ResolveFlags, Stat};
+use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
 /// Permissions of new files and folders, less the umask.
@@ -27,8 +28,8 @@ pub(super) struct Tree {
 #[derive(Debug, Default)]
 struct Opened {
     folder: Option<Arc<OwnedFd>>,
-    /// Kind of file system that was found first.
-    kind: Option<FsWord>,
+    /// Mount point of the file system that the folder was on when it was opened last.
+    mount: Option<PathBuf>,
 }
 
 impl Tree {
@@ -59,14 +60,27 @@ impl Tree {
                 format!("{root}: {error}; mount the file system and create the folder"),
             )
         })?;
-        let kind = rustix::fs::fstatfs(&opened)?.f_type;
         let folder = Arc::new(opened);
+        let mount = mount_point(&self.root)?;
         let mut opened = self.opened.lock();
-        if *opened.kind.get_or_insert(kind) != kind {
-            let root = self.root.display();
-            let why = format!("{root}: another kind of file system is there; mount the right one");
-            return Err(io::Error::other(why));
+        match &opened.mount {
+            // What is under the mount point belongs to another file system, such as the host's own.
+            Some(before) if *before != mount && before.starts_with(&mount) => {
+                let (root, before) = (self.root.display(), before.display());
+                return Err(io::Error::other(format!(
+                    "{root}: the file system of {before} is not mounted any more; mount it again, or \
+                     restart to use what is there without it"
+                )));
+            }
+            None if mount == Path::new("/") && is_empty(&folder) => tracing::warn!(
+                folder = %self.root.display(),
+                "the folder of the shared store is empty and on the root file system of this host, \
+                 whose capacity the chunks take: mount the shared file system there, which is used \
+                 from then on, or set --remote-size"
+            ),
+            _ => {}
         }
+        opened.mount = Some(mount);
         opened.folder = Some(Arc::clone(&folder));
         Ok(folder)
     }
@@ -217,6 +231,23 @@ impl Tree {
     }
 }
 
+/// Returns the folder that the file system of a path is mounted on.
+fn mount_point(path: &Path) -> io::Result<PathBuf> {
+    let path = path.canonicalize()?;
+    let device = path.metadata()?.dev();
+    let is_on_it = |path: &&Path| path.metadata().is_ok_and(|found| found.dev() == device);
+    let highest = path.ancestors().take_while(is_on_it).last();
+    Ok(highest.unwrap_or(&path).to_owned())
+}
+
+/// Returns true for a folder that has no names.
+fn is_empty(folder: &OwnedFd) -> bool {
+    let is_name = |name: &CStr| ![c".", c".."].contains(&name);
+    Dir::read_from(folder).is_ok_and(|mut names| {
+        !names.any(|entry| entry.is_ok_and(|entry| is_name(entry.file_name())))
+    })
+}
+
 /// Opens folders one after the other. `None` for the root itself.
 fn walk(root: &OwnedFd, folders: &str) -> Result<Option<OwnedFd>, Errno> {
     let mut opened: Option<OwnedFd> = None;
@@ -253,4 +284,59 @@ pub(super) fn is_absent(error: &io::Error) -> bool {
 /// Returns true for a regular file.
 pub(super) fn is_file(stat: &Stat) -> bool {
     FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use lmc_testkit::Folder;
+
+    use super::*;
+
+    /// A share that was mounted after the start stayed out, where its kind was not that of the folder
+    /// under it, and the folder under one that had gone was filled, where it was.
+    #[test]
+    fn a_folder_is_used_unless_its_file_system_has_gone() {
+        assert_eq!(
+            mount_point(Path::new("/")).expect("a folder"),
+            Path::new("/")
+        );
+        let proc = mount_point(Path::new("/proc/self/fd")).expect("a folder");
+        assert_eq!(proc, Path::new("/proc"), "links are followed");
+        let after = |path: &Path, mount: &Path| {
+            let tree = Tree::new(path.to_owned());
+            tree.opened.lock().mount = Some(mount.to_owned());
+            tree.root().map(drop).map_err(|error| error.to_string())
+        };
+        let folder = Folder::temporary();
+        let gone = after(&folder, &folder).expect_err("nothing is mounted there");
+        assert!(gone.contains("is not mounted any more"), "{gone}");
+        // A file system came on the folder or above it, or the path leads elsewhere.
+        for mount in ["/", "/proc", "/other"] {
+            after(Path::new("/proc/sys"), Path::new(mount)).expect("it is used");
+        }
+    }
+
+    /// Chunks filled the disk of a host whose share was not mounted, without a word.
+    #[test]
+    fn an_empty_folder_of_the_root_file_system_is_named_in_the_log() {
+        let (folder, logs) = (Folder::temporary(), Folder::temporary());
+        if mount_point(&folder).expect("a folder") != Path::new("/") {
+            return eprintln!("skipped: temporary files are on a file system of their own");
+        }
+        let is_named = |folder: &Path| {
+            let log = logs.join("log");
+            let file = Arc::new(fs::File::create(&log).expect("a file"));
+            let subscriber = tracing_subscriber::fmt().with_writer(file).finish();
+            let open = || Tree::new(folder.to_owned()).root().map(drop);
+            tracing::subscriber::with_default(subscriber, open).expect("it is opened");
+            let said = fs::read_to_string(log).expect("a file");
+            said.contains("root file system")
+        };
+        assert!(is_named(&folder));
+        fs::write(folder.join("v2"), "").expect("space");
+        assert!(!is_named(&folder), "it is in use");
+        assert!(!is_named(Path::new("/proc/sys")), "it is mounted");
+    }
 }

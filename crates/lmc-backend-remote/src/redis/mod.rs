@@ -1,11 +1,11 @@
 //! Chunks in Redis: one server, a cluster, or a master that Sentinels name.
 //!
-//! The crate `redis` finds the servers, and asks them everything but the values. Values go over
-//! connections of their own, straight between the socket and the slots.
+//! The servers are asked by RESP2, which all of them and their proxies know. Values go straight
+//! between the socket and the slots; all other answers are bounded before they are stored.
 
-mod bulk;
-mod link;
+mod batch;
 mod listing;
+mod servers;
 mod url;
 mod wire;
 
@@ -15,18 +15,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures_util::{StreamExt, stream};
+use futures_util::StreamExt;
 use lmc_backend::{Answers, BoxFuture};
 use parking_lot::Mutex;
-use redis::{FromRedisValue, Pipeline, RedisError, Value};
 use tokio::sync::Semaphore;
 use tokio_rustls::rustls::ClientConfig;
 
-use self::bulk::Idle;
-use self::link::{Link, Lost, answer_by, connect_by};
+use self::batch::{Idle, Question};
 use self::listing::{Listings, Position};
+use self::servers::Servers;
 pub use self::url::{RedisUrl, RedisUrlError, Topology};
-use self::wire::WRONG_TYPE;
+use self::wire::{Address, Answer, Command, ELEMENT, WRONG_TYPE, Wire, code_of, refused};
 use crate::clock::ahead_ms;
 use crate::format::{HEADER_LEN, Name, OLD_ROOT, Scope, ValueName};
 use crate::store::{
@@ -35,10 +34,13 @@ use crate::store::{
 };
 use crate::tls;
 
-/// Keys that are asked about in one request to one server.
-const KEYS_AT_ONCE: usize = 64;
-/// Requests under way at a time on the connection that is not for values.
-const REQUESTS: usize = 64;
+/// Connections at a time, to all servers together, on which something other than values is asked for.
+const ASKERS: usize = 16;
+/// Most bytes of a page of names: many times those of [`MAX_PAGE`] names, because the server's page
+/// may be longer than it was asked for.
+const MAX_SCAN: usize = 4 << 20;
+/// Most bytes of what a server says of itself.
+const MAX_INFO: usize = 64 << 10;
 /// Requests to each server that look for chunks of the old layout.
 const OLD_SCANS: usize = 16;
 /// Names of a page that are asked for at most.
@@ -92,7 +94,7 @@ pub struct RedisMemory {
     pub policy: Option<String>,
 }
 
-/// The login of connections for values.
+/// The login of connections.
 struct Login {
     username: Option<String>,
     password: Option<String>,
@@ -133,13 +135,13 @@ impl Login {
 pub struct RedisStore {
     config: RedisConfig,
     login: Login,
-    link: Mutex<Option<Arc<Link>>>,
-    /// One caller connects, others wait for it.
-    connecting: tokio::sync::Mutex<()>,
+    servers: Mutex<Option<Arc<Servers>>>,
+    /// One caller finds the servers, others wait for it.
+    finding: tokio::sync::Mutex<()>,
     idle: Idle,
     readers: Semaphore,
     writers: Semaphore,
-    requests: Semaphore,
+    askers: Semaphore,
     listings: Listings,
     is_closed: AtomicBool,
 }
@@ -147,9 +149,7 @@ pub struct RedisStore {
 impl RedisStore {
     /// Makes the store; connects when it is first used.
     ///
-    /// With TLS the certificates of the system are trusted, or those that `SSL_CERT_FILE` names. The
-    /// crate `redis` needs a cryptography provider for the whole process: ring, unless the process
-    /// has chosen another.
+    /// With TLS the certificates of the system are trusted, or those that `SSL_CERT_FILE` names.
     ///
     /// # Errors
     /// [`StoreError::Unavailable`] where TLS is asked for and no certificate is trusted here.
@@ -167,12 +167,12 @@ impl RedisStore {
         let connections = config.connections.max(1);
         Ok(Self {
             login,
-            link: Mutex::default(),
-            connecting: tokio::sync::Mutex::default(),
+            servers: Mutex::default(),
+            finding: tokio::sync::Mutex::default(),
             idle: Idle::default(),
             readers: Semaphore::new(connections),
             writers: Semaphore::new(connections),
-            requests: Semaphore::new(REQUESTS),
+            askers: Semaphore::new(ASKERS),
             listings: Listings::default(),
             is_closed: AtomicBool::new(false),
             config: RedisConfig {
@@ -195,137 +195,110 @@ impl RedisStore {
         )
     }
 
-    /// Returns the connection that is not for values; connects where there is none.
-    async fn link(&self, deadline: Instant) -> Result<Arc<Link>, StoreError> {
-        let there = || self.link.lock().clone();
-        if let Some(link) = there() {
-            return Ok(link);
+    /// Returns the servers that have the keys; finds them where they are not known.
+    async fn servers(&self, deadline: Instant) -> Result<Arc<Servers>, StoreError> {
+        let there = || self.servers.lock().clone();
+        if let Some(servers) = there() {
+            return Ok(servers);
         }
-        let connecting = async { Ok::<_, StoreError>(self.connecting.lock().await) };
-        let _connecting = until(deadline, connecting).await?;
+        let finding = async { Ok::<_, StoreError>(self.finding.lock().await) };
+        let _finding = until(deadline, finding).await?;
         if self.is_closed.load(Ordering::Acquire) {
             return Err(StoreError::unavailable("closed"));
         }
-        if let Some(link) = there() {
-            return Ok(link);
+        if let Some(servers) = there() {
+            return Ok(servers);
         }
-        let link = connect_by(deadline, &self.config.url).await;
-        let link = Arc::new(link.map_err(|error| self.login.clean(error))?);
-        *self.link.lock() = Some(Arc::clone(&link));
-        Ok(link)
+        let servers = Arc::new(Servers::find(&self.config.url, &self.login, deadline).await?);
+        *self.servers.lock() = Some(Arc::clone(&servers));
+        Ok(servers)
     }
 
-    /// Gives a connection up, so that the next caller connects.
-    fn lose(&self, link: &Arc<Link>) {
-        let mut held = self.link.lock();
-        if held.as_ref().is_some_and(|held| Arc::ptr_eq(held, link)) {
-            *held = None;
+    /// Gives the servers up with all connections, so that the next caller finds them again.
+    fn lose(&self, servers: &Arc<Servers>) {
+        let mut known = self.servers.lock();
+        if known
+            .as_ref()
+            .is_some_and(|known| Arc::ptr_eq(known, servers))
+        {
+            *known = None;
             self.idle.clear();
         }
     }
 
-    /// Sends commands on one key, or to one server on several, and returns their answers.
-    async fn pipeline(
-        &self,
-        link: &Arc<Link>,
-        commands: &Pipeline,
-        deadline: Instant,
-    ) -> Result<Vec<Value>, StoreError> {
-        let permit = async {
-            self.requests
-                .acquire()
-                .await
-                .map_err(|_| StoreError::Deadline)
-        };
-        let _permit = until(deadline, permit).await?;
-        self.settle(link, answer_by(deadline, link.pipeline(commands)).await)
-    }
-
-    fn settle<T>(&self, link: &Arc<Link>, answer: Result<T, Lost>) -> Result<T, StoreError> {
-        answer.map_err(|lost| {
-            if lost.is_lost {
-                self.lose(link);
-            }
-            self.login.clean(lost.error)
-        })
-    }
-
     /// Reads the answers to the commands for one key.
-    fn answer<T>(
+    fn read_answers<T>(
         &self,
-        link: &Arc<Link>,
-        answers: &[Value],
-        read: impl Fn(&[Value]) -> Option<T>,
+        answers: &[Answer],
+        read: impl Fn(&[Answer]) -> Option<T>,
     ) -> Result<T, StoreError> {
-        if let Some(answer) = read(answers) {
-            return Ok(answer);
-        }
-        match answers.iter().find_map(error_in) {
-            Some(error) => self.settle(link, Err(Lost::of(&error))),
-            None => Err(StoreError::unavailable("an answer of another type")),
-        }
+        let error = || match answers.iter().find_map(Answer::error) {
+            Some(text) => self.login.clean(refused(text, 0)),
+            None => unexpected(),
+        };
+        read(answers).ok_or_else(error)
     }
 
-    /// Asks for something of each key, `commands` commands for each.
+    /// Asks for something of each key.
     async fn each<T>(
         &self,
-        names: Vec<Name>,
+        names: impl IntoIterator<Item = Name>,
         deadline: Instant,
-        commands: usize,
-        ask: impl Fn(&mut Pipeline, &str),
-        read: impl Fn(&[Value]) -> Option<T>,
+        ask: impl Fn(&str) -> Vec<Command>,
+        read: impl Fn(&[Answer]) -> Option<T>,
     ) -> Vec<Result<T, StoreError>> {
-        if names.is_empty() {
+        let question = |name| {
+            let key = self.key(name);
+            let commands = ask(&key);
+            Question { key, commands }
+        };
+        let questions: Vec<Question> = names.into_iter().map(question).collect();
+        if questions.is_empty() {
             return Vec::new();
         }
-        let link = match self.link(deadline).await {
-            Ok(link) => link,
-            Err(error) => return error.each(names.len()),
-        };
-        // A request to a cluster is about one key.
-        let at_once = if link.is_cluster() { 1 } else { KEYS_AT_ONCE };
-        let (ask, read, link) = (&ask, &read, &link);
-        let batches: Vec<Vec<Name>> = names.chunks(at_once).map(<[_]>::to_vec).collect();
-        let asked = batches.into_iter().map(|names| async move {
-            let mut pipeline = redis::pipe();
-            // Each key has its own answer, which may be an error.
-            pipeline.ignore_errors();
-            names
-                .iter()
-                .for_each(|name| ask(&mut pipeline, &self.key(*name)));
-            match self.pipeline(link, &pipeline, deadline).await {
-                Err(error) => error.each(names.len()),
-                Ok(values) if values.len() != names.len() * commands => {
-                    StoreError::unavailable("answers are missing").each(names.len())
-                }
-                Ok(values) => {
-                    let answers = values.chunks(commands);
-                    answers.map(|one| self.answer(link, one, read)).collect()
-                }
-            }
-        });
-        let answers: Vec<Vec<_>> = stream::iter(asked).buffered(REQUESTS).collect().await;
-        answers.into_iter().flatten().collect()
+        let mut results = StoreError::Deadline.each(questions.len());
+        let mut answered = self.run(questions, deadline);
+        while let Some((index, answers)) = answered.next().await {
+            results[index] = answers.and_then(|answers| self.read_answers(&answers, &read));
+        }
+        results
     }
 
-    fn head(&self, answers: &[Value]) -> Option<Option<Head>> {
+    /// Asks for something of one key.
+    async fn one<T>(
+        &self,
+        name: Name,
+        deadline: Instant,
+        ask: impl Fn(&str) -> Vec<Command>,
+        read: impl Fn(&[Answer]) -> Option<T>,
+    ) -> Result<T, StoreError> {
+        let mut results = self.each([name], deadline, ask, read).await;
+        results.pop().unwrap_or(Err(StoreError::Deadline))
+    }
+
+    fn head(&self, answers: &[Answer]) -> Option<Option<Head>> {
         let [start, len, left] = answers else {
             return None;
         };
         // A key of another program: no value, and it is replaced by one.
-        if error_in(start).is_some_and(|error| error.code() == Some(WRONG_TYPE)) {
+        if start
+            .error()
+            .is_some_and(|text| code_of(text) == WRONG_TYPE)
+        {
             return Some(Some(Head {
                 header: None,
                 value_len: 0,
                 age: None,
             }));
         }
-        let (start, value_len) = (bytes(start)?, u64::from_redis_value_ref(len).ok()?);
-        let left = i64::from_redis_value_ref(left).ok()?;
+        let (Answer::Bytes(start), Answer::Number(left)) = (start, left) else {
+            return None;
+        };
+        let value_len = len.number()?;
         if value_len == 0 {
             return Some(None);
         }
-        let left = u64::try_from(left).ok().map(Duration::from_millis);
+        let left = u64::try_from(*left).ok().map(Duration::from_millis);
         let age = |left| self.config.ttl.map(|ttl| ttl.saturating_sub(left));
         Some(Some(Head {
             header: start.first_chunk().copied().map(Box::new),
@@ -347,8 +320,7 @@ impl RedisStore {
             None => Position::default(),
             Some(token) => self.listings.take(token)?,
         };
-        let link = self.link(deadline).await?;
-        let nodes = link.nodes();
+        let nodes = self.servers(deadline).await?.nodes();
         let limit = limit.clamp(1, MAX_PAGE);
         if at.found.is_empty() {
             let Some(node) = nodes.get(at.node) else {
@@ -356,13 +328,10 @@ impl RedisStore {
                     "the cluster has changed: start the listing again",
                 ));
             };
-            let mut scan = redis::cmd("SCAN");
-            scan.arg(at.cursor).arg("MATCH").arg(self.pattern(scope));
-            scan.arg("COUNT").arg(limit);
-            let found = self.settle(&link, answer_by(deadline, link.on(node, scan)).await)?;
-            let found: Option<(u64, Vec<String>)> = FromRedisValue::from_redis_value(found).ok();
-            let (next, keys) =
-                found.ok_or_else(|| StoreError::unavailable("an answer of another type"))?;
+            let pattern = self.pattern(scope);
+            let (next, keys) = self
+                .scan_once(node, at.cursor, &pattern, limit, deadline)
+                .await?;
             let name = |key: &String| key.strip_prefix(&self.config.prefix)?.parse::<Name>().ok();
             let names = keys
                 .iter()
@@ -387,6 +356,30 @@ impl RedisStore {
         let is_last = at.found.is_empty() && at.node >= nodes.len();
         let next = (!is_last).then(|| self.listings.keep(at));
         Ok(ListPage { objects, next })
+    }
+
+    /// Asks for some keys by their pattern. Returns the cursor of the next ones, zero at the end.
+    async fn scan_once(
+        &self,
+        node: &Address,
+        cursor: u64,
+        pattern: &str,
+        count: usize,
+        deadline: Instant,
+    ) -> Result<(u64, Vec<String>), StoreError> {
+        let (cursor, count) = (cursor.to_string(), count.to_string());
+        let scan = Command::new(["SCAN", &cursor, "MATCH", pattern, "COUNT", &count]);
+        let scan = scan.answered_by(MAX_SCAN);
+        let found = self.ask_server(node, scan, deadline).await?;
+        let read = || {
+            let [next, keys] = found.elements()? else {
+                return None;
+            };
+            // A key that is no text is of another program.
+            let keys = keys.elements()?.iter().filter_map(Answer::text);
+            Some((next.number()?, keys.map(str::to_owned).collect()))
+        };
+        read().ok_or_else(unexpected)
     }
 
     /// Returns the prefix of the keys as a pattern.
@@ -430,16 +423,13 @@ impl RedisStore {
 
     /// Writes the object of clears if there is none; also through proxies without `WATCH`.
     async fn create(&self, bytes: Bytes, deadline: Instant) -> Result<bool, StoreError> {
-        let ask = move |pipeline: &mut Pipeline, key: &str| {
-            pipeline.cmd("SET").arg(key).arg(&bytes[..]).arg("NX");
-        };
-        let read = |answers: &[Value]| match answers {
-            [Value::Okay] => Some(true),
-            [Value::Nil] => Some(false),
+        let ask = |key: &str| vec![Command::new([b"SET", key.as_bytes(), &bytes, b"NX"])];
+        let read = |answers: &[Answer]| match answers {
+            [Answer::Status] => Some(true),
+            [Answer::Null] => Some(false),
             _ => None,
         };
-        let mut answers = self.each(vec![Name::Clears], deadline, 1, ask, read).await;
-        answers.pop().unwrap_or(Err(StoreError::Deadline))
+        self.one(Name::Clears, deadline, ask, read).await
     }
 
     /// Writes the object of clears if it is as it was read. `WATCH` is of a connection, so the write has
@@ -450,40 +440,56 @@ impl RedisStore {
         read: Version,
         deadline: Instant,
     ) -> Result<bool, StoreError> {
-        let link = self.link(deadline).await?;
+        let servers = self.servers(deadline).await?;
+        let swapped = self.swap_at(&servers, &bytes, &read.0, deadline).await;
+        swapped.map_err(|error| {
+            self.lose(&servers);
+            self.login.clean(error)
+        })
+    }
+
+    async fn swap_at(
+        &self,
+        servers: &Servers,
+        bytes: &[u8],
+        read: &[u8],
+        deadline: Instant,
+    ) -> Result<bool, StoreError> {
         let key = self.key(Name::Clears);
-        let swap = async {
-            let mut connection = link.own_connection(&self.config.url, &key).await?;
-            let mut watch = redis::pipe();
-            watch.cmd("WATCH").arg(&key).ignore().cmd("GET").arg(&key);
-            let (found,): (Option<Vec<u8>>,) = watch.query_async(&mut connection).await?;
-            if found.as_deref() != Some(&read.0[..]) {
-                return Ok(false);
-            }
-            let mut set = redis::pipe();
-            set.atomic().cmd("SET").arg(&key).arg(&bytes[..]);
-            // No answer: the key has changed since `WATCH`.
-            let set: Option<(Value,)> = set.query_async(&mut connection).await?;
-            Ok(set.is_some())
-        };
-        let swapped = answer_by(deadline, swap).await;
-        self.settle(&link, swapped)
+        let node = servers.node(&key);
+        let node = node.ok_or_else(|| StoreError::unavailable("no node has the clears"))?;
+        let mut wire = Wire::connect(node, &self.login, deadline).await?;
+        // One byte more than was read, which shows that there are more.
+        let last = read.len().to_string();
+        let found = Command::new(["GETRANGE", &key, "0", &last]).answered_by(read.len() + 1);
+        let watch = [Command::new(["WATCH", &key]), found];
+        match wire.ask(&watch, deadline).await?.as_slice() {
+            [Answer::Status, Answer::Bytes(found)] if found == read => {}
+            [Answer::Status, Answer::Bytes(_)] => return Ok(false),
+            _ => return Err(unexpected()),
+        }
+        let set = [
+            Command::new(["MULTI"]),
+            Command::new([b"SET", key.as_bytes(), bytes]),
+            Command::new(["EXEC"]).answered_by(ELEMENT),
+        ];
+        match wire.ask(&set, deadline).await?.as_slice() {
+            [_, _, Answer::Array(set)] if *set == [Answer::Status] => Ok(true),
+            // The key has changed since `WATCH`.
+            [_, _, Answer::Null] => Ok(false),
+            _ => Err(unexpected()),
+        }
     }
 
     /// Looks at some keys for one of layout v1.
     async fn look_for_old_chunks(&self, deadline: Instant) -> Result<Option<String>, StoreError> {
-        let link = self.link(deadline).await?;
         let pattern = format!("{}{OLD_ROOT}/*", self.escaped_prefix());
-        for node in link.nodes() {
+        for node in self.servers(deadline).await?.nodes() {
             let mut cursor = 0;
             for _ in 0..OLD_SCANS {
-                let mut scan = redis::cmd("SCAN");
-                scan.arg(cursor).arg("MATCH").arg(&pattern);
-                scan.arg("COUNT").arg(MAX_PAGE);
-                let found = self.settle(&link, answer_by(deadline, link.on(&node, scan)).await)?;
-                let found: Option<(u64, Vec<String>)> =
-                    FromRedisValue::from_redis_value(found).ok();
-                let (next, keys) = found.unwrap_or_default();
+                let (next, keys) = self
+                    .scan_once(&node, cursor, &pattern, MAX_PAGE, deadline)
+                    .await?;
                 if !keys.is_empty() {
                     let command =
                         format!("redis-cli --scan --pattern '{pattern}' | xargs redis-cli unlink");
@@ -503,13 +509,11 @@ impl RedisStore {
     /// # Errors
     /// [`StoreError`].
     pub async fn memory(&self, deadline: Instant) -> Result<Vec<RedisMemory>, StoreError> {
-        let link = self.link(deadline).await?;
         let mut nodes = Vec::new();
-        for node in link.nodes() {
-            let mut info = redis::cmd("INFO");
-            info.arg("memory");
-            let info = self.settle(&link, answer_by(deadline, link.on(&node, info)).await)?;
-            let info = String::from_redis_value(info).unwrap_or_default();
+        for node in self.servers(deadline).await?.nodes() {
+            let info = Command::new(["INFO", "memory"]).answered_by(MAX_INFO);
+            let info = self.ask_server(&node, info, deadline).await?;
+            let info = info.text().unwrap_or_default();
             let field = |name: &str| {
                 let mut lines = info.lines().filter_map(|line| line.split_once(':'));
                 Some(lines.find(|(field, _)| *field == name)?.1.trim())
@@ -534,17 +538,21 @@ impl RedisStore {
     /// # Errors
     /// [`StoreError`].
     pub async fn clock_ahead_ms(&self, deadline: Instant) -> Result<Option<i64>, StoreError> {
-        let link = self.link(deadline).await?;
-        let Some(node) = link.nodes().into_iter().next() else {
+        let nodes = self.servers(deadline).await?.nodes();
+        let Some(node) = nodes.first() else {
             return Ok(None);
         };
+        let time = Command::new(["TIME"]).answered_by(MAX_INFO);
         let asked = Instant::now();
-        let time = answer_by(deadline, link.on(&node, redis::cmd("TIME"))).await;
-        let time = self.settle(&link, time)?;
-        let Ok((seconds, micros)) = <(u64, u32)>::from_redis_value(time) else {
+        let time = self.ask_server(node, time, deadline).await?;
+        let Some([Some(seconds), Some(micros)]) = time
+            .elements()
+            .and_then(|time| time.first_chunk::<2>())
+            .map(|time| time.each_ref().map(Answer::number))
+        else {
             return Ok(None);
         };
-        let micros = Duration::from_micros(micros.into());
+        let micros = Duration::from_micros(micros);
         let time = Duration::from_secs(seconds).checked_add(micros);
         // The server read its clock about half way.
         let now = time.and_then(|time| time.checked_add(asked.elapsed() / 2));
@@ -552,19 +560,8 @@ impl RedisStore {
     }
 }
 
-/// Returns the error that the server answered.
-fn error_in(value: &Value) -> Option<RedisError> {
-    match value {
-        Value::ServerError(error) => Some(error.clone().into()),
-        _ => None,
-    }
-}
-
-fn bytes(value: &Value) -> Option<&[u8]> {
-    match value {
-        Value::BulkString(bytes) => Some(bytes),
-        _ => None,
-    }
+fn unexpected() -> StoreError {
+    StoreError::unavailable("the server's answer is of another type than expected")
 }
 
 impl Store for RedisStore {
@@ -581,13 +578,16 @@ impl Store for RedisStore {
     }
 
     fn heads<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, Option<Head>> {
-        let names = names.iter().map(|name| Name::Value(*name)).collect();
-        let ask = |pipeline: &mut Pipeline, key: &str| {
-            pipeline.cmd("GETRANGE").arg(key).arg(0).arg(HEADER_LEN - 1);
-            pipeline.cmd("STRLEN").arg(key);
-            pipeline.cmd("PTTL").arg(key);
+        let names = names.iter().map(|name| Name::Value(*name));
+        let ask = |key: &str| {
+            let last = (HEADER_LEN - 1).to_string();
+            vec![
+                Command::new(["GETRANGE", key, "0", &last]).answered_by(HEADER_LEN),
+                Command::new(["STRLEN", key]),
+                Command::new(["PTTL", key]),
+            ]
         };
-        Box::pin(self.each(names, deadline, 3, ask, |answers| self.head(answers)))
+        Box::pin(self.each(names, deadline, ask, |answers| self.head(answers)))
     }
 
     fn get(&self, items: Vec<GetItem>, deadline: Instant) -> Answers<'_, Got> {
@@ -599,22 +599,20 @@ impl Store for RedisStore {
     }
 
     fn remove<'a>(&'a self, names: &'a [Name], deadline: Instant) -> Each<'a, bool> {
-        let ask = |pipeline: &mut Pipeline, key: &str| {
-            pipeline.cmd("UNLINK").arg(key);
-        };
-        Box::pin(self.each(names.to_vec(), deadline, 1, ask, is_one))
+        let ask = |key: &str| vec![Command::new(["UNLINK", key])];
+        Box::pin(self.each(names.iter().copied(), deadline, ask, is_one))
     }
 
     fn touch<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, bool> {
-        let names = names.iter().map(|name| Name::Value(*name)).collect();
+        let names = names.iter().map(|name| Name::Value(*name));
         let ttl_ms = self.ttl_ms();
-        let ask = move |pipeline: &mut Pipeline, key: &str| {
-            match ttl_ms {
-                Some(ttl_ms) => pipeline.cmd("PEXPIRE").arg(key).arg(ttl_ms),
-                None => pipeline.cmd("EXISTS").arg(key),
-            };
+        let ask = move |key: &str| {
+            vec![match ttl_ms {
+                Some(ttl_ms) => Command::new(["PEXPIRE", key, &ttl_ms.to_string()]),
+                None => Command::new(["EXISTS", key]),
+            }]
         };
-        Box::pin(self.each(names, deadline, 1, ask, is_one))
+        Box::pin(self.each(names, deadline, ask, is_one))
     }
 
     /// Lists names. In a listing of more than a million names, some may come twice.
@@ -629,39 +627,32 @@ impl Store for RedisStore {
     }
 
     fn read(&self, name: Name, max: usize, deadline: Instant) -> Single<'_, Option<Bytes>> {
-        let ask = move |pipeline: &mut Pipeline, key: &str| {
-            pipeline.cmd("STRLEN").arg(key);
-            pipeline
-                .cmd("GETRANGE")
-                .arg(key)
-                .arg(0)
-                .arg(max.saturating_sub(1));
+        let ask = move |key: &str| {
+            let last = max.saturating_sub(1).to_string();
+            vec![
+                Command::new(["STRLEN", key]),
+                Command::new(["GETRANGE", key, "0", &last]).answered_by(max),
+            ]
         };
-        let read = |answers: &[Value]| {
-            let [len, start] = answers else { return None };
-            Some((u64::from_redis_value_ref(len).ok()?, bytes(start)?.to_vec()))
+        let read = |answers: &[Answer]| match answers {
+            [len, Answer::Bytes(start)] => Some((len.number()?, start.clone())),
+            _ => None,
         };
         Box::pin(async move {
-            let mut answers = self.each(vec![name], deadline, 2, ask, read).await;
-            let (found, bytes) = answers.pop().unwrap_or(Err(StoreError::Deadline))?;
+            let (found, bytes) = self.one(name, deadline, ask, read).await?;
             let max = max as u64;
             match found {
                 0 => Ok(None),
                 found if found > max => Err(StoreError::TooLarge { max, found }),
-                _ => Ok(Some(bytes.into())),
+                _ => Ok(Some(bytes)),
             }
         })
     }
 
     fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()> {
-        let ask = move |pipeline: &mut Pipeline, key: &str| {
-            pipeline.cmd("SET").arg(key).arg(&bytes[..]);
-        };
-        let read = |answers: &[Value]| matches!(answers, [Value::Okay]).then_some(());
-        Box::pin(async move {
-            let mut answers = self.each(vec![name], deadline, 1, ask, read).await;
-            answers.pop().unwrap_or(Err(StoreError::Deadline))
-        })
+        let ask = move |key: &str| vec![Command::new([b"SET", key.as_bytes(), &bytes])];
+        let read = |answers: &[Answer]| matches!(answers, [Answer::Status]).then_some(());
+        Box::pin(self.one(name, deadline, ask, read))
     }
 
     fn read_clears(&self, max: usize, deadline: Instant) -> Single<'_, Option<(Bytes, Version)>> {
@@ -690,15 +681,13 @@ impl Store for RedisStore {
 
     fn close(&self, _deadline: Instant) -> BoxFuture<'_, ()> {
         self.is_closed.store(true, Ordering::Release);
-        *self.link.lock() = None;
+        *self.servers.lock() = None;
         self.idle.clear();
         Box::pin(std::future::ready(()))
     }
 }
 
-fn is_one(answers: &[Value]) -> Option<bool> {
+fn is_one(answers: &[Answer]) -> Option<bool> {
     let [answer] = answers else { return None };
-    u64::from_redis_value_ref(answer)
-        .ok()
-        .map(|count| count == 1)
+    answer.number().map(|count| count == 1)
 }

@@ -1,11 +1,12 @@
-//! A connection to one Redis server on which values go straight between the socket and slots.
+//! A connection to one Redis server. Values go straight between the socket and slots; of all other
+//! answers no more is taken in than the caller expects.
 
 use std::io;
 use std::time::{Duration, Instant};
 
 use bytes::{Buf, Bytes};
 use socket2::{SockRef, TcpKeepalive};
-use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufStream};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::pki_types::ServerName;
@@ -16,11 +17,13 @@ use crate::store::{GetItem, Got, HeaderBytes, Put, PutItem, PutMode, StoreError,
 
 /// Longest line that is believed.
 const MAX_LINE: u64 = 1024;
+/// Most arrays within each other: a cluster's slots, of one range, its nodes, their metadata.
+const MAX_DEPTH: usize = 4;
 /// Pause before the kernel asks whether a silent connection still lives.
 const KEEPALIVE: Duration = Duration::from_secs(15);
 /// Code of the error of a key that has no string.
 pub(super) const WRONG_TYPE: &str = "WRONGTYPE";
-/// Bytes that are read at a time where they do not go to a slot.
+/// Bytes that are read or written at a time where they do not go to or come from a slot.
 const BUFFER: usize = 16 << 10;
 
 /// An open stream.
@@ -37,7 +40,7 @@ pub(super) struct Address {
 /// A connection whose requests are answered in their order. One on which a request was given up is
 /// of no further use.
 pub(super) struct Wire {
-    stream: BufReader<Box<dyn Stream>>,
+    stream: BufStream<Box<dyn Stream>>,
 }
 
 impl std::fmt::Debug for Wire {
@@ -46,15 +49,55 @@ impl std::fmt::Debug for Wire {
     }
 }
 
-/// A reply, without the bytes of a bulk string.
+/// The first line of a reply: all of it, but for strings with a length and arrays.
 #[derive(Debug, PartialEq, Eq)]
 enum Reply {
     Status,
     Number(i64),
     Bulk(u64),
+    Array(u64),
     Null,
     Error(String),
 }
+
+/// A whole reply.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Answer {
+    Status,
+    Number(i64),
+    Bytes(Bytes),
+    Array(Vec<Self>),
+    Null,
+    Error(String),
+}
+
+/// A command, and the bound of its answer.
+#[derive(Clone, Debug)]
+pub(super) struct Command {
+    encoded: Vec<u8>,
+    /// Most bytes that the answer takes in memory, beside one line.
+    limit: u64,
+}
+
+impl Command {
+    /// A command that is answered with a line.
+    pub(super) fn new<P: AsRef<[u8]>>(parts: impl AsRef<[P]>) -> Self {
+        Self {
+            encoded: encode(parts.as_ref()),
+            limit: 0,
+        }
+    }
+
+    /// Sets the most bytes of the answer: those of its strings, and [`ELEMENT`] for each element of
+    /// its arrays.
+    pub(super) fn answered_by(self, limit: usize) -> Self {
+        let limit = limit as u64;
+        Self { limit, ..self }
+    }
+}
+
+/// Bytes of memory for each element of an array.
+pub(super) const ELEMENT: usize = size_of::<Answer>();
 
 /// Outcome of a request that the server answered.
 #[derive(Debug)]
@@ -71,13 +114,61 @@ pub(super) enum Answered<T> {
     Lost(StoreError),
 }
 
-/// Circumstances of a request for a value.
-#[derive(Clone, Copy, Debug)]
+impl<T> Answered<T> {
+    /// Changes what was done.
+    pub(super) fn map<U>(self, change: impl FnOnce(T) -> U) -> Answered<U> {
+        match self {
+            Self::Done(done) => Answered::Done(change(done)),
+            Self::Moved(to) => Answered::Moved(to),
+            Self::Ask(to) => Answered::Ask(to),
+            Self::Refused(error) => Answered::Refused(error),
+            Self::Lost(error) => Answered::Lost(error),
+        }
+    }
+}
+
+/// Circumstances of a request.
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Terms {
     /// Milliseconds that a value lives, where it expires.
     pub(super) ttl_ms: Option<u64>,
     /// The key's slot is on its way to the server.
     pub(super) is_asking: bool,
+}
+
+impl Answer {
+    /// Returns the text of an error.
+    pub(super) fn error(&self) -> Option<&str> {
+        match self {
+            Self::Error(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// Returns a number that is not negative, which some commands answer as text.
+    pub(super) fn number(&self) -> Option<u64> {
+        match self {
+            Self::Number(number) => u64::try_from(*number).ok(),
+            Self::Bytes(_) => self.text()?.parse().ok(),
+            _ => None,
+        }
+    }
+
+    /// Returns a text.
+    pub(super) fn text(&self) -> Option<&str> {
+        match self {
+            Self::Bytes(bytes) => str::from_utf8(bytes).ok(),
+            _ => None,
+        }
+    }
+
+    /// Returns the elements of an array.
+    pub(super) fn elements(&self) -> Option<&[Self]> {
+        match self {
+            Self::Array(elements) => Some(elements),
+            _ => None,
+        }
+    }
 }
 
 impl Wire {
@@ -86,7 +177,7 @@ impl Wire {
         stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static,
     ) -> Self {
         Self {
-            stream: BufReader::with_capacity(BUFFER, Box::new(stream)),
+            stream: BufStream::with_capacity(BUFFER, BUFFER, Box::new(stream)),
         }
     }
 
@@ -96,7 +187,8 @@ impl Wire {
         login: &Login,
         deadline: Instant,
     ) -> Result<Self, StoreError> {
-        until(deadline, Self::connect_now(address, login)).await
+        let connected = until(deadline, Self::connect_now(address, login)).await;
+        connected.map_err(|error| login.clean(error))
     }
 
     async fn connect_now(address: &Address, login: &Login) -> Result<Self, StoreError> {
@@ -120,32 +212,172 @@ impl Wire {
             }
         };
         let mut wire = Self {
-            stream: BufReader::with_capacity(BUFFER, stream),
+            stream: BufStream::with_capacity(BUFFER, BUFFER, stream),
         };
-        if let Some(password) = &login.password {
-            let user = login.username.as_deref().unwrap_or("default");
-            wire.command(&["AUTH", user, password]).await?;
+        let mut commands = Vec::new();
+        match (&login.username, &login.password) {
+            (Some(user), Some(password)) => commands.push(Command::new(["AUTH", user, password])),
+            // Redis before 6 knows no users.
+            (None, Some(password)) => commands.push(Command::new(["AUTH", password])),
+            (_, None) => {}
         }
         if login.db != 0 {
-            wire.command(&["SELECT", &login.db.to_string()]).await?;
+            commands.push(Command::new(["SELECT", &login.db.to_string()]));
+        }
+        for command in commands {
+            let terms = Terms::default();
+            let answers = wire.exchange(&[command], terms).await?;
+            match answers.as_slice() {
+                [Answer::Status] => {}
+                // The rest of the text may repeat the command, with the password.
+                [Answer::Error(text)] => return Err(refused(code_of(text), 0)),
+                _ => {
+                    return Err(StoreError::unavailable(
+                        "the login has an unexpected answer",
+                    ));
+                }
+            }
         }
         Ok(wire)
     }
 
-    /// Sends a command of the login that is answered with a status. An error's text is dropped, but
-    /// for its code: it may repeat the command, with the password.
-    async fn command(&mut self, parts: &[&str]) -> Result<(), StoreError> {
-        self.stream.write_all(&encode(parts)).await?;
-        self.stream.flush().await?;
-        match self.reply().await? {
-            Reply::Status => Ok(()),
-            Reply::Error(text) => Err(refused(code_of(&text), 0)),
-            other => Err(unexpected(&other)),
+    /// Sends commands, and returns their answers.
+    async fn exchange(
+        &mut self,
+        commands: &[Command],
+        terms: Terms,
+    ) -> Result<Vec<Answer>, StoreError> {
+        self.send_commands(commands, terms).await?;
+        self.flush().await?;
+        self.read_answers(commands, terms).await
+    }
+
+    /// Sends commands, and returns their answers, of which none is an error.
+    pub(super) async fn ask(
+        &mut self,
+        commands: &[Command],
+        deadline: Instant,
+    ) -> Result<Vec<Answer>, StoreError> {
+        let answers = until(deadline, self.exchange(commands, Terms::default())).await?;
+        match answers.iter().find_map(Answer::error) {
+            Some(text) => Err(refused(text, 0)),
+            None => Ok(answers),
         }
     }
 
-    /// Sends the request for a value, and for the time that it has left where values expire.
-    pub(super) async fn ask(&mut self, name: &str, terms: Terms) -> io::Result<()> {
+    /// Sends all that was written.
+    pub(super) async fn flush(&mut self) -> io::Result<()> {
+        self.stream.flush().await
+    }
+
+    /// Writes commands.
+    pub(super) async fn send_commands(
+        &mut self,
+        commands: &[Command],
+        terms: Terms,
+    ) -> io::Result<()> {
+        for command in commands {
+            if terms.is_asking {
+                self.stream.write_all(&encode(&["ASKING"])).await?;
+            }
+            self.stream.write_all(&command.encoded).await?;
+        }
+        Ok(())
+    }
+
+    /// Reads the answers to the oldest commands. On an error the connection is of no further use.
+    async fn read_answers(
+        &mut self,
+        commands: &[Command],
+        terms: Terms,
+    ) -> Result<Vec<Answer>, StoreError> {
+        let mut answers = Vec::with_capacity(commands.len());
+        for command in commands {
+            if terms.is_asking {
+                self.left().await?;
+            }
+            answers.push(self.answer(command.limit).await?);
+        }
+        Ok(answers)
+    }
+
+    /// Reads the answers to the oldest commands, which are about one key. On an error the connection
+    /// is of no further use.
+    pub(super) async fn answers(
+        &mut self,
+        commands: &[Command],
+        terms: Terms,
+    ) -> Result<Answered<Vec<Answer>>, StoreError> {
+        let answers = self.read_answers(commands, terms).await?;
+        let elsewhere = answers.iter().filter_map(Answer::error).find_map(|text| {
+            let answered = answer_of(text, 0);
+            (!matches!(answered, Answered::Refused(_))).then_some(answered)
+        });
+        Ok(elsewhere.unwrap_or(Answered::Done(answers)))
+    }
+
+    /// Reads an answer of at most `limit` bytes, beside a line.
+    async fn answer(&mut self, limit: u64) -> Result<Answer, StoreError> {
+        let mut free = limit;
+        let mut take = move |len: u64| {
+            free = free.checked_sub(len).ok_or_else(|| {
+                StoreError::unavailable(format_args!(
+                    "the server's answer has more than the {limit} bytes that are expected"
+                ))
+            })?;
+            Ok::<_, StoreError>(())
+        };
+        // Arrays that are not complete, each with the number of its elements.
+        let mut open: Vec<(u64, Vec<Answer>)> = Vec::new();
+        loop {
+            let mut answer = match self.reply().await? {
+                Reply::Status => Answer::Status,
+                Reply::Number(number) => Answer::Number(number),
+                Reply::Null => Answer::Null,
+                Reply::Error(text) => {
+                    if !open.is_empty() {
+                        take(text.len() as u64)?;
+                    }
+                    Answer::Error(text)
+                }
+                Reply::Bulk(len) => {
+                    take(len)?;
+                    let mut bytes = vec![0; len as usize];
+                    self.stream.read_exact(&mut bytes).await?;
+                    self.end().await?;
+                    Answer::Bytes(bytes.into())
+                }
+                Reply::Array(len) => {
+                    take(len.saturating_mul(ELEMENT as u64))?;
+                    if open.len() == MAX_DEPTH {
+                        return Err(StoreError::unavailable(
+                            "the server's answer has arrays in arrays in arrays",
+                        ));
+                    }
+                    open.push((len, Vec::new()));
+                    if len > 0 {
+                        continue;
+                    }
+                    open.pop();
+                    Answer::Array(Vec::new())
+                }
+            };
+            loop {
+                let Some((len, mut elements)) = open.pop() else {
+                    return Ok(answer);
+                };
+                elements.push(answer);
+                if (elements.len() as u64) < len {
+                    open.push((len, elements));
+                    break;
+                }
+                answer = Answer::Array(elements);
+            }
+        }
+    }
+
+    /// Writes the request for a value, and for the time that it has left where values expire.
+    pub(super) async fn ask_for_value(&mut self, name: &str, terms: Terms) -> io::Result<()> {
         let mut request = match terms {
             Terms {
                 is_asking: true, ..
@@ -156,8 +388,7 @@ impl Wire {
             Terms { ttl_ms: None, .. } => Vec::new(),
         };
         request.extend(encode(&["GET", name]));
-        self.stream.write_all(&request).await?;
-        self.stream.flush().await
+        self.stream.write_all(&request).await
     }
 
     /// Reads the answer to what came before a request. What is wrong with the key is said again.
@@ -222,11 +453,7 @@ impl Wire {
                 Err(refusal)
             }
         };
-        let mut end = [0; 2];
-        self.stream.read_exact(&mut end).await?;
-        if end != *b"\r\n" {
-            return Err(StoreError::unavailable("the server's answer has no end"));
-        }
+        self.end().await?;
         let slot = match item.take() {
             Some(item) => item.slot,
             None => return Err(StoreError::unavailable("no item")),
@@ -237,8 +464,8 @@ impl Wire {
         }))
     }
 
-    /// Sends a value: its header and its slot, without a copy.
-    pub(super) async fn send(
+    /// Writes a value: its header and its slot, without a copy.
+    pub(super) async fn send_value(
         &mut self,
         name: &str,
         item: &PutItem,
@@ -250,8 +477,7 @@ impl Wire {
         let (before, after) = encode_set(name, item, terms.ttl_ms);
         let payload = Bytes::from_owner(item.slot.clone());
         let mut value = before.chain(payload).chain(after);
-        self.stream.write_all_buf(&mut value).await?;
-        self.stream.flush().await
+        self.stream.write_all_buf(&mut value).await
     }
 
     /// Reads the answer to the oldest value that was sent. On an error the connection is of no further
@@ -285,6 +511,16 @@ impl Wire {
         Ok(())
     }
 
+    /// Reads the end of a string.
+    async fn end(&mut self) -> Result<(), StoreError> {
+        let mut end = [0; 2];
+        self.stream.read_exact(&mut end).await?;
+        match end == *b"\r\n" {
+            true => Ok(()),
+            false => Err(StoreError::unavailable("the server's answer has no end")),
+        }
+    }
+
     async fn reply(&mut self) -> Result<Reply, StoreError> {
         let mut line = Vec::new();
         let mut limited = (&mut self.stream).take(MAX_LINE);
@@ -305,15 +541,20 @@ fn parse(line: &[u8]) -> Option<Reply> {
         b':' => Reply::Number(text.parse().ok()?),
         b'$' if text == "-1" => Reply::Null,
         b'$' => Reply::Bulk(text.parse().ok()?),
+        b'*' if text == "-1" => Reply::Null,
+        b'*' => Reply::Array(text.parse().ok()?),
         b'_' if text.is_empty() => Reply::Null,
         _ => return None,
     })
 }
 
-fn encode(parts: &[&str]) -> Vec<u8> {
+fn encode<P: AsRef<[u8]>>(parts: &[P]) -> Vec<u8> {
     let mut bytes = format!("*{}\r\n", parts.len()).into_bytes();
     for part in parts {
-        bytes.extend_from_slice(format!("${}\r\n{part}\r\n", part.len()).as_bytes());
+        let part = part.as_ref();
+        bytes.extend_from_slice(format!("${}\r\n", part.len()).as_bytes());
+        bytes.extend_from_slice(part);
+        bytes.extend_from_slice(b"\r\n");
     }
     bytes
 }
@@ -360,7 +601,7 @@ fn node_of(text: &str) -> Option<Address> {
 }
 
 /// Returns the code of an error of the server.
-fn code_of(text: &str) -> &str {
+pub(super) fn code_of(text: &str) -> &str {
     text.split(' ').next().unwrap_or_default()
 }
 
@@ -402,6 +643,38 @@ mod tests {
         ] {
             assert_eq!(parse(line.as_bytes()), reply, "{line:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn answers_are_taken_in_up_to_their_limit() {
+        async fn read(bytes: impl Into<Vec<u8>>, limit: usize) -> Option<Answer> {
+            let bytes = io::Cursor::new(bytes.into());
+            Wire::over(bytes).answer(limit as u64).await.ok()
+        }
+        let array = |elements| Some(Answer::Array(elements));
+        let one = |limit| read("$3\r\nabc\r\n", limit);
+        assert_eq!(one(3).await, Some(Answer::Bytes("abc".into())));
+        assert_eq!(one(2).await, None);
+        assert_eq!(read("$8589934592\r\n", 1 << 20).await, None);
+        assert_eq!(read("$3\r\nabcd\r\n", 3).await, None, "no end");
+        let two = |limit| read("*2\r\n*0\r\n*1\r\n$-1\r\n", limit);
+        let expected = vec![Answer::Array(vec![]), Answer::Array(vec![Answer::Null])];
+        assert_eq!(two(3 * ELEMENT).await, array(expected));
+        assert_eq!(two(3 * ELEMENT - 1).await, None);
+        assert_eq!(read("*9223372036854775807\r\n", usize::MAX).await, None);
+        assert_eq!(read("*-1\r\n", 0).await, Some(Answer::Null));
+        let nested = |depth| "*1\r\n".repeat(depth) + ":1\r\n";
+        assert!(read(nested(MAX_DEPTH), 1 << 20).await.is_some());
+        assert_eq!(read(nested(MAX_DEPTH + 1), 1 << 20).await, None);
+        let line = "x".repeat(MAX_LINE as usize - 3);
+        let error = format!("-{line}\r\n");
+        let shown = read(error.clone(), 0).await;
+        assert_eq!(shown, Some(Answer::Error(line.clone())));
+        assert_eq!(read(format!("-x{line}\r\n"), 0).await, None);
+        // Errors in an array take memory as strings do.
+        let error = || format!("*1\r\n{error}");
+        assert_eq!(read(error(), ELEMENT).await, None);
+        assert!(read(error(), ELEMENT + line.len()).await.is_some());
     }
 
     #[test]

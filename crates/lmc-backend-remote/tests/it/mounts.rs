@@ -200,3 +200,28 @@ fn a_file_system_that_goes_costs_hits_and_is_taken_back_when_it_is_mounted_again
     until("the tier is back", || rig.is_back());
     assert_eq!(rig.hits(0..20), 20);
 }
+
+/// The folder under the mount point was used until the next start, or nothing was.
+#[test]
+#[ignore = "mounts file systems: cargo xtask test-remote"]
+fn a_file_system_that_is_mounted_later_is_used_from_then_on() {
+    let on = Mounted(Folder::temporary());
+    let rig = rig(&on.0);
+    rig.write(0..5);
+    assert_eq!(rig.hits(0..5), 5);
+    let size = format!("size={SIZE}");
+    let mount = || ran("mount", &["-t", "tmpfs", "-o", &size, "lmc", on.0.text()]);
+    mount();
+    assert_eq!(fs::read_dir(&on.0).unwrap().count(), 0);
+    until("it is used", || {
+        rig.store(0..5);
+        rig.hits(0..5) == 5 && fs::read_dir(&on.0).unwrap().count() > 0
+    });
+    on.unmount();
+    until(
+        "the folder under it is not taken for the store",
+        || matches!(rig.tier.health(), Health::Down { reason } if reason.contains("mounted")),
+    );
+    mount();
+    until("the file system is used again", || rig.is_ready());
+}

@@ -18,7 +18,7 @@ use lmc_backend_remote::conformance::{
 };
 use lmc_backend_remote::format::{ChunkFolder, Generation, ValueName};
 use lmc_backend_remote::{
-    FileConfig, FileStore, GetItem, Limits, RemoteConfig, RemoteTier, Store, StoreError,
+    FileConfig, FileStore, GetItem, Limits, RemoteConfig, RemoteTier, Shares, Store, StoreError,
     read_clears,
 };
 use lmc_key::{ChunkKey, ClearsId};
@@ -330,6 +330,69 @@ fn make_old(path: &std::path::Path, age: Duration) {
     file.set_modified(SystemTime::now() - age).unwrap();
 }
 
+/// Shares of a size, for a tree whose other folders are known to be empty.
+fn alone(size: u64, fanout: u8) -> Shares {
+    let mut shares = Shares::of(Some(size));
+    let others = (0..=u8::MAX).filter(|&other| other != fanout);
+    others.for_each(|other| shares.skip(other));
+    shares
+}
+
+/// The share was taken of the folder as it was last seen, which was nothing where it was empty then.
+#[test]
+fn a_folder_that_was_empty_keeps_its_share_of_what_has_come_since() {
+    let rig = Rig::new();
+    let (full, first) = (test_key(4), test_key(0));
+    let of = |key: ChunkKey| key.hash.as_bytes()[0];
+    assert_ne!(of(full), of(first));
+    let store = store(&rig.folder);
+    let mut shares = Shares::of(Some((4096 + LEN) * 11));
+    let mut collect = |fanout| {
+        let collected = store.collect(fanout, Limits::default(), &mut shares, None);
+        collected.unwrap().evicted
+    };
+    let write = |key, count| {
+        let keys = (0..count).map(move |group| ChunkKey { group, ..key });
+        keys.for_each(|key| assert_eq!(rig.store(key).unwrap(), Stored::Written));
+    };
+    write(full, 8);
+    assert_eq!((0..=u8::MAX).map(&mut collect).sum::<u64>(), 0);
+    write(first, 4);
+    assert_eq!(collect(of(first)), 1, "of 12 chunks one is too much");
+}
+
+/// One such folder turned the collection of all by size off, with a line in the log for each attempt.
+#[test]
+fn a_folder_that_cannot_be_collected_keeps_no_other_from_it() {
+    if is_root() {
+        eprintln!("skipped: root may read everywhere");
+        return;
+    }
+    let rig = Rig::new();
+    let keys: Vec<_> = (0..20).map(test_key).collect();
+    for &key in &keys {
+        rig.store(key).unwrap();
+    }
+    let (bad, fanout) = (rig.path(keys[0]), keys[0].hash.as_bytes()[0]);
+    let set_mode = |mode| {
+        let mode = fs::Permissions::from_mode(mode);
+        fs::set_permissions(bad.parent().unwrap(), mode).unwrap();
+    };
+    set_mode(0o000);
+    let mut config = FileConfig::new(rig.folder.to_path_buf());
+    config.max_bytes = Some(1);
+    config.collect_pause = Duration::from_millis(1);
+    let collector = FileStore::new(config).unwrap();
+    let others = || {
+        let others = keys.iter().filter(|key| key.hash.as_bytes()[0] != fanout);
+        others.filter(|key| rig.path(**key).exists()).count()
+    };
+    until("the others are collected", || others() == 0);
+    drop(collector);
+    set_mode(0o700);
+    assert!(rig.path(keys[0]).exists());
+}
+
 #[test]
 fn a_collection_removes_the_oldest_of_a_folder_beyond_its_share() {
     let rig = Rig::new();
@@ -352,18 +415,17 @@ fn a_collection_removes_the_oldest_of_a_folder_beyond_its_share() {
     fs::write(&young, "being written").unwrap();
     make_old(&old, Duration::from_secs(3700));
     let store = store(&rig.folder);
-    let limits = Limits {
-        max_bytes: Some((4096 + LEN) * 5 / 2),
-        ..Limits::default()
-    };
+    let limits = Limits::default();
     let dry = Limits {
         dry_run: true,
         ..limits
     };
     let fanout = first.hash.as_bytes()[0];
-    let would = store.collect(fanout, dry, None).unwrap();
+    let size = (4096 + LEN) * 5 / 2;
+    let mut shares = alone(size, fanout);
+    let would = store.collect(fanout, dry, &mut shares, None).unwrap();
     assert!(keys.iter().all(|&key| rig.is_hit(key)) && old.exists());
-    let collected = store.collect(fanout, limits, None).unwrap();
+    let collected = store.collect(fanout, limits, &mut shares, None).unwrap();
     assert_eq!(would, collected);
     assert_eq!(
         (collected.evicted, collected.expired, collected.temporary),
@@ -373,7 +435,7 @@ fn a_collection_removes_the_oldest_of_a_folder_beyond_its_share() {
     let hits: Vec<bool> = keys.iter().map(|&key| rig.is_hit(key)).collect();
     assert_eq!(hits, [false, false, true, true]);
     assert!(rig.is_hit(elsewhere) && unknown.exists() && young.exists() && !old.exists());
-    let again = store.collect(fanout, limits, None).unwrap();
+    let again = store.collect(fanout, limits, &mut shares, None).unwrap();
     assert_eq!((again.evicted, again.removed_bytes), (0, 0));
 }
 
@@ -412,18 +474,17 @@ fn a_collection_takes_what_no_daemon_asks_for_first_and_leaves_what_it_does_not_
     let store = store(&rig.folder);
     let fanout = first.hash.as_bytes()[0];
     let collect = |chunks| {
-        let limits = Limits {
-            max_bytes: Some((4096 + LEN) * chunks),
-            ..Limits::default()
-        };
-        store.collect(fanout, limits, None).unwrap().evicted
+        let mut shares = alone((4096 + LEN) * chunks, fanout);
+        let collected = store.collect(fanout, Limits::default(), &mut shares, None);
+        collected.unwrap().evicted
     };
     assert_eq!(collect(2), 2);
     assert!(rig.is_hit(keys[1]), "it is older");
     assert_eq!((files_of(&rig, unknown), files_of(&rig, replaced)), (1, 0));
     assert_eq!(files_of(&rig, stale), 1, "its map");
     assert_eq!(collect(2), 0, "folders that are empty now are removed");
-    store.collect(0, Limits::default(), None).unwrap();
+    let collected = store.collect(0, Limits::default(), &mut Shares::of(None), None);
+    collected.unwrap();
     assert_eq!(files_of(&rig, stale), 0);
     assert_eq!(collect(0), 1);
     assert!(!rig.is_hit(keys[1]));
@@ -462,7 +523,8 @@ fn a_collection_removes_what_is_too_old_by_the_file_servers_clock() {
     let result = runtime.block_on(store.touch(&[rig.name(touched)], soon()));
     assert!(matches!(result[..], [Ok(true)]), "{result:?}");
     for key in [old, touched] {
-        store.collect(key.hash.as_bytes()[0], limits, None).unwrap();
+        let (fanout, mut shares) = (key.hash.as_bytes()[0], Shares::of(None));
+        store.collect(fanout, limits, &mut shares, None).unwrap();
     }
     assert!(!rig.is_hit(old) && rig.is_hit(touched));
     let head = runtime.block_on(store.heads(&[rig.name(touched)], soon()));

@@ -180,7 +180,7 @@ settings! {
         p2p_serve_rate: Option<u64> = "p2p-serve-rate", Value "SIZE", "none", parse::bound;
     }
     Remote {
-        /// Store that several daemons share and that outlives this host, asked after memory, disk and peers: file:///FOLDER is a folder of a shared file system (NFS, Lustre, Weka), which has to be there; redis://HOST:PORT is a Redis (rediss for TLS, redis-cluster://HOST:PORT,HOST:PORT, redis-sentinel://HOST:PORT/SERVICE); s3://BUCKET/PREFIX is a bucket, with endpoint, region and credentials as the AWS tools take them, from variables and ~/.aws; none uses no store.
+        /// Store that several daemons share and that outlives this host, asked after memory, disk and peers: file:///FOLDER is a folder of a shared file system (NFS, Lustre, Weka), which has to be there: name one below its mount point, which is missing while nothing is mounted; redis://HOST:PORT is a Redis (rediss for TLS, redis-cluster://HOST:PORT,HOST:PORT, redis-sentinel://HOST:PORT/SERVICE); s3://BUCKET/PREFIX is a bucket, with endpoint, region and credentials as the AWS tools take them, from variables and ~/.aws; none uses no store.
         remote: Option<RemoteUrl> = "remote", Value "URL", "none", parse::remote_url;
         /// Most bytes of the chunks in a shared folder, those of all daemons together; those that were used longest ago are removed. Give all daemons the same size. Redis and S3 take none: maxmemory and lifecycle rules bound them. none sets no bound.
         remote_size: Option<u64> = "remote-size", Value "SIZE", "none", parse::bound;

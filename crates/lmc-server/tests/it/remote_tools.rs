@@ -63,13 +63,13 @@ fn space(model: &str, salt: &str) -> KeySpace {
     }
 }
 
-/// Keys of a space, spread over the folders.
 /// Folder of the chunks, from before the first clear.
 const FOLDER: ChunkFolder = ChunkFolder {
     generation: Generation::new([7; 8]),
     clears: ClearsId::NONE,
 };
 
+/// Keys of a space, spread over the folders.
 fn keys(space: SpaceId, count: u8) -> Vec<ValueName> {
     let key = |n: u8| ChunkKey {
         space,
@@ -783,6 +783,7 @@ fn chunks_of_an_s3_are_removed_and_collected() {
     let server = S3Server::start(Kind::Files);
     let rig = Rig::over_s3(server.port);
     let space = space("model", "");
+    rig.clear(0);
     rig.fill(&space, 6);
     rig.put(&[probe([3; 32])]);
     let bucket = server.folder.join(BUCKET).join("of/lmc");
@@ -791,16 +792,33 @@ fn chunks_of_an_s3_are_removed_and_collected() {
     }
     make_old(&bucket.join(Name::Value(probe([3; 32])).to_string()), 2);
     let value = LEN + rig.store.payload_offset();
-    let size = (5 * value).to_string();
+    let size = (4 * value).to_string();
     let said = rig.run("gc", &["--size", &size, "--dry-run"]).succeeded();
     assert!(said.out.contains("would remove 2 chunks"), "{}", said.out);
     rig.run("gc", &["--size", &size]).succeeded();
-    // The probe was one of the five that fit.
     assert_eq!((rig.count_of(&space), rig.count(Scope::PROBES)), (4, 0));
+    // Chunks that no daemon asks for go first, and what is not known to be one stays.
+    let [stale, unknown] = [
+        ChunkFolder {
+            generation: Generation::new([9; 8]),
+            ..FOLDER
+        },
+        ChunkFolder {
+            clears: ClearsId::new([9; 16]),
+            ..FOLDER
+        },
+    ]
+    .map(|folder| folder.value(keys(space.id(), 1)[0].key));
+    rig.put(&[stale, unknown]);
+    make_old(&bucket.join(Name::Value(unknown).to_string()), 48);
+    let size = (5 * value).to_string();
+    rig.run("gc", &["--size", &size]).succeeded();
+    assert!(rig.has(Name::Value(unknown)) && !rig.has(Name::Value(stale)));
+    assert_eq!(rig.count_of(&space), 4 + 1, "and the older ones of use");
     rig.run("gc", &["--older-than", "1h"]).succeeded();
-    assert_eq!(rig.count_of(&space), 2);
+    assert_eq!(rig.count_of(&space), 2 + 1);
     rig.run("gc", &[]).succeeded();
-    assert_eq!(rig.count_of(&space), 2);
+    assert_eq!(rig.count_of(&space), 2 + 1);
     let server = S3Server::start(Kind::Files);
     let bucket = server.folder.join(BUCKET).join("of/lmc");
     let path = |name: Name| bucket.join(name.to_string());

@@ -6,13 +6,15 @@ use std::time::Duration;
 
 use anyhow::{Result, anyhow};
 use clap::Args;
-use lmc_backend_remote::format::{ChunkFolder, PROBE_SPACE, Scope};
-use lmc_backend_remote::{Collected, FileStore, Limits, ListedObject, Opened, Shares};
+use lmc_backend_remote::format::{ChunkFolder, Name, PROBE_FOLDER, PROBE_SPACE, Scope, Standing};
+use lmc_backend_remote::{
+    Collected, FileStore, Limits, ListedObject, Opened, Shares, StaleFolders, StoreError,
+};
 use lmc_key::SpaceId;
 
 use super::du::{Usage, shown};
 use super::listing::{Listing, folders_bar};
-use super::removing::{Action, Selection, remove_descriptions};
+use super::removing::{Action, Selection, apply, remove_descriptions};
 use super::rm::older_than;
 use super::selectors::Selectors;
 use super::{Target, Url, deadline, explained, memory};
@@ -36,8 +38,8 @@ towards the size and are removed, and of the leftovers only those of these space
 checks stay.
 Without --size and --older-than only leftovers go: files that were being written an hour ago or
 earlier, values of killed checks, descriptions of spaces without chunks. A folder within the size
-loses nothing; beyond it, each of its 256 parts loses the chunks that were used longest ago, until
-the whole is within the size. Daemons with --remote-size or --remote-ttl do the same by themselves.
+loses nothing; beyond it, each of its 256 parts loses the chunks that no daemon asks for any more,
+and then those that were used longest ago, until the whole is within the size; so does a bucket. Daemons with --remote-size or --remote-ttl do the same by themselves.
 A Redis needs no collection.";
 
 // A doc comment here would become the text of the command.
@@ -64,8 +66,8 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
         .size
         .as_deref()
         .map(|text| parse_bytes(text, 1).map_err(|error| anyhow!("--size {text}: {error}")));
+    let size = size.transpose()?;
     let limits = Limits {
-        max_bytes: size.transpose()?,
         ttl: arguments
             .older_than
             .as_deref()
@@ -77,14 +79,14 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
         true => ("would remove", Action::Count),
         false => ("removed", Action::Remove),
     };
-    let mut selection = Selection {
+    let selection = Selection {
         spaces: arguments.selectors.spaces(&target).await?,
         older_than: None,
     };
     match &target.opened {
         Opened::File(store) => {
             let spaces = selection.spaces.clone().map(Arc::new);
-            let collected = collect(store, limits, spaces).await?;
+            let (collected, failure) = collect(store, limits, size, spaces).await?;
             let usage = Usage {
                 chunks: collected.expired + collected.evicted,
                 bytes: collected.removed_bytes,
@@ -96,6 +98,9 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
                 collected.evicted,
                 human_bytes(collected.bytes - collected.removed_bytes)
             );
+            if let Some(failure) = failure {
+                return Err(failure);
+            }
             let unused = async |object: &ListedObject, folder, space| {
                 let is_old = object.age.is_some_and(|age| age > LEFT);
                 Ok(is_old && selection.has(space) && !has_chunks(&target, folder, space).await?)
@@ -115,11 +120,7 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
             nodes.iter().for_each(|node| println!("{}", memory(node).1));
         }
         _ => {
-            selection.older_than = oldest(&target, &selection, limits).await?;
-            let usage = match selection.older_than {
-                None => Usage::default(),
-                Some(_) => selection.apply(&target, action).await?.usage,
-            };
+            let usage = collect_listed(&target, &selection, limits, size, action).await?;
             println!("{verb} {}", shown(usage));
         }
     }
@@ -131,69 +132,76 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// Collects all folders, one at a time: all spaces, or some.
+/// Collects all folders, one at a time: all spaces, or some. A folder that cannot be collected does
+/// not keep the others from that: the first failure comes with what was collected.
 async fn collect(
     store: &Arc<FileStore>,
     limits: Limits,
+    size: Option<u64>,
     spaces: Option<Arc<HashSet<SpaceId>>>,
-) -> Result<Collected> {
-    let mut shares = limits.max_bytes.map(Shares::of);
-    if let Some(shares) = &mut shares {
+) -> Result<(Collected, Option<anyhow::Error>)> {
+    let mut shares = Shares::of(size);
+    if size.is_some() {
         let nothing = Limits {
             dry_run: true,
             ..Limits::default()
         };
         let bar = folders_bar(256).with_message("measuring");
         for fanout in 0..=u8::MAX {
-            let seen = collect_folder(store, fanout, nothing, spaces.clone()).await?;
-            shares.note(fanout, seen.bytes);
+            let measured = collect_folder(store, fanout, nothing, shares, spaces.clone()).await?;
+            shares = measured.1;
             bar.inc(1);
         }
         bar.finish_and_clear();
     }
     let bar = folders_bar(256).with_message("collecting");
-    let mut sum = Collected::default();
+    let (mut sum, mut failure) = (Collected::default(), None);
     for fanout in 0..=u8::MAX {
-        let limits = Limits {
-            max_bytes: shares.as_ref().and_then(|shares| shares.share(fanout)),
-            ..limits
-        };
-        let collected = collect_folder(store, fanout, limits, spaces.clone()).await?;
-        if let Some(shares) = &mut shares {
-            shares.note(fanout, collected.bytes - collected.removed_bytes);
+        let (collected, left) =
+            collect_folder(store, fanout, limits, shares, spaces.clone()).await?;
+        shares = left;
+        match collected {
+            Ok(collected) => {
+                sum.bytes += collected.bytes;
+                sum.expired += collected.expired;
+                sum.evicted += collected.evicted;
+                sum.removed_bytes += collected.removed_bytes;
+                sum.temporary += collected.temporary;
+            }
+            Err(error) => {
+                let error = explained(&error);
+                failure.get_or_insert(anyhow!("folder {fanout:02x} was not collected: {error}"));
+            }
         }
-        sum.bytes += collected.bytes;
-        sum.expired += collected.expired;
-        sum.evicted += collected.evicted;
-        sum.removed_bytes += collected.removed_bytes;
-        sum.temporary += collected.temporary;
         bar.inc(1);
     }
     bar.finish_and_clear();
-    Ok(sum)
+    Ok((sum, failure))
 }
 
 async fn collect_folder(
     store: &Arc<FileStore>,
     fanout: u8,
     limits: Limits,
+    mut shares: Shares,
     spaces: Option<Arc<HashSet<SpaceId>>>,
-) -> Result<Collected> {
+) -> Result<(Result<Collected, StoreError>, Shares)> {
     let store = Arc::clone(store);
-    let collect = move || store.collect(fanout, limits, spaces.as_deref());
+    let collect = move || {
+        let collected = store.collect(fanout, limits, &mut shares, spaces.as_deref());
+        if collected.is_err() {
+            shares.skip(fanout);
+        }
+        (collected, shares)
+    };
     let collecting = tokio::task::spawn_blocking(collect);
-    let Ok(collected) = tokio::time::timeout(FOLDER, collecting).await else {
-        return Err(anyhow!(
+    match tokio::time::timeout(FOLDER, collecting).await {
+        Ok(collected) => Ok(collected?),
+        Err(_) => Err(anyhow!(
             "folder {fanout:02x} takes more than {} s: the file system hangs or is very slow",
             FOLDER.as_secs()
-        ));
-    };
-    collected?.map_err(|error| {
-        anyhow!(
-            "folder {fanout:02x} was not collected: {}",
-            explained(&error)
-        )
-    })
+        )),
+    }
 }
 
 async fn has_chunks(target: &Target, folder: ChunkFolder, space: SpaceId) -> Result<bool> {
@@ -208,41 +216,99 @@ async fn has_chunks(target: &Target, folder: ChunkFolder, space: SpaceId) -> Res
     Ok(!page.objects.is_empty() || page.next.is_some())
 }
 
-/// Returns the age above which selected chunks go; `None` if all stay. Chunks of one minute go
-/// together.
-async fn oldest(
+/// Removes the chunks of a listing that are too old, and those beyond the size: first those that no
+/// daemon asks for any more, and then the oldest ones. Chunks of one minute go together.
+async fn collect_listed(
     target: &Target,
     selection: &Selection,
     limits: Limits,
-) -> Result<Option<Duration>> {
-    let Some(most) = limits.max_bytes else {
-        return Ok(limits.ttl);
+    size: Option<u64>,
+    action: Action,
+) -> Result<Usage> {
+    let first = match size {
+        Some(most) => first_to_go(target, selection, most).await?,
+        None => None,
     };
-    let mut minutes: BTreeMap<u64, u64> = BTreeMap::new();
-    let mut listing = selection.listing(target);
-    while let Some(page) = listing.next().await? {
-        let picked = page
-            .iter()
-            .filter(|object| selection.picks(object) == Some(true));
-        for object in picked {
-            let age = object.age.map_or(0, |age| age.as_secs() / 60);
-            *minutes.entry(age.min(MAX_MINUTES)).or_default() += object.len.unwrap_or(0);
-        }
+    if first.is_none() && limits.ttl.is_none() {
+        return Ok(Usage::default());
     }
-    let size = cut(&minutes, most).map(|minutes| Duration::from_secs(60 * minutes));
-    Ok(match (size, limits.ttl) {
-        (Some(size), Some(ttl)) => Some(size.min(ttl)),
-        (size, ttl) => size.or(ttl),
-    })
+    let goes = |object: &ListedObject, standing| {
+        let is_old = limits.ttl.is_some_and(|ttl| object.age > Some(ttl));
+        let is_beyond = first.is_some_and(|first| (standing, minute(object)) >= first);
+        standing != Standing::Unknown && (is_old || is_beyond)
+    };
+    let pick = async |page| {
+        let mut page = with_standing(target, selection, page).await?;
+        page.retain(|(object, standing)| goes(object, *standing));
+        Ok(page.into_iter().map(|(object, _)| object).collect())
+    };
+    apply(target, selection.listing(target), action, pick).await
 }
 
-/// Returns the youngest minute whose chunks and all older ones have to go, so that the others have at
-/// most `most` bytes.
-fn cut(minutes: &BTreeMap<u64, u64>, most: u64) -> Option<u64> {
+/// Returns the selected chunks of a page, but those of checks, with the standing of their folders.
+async fn with_standing(
+    target: &Target,
+    selection: &Selection,
+    page: Vec<ListedObject>,
+) -> Result<Vec<(ListedObject, Standing)>> {
+    let store = target.opened.store();
+    let of_clears = |error: StoreError| anyhow!("{}: {}", Name::Clears, explained(&error));
+    let folders = StaleFolders::read(&*store, deadline()).await;
+    let mut folders = folders.map_err(of_clears)?;
+    let mut found = Vec::new();
+    for object in page {
+        let Name::Value(name) = object.name else {
+            continue;
+        };
+        if name.folder == PROBE_FOLDER || selection.picks(&object) != Some(true) {
+            continue;
+        }
+        let standing = match &mut folders {
+            Some(folders) => {
+                let standing = folders.standing(&*store, name.folder, deadline()).await;
+                standing.map_err(of_clears)?
+            }
+            None => Standing::Unknown,
+        };
+        found.push((object, standing));
+    }
+    Ok(found)
+}
+
+/// Returns where the chunks that have to go begin, so that the others have at most `most` bytes.
+async fn first_to_go(
+    target: &Target,
+    selection: &Selection,
+    most: u64,
+) -> Result<Option<(Standing, u64)>> {
+    let mut bytes: BTreeMap<(Standing, u64), u64> = BTreeMap::new();
+    let mut listing = selection.listing(target);
+    while let Some(page) = listing.next().await? {
+        for (object, standing) in with_standing(target, selection, page).await? {
+            let key = match standing {
+                // They stay, so they count before all others.
+                Standing::Unknown => (Standing::Used, 0),
+                standing => (standing, minute(&object)),
+            };
+            *bytes.entry(key).or_default() += object.len.unwrap_or(0);
+        }
+    }
+    Ok(cut(&bytes, most))
+}
+
+/// Returns the age of a chunk in minutes.
+fn minute(object: &ListedObject) -> u64 {
+    let minutes = object.age.map_or(0, |age| age.as_secs() / 60);
+    minutes.min(MAX_MINUTES)
+}
+
+/// Returns the first key whose bytes have to go with those of all after it, so that the others have
+/// at most `most` bytes.
+fn cut<K: Copy + Ord>(bytes: &BTreeMap<K, u64>, most: u64) -> Option<K> {
     let mut sum = 0u64;
-    minutes.iter().find_map(|(&minute, &bytes)| {
+    bytes.iter().find_map(|(&key, &bytes)| {
         sum = sum.saturating_add(bytes);
-        (sum > most).then_some(minute)
+        (sum > most).then_some(key)
     })
 }
 
@@ -287,6 +353,6 @@ mod tests {
         ] {
             assert_eq!(cut(&minutes, most), expected, "{most}");
         }
-        assert_eq!(cut(&BTreeMap::new(), 0), None);
+        assert_eq!(cut(&BTreeMap::<u64, u64>::new(), 0), None);
     }
 }

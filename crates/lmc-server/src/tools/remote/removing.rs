@@ -71,36 +71,50 @@ impl Selection {
         if self.older_than.is_some() {
             know_ages(target).await?;
         }
-        let store = target.opened.store();
-        let mut listing = self.listing(target);
-        let mut picked = Picked::default();
-        while let Some(mut page) = listing.next().await? {
+        let mut ageless = 0;
+        let pick = async |mut page: Vec<ListedObject>| {
             page.retain(|object| {
                 let picks = self.picks(object);
-                picked.ageless += u64::from(picks.is_none());
+                ageless += u64::from(picks.is_none());
                 picks == Some(true)
             });
-            let chunks = sized(&store, page).await?;
-            let names: Vec<Name> = chunks.iter().map(|(name, _)| Name::Value(*name)).collect();
-            let removed = match action {
-                Action::Count => names.iter().map(|_| Ok(true)).collect(),
-                Action::Remove => store.remove(&names, deadline()).await,
-            };
-            let mut failure = None;
-            for ((_, bytes), removed) in chunks.into_iter().zip(removed) {
-                match removed {
-                    // One that another has removed meanwhile is gone, too.
-                    Ok(_) => picked.usage.add(Usage { chunks: 1, bytes }),
-                    Err(error) => failure = Some(error),
-                }
-            }
-            if let Some(error) = failure {
-                let done = shown(picked.usage);
-                bail!("removed {done}, and then failed: {}", explained(&error));
+            Ok(page)
+        };
+        let usage = apply(target, self.listing(target), action, pick).await?;
+        Ok(Picked { usage, ageless })
+    }
+}
+
+/// Counts or removes what is picked of each page of a listing. Ends at the first page with a failure.
+pub(super) async fn apply(
+    target: &Target,
+    mut listing: Listing,
+    action: Action,
+    mut pick: impl AsyncFnMut(Vec<ListedObject>) -> Result<Vec<ListedObject>>,
+) -> Result<Usage> {
+    let store = target.opened.store();
+    let mut usage = Usage::default();
+    while let Some(page) = listing.next().await? {
+        let chunks = sized(&store, pick(page).await?).await?;
+        let names: Vec<Name> = chunks.iter().map(|(name, _)| Name::Value(*name)).collect();
+        let removed = match action {
+            Action::Count => names.iter().map(|_| Ok(true)).collect(),
+            Action::Remove => store.remove(&names, deadline()).await,
+        };
+        let mut failure = None;
+        for ((_, bytes), removed) in chunks.into_iter().zip(removed) {
+            match removed {
+                // One that another has removed meanwhile is gone, too.
+                Ok(_) => usage.add(Usage { chunks: 1, bytes }),
+                Err(error) => failure = Some(error),
             }
         }
-        Ok(picked)
+        if let Some(error) = failure {
+            let done = shown(usage);
+            bail!("removed {done}, and then failed: {}", explained(&error));
+        }
     }
+    Ok(usage)
 }
 
 /// Makes the ages of a listing known: a file server's clock is read off a file that is written.

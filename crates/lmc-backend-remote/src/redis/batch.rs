@@ -1,4 +1,5 @@
-//! Values on connections of their own, several at a time.
+//! Batches of requests, each at the server that has its key, on connections that one batch uses at a
+//! time.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -12,15 +13,11 @@ use parking_lot::Mutex;
 use tokio::sync::{Semaphore, mpsc};
 
 use super::RedisStore;
-use super::link::Link;
-use super::wire::{Address, Answered, Terms, Wire};
-use crate::format::Name;
+use super::servers::Servers;
+use super::wire::{Address, Answer, Answered, Command, Terms, Wire, refused};
 use crate::store::{GetItem, Got, Put, PutItem, StoreError, until};
 
-/// Requests on one connection that are not answered yet: the next one is on the way while the
-/// bytes of the first arrive.
-const WINDOW: usize = 2;
-/// Times that a value is asked for at another server, where the first one sends us on.
+/// Times that a key is asked for at another server, where the first one sends us on.
 const MAX_MOVES: usize = 2;
 
 /// Time for which a connection that no request uses is kept.
@@ -71,19 +68,22 @@ impl Idle {
     }
 }
 
-/// A value to be read or written.
+/// A value to be read or written, or a question.
 pub(super) trait Job: Sized + Send + Sync {
     type Answer: Send;
+    /// Requests on one connection that are not answered yet, at most.
+    const WINDOW: usize;
 
-    fn name(&self) -> Name;
+    fn key(&self, store: &RedisStore) -> String;
 
-    /// Returns the bound of connections for such jobs.
-    fn permits(store: &RedisStore) -> &Semaphore;
+    /// Returns the bound of connections for such jobs, and of those for one batch and server.
+    fn permits(store: &RedisStore) -> (&Semaphore, usize);
 
+    /// Writes the request; the wire may send it later.
     fn send(
         &self,
         wire: &mut Wire,
-        name: &str,
+        key: &str,
         terms: Terms,
     ) -> impl Future<Output = io::Result<()>> + Send;
 
@@ -99,17 +99,19 @@ pub(super) trait Job: Sized + Send + Sync {
 
 impl Job for GetItem {
     type Answer = Got;
+    /// The next request is on the way while the bytes of the first answer arrive.
+    const WINDOW: usize = 2;
 
-    fn name(&self) -> Name {
-        self.name.into()
+    fn key(&self, store: &RedisStore) -> String {
+        store.key(self.name.into())
     }
 
-    fn permits(store: &RedisStore) -> &Semaphore {
-        &store.readers
+    fn permits(store: &RedisStore) -> (&Semaphore, usize) {
+        (&store.readers, store.config.connections)
     }
 
-    async fn send(&self, wire: &mut Wire, name: &str, terms: Terms) -> io::Result<()> {
-        wire.ask(name, terms).await
+    async fn send(&self, wire: &mut Wire, key: &str, terms: Terms) -> io::Result<()> {
+        wire.ask_for_value(key, terms).await
     }
 
     async fn receive(
@@ -127,17 +129,18 @@ impl Job for GetItem {
 
 impl Job for PutItem {
     type Answer = Result<Put, StoreError>;
+    const WINDOW: usize = 2;
 
-    fn name(&self) -> Name {
-        Self::name(self).into()
+    fn key(&self, store: &RedisStore) -> String {
+        store.key(self.name().into())
     }
 
-    fn permits(store: &RedisStore) -> &Semaphore {
-        &store.writers
+    fn permits(store: &RedisStore) -> (&Semaphore, usize) {
+        (&store.writers, store.config.connections)
     }
 
-    async fn send(&self, wire: &mut Wire, name: &str, terms: Terms) -> io::Result<()> {
-        wire.send(name, self, terms).await
+    async fn send(&self, wire: &mut Wire, key: &str, terms: Terms) -> io::Result<()> {
+        wire.send_value(key, self, terms).await
     }
 
     async fn receive(
@@ -147,6 +150,45 @@ impl Job for PutItem {
     ) -> Result<Answered<Self::Answer>, StoreError> {
         let len = job.as_ref().map_or(0, |job| job.header.value_len());
         wire.sent(len, terms).await
+    }
+
+    fn failed(self, error: StoreError) -> Self::Answer {
+        Err(error)
+    }
+}
+
+/// Commands about one key, or to one server, with their answers together.
+#[derive(Debug)]
+pub(super) struct Question {
+    pub(super) key: String,
+    pub(super) commands: Vec<Command>,
+}
+
+impl Job for Question {
+    type Answer = Result<Vec<Answer>, StoreError>;
+    /// As many fit into the buffers on the way, with their answers.
+    const WINDOW: usize = 64;
+
+    fn key(&self, _store: &RedisStore) -> String {
+        self.key.clone()
+    }
+
+    fn permits(store: &RedisStore) -> (&Semaphore, usize) {
+        (&store.askers, 1)
+    }
+
+    async fn send(&self, wire: &mut Wire, _key: &str, terms: Terms) -> io::Result<()> {
+        wire.send_commands(&self.commands, terms).await
+    }
+
+    async fn receive(
+        job: &mut Option<Self>,
+        wire: &mut Wire,
+        terms: Terms,
+    ) -> Result<Answered<Self::Answer>, StoreError> {
+        let commands = job.as_ref().map_or(&[][..], |job| &job.commands);
+        let answered = wire.answers(commands, terms).await?;
+        Ok(answered.map(Ok))
     }
 
     fn failed(self, error: StoreError) -> Self::Answer {
@@ -165,12 +207,13 @@ struct Queued<J> {
 
 /// The jobs of a batch for one server.
 type Queue<J> = Mutex<VecDeque<Queued<J>>>;
+type Queues<J> = HashMap<Address, VecDeque<Queued<J>>>;
 type Sender<J> = mpsc::UnboundedSender<(usize, <J as Job>::Answer)>;
 
 /// The state that the connections of one batch share.
 struct Batch<'a, J: Job> {
     store: &'a RedisStore,
-    link: Arc<Link>,
+    servers: Arc<Servers>,
     /// Generation of the connections when the servers were found.
     generation: Generation,
     deadline: Instant,
@@ -202,9 +245,8 @@ impl RedisStore {
     async fn run_all<J: Job>(&self, jobs: Vec<J>, deadline: Instant, answers: Sender<J>) {
         // The receiver is gone when the caller is, and this with it.
         let answer = |index, one| drop(answers.send((index, one)));
-        let generation = self.idle.generation();
-        let link = match self.link(deadline).await {
-            Ok(link) => link,
+        let batch = match self.batch(deadline, answers.clone()).await {
+            Ok(batch) => batch,
             Err(error) => {
                 for (index, job) in jobs.into_iter().enumerate() {
                     answer(index, job.failed(error.again()));
@@ -212,9 +254,9 @@ impl RedisStore {
                 return;
             }
         };
-        let mut queues: HashMap<Address, VecDeque<Queued<J>>> = HashMap::new();
+        let mut queues: Queues<J> = HashMap::new();
         for (index, job) in jobs.into_iter().enumerate() {
-            match link.node(&self.key(job.name())) {
+            match batch.servers.node(&job.key(self)) {
                 Some(node) => queues.entry(node.clone()).or_default().push_back(Queued {
                     index,
                     job,
@@ -227,23 +269,65 @@ impl RedisStore {
                 }
             }
         }
-        let batch = Batch {
+        batch.run(queues).await;
+    }
+
+    /// Asks a server for something that is of no key.
+    pub(super) async fn ask_server(
+        &self,
+        node: &Address,
+        command: Command,
+        deadline: Instant,
+    ) -> Result<Answer, StoreError> {
+        let (answers, mut answered) = mpsc::unbounded_channel();
+        let batch = self.batch(deadline, answers).await?;
+        let job = Question {
+            key: String::new(),
+            commands: vec![command],
+        };
+        let queued = Queued {
+            index: 0,
+            job,
+            is_asking: false,
+        };
+        let queue = VecDeque::from([queued]);
+        batch.run(HashMap::from([(node.clone(), queue)])).await;
+        let (_, answers) = answered.try_recv().map_err(|_| StoreError::Deadline)?;
+        match answers?.pop() {
+            Some(Answer::Error(text)) => Err(self.login.clean(refused(&text, 0))),
+            Some(answer) => Ok(answer),
+            None => Err(StoreError::unavailable("the answer is missing")),
+        }
+    }
+
+    async fn batch<J: Job>(
+        &self,
+        deadline: Instant,
+        answers: Sender<J>,
+    ) -> Result<Batch<'_, J>, StoreError> {
+        let generation = self.idle.generation();
+        Ok(Batch {
             store: self,
-            link,
+            servers: self.servers(deadline).await?,
             generation,
             deadline,
             answers,
             moved: Mutex::default(),
-        };
+        })
+    }
+}
+
+impl<J: Job> Batch<'_, J> {
+    async fn run(&self, mut queues: Queues<J>) {
         for _ in 0..=MAX_MOVES {
-            let served = queues.drain().map(|(node, jobs)| batch.serve(node, jobs));
+            let served = queues.drain().map(|(node, jobs)| self.serve(node, jobs));
             join_all(served).await;
-            let moved = std::mem::take(&mut *batch.moved.lock());
+            let moved = std::mem::take(&mut *self.moved.lock());
             if moved.is_empty() {
                 return;
             }
             if moved.iter().any(|(_, queued)| !queued.is_asking) {
-                self.lose(&batch.link);
+                self.store.lose(&self.servers);
             }
             for (node, queued) in moved {
                 queues.entry(node).or_default().push_back(queued);
@@ -252,19 +336,18 @@ impl RedisStore {
         for Queued { index, job, .. } in queues.into_values().flatten() {
             let error =
                 StoreError::unavailable("the cluster's nodes do not agree on who has a key");
-            let _ = batch.answers.send((index, job.failed(error)));
+            self.answer(index, job.failed(error));
         }
     }
-}
 
-impl<J: Job> Batch<'_, J> {
     fn answer(&self, index: usize, one: J::Answer) {
         let _ = self.answers.send((index, one));
     }
 
     /// Does the jobs for one server, on several connections.
     async fn serve(&self, node: Address, jobs: VecDeque<Queued<J>>) {
-        let connections = self.store.config.connections.min(jobs.len());
+        let (_, connections) = J::permits(self.store);
+        let connections = connections.min(jobs.len());
         let queue = Mutex::new(jobs);
         let work = (0..connections).map(|_| self.work(&node, &queue));
         let failures: Vec<StoreError> = join_all(work).await.into_iter().flatten().collect();
@@ -280,7 +363,8 @@ impl<J: Job> Batch<'_, J> {
 
     /// Does jobs on one connection until there are none. Returns the error that ended it before.
     async fn work(&self, node: &Address, queue: &Queue<J>) -> Option<StoreError> {
-        let permit = J::permits(self.store).acquire();
+        let (permits, _) = J::permits(self.store);
+        let permit = permits.acquire();
         let permit = tokio::time::timeout_at(self.deadline.into(), permit).await;
         let Ok(Ok(_permit)) = permit else {
             return Some(StoreError::Deadline);
@@ -299,11 +383,17 @@ impl<J: Job> Batch<'_, J> {
         let login = &self.store.login;
         let wire = match Wire::connect(node, login, self.deadline).await {
             Ok(wire) => wire,
-            Err(error) => return Some(error),
+            Err(error) => {
+                self.store.lose(&self.servers);
+                return Some(error);
+            }
         };
         match self.drive(wire, node, queue).await {
             Driven::Ended => None,
-            Driven::Unused => Some(StoreError::unavailable("the server closed the connection")),
+            Driven::Unused => {
+                self.store.lose(&self.servers);
+                Some(StoreError::unavailable("the server closed the connection"))
+            }
             Driven::Failed(error) => Some(error),
         }
     }
@@ -334,7 +424,11 @@ impl<J: Job> Batch<'_, J> {
             sent,
             is_proven,
         } = driving;
-        while sent.len() < WINDOW {
+        let free = match sent.len() <= J::WINDOW / 2 {
+            true => J::WINDOW - sent.len(),
+            false => 0,
+        };
+        for _ in 0..free {
             let Some(queued) = queue.lock().pop_front() else {
                 break;
             };
@@ -343,10 +437,10 @@ impl<J: Job> Batch<'_, J> {
                 job,
                 is_asking,
             } = queued;
-            let name = self.store.key(job.name());
+            let key = job.key(self.store);
             let ttl_ms = self.store.ttl_ms();
             let terms = Terms { ttl_ms, is_asking };
-            let sending = job.send(wire, &name, terms);
+            let sending = job.send(wire, &key, terms);
             let outcome = until(self.deadline, sending).await;
             let job = Some(job);
             sent.push_back(Sent { index, job, terms });
@@ -355,11 +449,12 @@ impl<J: Job> Batch<'_, J> {
         let Some(Sent { index, job, terms }) = sent.front_mut() else {
             return Ok(false);
         };
+        until(self.deadline, wire.flush()).await?;
         let index = *index;
         let answered = until(self.deadline, J::receive(job, wire, *terms)).await?;
         *is_proven = true;
         if let Answered::Lost(error) = answered {
-            self.store.lose(&self.link);
+            self.store.lose(&self.servers);
             return Err(self.store.login.clean(error));
         }
         let job = sent.pop_front().and_then(|sent| sent.job);
@@ -401,6 +496,10 @@ impl<J: Job> Batch<'_, J> {
                 queue.push_front(job);
             }
             return Driven::Unused;
+        }
+        // A server that answers may need longer than the deadline. Silence is a sign of a cut.
+        if !driving.is_proven || !matches!(failure, StoreError::Deadline) {
+            self.store.lose(&self.servers);
         }
         for Queued { index, job, .. } in jobs {
             self.answer(index, job.failed(failure.again()));
