@@ -30,7 +30,8 @@ pub struct DtypeName(Arc<str>);
 
 /// A tenant's salt. Two salts never see each other's chunks; the empty one is the common tenant.
 ///
-/// LMCache's rule: at most 128 characters, none of `@`, `/`, `\` and NUL.
+/// LMCache's rule: at most 128 characters, none of `@`, `/`, `\` and NUL. A salt names the chunks of
+/// its tenant, so no format shows its text.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Salt(Arc<str>);
 
@@ -146,6 +147,12 @@ impl Default for Salt {
     }
 }
 
+impl fmt::Debug for Salt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Salt(..)")
+    }
+}
+
 impl IdentityText {
     /// Checks a text.
     ///
@@ -215,18 +222,6 @@ macro_rules! text_of_a_name {
             }
         }
 
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.pad(&self.0)
-            }
-        }
-
-        impl fmt::Debug for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                fmt::Debug::fmt(&*self.0, f)
-            }
-        }
-
         impl AsRef<str> for $name {
             fn as_ref(&self) -> &str {
                 &self.0
@@ -243,7 +238,24 @@ macro_rules! text_of_a_name {
     )*};
 }
 
+macro_rules! shown_name {
+    ($($name:ident),*) => {$(
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(&self.0)
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Debug::fmt(&*self.0, f)
+            }
+        }
+    )*};
+}
+
 text_of_a_name!(ModelName, DtypeName, Salt, IdentityText);
+shown_name!(ModelName, DtypeName, IdentityText);
 
 #[cfg(test)]
 mod tests {

@@ -334,7 +334,7 @@ mod tests {
         let (_, matches) = matches.subcommand().expect("serve");
         flags(matches)
             .into_iter()
-            .map(|(name, raw)| (name, raw.to_string()))
+            .map(|(name, raw)| (name, raw.text().expect("a text").to_owned()))
             .collect()
     }
 

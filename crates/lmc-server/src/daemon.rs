@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use lmc_backend::Backend;
 use lmc_backend_remote::RemoteTier;
-use lmc_engine::{CacheEngine, EngineConfig, LowerTier, TenantId, TierPolicy};
-use lmc_key::{ChunkHasher, Salt};
+use lmc_engine::{CacheEngine, EngineConfig, LowerTier, TierPolicy};
+use lmc_key::ChunkHasher;
 use lmc_memory::Arena;
 use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
 use tokio::net::TcpListener;
@@ -25,12 +25,12 @@ use crate::config::{
 use crate::http::{self, Http};
 use crate::late_filter::LateFilter;
 use crate::peers::Peers;
+use crate::salts::SaltDigests;
 use crate::signals::Signals;
 use crate::vllm::own_transfer_config;
-use crate::{disk, log, losses, nixl, occupant, peers, pool, remote, state, transfer_config};
-
-/// Name of traffic without a salt in LMCache's tools.
-pub const DEFAULT_SALT: &str = "_default";
+use crate::{
+    disk, log, losses, nixl, occupant, peers, pool, quotas, remote, state, transfer_config,
+};
 
 /// Serves until a signal; the exit code of the process.
 pub fn run(loaded: &Loaded) -> ExitCode {
@@ -110,6 +110,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     let prepared = prepare(config, &arena, &mut signals).await;
     let Opened {
         service,
+        digests,
         peers,
         stores,
     } = match prepared.inspect_err(|_| arena.unlink())? {
@@ -152,7 +153,7 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
         }
     }
     let (stop, stopped) = watch::channel(false);
-    let mut http = Http::new(service.clone(), address, loaded);
+    let mut http = Http::new(service.clone(), address, loaded, digests);
     http.peers = peers;
     http.stores = stores;
     http.directory = directory.as_ref().map(|server| Arc::clone(server.host()));
@@ -406,6 +407,7 @@ fn occupied(error: &std::io::Error, port: u16, flag: &str) -> String {
 /// The service, and the tiers that the operator asks about.
 struct Opened {
     service: Service,
+    digests: SaltDigests,
     peers: Option<Peers>,
     stores: Vec<Arc<RemoteTier>>,
 }
@@ -455,23 +457,16 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     let service = Service::new(service_config(config)?, engine)?;
     lender.describe(&service);
     on_disk.decide(service.lasting_spaces());
-    let tenant = |flag: &str, salt: &str| -> Result<TenantId> {
-        let salt = if salt == DEFAULT_SALT { "" } else { salt };
-        let salt: Salt = salt.parse().with_context(|| format!("{flag} {salt}"))?;
-        Ok(service.tenant(&salt))
-    };
-    for (salt, bytes) in &config.quotas {
-        let tenant = tenant("--quota", salt)?;
-        service.engine().set_quota(tenant, Some(*bytes));
-    }
+    let digests = SaltDigests::new(config)?;
+    quotas::set(config, &service, &digests)?;
     for (store, remote) in config.remotes().zip(remotes) {
-        let picked = store.remote_salts.iter().flatten();
-        let picked = picked.map(|salt| tenant("--remote-salts", salt));
-        let picked = picked.collect::<Result<_>>()?;
-        remote.serve(&service, store.remote_salts.is_some().then_some(picked));
+        let picked = store.remote_salts.as_ref();
+        let picked = picked.map(|salts| salts.iter().map(|salt| service.tenant(salt)).collect());
+        remote.serve(&service, picked);
     }
     Ok(Opened {
         service,
+        digests,
         peers,
         stores,
     })

@@ -30,6 +30,7 @@ use tower_http::compression::CompressionLayer;
 use crate::config::{Loaded, policy_name};
 use crate::metrics;
 use crate::peers::Peers;
+use crate::salts::SaltDigests;
 use guard::{ConnectionUser, Guard};
 use probe::Probe;
 
@@ -45,7 +46,8 @@ pub struct Http {
     guard: Guard,
     trusted_users: TrustedUsers,
     probe: Probe,
-    config: serde_json::Value,
+    config: lmcache::Config,
+    digests: SaltDigests,
     /// The tier of peers; none where the server has none.
     pub(crate) peers: Option<Peers>,
     copy: peers::LastCopy,
@@ -63,12 +65,18 @@ pub struct Http {
 
 impl Http {
     /// Makes the HTTP side of a service whose engines connect to `engines`.
-    pub fn new(service: Service, engines: SocketAddr, loaded: &Loaded) -> Self {
+    pub fn new(
+        service: Service,
+        engines: SocketAddr,
+        loaded: &Loaded,
+        digests: SaltDigests,
+    ) -> Self {
         Self {
             guard: Guard::new(&loaded.config),
             trusted_users: loaded.config.trusted_users.clone(),
             probe: Probe::new(service.clone(), engines),
-            config: lmcache::config(&service, loaded),
+            config: lmcache::Config::new(&service, loaded, &digests),
+            digests,
             service,
             peers: None,
             copy: peers::LastCopy::default(),

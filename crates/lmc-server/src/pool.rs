@@ -143,14 +143,4 @@ fn warn_of_size(config: &ServeConfig, pool: u64) {
             }
         );
     }
-    for (salt, quota) in &config.quotas {
-        if *quota > pool {
-            warn!(
-                "quota of {salt}: {} are more than the pool of {}, so it limits nothing; set a \
-                 smaller --quota or a larger --l1-size-gb",
-                human_bytes(*quota),
-                human_bytes(pool)
-            );
-        }
-    }
 }

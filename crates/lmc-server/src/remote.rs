@@ -74,7 +74,7 @@ impl Remote {
 }
 
 /// Reads the key of the digests: that of the store, or else that of the peers.
-fn keys(config: &ServeConfig, store: &ServeConfig) -> Result<Option<Keys>> {
+pub(crate) fn keys(config: &ServeConfig, store: &ServeConfig) -> Result<Option<Keys>> {
     let own = store.remote_key.as_ref().map(|path| ("--remote-key", path));
     let shared = config.p2p_key.as_ref().map(|path| ("--p2p-key", path));
     let read = |(flag, path): (&str, &PathBuf)| {

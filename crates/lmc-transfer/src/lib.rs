@@ -79,7 +79,9 @@ pub use name::{Address, AddressError, PeerId, PeerIdError};
 #[cfg(feature = "nixl")]
 pub use nixl::{NixlAgent, NixlChannel, NixlConfig, NixlMemory, NixlReads, has_rdma};
 pub use outcome::{Filled, Sent, Slot};
-pub use session::{Identity, Key, KeyError, Keys, MIN_KEY, PublicIdentity};
+pub use session::{
+    Identity, Key, KeyError, Keys, MAX_SECRETS, MIN_KEY, PublicIdentity, read_secret,
+};
 pub use socket::{SocketChannel, SocketConfig, SocketError, SocketStats};
 
 /// Maximum number of objects in a batch.

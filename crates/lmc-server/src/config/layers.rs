@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::secret::mask_passwords;
 use super::service_links::Services;
-use super::setting::{Info, Raw, Shape};
+use super::setting::{Info, Raw, Secret, Shape};
 use super::settings::ALL;
 use super::suggest::nearest;
 
@@ -95,8 +95,32 @@ pub struct Entry {
     pub source: Source,
 }
 
+impl Entry {
+    /// Returns the value as it was written, without passwords, and with each salt as `shown_salt`
+    /// names it.
+    pub fn shown(&self, shown_salt: impl Fn(&str) -> String) -> String {
+        let join = |parts: Vec<String>| parts.join(",");
+        match (self.info.secret(), &self.raw) {
+            (Some(Secret::Salts), Raw::Text(text)) if text.trim() != "all" => join(
+                text.split(',')
+                    .map(|salt| shown_salt(salt.trim()))
+                    .collect(),
+            ),
+            (Some(Secret::Quotas), raw) | (_, raw @ Raw::Pairs(_)) => {
+                let pairs = raw.pairs().unwrap_or_default().into_iter();
+                join(
+                    pairs
+                        .map(|(salt, size)| format!("{}={size}", shown_salt(&salt)))
+                        .collect(),
+                )
+            }
+            (_, Raw::Text(text)) => mask_passwords(text),
+        }
+    }
+}
+
 /// The values that were given, by layer.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Layers {
     flags: Vec<(String, Raw)>,
     variables: Vec<(String, String)>,
@@ -308,8 +332,8 @@ fn default_of(info: &Info) -> Raw {
 
 /// Names a setting and its origin, with the value that it has there unless that may hold a secret.
 fn subject_of(entry: &Entry) -> String {
-    let Entry { info, raw, source } = entry;
-    if info.is_secret() {
+    let Entry { info, source, .. } = entry;
+    if info.secret().is_some() {
         return match source {
             Source::Flag(flag) => flag.clone(),
             Source::Variable(name) => name.clone(),
@@ -317,10 +341,11 @@ fn subject_of(entry: &Entry) -> String {
             Source::Default => info.flag(),
         };
     }
+    let value = entry.shown(str::to_owned);
     match source {
-        Source::Flag(flag) => format!("{flag} {raw}"),
-        Source::Variable(name) => format!("{name}={raw}"),
-        Source::File(path) => format!("{}: {} = {raw}", path.display(), info.key()),
+        Source::Flag(flag) => format!("{flag} {value}"),
+        Source::Variable(name) => format!("{name}={value}"),
+        Source::File(path) => format!("{}: {} = {value}", path.display(), info.key()),
         Source::Default => info.flag(),
     }
 }

@@ -18,6 +18,7 @@ mod tiers;
 pub use foreign::{Foreign, Verdict, foreign_flags};
 pub use layers::{ConfigError, Entry, Problem, Source};
 pub use log_level::filter_of;
+pub(crate) use parse::quotas as parse_quotas;
 pub use parse::{
     HostPort, LogFormat, PeerTransport, PoolSize, RemoteUrl, SegmentName, StateDir, TransferMode,
     policy_name,
@@ -25,7 +26,7 @@ pub use parse::{
 pub(crate) use secret::{mask_arguments, mask_password_of};
 pub(crate) use serve::{LEAST_DRIVE, is_loopback};
 pub use serve::{Loaded, print_config};
-pub use setting::{Group, Info, Raw, Shape};
+pub use setting::{Group, Info, Raw, Secret, Shape};
 pub use settings::{ALL as ALL_SETTINGS, ServeConfig};
 pub use size::{GIB, human_bytes, human_duration, parse_bytes, parse_duration};
 pub use suggest::nearest;

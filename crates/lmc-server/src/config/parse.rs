@@ -14,6 +14,7 @@ use lmc_vllm_adapter::TrustedUsers;
 use super::setting::Raw;
 use super::size::{self, GIB};
 use super::suggest::nearest;
+use crate::salts;
 
 /// Size of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -665,49 +666,41 @@ pub(crate) fn reap_timeout(raw: &Raw) -> Result<Duration, String> {
 }
 
 /// Salts separated by commas; `all` is none.
-pub(crate) fn salts(raw: &Raw) -> Result<Option<Vec<String>>, String> {
+pub(crate) fn salts(raw: &Raw) -> Result<Option<Vec<Salt>>, String> {
     let text = raw.text()?;
     if text == "all" {
         return Ok(None);
     }
-    let salts: Vec<String> = text.split(',').map(|salt| salt.trim().to_owned()).collect();
-    let wrong = |salt: &&String| salt.is_empty() || salt.parse::<Salt>().is_err();
-    match salts.iter().position(|salt| wrong(&salt)) {
-        Some(index) => Err(format!(
-            "expected salts separated by commas, or all; number {} is none",
-            index + 1
-        )),
-        None => Ok(Some(salts)),
-    }
+    let salt = |(index, text): (usize, &str)| {
+        salt_of(text.trim()).ok_or_else(|| {
+            let number = index + 1;
+            format!("expected salts separated by commas, or all; number {number} is none")
+        })
+    };
+    let salts = text.split(',').enumerate().map(salt);
+    salts.collect::<Result<_, _>>().map(Some)
 }
 
-pub(crate) fn quotas(raw: &Raw) -> Result<Vec<(String, u64)>, String> {
+pub(crate) fn quotas(raw: &Raw) -> Result<Vec<(Salt, u64)>, String> {
     const EXPECTED: &str = "expected SALT=SIZE, such as tenant-a=20GiB";
-    let pairs = match raw {
-        Raw::Pairs(pairs) => pairs.clone(),
-        Raw::Text(text) => text
-            .split(',')
-            .filter(|part| !part.trim().is_empty())
-            .map(|part| {
-                let (salt, size) = part.rsplit_once('=').ok_or(EXPECTED)?;
-                Ok((salt.trim().to_owned(), size.trim().to_owned()))
-            })
-            .collect::<Result<_, &str>>()?,
+    let pairs = raw.pairs().ok_or(EXPECTED)?;
+    let quota = |(index, (salt, size)): (usize, (String, String))| {
+        let number = index + 1;
+        let salt = salt_of(&salt).ok_or_else(|| {
+            format!(
+                "{EXPECTED}; quota {number} has no salt that engines can send: 1 to 128 characters \
+                 without @, / and \\; traffic without a salt is called _default"
+            )
+        })?;
+        let bytes = size::parse_bytes(&size, GIB).map_err(|e| format!("quota {number}: {e}"))?;
+        Ok((salt, bytes))
     };
-    pairs
-        .into_iter()
-        .enumerate()
-        .map(|(index, (salt, size))| {
-            if salt.is_empty() {
-                return Err(format!(
-                    "{EXPECTED}; traffic without a salt is called _default"
-                ));
-            }
-            let bytes =
-                size::parse_bytes(&size, GIB).map_err(|e| format!("quota {}: {e}", index + 1))?;
-            Ok((salt, bytes))
-        })
-        .collect()
+    pairs.into_iter().enumerate().map(quota).collect()
+}
+
+/// Returns the salt that a text names. The caller's error does not repeat the text.
+fn salt_of(text: &str) -> Option<Salt> {
+    salts::parse(text).ok().filter(|_| !text.is_empty())
 }
 
 #[cfg(test)]

@@ -233,7 +233,7 @@ pub fn print_config(loaded: &Loaded, notes: &[(&str, String)]) -> String {
         let note = note
             .map(|(_, text)| format!("; {text}"))
             .unwrap_or_default();
-        let line = format!("{key} = {}", toml_value(&entry.raw.to_string()));
+        let line = format!("{key} = {}", toml_value(&entry.shown(str::to_owned)));
         format!("{line:<44} # {}{note}\n", entry.source)
     };
     // Several stores need tables; one is written as its flags are.
@@ -259,7 +259,7 @@ pub fn print_config(loaded: &Loaded, notes: &[(&str, String)]) -> String {
             "",
             entry.source
         ));
-        for (name, value) in pairs_of(&entry.raw) {
+        for (name, value) in entry.raw.pairs().unwrap_or_default() {
             out.push_str(&format!("{} = {}\n", quoted(&name), toml_value(&value)));
         }
     }
@@ -279,17 +279,6 @@ pub fn print_config(loaded: &Loaded, notes: &[(&str, String)]) -> String {
         }
     }
     out
-}
-
-fn pairs_of(raw: &Raw) -> Vec<(String, String)> {
-    match raw {
-        Raw::Pairs(pairs) => pairs.clone(),
-        Raw::Text(text) => text
-            .split(',')
-            .filter_map(|part| part.rsplit_once('='))
-            .map(|(name, value)| (name.trim().to_owned(), value.trim().to_owned()))
-            .collect(),
-    }
 }
 
 fn toml_value(text: &str) -> String {

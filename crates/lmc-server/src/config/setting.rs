@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use super::secret::mask_passwords;
-
 /// Group of settings in `--help`, in `--print-config` and in the documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
@@ -50,8 +48,9 @@ impl Group {
     }
 }
 
-/// A value as it was written, before it is parsed.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A value as it was written, before it is parsed. It may hold a secret, so no format shows it:
+/// [`Entry::shown`](super::Entry::shown) does.
+#[derive(Clone, PartialEq, Eq)]
 pub enum Raw {
     /// One value in its text form.
     Text(String),
@@ -67,21 +66,37 @@ impl Raw {
             Self::Pairs(_) => Err("expected one value, found a table".to_owned()),
         }
     }
+
+    /// Returns the pairs; `None` for a text with a part that is no pair.
+    pub(crate) fn pairs(&self) -> Option<Vec<(String, String)>> {
+        let text = match self {
+            Self::Pairs(pairs) => return Some(pairs.clone()),
+            Self::Text(text) => text,
+        };
+        let parts = text.split(',').filter(|part| !part.trim().is_empty());
+        let pair = |part: &str| {
+            let (name, value) = part.rsplit_once('=')?;
+            Some((name.trim().to_owned(), value.trim().to_owned()))
+        };
+        parts.map(pair).collect()
+    }
 }
 
-impl fmt::Display for Raw {
+impl fmt::Debug for Raw {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Text(text) => f.write_str(&mask_passwords(text)),
-            Self::Pairs(pairs) => {
-                for (i, (name, value)) in pairs.iter().enumerate() {
-                    let comma = if i == 0 { "" } else { "," };
-                    write!(f, "{comma}{name}={value}")?;
-                }
-                Ok(())
-            }
-        }
+        f.write_str("Raw(..)")
     }
+}
+
+/// The kind of secret in the value of a setting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Secret {
+    /// A URL with a password.
+    Url,
+    /// Salts, separated by commas.
+    Salts,
+    /// Pairs of a salt and a size.
+    Quotas,
 }
 
 /// Form of a setting on the command line.
@@ -113,9 +128,14 @@ pub struct Info {
 }
 
 impl Info {
-    /// Returns true if a value may hold a password or a tenant's salt: no error repeats it.
-    pub fn is_secret(&self) -> bool {
-        ["remote", "remote-salts", "quota"].contains(&self.name)
+    /// Returns the kind of secret that a value may hold: no error repeats such a value.
+    pub fn secret(&self) -> Option<Secret> {
+        match self.name {
+            "remote" => Some(Secret::Url),
+            "remote-salts" => Some(Secret::Salts),
+            "quota" => Some(Secret::Quotas),
+            _ => None,
+        }
     }
 
     /// The environment variable, e.g. `LMC_HTTP_PORT`.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use lmc_backend_disk::DiskIo;
 use lmc_engine::{Admission, PolicyKind, WritePolicy};
-use lmc_key::{HashAlgorithm, IdentityText};
+use lmc_key::{HashAlgorithm, IdentityText, Salt};
 use lmc_memory::Demand;
 use lmc_vllm_adapter::TrustedUsers;
 
@@ -119,7 +119,9 @@ settings! {
         /// Share of the pool that eviction frees below the watermark before it stops.
         eviction_ratio: f64 = "eviction-ratio", Value "SHARE", "0.05", parse::share;
         /// Most bytes of one cache_salt in the pool, as SALT=SIZE, repeatable; _default is traffic without a salt.
-        quotas: Vec<(String, u64)> = "quota", Pairs "SALT=SIZE", "", parse::quotas;
+        quotas: Vec<(Salt, u64)> = "quota", Pairs "SALT=SIZE", "", parse::quotas;
+        /// File with quotas, for salts that the command line must not show to other users: SALT=SIZE on each line, as for --quota, whose quota of the same salt wins. Lines that begin with # are ignored. A file that other users may read is refused, as for --p2p-key.
+        quota_file: Option<PathBuf> = "quota-file", Value "FILE", "none", parse::optional_path;
     }
     Disk {
         /// Folder for chunks on an NVMe drive, found again after a restart; several drives with commas; none keeps all in memory.
@@ -191,7 +193,7 @@ settings! {
         /// Chunks that are written to the store: always, second, or a number of uses, as for --disk-admit.
         remote_admit: Admission = "remote-admit", Value "WHICH", "always", parse::admission;
         /// Values of cache_salt whose chunks are written to the store, separated by commas; _default is traffic without a salt. all writes those of every salt.
-        remote_salts: Option<Vec<String>> = "remote-salts", Value "SALTS", "all", parse::salts;
+        remote_salts: Option<Vec<Salt>> = "remote-salts", Value "SALTS", "all", parse::salts;
         /// File with a key, as for --p2p-key, under which a digest of each cache_salt stands in the store's descriptions of spaces, so that `lmc remote du` tells tenants apart. Give all daemons of a store the same key. none takes the key of --p2p-key; without either the descriptions say only that there is a salt.
         remote_key: Option<PathBuf> = "remote-key", Value "FILE", "none", parse::optional_path;
         /// Write chunks to the store that are read from stores after it, too: further tables of kind remote in the configuration file.

@@ -1,5 +1,6 @@
 //! Precedence of the layers and the texts of errors, as data.
 
+use std::collections::HashSet;
 use std::path::Path;
 
 use super::layers::Layers;
@@ -104,6 +105,10 @@ fn the_file_can_be_named_by_a_variable() {
     assert_eq!(loaded.unwrap().config.chunk_size, 64);
 }
 
+fn salt(text: &str) -> lmc_key::Salt {
+    text.parse().expect("a salt")
+}
+
 #[test]
 fn values_have_their_units() {
     let loaded = load(
@@ -126,7 +131,7 @@ fn values_have_their_units() {
     assert_eq!(loaded.align_bytes, 65_536);
     assert_eq!(
         loaded.quotas,
-        vec![("a".to_owned(), 1 << 30), ("b".to_owned(), 2 << 30)]
+        vec![(salt("a"), 1 << 30), (salt("b"), 2 << 30)]
     );
     assert_eq!(loaded.lock_memory, lmc_memory::Demand::Required);
     assert_eq!(loaded.read_ttl.as_secs(), 30);
@@ -139,10 +144,7 @@ fn quotas_are_a_table_in_the_file() {
     let loaded = load(&[], &[], "[quota]\ntenant-a = \"10GiB\"\n\"b,c=d\" = 1").unwrap();
     assert_eq!(
         loaded.config.quotas,
-        vec![
-            ("b,c=d".to_owned(), 1 << 30),
-            ("tenant-a".to_owned(), 10 << 30)
-        ]
+        vec![(salt("b,c=d"), 1 << 30), (salt("tenant-a"), 10 << 30)]
     );
 }
 
@@ -445,8 +447,16 @@ fn no_error_repeats_a_setting_that_may_hold_a_secret() {
         ("remote", format!("s3//{SECRET}@bucket")),
         ("quota", format!("{SECRET}=much")),
         ("quota", SECRET.to_owned()),
+        ("quota", format!("20GiB={SECRET}")),
+        ("quota", format!("a/{SECRET}=20GiB")),
         ("remote-salts", format!("a,{SECRET}/b")),
     ];
+    let tried = wrong.iter().map(|(name, _)| *name).collect::<HashSet<_>>();
+    let secret = ALL_SETTINGS.iter().filter(|info| info.secret().is_some());
+    assert_eq!(tried, secret.map(|info| info.name).collect());
+    let twice = format!("[quota]\n{SECRET} = 1\n{SECRET} = 2\n");
+    let error = load(&[], &[], &twice).expect_err("two values").to_string();
+    assert!(!error.contains(SECRET), "{error}");
     for (name, value) in &wrong {
         let key = name.replace('-', "_");
         let variable = format!("LMC_{}", key.to_uppercase());
@@ -470,6 +480,34 @@ fn no_error_repeats_a_setting_that_may_hold_a_secret() {
             let error = loaded.expect_err(value).to_string();
             assert!(!error.contains(SECRET), "{error}");
             assert!(error.starts_with(&starts), "{error}");
+        }
+    }
+}
+
+/// Types hold it: whatever a log or an error formats shows no secret of the configuration.
+#[test]
+fn no_format_shows_a_secret() {
+    const SECRET: &str = "MARKED-SECRET";
+    let url = format!("redis://user:{SECRET}@host:6379/0");
+    let table = format!(
+        "[[tier]]\nkind = \"remote\"\nurl = \"redis://a\"\n\
+         [[tier]]\nkind = \"remote\"\nurl = \"{url}1\"\nsalts = \"{SECRET}\"\n"
+    );
+    for info in ALL_SETTINGS {
+        let value = match info.secret() {
+            None => continue,
+            Some(Secret::Url) => url.clone(),
+            Some(Secret::Salts) => SECRET.to_owned(),
+            Some(Secret::Quotas) => format!("{SECRET}=1"),
+        };
+        let loaded = load(&[(info.name, &value), ("remote", "redis://b")], &[], &table);
+        let mut loaded = loaded.expect(info.name);
+        let formatted = format!("{loaded:?} {loaded:#?}");
+        assert!(!formatted.contains(SECRET), "{formatted}");
+        loaded.entries.extend(loaded.further_remotes.remove(0));
+        for entry in loaded.entries {
+            let shown = entry.shown(|_| "hidden".to_owned());
+            assert!(!shown.contains(SECRET), "{shown}");
         }
     }
 }

@@ -8,7 +8,7 @@
 //! send to another site without asking first (CORS preflight), and that is never granted here.
 //!
 //! Nor is it a boundary for the users of this host. A request that changes something is refused
-//! unless the user of its connection is trusted (`--trusted-users`).
+//! unless the user of its connection is trusted (`--trusted-users`). Others read digests of salts.
 
 use std::net::IpAddr;
 use std::sync::Mutex;

@@ -8,22 +8,23 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use axum::body::Bytes;
-use axum::extract::{Path, Query, State};
+use axum::extract::{Extension, Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use lmc_engine::{TenantId, TenantStatus};
-use lmc_key::{NameError, Salt};
+use lmc_key::Salt;
 use lmc_vllm_adapter::{
     HistogramSnapshot, InspectError, InstanceStatus, OperationCounts, Service, ServiceStatus,
 };
 use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
+use super::guard::ConnectionUser;
 use super::{Http, Shared, deletion, refusal};
 use crate::config::{Entry, Loaded, SegmentName, policy_name};
-use crate::daemon::DEFAULT_SALT;
+use crate::salts::{self, SaltDigests};
 
 const GIB: f64 = (1u64 << 30) as f64;
 /// Salts with a quota. Each eviction looks at all of them.
@@ -44,7 +45,11 @@ pub(super) fn routes() -> Router<Arc<Http>> {
         .route("/status", get(status))
         .route(
             "/config",
-            get(async |State(http): Shared| Json(http.config.clone())),
+            get(
+                async |State(http): Shared, Extension(user): Extension<ConnectionUser>| {
+                    Json(http.config.shown_to(user).clone())
+                },
+            ),
         )
         .route(
             "/config/adapters",
@@ -84,12 +89,42 @@ async fn health(State(http): Shared) -> Response {
     }
 }
 
+/// The settings as users see them.
+#[derive(Debug)]
+pub(super) struct Config {
+    /// Settings with salts in clear.
+    for_trusted: Value,
+    /// Settings with digests of salts.
+    for_others: Value,
+}
+
+impl Config {
+    pub(super) fn new(service: &Service, loaded: &Loaded, digests: &SaltDigests) -> Self {
+        let digest = |text: &str| {
+            let salt = salts::parse(text).unwrap_or_default();
+            digests.of(&salt).to_string()
+        };
+        Self {
+            for_trusted: config(service, loaded, str::to_owned),
+            for_others: config(service, loaded, digest),
+        }
+    }
+
+    fn shown_to(&self, user: ConnectionUser) -> &Value {
+        match user.0 {
+            Ok(()) => &self.for_trusted,
+            Err(_) => &self.for_others,
+        }
+    }
+}
+
 /// The settings in LMCache's order of things, and all of ours with their origin under `lmc`.
-pub(super) fn config(service: &Service, loaded: &Loaded) -> Value {
+fn config(service: &Service, loaded: &Loaded, shown_salt: impl Fn(&str) -> String) -> Value {
     let config = &loaded.config;
     let shown = |entries: &[Entry]| {
         Map::from_iter(entries.iter().map(|entry| {
-            let value = json!({"value": entry.raw.to_string(), "source": entry.source.to_string()});
+            let value = entry.shown(&shown_salt);
+            let value = json!({"value": value, "source": entry.source.to_string()});
             (entry.info.key(), value)
         }))
     };
@@ -455,19 +490,6 @@ async fn checksums(State(http): Shared, body: Bytes) -> Response {
     }
 }
 
-fn parse_salt(path: &str) -> Result<Salt, NameError> {
-    let salt = if path == DEFAULT_SALT { "" } else { path };
-    salt.parse()
-}
-
-fn shown(salt: &Salt) -> &str {
-    if salt.is_empty() {
-        DEFAULT_SALT
-    } else {
-        salt.as_str()
-    }
-}
-
 /// Returns the usage and quota of a tenant that was named before. Asking must not name one, or anybody
 /// could fill the table.
 fn tenant(http: &Http, salt: &Salt) -> Option<TenantStatus> {
@@ -475,15 +497,23 @@ fn tenant(http: &Http, salt: &Salt) -> Option<TenantStatus> {
     Some(http.service.engine().tenant(id))
 }
 
-async fn quota(State(http): Shared, Path(salt): Path<String>) -> Response {
-    let salt = match parse_salt(&salt) {
+/// An answer would confirm a salt that was guessed, so only trusted users get one.
+async fn quota(
+    State(http): Shared,
+    Extension(user): Extension<ConnectionUser>,
+    Path(salt): Path<String>,
+) -> Response {
+    if let Err(untrusted) = user.0 {
+        return refusal(StatusCode::FORBIDDEN, untrusted.to_string());
+    }
+    let salt = match salts::parse(&salt) {
         Ok(salt) => salt,
         Err(error) => return refused(error.to_string()),
     };
     let tenant = tenant(&http, &salt);
     let limit = tenant.and_then(|tenant| tenant.quota);
     Json(json!({
-        "cache_salt": shown(&salt),
+        "cache_salt": salts::in_clear(&salt),
         "limit_gb": limit.unwrap_or(0) as f64 / GIB,
         "current_usage_gb": tenant.map_or(0, |tenant| tenant.bytes) as f64 / GIB,
         "exists": limit.is_some(),
@@ -492,7 +522,7 @@ async fn quota(State(http): Shared, Path(salt): Path<String>) -> Response {
 }
 
 async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -> Response {
-    let salt = match parse_salt(&salt) {
+    let salt = match salts::parse(&salt) {
         Ok(salt) => salt,
         Err(error) => return refused(error.to_string()),
     };
@@ -512,8 +542,8 @@ async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -
         ));
     }
     change_quota(&http, &salt, Some(bytes)).await;
-    tracing::info!(salt = shown(&salt), bytes, "quota set over HTTP");
-    let body = json!({"cache_salt": shown(&salt), "limit_gb": limit, "status": "ok"});
+    tracing::info!(salt = %http.digests.of(&salt), bytes, "quota set over HTTP");
+    let body = json!({"cache_salt": salts::in_clear(&salt), "limit_gb": limit, "status": "ok"});
     Json(body).into_response()
 }
 
@@ -534,26 +564,26 @@ async fn change_quota(http: &Http, salt: &Salt, quota: Option<u64>) {
 }
 
 async fn delete_quota(State(http): Shared, Path(salt): Path<String>) -> Response {
-    let salt = match parse_salt(&salt) {
+    let salt = match salts::parse(&salt) {
         Ok(salt) => salt,
         Err(error) => return refused(error.to_string()),
     };
     let had = tenant(&http, &salt).is_some_and(|tenant| tenant.quota.is_some());
     if had {
         change_quota(&http, &salt, None).await;
-        tracing::info!(salt = shown(&salt), "quota removed over HTTP");
+        tracing::info!(salt = %http.digests.of(&salt), "quota removed over HTTP");
     }
     let status = if had { "removed" } else { "not_found" };
-    Json(json!({"cache_salt": shown(&salt), "status": status})).into_response()
+    Json(json!({"cache_salt": salts::in_clear(&salt), "status": status})).into_response()
 }
 
-async fn quotas(State(http): Shared) -> Response {
+async fn quotas(State(http): Shared, Extension(user): Extension<ConnectionUser>) -> Response {
     let tenants = http.service.engine().tenants().into_iter();
     let tenants: HashMap<u32, TenantStatus> = tenants.map(|usage| (usage.tenant, usage)).collect();
     let mut users = Map::new();
     let mut named = http.service.tenants();
     named.retain(|(salt, _)| !salt.is_empty());
-    named.push((String::new(), TenantId::default()));
+    named.push((Salt::default(), TenantId::default()));
     for (salt, id) in named {
         let known = tenants.get(&id.0);
         if let Some((tenant, quota)) = known.and_then(|t| Some((t, t.quota?))) {
@@ -561,14 +591,11 @@ async fn quotas(State(http): Shared) -> Response {
                 "limit_gb": quota as f64 / GIB,
                 "current_usage_gb": tenant.bytes as f64 / GIB,
             });
-            users.insert(
-                if salt.is_empty() {
-                    DEFAULT_SALT.to_owned()
-                } else {
-                    salt
-                },
-                entry,
-            );
+            let name = match user.0 {
+                Ok(()) => salts::in_clear(&salt).to_owned(),
+                Err(_) => http.digests.of(&salt).to_string(),
+            };
+            users.insert(name, entry);
         }
     }
     Json(json!({"users": users})).into_response()

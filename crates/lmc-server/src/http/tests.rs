@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use super::connections::MAX_CONNECTIONS;
 use super::{Http, serve};
 use crate::config::{Raw, ServeConfig};
+use crate::salts::SaltDigests;
 
 struct Server {
     http: SocketAddr,
@@ -60,7 +61,8 @@ impl Server {
             tokio::spawn(server.run(engines_stopped));
             let socket = TcpListener::bind("127.0.0.1:0").await.expect("a port");
             let address = socket.local_addr().expect("an address");
-            let http = Http::new(service.clone(), engines, &loaded);
+            let digests = SaltDigests::new(&loaded.config).expect("random bytes");
+            let http = Http::new(service.clone(), engines, &loaded, digests);
             tokio::spawn(serve(socket, http, stopped));
             (address, engines)
         });
@@ -247,7 +249,7 @@ fn quotas_live_and_die() {
             .service
             .tenants()
             .iter()
-            .all(|(salt, _)| salt != "team-a"),
+            .all(|(salt, _)| salt.as_str() != "team-a"),
         "asking must not make a tenant"
     );
     check(

@@ -12,7 +12,7 @@ use crate::config::{GIB, human_bytes, parse_bytes};
 
 /// Note on the lifetime of a quota that is set over HTTP.
 pub(super) const LASTS: &str =
-    "until the server stops; `lmc serve --quota SALT=SIZE` sets it at every start";
+    "until the server stops; `lmc serve --quota SALT=SIZE` or --quota-file sets it at every start";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {

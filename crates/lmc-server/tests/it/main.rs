@@ -26,3 +26,4 @@ mod remote_tools;
 #[allow(dead_code, reason = "the tests of the tier use all of it")]
 #[path = "../../../lmc-backend-remote/tests/it/s3/servers.rs"]
 mod s3_servers;
+mod secrets;

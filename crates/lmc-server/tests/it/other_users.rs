@@ -10,59 +10,143 @@ use std::process::Command;
 use std::sync::Arc;
 
 use lmc_memory::ArenaConfig;
-use lmc_testkit::{DEADLINE, Folder, Process, free_port, is_root, soon, test_arguments};
+use lmc_server::config::ALL_SETTINGS;
+use lmc_testkit::{
+    DEADLINE, Folder, Process, free_port, is_root, soon, test_arguments, until, write_secret,
+};
 use lmc_transfer::{Address, ChannelConfig, SocketConfig};
 use lmc_vllm_adapter::{Client, Reply, Request};
 use tokio::runtime::Runtime;
 
+use crate::common::prompt::{CHUNKS, register, retrieve, store};
 use crate::common::{Server, ask};
 
 /// A user that is not root.
 const STRANGER: &str = "65534";
-const PORTS: &str = "LMC_TEST_STRANGER_PORTS";
-const EXPECTED: &str = "LMC_TEST_STRANGER_EXPECTED";
-const SOCKET: &str = "LMC_TEST_STRANGER_SOCKET";
-
-/// Ports of peers and directories, with commas between them.
-const PEERS: &str = "LMC_TEST_STRANGER_PEERS";
+/// The listeners that [`stranger`] visits, as `SETTING=ADDRESS` with commas between them.
+const LISTENERS: &str = "LMC_TEST_STRANGER_LISTENERS";
+/// The listeners that serve [`stranger`], by their settings.
+const SERVED: &str = "LMC_TEST_STRANGER_SERVED";
 /// Port at which [`listening_stranger`] listens.
 const LISTEN: &str = "LMC_TEST_STRANGER_LISTEN";
 
-/// Returns the command that runs a test in a process of another user.
-fn as_stranger(folder: &Folder, test: impl Fn()) -> Command {
-    let program = folder.join("test");
+/// Visits the listener at an address.
+type Visit = fn(&str) -> bool;
+
+/// Every listener of a daemon: the setting that opens it, and a visit that returns true if the visitor
+/// is served. What is not in here has no gate.
+const VISITS: [(&str, Visit); 5] = [
+    ("port", |at| noop(number(at)).is_some()),
+    ("http-port", |at| may_change(number(at))),
+    ("ipc-path", |at| maps_pool(Path::new(at))),
+    ("p2p-listen", |at| says_its_name(number(at))),
+    ("p2p-directory-listen", |at| says_its_name(number(at))),
+];
+
+/// Settings with an address or a port that are no listener that every user can reach, each with the
+/// reason.
+const NO_LISTENERS: [(&str, &str); 2] = [
+    (
+        "p2p-advertise",
+        "the address of --p2p-listen, as peers see it",
+    ),
+    (
+        "p2p-nixl-port",
+        "it asks for the key: lmc-transfer::nixl::control::tests shows it",
+    ),
+];
+
+fn number(port: &str) -> u16 {
+    port.parse().expect("a port")
+}
+
+/// Returns the command that runs a program in a process of another user.
+fn as_stranger(folder: &Folder, program: &Path) -> Command {
+    let copy = folder.join("program");
     // The folder that cargo builds in may be closed to others.
-    fs::copy(std::env::current_exe().expect("a path"), &program).expect("space");
+    fs::copy(program, &copy).expect("space");
     let mut command = Command::new("setpriv");
     command
         .args(["--reuid", STRANGER, "--regid", STRANGER, "--clear-groups"])
-        .arg(&program)
-        .args(test_arguments(test))
+        .arg(&copy)
         .current_dir("/");
     command
 }
 
-/// Runs [`stranger`] in a process of another user.
-fn visited_by_stranger(server: &Server, socket: &Path, peers: &[u16], expected: &str) {
+/// Returns the command that runs a test in a process of another user.
+fn test_as_stranger(folder: &Folder, test: impl Fn()) -> Command {
+    let program = std::env::current_exe().expect("a path");
+    let mut command = as_stranger(folder, &program);
+    command.args(test_arguments(test));
+    command
+}
+
+/// Runs a test as another user, and returns its output.
+pub(crate) fn run_as_stranger(test: impl Fn(), variables: &[(&str, &str)]) -> String {
     let folder = open_folder();
-    let output = as_stranger(&folder, stranger)
-        .env(PORTS, format!("{},{}", server.port, server.http))
-        .env(EXPECTED, expected)
-        .env(
-            PEERS,
-            peers
-                .iter()
-                .map(u16::to_string)
-                .collect::<Vec<_>>()
-                .join(","),
-        )
-        .env(SOCKET, socket)
-        .output()
-        .expect("util-linux is there");
+    let mut command = test_as_stranger(&folder, test);
+    let output = command.envs(variables.iter().copied()).output();
+    let output = output.expect("util-linux is there");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     let (out, err) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success(), "{out}{err}");
     assert!(out.contains("1 passed"), "{out}");
+    out
+}
+
+/// A server that listens wherever it can.
+struct Everywhere {
+    server: Server,
+    /// The address of each listener, by its setting.
+    listeners: Vec<(&'static str, String)>,
+}
+
+impl Everywhere {
+    /// Starts the server.
+    ///
+    /// # Panics
+    /// If it listens at an address that has no visit.
+    fn start(socket: &Path, flags: &[&str]) -> Self {
+        let [peers, directory] = [(); 2].map(|()| free_port().to_string());
+        let socket = socket.to_str().expect("text").to_owned();
+        let at = |port: &str| format!("127.0.0.1:{port}");
+        let (peers_at, directory_at) = (at(&peers), at(&directory));
+        let everywhere = ["--ipc-path", &socket, "--p2p-listen", &peers_at];
+        let directory_flags = ["--p2p-directory-listen", &directory_at];
+        let server = Server::start(&[&everywhere[..], &directory_flags, flags].concat());
+        let listeners = VISITS.map(|(setting, _)| {
+            let address = match setting {
+                "port" => server.port.to_string(),
+                "http-port" => server.http.to_string(),
+                "ipc-path" => socket.clone(),
+                "p2p-listen" => peers.clone(),
+                "p2p-directory-listen" => directory.clone(),
+                other => panic!("{other} is not turned on"),
+            };
+            (setting, address)
+        });
+        let visited = listeners.iter().map(|(_, address)| address.clone());
+        assert_eq!(
+            listening(server.process.id()),
+            visited.collect(),
+            "a listener without a gate"
+        );
+        Self {
+            server,
+            listeners: listeners.into(),
+        }
+    }
+
+    /// Lets another user visit all listeners, of which the given ones serve it.
+    fn visit(&self, served: &[&str]) {
+        let listeners = self.listeners.iter();
+        let listeners: Vec<_> = listeners.map(|(name, at)| format!("{name}={at}")).collect();
+        let variables = [
+            (LISTENERS, &*listeners.join(",")),
+            (SERVED, &served.join(",")),
+        ];
+        run_as_stranger(stranger, &variables);
+    }
 }
 
 /// Returns a folder that other users can enter, for the server's Unix socket.
@@ -108,41 +192,50 @@ fn noop(port: u16) -> Option<Reply> {
     client.ask(&Request::Noop).ok()
 }
 
-/// The process of the other user. Does nothing when the test suite runs it.
-#[test]
-fn stranger() {
-    let Ok(ports) = std::env::var(PORTS) else {
-        return;
-    };
-    let (port, http) = ports.split_once(',').expect("two ports");
-    let (port, http) = (port.parse().expect("a port"), http.parse().expect("a port"));
-    let trusted = std::env::var(EXPECTED).expect("it is set") == "trusted";
-    assert_eq!(noop(port).is_some(), trusted);
-    let socket = std::env::var_os(SOCKET).expect("it is set");
-    let pool = pool(Path::new(&socket));
-    assert_eq!(pool.is_some(), trusted);
-    if let Some(pool) = pool {
-        let len = fs::File::from(pool).metadata().expect("it is open").len();
-        assert_eq!(len, 16 << 20);
-    }
-    for port in std::env::var(PEERS)
-        .expect("it is set")
-        .split_terminator(',')
-    {
-        let port = port.parse().expect("a port");
-        assert_eq!(says_its_name(port), trusted, "{port}");
-    }
-    for (method, path, body) in [
+/// Returns true if all that changes the server over HTTP is done, and false if all of it is refused.
+fn may_change(http: u16) -> bool {
+    let changes = [
         ("PUT", "/quota/tenant", "{\"limit_gb\": 0}"),
         ("DELETE", "/quota/tenant", ""),
         ("POST", "/cache/clear", "{\"force\": true}"),
-    ] {
+        ("POST", "/cache/checksums", "{}"),
+        ("GET", "/quota/tenant", ""),
+    ];
+    let refused = changes.map(|(method, path, body)| {
         let (code, answer) = ask(http, method, path, body);
-        assert_eq!(code, if trusted { 200 } else { 403 }, "{method} {path}");
-        assert_eq!(answer.contains("--trusted-users"), !trusted, "{answer}");
-    }
-    for path in ["/metrics", "/healthz", "/quota/tenant"] {
+        assert_eq!(code == 403, answer.contains("--trusted-users"), "{answer}");
+        code == 403
+    });
+    assert!(refused == [refused[0]; 5], "{refused:?}");
+    // Monitoring needs no trust.
+    for path in ["/metrics", "/healthz", "/status"] {
         assert_eq!(ask(http, "GET", path, "").0, 200, "{path}");
+    }
+    !refused[0]
+}
+
+/// Returns true if the pool is passed over a Unix socket.
+fn maps_pool(socket: &Path) -> bool {
+    let Some(pool) = pool(socket) else {
+        return false;
+    };
+    let len = fs::File::from(pool).metadata().expect("it is open").len();
+    assert_eq!(len, 16 << 20);
+    true
+}
+
+/// The process of the other user. Does nothing when the test suite runs it.
+#[test]
+fn stranger() {
+    let Ok(listeners) = std::env::var(LISTENERS) else {
+        return;
+    };
+    let served = std::env::var(SERVED).expect("it is set");
+    for (setting, address) in listeners.split(',').filter_map(|one| one.split_once('=')) {
+        let visit = VISITS.iter().find(|(name, _)| *name == setting);
+        let (_, visit) = visit.expect("a visit for each listener");
+        let expected = served.split(',').any(|name| name == setting);
+        assert_eq!(visit(address), expected, "{setting}");
     }
 }
 
@@ -173,7 +266,7 @@ struct ListeningStranger {
 impl ListeningStranger {
     fn start() -> Self {
         let (port, folder) = (free_port(), open_folder());
-        let mut command = as_stranger(&folder, listening_stranger);
+        let mut command = test_as_stranger(&folder, listening_stranger);
         let process = Process::spawn(command.env(LISTEN, port.to_string()));
         process.line("the stranger listens");
         Self {
@@ -196,73 +289,96 @@ fn dialling(peer: &ListeningStranger, directory: &ListeningStranger, flags: &[&s
     Server::start(&[&listen, &peer, &directory, flags].concat())
 }
 
-/// Starts a server that listens wherever it can, and returns its ports for peers and directories.
-///
-/// # Panics
-/// If it listens on a port that this test does not visit.
-fn serving(socket: &Path, flags: &[&str]) -> (Server, Vec<u16>) {
-    let peers = [free_port(), free_port()];
-    let [peer, directory] = peers.map(|port| format!("127.0.0.1:{port}"));
-    let everywhere = [
-        "--ipc-path",
-        socket.to_str().expect("text"),
-        "--p2p-listen",
-        &peer,
-        "--p2p-directory-listen",
-        &directory,
-    ];
-    let server = Server::start(&[&everywhere, flags].concat());
-    let mut visited = vec![server.port, server.http, peers[0], peers[1]];
-    visited.sort_unstable();
-    assert_eq!(
-        listening(server.process.id()),
-        visited,
-        "a listener without a gate"
-    );
-    (server, peers.to_vec())
-}
-
-/// Returns the TCP ports that a process listens on, in order.
-fn listening(pid: u32) -> Vec<u16> {
-    let sockets = sockets(pid).into_iter();
-    let listening = sockets.filter_map(|(local, _, is_listening)| is_listening.then_some(local));
-    let mut ports: Vec<u16> = listening.collect();
-    ports.sort_unstable();
-    ports
+/// Returns the addresses at which a process can be reached: its ports of TCP that listen, its ports of
+/// UDP without a peer, and its Unix sockets that have a name.
+fn listening(pid: u32) -> BTreeSet<String> {
+    let (tcp, udp) = (sockets(pid, ["tcp", "tcp6"]), sockets(pid, ["udp", "udp6"]));
+    let tcp = tcp
+        .into_iter()
+        .filter(|socket| socket.state == LISTEN_STATE);
+    let udp = udp.into_iter().filter(|socket| socket.remote == 0);
+    let ports = tcp.chain(udp).map(|socket| socket.local.to_string());
+    ports.chain(named_sockets(pid)).collect()
 }
 
 /// Returns the TCP ports that a process has connected to.
 fn dialled(pid: u32) -> BTreeSet<u16> {
     let listening = listening(pid);
-    let sockets = sockets(pid).into_iter();
-    let connected = sockets.filter(|(local, ..)| !listening.contains(local));
-    connected.map(|(_, remote, _)| remote).collect()
+    let connected = sockets(pid, ["tcp", "tcp6"]).into_iter();
+    let connected = connected.filter(|socket| !listening.contains(&socket.local.to_string()));
+    connected.map(|socket| socket.remote).collect()
 }
 
-/// Returns the TCP sockets of a process: both ports, and whether it listens.
-fn sockets(pid: u32) -> Vec<(u16, u16, bool)> {
-    let sockets = fs::read_dir(format!("/proc/{pid}/fd")).expect("its process");
-    let links = sockets.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
-    let sockets: Vec<String> = links.map(|link| link.display().to_string()).collect();
-    let tables = ["tcp", "tcp6"];
-    tables
-        .into_iter()
-        .filter_map(|table| fs::read_to_string(format!("/proc/{pid}/net/{table}")).ok())
-        .flat_map(|table| {
-            let socket = |line: &str| {
-                // Number, local address, remote address, state, ..., the inode as the tenth.
-                let fields: Vec<&str> = line.split_whitespace().collect();
-                let inode = format!("socket:[{}]", fields.get(9)?);
-                let port = |at: usize| {
-                    let (_, port) = fields.get(at)?.rsplit_once(':')?;
-                    u16::from_str_radix(port, 16).ok()
-                };
-                let socket = (port(1)?, port(2)?, fields.get(3) == Some(&"0A"));
-                sockets.contains(&inode).then_some(socket)
-            };
-            table.lines().filter_map(socket).collect::<Vec<_>>()
+/// State of a TCP socket that listens, in `/proc/net/tcp`.
+const LISTEN_STATE: &str = "0A";
+
+/// A socket of TCP or UDP.
+struct PortSocket {
+    local: u16,
+    remote: u16,
+    state: String,
+}
+
+/// Returns the sockets that a process has in some tables of `/proc/net`.
+fn sockets(pid: u32, tables: [&str; 2]) -> Vec<PortSocket> {
+    // Number, local address, remote address, state, ..., the inode as the tenth.
+    let rows = tables.into_iter().flat_map(|table| rows(pid, table, 9));
+    let socket = |fields: Vec<String>| {
+        let port = |at: usize| {
+            let (_, port) = fields.get(at)?.rsplit_once(':')?;
+            u16::from_str_radix(port, 16).ok()
+        };
+        Some(PortSocket {
+            local: port(1)?,
+            remote: port(2)?,
+            state: fields.get(3)?.clone(),
         })
-        .collect()
+    };
+    rows.filter_map(socket).collect()
+}
+
+/// Returns the names of a process's Unix sockets.
+fn named_sockets(pid: u32) -> impl Iterator<Item = String> {
+    // The name follows the inode. An accepted connection has the name of its listener, too.
+    let rows = rows(pid, "unix", 6).into_iter();
+    let names = rows.filter_map(|fields| fields.get(7).cloned());
+    // The server binds its socket with this suffix, and renames it.
+    let suffix = format!(".{pid}");
+    names.map(move |name| name.strip_suffix(&suffix).unwrap_or(&name).to_owned())
+}
+
+/// Returns the rows of a table in `/proc/net` that are about sockets of a process, in fields.
+fn rows(pid: u32, table: &str, inode: usize) -> Vec<Vec<String>> {
+    let open = fs::read_dir(format!("/proc/{pid}/fd")).expect("its process");
+    let links = open.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok());
+    let open: Vec<String> = links.map(|link| link.display().to_string()).collect();
+    let table = fs::read_to_string(format!("/proc/{pid}/net/{table}")).unwrap_or_default();
+    let fields = |line: &str| {
+        line.split_whitespace()
+            .map(str::to_owned)
+            .collect::<Vec<_>>()
+    };
+    let is_its = |fields: &Vec<String>| {
+        let inode = fields.get(inode).map(|inode| format!("socket:[{inode}]"));
+        inode.is_some_and(|socket| open.contains(&socket))
+    };
+    table.lines().map(fields).filter(is_its).collect()
+}
+
+/// A new setting that opens a listener gets a visit.
+#[test]
+fn every_setting_that_listens_is_visited() {
+    let known = VISITS.iter().map(|(name, _)| *name);
+    let known: BTreeSet<&str> = known.chain(NO_LISTENERS.map(|(name, _)| name)).collect();
+    let listens = |name: &str, placeholder: &str| {
+        ["PORT", "ADDR:PORT"].contains(&placeholder)
+            || ["listen", "port", "ipc", "socket"]
+                .iter()
+                .any(|word| name.split('-').any(|part| part == *word))
+    };
+    let settings = ALL_SETTINGS.iter();
+    let found = settings.filter(|info| listens(info.name, info.placeholder));
+    assert_eq!(found.map(|info| info.name).collect::<BTreeSet<_>>(), known);
 }
 
 /// Until 8bf0141 every user of the host could commit slots that it had not written, which engines
@@ -274,15 +390,14 @@ fn another_user_of_the_host_is_refused() {
     }
     let folder = open_folder();
     let socket = folder.join("lmc.sock");
-    let (server, peers) = serving(&socket, &[]);
-    assert_eq!(
-        ask(server.http, "PUT", "/quota/tenant", "{\"limit_gb\": 7}").0,
-        200
-    );
-    visited_by_stranger(&server, &socket, &peers, "refused");
+    let everywhere = Everywhere::start(&socket, &[]);
+    let server = &everywhere.server;
+    let limit = "{\"limit_gb\": 7}";
+    assert_eq!(ask(server.http, "PUT", "/quota/tenant", limit).0, 200);
+    everywhere.visit(&[]);
     // Also where the socket's mode lets it connect, as where others are trusted.
     fs::set_permissions(&socket, fs::Permissions::from_mode(0o666)).expect("it is ours");
-    visited_by_stranger(&server, &socket, &peers, "refused");
+    everywhere.visit(&[]);
     server.line("uid 65534 of this host is not trusted");
     let (_, quota) = ask(server.http, "GET", "/quota/tenant", "");
     assert!(quota.contains("\"limit_gb\":7"), "{quota}");
@@ -291,9 +406,77 @@ fn another_user_of_the_host_is_refused() {
         metrics.contains("lmc_connections_untrusted_total 3\n"),
         "{metrics}"
     );
-    assert!(noop(server.port).is_some(), "its own user is served");
-    assert!(peers.iter().all(|&port| says_its_name(port)));
-    assert!(pool(&socket).is_some());
+    for ((setting, visit), (_, address)) in VISITS.iter().zip(&everywhere.listeners) {
+        assert!(visit(address), "{setting} does not serve its own user");
+    }
+}
+
+/// With a key the ports of peers and directories ask for that.
+#[test]
+fn another_user_without_the_key_is_refused() {
+    if !is_root() {
+        return println!("skipped: not root");
+    }
+    let folder = open_folder();
+    let key = folder.join("key");
+    write_secret(&key, &"0123456789abcdef".repeat(4));
+    let key = [
+        "--p2p-key",
+        key.to_str().expect("text"),
+        "--trusted-users",
+        STRANGER,
+    ];
+    let everywhere = Everywhere::start(&folder.join("lmc.sock"), &key);
+    everywhere.visit(&["port", "http-port", "ipc-path"]);
+}
+
+/// A daemon of another user with this one as its peer could read the pool, and a clear at that daemon
+/// emptied it.
+#[test]
+fn a_daemon_of_another_user_reads_and_clears_nothing() {
+    if !is_root() {
+        return println!("skipped: not root");
+    }
+    for is_trusted in [false, true] {
+        let at = format!("127.0.0.1:{}", free_port());
+        let users = if is_trusted { STRANGER } else { "own" };
+        let owner = Server::start(&["--p2p-listen", &at, "--trusted-users", users]);
+        let mut engine = owner.client();
+        let shm_name = register(&mut engine);
+        store(&mut engine, &shm_name);
+
+        let folder = open_folder();
+        let own = format!("127.0.0.1:{}", free_port());
+        let peers = ["--p2p-listen", &own, "--p2p-peer", &at];
+        let command = as_stranger(&folder, Path::new(env!("CARGO_BIN_EXE_lmc")));
+        let thief = Server::start_by(command, &[&peers[..], &["--state-dir", "none"]].concat());
+        let mut theirs = thief.client();
+        let their_shm = register(&mut theirs);
+        let mut requests = 0..;
+        let mut stolen = || {
+            let request = format!("theirs-{}", requests.next().expect("a number"));
+            retrieve(&mut theirs, &their_shm, &request)
+        };
+        if is_trusted {
+            until("a trusted user's daemon reads", || {
+                stolen() == CHUNKS as u64
+            });
+        } else {
+            owner.line("a connection of a peer is refused: uid 65534");
+            assert_eq!(stolen(), 0);
+        }
+        let (code, answer) = ask(thief.http, "POST", "/cache/clear", "{\"force\": true}");
+        assert_eq!(code, 200, "{answer}");
+        let mut requests = 0..;
+        let mut kept = || {
+            let request = format!("ours-{}", requests.next().expect("a number"));
+            retrieve(&mut engine, &shm_name, &request)
+        };
+        match is_trusted {
+            true => until("a trusted user's clear arrives", || kept() == 0),
+            false => assert_eq!(kept(), CHUNKS as u64),
+        }
+    }
 }
 
 /// A user that listened at the address of a peer or of a directory before that did was connected to,
@@ -348,7 +531,7 @@ fn a_user_that_is_named_is_served() {
     for users in [STRANGER, "all"] {
         let folder = open_folder();
         let socket = folder.join("lmc.sock");
-        let (server, peers) = serving(&socket, &["--trusted-users", users]);
-        visited_by_stranger(&server, &socket, &peers, "trusted");
+        let everywhere = Everywhere::start(&socket, &["--trusted-users", users]);
+        everywhere.visit(&VISITS.map(|(setting, _)| setting));
     }
 }

@@ -3,6 +3,7 @@
 
 #[allow(dead_code, reason = "the tests of the tier use all of it")]
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use lmc_key::{
     ChunkHash, ChunkKey, ClearsId, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint,
     SpaceId,
 };
-use lmc_testkit::{Folder, pool, soon};
+use lmc_testkit::{Folder, pool, soon, write_secret};
 use serde_json::Value;
 use tokio::runtime::Runtime;
 
@@ -149,7 +150,7 @@ impl Rig {
         self.runtime.block_on(write).expect("it is written");
     }
 
-    /// Writes the object of clears, with so many of one process.
+    /// Writes the object of clears, with this many of one process.
     fn clear(&self, count: u64) {
         let entries = (count > 0).then_some((StartId::new([1; 16]), count));
         let record = ClearsRecord {
@@ -356,11 +357,11 @@ fn is_removed_by_selectors(rig: &Rig) {
         ("marked-\0", "expected one salt"),
         ("nosuch", "no space"),
     ] {
-        fs::write(&salt, text).expect("space");
+        write_secret(&salt, text);
         rig.run("rm", &["--tenant", salt_file, "--yes"])
             .failed_with(part);
     }
-    fs::write(&salt, "marked-salt\n").expect("space");
+    write_secret(&salt, "marked-salt\n");
     let said = rig
         .run("rm", &["--model", "model", "--dry-run"])
         .succeeded();
@@ -368,6 +369,14 @@ fn is_removed_by_selectors(rig: &Rig) {
     rig.run("rm", &["--tenant", salt_file, "--model", "other", "--yes"])
         .failed_with("no space");
     assert_eq!(counts(), [5, 4, 2, 3]);
+    for (mode, refusal) in [(0o644, Some("chmod 600")), (0o600, None)] {
+        fs::set_permissions(&salt, fs::Permissions::from_mode(mode)).expect("it is ours");
+        let said = rig.run("rm", &["--tenant", salt_file, "--dry-run"]);
+        match refusal {
+            Some(refusal) => said.failed_with(refusal),
+            None => drop(said.succeeded()),
+        }
+    }
     let said = rig.run("rm", &["--tenant", salt_file, "--yes"]).succeeded();
     assert!(said.out.contains("removed 4 chunks"), "{}", said.out);
     assert_eq!(counts(), [5, 0, 2, 3]);
@@ -380,7 +389,7 @@ fn is_removed_by_selectors(rig: &Rig) {
     // All are young, or of an age that is not known.
     rig.run("rm", &["--all", "--older-than", "1h", "--yes"])
         .succeeded();
-    fs::write(&salt, "_default").expect("space");
+    write_secret(&salt, "_default");
     rig.run("rm", &["--tenant", salt_file, "--model", "model", "--yes"])
         .succeeded();
     assert_eq!(counts(), [0, 0, 2, 0]);
@@ -402,7 +411,7 @@ fn is_collected_by_selectors(rig: &Rig, path: &dyn Fn(Name) -> PathBuf, size: u6
     let secrets = Folder::temporary();
     let salt = secrets.join("salt");
     let salt_file = salt.to_str().expect("text");
-    fs::write(&salt, "marked-salt").expect("space");
+    write_secret(&salt, "marked-salt");
     let (common, salted) = (space("model", ""), space("model", "marked-salt"));
     let other = space("other", "");
     // Without it no chunk is known to be one that daemons do not need.

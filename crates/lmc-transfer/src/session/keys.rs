@@ -16,8 +16,10 @@ use thiserror::Error;
 /// Bytes of a shared key at least. Peers that connect may test guesses offline against a recorded
 /// handshake, so a key must not be guessable.
 pub const MIN_KEY: usize = 32;
+/// Bytes of a file with secrets at most.
+pub const MAX_SECRETS: u64 = 1 << 20;
 
-/// A key file or an identity that cannot be used.
+/// A file with a secret, or an identity, that cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum KeyError {
@@ -39,10 +41,10 @@ pub enum KeyError {
     /// A text that is not 32 bytes in hexadecimal.
     #[error("expected 64 hexadecimal digits")]
     Hex,
-    /// A key file that users beside its owner may read or write.
+    /// A file with a secret that users beside its owner may read or write.
     #[error(
-        "{path} has mode {mode:o}, owner {owner} and group {group}, so that other users may read the \
-         key; expected no rights of others: chmod 600 {path}. A file of root may be readable by a \
+        "{path} has mode {mode:o}, owner {owner} and group {group}, so that other users may read \
+         it; expected no rights of others: chmod 600 {path}. A file of root may be readable by a \
          group of this process (for a Kubernetes Secret: defaultMode: 0400, and fsGroup where the \
          container does not run as root)"
     )]
@@ -71,10 +73,15 @@ fn file_error(path: &Path, error: io::Error) -> KeyError {
     KeyError::File { path, error }
 }
 
-/// Reads a file that only its owner can read, or only root and a group of this process.
-fn read_secret(path: &Path) -> Result<String, KeyError> {
+/// Reads a file with secrets. Only the owner of the file may have permissions on it; if root owns it,
+/// a group of this process may read it as well.
+///
+/// # Errors
+/// [`KeyError::Exposed`], or [`KeyError::File`] for a file that cannot be read or has more than
+/// [`MAX_SECRETS`] bytes.
+pub fn read_secret(path: &Path) -> Result<String, KeyError> {
     let wrong = |error| file_error(path, error);
-    let mut file = fs::File::open(path).map_err(wrong)?;
+    let file = fs::File::open(path).map_err(wrong)?;
     let metadata = file.metadata().map_err(wrong)?;
     let (mode, owner, group) = (metadata.mode() & 0o777, metadata.uid(), metadata.gid());
     if !is_private(mode, owner, || is_own_group(group)) {
@@ -86,7 +93,10 @@ fn read_secret(path: &Path) -> Result<String, KeyError> {
         });
     }
     let mut text = String::new();
-    file.read_to_string(&mut text).map_err(wrong)?;
+    let read = file.take(MAX_SECRETS + 1).read_to_string(&mut text);
+    if read.map_err(wrong)? as u64 > MAX_SECRETS {
+        return Err(wrong(io::ErrorKind::FileTooLarge.into()));
+    }
     Ok(text)
 }
 
@@ -124,6 +134,14 @@ impl Key {
             return Err(KeyError::Short { found });
         }
         Ok(Self::derive(b"lmc-transfer shared key", secret))
+    }
+
+    /// Makes a key from random bytes.
+    ///
+    /// # Errors
+    /// The system has no random bytes.
+    pub fn random() -> io::Result<Self> {
+        super::random().map(Self)
     }
 
     fn derive(label: &[u8], secret: &[u8]) -> Self {
@@ -168,11 +186,10 @@ impl Keys {
     }
 
     /// Reads a key file: one key per line, one or two of them. Blank lines and lines that begin
-    /// with `#` are ignored. Only the owner of the file may have permissions on it; if root owns it,
-    /// a group of this process may read it as well.
+    /// with `#` are ignored.
     ///
     /// # Errors
-    /// [`KeyError`].
+    /// [`KeyError`], also those of [`read_secret`].
     pub fn read(path: &Path) -> Result<Self, KeyError> {
         read_secret(path)?.parse()
     }

@@ -34,7 +34,7 @@ mod noise;
 pub(crate) mod testing;
 
 pub(crate) use acceptor::{Accept, Accepted, serve};
-pub use keys::{Identity, Key, KeyError, Keys, MIN_KEY, PublicIdentity};
+pub use keys::{Identity, Key, KeyError, Keys, MAX_SECRETS, MIN_KEY, PublicIdentity, read_secret};
 use noise::{Handshake, Role, opening_len};
 pub(crate) use noise::{NoiseError, Opener, Sealer, sealed_len};
 pub(crate) use noise::{Opening, PREAMBLE, VERSION};

@@ -414,7 +414,7 @@ impl Service {
     }
 
     /// Returns the tenants that were ever named, with their numbers in the engine.
-    pub fn tenants(&self) -> Vec<(String, lmc_engine::TenantId)> {
+    pub fn tenants(&self) -> Vec<(lmc_key::Salt, lmc_engine::TenantId)> {
         self.0.context.spaces.tenants()
     }
 

@@ -185,12 +185,12 @@ impl Spaces {
     }
 
     /// The tenants that are known, with their salts.
-    pub(crate) fn tenants(&self) -> Vec<(String, TenantId)> {
+    pub(crate) fn tenants(&self) -> Vec<(Salt, TenantId)> {
         let table = self.table.lock();
         table
             .tenants
             .iter()
-            .map(|(salt, &id)| (salt.as_str().to_owned(), id))
+            .map(|(salt, &id)| (salt.clone(), id))
             .collect()
     }
 }

@@ -1,21 +1,17 @@
 //! The selectors of `lmc remote gc` and `rm`: a model, a tenant, a space.
 
 use std::collections::HashSet;
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use lmc_backend_remote::format::{ChunkFolder, Name, Scope, SpaceRecord};
 use lmc_key::{Salt, SpaceId};
+use lmc_transfer::read_secret;
 
 use super::Target;
 use super::listing::{Listing, descriptions};
-use crate::daemon::DEFAULT_SALT;
-
-/// Most bytes of a file with a salt.
-const MAX_SALT_FILE: u64 = 4096;
+use crate::salts::{self, DEFAULT_SALT};
 
 // A doc comment here would become the text of the command.
 #[derive(Debug, Args)]
@@ -26,7 +22,7 @@ pub(super) struct Selectors {
     /// Only chunks of the space with this id, of 32 digits.
     #[arg(long, value_name = "ID")]
     space: Option<String>,
-    /// Only chunks of the tenant whose cache_salt is in this file; _default for none.
+    /// Only chunks of the tenant whose cache_salt is in this file, which other users must not be able to read; _default for none.
     #[arg(long, value_name = "SALT_FILE")]
     tenant: Option<PathBuf>,
 }
@@ -84,19 +80,15 @@ impl Selectors {
 /// Reads a salt. The error does not repeat it.
 fn read_salt(path: &Path) -> Result<Salt> {
     let shown = path.display();
-    let mut text = String::new();
-    let file = File::open(path).with_context(|| format!("--tenant {shown}"))?;
-    let read = file.take(MAX_SALT_FILE).read_to_string(&mut text);
-    read.with_context(|| format!("--tenant {shown}"))?;
+    let text = read_secret(path).map_err(|error| anyhow!("--tenant: {error}"))?;
     let text = text.strip_suffix('\n').unwrap_or(&text);
     let text = text.strip_suffix('\r').unwrap_or(text);
     match text {
         "" => bail!(
             "--tenant {shown}: the file is empty; write {DEFAULT_SALT} into it for traffic without a salt"
         ),
-        DEFAULT_SALT => Ok(Salt::default()),
         // The text of the error has a character of the salt.
-        salt => Salt::parse(salt).map_err(|_| {
+        salt => salts::parse(salt).map_err(|_| {
             anyhow!(
                 "--tenant {shown}: expected one salt of at most 128 characters, without @, / and \\"
             )

@@ -1,0 +1,62 @@
+//! Salts of tenants, as operators write them and as output shows them.
+//!
+//! A salt names the chunks of its tenant. Users that are trusted see salts in clear; others, and the
+//! log, see digests.
+
+use std::fmt;
+
+use anyhow::{Context, Result};
+use lmc_key::{NameError, Salt};
+use lmc_transfer::{Key, Keys};
+
+use crate::config::ServeConfig;
+use crate::remote;
+
+/// Name of traffic without a salt in LMCache's tools.
+pub(crate) const DEFAULT_SALT: &str = "_default";
+
+/// Returns the salt that an operator's text names.
+pub(crate) fn parse(text: &str) -> Result<Salt, NameError> {
+    match text {
+        DEFAULT_SALT => Ok(Salt::default()),
+        text => text.parse(),
+    }
+}
+
+/// Returns the text that names a salt, in clear.
+pub(crate) fn in_clear(salt: &Salt) -> &str {
+    match salt.is_empty() {
+        true => DEFAULT_SALT,
+        false => salt.as_str(),
+    }
+}
+
+/// The key under which this server shows digests of salts.
+#[derive(Debug, Clone)]
+pub struct SaltDigests(Keys);
+
+impl SaltDigests {
+    /// Takes the key of the first store, or else that of the peers, so that digests are those that
+    /// `lmc remote du` and `lmc peers` show. Without either, the key is of this start alone.
+    ///
+    /// # Errors
+    /// A key file that cannot be read, or a system without random bytes.
+    pub fn new(config: &ServeConfig) -> Result<Self> {
+        let keys = match remote::keys(config, config)? {
+            Some(keys) => keys,
+            None => Key::random().context("no random bytes")?.into(),
+        };
+        Ok(Self(keys))
+    }
+
+    /// Returns the text that names a salt without showing it.
+    pub(crate) fn of(&self, salt: &Salt) -> impl fmt::Display + use<> {
+        match salt.is_empty() {
+            true => DEFAULT_SALT.to_owned(),
+            false => {
+                let digest = self.0.digest(salt.as_str().as_bytes());
+                format!("digest {:032x}", u128::from_be_bytes(digest))
+            }
+        }
+    }
+}
