@@ -167,7 +167,7 @@ pub(super) struct Question {
 impl Job for Question {
     type Answer = Result<Vec<Answer>, StoreError>;
     /// As many fit into the buffers on the way, with their answers.
-    const WINDOW: usize = 64;
+    const WINDOW: usize = 256;
 
     fn key(&self, _store: &RedisStore) -> String {
         self.key.clone()

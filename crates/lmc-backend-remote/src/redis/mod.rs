@@ -277,7 +277,7 @@ impl RedisStore {
     }
 
     fn head(&self, answers: &[Answer]) -> Option<Option<Head>> {
-        let [start, len, left] = answers else {
+        let [start, len, left @ ..] = answers else {
             return None;
         };
         // A key of another program: no value, and it is replaced by one.
@@ -291,14 +291,18 @@ impl RedisStore {
                 age: None,
             }));
         }
-        let (Answer::Bytes(start), Answer::Number(left)) = (start, left) else {
+        let Answer::Bytes(start) = start else {
             return None;
+        };
+        let left = match left {
+            [] => None,
+            [Answer::Number(left)] => u64::try_from(*left).ok().map(Duration::from_millis),
+            _ => return None,
         };
         let value_len = len.number()?;
         if value_len == 0 {
             return Some(None);
         }
-        let left = u64::try_from(*left).ok().map(Duration::from_millis);
         let age = |left| self.config.ttl.map(|ttl| ttl.saturating_sub(left));
         Some(Some(Head {
             header: start.first_chunk().copied().map(Box::new),
@@ -581,11 +585,15 @@ impl Store for RedisStore {
         let names = names.iter().map(|name| Name::Value(*name));
         let ask = |key: &str| {
             let last = (HEADER_LEN - 1).to_string();
-            vec![
+            let mut commands = vec![
                 Command::new(["GETRANGE", key, "0", &last]).answered_by(HEADER_LEN),
                 Command::new(["STRLEN", key]),
-                Command::new(["PTTL", key]),
-            ]
+            ];
+            // An age decides nothing unless values expire.
+            if self.config.ttl.is_some() {
+                commands.push(Command::new(["PTTL", key]));
+            }
+            commands
         };
         Box::pin(self.each(names, deadline, ask, |answers| self.head(answers)))
     }

@@ -549,7 +549,9 @@ fn parse(line: &[u8]) -> Option<Reply> {
 }
 
 fn encode<P: AsRef<[u8]>>(parts: &[P]) -> Vec<u8> {
-    let mut bytes = format!("*{}\r\n", parts.len()).into_bytes();
+    let len: usize = parts.iter().map(|part| part.as_ref().len() + 16).sum();
+    let mut bytes = Vec::with_capacity(len + 16);
+    bytes.extend_from_slice(format!("*{}\r\n", parts.len()).as_bytes());
     for part in parts {
         let part = part.as_ref();
         bytes.extend_from_slice(format!("${}\r\n", part.len()).as_bytes());
