@@ -12,10 +12,10 @@ use tokio::sync::oneshot;
 
 /// Units that owners take for tiers and give back.
 ///
-/// Half of all are shares that each tier has for itself; the rest is for all of them. However much
-/// one tier holds and does not give back, every other tier has its share. A tier of which nothing is
-/// in use is given one request of any size. Requests for the same tiers are served in turns of their
-/// owners, for each owner in the order in which it asked.
+/// Half of all are shares that each tier has for itself; the rest is for all of them. A single tier
+/// has all. However much one tier holds and does not give back, every other tier has its share. A
+/// tier of which nothing is in use is given one request of any size. Requests for the same tiers are
+/// served in turns of their owners, for each owner in the order in which it asked.
 #[derive(Debug, Clone)]
 pub(super) struct Permits(Arc<Mutex<State>>);
 
@@ -146,7 +146,8 @@ impl Queue {
 
 impl Permits {
     pub(super) fn new(units: u32, tiers: usize) -> Self {
-        let share = (units / (2 * tiers.max(1) as u32)).max(1);
+        let shared = if tiers > 1 { units / 2 } else { units };
+        let share = (shared / tiers.max(1) as u32).max(1);
         Self(Arc::new(Mutex::new(State {
             share,
             common: units.saturating_sub(share * tiers as u32),
