@@ -671,7 +671,7 @@ impl CacheEngine {
     }
 
     /// Returns the memory of the pool.
-    pub fn arena(&self) -> &Arena {
+    pub fn arena(&self) -> &Arc<Arena> {
         self.0.tier.pool().arena()
     }
 

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_memory::{
-    ArenaConfig, CopyPlan, CopyPool, DType, KvGroup, KvOrder, KvTensor, MappedSegment, PagedKv,
-    PlanRequest, Pool, PoolConfig, SealedSlot, SharedName,
+    ArenaConfig, CopyPlan, CopyPool, DType, KvGroup, KvMemory, KvOrder, KvSegments, KvTensor,
+    MappedSegment, PagedKv, PlanRequest, Pool, PoolConfig, SealedSlot, SharedName,
 };
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -116,8 +116,8 @@ fn open(case: &Case, bytes: u64, segment: &Arc<MappedSegment>) -> Result<PagedKv
         _ => KvOrder::TokensFirst,
     };
     let group = KvGroup::describe(&tensors, order, None, case.chunk_tokens as u32)?;
-    let segments = vec![Arc::clone(segment) as _];
-    Ok(group.open(&[0; LAYERS as usize], segments)?)
+    let segments: Vec<Arc<dyn KvMemory>> = vec![Arc::clone(segment) as _];
+    Ok(group.open(&[0; LAYERS as usize], KvSegments::Host(segments))?)
 }
 
 /// Block ids in order, or each far from the one before it.

@@ -28,6 +28,8 @@
 mod arena;
 mod checksum;
 mod copy;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod dtype;
 mod layout;
 mod pool;
@@ -41,8 +43,8 @@ pub use arena::{
 };
 pub use checksum::{PartedChecksum, checksum};
 pub use copy::{
-    ChunkOrder, CopyError, CopyPlan, CopyPool, KvGroup, KvOrder, KvTensor, PagedError, PagedKv,
-    PlanError, PlanRequest,
+    ChunkOrder, CopyError, CopyPlan, CopyPool, KvGroup, KvOrder, KvSegments, KvTensor, PagedError,
+    PagedKv, PlanError, PlanRequest,
 };
 pub use dtype::{DType, UnknownDType};
 pub use layout::{GroupLayout, LayoutError, Planes};

@@ -25,9 +25,9 @@ mod transport;
 
 pub use client::{Client, ClientError, encode_request_frames};
 pub use protocol::{
-    BlockAllocation, CacheKey, ConfigValue, CpuShm, DecodeError, DescriptorError,
-    EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, KvDescriptor, KvEvent,
-    KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
+    BlockAllocation, CacheKey, ConfigValue, CpuShm, Cuda, DecodeError, DescriptorError,
+    EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, IpcHandle, KvDescriptor,
+    KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
     SlotDescriptor, Sources, TensorMeta, UnknownFields, ValueError,
 };
 pub use service::{

@@ -1,9 +1,7 @@
 //! vLLM's layouts of a paged KV cache: the shapes that are known, and what chunks of them hold.
 
-use std::sync::Arc;
-
-use super::paged::{PagedError, PagedKv, PlaneBase};
-use crate::{DType, GroupLayout, KvMemory, Planes};
+use super::paged::{KvSegments, PagedError, PagedKv, PlaneBase};
+use crate::{DType, GroupLayout, Planes};
 
 /// Order of tokens and heads within a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -186,7 +184,7 @@ impl KvGroup {
     pub fn open(
         &self,
         tensor_segments: &[usize],
-        segments: Vec<Arc<dyn KvMemory>>,
+        segments: KvSegments,
     ) -> Result<PagedKv, PagedError> {
         assert_eq!(tensor_segments.len(), self.starts.len(), "one a layer");
         let size = self.layout.dtype().size() as u64;
@@ -205,7 +203,8 @@ impl KvGroup {
             }
         }
         let stride = bytes(self.block_stride)?;
-        PagedKv::new(self.layout, narrow(self.blocks)?, stride, planes, segments)
+        let blocks = narrow(self.blocks)?;
+        PagedKv::new(self.layout, blocks, stride, planes, segments)
     }
 
     /// Bytes of one chunk of this group.

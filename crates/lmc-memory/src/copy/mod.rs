@@ -12,6 +12,8 @@ mod testing;
 mod workers;
 
 pub use kv_group::{ChunkOrder, KvGroup, KvOrder, KvTensor};
-pub use paged::{PagedError, PagedKv};
+pub use paged::{KvSegments, PagedError, PagedKv};
 pub use plan::{CopyPlan, PlanError, PlanRequest};
+#[cfg(feature = "cuda")]
+pub(crate) use workers::Direction;
 pub use workers::{CopyError, CopyPool};

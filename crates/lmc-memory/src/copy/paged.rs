@@ -5,7 +5,46 @@ use std::sync::Arc;
 use thiserror::Error;
 
 use super::overlap;
+#[cfg(feature = "cuda")]
+use crate::cuda::{DeviceMemory, Gpu};
 use crate::{GroupLayout, KvMemory, LayoutError};
+
+/// The memory that the tensors of a KV group lie in, all of one kind.
+#[derive(Clone, Debug)]
+pub enum KvSegments {
+    /// Memory that this process maps.
+    Host(Vec<Arc<dyn KvMemory>>),
+    /// Memory of one GPU.
+    #[cfg(feature = "cuda")]
+    Device(Vec<Arc<DeviceMemory>>),
+}
+
+impl KvSegments {
+    /// Returns address and size in bytes of a segment.
+    fn range(&self, segment: usize) -> Option<(u64, u64)> {
+        match self {
+            Self::Host(segments) => {
+                let address = |memory: &Arc<dyn KvMemory>| memory.base_ptr().addr().get() as u64;
+                (segments.get(segment)).map(|memory| (address(memory), memory.size()))
+            }
+            #[cfg(feature = "cuda")]
+            Self::Device(segments) => {
+                (segments.get(segment)).map(|memory| (memory.base(), memory.len()))
+            }
+        }
+    }
+
+    /// Returns the first GPU, and whether all segments lie there.
+    #[cfg(feature = "cuda")]
+    pub(super) fn gpu(&self) -> Option<(&Arc<Gpu>, bool)> {
+        let Self::Device(segments) = self else {
+            return None;
+        };
+        let gpu = segments.first()?.gpu();
+        let is_alike = |memory: &Arc<DeviceMemory>| memory.gpu().uuid() == gpu.uuid();
+        Some((gpu, segments.iter().all(is_alike)))
+    }
+}
 
 /// The first byte of one plane of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +98,7 @@ struct Inner {
     /// Bytes from one block to the next.
     block_stride: u64,
     planes: Vec<PlaneBase>,
-    segments: Vec<Arc<dyn KvMemory>>,
+    segments: KvSegments,
     /// True if no byte belongs to two blocks.
     disjoint: bool,
 }
@@ -74,7 +113,7 @@ impl PagedKv {
         blocks: u32,
         block_stride: u64,
         planes: Vec<PlaneBase>,
-        segments: Vec<Arc<dyn KvMemory>>,
+        segments: KvSegments,
     ) -> Result<Self, PagedError> {
         let expected = layout.planes().count() as usize * layout.layers() as usize;
         assert_eq!(planes.len(), expected, "planes of the layout");
@@ -82,13 +121,16 @@ impl PagedKv {
             let why = "a KV cache of no blocks".to_owned();
             return Err(PagedError::Unsupported { why });
         }
+        #[cfg(feature = "cuda")]
+        if let Some((_, false)) = segments.gpu() {
+            let why = "the tensors of a KV cache lie on several GPUs".to_owned();
+            return Err(PagedError::Unsupported { why });
+        }
         // Factors below 2^32 and 2^64: u128 cannot overflow.
         let extent =
             u128::from(blocks - 1) * u128::from(block_stride) + u128::from(layout.row_bytes());
         for (plane, base) in planes.iter().enumerate() {
-            let len = segments
-                .get(base.segment)
-                .map_or(0, |segment| segment.size());
+            let len = segments.range(base.segment).map_or(0, |(_, len)| len);
             let end = u128::from(base.offset) + extent;
             if end > u128::from(len) {
                 return Err(PagedError::Outside {
@@ -101,8 +143,8 @@ impl PagedKv {
         }
         // Segments may overlap: each tensor of a worker is one of its own.
         let start = |plane: &PlaneBase| {
-            let base = segments[plane.segment].base_ptr();
-            base.addr().get() as u64 + plane.offset
+            let range = segments.range(plane.segment);
+            range.expect("checked above").0 + plane.offset
         };
         let starts = planes.iter().map(start).collect();
         let disjoint = overlap::is_disjoint(blocks, layout.row_bytes(), block_stride, starts);
@@ -116,6 +158,18 @@ impl PagedKv {
                 disjoint,
             }),
         })
+    }
+
+    /// The GPU whose memory it lies in.
+    #[cfg(feature = "cuda")]
+    pub fn gpu(&self) -> Option<&Arc<Gpu>> {
+        self.inner.segments.gpu().map(|(gpu, _)| gpu)
+    }
+
+    /// Bytes of its blocks.
+    pub fn bytes(&self) -> u64 {
+        let planes = self.inner.planes.len() as u64;
+        planes * u64::from(self.inner.blocks) * self.block_bytes()
     }
 
     /// Number of blocks.
@@ -155,7 +209,7 @@ impl PagedKv {
     }
 
     /// The segments that the planes lie in.
-    pub(super) fn segments(&self) -> &[Arc<dyn KvMemory>] {
+    pub(super) fn segments(&self) -> &KvSegments {
         &self.inner.segments
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::kv_group::{KvGroup, KvOrder, KvTensor};
-use super::paged::{PagedError, PagedKv};
+use super::paged::{KvSegments, PagedError, PagedKv};
 use crate::{DType, KvMemory, MappedSegment, SharedName};
 
 /// A segment as an engine makes it, removed on drop.
@@ -209,7 +209,7 @@ impl Engine {
     pub(super) fn try_paged(&self, chunk_blocks: u64) -> Result<PagedKv, PagedError> {
         let segments: Vec<_> = self.tensors.iter().map(|tensor| tensor.segment).collect();
         let group = self.describe(chunk_blocks * self.sizes.block_tokens)?;
-        group.open(&segments, self.mapped())
+        group.open(&segments, KvSegments::Host(self.mapped()))
     }
 
     pub(super) fn paged(&self, chunk_blocks: u64) -> PagedKv {

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use thiserror::Error;
 
+use super::paged::KvSegments;
 use super::plan::{CopyPlan, Op};
 use super::stream::Store;
 use super::team::Team;
@@ -25,7 +26,7 @@ const AHEAD: u64 = 64 << 10;
 
 /// The direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Direction {
+pub(crate) enum Direction {
     /// Copies go from paged memory into chunks.
     Gather,
     /// Copies go from chunks into paged memory.
@@ -57,6 +58,10 @@ pub enum CopyError {
     /// The engine's memory went away. What a gather left in the chunks is not to be used.
     #[error(transparent)]
     Segment(#[from] SegmentError),
+    /// The GPU could not copy. What a gather left in the chunks is not to be used.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] crate::cuda::CudaError),
     /// The caller stopped the copy. A part of the bytes has been copied.
     #[error("the copy was stopped before its end")]
     Stopped,
@@ -168,7 +173,13 @@ impl CopyPool {
         chunks: Vec<*mut u8>,
         proceed: &(dyn Fn() -> bool + Sync),
     ) -> Result<(), CopyError> {
-        let segments = plan.paged.segments();
+        let segments = match plan.paged.segments() {
+            KvSegments::Host(segments) => segments,
+            #[cfg(feature = "cuda")]
+            KvSegments::Device(segments) => {
+                return on_device(plan, segments, direction, &chunks, proceed);
+            }
+        };
         for segment in segments {
             segment.check()?;
         }
@@ -213,6 +224,30 @@ impl CopyPool {
             true => Err(CopyError::Stopped),
             false => Ok(()),
         }
+    }
+}
+
+/// Copies between a GPU's memory and chunks. Where a plan writes a byte twice, the GPU does so in
+/// any order: the engine's layers share one cache then, and the bytes are the same.
+#[cfg(feature = "cuda")]
+fn on_device(
+    plan: &CopyPlan,
+    segments: &[std::sync::Arc<crate::cuda::DeviceMemory>],
+    direction: Direction,
+    chunks: &[*mut u8],
+    proceed: &(dyn Fn() -> bool + Sync),
+) -> Result<(), CopyError> {
+    let Some(gpu) = segments.first().map(|memory| memory.gpu()) else {
+        return Ok(());
+    };
+    let runs = plan.ops.iter().map(|op| {
+        let device = segments[op.segment as usize].base() + op.paged;
+        let host = chunks[op.chunk as usize].wrapping_add(op.chunk_offset as usize);
+        (device, host, op.len)
+    });
+    match gpu.copy(direction, runs, proceed)? {
+        true => Ok(()),
+        false => Err(CopyError::Stopped),
     }
 }
 

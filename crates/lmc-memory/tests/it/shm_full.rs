@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 use lmc_memory::{
     ArenaConfig, ArenaError, CopyError, CopyPlan, CopyPool, DType, Demand, KvGroup, KvOrder,
-    KvTensor, MappedSegment, PlanRequest, Pool, PoolConfig, Prefault, SegmentError, SharedName,
+    KvSegments, KvTensor, MappedSegment, PlanRequest, Pool, PoolConfig, Prefault, SegmentError,
+    SharedName,
 };
 
 use lmc_testkit::{until, with_own_shm};
@@ -94,7 +95,9 @@ fn an_engine_without_pages_is_lost() {
     };
     let group = KvGroup::describe(&[tensor], KvOrder::TokensFirst, None, 256);
     let group = group.expect("vLLM's layout of MLA");
-    let paged = group.open(&[0], vec![segment]).expect("it fits");
+    let paged = group
+        .open(&[0], KvSegments::Host(vec![segment]))
+        .expect("it fits");
     let request = PlanRequest {
         block_ids: &(0..16).collect::<Vec<u32>>(),
         first_blocks: &[0],

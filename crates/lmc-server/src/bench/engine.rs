@@ -469,6 +469,7 @@ impl Engine {
             key,
             instance_id,
             block_ids: block_ids.clone(),
+            event: Vec::new(),
         })?;
         moved.context("a store failed")
     }
@@ -489,6 +490,7 @@ impl Engine {
             key,
             instance_id,
             block_ids: block_ids.clone(),
+            event: Vec::new(),
             skip_first_n_tokens: 0,
         })?;
         let Some(mut moved) = moved else {

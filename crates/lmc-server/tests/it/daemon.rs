@@ -186,6 +186,7 @@ fn a_server_that_stood_still_makes_no_copy_that_was_asked_for_before() {
         },
         instance_id: 1,
         block_ids: vec![vec![2]],
+        event: Vec::new(),
     };
     server.stop();
     let uid = client.send(&store("before")).expect("sent");

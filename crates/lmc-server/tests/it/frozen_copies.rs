@@ -124,6 +124,7 @@ fn a_server_that_is_stopped_in_the_middle_of_a_copy_does_not_go_on_with_it() {
         key: key(),
         instance_id: 1,
         block_ids: blocks(),
+        event: Vec::new(),
     };
     assert_eq!(
         client.ask(&store).expect("an answer"),
@@ -133,6 +134,7 @@ fn a_server_that_is_stopped_in_the_middle_of_a_copy_does_not_go_on_with_it() {
         key: key(),
         instance_id: 1,
         block_ids: blocks(),
+        event: Vec::new(),
         skip_first_n_tokens: 0,
     };
     let threads = std::thread::available_parallelism()

@@ -86,6 +86,7 @@ impl Engine {
             key: key("store", Some(0), 1, chunks),
             instance_id: ID,
             block_ids: vec![(1..=chunks).collect()],
+            event: Vec::new(),
         };
         assert_eq!(ask(&store), Reply::Transferred(true));
     }
@@ -137,6 +138,7 @@ fn no_name_from_outside_writes_a_line_of_the_log() {
             key: key(&format!("request{FORGED}"), Some(0), 1, 2),
             instance_id: ID,
             block_ids: vec![vec![2]],
+            event: Vec::new(),
         };
         // It is logged at most once a second.
         until("the warning is logged", || {

@@ -88,6 +88,7 @@ impl Engine {
             key: key(prompt, CHUNKS, Some(0), "store"),
             instance_id: 1,
             block_ids: vec![(FROM as u32..(FROM + CHUNKS) as u32).collect()],
+            event: Vec::new(),
         };
         let reply = self
             .client
@@ -118,6 +119,7 @@ impl Engine {
                 key: key(prompt, hits, Some(0), "retrieve"),
                 instance_id: 1,
                 block_ids: vec![(TO as u32..(TO + hits) as u32).collect()],
+                event: Vec::new(),
                 skip_first_n_tokens: 0,
             })?;
             if reply != Reply::Transferred(true) {

@@ -5,7 +5,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use lmc_memory::{
-    ChunkOrder, DType, GroupLayout, KvGroup, KvMemory, KvOrder, KvTensor, PagedKv, ProcessMemory,
+    ChunkOrder, DType, GroupLayout, KvGroup, KvMemory, KvOrder, KvSegments, KvTensor, PagedKv,
+    ProcessMemory,
 };
 
 use crate::adapters::AdapterError;
@@ -108,7 +109,9 @@ impl KvLayers {
         let numbers: Vec<usize> = (0..memory.len()).collect();
         let (chunk, layout) = describe_order(group.order());
         Ok(Described {
-            paged: group.open(&numbers, memory).map_err(invalid)?,
+            paged: group
+                .open(&numbers, KvSegments::Host(memory))
+                .map_err(invalid)?,
             chunk,
             layout,
         })

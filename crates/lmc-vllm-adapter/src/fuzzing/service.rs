@@ -635,11 +635,13 @@ impl Run<'_> {
                 key: choices.key(),
                 instance_id,
                 block_ids: vec![choices.block_ids()],
+                event: Vec::new(),
             },
             22 => Request::Retrieve {
                 key: choices.key(),
                 instance_id,
                 block_ids: vec![choices.block_ids()],
+                event: Vec::new(),
                 skip_first_n_tokens: choices.below(6),
             },
             23 if choices.below(2) == 0 => Request::PoolDescriptor,

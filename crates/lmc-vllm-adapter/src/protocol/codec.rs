@@ -177,16 +177,9 @@ pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Req
         operation,
         frames: payloads,
     };
-    // Two payloads are checked and not used: the event handle of device work, which copies in host
-    // memory do not have, and a count that the protocol itself ignores.
-    match operation {
-        Operation::Store | Operation::Retrieve => {
-            p.read(3, |r| r.bin("event_ipc_handle", MAX_DESCRIPTOR).map(drop))?;
-        }
-        Operation::Lookup | Operation::FreeLookupLocks => {
-            p.read(1, |r| r.number::<u64>("tp_size").map(drop))?;
-        }
-        _ => {}
+    // A count that is checked and not used: the protocol itself ignores it.
+    if let Operation::Lookup | Operation::FreeLookupLocks = operation {
+        p.read(1, |r| r.number::<u64>("tp_size").map(drop))?;
     }
     Ok(match operation {
         Operation::RegisterKvCache => {
@@ -213,11 +206,13 @@ pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Req
             key: p.read(0, cache_key)?,
             instance_id: p.read(1, |r| r.number("instance_id"))?,
             block_ids: p.read(2, block_ids)?,
+            event: p.read(3, event)?,
         },
         Operation::Retrieve => Request::Retrieve {
             key: p.read(0, cache_key)?,
             instance_id: p.read(1, |r| r.number("instance_id"))?,
             block_ids: p.read(2, block_ids)?,
+            event: p.read(3, event)?,
             skip_first_n_tokens: p.read(4, |r| r.number("skip_first_n_tokens"))?,
         },
         Operation::Lookup => Request::Lookup(p.read(0, cache_key)?),
@@ -616,6 +611,11 @@ fn engine_driven_context(reader: &mut Reader<'_>) -> Result<EngineDrivenContext,
         record,
         unknown,
     })
+}
+
+fn event(r: &mut Reader<'_>) -> Result<Vec<u8>, ValueError> {
+    r.bin("event_ipc_handle", MAX_DESCRIPTOR)
+        .map(<[u8]>::to_vec)
 }
 
 fn block_ids(reader: &mut Reader<'_>) -> Result<Vec<Vec<u32>>, ValueError> {

@@ -33,6 +33,19 @@ pub enum DescriptorError {
     /// The descriptor has a field that version 1 does not define.
     #[error("memory descriptor has an unknown field `{0}`")]
     UnknownField(String),
+    /// CUDA memory made of parts, which have no handle for other processes.
+    #[error(
+        "the engine's CUDA memory lies in expandable segments, which no other process can open: \
+         start the engine without expandable_segments in PYTORCH_CUDA_ALLOC_CONF and without sleep \
+         mode, or use lmcache.mp.mp_transfer_mode=engine_driven"
+    )]
+    Expandable,
+    /// A handle of CUDA memory in a form that this version does not know.
+    #[error(
+        "the handle of the engine's CUDA memory has {0} bytes in a form that this server does not \
+         know: use lmcache.mp.mp_transfer_mode=engine_driven"
+    )]
+    Handle(usize),
     /// The tensor exceeds its segment.
     #[error("tensor ends at byte {end}, beyond its segment of {nbytes} bytes")]
     Span {
@@ -82,13 +95,36 @@ pub struct CpuShm {
     pub tensor: TensorMeta,
 }
 
+/// Handle by which the CUDA driver opens memory or an event of another process.
+pub type IpcHandle = [u8; 64];
+
+/// A tensor in memory of an NVIDIA GPU, as PyTorch shares it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cuda {
+    /// Id of the GPU, such as `19d82a72-11d8-b896-53d0-54b5ef820006`.
+    pub device_uuid: String,
+    /// Handle of the allocation.
+    pub handle: IpcHandle,
+    /// Bytes from the start of the allocation to the tensor's storage.
+    pub offset: u64,
+    /// Size of the storage in bytes.
+    pub nbytes: u64,
+    /// Name of the shared-memory file with the counters of the engine's shared storages, and the
+    /// number of this storage's counter, which who receives the storage decrements in the end.
+    pub counter: Option<(String, u64)>,
+    /// Tensor within the storage.
+    pub tensor: TensorMeta,
+}
+
 /// Descriptor of one tensor in an engine's memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KvDescriptor {
     /// Host memory in a POSIX shared-memory segment.
     CpuShm(CpuShm),
-    /// Memory of a type that this server cannot open, by its tag (`cuda`, `cuda_vmm`, `npu`, …).
+    /// Memory of an NVIDIA GPU.
+    Cuda(Box<Cuda>),
+    /// Memory of a type that this server cannot open, by its tag (`cuda_vmm`, `npu`, …).
     Unsupported(String),
 }
 
@@ -110,7 +146,7 @@ impl KvDescriptor {
         }
         let mut reader = Reader::new(bytes);
         let (mut tag, mut version, mut tensor) = (None, None, None);
-        let (mut shm_name, mut nbytes) = (None, None);
+        let (mut shm_name, mut nbytes, mut shared) = (None, None, None);
         let mut unknown = None;
         for _ in 0..reader.map("descriptor", 32)? {
             match reader.str("descriptor field", 64)? {
@@ -119,6 +155,10 @@ impl KvDescriptor {
                 "metadata" => tensor = Some(tensor_meta(&mut reader)?),
                 "shm_name" => shm_name = Some(reader.str("shm_name", MAX_NAME)?.to_owned()),
                 "nbytes" => nbytes = Some(reader.number::<u64>("nbytes")?),
+                // Other kinds of memory have handles of other forms under the same name.
+                "handle" if tag.as_deref() == Some("cuda") => {
+                    shared = Some(shared_storage(&mut reader)?);
+                }
                 other => {
                     unknown.get_or_insert_with(|| other.to_owned());
                     reader.skip()?;
@@ -127,7 +167,7 @@ impl KvDescriptor {
         }
         reader.finish()?;
         let tag = tag.ok_or(ValueError::Missing("type"))?;
-        if tag != "cpu_shm" {
+        if tag != "cpu_shm" && tag != "cuda" {
             return Ok(Self::Unsupported(tag));
         }
         match version.ok_or(ValueError::Missing("version"))? {
@@ -137,9 +177,11 @@ impl KvDescriptor {
         if let Some(field) = unknown {
             return Err(DescriptorError::UnknownField(field));
         }
-        let tensor = tensor.ok_or(ValueError::Missing("metadata"))?;
-        let nbytes = nbytes.ok_or(ValueError::Missing("nbytes"))?;
-        let shm_name = shm_name.ok_or(ValueError::Missing("shm_name"))?;
+        let (tensor, device_uuid) = tensor.ok_or(ValueError::Missing("metadata"))?;
+        let nbytes = match &shared {
+            Some(storage) => storage.nbytes,
+            None => nbytes.ok_or(ValueError::Missing("nbytes"))?,
+        };
         let size = tensor
             .dtype
             .parse::<lmc_memory::DType>()
@@ -153,18 +195,107 @@ impl KvDescriptor {
                 });
             }
         }
+        if tag == "cuda" {
+            let storage = shared.ok_or(ValueError::Missing("handle"))?;
+            return Ok(Self::Cuda(Box::new(Cuda {
+                device_uuid: device_uuid.ok_or(ValueError::Missing("device_uuid"))?,
+                handle: storage.handle,
+                offset: storage.offset,
+                nbytes,
+                counter: storage.counter,
+                tensor,
+            })));
+        }
         Ok(Self::CpuShm(CpuShm {
-            shm_name,
+            shm_name: shm_name.ok_or(ValueError::Missing("shm_name"))?,
             nbytes,
             tensor,
         }))
     }
+
+    /// Shape, strides and element type, where the server knows the kind of memory.
+    pub fn tensor(&self) -> Option<&TensorMeta> {
+        match self {
+            Self::CpuShm(shm) => Some(&shm.tensor),
+            Self::Cuda(cuda) => Some(&cuda.tensor),
+            Self::Unsupported(_) => None,
+        }
+    }
+}
+
+/// A storage as PyTorch shares it (`_share_cuda_`).
+struct SharedStorage {
+    handle: IpcHandle,
+    nbytes: u64,
+    offset: u64,
+    counter: Option<(String, u64)>,
+}
+
+/// Versions of PyTorch's frame around a handle that are known, and the type of memory that
+/// `cudaMalloc` made, of which the handle is a `cudaIpcMemHandle_t`. PyTorch 2.11 writes version 2.
+const FRAME_VERSIONS: std::ops::RangeInclusive<u8> = 1..=2;
+const FRAME_MALLOC: u8 = b'c';
+const FRAME_EXPANDABLE: u8 = b'e';
+
+/// Decodes PyTorch's eight values: device, framed handle, size and offset of the storage, name and
+/// number of its counter, event, and whether that has to be waited for. The event was recorded when
+/// the storage was shared; each copy waits for a later one of its own.
+fn shared_storage(reader: &mut Reader<'_>) -> Result<SharedStorage, DescriptorError> {
+    let values = reader.array("handle", 8)?;
+    if values != 8 {
+        let text = format!("a CUDA handle has 8 values, found {values}");
+        return Err(ValueError::Invalid(text).into());
+    }
+    reader.number::<i64>("handle's device")?;
+    let frame = reader.bin("handle", MAX_DESCRIPTOR)?;
+    let handle = match *frame {
+        [version, FRAME_MALLOC, ref handle @ ..] if FRAME_VERSIONS.contains(&version) => {
+            <IpcHandle>::try_from(handle).map_err(|_| DescriptorError::Handle(frame.len()))?
+        }
+        [version, FRAME_EXPANDABLE, ..] if FRAME_VERSIONS.contains(&version) => {
+            return Err(DescriptorError::Expandable);
+        }
+        _ => return Err(DescriptorError::Handle(frame.len())),
+    };
+    let nbytes = reader.number("handle's size")?;
+    let offset = reader.number("handle's offset")?;
+    let name = match reader.nil()? {
+        true => None,
+        false => Some(reader.bin("handle's counter", MAX_NAME)?),
+    };
+    let number = reader.number("handle's counter number")?;
+    if !reader.nil()? {
+        reader.bin("handle's event", MAX_NAME)?;
+    }
+    reader.bool()?;
+    let counter = name.and_then(|name| Some((String::from_utf8(name.to_vec()).ok()?, number)));
+    Ok(SharedStorage {
+        handle,
+        nbytes,
+        offset,
+        counter,
+    })
 }
 
 /// Encodes a descriptor, for clients and tests.
 impl Encode for KvDescriptor {
     fn encode(&self, out: &mut Writer) {
         let map = match self {
+            Self::Cuda(cuda) => {
+                let metadata = Record(&[
+                    ("dtype", &cuda.tensor.dtype),
+                    ("shape", &cuda.tensor.shape),
+                    ("stride", &cuda.tensor.stride),
+                    ("storage_offset", &cuda.tensor.storage_offset),
+                    ("device_uuid", &cuda.device_uuid),
+                ]);
+                encoded(&Record(&[
+                    ("type", &"cuda"),
+                    ("version", &1_u32),
+                    ("metadata", &metadata),
+                    ("handle", &SharedAs(cuda)),
+                ]))
+            }
             Self::CpuShm(shm) => encoded(&Record(&[
                 ("type", &"cpu_shm"),
                 ("version", &1_u32),
@@ -178,6 +309,33 @@ impl Encode for KvDescriptor {
     }
 }
 
+/// A storage as PyTorch shares it.
+struct SharedAs<'a>(&'a Cuda);
+
+impl Encode for SharedAs<'_> {
+    fn encode(&self, out: &mut Writer) {
+        let Self(cuda) = self;
+        let frame = [&[2, FRAME_MALLOC], &cuda.handle[..]].concat();
+        out.array(8);
+        out.int(0);
+        out.bin(&frame);
+        out.uint(cuda.nbytes);
+        out.uint(cuda.offset);
+        match &cuda.counter {
+            Some((name, number)) => {
+                out.bin(name.as_bytes());
+                out.uint(*number);
+            }
+            None => {
+                out.nil();
+                out.uint(0);
+            }
+        }
+        out.nil();
+        out.bool(false);
+    }
+}
+
 record!(TensorMeta, |tensor|
     "dtype": tensor.dtype,
     "shape": tensor.shape,
@@ -186,17 +344,17 @@ record!(TensorMeta, |tensor|
     "device_uuid": "cpu",
 );
 
-fn tensor_meta(reader: &mut Reader<'_>) -> Result<TensorMeta, DescriptorError> {
+/// Decodes a tensor and the id of its device.
+fn tensor_meta(reader: &mut Reader<'_>) -> Result<(TensorMeta, Option<String>), DescriptorError> {
     let (mut dtype, mut shape, mut stride, mut storage_offset) = (None, None, None, None);
+    let mut device_uuid = None;
     for _ in 0..reader.map("metadata", 32)? {
         match reader.str("metadata field", 64)? {
             "dtype" => dtype = Some(reader.str("dtype", 64)?.to_owned()),
             "shape" => shape = Some(dims(reader, "shape")?),
             "stride" => stride = Some(dims(reader, "stride")?),
             "storage_offset" => storage_offset = Some(reader.number("storage_offset")?),
-            "device_uuid" => {
-                reader.str("device_uuid", 128)?;
-            }
+            "device_uuid" => device_uuid = Some(reader.str("device_uuid", 128)?.to_owned()),
             other => return Err(DescriptorError::UnknownField(other.to_owned())),
         }
     }
@@ -210,12 +368,13 @@ fn tensor_meta(reader: &mut Reader<'_>) -> Result<TensorMeta, DescriptorError> {
         );
         return Err(ValueError::Invalid(text).into());
     }
-    Ok(TensorMeta {
+    let tensor = TensorMeta {
         dtype: dtype.ok_or(ValueError::Missing("dtype"))?,
         shape,
         stride,
         storage_offset: storage_offset.ok_or(ValueError::Missing("storage_offset"))?,
-    })
+    };
+    Ok((tensor, device_uuid))
 }
 
 fn dims(reader: &mut Reader<'_>, what: &'static str) -> Result<Vec<u64>, ValueError> {

@@ -7,7 +7,7 @@ mod operation;
 
 pub use codec::DecodeError;
 pub(crate) use codec::{decode_reply, decode_request, encode_request};
-pub use descriptor::{CpuShm, DescriptorError, KvDescriptor, TensorMeta};
+pub use descriptor::{CpuShm, Cuda, DescriptorError, IpcHandle, KvDescriptor, TensorMeta};
 pub use msgpack::ValueError;
 pub use operation::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, EngineRecord,

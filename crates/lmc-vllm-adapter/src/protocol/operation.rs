@@ -468,6 +468,8 @@ pub enum Request {
         instance_id: u64,
         /// Block ids of the range, for each KV group.
         block_ids: Vec<Vec<u32>>,
+        /// Handle of the event after which the worker's memory is ready, where it lies on a GPU.
+        event: Vec<u8>,
     },
     /// See [`Operation::Retrieve`].
     Retrieve {
@@ -477,6 +479,8 @@ pub enum Request {
         instance_id: u64,
         /// Block ids of the range, for each KV group.
         block_ids: Vec<Vec<u32>>,
+        /// Handle of the event after which the worker's memory is ready, where it lies on a GPU.
+        event: Vec<u8>,
         /// Number of tokens at the start of the range whose blocks must not be written.
         skip_first_n_tokens: u64,
     },

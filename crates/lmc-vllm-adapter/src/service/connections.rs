@@ -76,6 +76,12 @@ impl Connections {
         *self.alone_since.lock() = alone;
     }
 
+    /// Returns true until the connection has ended.
+    pub(super) fn is_open(&self, client: ClientId) -> bool {
+        let connections = self.all.lock();
+        (connections.get(&client)).is_some_and(|connection| connection.ended.is_none())
+    }
+
     /// Returns the user at the other end of a connection; `None` where the kernel does not show
     /// it, as for a peer on another host or in another network namespace.
     pub(super) fn uid_of(&self, client: ClientId) -> Option<u32> {

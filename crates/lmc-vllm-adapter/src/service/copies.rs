@@ -36,6 +36,14 @@ pub enum InspectError {
     Cancelled,
 }
 
+/// The blocks that a request names.
+pub(super) struct Blocks {
+    /// Ids of the blocks, for each KV group.
+    pub(super) ids: Vec<Vec<u32>>,
+    /// Handle of the event after which their memory is ready, where it lies on a GPU.
+    pub(super) event: Vec<u8>,
+}
+
 /// The right to copy in a worker's memory, and when the worker asked for the copy.
 struct Granted {
     copying: Copying,
@@ -88,6 +96,33 @@ impl Copies {
             && !self.context.engine.pool_is_lost()
     }
 
+    /// Waits until the GPU has done what the engine gave it before it asked for this copy, where the
+    /// engine's memory lies on a GPU.
+    fn wait_for_engine(
+        &self,
+        copies: &[GroupCopy],
+        blocks: &Blocks,
+        granted: &Granted,
+    ) -> Result<(), String> {
+        let Some(gpu) = copies.first().and_then(|copy| copy.paged.gpu()) else {
+            return Ok(());
+        };
+        let Ok(event) = blocks.event.as_slice().try_into() else {
+            let found = blocks.event.len();
+            return Err(format!(
+                "the event has {found} bytes, and one of CUDA has 64"
+            ));
+        };
+        match gpu.wait_for(&event, &|| self.may_go_on(granted)) {
+            Ok(true) => Ok(()),
+            Ok(false) => {
+                add(&self.context.stats.service.copies_too_late, 1);
+                Err("the GPU had not done the engine's work in time".to_owned())
+            }
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
     /// Counts a copy that was stopped, and returns the reason why a copy failed.
     fn copy_failed(&self, error: &CopyError) -> String {
         if matches!(error, CopyError::Stopped) {
@@ -119,7 +154,7 @@ impl Copies {
         client: ClientId,
         key: CacheKey,
         instance_id: u64,
-        block_ids: Vec<Vec<u32>>,
+        blocks: Blocks,
         now: Instant,
     ) -> Outcome {
         if key.configs.skip_save {
@@ -139,7 +174,16 @@ impl Copies {
         Outcome::Job(Job::new(Lane::Store, move || {
             let granted = server.may_copy(&worker, now);
             let stored = granted.is_some_and(|granted| {
-                server.store_now(&key, &worker, &hashed, &copies, &block_ids, &granted)
+                match server.wait_for_engine(&copies, &blocks, &granted) {
+                    Ok(()) => {
+                        server.store_now(&key, &worker, &hashed, &copies, &blocks.ids, &granted)
+                    }
+                    Err(text) => {
+                        let text = format!("store of {}: {text}", key.request_id);
+                        server.context.warn_throttled(&text);
+                        false
+                    }
+                }
             });
             let counters = &server.context.stats.service;
             add(
@@ -233,7 +277,7 @@ impl Copies {
         client: ClientId,
         key: CacheKey,
         instance_id: u64,
-        block_ids: Vec<Vec<u32>>,
+        blocks: Blocks,
         skip_first_n_tokens: u64,
         now: Instant,
     ) -> Outcome {
@@ -253,7 +297,10 @@ impl Copies {
             let copied = match (&leases, &granted) {
                 (Some(leases), Some(granted)) => {
                     let skip = skip_first_n_tokens;
-                    server.scatter(&worker, leases, &copies, &block_ids, skip, granted)
+                    let ready = server.wait_for_engine(&copies, &blocks, granted);
+                    ready.and_then(|()| {
+                        server.scatter(&worker, leases, &copies, &blocks.ids, skip, granted)
+                    })
                 }
                 (None, _) => Err("a chunk is missing".to_owned()),
                 (_, None) => Err("its worker does not wait for it any more".to_owned()),

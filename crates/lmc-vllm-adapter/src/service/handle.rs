@@ -13,7 +13,7 @@ use crate::protocol::{ENGINE_KEYS, Operation, POOL_DESCRIPTOR, Reply, Request};
 use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::connections::Connections;
 use crate::service::context::{Context, refuse};
-use crate::service::copies::{Copies, InspectError};
+use crate::service::copies::{Blocks, Copies, InspectError};
 use crate::service::events::{NextBatch, Subscription};
 use crate::service::jobs::{Job, JobThreads, Lane};
 use crate::service::lookups::Lookups;
@@ -127,16 +127,7 @@ impl Service {
         let counters = &parts.context.stats.service;
         let reply = match request {
             Request::RegisterKvCache(registration) => {
-                let reply = parts
-                    .registry
-                    .register_server_driven(client, &registration, now);
-                parts.registry.log_refusal(
-                    client,
-                    registration.instance_id,
-                    &registration.model_name,
-                    &reply,
-                );
-                reply
+                return parts.registry.register_kv_cache(client, registration, now);
             }
             Request::RegisterEngineDriven(context) => {
                 let reply = parts.registry.register_engine_driven(client, &context, now);
@@ -155,23 +146,23 @@ impl Service {
                 key,
                 instance_id,
                 block_ids,
+                event,
             } => {
-                return parts.copies.store(client, key, instance_id, block_ids, now);
+                let ids = block_ids;
+                let blocks = Blocks { ids, event };
+                return (parts.copies).store(client, key, instance_id, blocks, now);
             }
             Request::Retrieve {
                 key,
                 instance_id,
                 block_ids,
+                event,
                 skip_first_n_tokens,
             } => {
-                return parts.copies.retrieve(
-                    client,
-                    key,
-                    instance_id,
-                    block_ids,
-                    skip_first_n_tokens,
-                    now,
-                );
+                let ids = block_ids;
+                let blocks = Blocks { ids, event };
+                let skip = skip_first_n_tokens;
+                return (parts.copies).retrieve(client, key, instance_id, blocks, skip, now);
             }
             Request::Lookup(key) => parts.lookups.lookup(client, &key, now),
             Request::QueryPrefetchStatus { request_id } => {

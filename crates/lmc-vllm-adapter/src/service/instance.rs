@@ -7,14 +7,15 @@ use std::time::Instant;
 
 use lmc_engine::OwnerId;
 use lmc_key::{DtypeName, KeySpace, LayoutFingerprint, ModelName, Salt, SpaceId, TagsId};
+use lmc_memory::cuda::{CudaError, DeviceMemory, Gpu, Gpus, StorageCounter};
 use lmc_memory::{
-    ChunkOrder, DType, GroupLayout, KvGroup, KvMemory, KvOrder, KvTensor, MappedSegment, PagedKv,
-    Planes, SegmentError, SharedName,
+    ChunkOrder, DType, GroupLayout, KvGroup, KvMemory, KvOrder, KvSegments, KvTensor,
+    MappedSegment, PagedKv, Planes, SegmentError, SharedName,
 };
 use thiserror::Error;
 
 use crate::protocol::{
-    CpuShm, EngineDrivenContext, EngineGroup, IdentityDigest, KvDescriptor, RegisterKvCache,
+    CpuShm, Cuda, EngineDrivenContext, EngineGroup, IdentityDigest, KvDescriptor, RegisterKvCache,
 };
 use crate::service::context::Context;
 use crate::service::fingerprint;
@@ -32,9 +33,16 @@ pub(crate) enum RegisterError {
     /// Memory that this server cannot open.
     #[error(
         "engine memory of kind {0:?} cannot be opened by this server: it serves host memory \
-         (cpu_shm); use lmcache.mp.mp_transfer_mode=engine_driven"
+         (cpu_shm) and CUDA memory as PyTorch shares it (cuda); use \
+         lmcache.mp.mp_transfer_mode=engine_driven"
     )]
     Memory(String),
+    /// Memory on a GPU that this server cannot open.
+    #[error(
+        "the engine's CUDA memory cannot be opened: {0}; or let the engine copy, with \
+         lmcache.mp.mp_transfer_mode=engine_driven"
+    )]
+    Cuda(#[from] CudaError),
     /// The user that names the memory is not known, so neither is whether it is theirs.
     #[error(
         "the user of this connection is not known, so this server maps no memory for it: connect \
@@ -170,12 +178,12 @@ impl Instance {
         registration: &RegisterKvCache,
         client: ClientId,
         user: Option<u32>,
+        gpus: &Gpus,
         chunk_size: u32,
         now: Instant,
     ) -> Result<Self, RegisterError> {
         let groups = describe(registration, chunk_size)?;
-        let user = user.ok_or(RegisterError::UnknownUser)?;
-        let mut segments = Segments::of(user);
+        let mut segments = Segments::of(&groups, user, gpus)?;
         let mut copies = Vec::with_capacity(groups.len());
         let mut end = 0;
         for Described { tensors, kv, .. } in &groups {
@@ -282,6 +290,15 @@ impl Instance {
         }
     }
 
+    /// The GPU that the server copies on, and the bytes of the worker's memory that are open there.
+    pub(crate) fn gpu(&self) -> Option<(&Gpu, u64)> {
+        let Transport::ServerDriven(copies) = &self.transport else {
+            return None;
+        };
+        let gpu = copies.first()?.paged.gpu()?;
+        Some((gpu, copies.iter().map(|copy| copy.paged.bytes()).sum()))
+    }
+
     /// `engine_driven` or `lmcache_driven`, as the client's setting calls them.
     pub(crate) fn mode(&self) -> &'static str {
         match self.transport {
@@ -343,7 +360,7 @@ struct Described<'a> {
     /// Indices of the layers in the registered tensors.
     layers: Vec<u32>,
     /// Tensors of the layers.
-    tensors: Vec<&'a CpuShm>,
+    tensors: Vec<&'a KvDescriptor>,
     kv: KvGroup,
 }
 
@@ -387,7 +404,7 @@ fn server_driven_fingerprint(
     fingerprint::of_server_driven(registration, &layers, &orders).map_err(invalid)
 }
 
-fn tensors(registration: &RegisterKvCache) -> Result<Vec<&CpuShm>, RegisterError> {
+fn tensors(registration: &RegisterKvCache) -> Result<Vec<&KvDescriptor>, RegisterError> {
     if registration.kv_caches.is_empty() {
         return Err(RegisterError::Invalid(
             "no KV tensors were registered".to_owned(),
@@ -397,7 +414,7 @@ fn tensors(registration: &RegisterKvCache) -> Result<Vec<&CpuShm>, RegisterError
         .kv_caches
         .iter()
         .map(|descriptor| match descriptor {
-            KvDescriptor::CpuShm(shm) => Ok(shm),
+            KvDescriptor::CpuShm(_) | KvDescriptor::Cuda(_) => Ok(descriptor),
             KvDescriptor::Unsupported(kind) => Err(RegisterError::Memory(kind.clone())),
         })
         .collect()
@@ -406,8 +423,8 @@ fn tensors(registration: &RegisterKvCache) -> Result<Vec<&CpuShm>, RegisterError
 /// Returns the tensors of a group's layers.
 fn layers<'a>(
     group: &EngineGroup,
-    tensors: &[&'a CpuShm],
-) -> Result<Vec<&'a CpuShm>, RegisterError> {
+    tensors: &[&'a KvDescriptor],
+) -> Result<Vec<&'a KvDescriptor>, RegisterError> {
     let fail = |text: String| Err(RegisterError::Invalid(text));
     if group.recurrent_state {
         return fail(
@@ -437,18 +454,19 @@ fn layers<'a>(
 /// Reads the layout of a group off its layers.
 fn describe_group(
     group: &EngineGroup,
-    layers: &[&CpuShm],
+    layers: &[&KvDescriptor],
     order: KvOrder,
     chunk_size: u32,
 ) -> Result<KvGroup, RegisterError> {
     let tensors: Vec<_> = layers
         .iter()
-        .map(|layer| {
+        .filter_map(|layer| layer.tensor())
+        .map(|tensor| {
             Ok(KvTensor {
-                dtype: layer.tensor.dtype.parse().map_err(invalid)?,
-                shape: &layer.tensor.shape,
-                strides: &layer.tensor.stride,
-                storage_offset: layer.tensor.storage_offset,
+                dtype: tensor.dtype.parse().map_err(invalid)?,
+                shape: &tensor.shape,
+                strides: &tensor.stride,
+                storage_offset: tensor.storage_offset,
             })
         })
         .collect::<Result<_, RegisterError>>()?;
@@ -459,28 +477,98 @@ fn describe_group(
 /// Segments of one worker at most; an engine has one for each layer or fewer.
 const MAX_SEGMENTS: usize = 1024;
 
-/// The segments of one registration, each mapped once however many layers lie in it.
-struct Segments {
+/// The memory of one registration, all of one kind.
+enum Segments {
+    Host(HostSegments),
+    Gpu(GpuSegments),
+}
+
+impl Segments {
+    /// None are open yet. The kind is that of the first tensor.
+    fn of(groups: &[Described<'_>], user: Option<u32>, gpus: &Gpus) -> Result<Self, RegisterError> {
+        let first = groups.iter().find_map(|group| group.tensors.first());
+        Ok(match first {
+            // Its handle is the right to it, whoever the user is.
+            Some(KvDescriptor::Cuda(cuda)) => Self::Gpu(GpuSegments {
+                gpu: gpus.open(&cuda.device_uuid)?,
+                user,
+                opened: Vec::new(),
+            }),
+            _ => Self::Host(HostSegments {
+                user: user.ok_or(RegisterError::UnknownUser)?,
+                numbers: HashMap::new(),
+                mapped: Vec::new(),
+            }),
+        })
+    }
+
+    /// Returns the segments as the memory of a KV group.
+    fn memory(&self) -> KvSegments {
+        match self {
+            Self::Host(segments) => {
+                let mapped = segments.mapped.iter();
+                let mapped = mapped.map(|segment| Arc::clone(segment) as Arc<dyn KvMemory>);
+                KvSegments::Host(mapped.collect())
+            }
+            Self::Gpu(segments) => KvSegments::Device(segments.opened.clone()),
+        }
+    }
+
+    /// Opens the memory of a tensor. Returns the number of its segment.
+    fn open(&mut self, tensor: &KvDescriptor) -> Result<usize, RegisterError> {
+        match (self, tensor) {
+            (Self::Host(segments), KvDescriptor::CpuShm(shm)) => segments.open(shm),
+            (Self::Gpu(segments), KvDescriptor::Cuda(cuda)) => segments.open(cuda),
+            _ => Err(RegisterError::Invalid(
+                "the tensors lie in memory of several kinds".to_owned(),
+            )),
+        }
+    }
+}
+
+/// The segments of a registration on one GPU, one for each tensor.
+struct GpuSegments {
+    gpu: Arc<Gpu>,
+    user: Option<u32>,
+    opened: Vec<Arc<DeviceMemory>>,
+}
+
+impl GpuSegments {
+    fn open(&mut self, tensor: &Cuda) -> Result<usize, RegisterError> {
+        if tensor.device_uuid != self.gpu.uuid() {
+            return Err(RegisterError::Invalid(format!(
+                "the tensors of one worker lie on several GPUs, {} and {}",
+                self.gpu.uuid(),
+                tensor.device_uuid
+            )));
+        }
+        if self.opened.len() >= MAX_SEGMENTS {
+            return Err(RegisterError::Invalid(format!(
+                "more than {MAX_SEGMENTS} tensors in one registration"
+            )));
+        }
+        // Without the counter the engine keeps the memory until its end, which is when it has no use
+        // for it anyway.
+        let counter =
+            (tensor.counter.as_ref().zip(self.user)).and_then(|((name, number), user)| {
+                let name = SharedName::new(name).ok()?;
+                StorageCounter::open_for(user, &name, *number).ok()
+            });
+        let (handle, offset, bytes) = (tensor.handle, tensor.offset, tensor.nbytes);
+        let memory = self.gpu.memory(handle, offset, bytes, counter)?;
+        self.opened.push(Arc::new(memory));
+        Ok(self.opened.len() - 1)
+    }
+}
+
+/// The segments of one registration in host memory, each mapped once however many layers lie in it.
+struct HostSegments {
     user: u32,
     numbers: HashMap<SharedName, usize>,
     mapped: Vec<Arc<MappedSegment>>,
 }
 
-impl Segments {
-    fn of(user: u32) -> Self {
-        Self {
-            user,
-            numbers: HashMap::new(),
-            mapped: Vec::new(),
-        }
-    }
-
-    /// Returns the segments as the memory of a KV group.
-    fn memory(&self) -> Vec<Arc<dyn KvMemory>> {
-        let mapped = self.mapped.iter();
-        mapped.map(|segment| Arc::clone(segment) as _).collect()
-    }
-
+impl HostSegments {
     fn open(&mut self, tensor: &CpuShm) -> Result<usize, RegisterError> {
         let name = SharedName::new(&tensor.shm_name).map_err(invalid)?;
         if let Some(&number) = self.numbers.get(&name) {
@@ -698,7 +786,7 @@ mod tests {
     fn shm(descriptor: &mut KvDescriptor) -> &mut CpuShm {
         match descriptor {
             KvDescriptor::CpuShm(shm) => shm,
-            KvDescriptor::Unsupported(kind) => panic!("{kind}"),
+            other => panic!("{other:?}"),
         }
     }
 

@@ -7,14 +7,17 @@ use std::time::{Duration, Instant};
 
 use lmc_engine::OwnerId;
 use lmc_key::{LayoutFingerprint, Printable, Salt, SpaceId};
+use lmc_memory::cuda::Gpus;
 use parking_lot::Mutex;
 
-use crate::protocol::{CacheKey, EngineDrivenContext, IdentityDigest, RegisterKvCache, Reply};
+use crate::protocol::{
+    CacheKey, EngineDrivenContext, IdentityDigest, KvDescriptor, RegisterKvCache, Reply,
+};
 use crate::service::connections::Connections;
 use crate::service::context::{Context, refuse};
 use crate::service::generation::Joined;
 use crate::service::instance::{GroupCopy, Instance, RegisterError, Transport};
-use crate::service::jobs::JobThreads;
+use crate::service::jobs::{Job, JobThreads, Lane};
 use crate::service::stats::add;
 use crate::service::status::InstanceStatus;
 use crate::service::throttle::Throttle;
@@ -91,6 +94,8 @@ pub(super) struct Registry {
     pub(super) clears: Arc<JobThreads>,
     /// Spaces of layouts whose last worker has gone, until their chunks are removed.
     pub(super) ended_spaces: Arc<Mutex<HashSet<SpaceId>>>,
+    /// GPUs that workers have memory on.
+    gpus: Gpus,
     /// Limits warnings about refused registrations, which other warnings must not suppress.
     refusals: Throttle,
     /// True once a warning said that chunks whose order is not known are shared with other hosts.
@@ -113,7 +118,9 @@ impl Registry {
         connections: Arc<Connections>,
         clears: Arc<JobThreads>,
     ) -> Self {
+        let gpus = Gpus::new(Arc::clone(context.engine.arena()));
         Self {
+            gpus,
             context,
             connections,
             workers: Mutex::default(),
@@ -175,7 +182,30 @@ impl Registry {
         self.add_instance(context.instance_id, instance, registered)
     }
 
-    pub(super) fn register_server_driven(
+    /// Registers a worker whose memory the server copies from and to. Where that lies on a GPU, its
+    /// driver may take seconds, so others are not held up.
+    pub(super) fn register_kv_cache(
+        self: &Arc<Self>,
+        client: ClientId,
+        registration: Box<RegisterKvCache>,
+        now: Instant,
+    ) -> Outcome {
+        let on_gpu = |memory: &KvDescriptor| matches!(memory, KvDescriptor::Cuda(_));
+        if !registration.kv_caches.iter().any(on_gpu) {
+            return Outcome::Reply(self.register_server_driven(client, &registration, now));
+        }
+        let registry = Arc::clone(self);
+        Outcome::Job(Job::new(Lane::Store, move || {
+            let reply = registry.register_server_driven(client, &registration, now);
+            if !registry.connections.is_open(client) {
+                // The end of the connection found no such worker.
+                registry.cut(client, Instant::now());
+            }
+            reply
+        }))
+    }
+
+    fn register_server_driven(
         &self,
         client: ClientId,
         registration: &RegisterKvCache,
@@ -191,8 +221,12 @@ impl Registry {
         }
         let chunk_size = self.context.config.hasher.chunk_size();
         let user = self.connections.uid_of(client);
-        let instance = Instance::server_driven(registration, client, user, chunk_size, now);
-        self.add_instance(registration.instance_id, instance, Reply::None)
+        let gpus = &self.gpus;
+        let instance = Instance::server_driven(registration, client, user, gpus, chunk_size, now);
+        let id = registration.instance_id;
+        let reply = self.add_instance(id, instance, Reply::None);
+        self.log_refusal(client, id, &registration.model_name, &reply);
+        reply
     }
 
     /// Logs a refused registration: without this only the engine's log would show it, which the
@@ -591,6 +625,8 @@ impl Registry {
                 model: instance.model.to_string(),
                 world_size: instance.world_size,
                 mode: instance.mode(),
+                gpu: instance.gpu().map(|(gpu, _)| gpu.to_string()),
+                gpu_bytes: instance.gpu().map_or(0, |(_, bytes)| bytes),
                 shape: instance.shape.clone(),
                 dtype: instance.dtype.name(),
                 chunk_bytes: instance.chunk_bytes,

@@ -23,6 +23,10 @@ pub struct InstanceStatus {
     pub world_size: u32,
     /// `engine_driven` or `lmcache_driven`.
     pub mode: &'static str,
+    /// GPU whose memory the server copies from and to.
+    pub gpu: Option<String>,
+    /// Bytes of that memory that are open.
+    pub gpu_bytes: u64,
     /// Shape of a chunk.
     pub shape: Vec<u64>,
     /// Torch name of the element type.

@@ -12,6 +12,7 @@ use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{CacheEngine, EngineConfig, TenantId};
 use lmc_key::{ChunkHasher, HashAlgorithm, Salt, SpaceId};
 use lmc_memory::ArenaConfig;
+use lmc_memory::cuda::Gpus;
 
 use super::jobs::Lane;
 use super::*;
@@ -162,6 +163,7 @@ fn store(memory_of: u64) -> Request {
         key: key("a", 2),
         instance_id: memory_of,
         block_ids: vec![vec![3, 4]],
+        event: Vec::new(),
     }
 }
 
@@ -170,6 +172,7 @@ fn retrieve(memory_of: u64) -> Request {
         key: key("a", 2),
         instance_id: memory_of,
         block_ids: vec![vec![5, 6]],
+        event: Vec::new(),
         skip_first_n_tokens: 0,
     }
 }
@@ -344,7 +347,9 @@ fn layers_in_another_order_are_another_layout_and_none_comes_twice() {
         registration.groups[0].layer_indices = layers.to_vec();
         change(&mut registration);
         let now = Instant::now();
-        instance::Instance::server_driven(&registration, client(1), Some(0), CHUNK as u32, now)
+        let gpus = Gpus::new(Arc::new(ArenaConfig::anonymous(4096).build().unwrap()));
+        let (user, chunk) = (Some(0), CHUNK as u32);
+        instance::Instance::server_driven(&registration, client(1), user, &gpus, chunk, now)
             .map(|instance| instance.fingerprint)
     };
     let plain = layout(&[0, 1, 2], &|_| {}).expect("three layers");
@@ -611,6 +616,7 @@ fn ranks_that_all_look_up_are_bound_to_their_layout() {
             key: of("a", rank),
             instance_id: 1 + rank,
             block_ids: vec![vec![3, 4]],
+            event: Vec::new(),
         };
         assert_eq!(reply(&service, 1 + rank, store), Reply::Transferred(true));
     }
@@ -655,11 +661,13 @@ fn a_rank_that_is_away_for_a_moment_still_counts() {
                 key,
                 instance_id,
                 block_ids,
+                event: Vec::new(),
             },
             false => Request::Retrieve {
                 key,
                 instance_id,
                 block_ids,
+                event: Vec::new(),
                 skip_first_n_tokens: 0,
             },
         };

@@ -356,11 +356,13 @@ fn at_the_limit_copies_are_declined_and_the_rest_is_served() {
         key: key.clone(),
         instance_id: 2,
         block_ids: block_ids.clone(),
+        event: Vec::new(),
     };
     let retrieve = Request::Retrieve {
         key,
         instance_id: 2,
         block_ids,
+        event: Vec::new(),
         skip_first_n_tokens: 0,
     };
     for copy in [&store, &retrieve] {

@@ -435,12 +435,14 @@ fn requests_of_workers_that_never_registered_are_answered() {
         key: key.clone(),
         instance_id,
         block_ids: vec![vec![1]],
+        event: Vec::new(),
     };
     check(store, Reply::Transferred(false));
     let retrieve = Request::Retrieve {
         key,
         instance_id,
         block_ids: vec![vec![1]],
+        event: Vec::new(),
         skip_first_n_tokens: 0,
     };
     check(retrieve, Reply::Transferred(false));

@@ -225,6 +225,7 @@ impl Engine {
                 key,
                 instance_id,
                 block_ids: self.block_ids(),
+                event: Vec::new(),
             };
             assert_eq!(self.client.answer(&store), Reply::Transferred(true));
             return;
@@ -257,6 +258,7 @@ impl Engine {
                 key,
                 instance_id,
                 block_ids: self.block_ids(),
+                event: Vec::new(),
                 skip_first_n_tokens: 0,
             };
             let found = self.client.answer(&retrieve) == Reply::Transferred(true);

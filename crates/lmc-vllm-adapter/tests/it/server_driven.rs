@@ -212,6 +212,7 @@ impl Engine {
             key: key.clone(),
             instance_id: self.instance_id,
             block_ids: vec![block_ids.to_vec()],
+            event: Vec::new(),
         };
         self.client.answer(&request) == Reply::Transferred(true)
     }
@@ -221,6 +222,7 @@ impl Engine {
             key: key.clone(),
             instance_id: self.instance_id,
             block_ids: vec![block_ids.to_vec()],
+            event: Vec::new(),
             skip_first_n_tokens: skip,
         };
         self.client.answer(&request) == Reply::Transferred(true)

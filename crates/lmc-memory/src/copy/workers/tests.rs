@@ -494,7 +494,7 @@ fn a_scatter_that_writes_bytes_twice_runs_on_one_thread() {
         let group = engine.describe(512).unwrap();
         let segment = engine.mapped().remove(0);
         let segments = vec![Arc::clone(&segment), segment];
-        group.open(&[0, 1], segments).unwrap()
+        group.open(&[0, 1], KvSegments::Host(segments)).unwrap()
     };
     let chunk = vec![0xee; 2 * len as usize];
     assert!(several(&tensors(len), &chunk, &shuffled));

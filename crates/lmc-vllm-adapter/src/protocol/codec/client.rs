@@ -44,13 +44,18 @@ pub(crate) fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
             key,
             instance_id,
             block_ids,
-        } => push(&[key, instance_id, block_ids, &Bin(b"")]),
+            event,
+        } => push(&[key, instance_id, block_ids, &Bin(event)]),
         Request::Retrieve {
             key,
             instance_id,
             block_ids,
+            event,
             skip_first_n_tokens,
-        } => push(&[key, instance_id, block_ids, &Bin(b""), skip_first_n_tokens]),
+        } => {
+            let event = Bin(event);
+            push(&[key, instance_id, block_ids, &event, skip_first_n_tokens]);
+        }
         Request::Lookup(key) | Request::FreeLookupLocks(key) => push(&[key, &1_u32]),
         Request::QueryPrefetchStatus { request_id } | Request::EndSession { request_id } => {
             push(&[request_id]);

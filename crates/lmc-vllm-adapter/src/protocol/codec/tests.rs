@@ -74,11 +74,13 @@ fn requests() -> Vec<Request> {
             key: key(),
             instance_id: 9,
             block_ids: vec![vec![1, 2, 300], vec![]],
+            event: Vec::new(),
         },
         Request::Retrieve {
             key: key(),
             instance_id: 9,
             block_ids: vec![vec![5]],
+            event: Vec::new(),
             skip_first_n_tokens: 16,
         },
         Request::Lookup(CacheKey {

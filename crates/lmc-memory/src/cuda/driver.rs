@@ -1,0 +1,532 @@
+//! The CUDA driver, loaded when the first engine with device memory registers. Nothing is linked.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ptr;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::{self, CUresult};
+use thiserror::Error;
+
+/// The functions that are called. Their absence means a driver that is too old; the bindings would
+/// panic at the first call.
+const FUNCTIONS: [&str; 31] = [
+    "cuCtxSetCurrent",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetUuid_v2",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuGetErrorName",
+    "cuInit",
+    "cuIpcCloseMemHandle",
+    "cuIpcOpenEventHandle",
+    "cuIpcOpenMemHandle_v2",
+    "cuLaunchKernel",
+    "cuMemAlloc_v2",
+    "cuMemFreeHost",
+    "cuMemFree_v2",
+    "cuMemGetAddressRange_v2",
+    "cuMemHostAlloc",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemcpyHtoDAsync_v2",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+];
+
+/// Device memory that cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// No driver on this host.
+    #[error(
+        "no CUDA driver was found: libcuda.so.1 belongs to the driver, and a container sees it \
+         only when it is started with the host's GPUs"
+    )]
+    NoDriver,
+    /// A driver without a function that is needed.
+    #[error("the CUDA driver is too old: it has no {function}; driver 525 or later is needed")]
+    Old {
+        /// Name of the function.
+        function: &'static str,
+    },
+    /// The driver sees no GPU of this id.
+    #[error("GPU {uuid} is not visible to this server, which sees {visible}")]
+    NotVisible {
+        /// Id of the GPU, as the engine names it.
+        uuid: String,
+        /// Ids of the GPUs that are visible, for a message.
+        visible: String,
+    },
+    /// A call of the driver failed.
+    #[error("{call} failed: {name}")]
+    Call {
+        /// Name of the function.
+        call: &'static str,
+        /// Name of the error, as the driver spells it.
+        name: String,
+        /// Number of the error.
+        code: u32,
+    },
+    /// Memory that ends before the described range does.
+    #[error("bytes {start} to {end} lie outside of an allocation of {len} bytes")]
+    Outside {
+        /// First byte of the range.
+        start: u64,
+        /// First byte beyond it.
+        end: u64,
+        /// Bytes of the allocation.
+        len: u64,
+    },
+    /// A copy on the device did not end in time; nothing more is copied there.
+    #[error("a copy on GPU {uuid} did not end within {seconds} s: no more copies are made there")]
+    Hung {
+        /// Id of the GPU.
+        uuid: String,
+        /// Time that it was given.
+        seconds: u64,
+    },
+}
+
+pub(super) type Result<T, E = CudaError> = std::result::Result<T, E>;
+
+/// Names the error of a call, if it failed.
+fn check(call: &'static str, result: CUresult) -> Result<()> {
+    if result == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut name: *const c_char = ptr::null();
+    // SAFETY: the driver stores the address of a string that it never frees, or leaves null.
+    unsafe { sys::cuGetErrorName(result, &mut name) };
+    let name = if name.is_null() {
+        format!("error {}", result as u32)
+    } else {
+        // SAFETY: as above.
+        unsafe { CStr::from_ptr(name) }
+            .to_string_lossy()
+            .into_owned()
+    };
+    Err(CudaError::Call {
+        call,
+        name,
+        code: result as u32,
+    })
+}
+
+/// Calls a function of the driver.
+macro_rules! call {
+    ($function:ident($($argument:expr),* $(,)?)) => {
+        check(
+            stringify!($function),
+            // SAFETY: `load` has found the function, and the enclosing function states or keeps
+            // what the driver asks of its arguments.
+            unsafe { sys::$function($($argument),*) },
+        )
+    };
+}
+
+/// Loads the driver. Later calls cost little.
+///
+/// # Errors
+/// [`CudaError::NoDriver`], [`CudaError::Old`], or the driver's own error, such as that it sees no
+/// GPU.
+pub(super) fn load() -> Result<()> {
+    // SAFETY: looks for the library and runs its constructors, as any program with CUDA does.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(CudaError::NoDriver);
+    }
+    // SAFETY: the library was found just now.
+    let library = unsafe { sys::culib() };
+    for function in FUNCTIONS {
+        // SAFETY: the symbol is only looked for.
+        let found = unsafe { library.get::<*const c_void>(function.as_bytes()) };
+        if found.is_err() {
+            return Err(CudaError::Old { function });
+        }
+    }
+    call!(cuInit(0))
+}
+
+/// One GPU that the driver sees.
+#[derive(Clone, Debug)]
+pub(super) struct Gpu {
+    pub(super) ordinal: c_int,
+    /// Id as PyTorch spells it: 8-4-4-4-12 hexadecimal digits.
+    pub(super) uuid: String,
+    pub(super) name: String,
+}
+
+/// Returns the GPUs that the driver sees. [`load`] comes first, here and below.
+pub(super) fn gpus() -> Result<Vec<Gpu>> {
+    let mut count = 0;
+    call!(cuDeviceGetCount(&mut count))?;
+    (0..count).map(gpu).collect()
+}
+
+fn gpu(ordinal: c_int) -> Result<Gpu> {
+    let mut device = 0;
+    call!(cuDeviceGet(&mut device, ordinal))?;
+    let mut uuid = sys::CUuuid { bytes: [0; 16] };
+    call!(cuDeviceGetUuid_v2(&mut uuid, device))?;
+    let mut name = [0 as c_char; 128];
+    call!(cuDeviceGetName(name.as_mut_ptr(), 127, device))?;
+    // SAFETY: at most 127 bytes were written, and the last one is 0.
+    let name = unsafe { CStr::from_ptr(name.as_ptr()) };
+    Ok(Gpu {
+        ordinal: device,
+        uuid: spell(uuid.bytes.map(|byte| byte as u8)),
+        name: name.to_string_lossy().into_owned(),
+    })
+}
+
+fn spell(uuid: [u8; 16]) -> String {
+    let mut text = String::with_capacity(36);
+    for (index, byte) in uuid.iter().enumerate() {
+        if matches!(index, 4 | 6 | 8 | 10) {
+            text.push('-');
+        }
+        text.push_str(&format!("{byte:02x}"));
+    }
+    text
+}
+
+/// The primary context of a GPU: what PyTorch and others of this process would share. Its memory on
+/// the GPU, some hundred megabytes, is released with the value.
+#[derive(Debug)]
+pub(super) struct Context {
+    context: sys::CUcontext,
+    device: c_int,
+    /// True if the GPU reaches registered host memory at the address that the CPU uses.
+    pub(super) same_addresses: bool,
+}
+
+// SAFETY: the driver's contexts may be used from any thread that binds them.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    pub(super) fn retain(gpu: &Gpu) -> Result<Self> {
+        let mut same = 0;
+        call!(cuDeviceGetAttribute(
+            &mut same,
+            sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM,
+            gpu.ordinal
+        ))?;
+        let mut context = ptr::null_mut();
+        call!(cuDevicePrimaryCtxRetain(&mut context, gpu.ordinal))?;
+        Ok(Self {
+            context,
+            device: gpu.ordinal,
+            same_addresses: same != 0,
+        })
+    }
+
+    /// Makes it the context of this thread's calls.
+    pub(super) fn bind(&self) -> Result<()> {
+        call!(cuCtxSetCurrent(self.context))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // Nothing is left to do with a context that cannot be released.
+        let _ = call!(cuDevicePrimaryCtxRelease_v2(self.device));
+    }
+}
+
+/// Opens the memory behind a handle of another process. Returns its first address and its size in
+/// bytes. The caller has bound a context, and closes it once.
+pub(super) fn open_memory(handle: &[u8; 64]) -> Result<(u64, u64)> {
+    let handle = sys::CUipcMemHandle {
+        reserved: handle.map(|byte| byte as c_char),
+    };
+    let mut base = 0;
+    let lazily = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+    call!(cuIpcOpenMemHandle_v2(&mut base, handle, lazily))?;
+    let mut len = 0;
+    let measured = call!(cuMemGetAddressRange_v2(ptr::null_mut(), &mut len, base));
+    match measured {
+        Ok(()) => Ok((base, len as u64)),
+        Err(error) => {
+            close_memory(base);
+            Err(error)
+        }
+    }
+}
+
+pub(super) fn close_memory(base: u64) {
+    // Nothing is left to do with memory that cannot be closed.
+    let _ = call!(cuIpcCloseMemHandle(base));
+}
+
+/// An event: a point on a stream of work, of this process or another.
+#[derive(Debug)]
+pub(super) struct Event(sys::CUevent);
+
+// SAFETY: events may be used from any thread that binds their context.
+unsafe impl Send for Event {}
+
+impl Event {
+    pub(super) fn new() -> Result<Self> {
+        let mut event = ptr::null_mut();
+        let untimed = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        call!(cuEventCreate(&mut event, untimed))?;
+        Ok(Self(event))
+    }
+
+    /// Opens an event of another process.
+    pub(super) fn open(handle: &[u8; 64]) -> Result<Self> {
+        let handle = sys::CUipcEventHandle {
+            reserved: handle.map(|byte| byte as c_char),
+        };
+        let mut event = ptr::null_mut();
+        call!(cuIpcOpenEventHandle(&mut event, handle))?;
+        Ok(Self(event))
+    }
+
+    /// Returns true once the work before the event is done. It never is when the process that
+    /// recorded the event was killed before: so no stream is made to wait for an event of another
+    /// process, and every wait asks again and again until its time is over.
+    pub(super) fn is_done(&self) -> Result<bool> {
+        // SAFETY: the event exists until drop.
+        match unsafe { sys::cuEventQuery(self.0) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            result => check("cuEventQuery", result).map(|()| true),
+        }
+    }
+
+    /// Waits until the work before the event is done. Returns false if `proceed` did, which is
+    /// asked from time to time.
+    pub(super) fn wait(&self, proceed: &dyn Fn() -> bool) -> Result<bool> {
+        let mut pause = Pause::default();
+        while !self.is_done()? {
+            if !proceed() {
+                return Ok(false);
+            }
+            pause.take();
+        }
+        Ok(true)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // Nothing is left to do with an event that cannot be destroyed.
+        let _ = call!(cuEventDestroy_v2(self.0));
+    }
+}
+
+/// Pauses between questions: none at first, then longer ones, up to a fifth of a millisecond.
+#[derive(Debug)]
+pub(super) struct Pause {
+    since: Instant,
+}
+
+impl Default for Pause {
+    fn default() -> Self {
+        Self {
+            since: Instant::now(),
+        }
+    }
+}
+
+impl Pause {
+    pub(super) fn take(&mut self) {
+        match self.elapsed().as_micros() {
+            0..100 => std::thread::yield_now(),
+            100..2_000 => std::thread::sleep(Duration::from_micros(20)),
+            _ => std::thread::sleep(Duration::from_micros(200)),
+        }
+    }
+
+    pub(super) fn elapsed(&self) -> Duration {
+        self.since.elapsed()
+    }
+}
+
+/// Host memory that belongs to the driver, which the GPU reaches at the same address.
+#[derive(Debug)]
+pub(super) struct HostBuffer {
+    pub(super) base: *mut u8,
+}
+
+// SAFETY: it is memory, used by one owner at a time.
+unsafe impl Send for HostBuffer {}
+
+impl HostBuffer {
+    pub(super) fn new(len: usize) -> Result<Self> {
+        let mut base = ptr::null_mut();
+        let portable = sys::CU_MEMHOSTALLOC_PORTABLE;
+        call!(cuMemHostAlloc(&mut base, len, portable))?;
+        Ok(Self { base: base.cast() })
+    }
+}
+
+impl Drop for HostBuffer {
+    fn drop(&mut self) {
+        // Nothing is left to do with memory that cannot be freed.
+        let _ = call!(cuMemFreeHost(self.base.cast()));
+    }
+}
+
+/// Memory of the GPU.
+#[derive(Debug)]
+pub(super) struct DeviceBuffer(pub(super) u64);
+
+impl DeviceBuffer {
+    pub(super) fn new(len: usize) -> Result<Self> {
+        let mut base = 0;
+        call!(cuMemAlloc_v2(&mut base, len))?;
+        Ok(Self(base))
+    }
+}
+
+impl Drop for DeviceBuffer {
+    fn drop(&mut self) {
+        // Nothing is left to do with memory that cannot be freed.
+        let _ = call!(cuMemFree_v2(self.0));
+    }
+}
+
+/// Registers host memory, so that the GPUs reach it.
+///
+/// # Safety
+/// The range stays mapped until [`unregister`] is called for it, or until its context has ended.
+pub(super) unsafe fn register(base: *mut u8, len: usize) -> Result<()> {
+    let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
+    call!(cuMemHostRegister_v2(base.cast(), len, flags))
+}
+
+pub(super) fn unregister(base: *mut u8) {
+    // Nothing is left to do with memory that cannot be unregistered.
+    let _ = call!(cuMemHostUnregister(base.cast()));
+}
+
+/// One run of a copy, as the kernel reads it.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Run {
+    pub(super) from: u64,
+    pub(super) to: u64,
+    pub(super) len: u64,
+}
+
+/// The kernel `lmc_copy_runs`, loaded on one GPU.
+#[derive(Debug)]
+pub(super) struct Kernel {
+    module: sys::CUmodule,
+    function: sys::CUfunction,
+}
+
+// SAFETY: modules may be used from any thread that binds their context.
+unsafe impl Send for Kernel {}
+
+impl Kernel {
+    pub(super) fn load() -> Result<Self> {
+        const TEXT: &str = concat!(include_str!("copy_runs.ptx"), "\0");
+        let mut module = ptr::null_mut();
+        call!(cuModuleLoadData(&mut module, TEXT.as_ptr().cast()))?;
+        let mut this = Self {
+            module,
+            function: ptr::null_mut(),
+        };
+        let name = c"lmc_copy_runs".as_ptr();
+        call!(cuModuleGetFunction(&mut this.function, module, name))?;
+        Ok(this)
+    }
+}
+
+impl Drop for Kernel {
+    fn drop(&mut self) {
+        // Nothing is left to do with a module that cannot be unloaded.
+        let _ = call!(cuModuleUnload(self.module));
+    }
+}
+
+/// Work on the GPU that is done in order.
+#[derive(Debug)]
+pub(super) struct Stream(sys::CUstream);
+
+// SAFETY: streams may be used from any thread that binds their context.
+unsafe impl Send for Stream {}
+
+impl Stream {
+    pub(super) fn new() -> Result<Self> {
+        let mut stream = ptr::null_mut();
+        let alone = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        call!(cuStreamCreate(&mut stream, alone))?;
+        Ok(Self(stream))
+    }
+
+    /// Copies the runs with `blocks` blocks of threads, and records `done` after them.
+    ///
+    /// # Safety
+    /// Until `done` is done, `runs` is not changed, and each run lies in device memory or in host
+    /// memory that the GPU reaches, on both sides.
+    pub(super) unsafe fn copy_runs(
+        &self,
+        kernel: &Kernel,
+        blocks: u32,
+        runs: &[Run],
+        table: &DeviceBuffer,
+        done: &Event,
+    ) -> Result<()> {
+        let bytes = size_of_val(runs);
+        call!(cuMemcpyHtoDAsync_v2(
+            table.0,
+            runs.as_ptr().cast(),
+            bytes,
+            self.0
+        ))?;
+        let (mut table, mut count) = (table.0, runs.len() as u32);
+        let mut arguments = [
+            ptr::from_mut(&mut table).cast::<c_void>(),
+            ptr::from_mut(&mut count).cast(),
+        ];
+        call!(cuLaunchKernel(
+            kernel.function,
+            blocks,
+            1,
+            1,
+            512,
+            1,
+            1,
+            0,
+            self.0,
+            arguments.as_mut_ptr(),
+            ptr::null_mut()
+        ))?;
+        call!(cuEventRecord(done.0, self.0))
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // Nothing is left to do with a stream that cannot be destroyed.
+        let _ = call!(cuStreamDestroy_v2(self.0));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_spelled_as_pytorch_does() {
+        let bytes = [
+            0x19, 0xd8, 0x2a, 0x72, 0x11, 0xd8, 0xb8, 0x96, 0x53, 0xd0, 0x54, 0xb5, 0xef, 0x82, 0,
+            6,
+        ];
+        assert_eq!(spell(bytes), "19d82a72-11d8-b896-53d0-54b5ef820006");
+    }
+}

@@ -1,0 +1,360 @@
+//! The GPUs of this host that engines have memory on.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+
+use parking_lot::Mutex;
+
+use super::counter::StorageCounter;
+use super::driver::{self, Context, CudaError, Event, Result};
+use super::lane::{self, HUNG, Lane, Piece};
+use super::pinned::Pinned;
+use crate::Arena;
+use crate::copy::Direction;
+
+/// The GPUs that engines have memory on, and the pool that is copied to and from.
+///
+/// Nothing of the driver is touched before the first [`Gpus::open`]. When the last [`Gpu`] has
+/// gone, all that was taken of the driver and of the GPUs is given back.
+#[derive(Debug)]
+pub struct Gpus {
+    arena: Arc<Arena>,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    users: usize,
+    open: Option<Open>,
+    closing: Option<JoinHandle<()>>,
+}
+
+/// What is held while at least one GPU is in use. Fields are dropped in order.
+#[derive(Debug)]
+struct Open {
+    devices: HashMap<String, Arc<Device>>,
+    /// Shared with the devices' copies, which end before.
+    pinned: Option<Arc<Pinned>>,
+    contexts: HashMap<String, Arc<Context>>,
+}
+
+#[derive(Debug)]
+struct Device {
+    uuid: String,
+    name: String,
+    context: Arc<Context>,
+    pinned: Arc<Pinned>,
+    to_host: Mutex<Option<Lane>>,
+    to_device: Mutex<Option<Lane>>,
+    opened: Mutex<HashMap<[u8; 64], Opened>>,
+    is_hung: AtomicBool,
+}
+
+/// Memory of another process that is open, once for all that use it: older drivers close it for
+/// all of them at the first close.
+#[derive(Debug)]
+struct Opened {
+    base: u64,
+    len: u64,
+    users: usize,
+}
+
+impl Gpus {
+    /// The GPUs of this host, with a pool. Costs nothing.
+    pub fn new(arena: Arc<Arena>) -> Self {
+        Self {
+            arena,
+            state: Arc::default(),
+        }
+    }
+
+    /// Returns the GPU with this id, spelled as PyTorch does (`19d82a72-11d8-…`). The first call
+    /// loads the driver and takes some hundred megabytes of the GPU's memory; it takes up to some
+    /// seconds.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn open(&self, uuid: &str) -> Result<Arc<Gpu>> {
+        let mut state = self.state.lock();
+        if let Some(closing) = state.closing.take() {
+            // The thread does nothing that panics.
+            let _ = closing.join();
+        }
+        driver::load()?;
+        if state.open.is_none() {
+            state.open = Some(Open {
+                devices: HashMap::new(),
+                pinned: None,
+                contexts: HashMap::new(),
+            });
+        }
+        let open = state.open.as_mut().expect("made above");
+        let device = match open.devices.get(uuid) {
+            Some(device) => Ok(Arc::clone(device)),
+            None => open.device(uuid, &self.arena),
+        };
+        if device.is_err() && state.users == 0 {
+            state.open = None;
+        }
+        let device = device?;
+        state.users += 1;
+        Ok(Arc::new(Gpu {
+            device,
+            state: Arc::clone(&self.state),
+        }))
+    }
+
+    /// Bytes of the pool that the GPUs reach; the others are copied by way of a buffer.
+    pub fn pinned_bytes(&self) -> u64 {
+        let state = self.state.lock();
+        let pinned = state.open.as_ref().and_then(|open| open.pinned.as_ref());
+        pinned.map_or(0, |pinned| pinned.done() as u64)
+    }
+}
+
+impl Open {
+    fn device(&mut self, uuid: &str, arena: &Arc<Arena>) -> Result<Arc<Device>> {
+        let gpus = driver::gpus()?;
+        let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == uuid) else {
+            let spelled = gpus.iter().map(|gpu| gpu.uuid.as_str());
+            let visible = spelled.collect::<Vec<_>>().join(", ");
+            return Err(CudaError::NotVisible {
+                uuid: uuid.to_owned(),
+                visible: if visible.is_empty() {
+                    "none".to_owned()
+                } else {
+                    visible
+                },
+            });
+        };
+        let context = Arc::new(Context::retain(gpu)?);
+        context.bind()?;
+        let pinned = self.pinned.get_or_insert_with(|| {
+            Arc::new(Pinned::start(Arc::clone(arena), Arc::clone(&context)))
+        });
+        let device = Arc::new(Device {
+            uuid: gpu.uuid.clone(),
+            name: gpu.name.clone(),
+            context: Arc::clone(&context),
+            pinned: Arc::clone(pinned),
+            to_host: Mutex::default(),
+            to_device: Mutex::default(),
+            opened: Mutex::default(),
+            is_hung: AtomicBool::new(false),
+        });
+        self.contexts.insert(gpu.uuid.clone(), context);
+        self.devices.insert(gpu.uuid.clone(), Arc::clone(&device));
+        Ok(device)
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        // Lanes and registrations are given back under a context; where none can be bound, the
+        // driver is beyond use.
+        for device in self.devices.drain() {
+            let (_, device) = device;
+            let _ = device.context.bind();
+            drop(device);
+        }
+        if let Some(context) = self.contexts.values().next() {
+            let _ = context.bind();
+        }
+        self.pinned = None;
+    }
+}
+
+/// A GPU in use. The last one gives everything back, in the background.
+#[derive(Debug)]
+pub struct Gpu {
+    device: Arc<Device>,
+    state: Arc<Mutex<State>>,
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        let mut state = self.state.lock();
+        state.users -= 1;
+        if state.users > 0 {
+            return;
+        }
+        let open = state.open.take();
+        // Registrations take 20 ms a GiB to give back, which nobody has to wait for. Without the
+        // thread they are given back here.
+        let spawned = thread::Builder::new()
+            .name("lmc-gpu-close".to_owned())
+            .spawn(move || drop(open));
+        state.closing = spawned.ok();
+    }
+}
+
+impl fmt::Display for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.device.name, self.device.uuid)
+    }
+}
+
+impl Gpu {
+    /// Id of the GPU.
+    pub fn uuid(&self) -> &str {
+        &self.device.uuid
+    }
+
+    /// Opens `len` bytes of another process's memory on this GPU, `offset` bytes into the allocation
+    /// that `handle` names (a `CUipcMemHandle`). The allocation is open, and so cannot be freed by
+    /// its owner, until the value is dropped; then `counter` is counted off.
+    ///
+    /// # Errors
+    /// [`CudaError::Outside`] if the allocation is shorter; [`CudaError::Call`] for a handle that the
+    /// driver does not know.
+    pub fn memory(
+        self: &Arc<Self>,
+        handle: [u8; 64],
+        offset: u64,
+        len: u64,
+        counter: Option<StorageCounter>,
+    ) -> Result<DeviceMemory> {
+        let device = &self.device;
+        device.context.bind()?;
+        let mut opened = device.opened.lock();
+        let found = match opened.get(&handle).map(|known| (known.base, known.len)) {
+            Some(known) => known,
+            None => driver::open_memory(&handle)?,
+        };
+        let (base, whole) = found;
+        let end = offset.saturating_add(len);
+        let fits = end <= whole;
+        let known = opened.entry(handle).or_insert(Opened {
+            base,
+            len: whole,
+            users: 0,
+        });
+        known.users += 1;
+        drop(opened);
+        let memory = DeviceMemory {
+            gpu: Arc::clone(self),
+            handle,
+            base: base + offset.min(whole),
+            len,
+            _counter: counter,
+        };
+        match fits {
+            true => Ok(memory),
+            // Dropping it closes what was opened for it.
+            false => Err(CudaError::Outside {
+                start: offset,
+                end,
+                len: whole,
+            }),
+        }
+    }
+
+    /// Waits until the work before another process's event is done. `handle` is a
+    /// `CUipcEventHandle`. Returns false if `proceed` did, which is asked all the time.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] for a handle that the driver does not know, and for a broken GPU.
+    pub fn wait_for(&self, handle: &[u8; 64], proceed: &dyn Fn() -> bool) -> Result<bool> {
+        self.device.context.bind()?;
+        Event::open(handle)?.wait(proceed)
+    }
+
+    /// Copies all pieces, as long as `proceed` returns true. Returns false after it did not.
+    pub(crate) fn copy(
+        &self,
+        direction: Direction,
+        runs: impl Iterator<Item = (u64, *mut u8, u64)>,
+        proceed: &dyn Fn() -> bool,
+    ) -> Result<bool> {
+        let device = &self.device;
+        let hung = || CudaError::Hung {
+            uuid: device.uuid.clone(),
+            seconds: HUNG.as_secs(),
+        };
+        device.context.bind()?;
+        let lane = match direction {
+            Direction::Gather => &device.to_host,
+            Direction::Scatter => &device.to_device,
+        };
+        let mut lane = loop {
+            if device.is_hung.load(Ordering::Relaxed) {
+                return Err(hung());
+            }
+            if !proceed() {
+                return Ok(false);
+            }
+            if let Some(lane) = lane.try_lock_for(TURN) {
+                break lane;
+            }
+        };
+        if lane.is_none() {
+            *lane = Some(Lane::new(direction)?);
+        }
+        let this = lane.as_mut().expect("made above");
+        let pieces = runs.map(|(device, host, len)| Piece { device, host, len });
+        let wait =
+            |done: &Event| lane::wait_for(done, &|| device.is_hung.store(true, Ordering::Relaxed));
+        let copied = this.copy(pieces, &device.pinned, proceed, &wait);
+        if copied.is_err() {
+            // Launches of a lane that failed may not have landed.
+            *lane = None;
+        }
+        if device.is_hung.load(Ordering::Relaxed) {
+            // It ended after all, too late for those who waited.
+            return copied.and(Err(hung()));
+        }
+        copied
+    }
+}
+
+/// Time for which a copy waits for another one in its direction, before it asks whether it is still
+/// wanted.
+const TURN: std::time::Duration = std::time::Duration::from_millis(20);
+
+/// A range of another process's memory on a GPU.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    gpu: Arc<Gpu>,
+    handle: [u8; 64],
+    base: u64,
+    len: u64,
+    /// Counted off after the memory is closed.
+    _counter: Option<StorageCounter>,
+}
+
+impl DeviceMemory {
+    /// The GPU.
+    pub fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
+    /// First byte, as the GPU addresses it.
+    pub(crate) fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Number of bytes.
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        let device = &self.gpu.device;
+        let mut opened = device.opened.lock();
+        let Some(known) = opened.get_mut(&self.handle) else {
+            return;
+        };
+        known.users -= 1;
+        if known.users == 0 {
+            // Where no context can be bound, the driver is beyond use.
+            let _ = device.context.bind();
+            driver::close_memory(known.base);
+            opened.remove(&self.handle);
+        }
+    }
+}

@@ -1,0 +1,15 @@
+//! Memory of engines on NVIDIA GPUs, opened by the handles that they send and copied by a kernel.
+//!
+//! The driver is loaded when the first engine with such memory registers; a host without one serves
+//! all others. A worker's registration gets a [`Gpu`] from [`Gpus`], and [`DeviceMemory`] for its
+//! tensors; [`CopyPool`](crate::CopyPool) copies between that and chunks of the pool.
+
+mod counter;
+mod driver;
+mod gpus;
+mod lane;
+mod pinned;
+
+pub use counter::StorageCounter;
+pub use driver::CudaError;
+pub use gpus::{DeviceMemory, Gpu, Gpus};

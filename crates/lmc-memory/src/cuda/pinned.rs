@@ -1,0 +1,97 @@
+//! The pool's memory, registered with the GPUs from its start on, in the background.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::{self, JoinHandle};
+
+use super::driver::{self, Context};
+use crate::Arena;
+
+/// Bytes that are registered at a time: long enough to cost 45 ms a GiB, as one call for all does.
+const PIECE: usize = 256 << 20;
+
+/// Registration of an arena. Bytes that are not registered yet are copied by way of a buffer.
+#[derive(Debug)]
+pub(super) struct Pinned {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    arena: Arc<Arena>,
+    /// Bytes from the start of the arena that are registered.
+    done: AtomicUsize,
+    stopped: AtomicBool,
+}
+
+impl Pinned {
+    /// Begins to register an arena, in this context and for all others.
+    pub(super) fn start(arena: Arc<Arena>, context: Arc<Context>) -> Self {
+        let shared = Arc::new(Shared {
+            arena,
+            done: AtomicUsize::new(0),
+            stopped: AtomicBool::new(false),
+        });
+        let of_thread = Arc::clone(&shared);
+        let thread = thread::Builder::new()
+            .name("lmc-gpu-pin".to_owned())
+            .spawn(move || {
+                // What cannot be registered is copied by way of a buffer, which is slower.
+                if context.same_addresses && context.bind().is_ok() {
+                    of_thread.register_all();
+                }
+            });
+        Self {
+            shared,
+            // Without the thread nothing is registered.
+            thread: thread.ok(),
+        }
+    }
+
+    /// Returns true if the range is registered.
+    pub(super) fn holds(&self, base: *const u8, len: usize) -> bool {
+        let start = self.shared.arena.base_ptr().as_ptr().addr();
+        let done = self.shared.done.load(Ordering::Acquire);
+        base.addr() >= start && base.addr() + len <= start + done
+    }
+
+    /// Bytes that are registered.
+    pub(super) fn done(&self) -> usize {
+        self.shared.done.load(Ordering::Acquire)
+    }
+}
+
+impl Shared {
+    fn register_all(&self) {
+        let len = self.arena.len();
+        for start in (0..len).step_by(PIECE) {
+            let piece = PIECE.min(len - start);
+            let is_there = self.arena.ensure(start as u64, piece as u64).is_ok();
+            if self.stopped.load(Ordering::Relaxed) || !is_there {
+                return;
+            }
+            let base = self.arena.base_ptr().as_ptr().wrapping_add(start);
+            // SAFETY: the arena stays mapped for as long as this value holds it, and `Pinned::drop`
+            // unregisters every piece before.
+            if unsafe { driver::register(base, piece) }.is_err() {
+                return;
+            }
+            self.done.store(start + piece, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for Pinned {
+    /// The caller has bound a context and has no copy under way.
+    fn drop(&mut self) {
+        self.shared.stopped.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            // The thread does nothing that panics.
+            let _ = thread.join();
+        }
+        for start in (0..self.done()).step_by(PIECE) {
+            driver::unregister(self.shared.arena.base_ptr().as_ptr().wrapping_add(start));
+        }
+    }
+}
