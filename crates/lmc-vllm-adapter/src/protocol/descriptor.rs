@@ -386,6 +386,7 @@ fn dims(reader: &mut Reader<'_>, what: &'static str) -> Result<Vec<u64>, ValueEr
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::msgpack::Bin;
 
     fn sample() -> CpuShm {
         CpuShm {
@@ -412,6 +413,66 @@ mod tests {
         assert_eq!(round_trip(&descriptor), Ok(descriptor));
         let cuda = KvDescriptor::Unsupported("cuda_vmm".to_owned());
         assert_eq!(round_trip(&cuda), Ok(cuda));
+    }
+
+    /// What PyTorch 2.11 shares for a tensor in memory of `cudaMalloc`, recorded on an H200; after its
+    /// version comes `kind`.
+    fn recorded(kind: u8) -> Vec<u8> {
+        const HANDLE: &str = "c0d27a2c000000002702000000000000000000010000000000100000000000000600\
+                              000000ff000036000000000000002600d0c19c00005c0000000000000000";
+        let hex = |at: usize| u8::from_str_radix(&HANDLE[at..at + 2], 16).expect("hexadecimal");
+        let handle: Vec<u8> = (0..HANDLE.len()).step_by(2).map(hex).collect();
+        let mut out = Writer::new();
+        out.map(4);
+        out.str("type");
+        out.str("cuda");
+        out.str("version");
+        out.uint(1);
+        out.str("metadata");
+        out.raw(&encoded(&Record(&[
+            ("dtype", &"int32"),
+            ("shape", &vec![1_u64 << 22]),
+            ("stride", &vec![1_u64]),
+            ("storage_offset", &0_u64),
+            ("device_uuid", &"19d82a72-11d8-b896-53d0-54b5ef820006"),
+        ])));
+        out.str("handle");
+        out.array(8);
+        out.int(0);
+        out.bin(&[&[2, kind], &handle[..]].concat());
+        out.uint(16_777_216);
+        out.uint(4_194_304);
+        out.bin(b"/torch_551_863121536_0");
+        out.uint(1);
+        out.bin(&[7; 64]);
+        out.bool(true);
+        out.into_bytes()
+    }
+
+    #[test]
+    fn a_storage_that_pytorch_shares_is_understood() {
+        let found = KvDescriptor::decode(EXT_CODE, &recorded(b'c')).expect("a descriptor");
+        let KvDescriptor::Cuda(cuda) = &found else {
+            panic!("{found:?}");
+        };
+        assert_eq!(cuda.handle[..4], [0xc0, 0xd2, 0x7a, 0x2c]);
+        assert_eq!((cuda.offset, cuda.nbytes), (4_194_304, 16_777_216));
+        let counter = Some(("/torch_551_863121536_0".to_owned(), 1));
+        assert_eq!(cuda.counter, counter);
+        assert_eq!(round_trip(&found), Ok(found.clone()));
+    }
+
+    #[test]
+    fn cuda_memory_that_cannot_be_opened_is_refused_with_its_cause() {
+        let refused = |kind| KvDescriptor::decode(EXT_CODE, &recorded(kind));
+        assert_eq!(refused(b'e'), Err(DescriptorError::Expandable));
+        assert_eq!(refused(b'x'), Err(DescriptorError::Handle(66)));
+        let mut short = recorded(b'c');
+        short.truncate(short.len() - 1);
+        assert!(KvDescriptor::decode(EXT_CODE, &short).is_err());
+        let raw = encoded(&Record(&[("type", &"cuda_raw"), ("handle", &Bin(&[1]))]));
+        let kind = KvDescriptor::Unsupported("cuda_raw".to_owned());
+        assert_eq!(KvDescriptor::decode(EXT_CODE, &raw), Ok(kind));
     }
 
     #[test]

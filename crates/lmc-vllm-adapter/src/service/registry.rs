@@ -26,6 +26,9 @@ use crate::service::{ClientId, InspectError, Outcome};
 /// Layouts of one model above which a lookup finds nothing: each must have the chunk.
 const MAX_LAYOUTS: usize = 64;
 
+/// Time for which memory of a GPU stays open after its worker's connection has ended, at most.
+const GPU_GRACE: Duration = Duration::from_secs(3);
+
 /// Time for which an unknown worker's sign of life is remembered.
 const REFUSED_TTL: Duration = Duration::from_secs(600);
 
@@ -660,7 +663,12 @@ fn silent_workers(
         .iter()
         .filter(|(_, instance)| {
             if let Some(orphaned) = instance.orphaned {
-                return now.saturating_duration_since(orphaned) >= config.orphan_grace;
+                let grace = match instance.gpu() {
+                    // What is open here stays allocated after its engine's death.
+                    Some(_) => config.orphan_grace.min(GPU_GRACE),
+                    None => config.orphan_grace,
+                };
+                return now.saturating_duration_since(orphaned) >= grace;
             }
             if config.reap_timeout.is_zero() {
                 return false;
