@@ -68,6 +68,8 @@ fn lab(nextest: bool, features: &str) -> Vec<Step> {
             "rdma",
             "cargo xtask test-rdma --level best --level tcp --level cma",
         ),
+        Step::new("ptx", "cargo xtask ptx --check"),
+        Step::new("gpu", "cargo xtask test-gpu"),
         Step::new("remote", "cargo xtask test-remote"),
         Step::new("python", "cargo xtask test-python"),
         Step::new("interface", "cargo xtask test-interface"),

@@ -5,6 +5,7 @@ mod build;
 mod built;
 mod crash_loop;
 mod fuzz;
+mod gpu;
 mod janitor;
 mod lab;
 mod multinode;
@@ -76,6 +77,8 @@ enum Action {
     /// Test the tier of shared stores over real servers
     TestRemote,
     TestRdma(rdma::RdmaArgs),
+    TestGpu(gpu::GpuArgs),
+    Ptx(gpu::PtxArgs),
     Fuzz(fuzz::FuzzArgs),
     CrashLoop(crash_loop::CrashLoopArgs),
     #[command(subcommand)]
@@ -112,6 +115,8 @@ fn run(action: &Action) -> Result<bool> {
         Action::TestMultinode => multinode::run(),
         Action::TestRemote => remote::run(),
         Action::TestRdma(args) => rdma::run(args),
+        Action::TestGpu(args) => gpu::run(args),
+        Action::Ptx(args) => gpu::ptx(args),
         Action::Fuzz(args) => fuzz::run(args),
         Action::CrashLoop(args) => crash_loop::run(args),
         Action::Bench(action) => bench::run(action),

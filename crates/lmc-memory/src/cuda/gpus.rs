@@ -32,13 +32,12 @@ struct State {
     closing: Option<JoinHandle<()>>,
 }
 
-/// What is held while at least one GPU is in use. Fields are dropped in order.
-#[derive(Debug)]
+/// What is held while at least one GPU is in use.
+#[derive(Debug, Default)]
 struct Open {
     devices: HashMap<String, Arc<Device>>,
-    /// Shared with the devices' copies, which end before.
+    /// Made with the first device, for all.
     pinned: Option<Arc<Pinned>>,
-    contexts: HashMap<String, Arc<Context>>,
 }
 
 #[derive(Debug)]
@@ -84,14 +83,7 @@ impl Gpus {
             let _ = closing.join();
         }
         driver::load()?;
-        if state.open.is_none() {
-            state.open = Some(Open {
-                devices: HashMap::new(),
-                pinned: None,
-                contexts: HashMap::new(),
-            });
-        }
-        let open = state.open.as_mut().expect("made above");
+        let open = state.open.get_or_insert_default();
         let device = match open.devices.get(uuid) {
             Some(device) => Ok(Arc::clone(device)),
             None => open.device(uuid, &self.arena),
@@ -102,7 +94,7 @@ impl Gpus {
         let device = device?;
         state.users += 1;
         Ok(Arc::new(Gpu {
-            device,
+            device: Some(device),
             state: Arc::clone(&self.state),
         }))
     }
@@ -138,39 +130,32 @@ impl Open {
         let device = Arc::new(Device {
             uuid: gpu.uuid.clone(),
             name: gpu.name.clone(),
-            context: Arc::clone(&context),
+            context,
             pinned: Arc::clone(pinned),
             to_host: Mutex::default(),
             to_device: Mutex::default(),
             opened: Mutex::default(),
             is_hung: AtomicBool::new(false),
         });
-        self.contexts.insert(gpu.uuid.clone(), context);
         self.devices.insert(gpu.uuid.clone(), Arc::clone(&device));
         Ok(device)
     }
 }
 
-impl Drop for Open {
+impl Drop for Device {
     fn drop(&mut self) {
-        // Lanes and registrations are given back under a context; where none can be bound, the
-        // driver is beyond use.
-        for device in self.devices.drain() {
-            let (_, device) = device;
-            let _ = device.context.bind();
-            drop(device);
-        }
-        if let Some(context) = self.contexts.values().next() {
-            let _ = context.bind();
-        }
-        self.pinned = None;
+        // Where no context can be bound, the driver is beyond use.
+        let _ = self.context.bind();
+        *self.to_host.get_mut() = None;
+        *self.to_device.get_mut() = None;
     }
 }
 
 /// A GPU in use. The last one gives everything back, in the background.
 #[derive(Debug)]
 pub struct Gpu {
-    device: Arc<Device>,
+    /// None only while it is dropped.
+    device: Option<Arc<Device>>,
     state: Arc<Mutex<State>>,
 }
 
@@ -181,7 +166,7 @@ impl Drop for Gpu {
         if state.users > 0 {
             return;
         }
-        let open = state.open.take();
+        let open = (self.device.take(), state.open.take());
         // Registrations take 20 ms a GiB to give back, which nobody has to wait for. Without the
         // thread they are given back here.
         let spawned = thread::Builder::new()
@@ -193,14 +178,18 @@ impl Drop for Gpu {
 
 impl fmt::Display for Gpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.device.name, self.device.uuid)
+        write!(f, "{} {}", self.device().name, self.uuid())
     }
 }
 
 impl Gpu {
+    fn device(&self) -> &Device {
+        self.device.as_ref().expect("only a drop takes it")
+    }
+
     /// Id of the GPU.
     pub fn uuid(&self) -> &str {
-        &self.device.uuid
+        &self.device().uuid
     }
 
     /// Opens `len` bytes of another process's memory on this GPU, `offset` bytes into the allocation
@@ -217,7 +206,7 @@ impl Gpu {
         len: u64,
         counter: Option<StorageCounter>,
     ) -> Result<DeviceMemory> {
-        let device = &self.device;
+        let device = self.device();
         device.context.bind()?;
         let mut opened = device.opened.lock();
         let found = match opened.get(&handle).map(|known| (known.base, known.len)) {
@@ -258,7 +247,7 @@ impl Gpu {
     /// # Errors
     /// [`CudaError::Call`] for a handle that the driver does not know, and for a broken GPU.
     pub fn wait_for(&self, handle: &[u8; 64], proceed: &dyn Fn() -> bool) -> Result<bool> {
-        self.device.context.bind()?;
+        self.device().context.bind()?;
         Event::open(handle)?.wait(proceed)
     }
 
@@ -269,7 +258,7 @@ impl Gpu {
         runs: impl Iterator<Item = (u64, *mut u8, u64)>,
         proceed: &dyn Fn() -> bool,
     ) -> Result<bool> {
-        let device = &self.device;
+        let device = self.device();
         let hung = || CudaError::Hung {
             uuid: device.uuid.clone(),
             seconds: HUNG.as_secs(),
@@ -344,7 +333,7 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        let device = &self.gpu.device;
+        let device = self.gpu.device();
         let mut opened = device.opened.lock();
         let Some(known) = opened.get_mut(&self.handle) else {
             return;

@@ -15,6 +15,8 @@ const PIECE: usize = 256 << 20;
 pub(super) struct Pinned {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
+    /// In which the registrations are made; they are good in all others while it lives.
+    context: Arc<Context>,
 }
 
 #[derive(Debug)]
@@ -33,19 +35,21 @@ impl Pinned {
             done: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
         });
-        let of_thread = Arc::clone(&shared);
+        let of_thread = (Arc::clone(&shared), Arc::clone(&context));
         let thread = thread::Builder::new()
             .name("lmc-gpu-pin".to_owned())
             .spawn(move || {
                 // What cannot be registered is copied by way of a buffer, which is slower.
+                let (shared, context) = of_thread;
                 if context.same_addresses && context.bind().is_ok() {
-                    of_thread.register_all();
+                    shared.register_all();
                 }
             });
         Self {
             shared,
             // Without the thread nothing is registered.
             thread: thread.ok(),
+            context,
         }
     }
 
@@ -83,13 +87,14 @@ impl Shared {
 }
 
 impl Drop for Pinned {
-    /// The caller has bound a context and has no copy under way.
     fn drop(&mut self) {
         self.shared.stopped.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
             // The thread does nothing that panics.
             let _ = thread.join();
         }
+        // Where no context can be bound, the driver is beyond use.
+        let _ = self.context.bind();
         for start in (0..self.done()).step_by(PIECE) {
             driver::unregister(self.shared.arena.base_ptr().as_ptr().wrapping_add(start));
         }

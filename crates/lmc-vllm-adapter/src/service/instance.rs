@@ -10,7 +10,7 @@ use lmc_key::{DtypeName, KeySpace, LayoutFingerprint, ModelName, Salt, SpaceId, 
 use lmc_memory::cuda::{CudaError, DeviceMemory, Gpu, Gpus, StorageCounter};
 use lmc_memory::{
     ChunkOrder, DType, GroupLayout, KvGroup, KvMemory, KvOrder, KvSegments, KvTensor,
-    MappedSegment, PagedKv, Planes, SegmentError, SharedName,
+    MappedSegment, PagedKv, Planes, SegmentError, SharedName, own_uid,
 };
 use thiserror::Error;
 
@@ -37,6 +37,13 @@ pub(crate) enum RegisterError {
          lmcache.mp.mp_transfer_mode=engine_driven"
     )]
     Memory(String),
+    /// Memory on a GPU of a user for whom this server opens none: the driver does not say whose it is.
+    #[error(
+        "memory on a GPU is opened for this server's own user and for root only, because the CUDA \
+         driver does not say whose memory a handle opens: run the server as the engine's user, or \
+         use lmcache.mp.mp_transfer_mode=engine_driven"
+    )]
+    OtherUser,
     /// Memory on a GPU that this server cannot open.
     #[error(
         "the engine's CUDA memory cannot be opened: {0}; or let the engine copy, with \
@@ -487,15 +494,18 @@ impl Segments {
     /// None are open yet. The kind is that of the first tensor.
     fn of(groups: &[Described<'_>], user: Option<u32>, gpus: &Gpus) -> Result<Self, RegisterError> {
         let first = groups.iter().find_map(|group| group.tensors.first());
+        let user = user.ok_or(RegisterError::UnknownUser)?;
         Ok(match first {
-            // Its handle is the right to it, whoever the user is.
+            Some(KvDescriptor::Cuda(_)) if user != own_uid() && user != 0 => {
+                return Err(RegisterError::OtherUser);
+            }
             Some(KvDescriptor::Cuda(cuda)) => Self::Gpu(GpuSegments {
                 gpu: gpus.open(&cuda.device_uuid)?,
                 user,
                 opened: Vec::new(),
             }),
             _ => Self::Host(HostSegments {
-                user: user.ok_or(RegisterError::UnknownUser)?,
+                user,
                 numbers: HashMap::new(),
                 mapped: Vec::new(),
             }),
@@ -529,7 +539,7 @@ impl Segments {
 /// The segments of a registration on one GPU, one for each tensor.
 struct GpuSegments {
     gpu: Arc<Gpu>,
-    user: Option<u32>,
+    user: u32,
     opened: Vec<Arc<DeviceMemory>>,
 }
 
@@ -549,11 +559,10 @@ impl GpuSegments {
         }
         // Without the counter the engine keeps the memory until its end, which is when it has no use
         // for it anyway.
-        let counter =
-            (tensor.counter.as_ref().zip(self.user)).and_then(|((name, number), user)| {
-                let name = SharedName::new(name).ok()?;
-                StorageCounter::open_for(user, &name, *number).ok()
-            });
+        let counter = tensor.counter.as_ref().and_then(|(name, number)| {
+            let name = SharedName::new(name).ok()?;
+            StorageCounter::open_for(self.user, &name, *number).ok()
+        });
         let (handle, offset, bytes) = (tensor.handle, tensor.offset, tensor.nbytes);
         let memory = self.gpu.memory(handle, offset, bytes, counter)?;
         self.opened.push(Arc::new(memory));

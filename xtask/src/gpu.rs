@@ -1,0 +1,99 @@
+//! `cargo xtask test-gpu` and `ptx`: what needs a GPU or its compiler.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result};
+
+use crate::scripts::{self, NotToBeHad};
+use crate::{packages, target, vllm};
+
+/// Prove on a GPU what needs one: LMCache's own client on tensors there, byte by byte
+///
+/// Puts the program, the wheels that the client needs and the scripts into target/test-gpu, which is
+/// all that a machine with a GPU needs besides Python and torch: copy the folder there and run its
+/// run.sh. Where this machine has a GPU, that is run here.
+#[derive(Debug, clap::Args)]
+pub(crate) struct GpuArgs {
+    /// Version of Python on the machine with the GPU
+    #[arg(long, default_value = "3.12", value_name = "VERSION")]
+    python: String,
+}
+
+const SCRIPTS: [&str; 3] = ["run.sh", "client.py", "load.py"];
+
+/// Makes the folder, and runs it where there is a GPU. Returns true if nothing failed.
+pub(crate) fn run(args: &GpuArgs) -> Result<bool> {
+    let folder = match pack(&args.python) {
+        Ok(folder) => folder,
+        Err(why) if why.is::<NotToBeHad>() => return Ok(scripts::skipped("gpu", &why)),
+        Err(fault) => return Err(fault),
+    };
+    if !packages::found("nvidia-smi") {
+        let there = folder.display();
+        let why = NotToBeHad(format!(
+            "no GPU here: copy {there} to a machine that has one and run its run.sh"
+        ));
+        return Ok(scripts::skipped("gpu", &why.into()));
+    }
+    let mut script = Command::new("bash");
+    let status = script.arg(folder.join("run.sh")).stdin(Stdio::null());
+    Ok(status.status().context("cannot run bash")?.success())
+}
+
+fn pack(python: &str) -> Result<PathBuf> {
+    let wheels = scripts::set_up("xtask/python/gpu.sh", &[python])?;
+    let program = vllm::build_server()?;
+    let folder = target()?.join("test-gpu");
+    let _ = fs::remove_dir_all(&folder);
+    let into = folder.join("wheels");
+    fs::create_dir_all(&into)?;
+    for entry in fs::read_dir(&wheels)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "whl") {
+            copy(&path, &into)?;
+        }
+    }
+    for script in SCRIPTS {
+        copy(&Path::new("xtask/python/gpu").join(script), &folder)?;
+    }
+    copy(&program, &folder)?;
+    Ok(folder)
+}
+
+fn copy(from: &Path, into: &Path) -> Result<()> {
+    let name = from.file_name().context("a file has a name")?;
+    fs::copy(from, into.join(name)).with_context(|| format!("cannot copy {}", from.display()))?;
+    Ok(())
+}
+
+/// Compile the kernels to PTX, with NVIDIA's compiler from PyPI
+#[derive(Debug, clap::Args)]
+pub(crate) struct PtxArgs {
+    /// Write nothing: fail where the files in the tree are not what the sources compile to
+    #[arg(long)]
+    check: bool,
+}
+
+/// The kernels, without their extensions.
+const KERNELS: [&str; 1] = ["crates/lmc-memory/src/cuda/copy_runs"];
+
+/// Compiles the kernels. Returns true if all is well.
+pub(crate) fn ptx(args: &PtxArgs) -> Result<bool> {
+    let environment = match scripts::set_up("xtask/python/ptx.sh", &[]) {
+        Ok(folder) => PathBuf::from(folder),
+        Err(why) if why.is::<NotToBeHad>() => return Ok(scripts::skipped("ptx", &why)),
+        Err(fault) => return Err(fault),
+    };
+    let mut is_well = true;
+    for kernel in KERNELS {
+        let mut compiler = Command::new(environment.join("bin/python"));
+        compiler.args(["xtask/python/ptx.py", &format!("{kernel}.cu")]);
+        compiler.arg(format!("{kernel}.ptx"));
+        compiler.args(args.check.then_some("--check"));
+        let status = compiler.stdin(Stdio::null()).status();
+        is_well &= status.context("cannot run the compiler")?.success();
+    }
+    Ok(is_well)
+}
