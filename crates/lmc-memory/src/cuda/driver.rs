@@ -12,7 +12,6 @@ use thiserror::Error;
 const FUNCTIONS: [&str; 31] = [
     "cuCtxSetCurrent",
     "cuDeviceGet",
-    "cuDeviceGetAttribute",
     "cuDeviceGetCount",
     "cuDeviceGetName",
     "cuDeviceGetUuid_v2",
@@ -35,6 +34,7 @@ const FUNCTIONS: [&str; 31] = [
     "cuMemHostAlloc",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
+    "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
     "cuModuleGetFunction",
     "cuModuleLoadData",
@@ -205,8 +205,6 @@ fn spell(uuid: [u8; 16]) -> String {
 pub(super) struct Context {
     context: sys::CUcontext,
     device: c_int,
-    /// True if the GPU reaches registered host memory at the address that the CPU uses.
-    pub(super) same_addresses: bool,
 }
 
 // SAFETY: the driver's contexts may be used from any thread that binds them.
@@ -216,18 +214,11 @@ unsafe impl Sync for Context {}
 
 impl Context {
     pub(super) fn retain(gpu: &Gpu) -> Result<Self> {
-        let mut same = 0;
-        call!(cuDeviceGetAttribute(
-            &mut same,
-            sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM,
-            gpu.ordinal
-        ))?;
         let mut context = ptr::null_mut();
         call!(cuDevicePrimaryCtxRetain(&mut context, gpu.ordinal))?;
         Ok(Self {
             context,
             device: gpu.ordinal,
-            same_addresses: same != 0,
         })
     }
 
@@ -354,7 +345,7 @@ impl Pause {
     }
 }
 
-/// Host memory that belongs to the driver, which the GPU reaches at the same address.
+/// Host memory that belongs to the driver.
 #[derive(Debug)]
 pub(super) struct HostBuffer {
     pub(super) base: *mut u8,
@@ -403,8 +394,8 @@ impl Drop for DeviceBuffer {
 /// # Safety
 /// The range stays mapped until [`unregister`] is called for it, or until its context has ended.
 pub(super) unsafe fn register(base: *mut u8, len: usize) -> Result<()> {
-    let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
-    call!(cuMemHostRegister_v2(base.cast(), len, flags))
+    let portable = sys::CU_MEMHOSTREGISTER_PORTABLE;
+    call!(cuMemHostRegister_v2(base.cast(), len, portable))
 }
 
 pub(super) fn unregister(base: *mut u8) {
@@ -468,26 +459,20 @@ impl Stream {
         Ok(Self(stream))
     }
 
-    /// Copies the runs with `blocks` blocks of threads, and records `done` after them.
+    /// Copies the runs within the device's memory, by `blocks` blocks of threads.
     ///
     /// # Safety
-    /// Until `done` is done, `runs` is not changed, and each run lies in device memory or in host
-    /// memory that the GPU reaches, on both sides.
+    /// Until the work is done, `runs` lies in a [`HostBuffer`] and is not changed, and each run lies in
+    /// device memory, on both sides.
     pub(super) unsafe fn copy_runs(
         &self,
         kernel: &Kernel,
         blocks: u32,
         runs: &[Run],
         table: &DeviceBuffer,
-        done: &Event,
     ) -> Result<()> {
-        let bytes = size_of_val(runs);
-        call!(cuMemcpyHtoDAsync_v2(
-            table.0,
-            runs.as_ptr().cast(),
-            bytes,
-            self.0
-        ))?;
+        let (from, bytes) = (runs.as_ptr().cast(), size_of_val(runs));
+        call!(cuMemcpyHtoDAsync_v2(table.0, from, bytes, self.0))?;
         let (mut table, mut count) = (table.0, runs.len() as u32);
         let mut arguments = [
             ptr::from_mut(&mut table).cast::<c_void>(),
@@ -505,7 +490,27 @@ impl Stream {
             self.0,
             arguments.as_mut_ptr(),
             ptr::null_mut()
-        ))?;
+        ))
+    }
+
+    /// Copies bytes of the device to the host.
+    ///
+    /// # Safety
+    /// Both ranges exist until the work is done, and nothing else uses the host's.
+    pub(super) unsafe fn copy_to_host(&self, from: u64, to: *mut u8, len: usize) -> Result<()> {
+        call!(cuMemcpyDtoHAsync_v2(to.cast(), from, len, self.0))
+    }
+
+    /// Copies bytes of the host to the device.
+    ///
+    /// # Safety
+    /// Both ranges exist until the work is done, and nothing writes the host's.
+    pub(super) unsafe fn copy_to_device(&self, from: *const u8, to: u64, len: usize) -> Result<()> {
+        call!(cuMemcpyHtoDAsync_v2(to, from.cast(), len, self.0))
+    }
+
+    /// Marks the end of the work so far.
+    pub(super) fn record(&self, done: &Event) -> Result<()> {
         call!(cuEventRecord(done.0, self.0))
     }
 }

@@ -1,6 +1,12 @@
 //! Copies in one direction on one GPU.
+//!
+//! A kernel gathers runs into one range of the GPU's memory, which then goes to the host as a whole;
+//! the other way the range comes first. So the link is crossed by the GPU's copy engines, at its
+//! full rate whatever the length of the runs, and the engine's own kernels give way for
+//! microseconds only: those of two processes take turns on a GPU.
 
-use std::ptr;
+use std::iter::Peekable;
+use std::time::Duration;
 
 use super::driver::{DeviceBuffer, Event, HostBuffer, Kernel, Pause, Result, Run, Stream};
 use super::pinned::Pinned;
@@ -10,13 +16,11 @@ use crate::copy::Direction;
 /// it.
 const RUN: u64 = 64 << 10;
 /// Most runs of one launch.
-const RUNS: usize = 4096;
-/// Most bytes of one launch, which is what a copy that is stopped still writes: 0.3 ms at 55 GB/s.
-const SLICE: usize = 16 << 20;
-/// Blocks of threads that copy, of the one per multiprocessor and more that would fit: as many as
-/// fill the link (`xtask/python/gpu`), and no more, because the engine computes meanwhile.
-const BLOCKS_TO_DEVICE: u32 = 16;
-const BLOCKS_TO_HOST: u32 = 8;
+const RUNS: usize = 8192;
+/// Most bytes of one launch, which is what a copy that is stopped still writes: 0.6 ms at 55 GB/s.
+const SLICE: usize = 32 << 20;
+/// Blocks of threads of the kernel: about one for each multiprocessor of a large GPU.
+const BLOCKS: u32 = 128;
 
 /// A run between device memory and a chunk.
 #[derive(Clone, Copy, Debug)]
@@ -26,7 +30,7 @@ pub(super) struct Piece {
     pub(super) len: u64,
 }
 
-/// A stream with two launches that alternate, so that the GPU does not wait for this process.
+/// A stream with two launches that alternate, so that the link does not wait for the kernel.
 #[derive(Debug)]
 pub(super) struct Lane {
     direction: Direction,
@@ -35,17 +39,24 @@ pub(super) struct Lane {
     kernel: Kernel,
 }
 
-/// One launch: its table and, for host memory that the GPU does not reach, a buffer.
+/// One launch.
 #[derive(Debug)]
 struct Flight {
     /// Runs in host memory that the driver owns, and in the device's.
     runs: HostBuffer,
     table: DeviceBuffer,
-    buffer: Option<HostBuffer>,
-    /// Host side of what a gather has left in the buffer.
-    left: Vec<Piece>,
+    /// Where the runs lie one after another.
+    range: DeviceBuffer,
     done: Event,
     is_under_way: bool,
+}
+
+/// Bytes that are contiguous on the host and in the range.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    host: *mut u8,
+    at: usize,
+    len: usize,
 }
 
 impl Lane {
@@ -60,7 +71,7 @@ impl Lane {
 
     /// Copies all pieces, as long as `proceed` returns true, which is asked before each launch.
     /// Returns false after it did not. Nothing is under way any more when this returns, unless with
-    /// an error.
+    /// an error of the driver.
     pub(super) fn copy(
         &mut self,
         pieces: impl Iterator<Item = Piece>,
@@ -69,7 +80,7 @@ impl Lane {
         wait: &dyn Fn(&Event) -> Result<()>,
     ) -> Result<bool> {
         let launched = self.launch_all(pieces, pinned, proceed, wait);
-        // After an error too: what is under way writes to memory that is lent for this call.
+        // After an error too: what is under way uses memory that is lent for this call.
         let landed = self.flights.each_mut().map(|flight| flight.land(wait));
         let proceeded = launched?;
         landed.into_iter().collect::<Result<()>>()?;
@@ -84,6 +95,7 @@ impl Lane {
         wait: &dyn Fn(&Event) -> Result<()>,
     ) -> Result<bool> {
         let mut pieces = pieces.flat_map(cut).peekable();
+        let mut parts = Vec::new();
         let mut turn = 0;
         while pieces.peek().is_some() {
             let flight = &mut self.flights[turn];
@@ -91,26 +103,25 @@ impl Lane {
             if !proceed() {
                 return Ok(false);
             }
-            let runs = flight.load(&mut pieces, self.direction, pinned)?;
-            let blocks = match self.direction {
-                Direction::Gather => BLOCKS_TO_HOST,
-                Direction::Scatter => BLOCKS_TO_DEVICE,
-            };
+            let count = flight.load(&mut pieces, self.direction, &mut parts);
             flight.is_under_way = true;
-            let (runs, table, done) = (flight.runs(runs), &flight.table, &flight.done);
-            // SAFETY: the table is not written before the flight has landed. Device addresses were
-            // checked when the plan was made, and the plan keeps that memory open; host addresses
-            // lie in chunks that are lent for this call, which ends after the last landing, and are
-            // registered, or lie in the flight's buffer.
-            unsafe { (self.stream).copy_runs(&self.kernel, blocks, runs, table, done) }?;
+            let stream = &self.stream;
+            match self.direction {
+                Direction::Gather => {
+                    flight.launch(stream, &self.kernel, count)?;
+                    flight.move_parts(stream, &parts, self.direction, pinned)?;
+                }
+                Direction::Scatter => {
+                    flight.move_parts(stream, &parts, self.direction, pinned)?;
+                    flight.launch(stream, &self.kernel, count)?;
+                }
+            }
+            stream.record(&flight.done)?;
             turn = 1 - turn;
         }
         Ok(true)
     }
 }
-
-// SAFETY: the addresses in `left` are used by the copy that put them there and has not returned yet.
-unsafe impl Send for Flight {}
 
 /// Cuts a piece where the kernel's runs end.
 fn cut(piece: Piece) -> impl Iterator<Item = Piece> {
@@ -128,97 +139,121 @@ impl Flight {
         Ok(Self {
             runs: HostBuffer::new(RUNS * size_of::<Run>())?,
             table: DeviceBuffer::new(RUNS * size_of::<Run>())?,
-            buffer: None,
-            left: Vec::new(),
+            range: DeviceBuffer::new(slice())?,
             done: Event::new()?,
             is_under_way: false,
         })
     }
 
-    /// Waits for the launch, if there is one, and takes its bytes out of the buffer.
+    /// Waits for the launch, if there is one.
     fn land(&mut self, wait: &dyn Fn(&Event) -> Result<()>) -> Result<()> {
-        if !self.is_under_way {
-            return Ok(());
-        }
-        wait(&self.done)?;
-        self.is_under_way = false;
-        let mut at = self
-            .buffer
-            .as_ref()
-            .map_or(ptr::null_mut(), |buffer| buffer.base);
-        for piece in self.left.drain(..) {
-            // SAFETY: the launch has ended; `load` has counted these bytes in the buffer, and the
-            // chunk is lent for the copy.
-            unsafe { ptr::copy_nonoverlapping(at, piece.host, piece.len as usize) };
-            at = at.wrapping_add(piece.len as usize);
+        if self.is_under_way {
+            wait(&self.done)?;
+            self.is_under_way = false;
         }
         Ok(())
     }
 
-    /// Fills the table with the next runs. Returns their number.
+    /// Fills the table with the next runs, and `parts` with the host's side. Returns the number of
+    /// runs.
     fn load(
         &mut self,
-        pieces: &mut std::iter::Peekable<impl Iterator<Item = Piece>>,
+        pieces: &mut Peekable<impl Iterator<Item = Piece>>,
         direction: Direction,
-        pinned: &Pinned,
-    ) -> Result<usize> {
-        let (mut count, mut bytes) = (0, 0);
-        let reaches = |piece: &Piece| pinned.holds(piece.host, piece.len as usize);
-        let Some(direct) = pieces.peek().map(reaches) else {
-            return Ok(0);
-        };
-        if !direct && self.buffer.is_none() {
-            self.buffer = Some(HostBuffer::new(SLICE)?);
-        }
-        let buffer = self
-            .buffer
-            .as_ref()
-            .map_or(ptr::null_mut(), |buffer| buffer.base);
-        let fits = |piece: &Piece, count: usize, bytes: usize| {
-            count < RUNS && bytes + piece.len as usize <= SLICE && reaches(piece) == direct
-        };
-        while let Some(piece) = pieces.next_if(|piece| fits(piece, count, bytes)) {
-            let mut host = piece.host;
-            if !direct {
-                host = buffer.wrapping_add(bytes);
-                match direction {
-                    Direction::Gather => self.left.push(piece),
-                    // SAFETY: the piece's chunk is lent for the copy, and the buffer has SLICE bytes,
-                    // which no launch reads now.
-                    Direction::Scatter => unsafe {
-                        ptr::copy_nonoverlapping(piece.host, host, piece.len as usize);
-                    },
-                }
+        parts: &mut Vec<Part>,
+    ) -> usize {
+        parts.clear();
+        let (mut count, mut at) = (0, 0);
+        while let Some(piece) =
+            pieces.next_if(|piece| count < RUNS && at + piece.len as usize <= slice())
+        {
+            let len = piece.len as usize;
+            match parts.last_mut() {
+                Some(part) if part.host.wrapping_add(part.len) == piece.host => part.len += len,
+                _ => parts.push(Part {
+                    host: piece.host,
+                    at,
+                    len,
+                }),
             }
-            let host = host.expose_provenance() as u64;
+            let in_range = self.range.0 + at as u64;
             let (from, to) = match direction {
-                Direction::Gather => (piece.device, host),
-                Direction::Scatter => (host, piece.device),
+                Direction::Gather => (piece.device, in_range),
+                Direction::Scatter => (in_range, piece.device),
             };
             let run = Run {
                 from,
                 to,
                 len: piece.len,
             };
-            // SAFETY: `fits` keeps the count below RUNS, and no launch reads the table now.
+            // SAFETY: the count is below RUNS, and no launch reads the table now.
             unsafe { self.runs.base.cast::<Run>().add(count).write(run) };
             count += 1;
-            bytes += piece.len as usize;
+            at += len;
         }
-        Ok(count)
+        count
     }
 
-    fn runs(&self, count: usize) -> &[Run] {
+    fn launch(&self, stream: &Stream, kernel: &Kernel, count: usize) -> Result<()> {
         // SAFETY: `load` has written as many.
-        unsafe { std::slice::from_raw_parts(self.runs.base.cast(), count) }
+        let runs = unsafe { std::slice::from_raw_parts(self.runs.base.cast(), count) };
+        // SAFETY: the table is not written before the flight has landed. Device addresses were checked
+        // when the plan was made, and the plan keeps that memory open.
+        unsafe { stream.copy_runs(kernel, blocks(), runs, &self.table) }
+    }
+
+    fn move_parts(
+        &self,
+        stream: &Stream,
+        parts: &[Part],
+        direction: Direction,
+        pinned: &Pinned,
+    ) -> Result<()> {
+        for part in parts {
+            let mut done = 0;
+            while done < part.len {
+                let host = part.host.wrapping_add(done);
+                let len = pinned.alike(host, part.len - done);
+                let device = self.range.0 + (part.at + done) as u64;
+                // SAFETY: the bytes lie in a chunk that is lent for this call, which ends after the last
+                // landing, and `load` has counted them in the range.
+                unsafe {
+                    match direction {
+                        Direction::Gather => stream.copy_to_host(device, host, len),
+                        Direction::Scatter => stream.copy_to_device(host, device, len),
+                    }
+                }?;
+                done += len;
+            }
+        }
+        Ok(())
     }
 }
 
-/// Time after which a launch counts as hung: 16 MiB take less than a millisecond.
-pub(super) const HUNG: std::time::Duration = std::time::Duration::from_secs(20);
+fn slice() -> usize {
+    static S: std::sync::OnceLock<usize> = std::sync::OnceLock::new();
+    *S.get_or_init(|| {
+        std::env::var("GPU_SLICE_MB")
+            .ok()
+            .and_then(|v| v.parse::<usize>().ok())
+            .map_or(SLICE, |v| v << 20)
+    })
+}
+fn blocks() -> u32 {
+    static S: std::sync::OnceLock<u32> = std::sync::OnceLock::new();
+    *S.get_or_init(|| {
+        std::env::var("GPU_BLOCKS")
+            .ok()
+            .and_then(|v| v.parse().ok())
+            .unwrap_or(BLOCKS)
+    })
+}
 
-/// Waits for a launch. `late` is told once when it counts as hung; the wait goes on until the GPU is
-/// done or broken, because an answer before would give blocks away that are still written.
+/// Time after which a launch counts as hung: it takes about a millisecond.
+pub(super) const HUNG: Duration = Duration::from_secs(20);
+
+/// Waits for a launch. `late` is called once when it counts as hung; the wait goes on until the GPU
+/// is done or broken, because an answer before would give blocks away that are still written.
 pub(super) fn wait_for(done: &Event, late: &dyn Fn()) -> Result<()> {
     let mut pause = Pause::default();
     let mut said = false;
