@@ -209,9 +209,8 @@ impl Driver {
         self.with(device, |context| {
             if number <= 2 {
                 let default = &mut context.default_stream;
-                return Ok(Arc::clone(
-                    default.get_or_insert_with(|| Stream::start(self, device)),
-                ));
+                let stream = default.get_or_insert_with(|| Stream::start(self, device));
+                return Ok(Arc::clone(stream));
             }
             let stream = context.streams.get(&number).ok_or(Code::INVALID_HANDLE)?;
             Ok(Arc::clone(&stream.0))
@@ -221,10 +220,8 @@ impl Driver {
     pub(crate) fn destroy_stream(&self, device: usize, number: usize) -> Done {
         self.with(device, |context| {
             let stream = context.streams.remove(&number);
-            stream
-                .ok_or(Code::INVALID_HANDLE)?
-                .0
-                .end(self, End::Drained);
+            let (stream, _) = stream.ok_or(Code::INVALID_HANDLE)?;
+            stream.end(self, End::Drained);
             Ok(())
         })
     }
@@ -234,21 +231,16 @@ impl Driver {
         if shared && flags & DISABLE_TIMING == 0 {
             return Err(Code::INVALID_VALUE);
         }
-        let event = match shared {
-            true => {
-                let handle = Handle::event(&self.owner, device);
-                let file = self.folder.join(handle.file());
-                Event {
-                    state: Shared::open(&file).map_err(|_| Code::UNKNOWN)?,
-                    handle: Some(handle),
-                    file: Some(file),
-                }
-            }
-            false => Event {
-                state: Shared::private().map_err(|_| Code::UNKNOWN)?,
-                handle: None,
-                file: None,
-            },
+        let handle = shared.then(|| Handle::new(ipc::Kind::Event, self.owner, device, 0));
+        let file = handle.as_ref().map(|it| self.folder.join(it.file()));
+        let state = match &file {
+            Some(file) => Shared::open(file),
+            None => Shared::private(),
+        };
+        let event = Event {
+            state: state.map_err(|_| Code::UNKNOWN)?,
+            handle,
+            file,
         };
         self.add_event(device, event)
     }
@@ -283,7 +275,7 @@ impl Driver {
     }
 
     pub(crate) fn open_event(&self, device: usize, handle: &[u8; 64]) -> Done<usize> {
-        let handle = Handle::decode_event(handle).ok_or(Code::MAP_FAILED)?;
+        let handle = Handle::decode(handle, ipc::Kind::Event).ok_or(Code::MAP_FAILED)?;
         if handle.owner == self.owner {
             return Err(Code::INVALID_CONTEXT);
         }
@@ -319,7 +311,7 @@ impl Driver {
         if len.saturating_add(used as usize) > DEVICE_MEMORY {
             return Err(Code::OUT_OF_MEMORY);
         }
-        let handle = Handle::memory(&self.owner, device, len);
+        let handle = Handle::new(ipc::Kind::Memory, self.owner, device, len);
         let path = self.folder.join(handle.file());
         let mut options = OpenOptions::new();
         let file = options.read(true).write(true).create_new(true).open(&path);
@@ -328,7 +320,7 @@ impl Driver {
         let map = MmapRaw::map_raw(&file).map_err(|_| Code::OUT_OF_MEMORY)?;
         let start = map.as_mut_ptr().expose_provenance();
         let mut range = self.range(device, Kind::Allocation, start, len, Some(map));
-        range.id = handle.id;
+        range.handle = Some(handle);
         range.file = Some(path);
         self.memory.write().ranges.insert(start, range);
         Ok(start)
@@ -347,7 +339,7 @@ impl Driver {
             len,
             device,
             kind,
-            id: 0,
+            handle: None,
             opened: 1,
             file: None,
             _map: map,
@@ -402,23 +394,18 @@ impl Driver {
     pub(crate) fn memory_handle(&self, address: usize) -> Done<[u8; 64]> {
         let memory = self.memory.read();
         let range = memory.device(address, 1)?;
-        if range.kind != Kind::Allocation {
-            return Err(Code::INVALID_VALUE);
-        }
-        let mut handle = Handle::memory(&self.owner, range.device, range.len);
-        handle.id = range.id;
-        Ok(handle.encode())
+        let own = range.handle.as_ref().filter(|it| it.owner == self.owner);
+        Ok(own.ok_or(Code::INVALID_VALUE)?.encode())
     }
 
     pub(crate) fn open_memory(&self, device: usize, handle: &[u8; 64]) -> Done<usize> {
-        let handle = Handle::decode_memory(handle).ok_or(Code::INVALID_VALUE)?;
+        let handle = Handle::decode(handle, ipc::Kind::Memory).ok_or(Code::INVALID_VALUE)?;
         if handle.owner == self.owner {
             return Err(Code::INVALID_CONTEXT);
         }
         let mut memory = self.memory.write();
-        let mut mappings = memory.ranges.values_mut();
-        let opened = mappings.find(|range| range.kind == Kind::Mapping && range.id == handle.id);
-        if let Some(range) = opened {
+        let mut ranges = memory.ranges.values_mut();
+        if let Some(range) = ranges.find(|range| range.handle.as_ref() == Some(&handle)) {
             range.opened += 1;
             return Ok(range.start);
         }
@@ -435,7 +422,7 @@ impl Driver {
         let map = MmapRaw::map_raw(&file).map_err(|_| Code::MAP_FAILED)?;
         let start = map.as_mut_ptr().expose_provenance();
         let mut range = self.range(device, Kind::Mapping, start, handle.len, Some(map));
-        range.id = handle.id;
+        range.handle = Some(handle);
         memory.ranges.insert(start, range);
         Ok(start)
     }

@@ -44,76 +44,73 @@ fn random() -> u128 {
     u128::from_ne_bytes(bytes)
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Memory,
+    Event,
+}
+
+#[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Handle {
-    /// `m` for memory, `e` for an event.
-    kind: u8,
-    pub(crate) id: u128,
+    kind: Kind,
+    id: u128,
     pub(crate) owner: Owner,
     pub(crate) device: usize,
     pub(crate) len: usize,
 }
 
 impl Handle {
-    pub(crate) fn memory(owner: &Owner, device: usize, len: usize) -> Self {
+    pub(crate) fn new(kind: Kind, owner: Owner, device: usize, len: usize) -> Self {
         Self {
-            kind: b'm',
+            kind,
             id: random(),
-            owner: *owner,
+            owner,
             device,
             len,
         }
     }
 
-    pub(crate) fn event(owner: &Owner, device: usize) -> Self {
-        Self {
-            kind: b'e',
-            ..Self::memory(owner, device, 0)
-        }
-    }
-
     /// Returns the name of the file with the memory or the event.
     pub(crate) fn file(&self) -> String {
-        let kind = if self.kind == b'm' { "memory" } else { "event" };
-        format!("{kind}-{:032x}", self.id)
+        format!("{:?}-{:032x}", self.kind, self.id)
     }
 
     pub(crate) fn encode(&self) -> [u8; 64] {
+        let id = [self.id as u64, (self.id >> 64) as u64];
+        let pid = u64::from(self.owner.pid);
+        let fields = [
+            id[0],
+            id[1],
+            pid,
+            self.owner.token,
+            self.device as u64,
+            self.len as u64,
+        ];
         let mut bytes = [0; 64];
         bytes[..7].copy_from_slice(MAGIC);
-        bytes[7] = self.kind;
-        bytes[8..24].copy_from_slice(&self.id.to_le_bytes());
-        bytes[24..32].copy_from_slice(&u64::from(self.owner.pid).to_le_bytes());
-        bytes[32..40].copy_from_slice(&self.owner.token.to_le_bytes());
-        bytes[40..48].copy_from_slice(&(self.device as u64).to_le_bytes());
-        bytes[48..56].copy_from_slice(&(self.len as u64).to_le_bytes());
+        bytes[7] = self.kind as u8;
+        for (to, field) in bytes[8..].chunks_exact_mut(8).zip(fields) {
+            to.copy_from_slice(&field.to_le_bytes());
+        }
         bytes
     }
 
-    pub(crate) fn decode_memory(bytes: &[u8; 64]) -> Option<Self> {
-        Self::decode(bytes, b'm')
-    }
-
-    pub(crate) fn decode_event(bytes: &[u8; 64]) -> Option<Self> {
-        Self::decode(bytes, b'e')
-    }
-
-    fn decode(bytes: &[u8; 64], kind: u8) -> Option<Self> {
-        let number = |at: usize| {
-            let field = bytes[at..at + 8].try_into().expect("8 bytes");
+    pub(crate) fn decode(bytes: &[u8; 64], kind: Kind) -> Option<Self> {
+        let field = |index: usize| {
+            let field = bytes[8 + 8 * index..][..8].try_into().expect("8 bytes");
             u64::from_le_bytes(field)
         };
         let handle = Self {
             kind,
-            id: u128::from(number(16)) << 64 | u128::from(number(8)),
+            id: u128::from(field(1)) << 64 | u128::from(field(0)),
             owner: Owner {
-                pid: number(24).try_into().ok()?,
-                token: number(32),
+                pid: field(2).try_into().ok()?,
+                token: field(3),
             },
-            device: number(40).try_into().ok()?,
-            len: number(48).try_into().ok()?,
+            device: field(4) as usize,
+            len: field(5) as usize,
         };
-        // Refuses whatever differs in any byte.
+        // Refuses bytes that differ anywhere.
         (handle.encode() == *bytes).then_some(handle)
     }
 }

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use memmap2::MmapRaw;
 
 use crate::driver::Count;
+use crate::ipc::Handle;
 use crate::shared::Kind;
 use crate::{Code, code::Done};
 
@@ -17,8 +18,8 @@ pub(crate) struct Range {
     pub(crate) len: usize,
     pub(crate) device: usize,
     pub(crate) kind: Kind,
-    /// Id of device memory.
-    pub(crate) id: u128,
+    /// The handle of device memory.
+    pub(crate) handle: Option<Handle>,
     /// Times that a mapping was opened and not closed.
     pub(crate) opened: usize,
     /// The file of an own allocation of device memory, removed with it.

@@ -126,10 +126,9 @@ impl Stream {
     }
 
     pub(crate) fn wait_for(&self, driver: &Driver, number: u64) -> Done {
-        let ended = || *self.end.lock() == Some(End::AtOnce);
         driver
             .control
-            .wait(|| self.done.load(Ordering::SeqCst) >= number || ended());
+            .wait(|| self.done.load(Ordering::SeqCst) >= number || self.ends_at_once());
         driver.healthy(self.device)
     }
 
@@ -170,7 +169,10 @@ impl Stream {
             let Some(work) = self.queue.lock().pop_front() else {
                 return;
             };
-            if driver.healthy(self.device).is_ok() && self.perform(driver, &work).is_err() {
+            let failed =
+                driver.healthy(self.device).is_ok() && self.perform(driver, &work).is_err();
+            // A stream that is ended loses its memory.
+            if failed && !self.ends_at_once() {
                 driver.faulty[self.device].store(true, Ordering::SeqCst);
             }
             self.done.fetch_add(1, Ordering::SeqCst);

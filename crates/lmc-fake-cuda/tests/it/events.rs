@@ -1,10 +1,10 @@
 //! Events that two processes share, and the order of work.
 
-use lmc_fake_cuda::{Engine, Machine};
+use lmc_fake_cuda::{Engine, Live, Machine};
 use lmc_testkit::until;
 
 use crate::cuda::{self, CudaContext};
-use crate::program::{Program, hear, hear_handle, hex, is_program, say};
+use crate::program::{Program, handle, hear, hex, is_program, say};
 
 const READY: cuda::Done = Ok(());
 const NOT_READY: cuda::Done = Err(600);
@@ -15,15 +15,21 @@ fn reader() {
         return;
     }
     let _context = CudaContext::new(0).unwrap();
-    let memory = cuda::open_memory(hear_handle()).unwrap();
-    let handle = hear_handle();
-    let event = cuda::open_event(handle).unwrap();
-    let second = cuda::open_event(handle).unwrap();
+    let memory = cuda::open_memory(handle(&hear())).unwrap();
+    let opened = handle(&hear());
+    let event = cuda::open_event(opened).unwrap();
+    let second = cuda::open_event(opened).unwrap();
     assert_ne!(event, second);
     assert_eq!(cuda::query_event(event), NOT_READY);
     let (stream, bytes) = (cuda::stream().unwrap(), cuda::pinned(4).unwrap());
+    cuda::read_later(bytes, memory, stream).unwrap();
+    cuda::synchronize(stream).unwrap();
+    assert_eq!(*bytes, [1; 4]);
+    bytes.fill(0);
     cuda::wait_event(stream, event).unwrap();
     cuda::read_later(bytes, memory, stream).unwrap();
+    say("given");
+    hear();
     assert_eq!(cuda::query_stream(stream), NOT_READY);
     assert_eq!(*bytes, [0; 4]);
     say("waiting");
@@ -54,6 +60,8 @@ fn a_stream_waits_for_what_another_process_recorded() {
     let mut reader = Program::start(&machine, reader);
     reader.say(&hex(engine.handle(address).0));
     reader.say(&hex(event.handle()));
+    assert_eq!(reader.hear(), "given");
+    reader.say("");
     assert_eq!(reader.hear(), "waiting");
     assert_eq!(engine.read(address, 4), [1; 4]);
     drop(stall);
@@ -88,11 +96,7 @@ fn an_event_of_a_killed_process_stays_pending() {
     let machine = Machine::new();
     let engine = Engine::new(&machine, 0);
     let mut recorder = Program::start(&machine, recorder);
-    let handle = recorder.hear();
-    let handle: Vec<u8> = (0..64)
-        .map(|at| u8::from_str_radix(&handle[2 * at..][..2], 16).unwrap())
-        .collect();
-    let event = engine.open_event(&handle.try_into().unwrap());
+    let event = engine.open_event(&handle(&recorder.hear()));
     until("the first record is reached", || event.is_ready());
     machine.hold(0);
     recorder.say("");
@@ -118,6 +122,8 @@ fn copies() {
     let event = cuda::event(2).unwrap();
     let memory = cuda::allocate(4).unwrap();
     let (from, to) = (cuda::pinned(4).unwrap(), cuda::pinned(4).unwrap());
+    cuda::write_later(memory, from, stream).unwrap();
+    cuda::synchronize(stream).unwrap();
     say("ready");
     hear();
     for round in 1..=9 {
@@ -126,12 +132,14 @@ fn copies() {
         cuda::read_later(to, memory, stream).unwrap();
     }
     cuda::record(event, stream).unwrap();
+    say("given");
+    hear();
     assert_eq!(cuda::query_stream(stream), NOT_READY);
     assert_eq!(cuda::query_event(event), NOT_READY);
     assert_eq!(*to, [0; 4]);
     // The bytes are read when the copy is done, not when it is given.
     from.fill(10);
-    say("given");
+    say("changed");
     cuda::synchronize(stream).unwrap();
     assert_eq!(cuda::query_stream(stream), READY);
     assert_eq!(cuda::query_event(event), READY);
@@ -149,6 +157,44 @@ fn work_of_a_device_that_is_held_waits() {
     machine.hold(0);
     copies.say("");
     assert_eq!(copies.hear(), "given");
+    copies.say("");
+    assert_eq!(copies.hear(), "changed");
     machine.resume(0);
     copies.end(&machine);
+}
+
+#[test]
+fn released() {
+    if !is_program() {
+        return;
+    }
+    let context = CudaContext::new(0).unwrap();
+    let stream = cuda::stream().unwrap();
+    let event = cuda::event(cuda::SHARED_EVENT).unwrap();
+    say(&hex(cuda::event_handle(event).unwrap()));
+    hear();
+    cuda::record(event, stream).unwrap();
+    drop(context);
+    say("released");
+    hear();
+    let _context = CudaContext::new(0).unwrap();
+    assert_eq!(cuda::synchronize(stream), Err(400));
+    assert_eq!(cuda::query_event(event), Err(400));
+    assert!(cuda::stream().is_ok());
+}
+
+#[test]
+fn work_of_a_context_that_is_released_is_not_done() {
+    let machine = Machine::new();
+    let engine = Engine::new(&machine, 0);
+    let mut released = Program::start(&machine, released);
+    let event = engine.open_event(&handle(&released.hear()));
+    machine.hold(0);
+    released.say("");
+    assert_eq!(released.hear(), "released");
+    assert_eq!(machine.live(released.process.id()), Live::default());
+    machine.resume(0);
+    released.say("");
+    released.end(&machine);
+    assert!(!event.is_ready());
 }

@@ -37,6 +37,7 @@ fn registrations() {
         Err(1)
     );
     assert_eq!(cuda::unregister(start.wrapping_add(PAGE)), Err(713));
+    assert_eq!(cuda::register(memory as *const u8, PAGE), Err(1));
 
     let copy = |page: usize, pages: usize| {
         let from = start.wrapping_add(page * PAGE);

@@ -31,15 +31,12 @@ pub(crate) fn hear() -> String {
     line.trim_end().to_owned()
 }
 
-/// Waits for a handle.
-pub(crate) fn hear_handle() -> [u8; 64] {
-    let line = hear();
+/// Returns the handle that [`hex`] has written.
+pub(crate) fn handle(line: &str) -> [u8; 64] {
     let bytes = (0..64).map(|at| u8::from_str_radix(&line[2 * at..][..2], 16));
     let bytes: Result<Vec<u8>, _> = bytes.collect();
-    bytes
-        .expect("hexadecimal digits")
-        .try_into()
-        .expect("64 bytes")
+    let bytes = bytes.expect("hexadecimal digits");
+    bytes.try_into().expect("64 bytes")
 }
 
 pub(crate) fn hex(handle: [u8; 64]) -> String {

@@ -3,7 +3,7 @@
 use lmc_fake_cuda::{Engine, Machine};
 
 use crate::cuda::{self, CudaContext};
-use crate::program::{Program, hear, hear_handle, hex, is_program, say};
+use crate::program::{Program, handle, hear, hex, is_program, say};
 
 #[test]
 fn importer() {
@@ -11,7 +11,7 @@ fn importer() {
         return;
     }
     let _context = CudaContext::new(0).unwrap();
-    let handle = hear_handle();
+    let handle = handle(&hear());
     let address = cuda::open_memory(handle).unwrap();
     assert_eq!(cuda::open_memory(handle), Ok(address));
     assert_eq!(cuda::address_range(address + 70), Ok((address, 100)));
@@ -19,7 +19,7 @@ fn importer() {
     cuda::write(address + 50, &[8; 10]).unwrap();
     say("written");
     hear();
-    // The exporter has ended by now.
+    // The exporter has freed the memory, or has ended.
     assert_eq!(cuda::read(address + 50, 10), Ok(vec![8; 10]));
     assert_eq!(cuda::read(address + 50, 51), Err(1));
     assert_eq!(cuda::close_memory(address + 1), Err(1));
@@ -47,7 +47,6 @@ fn memory_of_an_engine_in_the_test_is_mapped_until_the_last_close() {
     let live = machine.live(importer.process.id());
     assert_eq!((live.mappings, live.mapped_bytes), (1, 100));
     engine.free(address);
-    drop(engine);
     importer.say("");
     importer.end(&machine);
 }
