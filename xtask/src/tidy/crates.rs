@@ -19,13 +19,14 @@ lmc-transfer: lmc-memory
 lmc-backend-p2p: lmc-key lmc-memory lmc-backend lmc-transfer
 lmc-backend-remote: lmc-key lmc-memory lmc-backend
 lmc-testkit: lmc-memory
+lmc-fake-cuda:
 lmc-engine: lmc-key lmc-memory lmc-backend lmc-backend-local
 lmc: lmc-key lmc-memory lmc-backend lmc-backend-disk lmc-engine
 lmc-vllm-adapter: lmc-key lmc-memory lmc-backend lmc-engine
 lmc-server: lmc-key lmc-memory lmc-backend lmc-backend-disk lmc-backend-p2p lmc-backend-remote lmc-engine lmc-transfer lmc-vllm-adapter";
 
-/// Helpers for tests, which every crate may use in its own.
-const TESTKIT: &str = "lmc-testkit";
+/// Crates that are a helper of tests as a whole, which every crate may use in its own.
+pub(super) const TEST_CRATES: [&str; 2] = ["lmc-testkit", "lmc-fake-cuda"];
 
 const KINDS: [&str; 3] = ["dependencies", "dev-dependencies", "build-dependencies"];
 
@@ -62,7 +63,8 @@ pub(crate) fn layering(tree: &Tree, findings: &mut Findings) {
             for used in dependencies(&manifest, kind) {
                 let ours = used.starts_with("lmc-") || used == "xtask";
                 // A crate's tests may name the crate itself, to turn a feature on.
-                let own = kind == "dev-dependencies" && (used == folder || used == TESTKIT);
+                let for_tests = used == folder || TEST_CRATES.contains(&used.as_str());
+                let own = kind == "dev-dependencies" && for_tests;
                 if ours && !own && !allowed.split(' ').any(|below| below == used) {
                     findings
                         .faults

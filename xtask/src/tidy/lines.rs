@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::crates::TEST_CRATES;
 use super::tree::{File, Tree};
 
 /// Folders and modules that hold tests only, whatever crate they are in.
@@ -15,8 +16,6 @@ const TEST_PARTS: [&str; 8] = [
     "fuzz_targets",
     "interleavings",
 ];
-/// Crates that are a helper of tests as a whole.
-const TEST_CRATES: [&str; 1] = ["lmc-testkit"];
 
 /// Lines of a crate.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]

@@ -43,6 +43,12 @@ crates/lmc-server/src/pool_size.rs: sysconf and its friends
 python/src/worker.rs: tensors whose memory the engine keeps
 crates/lmc-testkit/src/cpu.rs: the clock of a thread's CPU time
 crates/lmc-testkit/src/process.rs: signals to a program under test
+crates/lmc-fake-cuda/src/abi.rs: pointers of programs that call the fake
+crates/lmc-fake-cuda/src/driver.rs: bytes of device memory
+crates/lmc-fake-cuda/src/memory.rs: copies between addresses, memory of the host that is registered
+crates/lmc-fake-cuda/src/shared.rs: atomics in memory that processes share
+crates/lmc-fake-cuda/src/stream.rs: copies between addresses, after checks
+crates/lmc-fake-cuda/tests/it/cuda.rs: calls of the driver
 crates/lmc-backend-local/tests/support/counting_alloc.rs: an allocator that counts
 ";
 
