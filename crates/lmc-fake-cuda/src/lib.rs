@@ -49,6 +49,6 @@ mod shared;
 mod stream;
 
 /// Names the folder of the machine.
-const FOLDER_VARIABLE: &str = "LMC_FAKE_CUDA";
+const FOLDER_VARIABLE: &str = "FAKE_CUDA";
 /// Says how many devices the machine has.
-const DEVICES_VARIABLE: &str = "LMC_FAKE_CUDA_DEVICES";
+const DEVICES_VARIABLE: &str = "FAKE_CUDA_DEVICES";

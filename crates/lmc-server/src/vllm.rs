@@ -29,28 +29,28 @@ pub(crate) fn own_transfer_config(socket: &Path) -> String {
 /// The value of vLLM's `--kv-transfer-config` for engines that are to reach the server which
 /// listens at `host` and `port`. It holds neither spaces nor single quotes.
 ///
-/// The transfer mode is always named: on a GPU host LMCache's client would otherwise choose CUDA
-/// IPC, which this server refuses. Host and port are named where they differ from the client's
-/// own. `docs/vllm.md` explains every key.
+/// Host and port are named where they differ from the client's own, and the transfer mode where the
+/// server serves one only. `docs/vllm.md` explains every key.
 pub fn transfer_config(host: &str, port: u16, mode: TransferMode) -> String {
-    let mode = match mode {
-        TransferMode::Auto => TransferMode::EngineDriven,
-        chosen => chosen,
-    };
-    let mut extra = json!({"lmcache.mp.mp_transfer_mode": mode.name()});
+    let mut extra = json!({});
+    if mode != TransferMode::Auto {
+        extra["lmcache.mp.mp_transfer_mode"] = mode.name().into();
+    }
     if let Some(url) = host_url(host) {
         extra["lmcache.mp.host"] = url.into();
     }
     if port != CONNECTOR_PORT {
         extra["lmcache.mp.port"] = port.into();
     }
-    json!({
+    let mut config = json!({
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    })
-    .to_string()
+    });
+    if extra != json!({}) {
+        config["kv_connector_extra_config"] = extra;
+    }
+    config.to_string()
 }
 
 /// The address for the client, or `None` where its own `tcp://localhost` reaches the server.
@@ -76,7 +76,10 @@ mod tests {
     fn extra(host: &str, port: u16, mode: TransferMode) -> Value {
         let config: Value = serde_json::from_str(&transfer_config(host, port, mode)).unwrap();
         assert_eq!(config["kv_load_failure_policy"], "recompute");
-        config["kv_connector_extra_config"].clone()
+        config
+            .get("kv_connector_extra_config")
+            .cloned()
+            .unwrap_or_else(|| json!({}))
     }
 
     #[test]
@@ -106,7 +109,7 @@ mod tests {
     #[test]
     fn the_mode_is_one_that_the_server_accepts() {
         let mode = |mode| extra("localhost", 5555, mode)["lmcache.mp.mp_transfer_mode"].clone();
-        assert_eq!(mode(TransferMode::Auto), "engine_driven");
+        assert_eq!(extra("localhost", 5555, TransferMode::Auto), json!({}));
         assert_eq!(mode(TransferMode::EngineDriven), "engine_driven");
         assert_eq!(mode(TransferMode::LmcacheDriven), "lmcache_driven");
     }

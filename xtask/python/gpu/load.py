@@ -1,4 +1,8 @@
-"""A bf16 matrix product on a GPU while lmc copies there: the time of a product alone and beside it."""
+"""A bf16 matrix product on a GPU: its time alone, beside lmc's copies, and beside plain large copies.
+
+The last are what any copy costs at this rate: pinned memory, 256 MiB at a time, one direction after
+the other as a store and a retrieve do.
+"""
 
 import json
 import os
@@ -28,15 +32,31 @@ def products(seconds):
     return times
 
 
+def copy_until(stop):
+    """Copies between pinned memory and the GPU until a file exists. Prints the rate."""
+    size = 256 << 20
+    host, device = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8, device="cuda")
+    began, count = time.perf_counter(), 0
+    while not os.path.exists(stop):
+        host.copy_(device, non_blocking=True)
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        count += 2
+    print(json.dumps({"store_gb_s": round(count * size / (time.perf_counter() - began) / 1e9, 2)}))
+
+
 def main():
+    if sys.argv[1] == "--copy-until":
+        return copy_until(sys.argv[2])
     url, client = sys.argv[1], os.path.join(os.path.dirname(os.path.abspath(__file__)), "client.py")
     products(1)
-    for mode in ("lmcache_driven", "engine_driven"):
-        stop = f"/tmp/stop-{os.getpid()}-{mode}"
+    for mode in ("copies of 256 MiB", "lmcache_driven", "engine_driven"):
+        stop = f"/tmp/stop-{os.getpid()}-{mode[:3]}"
         alone = products(2)
-        beside = subprocess.Popen([sys.executable, client, "--url", url, "--mode", mode, "--until", stop, *LAYOUT], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
-        time.sleep(12)
-        loaded = products(4)
+        command = [client, "--url", url, "--mode", mode, "--until", stop, *LAYOUT] if "driven" in mode else [__file__, "--copy-until", stop]
+        beside = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
+        time.sleep(9)
+        loaded = products(3)
         open(stop, "w").close()
         out = beside.communicate(timeout=60)[0].strip().splitlines()
         copies = json.loads(out[-1]) if out else {}

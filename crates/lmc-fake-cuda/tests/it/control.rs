@@ -80,7 +80,7 @@ fn a_driver_without_devices_says_so() {
     let machine = Machine::with_devices(0);
     Program::start(&machine, no_machine).end(&machine);
     let mut command = own_test(no_machine);
-    command.envs(machine.envs()).env_remove("LMC_FAKE_CUDA");
+    command.envs(machine.envs()).env_remove("FAKE_CUDA");
     command.env("LMC_TEST_FAKE_CUDA_PROGRAM", "1");
     let status = command.stdout(Stdio::null()).status().unwrap();
     assert!(status.success());

@@ -38,7 +38,7 @@ fn a_server_prints_the_vllm_line_that_reaches_it() {
     assert_eq!(config["kv_load_failure_policy"], "recompute");
     let extra = &config["kv_connector_extra_config"];
     assert_eq!(extra["lmcache.mp.port"], server.port);
-    assert_eq!(extra["lmcache.mp.mp_transfer_mode"], "engine_driven");
+    assert_eq!(extra.get("lmcache.mp.mp_transfer_mode"), None);
     assert_eq!(extra.get("lmcache.mp.host"), None);
 }
 

@@ -10,6 +10,7 @@ mod disk;
 mod encrypted_peers;
 mod first_chunks;
 mod frozen_copies;
+mod gpu;
 mod hostile_peers;
 mod multinode;
 #[cfg(feature = "nixl")]
