@@ -101,11 +101,11 @@ impl Worker {
 
     /// Returns the bytes of blocks, of one after the other, K and V of all layers.
     fn blocks(&self, ids: &[u32]) -> Vec<u8> {
-        let places = ids.iter().flat_map(|&id| {
+        let addresses = ids.iter().flat_map(|&id| {
             let planes = (0..2).map(move |plane| (plane * BLOCKS as usize + id as usize) * RUN);
             planes.flat_map(|offset| self.layers.iter().map(move |layer| layer + offset))
         });
-        places.flat_map(|at| self.engine.read(at, RUN)).collect()
+        addresses.flat_map(|at| self.engine.read(at, RUN)).collect()
     }
 
     fn send(&mut self, operation: Operation, blocks: &[u32], event: [u8; 64]) -> u64 {
@@ -226,8 +226,10 @@ fn a_store_waits_for_the_work_of_the_engine() {
     assert_eq!(worker.engine.read(worker.layers[1] + block, RUN), new);
 }
 
-/// What is open in the server stays allocated, so an engine that is started again after a crash would
-/// not find memory for its KV cache. Takes the 3 s for which a worker may come back.
+/// Memory that the server has open stays allocated, so an engine that is started again after a crash
+/// would find too little for its KV cache.
+///
+/// Slow: a worker may come back for 3 s.
 #[test]
 fn the_memory_of_an_engine_that_died_is_closed() {
     let machine = Machine::new();

@@ -415,8 +415,8 @@ mod tests {
         assert_eq!(round_trip(&cuda), Ok(cuda));
     }
 
-    /// What PyTorch 2.11 shares for a tensor in memory of `cudaMalloc`, recorded on an H200; after its
-    /// version comes `kind`.
+    /// A descriptor of memory of `cudaMalloc` as PyTorch 2.11 shares it, recorded on an H200; the byte
+    /// after its version is `kind`.
     fn recorded(kind: u8) -> Vec<u8> {
         const HANDLE: &str = "c0d27a2c000000002702000000000000000000010000000000100000000000000600\
                               000000ff000036000000000000002600d0c19c00005c0000000000000000";
