@@ -2,14 +2,17 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::ops::Range;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use futures_util::future::join_all;
+use futures_util::future::{Either, join_all, select};
 use lmc_backend::{LoadItem, Loaded, LocateHint};
 use lmc_backend_local::{InFlight, Leases, Origin, OwnerId, TenantId, Write, WriteStart};
 use lmc_key::{ChunkKey, FoldState};
+use parking_lot::Mutex;
+use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
 use super::permits::Permit;
@@ -273,45 +276,97 @@ impl Tiers {
     }
 
     /// Reads a range of a prompt, and leases its leading chunks.
-    async fn read(
-        self: &Arc<Self>,
-        prompt: &Prompt,
-        window: Window,
-        permits: Vec<Permit>,
-    ) -> Leases {
+    async fn read(&self, prompt: &Prompt, window: Window, permits: Vec<Permit>) -> Leases {
         let Window {
             range,
-            mut kept,
+            kept,
             loads,
             mut rest,
             mut promoting,
         } = window;
+        let kept = Mutex::new(kept);
         let writers_until = prompt.deadline.min(Instant::now() + WRITER_TIMEOUT);
-        let mut failed = self.load_all(prompt, loads, permits, &mut kept).await;
-        while Instant::now() < prompt.deadline {
-            // Other prompts wait for those that failed until they are read from elsewhere.
-            let is_failed = failed.iter().map(|(index, _)| prompt.keys[*index]);
-            let is_failed: HashSet<_, FoldState> = is_failed.collect();
-            promoting.retain(|key| is_failed.contains(key));
-            rest.extend(self.locate_elsewhere(prompt, &failed).await);
-            if rest.is_empty() {
-                break;
-            }
-            // Two prompts that wait for each other's chunks both read what failed first.
-            let has_failed = |one: &Rest| one.failed.is_some();
-            let (mut next, mut later): (Vec<_>, _) = rest.into_iter().partition(has_failed);
-            if next.is_empty() {
-                next = std::mem::take(&mut later);
-                self.wait_for(prompt, &next, writers_until).await;
-            }
-            let read = self.read_rest(prompt, next, &mut promoting, &mut kept);
-            (rest, failed) = read.await;
-            rest.extend(later);
+        // Two prompts that wait for each other's chunks both read their own first.
+        self.read_anywhere(prompt, loads, permits, &mut promoting, &kept)
+            .await;
+        while !rest.is_empty() && Instant::now() < prompt.deadline {
+            self.wait_for(prompt, &rest, writers_until).await;
+            rest = self.read_rest(prompt, rest, &mut promoting, &kept).await;
         }
         drop(promoting);
         // Not a lookup of its own, and no second use: the lookup that asked for it was counted.
         self.local
             .lease_uncounted(prompt.owner, &prompt.keys[range])
+    }
+
+    /// Reads chunks from their tiers, and once more from the next tiers that have them: those whose
+    /// load has failed, and all that are missing when half of the prompt's time is over. Then the
+    /// first answer counts.
+    async fn read_anywhere(
+        &self,
+        prompt: &Prompt,
+        loads: Vec<Vec<Load>>,
+        permits: Vec<Permit>,
+        promoting: &mut Promoting,
+        kept: &Mutex<Vec<Leases>>,
+    ) {
+        let of_tiers = loads.iter().enumerate();
+        let of_tiers =
+            of_tiers.flat_map(|(tier, of_tier)| of_tier.iter().map(move |l| (l.0, tier)));
+        let all: Vec<(usize, usize)> = of_tiers.collect();
+        let missing = || {
+            let is_missing = |(index, _): &(usize, usize)| {
+                let key = prompt.keys[*index];
+                self.local.contains(&[key]) == [None]
+            };
+            all.iter().copied().filter(is_missing).collect::<Vec<_>>()
+        };
+        let overtaken = Notify::new();
+        let first = pin!(self.load_all(prompt, loads, permits, kept, &overtaken));
+        let half = prompt.deadline.saturating_duration_since(Instant::now()) / 2;
+        let late = pin!(tokio::time::sleep(half));
+        match select(first, late).await {
+            Either::Left((failed, _)) => {
+                self.read_elsewhere(prompt, failed, promoting, kept).await;
+            }
+            Either::Right(((), first)) => {
+                let elsewhere = self.read_elsewhere(prompt, missing(), promoting, kept);
+                match select(first, pin!(elsewhere)).await {
+                    Either::Left((_, elsewhere)) if !missing().is_empty() => elsewhere.await,
+                    Either::Left(_) => {}
+                    Either::Right(((), first)) => {
+                        if missing().is_empty() {
+                            overtaken.notify_waiters();
+                        }
+                        first.await;
+                    }
+                }
+            }
+        }
+        promoting.retain(|_| false);
+    }
+
+    /// Reads chunks that their tiers failed to load from the next tiers that have them.
+    async fn read_elsewhere(
+        &self,
+        prompt: &Prompt,
+        failed: Vec<(usize, usize)>,
+        promoting: &mut Promoting,
+        kept: &Mutex<Vec<Leases>>,
+    ) {
+        // Other prompts wait for them until they are read from elsewhere.
+        let keys = failed.iter().map(|(index, _)| prompt.keys[*index]);
+        let keys: HashSet<_, FoldState> = keys.collect();
+        promoting.retain(|key| keys.contains(key));
+        if failed.is_empty() || Instant::now() >= prompt.deadline {
+            return;
+        }
+        let rest = self.locate_elsewhere(prompt, &failed).await;
+        if let Some(permits) = self.permits_of_rest(prompt, &rest).await {
+            let (loads, _) = self.prepare_rest(prompt, &rest, promoting);
+            let never = Notify::new();
+            self.load_all(prompt, loads, permits, kept, &never).await;
+        }
     }
 
     /// Waits for chunks that are probably findable soon.
@@ -359,25 +414,29 @@ impl Tiers {
     }
 
     /// Reads chunks into memory beside that of others who write them. Returns those that another
-    /// prompt began to promote meanwhile, and those whose first load failed.
+    /// prompt began to promote meanwhile.
     async fn read_rest(
-        self: &Arc<Self>,
+        &self,
         prompt: &Prompt,
         rest: Vec<Rest>,
         promoting: &mut Promoting,
-        kept: &mut Vec<Leases>,
-    ) -> (Vec<Rest>, Vec<(usize, usize)>) {
-        let sources = rest.iter().filter_map(|one| self.source_of(prompt, one));
-        let units = self.units(&sources.collect::<Vec<_>>());
-        let Some(permits) = self.permits(prompt, units, true).await else {
-            return (Vec::new(), Vec::new());
+        kept: &Mutex<Vec<Leases>>,
+    ) -> Vec<Rest> {
+        let Some(permits) = self.permits_of_rest(prompt, &rest).await else {
+            return Vec::new();
         };
         let (loads, left) = self.prepare_rest(prompt, &rest, promoting);
-        let mut failed = self.load_all(prompt, loads, permits, kept).await;
-        let again = rest.iter().filter(|one| one.failed.is_some());
-        let again: HashSet<usize> = again.map(|one| one.index).collect();
-        failed.retain(|(index, _)| !again.contains(index));
-        (left, failed)
+        self.read_anywhere(prompt, loads, permits, promoting, kept)
+            .await;
+        left
+    }
+
+    /// Waits for the right to read chunks from where they are now. `None` when there is none by the
+    /// deadline.
+    async fn permits_of_rest(&self, prompt: &Prompt, rest: &[Rest]) -> Option<Vec<Permit>> {
+        let sources = rest.iter().filter_map(|one| self.source_of(prompt, one));
+        let units = self.units(&sources.collect::<Vec<_>>());
+        self.permits(prompt, units, true).await
     }
 
     /// Reserves memory for those chunks that are still not in DRAM. Returns those that another
@@ -419,13 +478,15 @@ impl Tiers {
         (loads, left)
     }
 
-    /// Reads chunks from all tiers at once. Returns those whose load failed, with their tiers.
+    /// Reads chunks from all tiers at once. Returns those whose load failed, with their tiers; once
+    /// it is overtaken, those that have not arrived count as failed.
     async fn load_all(
         &self,
         prompt: &Prompt,
         loads: Vec<Vec<Load>>,
         mut permits: Vec<Permit>,
-        kept: &mut Vec<Leases>,
+        kept: &Mutex<Vec<Leases>>,
+        overtaken: &Notify,
     ) -> Vec<(usize, usize)> {
         let loads = loads.into_iter().enumerate();
         let loads = loads.filter(|(_, loads)| !loads.is_empty());
@@ -436,40 +497,38 @@ impl Tiers {
                     .extract_if(.., |permit| permit.tier() == tier)
                     .next();
                 async move {
-                    let loaded = self.load(prompt, tier, loads).await;
+                    let failed = self.load(prompt, tier, loads, kept, overtaken).await;
                     drop(permit);
-                    loaded
+                    failed
                 }
             })
             .collect();
-        let mut failed = Vec::new();
-        for (leases, of_tier) in join_all(loads).await {
-            kept.extend(leases);
-            failed.extend(of_tier);
-        }
+        let failed = join_all(loads).await.concat();
         // Those of tiers that turned out to have nothing stand for tiers that had it instead.
         drop(permits);
         failed
     }
 
-    /// Reads chunks from one tier, and commits each when it has arrived. Returns their leases, and
-    /// the chunks whose load failed.
+    /// Reads chunks from one tier, and commits each when it has arrived. Returns those whose load
+    /// failed, as [`Self::load_all`] does.
     async fn load(
         &self,
         prompt: &Prompt,
         tier_index: usize,
         loads: Vec<Load>,
-    ) -> (Vec<Leases>, Vec<(usize, usize)>) {
+        kept: &Mutex<Vec<Leases>>,
+        overtaken: &Notify,
+    ) -> Vec<(usize, usize)> {
         let tier = &self.tiers[tier_index];
         let counters = &tier.counters;
         let split = |(index, mark, item)| (Some((index, mark)), item);
         let (mut marks, items): (Vec<_>, Vec<_>) = loads.into_iter().map(split).unzip();
-        let mut kept = Vec::new();
         let mut failed = Vec::new();
         let timeout = tier.policy.read_timeout.map(|time| Instant::now() + time);
         let deadline = timeout.map_or(prompt.deadline, |until| until.min(prompt.deadline));
         let answers = tier.backend.load(items, deadline);
-        let mut answers = answers.ready_chunks(COMMIT_TOGETHER);
+        let answers = answers.take_until(overtaken.notified());
+        let mut answers = pin!(answers.ready_chunks(COMMIT_TOGETHER));
         // A tier that breaks its contract keeps no prompt from its head.
         let until = tokio::time::Instant::from_std(deadline + ANSWER);
         while let Ok(Some(arrived)) = tokio::time::timeout_at(until, answers.next()).await {
@@ -506,13 +565,14 @@ impl Tiers {
             count(&counters.promoted, writes.len() as u64);
             let bytes = writes.iter().map(|write| write.slot.len()).sum();
             count(&counters.promoted_bytes, bytes);
-            kept.push(self.commit_promoted(prompt.owner, writes));
+            let leases = self.commit_promoted(prompt.owner, writes);
+            kept.lock().push(leases);
         }
         for (index, _) in marks.into_iter().flatten() {
             count(&counters.promote_failed, 1);
             failed.push((index, tier_index));
         }
-        (kept, failed)
+        failed
     }
 
     /// Makes chunks that were read findable, and offers them to the other tiers. Returns their

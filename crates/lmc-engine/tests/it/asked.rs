@@ -20,6 +20,7 @@ use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{DEADLINE, soon, until};
 
 mod isolation;
+mod late;
 mod policies;
 
 const CHUNK: u64 = 4096;
