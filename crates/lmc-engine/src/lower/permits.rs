@@ -227,6 +227,10 @@ impl Permit {
     pub(super) fn tier(&self) -> usize {
         self.tier
     }
+
+    pub(super) fn units(&self) -> u32 {
+        self.units
+    }
 }
 
 impl Drop for Permit {

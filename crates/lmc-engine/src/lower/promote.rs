@@ -61,6 +61,26 @@ struct Rest {
     failed: Option<usize>,
 }
 
+/// Bytes of each tier that permits allow to read.
+struct Allowed(Vec<u64>);
+
+impl Allowed {
+    fn of(permits: &[Permit], tiers: usize) -> Self {
+        let mut bytes = vec![0; tiers];
+        for permit in permits {
+            bytes[permit.tier()] += u64::from(permit.units()) * UNIT;
+        }
+        Self(bytes)
+    }
+
+    /// Takes bytes of a tier. Returns false where its permit is for fewer.
+    fn take(&mut self, tier: usize, bytes: u64) -> bool {
+        let left = self.0[tier].checked_sub(bytes);
+        self.0[tier] = left.unwrap_or(self.0[tier]);
+        left.is_some()
+    }
+}
+
 /// Chunks that one prompt promotes. Other prompts wait for them until this is dropped.
 struct Promoting {
     tiers: Arc<Tiers>,
@@ -155,7 +175,7 @@ impl Tiers {
                 let len = range.len();
                 next = range.end;
                 // In the prompt's order: its tail must not take the memory of its head.
-                let window = self.prepare(&prompt, range);
+                let window = self.prepare(&prompt, range, &permits);
                 if window.range.len() < len {
                     next = end;
                 }
@@ -213,8 +233,14 @@ impl Tiers {
         }
     }
 
-    /// Leases the resident chunks of a range, and reserves slots for the others.
-    fn prepare(self: &Arc<Self>, prompt: &Prompt, range: Range<usize>) -> Window {
+    /// Leases the resident chunks of a range, and reserves slots for the others. Those that are in
+    /// another tier now, for which there is no permit, are read after the others.
+    fn prepare(
+        self: &Arc<Self>,
+        prompt: &Prompt,
+        range: Range<usize>,
+        permits: &[Permit],
+    ) -> Window {
         // A chunk that is located now is marked before it can be removed, which voids the mark.
         let _held = self.block_removal();
         // What was in DRAM when the prompt was located may have been evicted for its head, and the
@@ -234,6 +260,7 @@ impl Tiers {
             promoting: Promoting::new(self),
         };
         window.loads.resize_with(self.tiers.len(), Vec::new);
+        let mut allowed = Allowed::of(permits, self.tiers.len());
         for (index, source) in range.zip(sources) {
             let key = prompt.keys[index];
             let Source::Tier {
@@ -250,6 +277,10 @@ impl Tiers {
                 asked: self.asked_source(prompt, index),
                 failed: None,
             };
+            if !allowed.take(tier, len) {
+                window.rest.push(rest);
+                continue;
+            }
             // Before its slot is reserved: what is promoted is never taken for what a worker writes.
             let added = window.promoting.add(key);
             let started = self
@@ -361,11 +392,14 @@ impl Tiers {
         if failed.is_empty() || Instant::now() >= prompt.deadline {
             return;
         }
-        let rest = self.locate_elsewhere(prompt, &failed).await;
-        if let Some(permits) = self.permits_of_rest(prompt, &rest).await {
-            let (loads, _) = self.prepare_rest(prompt, &rest, promoting);
-            let never = Notify::new();
+        let mut rest = self.locate_elsewhere(prompt, &failed).await;
+        let never = Notify::new();
+        while !rest.is_empty()
+            && let Some(permits) = self.permits_of_rest(prompt, &rest).await
+        {
+            let (loads, left) = self.prepare_rest(prompt, &rest, &permits, promoting);
             self.load_all(prompt, loads, permits, kept, &never).await;
+            rest = left;
         }
     }
 
@@ -413,8 +447,8 @@ impl Tiers {
         now.first().copied()?.or(rest.asked)
     }
 
-    /// Reads chunks into memory beside that of others who write them. Returns those that another
-    /// prompt began to promote meanwhile.
+    /// Reads chunks into memory beside that of others who write them, as many as are allowed at a
+    /// time. Returns the others, and those that another prompt began to promote meanwhile.
     async fn read_rest(
         &self,
         prompt: &Prompt,
@@ -425,26 +459,29 @@ impl Tiers {
         let Some(permits) = self.permits_of_rest(prompt, &rest).await else {
             return Vec::new();
         };
-        let (loads, left) = self.prepare_rest(prompt, &rest, promoting);
+        let (loads, left) = self.prepare_rest(prompt, &rest, &permits, promoting);
         self.read_anywhere(prompt, loads, permits, promoting, kept)
             .await;
         left
     }
 
-    /// Waits for the right to read chunks from where they are now. `None` when there is none by the
-    /// deadline.
+    /// Waits for the right to read the first of these chunks from where they are now, as many as a
+    /// tier has for itself. `None` when there is none by the deadline.
     async fn permits_of_rest(&self, prompt: &Prompt, rest: &[Rest]) -> Option<Vec<Permit>> {
         let sources = rest.iter().filter_map(|one| self.source_of(prompt, one));
-        let units = self.units(&sources.collect::<Vec<_>>());
+        let sources: Vec<Source> = sources.collect();
+        let len = leading(&sources, u64::from(self.permits.share()) * UNIT);
+        let units = self.units(&sources[..len]);
         self.permits(prompt, units, true).await
     }
 
-    /// Reserves memory for those chunks that are still not in DRAM. Returns those that another
-    /// prompt began to promote meanwhile.
+    /// Reserves memory for those chunks that are still not in DRAM. Returns those for which there is
+    /// no permit, and those that another prompt began to promote meanwhile.
     fn prepare_rest(
         &self,
         prompt: &Prompt,
         rest: &[Rest],
+        permits: &[Permit],
         promoting: &mut Promoting,
     ) -> (Vec<Vec<Load>>, Vec<Rest>) {
         // As for `prepare`.
@@ -452,6 +489,7 @@ impl Tiers {
         let mut loads = Vec::new();
         loads.resize_with(self.tiers.len(), Vec::new);
         let mut left = Vec::new();
+        let mut allowed = Allowed::of(permits, self.tiers.len());
         for one in rest {
             let key = prompt.keys[one.index];
             let Some(Source::Tier {
@@ -460,7 +498,7 @@ impl Tiers {
             else {
                 continue;
             };
-            if !promoting.add(key) {
+            if !allowed.take(tier, len) || !promoting.add(key) {
                 left.push(*one);
                 continue;
             }
@@ -503,10 +541,9 @@ impl Tiers {
                 }
             })
             .collect();
-        let failed = join_all(loads).await.concat();
-        // Those of tiers that turned out to have nothing stand for tiers that had it instead.
+        // Those of tiers that turned out to have nothing.
         drop(permits);
-        failed
+        join_all(loads).await.concat()
     }
 
     /// Reads chunks from one tier, and commits each when it has arrived. Returns those whose load
@@ -589,14 +626,7 @@ impl Tiers {
 impl Prompt {
     /// Returns the first part of a range that is read in one batch, of at most `most` bytes.
     fn window(&self, range: Range<usize>, most: u64) -> Range<usize> {
-        let most = WINDOW.min(most);
-        let mut bytes = 0;
-        let fits = |index: &usize| {
-            bytes += self.sources[*index - self.first].bytes();
-            bytes <= most
-        };
-        let len = range.clone().take_while(fits).count().max(1);
-        range.start..range.start + len
+        range.start..range.start + leading(self.sources(&range), WINDOW.min(most))
     }
 
     /// Returns the payload bytes that each chunk has, where that is known.
@@ -611,4 +641,16 @@ impl Prompt {
     fn parent(&self, index: usize) -> Option<ChunkKey> {
         index.checked_sub(1).map(|before| self.keys[before])
     }
+}
+
+/// Returns how many of these sources, at least one where there is one, have at most `most` bytes
+/// together.
+fn leading(sources: &[Source], most: u64) -> usize {
+    let mut bytes = 0;
+    let fits = |source: &&Source| {
+        bytes += source.bytes();
+        bytes <= most
+    };
+    let len = sources.iter().take_while(fits).count();
+    len.max(1).min(sources.len())
 }

@@ -13,11 +13,13 @@ use lmc_backend::{
 };
 use lmc_engine::{
     Admission, CacheEngine, EngineConfig, Found, LeaseLimit, LookupRequest, LowerStatus, LowerTier,
-    OwnerId, PolicyKind, Rank, StoreRequest, StoreStart, TenantId, TierPolicy,
+    OwnerId, PolicyKind, Rank, StoreRequest, StoreStart, TenantId, TierPolicy, WritePolicy,
 };
 use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{DEADLINE, soon, until};
+use tokio::runtime::Builder;
+use tokio::task::yield_now;
 
 mod isolation;
 mod late;
@@ -561,6 +563,50 @@ fn reads_in_flight_hold_at_most_a_quarter_of_the_pool() {
     for lookup in lookups {
         assert_eq!(lookup.wait_blocking().hits, 16);
     }
+    assert_idle(&engine);
+}
+
+/// Chunks that were in DRAM when a prompt was located, and on a drive when it was read, once took
+/// memory without a bound.
+#[test]
+fn chunks_that_change_their_tier_are_read_with_permits_of_the_tier_that_they_are_read_from() {
+    let runtime = Builder::new_current_thread().enable_time().build();
+    let runtime = runtime.expect("a runtime");
+    // All tasks have gone as far as they can then.
+    let run = || {
+        runtime.block_on(async {
+            for _ in 0..100 {
+                yield_now().await
+            }
+        })
+    };
+    let drive = Arc::new(Gated::new(MemoryBackend::default()));
+    let store = Arc::new(Gated::new(MemoryBackend::shared()));
+    put(&*drive, SPACE, 1..16);
+    put(&*store, SPACE, 0..1);
+    put(&*store, SPACE, 100..112);
+    let tiers = vec![Arc::clone(&drive) as _, Arc::clone(&store) as _];
+    let engine = engine_with(64, tiers, |config, policy| {
+        config.runtime = Some(runtime.handle().clone());
+        config.promotion_timeout = 10 * DEADLINE;
+        policy.write = WritePolicy::Back;
+    });
+    write(&engine, SPACE, 0, 1..16);
+    [&drive, &store].map(|tier| tier.shut());
+    let waiting = engine.lookup(request(&[RANK], 100..112));
+    run();
+    let lookup = engine.lookup(request(&[RANK], 0..16));
+    run();
+    // The store's share, and what is common; the other prompt waits for it.
+    assert_eq!((store.loads(), drive.loads()), (12, 0));
+    assert_eq!(engine.clear_dram(false), 15);
+    drop(waiting);
+    store.open();
+    run();
+    assert_eq!((store.loads(), drive.loads()), (13, 4));
+    drive.open();
+    assert_eq!(runtime.block_on(lookup.wait()).hits, 16);
+    assert_eq!(status(&engine, 0).promoted, 15);
     assert_idle(&engine);
 }
 

@@ -2,7 +2,6 @@
 //! nothing else is to be done, so that no test waits.
 
 use lmc_backend::{Answers, LoadItem, Loaded};
-use tokio::runtime::Builder;
 
 use super::*;
 
