@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{
-    Faults, Faulty, Gated, Rng, block_on, check_value, fill_value, test_hash,
+    Faults, Faulty, Gated, Operation, Rng, block_on, check_value, fill_value, test_hash,
 };
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
@@ -506,7 +506,9 @@ fn a_removed_chunk_does_not_come_back_from_a_copy_on_its_way() {
     let open = {
         let tier = Arc::clone(&tier);
         thread::spawn(move || {
-            until("the tier has removed what it has", || tier.removals() == 1);
+            until("the tier has removed what it has", || {
+                tier.ended(Operation::Remove) == 1
+            });
             tier.open();
         })
     };
@@ -669,7 +671,9 @@ fn what_comes_up_while_it_is_removed_is_not_found_afterwards() {
         let engine = engine.clone();
         thread::spawn(move || engine.remove(&keys(0..1)))
     };
-    until("the removal waits for the copy", || tier.removals() == 1);
+    until("the removal waits for the copy", || {
+        tier.ended(Operation::Remove) == 1
+    });
     let promoting = fetch(&engine, 2, keys(0..1));
     let mut promoted = None;
     until("it is not found, or is read", || {
@@ -702,7 +706,9 @@ fn removing_one_chunk_costs_other_prompts_nothing() {
         let engine = engine.clone();
         thread::spawn(move || engine.remove(&keys(20..21)))
     };
-    until("the tier has removed it", || tier.removals() == 1);
+    until("the tier has removed it", || {
+        tier.ended(Operation::Remove) == 1
+    });
     tier.open();
     assert!(removing.join().expect("it only waits").complete);
     assert_eq!(promoting.recv_timeout(DEADLINE).expect("in time").len(), 8);
