@@ -75,10 +75,19 @@ impl<B: Backend> Gated<B> {
         self.gate.lock().held.push(operation);
     }
 
+    /// Lets an operation through that was held.
+    pub fn release(&self, operation: Operation) {
+        self.hold_only(|held| held != operation);
+    }
+
     /// Lets everything through that waits, and all that comes.
     pub fn open(&self) {
+        self.hold_only(|_| false);
+    }
+
+    fn hold_only(&self, pick: impl Fn(Operation) -> bool) {
         let mut gate = self.gate.lock();
-        gate.held.clear();
+        gate.held.retain(|held| pick(*held));
         gate.waiting.drain(..).for_each(Waker::wake);
     }
 

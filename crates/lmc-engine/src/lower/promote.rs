@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use futures_util::future::join_all;
 use lmc_backend::{LoadItem, Loaded, LocateHint};
-use lmc_backend_local::{InFlight, Leases, Origin, OwnerId, TenantId, Write, WriteStart};
+use lmc_backend_local::{
+    InFlight, Leases, LocalTier, Origin, OwnerId, ReserveError, TenantId, Write, WriteStart,
+};
 use lmc_key::{ChunkKey, FoldState};
 use tokio::task::JoinHandle;
 
@@ -31,19 +33,21 @@ const WRITER_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// A chunk that is read: its index in the prompt, its write mark, and the slot for its bytes.
 type Load = (usize, InFlight, LoadItem);
+/// A way to mark a chunk as being written and to take memory for it.
+type Begin = fn(&LocalTier, OwnerId, TenantId, ChunkKey, u64) -> Result<WriteStart, ReserveError>;
 
-/// A range of a prompt that is about to be read.
+/// A range of a prompt that is being read.
 struct Window {
     /// Indices of the chunks.
     range: Range<usize>,
     /// Leases of the chunks that are resident. Held until the whole range is leased, so that
     /// nothing of it is evicted before.
     kept: Vec<Leases>,
-    /// The chunks to read from each tier.
+    /// The chunks to read next from each tier.
     loads: Vec<Vec<Load>>,
     /// Chunks that another prompt promotes or a worker writes.
     rest: Vec<Rest>,
-    /// The chunks of `loads`, so that other prompts wait for them.
+    /// The chunks that are read here, so that other prompts wait for them.
     promoting: Promoting,
 }
 
@@ -219,99 +223,95 @@ impl Tiers {
         let mut now = self
             .sources_now(&prompt.keys[range.clone()], prompt.chunk_bytes(), None)
             .into_iter();
-        let sources: Vec<Source> = range
-            .clone()
-            .map_while(|index| now.next()?.or_else(|| self.asked_source(prompt, index)))
-            .collect();
+        let located = |index| {
+            let asked = self.asked_source(prompt, index);
+            let rest = Rest {
+                index,
+                asked,
+                failed: None,
+            };
+            Some((rest, now.next()?.or(asked)?))
+        };
+        let wanted: Vec<_> = range.clone().map_while(located).collect();
         let mut window = Window {
-            range: range.start..range.start + sources.len(),
+            range: range.start..range.start + wanted.len(),
             kept: Vec::new(),
             loads: Vec::new(),
             rest: Vec::new(),
             promoting: Promoting::new(self),
         };
         window.loads.resize_with(self.tiers.len(), Vec::new);
-        for (index, source) in range.zip(sources) {
-            let key = prompt.keys[index];
+        self.reserve(prompt, &mut window, wanted, LocalTier::begin_write);
+        window
+    }
+
+    /// Leases chunks that are resident, and reserves slots for the others. The window ends before a
+    /// chunk for which there is no memory. The caller blocks removal.
+    fn reserve(
+        &self,
+        prompt: &Prompt,
+        window: &mut Window,
+        wanted: Vec<(Rest, Source)>,
+        begin: Begin,
+    ) {
+        for (rest, source) in wanted {
+            let (index, key) = (rest.index, prompt.keys[rest.index]);
+            if index >= window.range.end {
+                continue;
+            }
             let Source::Tier {
                 index: tier, len, ..
             } = source
             else {
-                window
-                    .kept
-                    .push(self.local.lease_uncounted(prompt.owner, &[key]));
+                let lease = self.local.lease_uncounted(prompt.owner, &[key]);
+                window.kept.push(lease);
                 continue;
             };
-            let rest = Rest {
-                index,
-                asked: self.asked_source(prompt, index),
-                failed: None,
-            };
             // Before its slot is reserved: what is promoted is never taken for what a worker writes.
-            let added = window.promoting.add(key);
-            let started = self
-                .local
-                .begin_write(prompt.owner, prompt.tenant, key, len);
-            if added && !matches!(started, Ok(WriteStart::Reserved(_))) {
-                window.promoting.remove(&key);
+            if !window.promoting.add(key) {
+                window.rest.push(rest);
+                continue;
             }
-            match started {
-                Ok(WriteStart::Reserved(new)) if added => {
+            match begin(&self.local, prompt.owner, prompt.tenant, key, len) {
+                Ok(WriteStart::Reserved(new)) => {
                     window.loads[tier].push((index, new.mark, LoadItem::new(key, new.slot)));
+                    continue;
                 }
-                // Another prompt reads it again, from elsewhere.
-                Ok(WriteStart::Reserved(_)) => window.rest.push(rest),
                 Ok(WriteStart::Present) => {}
                 Ok(WriteStart::Busy) => window.rest.push(rest),
-                Err(_) => {
-                    window.range.end = index;
-                    break;
-                }
+                Err(_) => window.range.end = index,
             }
+            window.promoting.remove(&key);
         }
-        window
     }
 
     /// Reads a range of a prompt, and leases its leading chunks.
-    async fn read(
-        self: &Arc<Self>,
-        prompt: &Prompt,
-        window: Window,
-        permits: Vec<Permit>,
-    ) -> Leases {
-        let Window {
-            range,
-            mut kept,
-            loads,
-            mut rest,
-            mut promoting,
-        } = window;
+    async fn read(&self, prompt: &Prompt, mut window: Window, permits: Vec<Permit>) -> Leases {
         let writers_until = prompt.deadline.min(Instant::now() + WRITER_TIMEOUT);
-        let mut failed = self.load_all(prompt, loads, permits, &mut kept).await;
+        let mut failed = self.load_all(prompt, &mut window, permits).await;
         while Instant::now() < prompt.deadline {
             // Other prompts wait for those that failed until they are read from elsewhere.
             let is_failed = failed.iter().map(|(index, _)| prompt.keys[*index]);
             let is_failed: HashSet<_, FoldState> = is_failed.collect();
-            promoting.retain(|key| is_failed.contains(key));
-            rest.extend(self.locate_elsewhere(prompt, &failed).await);
-            if rest.is_empty() {
+            window.promoting.retain(|key| is_failed.contains(key));
+            let elsewhere = self.locate_elsewhere(prompt, &failed).await;
+            window.rest.extend(elsewhere);
+            if window.rest.is_empty() {
                 break;
             }
             // Two prompts that wait for each other's chunks both read what failed first.
-            let has_failed = |one: &Rest| one.failed.is_some();
-            let (mut next, mut later): (Vec<_>, _) = rest.into_iter().partition(has_failed);
+            let has_failed = |one: &mut Rest| one.failed.is_some();
+            let mut next: Vec<Rest> = window.rest.extract_if(.., has_failed).collect();
             if next.is_empty() {
-                next = std::mem::take(&mut later);
+                next = std::mem::take(&mut window.rest);
                 self.wait_for(prompt, &next, writers_until).await;
             }
-            let read = self.read_rest(prompt, next, &mut promoting, &mut kept);
-            (rest, failed) = read.await;
-            rest.extend(later);
+            failed = self.read_rest(prompt, &mut window, next).await;
         }
-        drop(promoting);
+        drop(window.promoting);
         // Not a lookup of its own, and no second use: the lookup that asked for it was counted.
         self.local
-            .lease_uncounted(prompt.owner, &prompt.keys[range])
+            .lease_uncounted(prompt.owner, &prompt.keys[window.range])
     }
 
     /// Waits for chunks that are probably findable soon.
@@ -358,76 +358,52 @@ impl Tiers {
         now.first().copied()?.or(rest.asked)
     }
 
-    /// Reads chunks into memory beside that of others who write them. Returns those that another
-    /// prompt began to promote meanwhile, and those whose first load failed.
+    /// Reads chunks into memory beside that of others who write them. Returns those whose first load
+    /// failed.
     async fn read_rest(
-        self: &Arc<Self>,
-        prompt: &Prompt,
-        rest: Vec<Rest>,
-        promoting: &mut Promoting,
-        kept: &mut Vec<Leases>,
-    ) -> (Vec<Rest>, Vec<(usize, usize)>) {
-        let sources = rest.iter().filter_map(|one| self.source_of(prompt, one));
-        let units = self.units(&sources.collect::<Vec<_>>());
-        let Some(permits) = self.permits(prompt, units, true).await else {
-            return (Vec::new(), Vec::new());
-        };
-        let (loads, left) = self.prepare_rest(prompt, &rest, promoting);
-        let mut failed = self.load_all(prompt, loads, permits, kept).await;
-        let again = rest.iter().filter(|one| one.failed.is_some());
-        let again: HashSet<usize> = again.map(|one| one.index).collect();
-        failed.retain(|(index, _)| !again.contains(index));
-        (left, failed)
-    }
-
-    /// Reserves memory for those chunks that are still not in DRAM. Returns those that another
-    /// prompt began to promote meanwhile.
-    fn prepare_rest(
         &self,
         prompt: &Prompt,
-        rest: &[Rest],
-        promoting: &mut Promoting,
-    ) -> (Vec<Vec<Load>>, Vec<Rest>) {
-        // As for `prepare`.
-        let _held = self.block_removal();
-        let mut loads = Vec::new();
-        loads.resize_with(self.tiers.len(), Vec::new);
-        let mut left = Vec::new();
+        window: &mut Window,
+        rest: Vec<Rest>,
+    ) -> Vec<(usize, usize)> {
+        let again = rest.iter().filter(|one| one.failed.is_some());
+        let again: HashSet<usize> = again.map(|one| one.index).collect();
+        let mut wanted = Vec::new();
         for one in rest {
-            let key = prompt.keys[one.index];
-            let Some(Source::Tier {
-                index: tier, len, ..
-            }) = self.source_of(prompt, one)
-            else {
-                continue;
-            };
-            if !promoting.add(key) {
-                left.push(*one);
-                continue;
-            }
-            let started = self
-                .local
-                .begin_shared_write(prompt.owner, prompt.tenant, key, len);
-            match started {
-                Ok(WriteStart::Reserved(new)) => {
-                    loads[tier].push((one.index, new.mark, LoadItem::new(key, new.slot)));
+            match self.source_of(prompt, &one) {
+                Some(Source::Dram) => {
+                    let key = [prompt.keys[one.index]];
+                    let lease = self.local.lease_uncounted(prompt.owner, &key);
+                    window.kept.push(lease);
                 }
-                Ok(_) => {}
-                Err(_) => break,
+                Some(source) => wanted.push((one, source)),
+                None => {}
             }
         }
-        (loads, left)
+        let units = self.units(wanted.iter().map(|(_, source)| source));
+        let Some(permits) = self.permits(prompt, units, true).await else {
+            return Vec::new();
+        };
+        {
+            // As for `prepare`: meanwhile a removal may have begun.
+            let _held = self.block_removal();
+            wanted.retain(|(one, _)| !self.is_removing(&prompt.keys[one.index]));
+            self.reserve(prompt, window, wanted, LocalTier::begin_shared_write);
+        }
+        let mut failed = self.load_all(prompt, window, permits).await;
+        failed.retain(|(index, _)| !again.contains(index));
+        failed
     }
 
-    /// Reads chunks from all tiers at once. Returns those whose load failed, with their tiers.
+    /// Reads the chunks that have slots from all tiers at once. Returns those whose load failed, with
+    /// their tiers.
     async fn load_all(
         &self,
         prompt: &Prompt,
-        loads: Vec<Vec<Load>>,
+        window: &mut Window,
         mut permits: Vec<Permit>,
-        kept: &mut Vec<Leases>,
     ) -> Vec<(usize, usize)> {
-        let loads = loads.into_iter().enumerate();
+        let loads = window.loads.iter_mut().map(std::mem::take).enumerate();
         let loads = loads.filter(|(_, loads)| !loads.is_empty());
         let loads: Vec<_> = loads
             .map(|(tier, loads)| {
@@ -444,7 +420,7 @@ impl Tiers {
             .collect();
         let mut failed = Vec::new();
         for (leases, of_tier) in join_all(loads).await {
-            kept.extend(leases);
+            window.kept.extend(leases);
             failed.extend(of_tier);
         }
         // Those of tiers that turned out to have nothing stand for tiers that had it instead.

@@ -236,7 +236,7 @@ fn a_prompt_that_is_half_in_dram_is_put_together() {
 
 #[test]
 fn two_who_ask_for_the_same_read_it_once() {
-    let tier = gated();
+    let tier = Arc::new(Gated::new(MemoryBackend::shared()));
     // A quarter of the pool is for reads: both may read at a time.
     let engine = engine(128, Arc::clone(&tier) as _);
     write(&engine, 0..16);
@@ -245,9 +245,11 @@ fn two_who_ask_for_the_same_read_it_once() {
     tier.shut();
     let first = fetch(&engine, 2, keys(0..16));
     until("the first reads", || tier.loads() == 16);
+    let asked = tier.ended(Operation::Locate);
     let second = fetch(&engine, 3, keys(0..16));
-    until("the second finds them being promoted", || {
-        engine.stats().busy == 16
+    // The first chunk, and then the others.
+    until("the second has found them", || {
+        tier.ended(Operation::Locate) == asked + 2
     });
     // Longer than the 50 ms that a prompt waits for a worker that writes: no event shows that a
     // prompt goes on waiting.

@@ -165,6 +165,44 @@ fn a_chunk_that_is_being_removed_is_not_read_from_another_tier() {
 }
 
 #[test]
+fn a_chunk_that_is_removed_while_it_waits_for_a_permit_is_not_read() {
+    let lying = Arc::new(Gated::new(Scripted {
+        longer_by: 1,
+        ..Scripted::new()
+    }));
+    let sound = Arc::new(Gated::new(MemoryBackend::shared()));
+    put(&*lying, SPACE, 0..1);
+    put(&*sound, SPACE, 0..13);
+    let engine = patient([Arc::clone(&lying) as _, Arc::clone(&sound) as _], |_| {});
+    sound.hold(Operation::Load);
+    sound.hold(Operation::Remove);
+    let others = engine.lookup(request(&[RANK], 1..13));
+    until("all permits of the tier are in use", || sound.loads() == 12);
+    sound.hold(Operation::Locate);
+    let asked = sound.ended(Operation::Locate);
+    let lookup = engine.lookup(request(&[RANK], 0..1));
+    until("it fails to load", || {
+        status(&engine, 0).promote_failed == 1
+    });
+    sound.release(Operation::Locate);
+    until("it is found elsewhere", || {
+        sound.ended(Operation::Locate) > asked
+    });
+    let removing = engine.clone();
+    let removing = thread::spawn(move || removing.remove(&keys(0..1)));
+    until("the first tier has removed it", || {
+        lying.ended(Operation::Remove) == 1
+    });
+    sound.release(Operation::Load);
+    assert_eq!(lookup.wait_blocking().hits, 0);
+    assert_eq!(others.wait_blocking().hits, 12);
+    sound.open();
+    assert!(removing.join().expect("no panic").complete);
+    assert_eq!(found(&engine, 0..1).hits, 0);
+    assert_idle(&engine);
+}
+
+#[test]
 fn what_one_prompt_reads_from_another_tier_is_not_asked_of_the_first_by_others() {
     let stopped = Arc::new(Gated::new(MemoryBackend::shared()));
     // Others would have the time to begin again while it answers.
