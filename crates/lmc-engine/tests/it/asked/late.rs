@@ -45,9 +45,9 @@ fn shut(inner: MemoryBackend) -> Gated<MemoryBackend> {
     gated
 }
 
-/// Looks eight chunks up, all of which are found. Returns the part of the time that was needed, and
-/// for each tier the chunks that it promoted and failed to promote.
-fn found_in(tiers: [Arc<dyn Backend>; 2]) -> (f64, [(u64, u64); 2]) {
+/// Looks eight chunks up, all of which are found, beside others that hold memory. Returns the part of
+/// the time that was needed, and for each tier the chunks that it promoted and failed to promote.
+fn found_in(tiers: [Arc<dyn Backend>; 2], held: Range<u64>) -> (f64, [(u64, u64); 2]) {
     let mut builder = Builder::new_current_thread();
     let runtime = builder.enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime");
@@ -55,7 +55,10 @@ fn found_in(tiers: [Arc<dyn Backend>; 2]) -> (f64, [(u64, u64); 2]) {
         config.runtime = Some(runtime.handle().clone());
         config.promotion_timeout = TIMEOUT;
         policy.locate_timeout = TIMEOUT;
+        policy.write = WritePolicy::Back;
     });
+    write(&engine, SPACE, 0, held.clone());
+    engine.pin(&keys(held));
     let lookup = engine.lookup(request(&[RANK], 0..8));
     let (found, time) = runtime.block_on(async {
         let start = tokio::time::Instant::now();
@@ -79,7 +82,7 @@ fn a_chunk_whose_tier_hangs_is_read_from_the_next_one_in_half_of_the_time() {
     for media in [MemoryBackend::default, MemoryBackend::shared] {
         let sound = MemoryBackend::shared();
         put(&sound, SPACE, 0..8);
-        let (time, promoted) = found_in([Arc::new(shut(media())), Arc::new(sound)]);
+        let (time, promoted) = found_in([Arc::new(shut(media())), Arc::new(sound)], 0..0);
         assert!((0.4..0.6).contains(&time), "{time}");
         assert_eq!(promoted, [(0, 8), (8, 0)]);
     }
@@ -93,21 +96,24 @@ fn the_first_answer_counts_where_two_tiers_load_a_chunk() {
         other: Arc::clone(&late),
         at_load: true,
     });
-    let (time, promoted) = found_in([Arc::clone(&late) as _, Arc::clone(&next) as _]);
+    let (time, promoted) = found_in([Arc::clone(&late) as _, Arc::clone(&next) as _], 0..0);
     assert!((0.4..0.6).contains(&time), "{time}");
     assert!(next.inner.loads() > 0);
     assert_eq!(promoted, [(8, 0), (0, 0)]);
 }
 
 #[test]
-fn a_late_load_goes_on_where_no_other_tier_has_the_chunk() {
-    let late = Arc::new(shut(MemoryBackend::default()));
-    let next = Arc::new(Opening {
-        inner: Gated::new(MemoryBackend::shared()),
-        other: Arc::clone(&late),
-        at_load: false,
-    });
-    let (time, promoted) = found_in([late, next]);
-    assert!((0.4..0.6).contains(&time), "{time}");
-    assert_eq!(promoted, [(8, 0), (0, 0)]);
+fn a_late_load_goes_on_where_no_other_tier_has_the_chunk_or_there_is_no_memory_for_a_second() {
+    let without = Gated::new(MemoryBackend::shared());
+    for (inner, held) in [(without, 0..0), (shut(MemoryBackend::shared()), 100..156)] {
+        let late = Arc::new(shut(MemoryBackend::default()));
+        let next = Arc::new(Opening {
+            inner,
+            other: Arc::clone(&late),
+            at_load: false,
+        });
+        let (time, promoted) = found_in([late, next], held);
+        assert!((0.4..0.6).contains(&time), "{time}");
+        assert_eq!(promoted, [(8, 0), (0, 0)]);
+    }
 }
