@@ -33,6 +33,14 @@ enum Event {
     Left(ChunkKey),
 }
 
+impl Event {
+    fn key(&self) -> ChunkKey {
+        match self {
+            Self::Stored(key) | Self::Removed(key, _) | Self::Left(key) => *key,
+        }
+    }
+}
+
 impl EventSink for Log {
     fn on_stored(&self, event: StoredEvent<'_>) {
         check_value(event.key, event.slot.bytes()).unwrap();
@@ -547,9 +555,23 @@ impl Rig {
                 let removed = (before - left.len()) as u64;
                 assert_eq!((cleared.removed, &cleared.left), (removed, &left));
                 let is_left = |event: &mut Event| matches!(event, Event::Left(_));
-                let reported = self.log.0.lock().extract_if(.., is_left).count();
+                let reported = self
+                    .log
+                    .0
+                    .lock()
+                    .extract_if(.., is_left)
+                    .collect::<Vec<_>>();
+                let mut reported: Vec<_> = reported.iter().map(Event::key).collect();
+                reported.sort();
                 let is_reported = which == Clear::Unleased;
-                assert_eq!(reported, if is_reported { left.len() } else { 0 });
+                assert_eq!(
+                    reported,
+                    if is_reported {
+                        left.clone()
+                    } else {
+                        Vec::new()
+                    }
+                );
                 self.learn(TenantId(0), &[]);
                 assert_eq!(self.resident.keys().copied().collect::<Vec<_>>(), left);
                 self.open.iter_mut().for_each(|open| open.void = true);
