@@ -65,4 +65,8 @@ pub trait EventSink: fmt::Debug + Send + Sync {
 
     /// A chunk cannot be found any more.
     fn on_removed(&self, event: RemovedEvent<'_>);
+
+    /// [`Clear::Unleased`](crate::Clear::Unleased) has left a chunk in memory because it is leased.
+    /// [`Self::on_removed`] follows when it goes. Default: does nothing.
+    fn on_left(&self, _event: RemovedEvent<'_>) {}
 }

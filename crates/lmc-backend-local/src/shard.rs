@@ -199,6 +199,10 @@ impl Shard {
         &self.slab.identity(index).key
     }
 
+    pub(crate) fn tenant(&self, index: u32) -> TenantId {
+        self.slab.tenant(index)
+    }
+
     pub(crate) fn name(&self, index: u32) -> EntryRef {
         self.slab.name(index)
     }

@@ -53,7 +53,12 @@ pub trait Chunks: Send + Sync + 'static {
     /// The digest is computed again for each other [`Arc`]. Never waits.
     fn clears(&self) -> Arc<Clears>;
 
-    /// Takes in clears that were made elsewhere, and notes them durably. From the end on
+    /// Returns false while a restart of this daemon may not find all clears that it has carried out.
+    /// Never waits.
+    fn clears_are_noted(&self) -> bool;
+
+    /// Takes in clears that were made elsewhere, and notes them durably, if that can be done
+    /// ([`Self::clears_are_noted`]); tries that again with those that are known. From the end on
     /// [`Self::clears`] contains them, and chunks from before are not found. The future may be
     /// dropped at any point; the clears may or may not be taken in then.
     ///

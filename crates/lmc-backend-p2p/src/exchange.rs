@@ -64,16 +64,26 @@ impl<L: Link, C: Chunks> Node<L, C> {
         same
     }
 
+    /// Returns a page of this daemon's clears, whose digest this is.
+    fn page(&self, clears: &Clears, id: ClearsId, number: u16) -> ClearsPage {
+        ClearsPage {
+            is_volatile: !self.chunks.clears_are_noted(),
+            ..ClearsPage::of(clears, id, number)
+        }
+    }
+
     /// Takes in clears that a peer has carried out.
     ///
     /// # Errors
     /// [`TooManyClears`], which the peer's status shows. Nothing is taken in then.
     async fn learn(&self, session: &Session, theirs: &Clears) -> Result<(), TooManyClears> {
-        if self.chunks.clears().contains(theirs) {
+        let is_known = self.chunks.clears().contains(theirs);
+        if is_known && self.chunks.clears_are_noted() {
             return Ok(());
         }
         let learned = self.chunks.learn(theirs.clone()).await;
         match &learned {
+            Ok(()) if is_known => {}
             Ok(()) => {
                 self.count(session, |counters| counters.clears += 1);
                 tracing::info!(peer = %session.peer, "clears of a peer were carried out here");
@@ -97,12 +107,17 @@ impl<L: Link, C: Chunks> Node<L, C> {
         // The status shows an error, and the answer does not have what was not taken in.
         let _ = self.learn(session, &theirs.entries).await;
         let (clears, id) = self.clears();
-        ClearsPage::of(&clears, id, theirs.page)
+        self.page(&clears, id, theirs.page)
     }
 
     /// Exchanges clears with a peer. The peer's status shows why that failed.
     pub(crate) async fn exchange_with(&self, session: &Session, deadline: Instant) {
-        let Ok(theirs) = self.send_clears(session, deadline).await else {
+        let known = self.clears().1;
+        let is_at = |peer: &mut Peer| peer.clears == Some(known);
+        if self.peers.lock().of_session(session).is_some_and(is_at) {
+            return;
+        }
+        let Ok((theirs, _)) = self.send_clears(session, deadline).await else {
             return;
         };
         if self.learn(session, &theirs).await.is_ok()
@@ -112,8 +127,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
     }
 
-    /// Sends a peer all clears that were carried out here, unless it is known to have carried out the
-    /// same ones. Returns clears that the peer has carried out, which are not taken in yet.
+    /// Sends a peer all clears that were carried out here. Returns clears that the peer has carried out,
+    /// which are not taken in yet, and whether a restart of the peer finds them.
     ///
     /// # Errors
     /// The reason, for people.
@@ -121,30 +136,32 @@ impl<L: Link, C: Chunks> Node<L, C> {
         &self,
         session: &Session,
         deadline: Instant,
-    ) -> Result<Arc<Clears>, String> {
+    ) -> Result<(Arc<Clears>, bool), String> {
         let (ours, id) = self.clears();
-        match self.peers.lock().of_session(session) {
-            Some(peer) if peer.clears == Some(id) => return Ok(ours),
-            Some(peer) if peer.hello.is_some() => {}
-            _ => return Err("no hello was exchanged".to_owned()),
+        let has_hello = |peer: &mut Peer| peer.hello.is_some();
+        if !self.peers.lock().of_session(session).is_some_and(has_hello) {
+            return Err("no hello was exchanged".to_owned());
         }
         let sent = self.send_pages(session, (&ours, id), deadline).await;
         if let (Err(reason), Some(peer)) = (&sent, self.peers.lock().of_session(session)) {
             peer.did_not_exchange(reason.clone(), now());
         }
-        Ok(sent?.map_or(ours, Arc::new))
+        let (theirs, is_noted) = sent?;
+        Ok((theirs.map_or(ours, Arc::new), is_noted))
     }
 
-    /// Sends all pages of a map. Returns the map of the peer; `None` if that is the same.
+    /// Sends all pages of a map. Returns the map of the peer, `None` if that is the same, and whether
+    /// a restart of the peer finds it.
     async fn send_pages(
         &self,
         session: &Session,
         (ours, id): (&Clears, ClearsId),
         deadline: Instant,
-    ) -> Result<Option<Clears>, String> {
+    ) -> Result<(Option<Clears>, bool), String> {
         let mut heard = Clears::default();
-        for number in 0.. {
-            let page = ClearsPage::of(ours, id, number);
+        let mut number = 0;
+        loop {
+            let page = self.page(ours, id, number);
             let pages = page.pages;
             let request = Request::Clears(page);
             let theirs = match self.ask(&session.peer, &request, deadline).await? {
@@ -155,16 +172,17 @@ impl<L: Link, C: Chunks> Node<L, C> {
             if let Some(peer) = self.peers.lock().of_session(session) {
                 peer.clears = Some(theirs.clears);
             }
+            let is_noted = !theirs.is_volatile;
             if theirs.clears == id {
-                return Ok(None);
+                return Ok((None, is_noted));
             }
             let joined = heard.join(&theirs.entries);
             joined.map_err(|error| error.to_string())?;
-            if number + 1 >= pages.max(theirs.pages) {
-                break;
+            number += 1;
+            if number >= pages.max(theirs.pages) {
+                return Ok((Some(heard), is_noted));
             }
         }
-        Ok(Some(heard))
     }
 
     /// Exchanges clears with the connected peers that are not known to have carried out the same
@@ -183,8 +201,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         join_all(exchanges).await;
     }
 
-    /// Passes clears on to all connected peers. Returns the names of those that have not confirmed
-    /// by the deadline that they have carried them out.
+    /// Passes clears on to all connected peers. Returns the names of those that have not confirmed by
+    /// the deadline that they have carried them out, so that their restart finds them.
     pub async fn pass_on(&self, clears: &Clears, deadline: Instant) -> Vec<String> {
         let all: Vec<(Session, String)> = {
             let peers = self.peers.lock();
@@ -192,12 +210,16 @@ impl<L: Link, C: Chunks> Node<L, C> {
             named.collect()
         };
         let unconfirmed = all.into_iter().map(|(session, name)| async move {
-            let Ok(theirs) = self.send_clears(&session, deadline).await else {
+            let Ok((theirs, is_noted)) = self.send_clears(&session, deadline).await else {
                 return Some(name);
             };
             // What is not noted by the deadline is exchanged once more.
             let _ = until(deadline, self.learn(&session, &theirs)).await;
-            (!theirs.contains(clears)).then_some(name)
+            match theirs.contains(clears) {
+                true if is_noted => None,
+                true => Some(format!("{name} (carried out; its restart may undo it)")),
+                false => Some(name),
+            }
         });
         join_all(unconfirmed).await.into_iter().flatten().collect()
     }

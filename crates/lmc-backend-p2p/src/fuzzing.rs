@@ -355,6 +355,10 @@ impl Chunks for Shelf {
         Arc::clone(&self.state.lock().clears)
     }
 
+    fn clears_are_noted(&self) -> bool {
+        true
+    }
+
     fn learn(&self, clears: Clears) -> BoxFuture<'_, Result<(), TooManyClears>> {
         Box::pin(async move {
             let mut state = self.state.lock();

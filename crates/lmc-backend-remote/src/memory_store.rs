@@ -450,13 +450,6 @@ impl Store for MemoryStore {
         })
     }
 
-    fn read_clears(&self, max: usize, deadline: Instant) -> Single<'_, Option<(Bytes, Version)>> {
-        Box::pin(async move {
-            let bytes = self.read(Name::Clears, max, deadline).await?;
-            Ok(bytes.map(|bytes| (bytes.clone(), Version(bytes))))
-        })
-    }
-
     fn swap_clears(
         &self,
         bytes: Bytes,
@@ -469,7 +462,6 @@ impl Store for MemoryStore {
             let mut objects = self.objects.lock();
             let name = Name::Clears.to_string();
             let found = objects.get(&name).map(|object| object.bytes.as_slice());
-            // The bytes are the version: what was put back as it was has not changed.
             if found != read.as_ref().map(|read| &read.0[..]) {
                 return Ok(false);
             }

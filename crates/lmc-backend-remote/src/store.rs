@@ -100,8 +100,15 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     fn write(&self, name: Name, bytes: Bytes, deadline: Instant) -> Single<'_, ()>;
 
     /// Reads [`Name::Clears`], with its version; `None` where it is absent. One of more than `max`
-    /// bytes is an error.
-    fn read_clears(&self, max: usize, deadline: Instant) -> Single<'_, Option<(Bytes, Version)>>;
+    /// bytes is an error. Default: its bytes are its version, for a store whose [`Store::swap_clears`]
+    /// compares bytes.
+    fn read_clears(&self, max: usize, deadline: Instant) -> Single<'_, Option<(Bytes, Version)>> {
+        Box::pin(async move {
+            let bytes = self.read(Name::Clears, max, deadline).await?;
+            // What was put back as it was has not changed.
+            Ok(bytes.map(|bytes| (bytes.clone(), Version(bytes))))
+        })
+    }
 
     /// Writes [`Name::Clears`] if it is as it was read: in that version, or absent for `None`.
     /// Returns false, and changes nothing, if it is not. Of several writers that have read one

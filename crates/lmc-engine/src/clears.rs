@@ -5,7 +5,7 @@ mod file;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -47,6 +47,8 @@ struct Log {
     /// Clears that were made here and that were learned, since the log was opened.
     counted: AtomicU64,
     learned: AtomicU64,
+    /// True while clears were carried out that a restart may not find.
+    is_volatile: AtomicBool,
     on_learned: OnceLock<Box<dyn Fn() + Send + Sync>>,
     /// The spaces that names stand for.
     names: RwLock<HashMap<SpaceId, Named>>,
@@ -89,13 +91,15 @@ impl ClearLog {
         Ok(this)
     }
 
-    /// Takes in what files of this name in some folders say, and writes none.
+    /// Takes in what files of this name in some folders say, and writes none: what is cleared from
+    /// then on is never noted.
     ///
     /// # Errors
     /// [`StateFileError`]: what was cleared is not known, and nothing must be served.
     pub fn read(name: &str, folders: &[PathBuf]) -> Result<Self, StateFileError> {
         let this = Self::default();
         this.switch(Arc::new(file::read_all(name, folders)?));
+        this.0.is_volatile.store(true, Ordering::Relaxed);
         Ok(this)
     }
 
@@ -107,6 +111,12 @@ impl ClearLog {
     /// Returns the digest of the clears.
     pub fn id(&self) -> ClearsId {
         self.0.current.read().id
+    }
+
+    /// Returns false while clears were carried out that are not in the state file. A log that was made
+    /// without a state file has nothing to note.
+    pub fn is_noted(&self) -> bool {
+        !self.0.is_volatile.load(Ordering::Relaxed)
     }
 
     /// Returns when the last clear was carried out here; where all of them were before the start, the
@@ -122,22 +132,23 @@ impl ClearLog {
 
     /// Takes in clears that were carried out elsewhere: what was computed before them is not found
     /// any more when this returns. `from` names the medium for the log. Returns true if one was not
-    /// known. Blocks for the state file.
+    /// known. Blocks for the state file; [`Self::is_noted`] says whether it has them.
     ///
     /// # Errors
     /// [`TooManyClears`]; nothing is taken in then.
     pub fn learn(&self, others: &Clears, from: &str) -> Result<bool, TooManyClears> {
-        if self.0.current.read().clears.contains(others) {
+        if self.is_noted() && self.clears().contains(others) {
             return Ok(false);
         }
-        let mut changing = self.0.changing.lock();
+        let changing = self.0.changing.lock();
         let before = self.clears();
         let mut clears = Clears::clone(&before);
         if !clears.join(others)? {
+            self.note(&changing, &before);
             return Ok(false);
         }
         let learned = clears.total().saturating_sub(before.total());
-        self.carry_out(&mut changing, Arc::new(clears));
+        self.carry_out(&changing, Arc::new(clears));
         self.0.learned.fetch_add(learned, Ordering::Relaxed);
         tracing::info!(from, clears = learned, "cleared as another daemon did");
         if let Some(on_learned) = self.0.on_learned.get() {
@@ -158,7 +169,7 @@ impl ClearLog {
         clears.count(start)?;
         changing.start = Some(start);
         let clears = Arc::new(clears);
-        let is_durable = self.carry_out(&mut changing, Arc::clone(&clears));
+        let is_durable = self.carry_out(&changing, Arc::clone(&clears));
         self.0.counted.fetch_add(1, Ordering::Relaxed);
         Ok((clears, is_durable))
     }
@@ -176,10 +187,19 @@ impl ClearLog {
     }
 
     /// Writes the map, and makes names with it from then on. Returns true if a restart finds it.
-    fn carry_out(&self, changing: &mut Changing, clears: Arc<Clears>) -> bool {
-        let file = changing.file.as_ref();
-        let is_durable = file.is_some_and(|file| file.write(&clears));
+    fn carry_out(&self, changing: &Changing, clears: Arc<Clears>) -> bool {
+        let is_durable = self.note(changing, &clears);
         self.switch(clears);
+        is_durable
+    }
+
+    /// Writes the map. Returns true if a restart finds it.
+    fn note(&self, changing: &Changing, clears: &Arc<Clears>) -> bool {
+        let Some(file) = &changing.file else {
+            return false;
+        };
+        let is_durable = file.write(clears);
+        self.0.is_volatile.store(!is_durable, Ordering::Relaxed);
         is_durable
     }
 
@@ -256,6 +276,10 @@ impl fmt::Debug for ClearLog {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
+    use lmc_testkit::Folder;
+
     use super::*;
 
     fn space(n: u8) -> SpaceId {
@@ -285,6 +309,28 @@ mod tests {
         assert_eq!(log.space_of(old), space(1));
         log.forget_names(&HashSet::new());
         assert_eq!((log.space_of(old), log.space_of(new)), (old, space(1)));
+    }
+
+    #[test]
+    fn clears_that_the_state_file_lacks_are_not_noted_until_it_has_them() {
+        let folder = Folder::temporary();
+        let log = ClearLog::open(&folder, "a", &[]).expect("new");
+        let other = ClearLog::default();
+        other.count().expect("a clear");
+        assert!(log.is_noted() && other.is_noted());
+        let in_the_way = folder.join("clears");
+        fs::write(&in_the_way, b"a file").expect("written");
+        assert_eq!(log.learn(&other.clears(), "a test"), Ok(true));
+        assert_eq!((log.id(), log.is_noted()), (other.id(), false));
+        assert_eq!(log.learn(&other.clears(), "a test"), Ok(false));
+        assert!(!log.is_noted());
+        fs::remove_file(&in_the_way).expect("removed");
+        assert_eq!(log.learn(&other.clears(), "a test"), Ok(false));
+        assert!(log.is_noted());
+        drop(log);
+        let folders = [folder.to_path_buf()];
+        let log = ClearLog::read("a", &folders).expect("readable");
+        assert_eq!((log.id(), log.is_noted()), (other.id(), false));
     }
 
     #[test]

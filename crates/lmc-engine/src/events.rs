@@ -1,9 +1,11 @@
 //! Passing the DRAM tier's events on to their listener, and evicted chunks to lower tiers.
 
+use std::collections::HashSet;
 use std::sync::{Arc, OnceLock, Weak};
 
 use lmc_backend_local::{EventSink, Removal, RemovedEvent, StoredEvent};
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, FoldState};
+use parking_lot::Mutex;
 
 use crate::clears::ClearLog;
 use crate::lower::{Moment, Offer, Tiers};
@@ -15,6 +17,8 @@ pub(crate) struct Relay {
     clears: ClearLog,
     /// Gets keys in their spaces, without the clears.
     listener: OnceLock<Arc<dyn EventSink>>,
+    /// Chunks of before a clear that the listener takes for removed, or has not heard of.
+    outdated: Mutex<HashSet<ChunkKey, FoldState>>,
     /// Listener of those who tell peers what is here, by its name.
     announcer: OnceLock<Arc<dyn EventSink>>,
     /// The tiers that evicted chunks are offered to. Weak, as they hold the DRAM tier, which holds
@@ -38,6 +42,16 @@ impl Relay {
         }
     }
 
+    /// Reports that a chunk is removed.
+    fn report_removed(&self, event: RemovedEvent<'_>) {
+        if let Some(listener) = self.listener.get() {
+            let key = self.unnamed(event.key);
+            let mut event = event;
+            event.key = &key;
+            listener.on_removed(event);
+        }
+    }
+
     /// Sets the listener. Returns false if there is one already.
     pub(crate) fn set(&self, listener: Arc<dyn EventSink>) -> bool {
         self.listener.set(listener).is_ok()
@@ -57,7 +71,9 @@ impl Relay {
 
 impl EventSink for Relay {
     fn on_stored(&self, event: StoredEvent<'_>) {
-        if let Some(listener) = self.listener.get() {
+        if self.clears.current_space_of(event.key.space).is_none() {
+            self.outdated.lock().insert(*event.key);
+        } else if let Some(listener) = self.listener.get() {
             let key = self.unnamed(event.key);
             // A prompt has one space.
             let space = key.space;
@@ -82,14 +98,17 @@ impl EventSink for Relay {
             };
             lower.offer(&[offer], Moment::Leaving);
         }
-        if let Some(listener) = self.listener.get() {
-            let key = self.unnamed(event.key);
-            let mut event = event;
-            event.key = &key;
-            listener.on_removed(event);
+        if !self.outdated.lock().remove(event.key) {
+            self.report_removed(event);
         }
         if let Some(announcer) = self.announcer.get() {
             announcer.on_removed(event);
+        }
+    }
+
+    fn on_left(&self, event: RemovedEvent<'_>) {
+        if self.outdated.lock().insert(*event.key) {
+            self.report_removed(event);
         }
     }
 }

@@ -214,6 +214,10 @@ impl Chunks for Lender {
         self.0.clears.clears()
     }
 
+    fn clears_are_noted(&self) -> bool {
+        self.0.clears.is_noted()
+    }
+
     fn learn(&self, clears: Clears) -> BoxFuture<'_, Result<(), TooManyClears>> {
         let log = self.0.clears.clone();
         Box::pin(async move {

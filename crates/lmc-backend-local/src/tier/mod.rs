@@ -216,6 +216,20 @@ impl Inner {
         }
     }
 
+    /// Tells the sink of an entry that a clear has left, under the lock of its shard.
+    fn report_left(&self, shard: &Shard, index: u32) {
+        if let Some(events) = &self.events {
+            let entry = shard.entry(index);
+            events.on_left(RemovedEvent {
+                key: shard.key(index),
+                tenant: shard.tenant(index),
+                cause: Removal::Cleared,
+                origin: entry.origin(),
+                slot: &entry.slot,
+            });
+        }
+    }
+
     /// Frees an entry that was removed, without any lock held: releases its memory, and subtracts it
     /// from its parent's count.
     fn free_removed(&self, taken: Taken) {

@@ -233,7 +233,8 @@ impl LocalTier {
         left
     }
 
-    /// Takes many chunks out at once. A chunk whose write had begun is not found afterwards either;
+    /// Takes many chunks out at once, and reports those that [`Clear::Unleased`] leaves. A chunk whose
+    /// write had begun is not found afterwards either;
     /// one that begins meanwhile may stay.
     pub fn clear(&self, which: Clear) -> Cleared {
         let inner = &self.0;
@@ -251,6 +252,9 @@ impl LocalTier {
                         inner.account(&entry, Removal::Cleared);
                         taken.push(entry);
                     } else {
+                        if which == Clear::Unleased {
+                            inner.report_left(&locked, index);
+                        }
                         cleared.left.push(*locked.key(index));
                     }
                 }

@@ -30,6 +30,15 @@ struct Log(Mutex<Vec<Event>>);
 enum Event {
     Stored(ChunkKey),
     Removed(ChunkKey, Removal),
+    Left(ChunkKey),
+}
+
+impl Event {
+    fn key(&self) -> ChunkKey {
+        match self {
+            Self::Stored(key) | Self::Removed(key, _) | Self::Left(key) => *key,
+        }
+    }
 }
 
 impl EventSink for Log {
@@ -41,6 +50,11 @@ impl EventSink for Log {
     fn on_removed(&self, event: RemovedEvent<'_>) {
         check_value(event.key, event.slot.bytes()).unwrap();
         self.0.lock().push(Event::Removed(*event.key, event.cause));
+    }
+
+    fn on_left(&self, event: RemovedEvent<'_>) {
+        check_value(event.key, event.slot.bytes()).unwrap();
+        self.0.lock().push(Event::Left(*event.key));
     }
 }
 
@@ -273,6 +287,7 @@ impl Rig {
                     }
                     assert!(self.resident.remove(&key).is_some(), "removed from nowhere");
                 }
+                Event::Left(_) => panic!("only a clear leaves chunks"),
             }
         }
         if !linked_yet {
@@ -539,6 +554,24 @@ impl Rig {
                 cleared.left.sort();
                 let removed = (before - left.len()) as u64;
                 assert_eq!((cleared.removed, &cleared.left), (removed, &left));
+                let is_left = |event: &mut Event| matches!(event, Event::Left(_));
+                let reported = self
+                    .log
+                    .0
+                    .lock()
+                    .extract_if(.., is_left)
+                    .collect::<Vec<_>>();
+                let mut reported: Vec<_> = reported.iter().map(Event::key).collect();
+                reported.sort();
+                let is_reported = which == Clear::Unleased;
+                assert_eq!(
+                    reported,
+                    if is_reported {
+                        left.clone()
+                    } else {
+                        Vec::new()
+                    }
+                );
                 self.learn(TenantId(0), &[]);
                 assert_eq!(self.resident.keys().copied().collect::<Vec<_>>(), left);
                 self.open.iter_mut().for_each(|open| open.void = true);

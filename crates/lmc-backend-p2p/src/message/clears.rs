@@ -45,10 +45,14 @@ pub struct ClearsPage {
     /// Entries of the page; none behind the last page.
     #[serde(with = "entries")]
     pub entries: Clears,
+    /// True if a restart of the sender may not find all clears that it has carried out. At the end of
+    /// the body; false where that is missing.
+    #[serde(skip)]
+    pub is_volatile: bool,
 }
 
 impl ClearsPage {
-    /// Returns one page of a map, whose digest this is.
+    /// Returns one page of a map, whose digest this is, that a restart finds.
     pub fn of(map: &Clears, clears: ClearsId, page: u16) -> Self {
         let first = usize::from(page) * PAGE_ENTRIES;
         let entries = map.entries().skip(first).take(PAGE_ENTRIES);
@@ -57,6 +61,7 @@ impl ClearsPage {
             page,
             pages: map.starts().div_ceil(PAGE_ENTRIES) as u16,
             entries: Clears::from_entries(entries).expect("entries of a map are a map"),
+            is_volatile: false,
         }
     }
 

@@ -129,6 +129,20 @@ impl Body for Leased {
     }
 }
 
+impl Body for ClearsPage {
+    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        match self.is_volatile {
+            true => to_extend(&true, bytes),
+            false => Ok(bytes),
+        }
+    }
+
+    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
+        self.is_volatile = matches!(take_from_bytes(tail), Ok((true, _)));
+        Ok(())
+    }
+}
+
 impl Body for Released {
     fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
         match self.digests.is_empty() {
@@ -150,7 +164,7 @@ macro_rules! not_grown {
 }
 
 not_grown!(
-    Located, Renew, Release, KeyBatch, ClearsPage, Refusal, Announce, Announced, Find, Found,
-    Describe, Described
+    Located, Renew, Release, KeyBatch, Refusal, Announce, Announced, Find, Found, Describe,
+    Described
 );
 not_grown!(bool, (), u32, u16);

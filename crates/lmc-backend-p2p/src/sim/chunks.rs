@@ -1,6 +1,7 @@
 //! The chunks of a simulated daemon: a real pool, and what an engine does with it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -51,6 +52,8 @@ pub(super) struct SimChunks {
     clears_noted: StateFile,
     /// Time that noting clears takes.
     noting: Arc<Mutex<Duration>>,
+    /// True while its clears cannot be noted.
+    pub(super) is_volatile: Arc<AtomicBool>,
     state: Arc<Mutex<State>>,
     /// Set once there is a node.
     pub(super) changed: Arc<OnceLock<Arc<ChangedKeys>>>,
@@ -86,6 +89,7 @@ impl SimChunks {
             start: start_id(start),
             clears_noted,
             noting: Arc::new(Mutex::new(NOTING)),
+            is_volatile: Arc::default(),
             state: Arc::new(Mutex::new(state)),
             changed: Arc::default(),
             clears: Arc::new(Mutex::new((Rng::new(0), 0))),
@@ -334,6 +338,10 @@ impl Chunks for SimChunks {
     fn clears(&self) -> Arc<Clears> {
         self.any_moment();
         self.carried_out()
+    }
+
+    fn clears_are_noted(&self) -> bool {
+        !self.is_volatile.load(Ordering::Relaxed)
     }
 
     fn learn(&self, clears: Clears) -> BoxFuture<'_, Result<(), TooManyClears>> {

@@ -206,6 +206,34 @@ fn a_peer_that_is_cut_off_at_a_clear_is_named_and_learns_of_it_when_it_is_back()
 }
 
 #[test]
+fn a_peer_that_cannot_note_a_clear_carries_it_out_and_does_not_confirm_it() {
+    run(async {
+        let (net, keys) = owner_and_reader(66).await;
+        keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
+        let volatile = &net.chunks(1).is_volatile;
+        let pass_on = async || {
+            let clears = net.chunks(0).carried_out();
+            net.node(0).pass_on(&clears, now() + LOCATE).await
+        };
+        volatile.store(true, Ordering::Relaxed);
+        net.chunks(0).clear();
+        let unconfirmed = pass_on().await;
+        assert_eq!(
+            unconfirmed,
+            ["host-1 (carried out; its restart may undo it)"]
+        );
+        assert_eq!(net.chunks(1).len(), 0);
+        // Also where the two are known to be at one digest.
+        tokio::time::sleep(SETTLED).await;
+        assert_eq!(pass_on().await, unconfirmed);
+        keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
+        assert_eq!(fetch(&net, 0, &keys).await.hits, keys.len() as u64);
+        volatile.store(false, Ordering::Relaxed);
+        assert_eq!(pass_on().await, [""; 0]);
+    });
+}
+
+#[test]
 fn a_clear_ends_by_its_deadline_while_a_disk_hangs() {
     run(async {
         let (net, _) = owner_and_reader(68).await;

@@ -371,6 +371,18 @@ fn the_largest_map_of_clears_fits_into_its_pages() {
 }
 
 #[test]
+fn a_page_of_clears_says_that_they_are_not_noted_and_else_nothing() {
+    let volatile = Reply::Cleared(ClearsPage {
+        is_volatile: true,
+        ..page()
+    });
+    let noted = Reply::Cleared(page()).to_bytes().expect("it fits");
+    let bytes = volatile.to_bytes().expect("it fits");
+    assert_eq!(bytes, longer(&noted, &[1]));
+    assert_eq!(Reply::from_bytes(&bytes), Ok(volatile));
+}
+
+#[test]
 fn pages_of_clears_that_contradict_themselves_are_refused() {
     let full = ClearsPage::of(&map(0..PAGE_ENTRIES as u64), clears(), 0);
     let none = ClearsPage::of(&Clears::default(), ClearsId::NONE, 0);

@@ -663,14 +663,6 @@ impl Store for RedisStore {
         Box::pin(self.one(name, deadline, ask, read))
     }
 
-    fn read_clears(&self, max: usize, deadline: Instant) -> Single<'_, Option<(Bytes, Version)>> {
-        Box::pin(async move {
-            let bytes = self.read(Name::Clears, max, deadline).await?;
-            // The bytes are the version: what was put back as it was has not changed.
-            Ok(bytes.map(|bytes| (bytes.clone(), Version(bytes))))
-        })
-    }
-
     fn swap_clears(
         &self,
         bytes: Bytes,

@@ -10,8 +10,9 @@ use crate::store::StoreError;
 
 /// Failures without a success in between after which a path is out.
 const MAX_FAILURES: u32 = 5;
-/// Longest pauses after which a path that no request has tried again is not called faulty any more.
-const IDLE_PAUSES: u32 = 4;
+/// Longest pauses after which a path that no request has tried again is not called faulty any more, nor
+/// a store whose refusals are not repeated.
+pub(super) const IDLE_PAUSES: u32 = 4;
 
 /// A kind of requests. Success of one says nothing of another: a store may answer small requests at once
 /// and move no value.

@@ -300,7 +300,7 @@ impl Shared {
                 Ok(true) => {
                     let all_are_in = self.note_object(&object, now)?.is_none();
                     self.clears.known.lock().rewrite_at = now + REWRITES.1;
-                    self.note_written(len);
+                    self.refusals.written(len, Instant::now());
                     // Clears that came meanwhile are written at once.
                     if all_are_in {
                         return Ok(None);
@@ -308,7 +308,7 @@ impl Shared {
                 }
                 Ok(false) => {}
                 Err(error) if is_found && error.is_refusal() => {
-                    self.note_refusal(&error, len);
+                    self.refusals.refused(&error, len, Instant::now());
                     return Ok(Some(error));
                 }
                 Err(error) => return Err(error),

@@ -9,6 +9,7 @@ mod list;
 mod model;
 mod read;
 mod recent;
+mod refusals;
 mod spaces;
 mod stale;
 mod write;
@@ -33,6 +34,7 @@ use self::clears::Knowledge;
 use self::counters::Counters;
 use self::list::Listings;
 use self::recent::RecentKeys;
+use self::refusals::Refusals;
 use self::spaces::Spaces;
 pub use self::stale::StaleDeleted;
 use crate::clock::BootClock;
@@ -115,19 +117,12 @@ struct Shared {
     damaged: RecentKeys,
     /// Keys that were touched.
     touched: RecentKeys,
-    refused: Mutex<Option<Refused>>,
+    refusals: Refusals,
     claims: Arc<Claims>,
     lookups: Semaphore,
     listings: Listings,
     rate: ReadRate,
     counters: Counters,
-}
-
-/// A write that the store refused although it may be read, until one as large succeeds.
-#[derive(Debug)]
-struct Refused {
-    reason: String,
-    len: u64,
 }
 
 impl RemoteTier {
@@ -201,7 +196,7 @@ impl Shared {
             absent: RecentKeys::new(config.absent_ttl, config.max_absent),
             damaged: RecentKeys::new(DAMAGED.0, DAMAGED.1),
             touched: RecentKeys::new(touch_pause(store.touch_age()), MAX_TOUCHED),
-            refused: Mutex::default(),
+            refusals: Refusals::new(&config),
             claims: Arc::default(),
             lookups: Semaphore::new(MAX_LOOKUPS),
             listings: Listings::default(),
@@ -259,7 +254,7 @@ impl Shared {
         match error.is_refusal() {
             true => {
                 self.counters.failed.add(1);
-                self.note_refusal(error, len);
+                self.refusals.refused(error, len, Instant::now());
             }
             false => self.note_failure(attempt, error),
         }
@@ -269,33 +264,7 @@ impl Shared {
     fn note_aside<T>(&self, results: &[Result<T, StoreError>]) {
         for error in results.iter().filter_map(|result| result.as_ref().err()) {
             self.counters.failed.add(1);
-            self.note_refusal(error, 0);
-        }
-    }
-
-    /// Notes that the store refused a write of `len` bytes and may be read.
-    fn note_refusal(&self, error: &StoreError, len: u64) {
-        let Some(remedy) = error.remedy_of_write() else {
-            return;
-        };
-        let mut refused = self.refused.lock();
-        if refused.is_none() {
-            tracing::warn!(
-                %error,
-                "remote store refuses writes; chunks are read from it, and not written: {remedy}"
-            );
-        }
-        if refused.as_ref().is_none_or(|before| before.len <= len) {
-            let reason = format!("writes are refused: {error}; {remedy}");
-            *refused = Some(Refused { reason, len });
-        }
-    }
-
-    /// Notes that the store took a write of `len` bytes. That says nothing of larger ones.
-    fn note_written(&self, len: u64) {
-        let mut refused = self.refused.lock();
-        if refused.take_if(|refused| refused.len <= len).is_some() {
-            tracing::info!("remote store takes writes again");
+            self.refusals.refused(error, 0, Instant::now());
         }
     }
 }
@@ -408,8 +377,7 @@ impl Backend for RemoteTier {
         if let Some(reason) = unknown.or_else(|| paths.lookups.fault(now)) {
             return Health::Down { reason };
         }
-        let refused = self.shared.refused.lock();
-        let refused = refused.as_ref().map(|refused| refused.reason.clone());
+        let refused = self.shared.refusals.fault();
         let faults = [paths.loads.fault(now), paths.writes.fault(now), refused];
         let faults: Vec<String> = faults.into_iter().flatten().collect();
         match faults.is_empty() {

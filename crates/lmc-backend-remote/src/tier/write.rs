@@ -165,7 +165,7 @@ impl Shared {
             match &put {
                 Ok(Put::Written) => {
                     attempt.succeeded();
-                    self.note_written(len);
+                    self.refusals.written(len, Instant::now());
                 }
                 // The store may have looked, and taken no value.
                 Ok(Put::Present) => {}
@@ -245,7 +245,7 @@ impl Shared {
             .min(MAX_PAYLOAD_LEN);
         if found > max {
             let error = StoreError::TooLarge { max, found };
-            self.note_refusal(&error, found);
+            self.refusals.refused(&error, found, Instant::now());
             return answer(Err(error.into()));
         }
         let head = match head {

@@ -15,32 +15,41 @@ use super::delayed::sleep_until;
 use super::in_time::{load_after, store_after};
 use crate::{
     Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Health, LoadItem, Loaded,
-    StoreItem, Stored,
+    LocateHint, Located, StoreItem, Stored,
 };
 
-/// Wraps a tier in a gate. While the gate is shut, loads and stores wait at it, until their
+/// An operation that a [`Gated`] tier can hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// [`Backend::locate`].
+    Locate,
+    /// [`Backend::load`].
+    Load,
+    /// [`Backend::store`].
+    Store,
+    /// [`Backend::remove`].
+    Remove,
+    /// [`Backend::clear`].
+    Clear,
+    /// [`Backend::close`].
+    Close,
+}
+
+/// Wraps a tier in a gate. Operations that are held wait at it before they begin, until their
 /// deadline at most. Everything else passes.
 #[derive(Debug, Default)]
 pub struct Gated<B> {
     inner: B,
-    gate: Arc<Mutex<Gate>>,
+    gate: Mutex<Gate>,
     loads: AtomicU64,
     stores: AtomicU64,
-    removals: AtomicU64,
-    clears_ended: AtomicU64,
+    ended: [AtomicU64; 6],
 }
 
 #[derive(Debug, Default)]
 struct Gate {
-    shut: bool,
-    holds_clears: bool,
+    held: Vec<Operation>,
     waiting: Vec<Waker>,
-}
-
-impl Gate {
-    fn wake(&mut self) {
-        self.waiting.drain(..).for_each(Waker::wake);
-    }
 }
 
 impl<B: Backend> Gated<B> {
@@ -48,30 +57,38 @@ impl<B: Backend> Gated<B> {
     pub fn new(inner: B) -> Self {
         Self {
             inner,
-            gate: Arc::default(),
+            gate: Mutex::default(),
             loads: AtomicU64::new(0),
             stores: AtomicU64::new(0),
-            removals: AtomicU64::new(0),
-            clears_ended: AtomicU64::new(0),
+            ended: Default::default(),
         }
     }
 
-    /// Lets nothing through from now on.
+    /// Holds loads and stores from now on.
     pub fn shut(&self) {
-        self.gate.lock().shut = true;
+        self.hold(Operation::Load);
+        self.hold(Operation::Store);
     }
 
-    /// Lets no clear end from now on either, although it takes effect at once.
-    pub fn hold_clears(&self) {
-        self.gate.lock().holds_clears = true;
-        self.shut();
+    /// Holds an operation from now on.
+    pub fn hold(&self, operation: Operation) {
+        self.gate.lock().held.push(operation);
+    }
+
+    /// Lets an operation through that was held.
+    pub fn release(&self, operation: Operation) {
+        self.hold_only(|held| held != operation);
     }
 
     /// Lets everything through that waits, and all that comes.
     pub fn open(&self) {
+        self.hold_only(|_| false);
+    }
+
+    fn hold_only(&self, pick: impl Fn(Operation) -> bool) {
         let mut gate = self.gate.lock();
-        gate.shut = false;
-        gate.wake();
+        gate.held.retain(|held| pick(*held));
+        gate.waiting.drain(..).for_each(Waker::wake);
     }
 
     /// Chunks that loads have asked for so far, at the gate or through it.
@@ -84,21 +101,17 @@ impl<B: Backend> Gated<B> {
         self.stores.load(Ordering::Relaxed)
     }
 
-    /// Calls of [`Backend::remove`] that have ended so far.
-    pub fn removals(&self) -> u64 {
-        self.removals.load(Ordering::Relaxed)
+    /// Calls of an operation, other than loads and stores, that have ended so far, in order or at
+    /// their deadline.
+    pub fn ended(&self, operation: Operation) -> u64 {
+        self.ended[operation as usize].load(Ordering::Relaxed)
     }
 
-    /// Clears that have ended so far, in order or at their deadline.
-    pub fn clears_ended(&self) -> u64 {
-        self.clears_ended.load(Ordering::Relaxed)
-    }
-
-    /// Waits until the gate is open. Returns false if the deadline came first.
-    async fn pass(&self, deadline: Instant) -> bool {
+    /// Waits until an operation is not held. Returns false if the deadline came first.
+    async fn pass(&self, operation: Operation, deadline: Instant) -> bool {
         let opened = poll_fn(|context| {
             let mut gate = self.gate.lock();
-            if !gate.shut {
+            if !gate.held.contains(&operation) {
                 return Poll::Ready(());
             }
             gate.waiting.push(context.waker().clone());
@@ -107,14 +120,43 @@ impl<B: Backend> Gated<B> {
         let late = pin!(sleep_until(deadline));
         matches!(select(opened, late).await, Either::Left(_))
     }
+
+    /// Calls an operation once it is not held; `late` is its answer at the deadline.
+    fn call<'a, T: Send>(
+        &'a self,
+        operation: Operation,
+        deadline: Instant,
+        call: impl FnOnce() -> BoxFuture<'a, T> + Send + 'a,
+        late: impl FnOnce() -> T + Send + 'a,
+    ) -> BoxFuture<'a, T> {
+        Box::pin(async move {
+            let answer = match self.pass(operation, deadline).await {
+                true => call().await,
+                false => late(),
+            };
+            self.ended[operation as usize].fetch_add(1, Ordering::Relaxed);
+            answer
+        })
+    }
 }
 
 impl<B: Backend> Backend for Gated<B> {
-    crate::forward!(inner: name sharing takes_writes index locate clears list usage counters close);
+    crate::forward!(inner: name sharing takes_writes index clears list usage counters);
+
+    fn locate<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        hint: &'a LocateHint,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        let call = move || self.inner.locate(keys, hint, deadline);
+        self.call(Operation::Locate, deadline, call, || late(keys))
+    }
 
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
         self.loads.fetch_add(items.len() as u64, Ordering::Relaxed);
-        load_after(&self.inner, self.pass(deadline), items, deadline)
+        let passed = self.pass(Operation::Load, deadline);
+        load_after(&self.inner, passed, items, deadline)
     }
 
     fn store(
@@ -123,7 +165,8 @@ impl<B: Backend> Backend for Gated<B> {
         deadline: Instant,
     ) -> Answers<'_, Result<Stored, BackendError>> {
         self.stores.fetch_add(items.len() as u64, Ordering::Relaxed);
-        store_after(&self.inner, self.pass(deadline), items, deadline)
+        let passed = self.pass(Operation::Store, deadline);
+        store_after(&self.inner, passed, items, deadline)
     }
 
     fn remove<'a>(
@@ -131,11 +174,8 @@ impl<B: Backend> Backend for Gated<B> {
         keys: &'a [ChunkKey],
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        Box::pin(async move {
-            let removed = self.inner.remove(keys, deadline).await;
-            self.removals.fetch_add(1, Ordering::Relaxed);
-            removed
-        })
+        let call = move || self.inner.remove(keys, deadline);
+        self.call(Operation::Remove, deadline, call, || late(keys))
     }
 
     fn clear(
@@ -143,24 +183,28 @@ impl<B: Backend> Backend for Gated<B> {
         clears: Arc<Clears>,
         deadline: Instant,
     ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
-        Box::pin(async move {
-            let cleared = self.inner.clear(clears, deadline).await;
-            let held = self.gate.lock().holds_clears;
-            let passed = !held || self.pass(deadline).await;
-            self.clears_ended.fetch_add(1, Ordering::Relaxed);
-            match passed {
-                true => cleared,
-                false => Err(BackendError::Deadline),
-            }
-        })
+        let call = move || self.inner.clear(clears, deadline);
+        let late = || Err(BackendError::Deadline);
+        self.call(Operation::Clear, deadline, call, late)
+    }
+
+    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
+        let call = move || self.inner.close(deadline);
+        let late = || Err(BackendError::Deadline);
+        self.call(Operation::Close, deadline, call, late)
     }
 
     fn health(&self) -> Health {
-        match self.gate.lock().shut {
-            true => Health::Down {
+        match self.gate.lock().held.is_empty() {
+            true => self.inner.health(),
+            false => Health::Down {
                 reason: "the gate is shut".to_owned(),
             },
-            false => self.inner.health(),
         }
     }
+}
+
+/// Returns the answers to keys at the deadline.
+fn late<T>(keys: &[ChunkKey]) -> Vec<Result<T, BackendError>> {
+    keys.iter().map(|_| Err(BackendError::Deadline)).collect()
 }

@@ -20,7 +20,7 @@ pub use faulty::{Faults, Faulty};
 mod forward;
 
 mod gated;
-pub use gated::Gated;
+pub use gated::{Gated, Operation};
 
 mod in_time;
 

@@ -97,6 +97,11 @@ impl Tiers {
         &keys[..first.unwrap_or(keys.len())]
     }
 
+    /// Returns true while a chunk is being removed.
+    pub(super) fn is_removing(&self, key: &ChunkKey) -> bool {
+        self.not_removing(std::slice::from_ref(key)).is_empty()
+    }
+
     /// Returns true if there is a tier that has to be asked.
     fn has_to_ask(&self) -> bool {
         self.tiers.iter().any(|tier| tier.backend.index().is_none())

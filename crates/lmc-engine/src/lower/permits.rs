@@ -61,16 +61,12 @@ fn bits(units: &[u32]) -> u64 {
 }
 
 impl State {
-    /// Returns the tiers of which a request cannot be given its units now.
-    fn short(&self, units: &[u32]) -> u64 {
+    /// Returns true if a request can be given its units of each tier now.
+    fn fits(&self, units: &[u32]) -> bool {
         let over = |(used, units): (&u32, &u32)| (used + units).saturating_sub(self.share);
         let over: Vec<u32> = self.used.iter().zip(units).map(over).collect();
-        if over.iter().sum::<u32>() <= self.common {
-            return 0;
-        }
-        let is_short = |tier: &usize| units[*tier] > 0 && over[*tier] > 0 && self.used[*tier] > 0;
-        let short = (0..units.len()).filter(is_short);
-        short.fold(0, |bits, tier| bits | 1 << tier)
+        let has_own = |tier| units[tier] == 0 || over[tier] == 0 || self.used[tier] == 0;
+        over.iter().sum::<u32>() <= self.common || (0..units.len()).all(has_own)
     }
 
     /// Returns the tiers that requests which came first wait for. Those for several tiers hold up
@@ -94,7 +90,7 @@ impl State {
         self.queues.retain(|queue| !queue.turns.is_empty());
         let is_granted = |queue: &Queue| {
             let front = queue.front();
-            front.is_some_and(|front| self.short(&front.units) == 0)
+            front.is_some_and(|front| self.fits(&front.units))
         };
         let at = self.queues.iter().position(is_granted)?;
         let mut queue = self.queues.remove(at)?;
@@ -164,7 +160,7 @@ impl Permits {
     /// Takes units of each tier if they are free and no request that came first waits for them.
     pub(super) fn try_acquire(&self, units: &[u32]) -> Option<Vec<Permit>> {
         let mut state = self.0.lock();
-        if state.awaited() & bits(units) != 0 || state.short(units) != 0 {
+        if state.awaited() & bits(units) != 0 || !state.fits(units) {
             return None;
         }
         state.take(units);
@@ -226,6 +222,10 @@ impl Permits {
 impl Permit {
     pub(super) fn tier(&self) -> usize {
         self.tier
+    }
+
+    pub(super) fn units(&self) -> u32 {
+        self.units
     }
 }
 

@@ -1,15 +1,21 @@
 //! Promotion: reading chunks from lower tiers into DRAM.
 
 use std::collections::{HashSet, VecDeque};
+use std::mem;
 use std::ops::Range;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use futures_util::future::join_all;
+use futures_util::future::{Either, join_all, select};
 use lmc_backend::{LoadItem, Loaded, LocateHint};
-use lmc_backend_local::{InFlight, Leases, Origin, OwnerId, TenantId, Write, WriteStart};
+use lmc_backend_local::{
+    InFlight, Leases, LocalTier, Origin, OwnerId, ReserveError, TenantId, Write, WriteStart,
+};
 use lmc_key::{ChunkKey, FoldState};
+use parking_lot::Mutex;
+use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
 use super::permits::Permit;
@@ -31,19 +37,21 @@ const WRITER_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// A chunk that is read: its index in the prompt, its write mark, and the slot for its bytes.
 type Load = (usize, InFlight, LoadItem);
+/// A way to mark a chunk as being written and to take memory for it.
+type Begin = fn(&LocalTier, OwnerId, TenantId, ChunkKey, u64) -> Result<WriteStart, ReserveError>;
 
-/// A range of a prompt that is about to be read.
+/// A range of a prompt that is being read.
 struct Window {
     /// Indices of the chunks.
     range: Range<usize>,
     /// Leases of the chunks that are resident. Held until the whole range is leased, so that
     /// nothing of it is evicted before.
-    kept: Vec<Leases>,
-    /// The chunks to read from each tier.
+    kept: Arc<Mutex<Vec<Leases>>>,
+    /// The chunks to read next from each tier.
     loads: Vec<Vec<Load>>,
     /// Chunks that another prompt promotes or a worker writes.
     rest: Vec<Rest>,
-    /// The chunks of `loads`, so that other prompts wait for them.
+    /// The chunks that are read here, so that other prompts wait for them.
     promoting: Promoting,
 }
 
@@ -56,6 +64,29 @@ struct Rest {
     asked: Option<Source>,
     /// The tier that had it and failed to load it.
     failed: Option<usize>,
+}
+
+/// Bytes of each tier that permits allow to read.
+struct Allowed(Vec<u64>);
+
+impl Allowed {
+    fn of(permits: &[Permit], tiers: usize) -> Self {
+        let mut bytes = vec![0; tiers];
+        for permit in permits {
+            bytes[permit.tier()] += u64::from(permit.units()) * UNIT;
+        }
+        Self(bytes)
+    }
+
+    /// Takes the bytes of a chunk. Returns false where the permit of its tier is for fewer.
+    fn take(&mut self, source: &Source) -> bool {
+        let Source::Tier { index, len, .. } = source else {
+            return true;
+        };
+        let left = self.0[*index].checked_sub(*len);
+        self.0[*index] = left.unwrap_or(self.0[*index]);
+        left.is_some()
+    }
 }
 
 /// Chunks that one prompt promotes. Other prompts wait for them until this is dropped.
@@ -142,8 +173,7 @@ impl Tiers {
         let mut under_way: VecDeque<(usize, Task)> = VecDeque::new();
         loop {
             while under_way.len() < WINDOWS && next < end {
-                let most = u64::from(self.permits.share()) * UNIT;
-                let range = prompt.window(next..end, most);
+                let range = prompt.window(next..end, self.most());
                 let units = self.units(prompt.sources(&range));
                 let permits = self.permits(&prompt, units, under_way.is_empty());
                 let Some(permits) = permits.await else {
@@ -152,7 +182,7 @@ impl Tiers {
                 let len = range.len();
                 next = range.end;
                 // In the prompt's order: its tail must not take the memory of its head.
-                let window = self.prepare(&prompt, range);
+                let window = self.prepare(&prompt, range, &permits);
                 if window.range.len() < len {
                     next = end;
                 }
@@ -210,8 +240,14 @@ impl Tiers {
         }
     }
 
-    /// Leases the resident chunks of a range, and reserves slots for the others.
-    fn prepare(self: &Arc<Self>, prompt: &Prompt, range: Range<usize>) -> Window {
+    /// Leases the resident chunks of a range, and reserves slots for the others. Those that are in
+    /// another tier now, for which there is no permit, are read after the others.
+    fn prepare(
+        self: &Arc<Self>,
+        prompt: &Prompt,
+        range: Range<usize>,
+        permits: &[Permit],
+    ) -> Window {
         // A chunk that is located now is marked before it can be removed, which voids the mark.
         let _held = self.block_removal();
         // What was in DRAM when the prompt was located may have been evicted for its head, and the
@@ -219,99 +255,156 @@ impl Tiers {
         let mut now = self
             .sources_now(&prompt.keys[range.clone()], prompt.chunk_bytes(), None)
             .into_iter();
-        let sources: Vec<Source> = range
-            .clone()
-            .map_while(|index| now.next()?.or_else(|| self.asked_source(prompt, index)))
-            .collect();
+        let located = |index| {
+            let asked = self.asked_source(prompt, index);
+            let rest = Rest {
+                index,
+                asked,
+                failed: None,
+            };
+            Some((rest, now.next()?.or(asked)?))
+        };
+        let wanted: Vec<_> = range.clone().map_while(located).collect();
+        let range = range.start..range.start + wanted.len();
+        let mut allowed = Allowed::of(permits, self.tiers.len());
+        let (wanted, rest): (Vec<_>, Vec<_>) = wanted
+            .into_iter()
+            .partition(|(_, source)| allowed.take(source));
         let mut window = Window {
-            range: range.start..range.start + sources.len(),
-            kept: Vec::new(),
+            range,
+            kept: Arc::default(),
             loads: Vec::new(),
-            rest: Vec::new(),
+            rest: rest.into_iter().map(|(rest, _)| rest).collect(),
             promoting: Promoting::new(self),
         };
         window.loads.resize_with(self.tiers.len(), Vec::new);
-        for (index, source) in range.zip(sources) {
-            let key = prompt.keys[index];
+        let end = self.reserve(prompt, &mut window, wanted, LocalTier::begin_write);
+        window.range.end = end;
+        window.rest.retain(|one| one.index < end);
+        window
+    }
+
+    /// Leases chunks that are resident, and reserves slots for the others. Returns the index of the
+    /// first chunk for which there is no memory, or the window's end. The caller blocks removal.
+    fn reserve(
+        &self,
+        prompt: &Prompt,
+        window: &mut Window,
+        wanted: Vec<(Rest, Source)>,
+        begin: Begin,
+    ) -> usize {
+        let mut end = window.range.end;
+        for (rest, source) in wanted {
+            let (index, key) = (rest.index, prompt.keys[rest.index]);
+            if index >= end {
+                continue;
+            }
             let Source::Tier {
                 index: tier, len, ..
             } = source
             else {
-                window
-                    .kept
-                    .push(self.local.lease_uncounted(prompt.owner, &[key]));
+                let lease = self.local.lease_uncounted(prompt.owner, &[key]);
+                window.kept.lock().push(lease);
                 continue;
             };
-            let rest = Rest {
-                index,
-                asked: self.asked_source(prompt, index),
-                failed: None,
-            };
             // Before its slot is reserved: what is promoted is never taken for what a worker writes.
-            let added = window.promoting.add(key);
-            let started = self
-                .local
-                .begin_write(prompt.owner, prompt.tenant, key, len);
-            if added && !matches!(started, Ok(WriteStart::Reserved(_))) {
-                window.promoting.remove(&key);
+            if !window.promoting.add(key) {
+                window.rest.push(rest);
+                continue;
             }
-            match started {
-                Ok(WriteStart::Reserved(new)) if added => {
+            match begin(&self.local, prompt.owner, prompt.tenant, key, len) {
+                Ok(WriteStart::Reserved(new)) => {
                     window.loads[tier].push((index, new.mark, LoadItem::new(key, new.slot)));
+                    continue;
                 }
-                // Another prompt reads it again, from elsewhere.
-                Ok(WriteStart::Reserved(_)) => window.rest.push(rest),
                 Ok(WriteStart::Present) => {}
                 Ok(WriteStart::Busy) => window.rest.push(rest),
-                Err(_) => {
-                    window.range.end = index;
-                    break;
-                }
+                Err(_) => end = index,
             }
+            window.promoting.remove(&key);
         }
-        window
+        end
     }
 
     /// Reads a range of a prompt, and leases its leading chunks.
-    async fn read(
-        self: &Arc<Self>,
-        prompt: &Prompt,
-        window: Window,
-        permits: Vec<Permit>,
-    ) -> Leases {
-        let Window {
-            range,
-            mut kept,
-            loads,
-            mut rest,
-            mut promoting,
-        } = window;
+    async fn read(&self, prompt: &Prompt, mut window: Window, permits: Vec<Permit>) -> Leases {
         let writers_until = prompt.deadline.min(Instant::now() + WRITER_TIMEOUT);
-        let mut failed = self.load_all(prompt, loads, permits, &mut kept).await;
-        while Instant::now() < prompt.deadline {
-            // Other prompts wait for those that failed until they are read from elsewhere.
-            let is_failed = failed.iter().map(|(index, _)| prompt.keys[*index]);
-            let is_failed: HashSet<_, FoldState> = is_failed.collect();
-            promoting.retain(|key| is_failed.contains(key));
-            rest.extend(self.locate_elsewhere(prompt, &failed).await);
-            if rest.is_empty() {
+        // Two prompts that wait for each other's chunks both read their own first.
+        self.read_anywhere(prompt, &mut window, permits).await;
+        while !window.rest.is_empty() && Instant::now() < prompt.deadline {
+            let mut rest = mem::take(&mut window.rest);
+            self.wait_for(prompt, &rest, writers_until).await;
+            let Some(permits) = self.reserve_rest(prompt, &mut window, &mut rest).await else {
                 break;
-            }
-            // Two prompts that wait for each other's chunks both read what failed first.
-            let has_failed = |one: &Rest| one.failed.is_some();
-            let (mut next, mut later): (Vec<_>, _) = rest.into_iter().partition(has_failed);
-            if next.is_empty() {
-                next = std::mem::take(&mut later);
-                self.wait_for(prompt, &next, writers_until).await;
-            }
-            let read = self.read_rest(prompt, next, &mut promoting, &mut kept);
-            (rest, failed) = read.await;
-            rest.extend(later);
+            };
+            window.rest.extend(rest);
+            self.read_anywhere(prompt, &mut window, permits).await;
         }
-        drop(promoting);
+        drop(window.promoting);
         // Not a lookup of its own, and no second use: the lookup that asked for it was counted.
         self.local
-            .lease_uncounted(prompt.owner, &prompt.keys[range])
+            .lease_uncounted(prompt.owner, &prompt.keys[window.range])
+    }
+
+    /// Reads the chunks that have slots, and once more from the next tiers that have them: those whose
+    /// load has failed, and all that are missing when half of the prompt's time is over. Then the
+    /// first answer counts.
+    async fn read_anywhere(&self, prompt: &Prompt, window: &mut Window, permits: Vec<Permit>) {
+        let of_tiers = window.loads.iter().enumerate();
+        let of_tiers =
+            of_tiers.flat_map(|(tier, loads)| loads.iter().map(move |load| (load.0, tier)));
+        let all: Vec<(usize, usize)> = of_tiers.collect();
+        let missing = || {
+            let is_missing = |(index, _): &(usize, usize)| {
+                let key = prompt.keys[*index];
+                self.local.contains(&[key]) == [None]
+            };
+            all.iter().copied().filter(is_missing).collect::<Vec<_>>()
+        };
+        let overtaken = Notify::new();
+        let first = pin!(self.load_all(prompt, window, permits, &overtaken));
+        let half = prompt.deadline.saturating_duration_since(Instant::now()) / 2;
+        let late = pin!(tokio::time::sleep(half));
+        match select(first, late).await {
+            Either::Left((failed, _)) => self.read_elsewhere(prompt, window, failed).await,
+            Either::Right(((), first)) => {
+                let elsewhere = pin!(self.read_elsewhere(prompt, window, missing()));
+                match select(first, elsewhere).await {
+                    Either::Left((_, elsewhere)) if !missing().is_empty() => elsewhere.await,
+                    Either::Left(_) => {}
+                    Either::Right(((), first)) => {
+                        if missing().is_empty() {
+                            overtaken.notify_waiters();
+                        }
+                        first.await;
+                    }
+                }
+            }
+        }
+        window.promoting.retain(|_| false);
+    }
+
+    /// Reads chunks that their tiers failed to load from the next tiers that have them.
+    async fn read_elsewhere(
+        &self,
+        prompt: &Prompt,
+        window: &mut Window,
+        failed: Vec<(usize, usize)>,
+    ) {
+        // Other prompts wait for them until they are read from elsewhere.
+        let keys = failed.iter().map(|(index, _)| prompt.keys[*index]);
+        let keys: HashSet<_, FoldState> = keys.collect();
+        window.promoting.retain(|key| keys.contains(key));
+        if failed.is_empty() || Instant::now() >= prompt.deadline {
+            return;
+        }
+        let mut rest = self.locate_elsewhere(prompt, &failed).await;
+        let never = Notify::new();
+        while !rest.is_empty()
+            && let Some(permits) = self.reserve_rest(prompt, window, &mut rest).await
+        {
+            self.load_all(prompt, window, permits, &never).await;
+        }
     }
 
     /// Waits for chunks that are probably findable soon.
@@ -358,76 +451,54 @@ impl Tiers {
         now.first().copied()?.or(rest.asked)
     }
 
-    /// Reads chunks into memory beside that of others who write them. Returns those that another
-    /// prompt began to promote meanwhile, and those whose first load failed.
-    async fn read_rest(
-        self: &Arc<Self>,
-        prompt: &Prompt,
-        rest: Vec<Rest>,
-        promoting: &mut Promoting,
-        kept: &mut Vec<Leases>,
-    ) -> (Vec<Rest>, Vec<(usize, usize)>) {
-        let sources = rest.iter().filter_map(|one| self.source_of(prompt, one));
-        let units = self.units(&sources.collect::<Vec<_>>());
-        let Some(permits) = self.permits(prompt, units, true).await else {
-            return (Vec::new(), Vec::new());
-        };
-        let (loads, left) = self.prepare_rest(prompt, &rest, promoting);
-        let mut failed = self.load_all(prompt, loads, permits, kept).await;
-        let again = rest.iter().filter(|one| one.failed.is_some());
-        let again: HashSet<usize> = again.map(|one| one.index).collect();
-        failed.retain(|(index, _)| !again.contains(index));
-        (left, failed)
-    }
-
-    /// Reserves memory for those chunks that are still not in DRAM. Returns those that another
-    /// prompt began to promote meanwhile.
-    fn prepare_rest(
+    /// Takes permits and memory for the first of these chunks, as many as a tier has for itself, to read
+    /// them beside others who write them. Leaves the others in `rest`. Returns `None` if there are no
+    /// permits by the deadline.
+    async fn reserve_rest(
         &self,
         prompt: &Prompt,
-        rest: &[Rest],
-        promoting: &mut Promoting,
-    ) -> (Vec<Vec<Load>>, Vec<Rest>) {
-        // As for `prepare`.
-        let _held = self.block_removal();
-        let mut loads = Vec::new();
-        loads.resize_with(self.tiers.len(), Vec::new);
-        let mut left = Vec::new();
-        for one in rest {
-            let key = prompt.keys[one.index];
-            let Some(Source::Tier {
-                index: tier, len, ..
-            }) = self.source_of(prompt, one)
-            else {
-                continue;
-            };
-            if !promoting.add(key) {
-                left.push(*one);
-                continue;
-            }
-            let started = self
-                .local
-                .begin_shared_write(prompt.owner, prompt.tenant, key, len);
-            match started {
-                Ok(WriteStart::Reserved(new)) => {
-                    loads[tier].push((one.index, new.mark, LoadItem::new(key, new.slot)));
+        window: &mut Window,
+        rest: &mut Vec<Rest>,
+    ) -> Option<Vec<Permit>> {
+        let mut wanted = Vec::new();
+        for one in mem::take(rest) {
+            match self.source_of(prompt, &one) {
+                Some(Source::Dram) => {
+                    let key = [prompt.keys[one.index]];
+                    let lease = self.local.lease_uncounted(prompt.owner, &key);
+                    window.kept.lock().push(lease);
                 }
-                Ok(_) => {}
-                Err(_) => break,
+                Some(source) => wanted.push((one, source)),
+                None => {}
             }
         }
-        (loads, left)
+        let sources = wanted.iter().map(|(_, source)| source);
+        let later = wanted.split_off(leading(sources, self.most()));
+        rest.extend(later.into_iter().map(|(one, _)| one));
+        let units = self.units(wanted.iter().map(|(_, source)| source));
+        let permits = self.permits(prompt, units, true).await?;
+        // As for `prepare`: meanwhile a removal may have begun.
+        let _held = self.block_removal();
+        wanted.retain(|(one, _)| !self.is_removing(&prompt.keys[one.index]));
+        self.reserve(prompt, window, wanted, LocalTier::begin_shared_write);
+        Some(permits)
     }
 
-    /// Reads chunks from all tiers at once. Returns those whose load failed, with their tiers.
-    async fn load_all(
-        &self,
-        prompt: &Prompt,
-        loads: Vec<Vec<Load>>,
+    /// Returns the bytes that a prompt reads from tiers at a time.
+    fn most(&self) -> u64 {
+        WINDOW.min(u64::from(self.permits.share()) * UNIT)
+    }
+
+    /// Reads the chunks that have slots from all tiers at once. Returns those whose load failed, with
+    /// their tiers; once it is overtaken, those that have not arrived count as failed.
+    fn load_all<'a>(
+        &'a self,
+        prompt: &'a Prompt,
+        window: &mut Window,
         mut permits: Vec<Permit>,
-        kept: &mut Vec<Leases>,
-    ) -> Vec<(usize, usize)> {
-        let loads = loads.into_iter().enumerate();
+        overtaken: &'a Notify,
+    ) -> impl Future<Output = Vec<(usize, usize)>> + Send + use<'a> {
+        let loads = window.loads.iter_mut().map(mem::take).enumerate();
         let loads = loads.filter(|(_, loads)| !loads.is_empty());
         let loads: Vec<_> = loads
             .map(|(tier, loads)| {
@@ -435,41 +506,37 @@ impl Tiers {
                 let permit = permits
                     .extract_if(.., |permit| permit.tier() == tier)
                     .next();
+                let kept = Arc::clone(&window.kept);
                 async move {
-                    let loaded = self.load(prompt, tier, loads).await;
+                    let failed = self.load(prompt, tier, loads, &kept, overtaken).await;
                     drop(permit);
-                    loaded
+                    failed
                 }
             })
             .collect();
-        let mut failed = Vec::new();
-        for (leases, of_tier) in join_all(loads).await {
-            kept.extend(leases);
-            failed.extend(of_tier);
-        }
-        // Those of tiers that turned out to have nothing stand for tiers that had it instead.
-        drop(permits);
-        failed
+        async { join_all(loads).await.concat() }
     }
 
-    /// Reads chunks from one tier, and commits each when it has arrived. Returns their leases, and
-    /// the chunks whose load failed.
+    /// Reads chunks from one tier, and commits each when it has arrived. Returns those whose load
+    /// failed, as [`Self::load_all`] does.
     async fn load(
         &self,
         prompt: &Prompt,
         tier_index: usize,
         loads: Vec<Load>,
-    ) -> (Vec<Leases>, Vec<(usize, usize)>) {
+        kept: &Mutex<Vec<Leases>>,
+        overtaken: &Notify,
+    ) -> Vec<(usize, usize)> {
         let tier = &self.tiers[tier_index];
         let counters = &tier.counters;
         let split = |(index, mark, item)| (Some((index, mark)), item);
         let (mut marks, items): (Vec<_>, Vec<_>) = loads.into_iter().map(split).unzip();
-        let mut kept = Vec::new();
         let mut failed = Vec::new();
         let timeout = tier.policy.read_timeout.map(|time| Instant::now() + time);
         let deadline = timeout.map_or(prompt.deadline, |until| until.min(prompt.deadline));
         let answers = tier.backend.load(items, deadline);
-        let mut answers = answers.ready_chunks(COMMIT_TOGETHER);
+        let answers = answers.take_until(overtaken.notified());
+        let mut answers = pin!(answers.ready_chunks(COMMIT_TOGETHER));
         // A tier that breaks its contract keeps no prompt from its head.
         let until = tokio::time::Instant::from_std(deadline + ANSWER);
         while let Ok(Some(arrived)) = tokio::time::timeout_at(until, answers.next()).await {
@@ -506,13 +573,14 @@ impl Tiers {
             count(&counters.promoted, writes.len() as u64);
             let bytes = writes.iter().map(|write| write.slot.len()).sum();
             count(&counters.promoted_bytes, bytes);
-            kept.push(self.commit_promoted(prompt.owner, writes));
+            let leases = self.commit_promoted(prompt.owner, writes);
+            kept.lock().push(leases);
         }
         for (index, _) in marks.into_iter().flatten() {
             count(&counters.promote_failed, 1);
             failed.push((index, tier_index));
         }
-        (kept, failed)
+        failed
     }
 
     /// Makes chunks that were read findable, and offers them to the other tiers. Returns their
@@ -529,14 +597,8 @@ impl Tiers {
 impl Prompt {
     /// Returns the first part of a range that is read in one batch, of at most `most` bytes.
     fn window(&self, range: Range<usize>, most: u64) -> Range<usize> {
-        let most = WINDOW.min(most);
-        let mut bytes = 0;
-        let fits = |index: &usize| {
-            bytes += self.sources[*index - self.first].bytes();
-            bytes <= most
-        };
-        let len = range.clone().take_while(fits).count().max(1);
-        range.start..range.start + len
+        let sources = self.sources(&range).iter();
+        range.start..range.start + leading(sources, most)
     }
 
     /// Returns the payload bytes that each chunk has, where that is known.
@@ -551,4 +613,16 @@ impl Prompt {
     fn parent(&self, index: usize) -> Option<ChunkKey> {
         index.checked_sub(1).map(|before| self.keys[before])
     }
+}
+
+/// Returns how many of these sources, at least one where there is one, have at most `most` bytes
+/// together.
+fn leading<'a>(sources: impl ExactSizeIterator<Item = &'a Source>, most: u64) -> usize {
+    let mut bytes = 0;
+    let all = sources.len();
+    let fits = |source: &&Source| {
+        bytes += source.bytes();
+        bytes <= most
+    };
+    sources.take_while(fits).count().max(1).min(all)
 }

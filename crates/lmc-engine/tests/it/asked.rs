@@ -6,20 +6,25 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::{Delayed, Gated, block_on, check_value, fill_value, test_hash};
+use lmc_backend::conformance::{
+    Delayed, Gated, Operation, block_on, check_value, fill_value, test_hash,
+};
 use lmc_backend::{
     Backend, BackendError, BoxFuture, Clears, LocateHint, Located, MemoryBackend, Sharing, StartId,
     StoreItem, Stored,
 };
 use lmc_engine::{
     Admission, CacheEngine, EngineConfig, Found, LeaseLimit, LookupRequest, LowerStatus, LowerTier,
-    OwnerId, PolicyKind, Rank, StoreRequest, StoreStart, TenantId, TierPolicy,
+    OwnerId, PolicyKind, Rank, StoreRequest, StoreStart, TenantId, TierPolicy, WritePolicy,
 };
 use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{DEADLINE, soon, until};
+use tokio::runtime::Builder;
+use tokio::task::yield_now;
 
 mod isolation;
+mod late;
 mod policies;
 
 const CHUNK: u64 = 4096;
@@ -387,15 +392,18 @@ fn a_clear_that_another_process_passes_on_through_a_tier_empties_all_of_this_one
 #[test]
 fn no_lookup_waits_for_a_tier_to_note_a_clear() {
     let hangs = Arc::new(Gated::new(MemoryBackend::default()));
-    let shared = Arc::new(MemoryBackend::shared());
-    let engine = engine(64, vec![Arc::clone(&hangs) as _, shared.clone()]);
-    hangs.hold_clears();
-    let ended = hangs.clears_ended();
+    let shared = Arc::new(Gated::new(MemoryBackend::shared()));
+    let engine = engine(64, vec![Arc::clone(&hangs) as _, Arc::clone(&shared) as _]);
+    let noted = || [&hangs, &shared].map(|tier| tier.ended(Operation::Clear));
+    // The start passes clears on, too.
+    until("the start is over", || noted() == [1, 1]);
+    hangs.hold(Operation::Clear);
     block_on(shared.clear(cleared_elsewhere(), soon())).expect("noted");
-    until("it is learned", || engine.clears_id() != ClearsId::NONE);
+    // DRAM is emptied before the clear is passed on.
+    until("it is passed on", || noted() == [1, 3]);
     write(&engine, SPACE, 0, 0..4);
     assert_eq!(found(&engine, 0..4).hits, 4);
-    assert_eq!(hangs.clears_ended(), ended, "the tier has not noted it");
+    assert_eq!(noted(), [1, 3], "the tier has not noted it");
     hangs.open();
     assert_idle(&engine);
 }
@@ -563,6 +571,51 @@ fn reads_in_flight_hold_at_most_a_quarter_of_the_pool() {
     assert_idle(&engine);
 }
 
+/// Chunks that were in DRAM when a prompt was located, and on a drive when it was read, once took
+/// memory without a bound.
+#[test]
+fn chunks_that_change_their_tier_are_read_with_permits_of_the_tier_that_they_are_read_from() {
+    let runtime = Builder::new_current_thread().enable_time().build();
+    let runtime = runtime.expect("a runtime");
+    // All tasks have gone as far as they can then.
+    let run = || {
+        runtime.block_on(async {
+            for _ in 0..100 {
+                yield_now().await
+            }
+        })
+    };
+    let drive = Arc::new(Gated::new(MemoryBackend::default()));
+    let store = Arc::new(Gated::new(MemoryBackend::shared()));
+    put(&*drive, SPACE, 1..16);
+    put(&*store, SPACE, 0..1);
+    put(&*store, SPACE, 100..112);
+    let tiers = vec![Arc::clone(&drive) as _, Arc::clone(&store) as _];
+    let engine = engine_with(64, tiers, |config, policy| {
+        config.runtime = Some(runtime.handle().clone());
+        config.promotion_timeout = 10 * DEADLINE;
+        policy.write = WritePolicy::Back;
+    });
+    write(&engine, SPACE, 0, 1..16);
+    drive.shut();
+    store.shut();
+    let waiting = engine.lookup(request(&[RANK], 100..112));
+    run();
+    let lookup = engine.lookup(request(&[RANK], 0..16));
+    run();
+    // The store's share, and what is common; the other prompt waits for it.
+    assert_eq!((store.loads(), drive.loads()), (12, 0));
+    assert_eq!(engine.clear_dram(false), 15);
+    drop(waiting);
+    store.open();
+    run();
+    assert_eq!((store.loads(), drive.loads()), (13, 4));
+    drive.open();
+    assert_eq!(runtime.block_on(lookup.wait()).hits, 16);
+    assert_eq!(status(&engine, 0).promoted, 15);
+    assert_idle(&engine);
+}
+
 #[test]
 fn a_promoted_chunk_counts_as_used_once() {
     for policy in [PolicyKind::S3Fifo, PolicyKind::Arc] {
@@ -629,7 +682,7 @@ fn promotions_count_against_the_tenants_quota() {
 
 #[test]
 fn an_engine_runs_on_the_runtime_that_it_is_given() {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
+    let runtime = Builder::new_multi_thread()
         .worker_threads(1)
         .enable_time()
         .build()

@@ -339,6 +339,35 @@ fn one_listener_hears_of_all_that_comes_and_goes() {
 }
 
 #[test]
+fn what_a_clear_leaves_for_its_readers_is_reported_removed_at_the_clear_and_once() {
+    let engine = engine(4);
+    let heard = Arc::new(Heard::default());
+    assert!(engine.set_events(Arc::clone(&heard) as _));
+    write(&engine, &prompt(0..2));
+    let clears = engine.clears_id();
+    let held = lookup(&engine, READER, &keys(0..1));
+    let heard = || {
+        let mut events = std::mem::take(&mut *heard.0.lock());
+        events.sort();
+        events
+    };
+    assert_eq!(heard(), [(true, key(0)), (true, key(1))]);
+    let cleared = clear(&engine, false);
+    assert_eq!((cleared.dram, cleared.leased), (1, 1));
+    assert_eq!(heard(), [(false, key(0)), (false, key(1))]);
+    // The reader still finds it, and its end is none of the chunk that has its name now.
+    let again = engine.acquire(READER, clears, &keys(0..1));
+    assert!(again.is_some());
+    assert_eq!(clear(&engine, false).leased, 1);
+    write(&engine, &prompt(0..1));
+    drop((held, again));
+    until("its memory is free", || engine.usage().chunks == 1);
+    assert_eq!(heard(), [(true, key(0))]);
+    clear(&engine, false);
+    assert_eq!(heard(), [(false, key(0))]);
+}
+
+#[test]
 fn above_the_watermark_chunks_go_by_themselves() {
     let mut config = EngineConfig::default();
     (config.high_watermark, config.low_watermark) = (0.75, 0.5);

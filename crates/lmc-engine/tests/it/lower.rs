@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{
-    Faults, Faulty, Gated, Rng, block_on, check_value, fill_value, test_hash,
+    Faults, Faulty, Gated, Operation, Rng, block_on, check_value, fill_value, test_hash,
 };
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
@@ -236,7 +236,7 @@ fn a_prompt_that_is_half_in_dram_is_put_together() {
 
 #[test]
 fn two_who_ask_for_the_same_read_it_once() {
-    let tier = gated();
+    let tier = Arc::new(Gated::new(MemoryBackend::shared()));
     // A quarter of the pool is for reads: both may read at a time.
     let engine = engine(128, Arc::clone(&tier) as _);
     write(&engine, 0..16);
@@ -245,9 +245,11 @@ fn two_who_ask_for_the_same_read_it_once() {
     tier.shut();
     let first = fetch(&engine, 2, keys(0..16));
     until("the first reads", || tier.loads() == 16);
+    let asked = tier.ended(Operation::Locate);
     let second = fetch(&engine, 3, keys(0..16));
-    until("the second finds them being promoted", || {
-        engine.stats().busy == 16
+    // The first chunk, and then the others.
+    until("the second has found them", || {
+        tier.ended(Operation::Locate) == asked + 2
     });
     // Longer than the 50 ms that a prompt waits for a worker that writes: no event shows that a
     // prompt goes on waiting.
@@ -506,7 +508,9 @@ fn a_removed_chunk_does_not_come_back_from_a_copy_on_its_way() {
     let open = {
         let tier = Arc::clone(&tier);
         thread::spawn(move || {
-            until("the tier has removed what it has", || tier.removals() == 1);
+            until("the tier has removed what it has", || {
+                tier.ended(Operation::Remove) == 1
+            });
             tier.open();
         })
     };
@@ -669,7 +673,9 @@ fn what_comes_up_while_it_is_removed_is_not_found_afterwards() {
         let engine = engine.clone();
         thread::spawn(move || engine.remove(&keys(0..1)))
     };
-    until("the removal waits for the copy", || tier.removals() == 1);
+    until("the removal waits for the copy", || {
+        tier.ended(Operation::Remove) == 1
+    });
     let promoting = fetch(&engine, 2, keys(0..1));
     let mut promoted = None;
     until("it is not found, or is read", || {
@@ -702,7 +708,9 @@ fn removing_one_chunk_costs_other_prompts_nothing() {
         let engine = engine.clone();
         thread::spawn(move || engine.remove(&keys(20..21)))
     };
-    until("the tier has removed it", || tier.removals() == 1);
+    until("the tier has removed it", || {
+        tier.ended(Operation::Remove) == 1
+    });
     tier.open();
     assert!(removing.join().expect("it only waits").complete);
     assert_eq!(promoting.recv_timeout(DEADLINE).expect("in time").len(), 8);

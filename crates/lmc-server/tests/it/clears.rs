@@ -13,7 +13,7 @@ use lmc_testkit::{Folder, free_port, in_lab, until};
 use lmc_vllm_adapter::{Client, Request};
 
 use crate::common::Server;
-use crate::common::prompt::{CHUNKS, Prompt, Stamped, register};
+use crate::common::prompt::{CHUNKS, Prompt, end, register};
 use crate::common::relay::Relay;
 
 const HOSTS: usize = 3;
@@ -155,7 +155,7 @@ impl Fleet {
         let host = &mut self.hosts[at];
         let before = host.reached();
         let (_, client, shm_name) = host.running();
-        let found = Stamped::look_up(prompt, client, shm_name, &request);
+        let found = prompt.look_up_stamps(client, shm_name, &request);
         println!("look up {number} at {at}, which knows {before:?}: found {found:?}");
         for number in &found {
             let began = &self.began[*number as usize];
@@ -169,10 +169,7 @@ impl Fleet {
         // What came between counts as known: it makes the check weaker, and never wrong.
         self.began.push(host.reached());
         if found.len() == CHUNKS {
-            let end = Request::EndSession {
-                request_id: request,
-            };
-            host.running().1.ask(&end).expect("an answer");
+            end(host.running().1, &request);
             return;
         }
         host.open.push(Open {
@@ -195,7 +192,8 @@ impl Fleet {
         let open = host.open.swap_remove(which);
         let (_, client, shm_name) = host.running();
         println!("store {} at {at}", open.number);
-        Stamped(open.number).store(open.prompt, client, shm_name, &open.request);
+        open.prompt
+            .store_stamped(open.number, client, shm_name, &open.request);
     }
 
     fn clear(&mut self) {

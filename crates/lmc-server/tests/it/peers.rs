@@ -297,23 +297,46 @@ fn a_clear_at_one_daemon_reaches_its_peers() {
     });
 }
 
+/// Runs `lmc clear`. Returns its exit code, and its output.
+fn clear(server: &Server) -> (Option<i32>, String) {
+    let url = format!("127.0.0.1:{}", server.http);
+    let mut command = crate::common::lmc();
+    let output = command.args(["clear", "--url", &url]).output();
+    let output = output.expect("the binary runs");
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    (output.status.code(), said)
+}
+
+#[test]
+fn a_clear_names_a_peer_whose_state_folder_cannot_be_written() {
+    let (one, state) = (free_port(), Folder::temporary());
+    let first = start(one, &[], &[]);
+    let second = start(free_port(), &[one], &["--state-dir", state.text()]);
+    until_connected(&first, 1);
+    let in_the_way = state.join("clears");
+    std::fs::write(&in_the_way, b"a file").expect("written");
+    let (code, said) = clear(&first);
+    assert_eq!(code, Some(4), "{said}");
+    assert!(
+        said.contains("(carried out; its restart may undo it)"),
+        "{said}"
+    );
+    assert_eq!(second.metric("lmc_clears_total{from=\"elsewhere\"}"), 1.0);
+    std::fs::remove_file(&in_the_way).expect("removed");
+    let (code, said) = clear(&first);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(in_the_way.is_dir(), "its state file is there");
+}
+
 #[test]
 fn a_clear_names_a_peer_that_was_connected_and_is_gone() {
     let (first, second) = two_daemons();
-    let url = format!("127.0.0.1:{}", first.http);
-    let clear = || {
-        let mut command = crate::common::lmc();
-        let output = command.args(["clear", "--url", &url]).output();
-        let output = output.expect("the binary runs");
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        (output.status.code(), said)
-    };
-    let (code, said) = clear();
+    let (code, said) = clear(&first);
     assert_eq!(code, Some(0), "{said}");
     assert!(said.contains("durable in state file"), "{said}");
     drop(second);
     until("the peer is gone", || {
-        let (code, said) = clear();
+        let (code, said) = clear(&first);
         code == Some(4) && said.contains("NOT confirmed by peers: ")
     });
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use lmc_engine::{Found, FoundRank, LocateHint, LookupRequest, OwnerId, Rank, TenantId};
-use lmc_key::SpaceId;
+use lmc_key::{ChunkHash, ClearsId, SpaceId};
 use parking_lot::Mutex;
 
 use crate::protocol::{CacheKey, Reply, Sources};
@@ -32,6 +32,7 @@ const HOLDS_AT_A_TIME: usize = 256;
 struct Promoting {
     request_id: String,
     number: u64,
+    clears: ClearsId,
     model: String,
     /// First chunk of the range that was looked up.
     first: usize,
@@ -151,7 +152,9 @@ impl Lookups {
         let readers = key.num_kv_readers;
         let (known, promoted) = match lookup.try_found() {
             Ok(found) => {
-                self.announce(&found, &key.model_name, || self.announcements(key, &hashed));
+                self.announce(&found, clears, &key.model_name, || {
+                    self.announcements(key, &hashed)
+                });
                 self.count_hits(&found);
                 let expires = now + context.config.lookup_lease;
                 let hits = found.hits as u64;
@@ -178,6 +181,7 @@ impl Lookups {
             let promoting = Promoting {
                 request_id: key.request_id.clone(),
                 number,
+                clears,
                 model: key.model_name.clone(),
                 first,
                 readers,
@@ -221,17 +225,29 @@ impl Lookups {
             .collect()
     }
 
-    /// Tells subscribers which chunks are in DRAM again.
-    fn announce(&self, found: &Found, model: &str, chunks: impl Fn() -> Vec<StoredChunk>) {
+    /// Tells subscribers which chunks are in DRAM again; none of before a clear.
+    fn announce(
+        &self,
+        found: &Found,
+        clears: ClearsId,
+        model: &str,
+        chunks: impl Fn() -> Vec<StoredChunk>,
+    ) {
         let context = &self.context;
+        let is_current = || clears == context.engine.clears_id();
         for rank in &found.ranks {
-            if rank.promoted > rank.resident && context.events.enabled() {
+            if rank.promoted > rank.resident && context.events.enabled() && is_current() {
                 let promoted: Vec<StoredChunk> = chunks()
                     .drain(..rank.promoted)
                     .skip(rank.resident)
                     .collect();
                 let model = context.spaces.name(rank.rank.space, model);
+                let hashes: Vec<ChunkHash> = promoted.iter().map(|chunk| chunk.hash).collect();
                 context.events.stored(&model, promoted);
+                // The clear may have reported their removal just before.
+                for hash in hashes.into_iter().filter(|_| !is_current()) {
+                    context.events.removed(&model, hash);
+                }
             }
         }
     }
@@ -269,7 +285,9 @@ impl Lookups {
     /// Answers a lookup whose promotion has ended.
     fn promoted(&self, promoting: &Promoting, found: Found) {
         let context = &self.context;
-        self.announce(&found, &promoting.model, || promoting.chunks.clone());
+        self.announce(&found, promoting.clears, &promoting.model, || {
+            promoting.chunks.clone()
+        });
         self.count_hits(&found);
         let hits = found.hits as u64;
         let holds = rank_holds(found, promoting.first, promoting.readers);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use lmc_backend::conformance::Gated;
+use lmc_backend::conformance::{Gated, Operation};
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{CacheEngine, EngineConfig, TenantId};
 use lmc_key::{ChunkHasher, HashAlgorithm, Salt, SpaceId};
@@ -387,7 +387,7 @@ fn a_clear_that_waits_for_a_slow_tier_holds_up_no_copy() {
     });
     let memory = Memory::new();
     memory.register(&service);
-    tier.hold_clears();
+    tier.hold(Operation::Clear);
     assert_eq!(reply(&service, 1, store(1)), Reply::Transferred(true));
     let deadline = lmc_testkit::soon();
     let (sender, answers) = std::sync::mpsc::channel();

@@ -9,6 +9,7 @@ use crate::common::{
 };
 use lmc_backend::MemoryBackend;
 use lmc_backend::conformance::Gated;
+use lmc_key::SpaceId;
 use lmc_vllm_adapter::{
     CacheKey, Client, ConfigValue, EngineDrivenContext, Reply, Request, UnknownFields,
 };
@@ -254,6 +255,23 @@ fn chunks_of_an_unknown_format_end_in_every_tier() {
     }
     end_session(&mut scheduler, "a");
     server.assert_idle();
+}
+
+/// A space that no engine has named here may be a generation of another server.
+#[test]
+fn only_spaces_that_engines_have_named_and_can_name_again_are_lasting() {
+    for (dtype, can_be_named_again) in [("bfloat16", true), (OPAQUE, false)] {
+        let server = Server::start();
+        let is_lasting = server.service.lasting_spaces();
+        let mut worker = Worker::register_rank(&server, 1, 0, 1, dtype);
+        let key = worker.key("a", &prompt(6, CHUNK), 0..1);
+        assert_eq!(worker.store(&key), 1);
+        let spaces = server.service.spaces();
+        let space = spaces.iter().find(|space| space.chunks == 1);
+        let space = space.expect("that of the chunk");
+        assert_eq!(is_lasting(space.id), can_be_named_again);
+        assert!(!is_lasting(SpaceId::new([7; 16])));
+    }
 }
 
 /// With `--identity`, which names the format of the engines' KV caches, the chunks are kept.

@@ -6,10 +6,13 @@ use std::time::{Duration, Instant};
 use crate::common::{
     Answer as _, CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt,
 };
-use lmc_backend::MemoryBackend;
 use lmc_backend::conformance::Gated;
-use lmc_engine::EngineConfig;
-use lmc_vllm_adapter::{CacheKey, Client, KvEventKind, Operation, Reply, Request};
+use lmc_backend::{
+    Backend, BackendError, BoxFuture, Clears, LocateHint, Located, MemoryBackend, StartId,
+};
+use lmc_engine::{ClearLog, EngineConfig};
+use lmc_key::ChunkKey;
+use lmc_vllm_adapter::{CacheKey, Client, KvEvent, KvEventKind, Operation, Reply, Request};
 
 type Tier = Arc<Gated<MemoryBackend>>;
 
@@ -292,13 +295,22 @@ fn promoted_chunks_are_reported_to_subscribers() {
     let (server, _tier) = server();
     let mut worker = Worker::register(&server, 1);
     let mut scheduler = server.client();
-    let mut router = server.client();
     let tokens = prompt(9, 2 * CHUNK);
     let key = worker.key("a", &tokens, 0..2);
     worker.store(&key);
     evict_to_lower_tier(&server);
     assert_eq!(lookup(&mut scheduler, &key), 2);
     end_session(&mut scheduler, "a");
+    let events = events(&server);
+    let kinds: Vec<_> = events.iter().map(|event| event.kind).collect();
+    let (stored, removed) = (KvEventKind::Stored, KvEventKind::Removed);
+    assert_eq!(kinds, [stored, stored, removed, removed, stored, stored]);
+    assert_eq!(events[4].tokens[..], tokens[..CHUNK]);
+}
+
+/// Returns the events of a server so far.
+fn events(server: &Server) -> Vec<KvEvent> {
+    let mut router = server.client();
     let subscribe = Request::SubscribeKvEvents {
         instance_id: 9,
         model_name: MODEL.to_owned(),
@@ -310,10 +322,56 @@ fn promoted_chunks_are_reported_to_subscribers() {
     let Reply::Events(batch) = reply.expect("events") else {
         panic!("not a batch");
     };
-    let kinds: Vec<_> = batch.events.iter().map(|event| event.kind).collect();
+    batch.events
+}
+
+/// A shared tier that hears of a clear while it is asked.
+#[derive(Debug)]
+struct Clearing {
+    inner: MemoryBackend,
+    log: ClearLog,
+    heard: Clears,
+}
+
+impl Backend for Clearing {
+    lmc_backend::forward!(inner: name sharing load store remove clear clears list usage health close);
+
+    fn locate<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        hint: &'a LocateHint,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        let learned = self.log.learn(&self.heard, "a test");
+        learned.expect("few clears");
+        self.inner.locate(keys, hint, deadline)
+    }
+}
+
+#[test]
+fn what_is_promoted_for_a_request_of_before_a_clear_is_not_reported() {
+    let mut config = EngineConfig::default();
+    config.clears = ClearLog::default();
+    let start = StartId::random().expect("random numbers");
+    let tier = Arc::new(Clearing {
+        inner: MemoryBackend::shared(),
+        log: config.clears.clone(),
+        heard: Clears::from_entries([(start, 1)]).expect("one clear"),
+    });
+    let server = Server::with_engine(config, vec![tier], 1 << 20, |_| {}, |_| {});
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let tokens = prompt(9, 2 * CHUNK);
+    let key = worker.key("a", &tokens, 0..2);
+    worker.store(&key);
+    evict_to_lower_tier(&server);
+    assert_eq!(lookup(&mut scheduler, &key), 2, "it began before the clear");
+    end_session(&mut scheduler, "a");
+    server.service.engine().clear_dram(true);
     let (stored, removed) = (KvEventKind::Stored, KvEventKind::Removed);
-    assert_eq!(kinds, [stored, stored, removed, removed, stored, stored]);
-    assert_eq!(batch.events[4].tokens[..], tokens[..CHUNK]);
+    let kinds: Vec<_> = events(&server).iter().map(|event| event.kind).collect();
+    assert_eq!(kinds, [stored, stored, removed, removed]);
+    server.assert_idle();
 }
 
 /// A worker prepares a store of a prompt that is in a lower tier, and never commits. Every lookup

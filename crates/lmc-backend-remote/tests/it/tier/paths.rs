@@ -293,7 +293,8 @@ fn takes_no_writes(denied: Denied, remedy: &str) {
 #[test]
 fn a_refusal_is_reported_until_a_write_as_large_succeeds() {
     for denied in [Denied::Writes, Denied::WritesFull, Denied::WritesTooLarge] {
-        let rig = Rig::new();
+        // Small writes alone would end it after a while.
+        let rig = Rig::over(Arc::default(), tried_soon());
         rig.store(test_key(0)).unwrap();
         rig.store.deny(denied);
         rig.store(test_key(1)).expect_err("refused");
@@ -311,4 +312,20 @@ fn a_refusal_is_reported_until_a_write_as_large_succeeds() {
         rig.store(test_key(1)).unwrap();
         assert_eq!(rig.tier.health(), Health::Ready);
     }
+}
+
+#[test]
+fn a_store_that_takes_all_smaller_writes_is_well_after_a_while() {
+    let rig = Rig::new();
+    rig.store.deny(Denied::WritesFull);
+    rig.store(test_key(0)).expect_err("refused");
+    rig.store.deny(Denied::Nothing);
+    assert!(matches!(rig.tier.health(), Health::Degraded { .. }));
+    let mut keys = (1..).map(test_key);
+    until("smaller writes end the refusal", || {
+        let small = item(&rig.pool, keys.next().unwrap(), 100);
+        let written = store_batch(&rig.tier, vec![small], soon());
+        assert!(matches!(written[..], [Ok(Stored::Written)]), "{written:?}");
+        rig.tier.health() == Health::Ready
+    });
 }

@@ -1,152 +1,30 @@
 //! Tiers beside others that hang.
 
-use std::sync::atomic::AtomicBool;
-
-use futures_util::FutureExt;
-use lmc_backend::{Answers, Cleared, LoadItem, Loaded};
 use lmc_engine::WritePolicy;
 
 use super::*;
 
-/// The part of a tier that hangs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Path {
-    Locate,
-    Load,
-    Store,
-    Remove,
-    Clear,
-    Close,
-}
+/// A tier whose operations can be held.
+type Tier = Gated<MemoryBackend>;
 
-/// A tier of which one part hangs until it is released, whatever the deadline is.
-#[derive(Debug)]
-struct Hung {
-    inner: MemoryBackend,
-    path: Path,
-    released: AtomicBool,
-    /// Calls of that part that have ended.
-    ended: AtomicU64,
-}
-
-impl Hung {
-    fn new(inner: MemoryBackend, path: Path) -> Arc<Self> {
-        Arc::new(Self {
-            inner,
-            path,
-            released: AtomicBool::new(false),
-            ended: AtomicU64::new(0),
-        })
-    }
-
-    fn release(&self) {
-        self.released.store(true, Ordering::Relaxed);
-    }
-
-    async fn pass(&self, path: Path) {
-        if path != self.path {
-            return;
-        }
-        while !self.released.load(Ordering::Relaxed) {
-            tokio::time::sleep(Duration::from_millis(1)).await;
-        }
-        self.ended.fetch_add(1, Ordering::Relaxed);
-    }
-
-    fn ended(&self) -> u64 {
-        self.ended.load(Ordering::Relaxed)
-    }
-}
-
-impl Backend for Hung {
-    lmc_backend::forward!(inner: sharing index clears list usage health);
-
-    fn name(&self) -> &str {
-        "hung"
-    }
-
-    fn locate<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        hint: &'a LocateHint,
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
-        Box::pin(async move {
-            self.pass(Path::Locate).await;
-            self.inner.locate(keys, hint, deadline).await
-        })
-    }
-
-    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
-        let passed = self.pass(Path::Load);
-        Box::pin(
-            passed
-                .map(move |()| self.inner.load(items, deadline))
-                .flatten_stream(),
-        )
-    }
-
-    fn store(
-        &self,
-        items: Vec<StoreItem>,
-        deadline: Instant,
-    ) -> Answers<'_, Result<Stored, BackendError>> {
-        let passed = self.pass(Path::Store);
-        Box::pin(
-            passed
-                .map(move |()| self.inner.store(items, deadline))
-                .flatten_stream(),
-        )
-    }
-
-    fn remove<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        Box::pin(async move {
-            self.pass(Path::Remove).await;
-            self.inner.remove(keys, deadline).await
-        })
-    }
-
-    fn clear(
-        &self,
-        clears: Arc<Clears>,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
-        Box::pin(async move {
-            self.pass(Path::Clear).await;
-            self.inner.clear(clears, deadline).await
-        })
-    }
-
-    fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
-        Box::pin(async move {
-            self.pass(Path::Close).await;
-            self.inner.close(deadline).await
-        })
-    }
-}
-
-/// Calls this with a tier that hangs on this path and a sound one: either in memory of this process
+/// Runs a test with a tier that holds this operation and a sound one: either in memory of this process
 /// or to be asked, and either before the other. The tiers are in their order.
-fn in_all_positions(path: Path, test: impl Fn(&Hung, &Hung, [Arc<dyn Backend>; 2])) {
+fn in_all_positions(held: Operation, test: impl Fn(&Tier, &Tier, [Arc<dyn Backend>; 2])) {
     let media = [MemoryBackend::default, MemoryBackend::shared];
     for (hung, sound) in media
         .iter()
         .flat_map(|hung| media.map(|sound| (hung, sound)))
     {
         for is_hung_first in [true, false] {
-            let (hung, sound) = (Hung::new(hung(), path), Hung::new(sound(), path));
-            sound.release();
+            let (hung, sound) = (Arc::new(Tier::new(hung())), Arc::new(Tier::new(sound())));
+            hung.hold(held);
             let mut tiers: [Arc<dyn Backend>; 2] =
                 [Arc::clone(&hung) as _, Arc::clone(&sound) as _];
             if !is_hung_first {
                 tiers.reverse();
             }
             test(&hung, &sound, tiers);
-            hung.release();
+            hung.open();
         }
     }
 }
@@ -163,8 +41,8 @@ fn patient(tiers: [Arc<dyn Backend>; 2], change: impl FnOnce(&mut TierPolicy)) -
 
 #[test]
 fn a_prompt_that_one_tier_has_whole_does_not_wait_for_another_that_does_not_answer() {
-    in_all_positions(Path::Locate, |_, sound, tiers| {
-        put(&sound.inner, SPACE, 0..8);
+    in_all_positions(Operation::Locate, |_, sound, tiers| {
+        put(sound, SPACE, 0..8);
         let engine = patient(tiers, |_| {});
         assert_eq!(found(&engine, 0..8).hits, 8);
         assert_idle(&engine);
@@ -174,9 +52,9 @@ fn a_prompt_that_one_tier_has_whole_does_not_wait_for_another_that_does_not_answ
 /// Eight prompts in a store that gave no value once made a prompt on a drive take 9.5 s.
 #[test]
 fn prompts_that_wait_for_a_tier_leave_the_others_their_share_of_promotions() {
-    in_all_positions(Path::Load, |hung, sound, tiers| {
-        put(&hung.inner, SPACE, 0..64);
-        put(&sound.inner, SPACE, 100..116);
+    in_all_positions(Operation::Load, |hung, sound, tiers| {
+        put(hung, SPACE, 0..64);
+        put(sound, SPACE, 100..116);
         let engine = patient(tiers, |_| {});
         let waiting: Vec<_> = (0..8)
             .map(|n| engine.lookup(request(&[RANK], 8 * n..8 * n + 8)))
@@ -265,19 +143,60 @@ fn a_chunk_that_fails_to_load_twice_is_a_miss() {
 #[test]
 fn a_chunk_that_is_being_removed_is_not_read_from_another_tier() {
     let gated = Arc::new(Gated::new(MemoryBackend::shared()));
-    let hung = Hung::new(MemoryBackend::shared(), Path::Remove);
+    let hung = Arc::new(Gated::new(MemoryBackend::shared()));
     put(&*gated, SPACE, 0..1);
-    put(&hung.inner, SPACE, 0..1);
+    put(&*hung, SPACE, 0..1);
+    hung.hold(Operation::Remove);
     let engine = patient([Arc::clone(&gated) as _, Arc::clone(&hung) as _], |_| {});
     gated.shut();
     let lookup = engine.lookup(request(&[RANK], 0..1));
     until("it is being read", || gated.loads() == 1);
     let removing = engine.clone();
     let removing = thread::spawn(move || removing.remove(&keys(0..1)));
-    until("the first tier has removed it", || gated.removals() == 1);
+    until("the first tier has removed it", || {
+        gated.ended(Operation::Remove) == 1
+    });
     gated.open();
     assert_eq!(lookup.wait_blocking().hits, 0);
-    hung.release();
+    hung.open();
+    assert!(removing.join().expect("no panic").complete);
+    assert_eq!(found(&engine, 0..1).hits, 0);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_chunk_that_is_removed_while_it_waits_for_a_permit_is_not_read() {
+    let lying = Arc::new(Gated::new(Scripted {
+        longer_by: 1,
+        ..Scripted::new()
+    }));
+    let sound = Arc::new(Gated::new(MemoryBackend::shared()));
+    put(&*lying, SPACE, 0..1);
+    put(&*sound, SPACE, 0..13);
+    let engine = patient([Arc::clone(&lying) as _, Arc::clone(&sound) as _], |_| {});
+    sound.hold(Operation::Load);
+    sound.hold(Operation::Remove);
+    let others = engine.lookup(request(&[RANK], 1..13));
+    until("all permits of the tier are in use", || sound.loads() == 12);
+    sound.hold(Operation::Locate);
+    let asked = sound.ended(Operation::Locate);
+    let lookup = engine.lookup(request(&[RANK], 0..1));
+    until("it fails to load", || {
+        status(&engine, 0).promote_failed == 1
+    });
+    sound.release(Operation::Locate);
+    until("it is found elsewhere", || {
+        sound.ended(Operation::Locate) > asked
+    });
+    let removing = engine.clone();
+    let removing = thread::spawn(move || removing.remove(&keys(0..1)));
+    until("the first tier has removed it", || {
+        lying.ended(Operation::Remove) == 1
+    });
+    sound.release(Operation::Load);
+    assert_eq!(lookup.wait_blocking().hits, 0);
+    assert_eq!(others.wait_blocking().hits, 12);
+    sound.open();
     assert!(removing.join().expect("no panic").complete);
     assert_eq!(found(&engine, 0..1).hits, 0);
     assert_idle(&engine);
@@ -304,10 +223,10 @@ fn what_one_prompt_reads_from_another_tier_is_not_asked_of_the_first_by_others()
     assert_idle(&engine);
 }
 
-/// A store that took nothing once left a drive beside it 64 of 320 chunks.
+/// A drive once got 64 of 320 chunks because a store in the next tier took none.
 #[test]
 fn what_is_written_back_at_a_close_reaches_a_tier_beside_one_that_takes_nothing() {
-    in_all_positions(Path::Store, |hung, sound, tiers| {
+    in_all_positions(Operation::Store, |hung, sound, tiers| {
         let engine = patient(tiers, |policy| {
             policy.write = WritePolicy::Back;
             policy.write_queue_bytes = Some(2 * CHUNK);
@@ -316,10 +235,10 @@ fn what_is_written_back_at_a_close_reaches_a_tier_beside_one_that_takes_nothing(
         let closing = engine.clone();
         let closing = thread::spawn(move || closing.close(Instant::now() + 10 * DEADLINE));
         until("the sound tier has all", || {
-            sound.inner.usage().is_some_and(|usage| usage.chunks == 24)
+            sound.usage().is_some_and(|usage| usage.chunks == 24)
         });
         assert!(engine.unwritten_bytes() > 0, "the other has none");
-        hung.release();
+        hung.open();
         let closed = closing.join().expect("no panic");
         assert!(closed.is_complete(), "{closed:?}");
     });
@@ -327,26 +246,26 @@ fn what_is_written_back_at_a_close_reaches_a_tier_beside_one_that_takes_nothing(
 
 #[test]
 fn a_clear_a_removal_and_a_close_reach_each_tier_however_long_another_takes() {
-    for path in [Path::Clear, Path::Remove, Path::Close] {
-        in_all_positions(path, |hung, sound, tiers| {
-            put(&sound.inner, SPACE, 0..2);
+    for operation in [Operation::Clear, Operation::Remove, Operation::Close] {
+        in_all_positions(operation, |hung, sound, tiers| {
+            put(sound, SPACE, 0..2);
             let engine = patient(tiers, |_| {});
-            if path == Path::Clear {
+            if operation == Operation::Clear {
                 // The start passes clears on, too.
-                until("the start is over", || sound.ended() == 1);
+                until("the start is over", || sound.ended(operation) == 1);
             }
-            let before = sound.ended();
+            let before = sound.ended(operation);
             let asking = engine.clone();
-            let asking = thread::spawn(move || match path {
-                Path::Clear => drop(asking.clear(false)),
-                Path::Remove => drop(asking.remove(&keys(0..1))),
+            let asking = thread::spawn(move || match operation {
+                Operation::Clear => drop(asking.clear(false)),
+                Operation::Remove => drop(asking.remove(&keys(0..1))),
                 _ => drop(asking.close(soon())),
             });
             until("the sound tier has carried it out", || {
-                sound.ended() > before
+                sound.ended(operation) > before
             });
             assert!(!asking.is_finished());
-            hung.release();
+            hung.open();
             asking.join().expect("no panic");
         });
     }

@@ -1,6 +1,6 @@
 //! Policies of single tiers.
 
-use lmc_engine::{SpaceFilter, WritePolicy};
+use lmc_engine::SpaceFilter;
 
 use super::*;
 

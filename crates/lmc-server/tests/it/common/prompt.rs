@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lmc_testkit::DEADLINE;
 use lmc_vllm_adapter::{
     CacheKey, Client, ClientError, EngineDrivenContext, Reply, Request, RequestConfigs,
-    UnknownFields,
+    SlotDescriptor, UnknownFields,
 };
 
 /// Tokens in a chunk.
@@ -166,29 +166,28 @@ impl Prompt {
     }
 
     fn prepare_by(self, key: CacheKey, client: &mut Client, shm_name: &str) -> bool {
-        let request = Request::PrepareStore {
-            key,
-            instance_id: 1,
-        };
-        let reply = client.ask(&request).expect("an answer");
-        let Reply::StoreSlots {
-            slots,
-            chunk_indices,
-        } = reply
-        else {
-            panic!("{reply:?}");
-        };
-        if slots.is_empty() {
-            return false;
+        let written = prepare(key, client, shm_name, |chunk, len| {
+            self.bytes_of(chunk, len)
+        });
+        assert!(written == 0 || written == CHUNKS, "{written} chunks");
+        written > 0
+    }
+
+    /// Stores what the server takes of the chunks, each of this stamp and nothing else, and ends the
+    /// request.
+    pub(crate) fn store_stamped(
+        self,
+        stamp: u32,
+        client: &mut Client,
+        shm_name: &str,
+        request: &str,
+    ) {
+        let key = self.key(request);
+        let bytes = |_, len| stamp.to_le_bytes().repeat(len as usize / 4);
+        if prepare(key.clone(), client, shm_name, bytes) > 0 {
+            commit(key, client);
         }
-        assert_eq!(slots.len(), CHUNKS);
-        let pool = pool(shm_name);
-        for (slot, &chunk) in slots.iter().zip(&chunk_indices) {
-            let bytes = self.bytes_of(chunk as usize, slot.length);
-            pool.write_all_at(&bytes, slot.offset)
-                .expect("inside the pool");
-        }
-        true
+        end(client, request);
     }
 
     /// Looks up and reads back: how many chunks were there, each with its bytes.
@@ -211,60 +210,46 @@ impl Prompt {
 
     /// Reads the chunks that a lookup has found, compares every byte, and ends the request.
     pub(crate) fn read_back(self, client: &mut Client, shm_name: &str, request: &str, hits: u64) {
-        if hits > 0 {
-            let range = CacheKey {
-                end: hits * CHUNK as u64,
-                ..self.key(request)
-            };
-            let prepare = Request::PrepareRetrieve {
-                key: range.clone(),
-                instance_id: 1,
-            };
-            let Reply::RetrieveSlots(Some(slots)) = client.ask(&prepare).expect("an answer") else {
-                panic!("found and not there");
-            };
-            assert_eq!(slots.len() as u64, hits);
-            let pool = pool(shm_name);
-            for (chunk, slot) in slots.iter().enumerate() {
-                let mut bytes = vec![0; slot.length as usize];
-                pool.read_exact_at(&mut bytes, slot.offset)
-                    .expect("inside the pool");
-                let wanted = self.bytes_of(chunk, slot.length);
-                assert!(bytes == wanted, "chunk {chunk} of {self:?} has wrong bytes");
-            }
-            let commit = Request::CommitRetrieve {
-                key: range,
-                instance_id: 1,
-            };
-            assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
+        for (chunk, bytes) in self
+            .read(client, shm_name, request, hits)
+            .iter()
+            .enumerate()
+        {
+            let wanted = self.bytes_of(chunk, bytes.len() as u64);
+            assert!(
+                *bytes == wanted,
+                "chunk {chunk} of {self:?} has wrong bytes"
+            );
         }
-        let end = Request::EndSession {
-            request_id: request.to_owned(),
-        };
-        client.ask(&end).expect("an answer");
+        end(client, request);
     }
-}
 
-/// Bytes of a chunk that say who computed them.
-pub(crate) struct Stamped(pub(crate) u32);
-
-impl Stamped {
-    /// Looks a prompt up and reads what is found. Returns who computed each chunk; the request goes
-    /// on.
-    pub(crate) fn look_up(
-        prompt: Prompt,
+    /// Looks up and reads the stamps of the chunks that are found. The request goes on.
+    pub(crate) fn look_up_stamps(
+        self,
         client: &mut Client,
         shm_name: &str,
         request: &str,
     ) -> Vec<u32> {
-        prompt.begin_lookup(client, request);
+        self.begin_lookup(client, request);
         let hits = await_hits(client, request);
+        let chunks = self.read(client, shm_name, request, hits).into_iter();
+        let stamp = |bytes: Vec<u8>| {
+            let first = bytes[..4].try_into().expect("4 bytes");
+            assert!(bytes.chunks(4).all(|one| one == first), "a chunk is torn");
+            u32::from_le_bytes(first)
+        };
+        chunks.map(stamp).collect()
+    }
+
+    /// Reads the chunks that a lookup has found.
+    fn read(self, client: &mut Client, shm_name: &str, request: &str, hits: u64) -> Vec<Vec<u8>> {
         if hits == 0 {
             return Vec::new();
         }
         let key = CacheKey {
             end: hits * CHUNK as u64,
-            ..prompt.key(request)
+            ..self.key(request)
         };
         let prepare = Request::PrepareRetrieve {
             key: key.clone(),
@@ -273,51 +258,61 @@ impl Stamped {
         let Reply::RetrieveSlots(Some(slots)) = client.ask(&prepare).expect("an answer") else {
             panic!("found and not there");
         };
+        assert_eq!(slots.len() as u64, hits);
         let pool = pool(shm_name);
-        let stamp = |offset, length: u64| {
-            let mut bytes = vec![0; length as usize];
-            pool.read_exact_at(&mut bytes, offset)
+        let read = |slot: &SlotDescriptor| {
+            let mut bytes = vec![0; slot.length as usize];
+            pool.read_exact_at(&mut bytes, slot.offset)
                 .expect("inside the pool");
-            let first = bytes[..4].try_into().expect("4 bytes");
-            assert!(bytes.chunks(4).all(|one| one == first), "a chunk is torn");
-            u32::from_le_bytes(first)
+            bytes
         };
-        let stamps = slots
-            .iter()
-            .map(|slot| stamp(slot.offset, slot.length))
-            .collect();
+        let chunks = slots.iter().map(read).collect();
         let commit = Request::CommitRetrieve {
             key,
             instance_id: 1,
         };
         assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
-        stamps
+        chunks
     }
+}
 
-    /// Stores what the server takes of a prompt, and ends its request.
-    pub(crate) fn store(self, prompt: Prompt, client: &mut Client, shm_name: &str, request: &str) {
-        let key = prompt.key(request);
-        let prepare = Request::PrepareStore {
-            key: key.clone(),
-            instance_id: 1,
-        };
-        let Reply::StoreSlots { slots, .. } = client.ask(&prepare).expect("an answer") else {
-            panic!("no answer to a store");
-        };
-        let pool = pool(shm_name);
-        for slot in &slots {
-            let bytes = self.0.to_le_bytes().repeat(slot.length as usize / 4);
-            pool.write_all_at(&bytes, slot.offset)
-                .expect("inside the pool");
-        }
-        if !slots.is_empty() {
-            commit(key, client);
-        }
-        let end = Request::EndSession {
-            request_id: request.to_owned(),
-        };
-        client.ask(&end).expect("an answer");
+/// Begins a store, and writes the chunks that the server takes, by their index and length. Returns how
+/// many.
+fn prepare(
+    key: CacheKey,
+    client: &mut Client,
+    shm_name: &str,
+    bytes: impl Fn(usize, u64) -> Vec<u8>,
+) -> usize {
+    let request = Request::PrepareStore {
+        key,
+        instance_id: 1,
+    };
+    let reply = client.ask(&request).expect("an answer");
+    let Reply::StoreSlots {
+        slots,
+        chunk_indices,
+    } = reply
+    else {
+        panic!("{reply:?}");
+    };
+    if slots.is_empty() {
+        return 0;
     }
+    let pool = pool(shm_name);
+    for (slot, &chunk) in slots.iter().zip(&chunk_indices) {
+        pool.write_all_at(&bytes(chunk as usize, slot.length), slot.offset)
+            .expect("inside the pool");
+    }
+    slots.len()
+}
+
+/// Ends a request.
+pub(crate) fn end(client: &mut Client, request: &str) {
+    let end = Request::EndSession {
+        request_id: request.to_owned(),
+    };
+    client.ask(&end).expect("an answer");
 }
 
 /// Commits a store whose bytes are written.

@@ -3,10 +3,10 @@
 use std::process::Command;
 
 use lmc_testkit::{Folder, until};
-use lmc_vllm_adapter::{Client, Request};
+use lmc_vllm_adapter::Client;
 
 use super::Server;
-use super::prompt::{CHUNKS, Prompt, await_hits, register, retrieve};
+use super::prompt::{CHUNKS, Prompt, await_hits, end, register, retrieve};
 
 /// A daemon over a shared folder, and a worker that is registered there.
 pub(crate) struct Daemon {
@@ -63,8 +63,7 @@ impl Daemon {
         let request_id = format!("request-{}", self.requests);
         Prompt::default().begin_lookup(&mut self.client, &request_id);
         let found = await_hits(&mut self.client, &request_id) as usize;
-        let end = Request::EndSession { request_id };
-        self.client.ask(&end).expect("an answer");
+        end(&mut self.client, &request_id);
         found
     }
 

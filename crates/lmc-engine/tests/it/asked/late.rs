@@ -1,0 +1,119 @@
+//! Loads that take more than half of the time that a prompt has. Timers jump to their end when
+//! nothing else is to be done, so that no test waits.
+
+use lmc_backend::{Answers, LoadItem, Loaded};
+
+use super::*;
+
+const TIMEOUT: Duration = DEADLINE.saturating_mul(10);
+
+/// A shared tier that lets the loads of another one through when it is called itself.
+#[derive(Debug)]
+struct Opening {
+    inner: Gated<MemoryBackend>,
+    other: Arc<Gated<MemoryBackend>>,
+    /// True if a load opens the other tier, and no question does.
+    at_load: bool,
+}
+
+impl Backend for Opening {
+    lmc_backend::forward!(inner: name sharing store remove clear clears list usage health close);
+
+    fn locate<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        hint: &'a LocateHint,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        if !self.at_load {
+            self.other.open();
+        }
+        self.inner.locate(keys, hint, deadline)
+    }
+
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
+        self.other.open();
+        self.inner.load(items, deadline)
+    }
+}
+
+/// A tier with eight chunks whose loads wait.
+fn shut(inner: MemoryBackend) -> Gated<MemoryBackend> {
+    let gated = Gated::new(inner);
+    put(&gated, SPACE, 0..8);
+    gated.shut();
+    gated
+}
+
+/// Looks eight chunks up, all of which are found, beside others that hold memory. Returns the part of
+/// the time that was needed, and for each tier the chunks that it promoted and failed to promote.
+fn found_in(tiers: [Arc<dyn Backend>; 2], held: Range<u64>) -> (f64, [(u64, u64); 2]) {
+    let mut builder = Builder::new_current_thread();
+    let runtime = builder.enable_time().start_paused(true).build();
+    let runtime = runtime.expect("a runtime");
+    let engine = engine_with(64, tiers.into(), |config, policy| {
+        config.runtime = Some(runtime.handle().clone());
+        config.promotion_timeout = TIMEOUT;
+        policy.locate_timeout = TIMEOUT;
+        policy.write = WritePolicy::Back;
+    });
+    write(&engine, SPACE, 0, held.clone());
+    engine.pin(&keys(held));
+    let lookup = engine.lookup(request(&[RANK], 0..8));
+    let (found, time) = runtime.block_on(async {
+        let start = tokio::time::Instant::now();
+        (lookup.wait().await, start.elapsed())
+    });
+    assert_eq!(found.hits, 8);
+    for (slot, key) in found.ranks[0].leases.iter().zip(keys(0..8)) {
+        check_value(&key, slot.bytes()).expect("the bytes that were stored");
+    }
+    drop(found);
+    assert_idle(&engine);
+    let promoted = [0, 1].map(|tier| {
+        let status = status(&engine, tier);
+        (status.promoted, status.promote_failed)
+    });
+    (time.div_duration_f64(TIMEOUT), promoted)
+}
+
+#[test]
+fn a_chunk_whose_tier_hangs_is_read_from_the_next_one_in_half_of_the_time() {
+    for media in [MemoryBackend::default, MemoryBackend::shared] {
+        let sound = MemoryBackend::shared();
+        put(&sound, SPACE, 0..8);
+        let (time, promoted) = found_in([Arc::new(shut(media())), Arc::new(sound)], 0..0);
+        assert!((0.4..0.6).contains(&time), "{time}");
+        assert_eq!(promoted, [(0, 8), (8, 0)]);
+    }
+}
+
+#[test]
+fn the_first_answer_counts_where_two_tiers_load_a_chunk() {
+    let late = Arc::new(shut(MemoryBackend::default()));
+    let next = Arc::new(Opening {
+        inner: shut(MemoryBackend::shared()),
+        other: Arc::clone(&late),
+        at_load: true,
+    });
+    let (time, promoted) = found_in([Arc::clone(&late) as _, Arc::clone(&next) as _], 0..0);
+    assert!((0.4..0.6).contains(&time), "{time}");
+    assert!(next.inner.loads() > 0);
+    assert_eq!(promoted, [(8, 0), (0, 0)]);
+}
+
+#[test]
+fn a_late_load_goes_on_where_no_other_tier_has_the_chunk_or_there_is_no_memory_for_a_second() {
+    let without = Gated::new(MemoryBackend::shared());
+    for (inner, held) in [(without, 0..0), (shut(MemoryBackend::shared()), 100..156)] {
+        let late = Arc::new(shut(MemoryBackend::default()));
+        let next = Arc::new(Opening {
+            inner,
+            other: Arc::clone(&late),
+            at_load: false,
+        });
+        let (time, promoted) = found_in([late, next], held);
+        assert!((0.4..0.6).contains(&time), "{time}");
+        assert_eq!(promoted, [(8, 0), (0, 0)]);
+    }
+}
