@@ -200,6 +200,11 @@ fn workers(out: &mut String, instances: &Value) {
                 "  gone"
             }
         );
+        if instance["gpu"].is_string() {
+            let gpu = text(&instance["gpu"]);
+            let open = bytes(&instance["gpu_bytes"]);
+            let _ = writeln!(out, "  on {gpu}, {open} of its memory open here");
+        }
         let unknown = instance["unknown_fields"].as_array();
         for field in unknown.into_iter().flatten() {
             let _ = writeln!(
@@ -260,7 +265,8 @@ mod tests {
         let mut answer = json!({"status": "degraded", "is_healthy": true, "lmc": {
             "lower": [lossy],
             "tiers": [{"tier": "disk", "fault": "drive 0 cannot be written"}],
-            "instances": [{"instance_id": "275782994765433869", "model": "m\n\u{1b}[2J"}],
+            "instances": [{"instance_id": "275782994765433869", "model": "m\n\u{1b}[2J",
+                "gpu": "H200 19d8", "gpu_bytes": 3 << 30}],
         }});
         let shown = table(&url(), &answer);
         for part in [
@@ -270,6 +276,7 @@ mod tests {
             "drive 0 cannot be written",
             "275782994765433869",
             "m\\n\\u001b[2J",
+            "on H200 19d8, 3.0 GiB of its memory",
         ] {
             assert!(shown.contains(part), "{shown} lacks {part:?}");
         }
