@@ -17,7 +17,7 @@ use lmc_engine::{
     Admission, CacheEngine, EngineConfig, Found, LeaseLimit, LookupRequest, LowerStatus, LowerTier,
     OwnerId, PolicyKind, Rank, StoreRequest, StoreStart, TenantId, TierPolicy, WritePolicy,
 };
-use lmc_key::{ChunkKey, ClearsId, SpaceId};
+use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{DEADLINE, soon, until};
 use tokio::runtime::Builder;
