@@ -266,7 +266,7 @@ mod tests {
             "lower": [lossy],
             "tiers": [{"tier": "disk", "fault": "drive 0 cannot be written"}],
             "instances": [{"instance_id": "275782994765433869", "model": "m\n\u{1b}[2J",
-                "gpu": "H200 19d8", "gpu_bytes": 3 << 30}],
+                "gpu": "H200 19d8", "gpu_bytes": 3_u64 << 30}],
         }});
         let shown = table(&url(), &answer);
         for part in [
