@@ -276,7 +276,7 @@ mod tests {
             "drive 0 cannot be written",
             "275782994765433869",
             "m\\n\\u001b[2J",
-            "on H200 19d8, 3.0 GiB of its memory",
+            "on H200 19d8, 3.00 GiB of its memory",
         ] {
             assert!(shown.contains(part), "{shown} lacks {part:?}");
         }
