@@ -9,7 +9,7 @@ use thiserror::Error;
 
 /// The functions that are called. Their absence means a driver that is too old; the bindings would
 /// panic at the first call.
-const FUNCTIONS: [&str; 31] = [
+pub(super) const FUNCTIONS: [&str; 32] = [
     "cuCtxSetCurrent",
     "cuDeviceGet",
     "cuDeviceGetCount",
@@ -41,6 +41,7 @@ const FUNCTIONS: [&str; 31] = [
     "cuModuleUnload",
     "cuStreamCreate",
     "cuStreamDestroy_v2",
+    "cuStreamQuery",
 ];
 
 /// Device memory that cannot be used.
@@ -87,8 +88,11 @@ pub enum CudaError {
         /// Bytes of the allocation.
         len: u64,
     },
-    /// A copy on the device did not end in time; nothing more is copied there.
-    #[error("a copy on GPU {uuid} did not end within {seconds} s: no more copies are made there")]
+    /// A copy on the device did not end in time; nothing more is copied there until it does.
+    #[error(
+        "a copy on GPU {uuid} did not end within {seconds} s: no more copies are made there until \
+         it does"
+    )]
     Hung {
         /// Id of the GPU.
         uuid: String,
@@ -120,6 +124,14 @@ fn check(call: &'static str, result: CUresult) -> Result<()> {
         name,
         code: result as u32,
     })
+}
+
+/// Returns the answer of a call that asks whether work is done.
+fn is_ready(call: &'static str, result: CUresult) -> Result<bool> {
+    match result {
+        CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+        result => check(call, result).map(|()| true),
+    }
 }
 
 /// Calls a function of the driver.
@@ -290,10 +302,7 @@ impl Event {
     /// process, and every wait asks again and again until its time is over.
     pub(super) fn is_done(&self) -> Result<bool> {
         // SAFETY: the event exists until drop.
-        match unsafe { sys::cuEventQuery(self.0) } {
-            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            result => check("cuEventQuery", result).map(|()| true),
-        }
+        is_ready("cuEventQuery", unsafe { sys::cuEventQuery(self.0) })
     }
 
     /// Waits until the work before the event is done. Returns false if `proceed` did, which is
@@ -507,6 +516,12 @@ impl Stream {
     /// Both ranges exist until the work is done, and nothing writes the host's.
     pub(super) unsafe fn copy_to_device(&self, from: *const u8, to: u64, len: usize) -> Result<()> {
         call!(cuMemcpyHtoDAsync_v2(to, from.cast(), len, self.0))
+    }
+
+    /// Returns true once all the work is done.
+    pub(super) fn is_idle(&self) -> Result<bool> {
+        // SAFETY: the stream exists until drop.
+        is_ready("cuStreamQuery", unsafe { sys::cuStreamQuery(self.0) })
     }
 
     /// Marks the end of the work so far.

@@ -1,5 +1,6 @@
 //! The GPUs of this host that engines have memory on.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
@@ -284,15 +285,21 @@ impl Gpu {
         }
         let this = lane.as_mut().expect("made above");
         let pieces = runs.map(|(device, host, len)| Piece { device, host, len });
-        let wait =
-            |done: &Event| lane::wait_for(done, &|| device.is_hung.store(true, Ordering::Relaxed));
-        let copied = this.copy(pieces, &device.pinned, proceed, &wait);
+        let is_late = Cell::new(false);
+        let late = || {
+            is_late.set(true);
+            device.is_hung.store(true, Ordering::Relaxed);
+        };
+        let copied = this.copy(pieces, &device.pinned, proceed, &|is_done| {
+            lane::wait_for(is_done, &late)
+        });
         if copied.is_err() {
-            // Launches of a lane that failed may not have landed.
+            // The next copy begins with new objects of the driver.
             *lane = None;
         }
-        if device.is_hung.load(Ordering::Relaxed) {
-            // It ended after all, too late for those who waited.
+        if is_late.get() {
+            // The copy ended after all, too late for its caller.
+            device.is_hung.store(false, Ordering::Relaxed);
             return copied.and(Err(hung()));
         }
         copied

@@ -6,19 +6,22 @@
 //! microseconds only: those of two processes take turns on a GPU.
 
 use std::iter::Peekable;
+use std::panic::{self, AssertUnwindSafe};
 use std::time::Duration;
 
 use super::driver::{DeviceBuffer, Event, HostBuffer, Kernel, Pause, Result, Run, Stream};
 use super::pinned::Pinned;
 use crate::copy::Direction;
 
+// The limits are small in tests, where short copies are to have several launches.
+
 /// Longest run of the kernel's table: a longer one is cut, so that several blocks of threads share
 /// it.
-const RUN: u64 = 64 << 10;
+const RUN: u64 = if cfg!(test) { 4 << 10 } else { 64 << 10 };
 /// Most runs of one launch.
-const RUNS: usize = 8192;
+const RUNS: usize = if cfg!(test) { 32 } else { 8192 };
 /// Most bytes of one launch, which is what a copy that is stopped still writes: 0.3 ms at 55 GB/s.
-const SLICE: usize = 16 << 20;
+const SLICE: usize = if cfg!(test) { 32 << 10 } else { 16 << 20 };
 /// Blocks of threads of the kernel: about one for each multiprocessor of a large GPU.
 const BLOCKS: u32 = 128;
 
@@ -70,21 +73,30 @@ impl Lane {
     }
 
     /// Copies all pieces, as long as `proceed` returns true, which is asked before each launch.
-    /// Returns false after it did not. Nothing is under way any more when this returns, unless with
-    /// an error of the driver.
+    /// Returns false after it did not.
+    ///
+    /// The pieces are lent for this call: no launch is under way any more when it ends, also by an error
+    /// or by a panic of `proceed`.
     pub(super) fn copy(
         &mut self,
         pieces: impl Iterator<Item = Piece>,
         pinned: &Pinned,
         proceed: &dyn Fn() -> bool,
-        wait: &dyn Fn(&Event) -> Result<()>,
+        wait: &Wait<'_>,
     ) -> Result<bool> {
-        let launched = self.launch_all(pieces, pinned, proceed, wait);
-        // After an error too: what is under way uses memory that is lent for this call.
-        let landed = self.flights.each_mut().map(|flight| flight.land(wait));
-        let proceeded = launched?;
-        landed.into_iter().collect::<Result<()>>()?;
-        Ok(proceeded)
+        let ended = panic::catch_unwind(AssertUnwindSafe(|| {
+            let proceeded = self.launch_all(pieces, pinned, proceed, wait)?;
+            for flight in &mut self.flights {
+                flight.land(wait)?;
+            }
+            Ok(proceeded)
+        }));
+        if !matches!(ended, Ok(Ok(_))) {
+            // The event of a launch that failed may not be recorded, so the stream is asked. An error of
+            // the stream is that of a broken context, which does no work any more.
+            let _ = wait(&|| self.stream.is_idle());
+        }
+        ended.unwrap_or_else(|panic| panic::resume_unwind(panic))
     }
 
     fn launch_all(
@@ -92,7 +104,7 @@ impl Lane {
         pieces: impl Iterator<Item = Piece>,
         pinned: &Pinned,
         proceed: &dyn Fn() -> bool,
-        wait: &dyn Fn(&Event) -> Result<()>,
+        wait: &Wait<'_>,
     ) -> Result<bool> {
         let mut pieces = pieces.flat_map(cut).peekable();
         let mut parts = Vec::new();
@@ -146,9 +158,9 @@ impl Flight {
     }
 
     /// Waits for the launch, if there is one.
-    fn land(&mut self, wait: &dyn Fn(&Event) -> Result<()>) -> Result<()> {
+    fn land(&mut self, wait: &Wait<'_>) -> Result<()> {
         if self.is_under_way {
-            wait(&self.done)?;
+            wait(&|| self.done.is_done())?;
             self.is_under_way = false;
         }
         Ok(())
@@ -233,14 +245,15 @@ impl Flight {
 /// Time after which a launch counts as hung: it takes about a millisecond.
 pub(super) const HUNG: Duration = Duration::from_secs(20);
 
-/// Waits for a launch. `late` is called once when it counts as hung; the wait goes on until the GPU
-/// is done or broken, because an answer before would give blocks away that are still written.
-pub(super) fn wait_for(done: &Event, late: &dyn Fn()) -> Result<()> {
+/// Waits until a question about the GPU's work is answered with true.
+pub(super) type Wait<'a> = dyn Fn(&dyn Fn() -> Result<bool>) -> Result<()> + 'a;
+
+/// Waits for launches. `late` is called when they count as hung; the wait goes on until the GPU is done
+/// or broken, because an answer before would give blocks away that are still written.
+pub(super) fn wait_for(is_done: &dyn Fn() -> Result<bool>, late: &dyn Fn()) -> Result<()> {
     let mut pause = Pause::default();
-    let mut said = false;
-    while !done.is_done()? {
-        if !said && pause.elapsed() > HUNG {
-            said = true;
+    while !is_done()? {
+        if pause.elapsed() > HUNG {
             late();
         }
         pause.take();

@@ -9,7 +9,8 @@ use super::driver::{self, Context};
 use crate::Arena;
 
 /// Bytes that are registered at a time: long enough to cost 45 ms a GiB, as one call for all does.
-const PIECE: usize = 256 << 20;
+/// Tests have many pieces in a small pool.
+const PIECE: usize = if cfg!(test) { 16 << 10 } else { 256 << 20 };
 
 /// Registration of an arena.
 #[derive(Debug)]
