@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::fmt;
+use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -23,13 +24,16 @@ use crate::copy::Direction;
 #[derive(Debug)]
 pub struct Gpus {
     arena: Arc<Arena>,
+    /// Held by the one call that opens a GPU, for seconds at times.
+    opening: Mutex<()>,
+    /// Locked for moments only: a [`Gpu`] may be dropped by any thread.
     state: Arc<Mutex<State>>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     users: usize,
-    open: Option<Open>,
+    open: Open,
     closing: Option<JoinHandle<()>>,
 }
 
@@ -67,6 +71,7 @@ impl Gpus {
     pub fn new(arena: Arc<Arena>) -> Self {
         Self {
             arena,
+            opening: Mutex::default(),
             state: Arc::default(),
         }
     }
@@ -78,38 +83,49 @@ impl Gpus {
     /// # Errors
     /// [`CudaError`].
     pub fn open(&self, uuid: &str) -> Result<Arc<Gpu>> {
-        let mut state = self.state.lock();
-        if let Some(closing) = state.closing.take() {
+        let _opening = self.opening.lock();
+        // Counted from now on, so that nothing is given back meanwhile.
+        let mut gpu = Gpu {
+            device: None,
+            state: Arc::clone(&self.state),
+        };
+        let (closing, known, pinned) = {
+            let mut state = self.state.lock();
+            state.users += 1;
+            let known = state.open.devices.get(uuid).cloned();
+            (state.closing.take(), known, state.open.pinned.clone())
+        };
+        if let Some(closing) = closing {
             // The thread does nothing that panics.
             let _ = closing.join();
         }
-        driver::load()?;
-        let open = state.open.get_or_insert_default();
-        let device = match open.devices.get(uuid) {
-            Some(device) => Ok(Arc::clone(device)),
-            None => open.device(uuid, &self.arena),
+        let device = match known {
+            Some(device) => device,
+            None => {
+                driver::load()?;
+                let device = Arc::new(Device::open(uuid, pinned, &self.arena)?);
+                let mut state = self.state.lock();
+                state.open.pinned = Some(Arc::clone(&device.pinned));
+                let uuid = device.uuid.clone();
+                state.open.devices.insert(uuid, Arc::clone(&device));
+                device
+            }
         };
-        if device.is_err() && state.users == 0 {
-            state.open = None;
-        }
-        let device = device?;
-        state.users += 1;
-        Ok(Arc::new(Gpu {
-            device: Some(device),
-            state: Arc::clone(&self.state),
-        }))
+        gpu.device = Some(device);
+        Ok(Arc::new(gpu))
     }
 
     /// Bytes of the pool that the GPUs reach; the others are copied by way of a buffer.
     pub fn pinned_bytes(&self) -> u64 {
         let state = self.state.lock();
-        let pinned = state.open.as_ref().and_then(|open| open.pinned.as_ref());
+        let pinned = state.open.pinned.as_ref();
         pinned.map_or(0, |pinned| pinned.done() as u64)
     }
 }
 
-impl Open {
-    fn device(&mut self, uuid: &str, arena: &Arc<Arena>) -> Result<Arc<Device>> {
+impl Device {
+    /// Opens a GPU. The first one begins to register the arena, for all.
+    fn open(uuid: &str, pinned: Option<Arc<Pinned>>, arena: &Arc<Arena>) -> Result<Self> {
         let gpus = driver::gpus()?;
         let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == uuid) else {
             let spelled = gpus.iter().map(|gpu| gpu.uuid.as_str());
@@ -125,21 +141,18 @@ impl Open {
         };
         let context = Arc::new(Context::retain(gpu)?);
         context.bind()?;
-        let pinned = self.pinned.get_or_insert_with(|| {
-            Arc::new(Pinned::start(Arc::clone(arena), Arc::clone(&context)))
-        });
-        let device = Arc::new(Device {
+        let pinned = pinned
+            .unwrap_or_else(|| Arc::new(Pinned::start(Arc::clone(arena), Arc::clone(&context))));
+        Ok(Self {
             uuid: gpu.uuid.clone(),
             name: gpu.name.clone(),
             context,
-            pinned: Arc::clone(pinned),
+            pinned,
             to_host: Mutex::default(),
             to_device: Mutex::default(),
             opened: Mutex::default(),
             is_hung: AtomicBool::new(false),
-        });
-        self.devices.insert(gpu.uuid.clone(), Arc::clone(&device));
-        Ok(device)
+        })
     }
 }
 
@@ -155,7 +168,7 @@ impl Drop for Device {
 /// A GPU in use. The last one gives everything back, in the background.
 #[derive(Debug)]
 pub struct Gpu {
-    /// None only while it is dropped.
+    /// None only while it is opened or dropped.
     device: Option<Arc<Device>>,
     state: Arc<Mutex<State>>,
 }
@@ -163,13 +176,14 @@ pub struct Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         let mut state = self.state.lock();
+        // Before the lock goes: the thread below has the last handle then.
+        self.device = None;
         state.users -= 1;
-        if state.users > 0 {
+        if state.users > 0 || state.open.devices.is_empty() {
             return;
         }
-        let open = (self.device.take(), state.open.take());
-        // Registrations take 20 ms a GiB to give back, which nobody has to wait for. Without the
-        // thread they are given back here.
+        let open = mem::take(&mut state.open);
+        // Registrations take 20 ms a GiB to give back. Without the thread they are given back here.
         let spawned = thread::Builder::new()
             .name("lmc-gpu-close".to_owned())
             .spawn(move || drop(open));
@@ -185,7 +199,7 @@ impl fmt::Display for Gpu {
 
 impl Gpu {
     fn device(&self) -> &Device {
-        self.device.as_ref().expect("only a drop takes it")
+        self.device.as_ref().expect("set by `Gpus::open`")
     }
 
     /// Id of the GPU.

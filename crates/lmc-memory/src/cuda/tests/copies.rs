@@ -27,7 +27,9 @@ fn compare(twin: &Twin, gpu: &Arc<Gpu>, slot: &mut ReservedSlot, random: &mut Ra
     let mut table: Vec<u32> = (0..on_host.blocks()).collect();
     (1..table.len()).for_each(|last| table.swap(last, random.below(last + 1)));
     let count = table.len() / chunk_blocks as usize;
-    let starts: Vec<_> = (0..count as u64).map(|index| index * chunk_blocks).collect();
+    let starts: Vec<_> = (0..count as u64)
+        .map(|index| index * chunk_blocks)
+        .collect();
     let request = PlanRequest {
         block_ids: &table,
         first_blocks: &starts,
@@ -65,61 +67,73 @@ fn compare(twin: &Twin, gpu: &Arc<Gpu>, slot: &mut ReservedSlot, random: &mut Ra
 
 #[test]
 fn copies_have_the_bytes_of_the_cpu_in_all_layouts() {
-    with_machine(1, copies_have_the_bytes_of_the_cpu_in_all_layouts, |machine| {
-        let mut random = Random(1);
-        let small = Sizes {
-            layers: 2,
-            block_tokens: 3,
-            heads: 2,
-            element: 5,
-            padding: 1,
-            one_segment: true,
-            ..SIZES
-        };
-        for registered in ["not at all", "meanwhile", "before"] {
-            let (arena, gpus);
-            arena = self::arena();
-            gpus = Gpus::new(Arc::clone(&arena));
-            if registered == "not at all" {
-                machine.fail("cuMemHostRegister_v2", 1, Code::UNKNOWN);
-            }
-            let gpu = gpus.open(UUIDS[0]).unwrap();
-            if registered == "before" {
-                until_registered(&gpus, &arena);
-            }
-            let mut slot = large_slot(&arena);
-            for format in FORMATS {
-                for dtype in [DType::BFloat16, DType::UInt8] {
-                    for sizes in [SIZES, small] {
-                        let twin = Twin::of(machine, 0, format, dtype, sizes);
-                        println!("{registered} {format:?} {dtype:?} {sizes:?}");
-                        compare(&twin, &gpu, &mut slot, &mut random);
+    with_machine(
+        1,
+        copies_have_the_bytes_of_the_cpu_in_all_layouts,
+        |machine| {
+            let mut random = Random(1);
+            let small = Sizes {
+                layers: 2,
+                block_tokens: 3,
+                heads: 2,
+                element: 5,
+                padding: 1,
+                one_segment: true,
+                ..SIZES
+            };
+            for registered in ["not at all", "meanwhile", "before"] {
+                let (arena, gpus);
+                arena = self::arena();
+                gpus = Gpus::new(Arc::clone(&arena));
+                if registered == "not at all" {
+                    machine.fail("cuMemHostRegister_v2", 1, Code::UNKNOWN);
+                }
+                let gpu = gpus.open(UUIDS[0]).unwrap();
+                if registered == "before" {
+                    until_registered(&gpus, &arena);
+                }
+                let mut slot = large_slot(&arena);
+                for format in FORMATS {
+                    for dtype in [DType::BFloat16, DType::UInt8] {
+                        for sizes in [SIZES, small] {
+                            let twin = Twin::of(machine, 0, format, dtype, sizes);
+                            println!("{registered} {format:?} {dtype:?} {sizes:?}");
+                            compare(&twin, &gpu, &mut slot, &mut random);
+                        }
                     }
                 }
+                drop(gpu);
+                assert_given_back(machine);
             }
-            drop(gpu);
-            assert_given_back(machine);
-        }
-    });
+        },
+    );
 }
 
 /// One launch is under way when the copy is stopped, and ends before the copy does: its chunks are given
 /// to others then.
 #[test]
 fn a_copy_that_is_stopped_ends_after_its_last_launch() {
-    with_machine(1, a_copy_that_is_stopped_ends_after_its_last_launch, |machine| {
-        check_stopped(machine, &|asked| asked < 2);
-    });
+    with_machine(
+        1,
+        a_copy_that_is_stopped_ends_after_its_last_launch,
+        |machine| {
+            check_stopped(machine, &|asked| asked < 2);
+        },
+    );
 }
 
 #[test]
 fn a_copy_whose_caller_panics_ends_after_its_last_launch() {
-    with_machine(1, a_copy_whose_caller_panics_ends_after_its_last_launch, |machine| {
-        check_stopped(machine, &|asked| {
-            assert!(asked < 2, "a panic of the caller");
-            true
-        });
-    });
+    with_machine(
+        1,
+        a_copy_whose_caller_panics_ends_after_its_last_launch,
+        |machine| {
+            check_stopped(machine, &|asked| {
+                assert!(asked < 2, "a panic of the caller");
+                true
+            });
+        },
+    );
 }
 
 /// Stops copies of both directions by `proceed`, which is given the number of its calls before.
@@ -204,29 +218,39 @@ fn a_copy_comes_after_the_event_of_the_engine() {
 
 #[test]
 fn an_event_of_an_engine_that_ended_is_never_reached() {
-    with_machine(1, an_event_of_an_engine_that_ended_is_never_reached, |machine| {
-        let gpus = Gpus::new(arena());
-        let gpu = gpus.open(UUIDS[0]).unwrap();
-        let twin = Twin::new(machine, 0);
-        let _stall = twin.engine.stall();
-        let event = twin.engine.record();
-        let handle = event.handle();
-        let mut engine = Some(twin);
-        let asked = AtomicUsize::new(0);
-        // The engine ends during the wait.
-        let gone = std::sync::Mutex::new(Some((engine.take(), event)));
-        let proceed = || {
-            drop(gone.lock().unwrap().take());
-            asked.fetch_add(1, Ordering::Relaxed) < 100
-        };
-        assert!(!gpu.wait_for(&handle, &proceed).unwrap());
-        let unknown = gpu.wait_for(&handle, &|| true);
-        assert!(matches!(unknown, Err(CudaError::Call { .. })), "{unknown:?}");
-        let unknown = gpu.wait_for(&[0x5a; 64], &|| true);
-        assert!(matches!(unknown, Err(CudaError::Call { .. })), "{unknown:?}");
-        drop(gpu);
-        assert_given_back(machine);
-    });
+    with_machine(
+        1,
+        an_event_of_an_engine_that_ended_is_never_reached,
+        |machine| {
+            let gpus = Gpus::new(arena());
+            let gpu = gpus.open(UUIDS[0]).unwrap();
+            let twin = Twin::new(machine, 0);
+            let _stall = twin.engine.stall();
+            let event = twin.engine.record();
+            let handle = event.handle();
+            let mut engine = Some(twin);
+            let asked = AtomicUsize::new(0);
+            // The engine ends during the wait.
+            let gone = std::sync::Mutex::new(Some((engine.take(), event)));
+            let proceed = || {
+                drop(gone.lock().unwrap().take());
+                asked.fetch_add(1, Ordering::Relaxed) < 100
+            };
+            assert!(!gpu.wait_for(&handle, &proceed).unwrap());
+            let unknown = gpu.wait_for(&handle, &|| true);
+            assert!(
+                matches!(unknown, Err(CudaError::Call { .. })),
+                "{unknown:?}"
+            );
+            let unknown = gpu.wait_for(&[0x5a; 64], &|| true);
+            assert!(
+                matches!(unknown, Err(CudaError::Call { .. })),
+                "{unknown:?}"
+            );
+            drop(gpu);
+            assert_given_back(machine);
+        },
+    );
 }
 
 /// The pool is registered once, for both.
@@ -271,7 +295,10 @@ fn two_gpus_copy_at_once() {
         };
         all[1] = Arc::clone(&other[1]);
         let mixed = twins[0].open(KvSegments::Device(all), 4);
-        assert!(matches!(mixed, Err(PagedError::Unsupported { .. })), "{mixed:?}");
+        assert!(
+            matches!(mixed, Err(PagedError::Unsupported { .. })),
+            "{mixed:?}"
+        );
         drop((other, both));
         assert_given_back(machine);
     });

@@ -3,6 +3,7 @@
 use std::error::Error;
 
 use lmc_fake_cuda::Code;
+use lmc_testkit::rounds;
 
 use super::*;
 use crate::CopyPool;
@@ -46,42 +47,50 @@ fn serve(gpus: &Gpus, twin: &Twin, slot: &mut ReservedSlot) -> Result<(), Box<dy
 
 #[test]
 fn a_failure_of_any_call_is_an_error_and_nothing_is_lost_by_it() {
-    with_machine(1, a_failure_of_any_call_is_an_error_and_nothing_is_lost_by_it, |machine| {
-        let arena = arena();
-        let mut slot = large_slot(&arena);
-        let gpus = Gpus::new(arena);
-        let twin = Twin::new(machine, 0);
-        serve(&gpus, &twin, &mut slot).unwrap();
-        assert_given_back(machine);
-        // The last one stays retained where its release fails.
-        const RELEASE: &str = "cuDevicePrimaryCtxRelease_v2";
-        // That function has no failures.
-        let names = FUNCTIONS.iter().filter(|&&name| name != "cuGetErrorName" && name != RELEASE);
-        for &name in names.chain([&RELEASE]) {
-            let (mut calls, mut errors) = (0, 0);
-            // Every call, until there are fewer.
-            while calls < 40 {
-                machine.fail_after(name, calls, Code::UNKNOWN);
-                slot.bytes_mut().fill(0x11);
-                let served = serve(&gpus, &twin, &mut slot);
-                errors += u32::from(served.is_err());
-                if name == RELEASE {
-                    break;
-                }
-                assert_given_back(machine);
-                if served.is_err() {
-                    assert!(slot.bytes_mut().iter().all(|&byte| byte == 0x11), "written later");
-                }
-                if machine.will_fail(name) {
-                    break;
-                }
-                calls += 1;
-            }
-            println!("{name}: {errors} errors of {calls}");
-            machine.fail(name, 0, Code::UNKNOWN);
+    with_machine(
+        1,
+        a_failure_of_any_call_is_an_error_and_nothing_is_lost_by_it,
+        |machine| {
+            let arena = arena();
+            let mut slot = large_slot(&arena);
+            let gpus = Gpus::new(arena);
+            let twin = Twin::new(machine, 0);
             serve(&gpus, &twin, &mut slot).unwrap();
-        }
-    });
+            assert_given_back(machine);
+            // The last one stays retained where its release fails.
+            const RELEASE: &str = "cuDevicePrimaryCtxRelease_v2";
+            // That function has no failures.
+            let names = FUNCTIONS
+                .iter()
+                .filter(|&&name| name != "cuGetErrorName" && name != RELEASE);
+            for &name in names.chain([&RELEASE]) {
+                let (mut calls, mut errors) = (0, 0);
+                while calls < rounds(6, 40) as u32 {
+                    machine.fail_after(name, calls, Code::UNKNOWN);
+                    slot.bytes_mut().fill(0x11);
+                    let served = serve(&gpus, &twin, &mut slot);
+                    errors += u32::from(served.is_err());
+                    if name == RELEASE {
+                        break;
+                    }
+                    assert_given_back(machine);
+                    if served.is_err() {
+                        assert!(
+                            slot.bytes_mut().iter().all(|&byte| byte == 0x11),
+                            "written later"
+                        );
+                    }
+                    if machine.will_fail(name) {
+                        break;
+                    }
+                    calls += 1;
+                }
+                println!("{name}: {errors} errors of {calls}");
+                machine.fail(name, 0, Code::UNKNOWN);
+                serve(&gpus, &twin, &mut slot).unwrap();
+            }
+        },
+    );
 }
 
 /// A launch whose end cannot be marked is waited for all the same.
@@ -120,18 +129,25 @@ fn a_copy_that_fails_ends_after_its_last_launch() {
 /// As after an illegal access: all calls fail until the context is made again.
 #[test]
 fn a_gpu_that_is_broken_answers_errors_and_serves_after_its_repair() {
-    with_machine(1, a_gpu_that_is_broken_answers_errors_and_serves_after_its_repair, |machine| {
-        let arena = arena();
-        let mut slot = large_slot(&arena);
-        let gpus = Gpus::new(arena);
-        let twin = Twin::new(machine, 0);
-        for name in FUNCTIONS.into_iter().filter(|&name| name != "cuGetErrorName") {
-            machine.fail(name, u32::MAX, Code::ILLEGAL_ADDRESS);
-            let served = serve(&gpus, &twin, &mut slot);
-            let is_optional = name.contains("Host") || name.contains("Destroy");
-            println!("{name}: {served:?} {is_optional}");
-            machine.fail(name, 0, Code::ILLEGAL_ADDRESS);
-            serve(&gpus, &twin, &mut slot).unwrap();
-        }
-    });
+    with_machine(
+        1,
+        a_gpu_that_is_broken_answers_errors_and_serves_after_its_repair,
+        |machine| {
+            let arena = arena();
+            let mut slot = large_slot(&arena);
+            let gpus = Gpus::new(arena);
+            let twin = Twin::new(machine, 0);
+            for name in FUNCTIONS
+                .into_iter()
+                .filter(|&name| name != "cuGetErrorName")
+            {
+                machine.fail(name, u32::MAX, Code::ILLEGAL_ADDRESS);
+                let served = serve(&gpus, &twin, &mut slot);
+                let is_optional = name.contains("Host") || name.contains("Destroy");
+                println!("{name}: {served:?} {is_optional}");
+                machine.fail(name, 0, Code::ILLEGAL_ADDRESS);
+                serve(&gpus, &twin, &mut slot).unwrap();
+            }
+        },
+    );
 }

@@ -21,7 +21,10 @@ fn everything_is_given_back_after_the_last_user() {
         let len = plan.chunk_bytes() as usize;
         let mut chunks = vec![vec![0; len]; 3];
         let mut chunks: Vec<_> = chunks.iter_mut().map(Vec::as_mut_slice).collect();
-        CopyPool::new(0).unwrap().gather(&plan, &mut chunks).unwrap();
+        CopyPool::new(0)
+            .unwrap()
+            .gather(&plan, &mut chunks)
+            .unwrap();
         let held = live(machine);
         assert_eq!((held.contexts, held.mappings, held.streams), (1, 3, 1));
         assert_eq!(held.registered_bytes, 1 << 20);
@@ -48,13 +51,20 @@ fn memory_that_cannot_be_opened_leaves_nothing() {
             (u64::MAX, u64::MAX, u64::MAX),
         ] {
             let whole = 1000;
-            let outside = CudaError::Outside { start, end, len: whole };
+            let outside = CudaError::Outside {
+                start,
+                end,
+                len: whole,
+            };
             assert_eq!(open(start, len).unwrap_err(), outside);
             assert_eq!(live(machine).mappings, 0);
         }
         for bad in [[0; 64], [0x5a; 64], [0xff; 64]] {
             let unknown = gpu.memory(bad, 0, 1, None);
-            assert!(matches!(unknown, Err(CudaError::Call { .. })), "{unknown:?}");
+            assert!(
+                matches!(unknown, Err(CudaError::Call { .. })),
+                "{unknown:?}"
+            );
         }
         let whole = open(0, 1000).unwrap();
         // One that is refused closes nothing of others.
@@ -76,7 +86,9 @@ fn registrations_of_one_allocation_share_it() {
         let gpus = Gpus::new(arena());
         let gpus_of_two = [(); 2].map(|()| gpus.open(UUIDS[0]).unwrap());
         let twin = Twin::new(machine, 0);
-        let [first, second] = gpus_of_two.each_ref().map(|gpu| twin.memory(gpu, 0).unwrap());
+        let [first, second] = gpus_of_two
+            .each_ref()
+            .map(|gpu| twin.memory(gpu, 0).unwrap());
         assert_eq!(machine.calls("cuIpcOpenMemHandle_v2"), 1);
         assert_eq!(first.base(), second.base());
         drop(first);
@@ -140,20 +152,24 @@ fn a_storage_is_counted_off_with_its_memory() {
 
 #[test]
 fn a_gpu_that_is_not_visible_is_named_with_those_that_are() {
-    with_machine(2, a_gpu_that_is_not_visible_is_named_with_those_that_are, |machine| {
-        let gpus = Gpus::new(arena());
-        let uuid = "19d82a72-11d8-b896-53d0-54b5ef820006";
-        let visible = UUIDS.join(", ");
-        let wanted = CudaError::NotVisible {
-            uuid: uuid.to_owned(),
-            visible,
-        };
-        assert_eq!(gpus.open(uuid).unwrap_err(), wanted);
-        assert_eq!(live(machine), Live::default());
-        let first = gpus.open(UUIDS[0]).unwrap();
-        assert_eq!(gpus.open(uuid).unwrap_err(), wanted);
-        assert_eq!(first.to_string(), format!("lmc fake device 0 {}", UUIDS[0]));
-        drop(first);
-        assert_given_back(machine);
-    });
+    with_machine(
+        2,
+        a_gpu_that_is_not_visible_is_named_with_those_that_are,
+        |machine| {
+            let gpus = Gpus::new(arena());
+            let uuid = "19d82a72-11d8-b896-53d0-54b5ef820006";
+            let visible = UUIDS.join(", ");
+            let wanted = CudaError::NotVisible {
+                uuid: uuid.to_owned(),
+                visible,
+            };
+            assert_eq!(gpus.open(uuid).unwrap_err(), wanted);
+            assert_eq!(live(machine), Live::default());
+            let first = gpus.open(UUIDS[0]).unwrap();
+            assert_eq!(gpus.open(uuid).unwrap_err(), wanted);
+            assert_eq!(first.to_string(), format!("lmc fake device 0 {}", UUIDS[0]));
+            drop(first);
+            assert_given_back(machine);
+        },
+    );
 }

@@ -145,12 +145,15 @@ impl Twin {
 
     fn open(&self, segments: KvSegments, chunk_blocks: u64) -> Result<PagedKv, PagedError> {
         let numbers: Vec<_> = self.host.tensors.iter().map(|t| t.segment).collect();
-        let group = self.host.describe(chunk_blocks * self.host.sizes.block_tokens);
+        let group = self
+            .host
+            .describe(chunk_blocks * self.host.sizes.block_tokens);
         group?.open(&numbers, segments)
     }
 
     fn paged(&self, gpu: &Arc<Gpu>, chunk_blocks: u64) -> PagedKv {
-        self.open(self.segments(gpu).unwrap(), chunk_blocks).unwrap()
+        self.open(self.segments(gpu).unwrap(), chunk_blocks)
+            .unwrap()
     }
 
     /// The bytes of a segment on the GPU, around which nothing may have changed.
