@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use lmc_fake_cuda::Code;
+use lmc_testkit::in_lab;
 
 use super::*;
 use crate::copy::testing::FORMATS;
@@ -179,6 +180,49 @@ fn check_stopped(machine: &Machine, proceed: &(dyn Fn(usize) -> bool + Sync)) {
     }
     drop((plan, gpu));
     assert_given_back(machine);
+}
+
+/// A debugger may stop a GPU for longer.
+#[test]
+fn a_gpu_that_hangs_refuses_copies_until_it_goes_on() {
+    if !in_lab("waits 20 s for a copy that counts as hung") {
+        return;
+    }
+    with_machine(
+        1,
+        a_gpu_that_hangs_refuses_copies_until_it_goes_on,
+        |machine| {
+            let arena = arena();
+            let gpus = Gpus::new(Arc::clone(&arena));
+            let gpu = gpus.open(UUIDS[0]).unwrap();
+            until_registered(&gpus, &arena);
+            let plan = plan(&Twin::new(machine, 0).paged(&gpu, 4));
+            let len = plan.chunk_bytes() as usize;
+            let pool = CopyPool::new(0).unwrap();
+            let mut slot = large_slot(&arena);
+            let (first, second) = slot.bytes_mut().split_at_mut(450 << 10);
+            let mut chunks = cut(first, len, 3);
+            let mut others = cut(second, len, 3);
+            let is_hung = |result: Result<(), CopyError>| {
+                assert!(
+                    matches!(result, Err(CopyError::Cuda(CudaError::Hung { .. }))),
+                    "{result:?}"
+                );
+            };
+            machine.hold(0);
+            thread::scope(|scope| {
+                let first = scope.spawn(|| pool.gather(&plan, &mut chunks));
+                until("the first waits", || machine.calls("cuEventQuery") > 0);
+                is_hung(pool.gather(&plan, &mut others));
+                assert!(!first.is_finished());
+                machine.resume(0);
+                is_hung(first.join().unwrap());
+            });
+            pool.gather(&plan, &mut others).unwrap();
+            drop((plan, gpu));
+            assert_given_back(machine);
+        },
+    );
 }
 
 #[test]

@@ -31,6 +31,19 @@ fn everything_is_given_back_after_the_last_user() {
         drop(plan);
         assert_given_back(machine);
         assert_eq!(gpus.pinned_bytes(), 0);
+        // Each by itself, not with the context.
+        for (take, give) in [
+            ("cuEventCreate", "cuEventDestroy_v2"),
+            ("cuIpcOpenMemHandle_v2", "cuIpcCloseMemHandle"),
+            ("cuMemAlloc_v2", "cuMemFree_v2"),
+            ("cuMemHostAlloc", "cuMemFreeHost"),
+            ("cuMemHostRegister_v2", "cuMemHostUnregister"),
+            ("cuModuleLoadData", "cuModuleUnload"),
+            ("cuStreamCreate", "cuStreamDestroy_v2"),
+        ] {
+            assert_ne!(machine.calls(take), 0, "{take}");
+            assert_eq!(machine.calls(take), machine.calls(give), "{take}");
+        }
     });
 }
 
