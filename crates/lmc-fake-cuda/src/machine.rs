@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::abi;
@@ -129,7 +130,7 @@ impl Machine {
     ///
     /// # Panics
     /// If the parent has dropped the machine.
-    pub fn of_this_process() -> Option<Self> {
+    fn of_this_process() -> Option<Self> {
         let folder = PathBuf::from(std::env::var_os(FOLDER_VARIABLE)?);
         let devices = std::env::var(DEVICES_VARIABLE).ok()?.parse().ok()?;
         let control = Shared::open(&folder.join("control"));
@@ -139,6 +140,21 @@ impl Machine {
             devices,
             is_owner: false,
         })
+    }
+
+    /// Runs `inside` in a process with a machine of its own, whose loader finds the machine's driver.
+    /// `test` runs the test again that calls this (`lmc_testkit::own_test`).
+    ///
+    /// # Panics
+    /// As [`Machine::with_devices`], and if the test fails in that process.
+    pub fn in_own_process(devices: usize, mut test: Command, inside: impl FnOnce(&Self)) {
+        if let Some(machine) = Self::of_this_process() {
+            return inside(&machine);
+        }
+        let machine = Self::with_devices(devices);
+        let status = test.envs(machine.envs()).status();
+        let status = status.expect("the test's program can be started");
+        assert!(status.success(), "the test failed in its process: {status}");
     }
 
     /// Returns the variables by which a program that is started with them finds this machine's

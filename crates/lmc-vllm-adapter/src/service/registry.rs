@@ -3,6 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_engine::OwnerId;
@@ -409,10 +410,18 @@ impl Registry {
         // Its transfers stay: the stock worker ends its copies only after this is answered. They
         // go with its commits, or some time after its connection. The server's own copies end
         // before.
-        match instance.transport {
-            Transport::EngineDriven => Outcome::Reply(Reply::None),
-            Transport::ServerDriven(_) => Outcome::WhenIdle(instance.gate.entrance()),
+        let entrance = instance.gate.entrance();
+        let on_gpu = instance.gpu().is_some();
+        let Transport::ServerDriven(copies) = instance.transport else {
+            return Outcome::Reply(Reply::None);
+        };
+        if on_gpu {
+            // The driver may take long to close memory, and this thread serves connections. Without
+            // another thread the memory is closed here.
+            let close = thread::Builder::new().name("lmc-gpu-close".to_owned());
+            let _ = close.spawn(move || drop(copies));
         }
+        Outcome::WhenIdle(entrance)
     }
 
     pub(super) fn ping(&self, client: ClientId, instance_id: Option<u64>, now: Instant) -> Reply {

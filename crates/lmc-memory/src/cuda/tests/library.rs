@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use lmc_testkit::Folder;
+use lmc_testkit::{Folder, Process};
 
 use super::*;
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::thread;
 
 use lmc_fake_cuda::{Engine, Live, Machine};
-use lmc_testkit::{Process, own_test, until};
+use lmc_testkit::{own_test, until};
 
 use super::{CudaError, DeviceMemory, Gpu, Gpus};
 use crate::copy::testing::{self, Format, SPLIT, Sizes, marked};
@@ -33,13 +33,7 @@ const AFTER: usize = 77;
 
 /// Runs `inside` in a process with a machine of so many devices. `test` is the test that calls this.
 fn with_machine(devices: usize, test: impl Fn(), inside: impl FnOnce(&Machine)) {
-    if let Some(machine) = Machine::of_this_process() {
-        return inside(&machine);
-    }
-    let machine = Machine::with_devices(devices);
-    let mut process = Process::spawn(own_test(test).envs(machine.envs()));
-    let status = process.wait();
-    assert!(status.success(), "{status}");
+    Machine::in_own_process(devices, own_test(test), inside);
 }
 
 fn arena() -> Arc<Arena> {
