@@ -3,7 +3,6 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_engine::OwnerId;
@@ -186,8 +185,8 @@ impl Registry {
         self.add_instance(context.instance_id, instance, registered)
     }
 
-    /// Registers a worker whose memory the server copies from and to. Where that lies on a GPU, its
-    /// driver may take seconds, so others are not held up.
+    /// Registers a worker whose memory the server copies from and to. The driver of a GPU may take
+    /// seconds, so memory on a GPU is registered by a job.
     pub(super) fn register_kv_cache(
         self: &Arc<Self>,
         client: ClientId,
@@ -338,7 +337,7 @@ impl Registry {
             .and_then(|replaced| workers.ended_generation(replaced));
         drop(workers);
         // Unmapping an engine's memory takes long, and so may a log line: no lock is held.
-        drop(replaced);
+        replaced.map(Instance::close);
         tracing::info!(
             instance = instance_id,
             model = model.as_str(),
@@ -410,18 +409,12 @@ impl Registry {
         // Its transfers stay: the stock worker ends its copies only after this is answered. They
         // go with its commits, or some time after its connection. The server's own copies end
         // before.
-        let entrance = instance.gate.entrance();
-        let on_gpu = instance.gpu().is_some();
-        let Transport::ServerDriven(copies) = instance.transport else {
-            return Outcome::Reply(Reply::None);
+        let outcome = match instance.transport {
+            Transport::EngineDriven => Outcome::Reply(Reply::None),
+            Transport::ServerDriven(_) => Outcome::WhenIdle(instance.gate.entrance()),
         };
-        if on_gpu {
-            // The driver may take long to close memory, and this thread serves connections. Without
-            // another thread the memory is closed here.
-            let close = thread::Builder::new().name("lmc-gpu-close".to_owned());
-            let _ = close.spawn(move || drop(copies));
-        }
-        Outcome::WhenIdle(entrance)
+        instance.close();
+        outcome
     }
 
     pub(super) fn ping(&self, client: ClientId, instance_id: Option<u64>, now: Instant) -> Reply {
