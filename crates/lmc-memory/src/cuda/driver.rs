@@ -211,8 +211,8 @@ fn spell(uuid: [u8; 16]) -> String {
     text
 }
 
-/// The primary context of a GPU: what PyTorch and others of this process would share. Its memory on
-/// the GPU, some hundred megabytes, is released with the value.
+/// The primary context of a GPU, which all libraries of a process share. The context takes some
+/// hundred megabytes of the GPU's memory until the drop.
 #[derive(Debug)]
 pub(super) struct Context {
     context: sys::CUcontext,
@@ -234,7 +234,7 @@ impl Context {
         })
     }
 
-    /// Makes it the context of this thread's calls.
+    /// Makes this context the one of the thread's calls.
     pub(super) fn bind(&self) -> Result<()> {
         call!(cuCtxSetCurrent(self.context))
     }
@@ -297,16 +297,15 @@ impl Event {
         Ok(Self(event))
     }
 
-    /// Returns true once the work before the event is done. It never is when the process that
-    /// recorded the event was killed before: so no stream is made to wait for an event of another
-    /// process, and every wait asks again and again until its time is over.
+    /// Returns true once the work before the event is done, which never happens when the process that
+    /// recorded the event was killed before. So no stream waits for an event of another process: a
+    /// thread asks, until its time is over.
     pub(super) fn is_done(&self) -> Result<bool> {
         // SAFETY: the event exists until drop.
         is_ready("cuEventQuery", unsafe { sys::cuEventQuery(self.0) })
     }
 
-    /// Waits until the work before the event is done. Returns false if `proceed` did, which is
-    /// asked from time to time.
+    /// Waits until the work before the event is done. Returns false as soon as `proceed` does.
     pub(super) fn wait(&self, proceed: &dyn Fn() -> bool) -> Result<bool> {
         let mut pause = Pause::default();
         while !self.is_done()? {
@@ -360,7 +359,7 @@ pub(super) struct HostBuffer {
     pub(super) base: *mut u8,
 }
 
-// SAFETY: it is memory, used by one owner at a time.
+// SAFETY: the buffer is memory with one owner at a time.
 unsafe impl Send for HostBuffer {}
 
 impl HostBuffer {

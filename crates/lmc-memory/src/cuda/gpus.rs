@@ -27,19 +27,22 @@ pub struct Gpus {
     /// Held by the one call that opens a GPU, for seconds at times.
     opening: Mutex<()>,
     /// Locked for moments only: a [`Gpu`] may be dropped by any thread.
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<Usage>>,
 }
 
+/// Number of users, and the devices that are open for them.
 #[derive(Debug, Default)]
-struct State {
+struct Usage {
+    /// Number of [`Gpu`] values, and of calls that make one.
     users: usize,
-    open: Open,
+    open: OpenDevices,
+    /// Thread that gives back what was open before.
     closing: Option<JoinHandle<()>>,
 }
 
-/// What is held while at least one GPU is in use.
+/// Devices that are open while at least one GPU is in use, and the pool's registration.
 #[derive(Debug, Default)]
-struct Open {
+struct OpenDevices {
     devices: HashMap<String, Arc<Device>>,
     /// Made with the first device, for all.
     pinned: Option<Arc<Pinned>>,
@@ -53,14 +56,14 @@ struct Device {
     pinned: Arc<Pinned>,
     to_host: Mutex<Option<Lane>>,
     to_device: Mutex<Option<Lane>>,
-    opened: Mutex<HashMap<[u8; 64], Opened>>,
+    opened: Mutex<HashMap<[u8; 64], OpenAllocation>>,
     is_hung: AtomicBool,
 }
 
-/// Memory of another process that is open, once for all that use it: older drivers close it for
-/// all of them at the first close.
+/// An allocation of another process. It is opened once for all users: older drivers close it for all
+/// of them at the first close.
 #[derive(Debug)]
-struct Opened {
+struct OpenAllocation {
     base: u64,
     len: u64,
     users: usize,
@@ -165,12 +168,12 @@ impl Drop for Device {
     }
 }
 
-/// A GPU in use. The last one gives everything back, in the background.
+/// A GPU in use. The drop of the last one gives everything back, in the background.
 #[derive(Debug)]
 pub struct Gpu {
     /// None only while it is opened or dropped.
     device: Option<Arc<Device>>,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<Usage>>,
 }
 
 impl Drop for Gpu {
@@ -231,7 +234,7 @@ impl Gpu {
         let (base, whole) = found;
         let end = offset.saturating_add(len);
         let fits = end <= whole;
-        let known = opened.entry(handle).or_insert(Opened {
+        let known = opened.entry(handle).or_insert(OpenAllocation {
             base,
             len: whole,
             users: 0,
@@ -257,7 +260,8 @@ impl Gpu {
     }
 
     /// Waits until the work before another process's event is done. `handle` is a
-    /// `CUipcEventHandle`. Returns false if `proceed` did, which is asked all the time.
+    /// `CUipcEventHandle`. Returns false as soon as `proceed` does, which is asked every fifth of a
+    /// millisecond or more often.
     ///
     /// # Errors
     /// [`CudaError::Call`] for a handle that the driver does not know, and for a broken GPU.
@@ -266,7 +270,7 @@ impl Gpu {
         Event::open(handle)?.wait(proceed)
     }
 
-    /// Copies all pieces, as long as `proceed` returns true. Returns false after it did not.
+    /// Copies all runs, as long as `proceed` returns true. Returns false after it did not.
     pub(crate) fn copy(
         &self,
         direction: Direction,

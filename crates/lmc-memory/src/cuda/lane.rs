@@ -1,9 +1,9 @@
 //! Copies in one direction on one GPU.
 //!
-//! A kernel gathers runs into one range of the GPU's memory, which then goes to the host as a whole;
-//! the other way the range comes first. So the link is crossed by the GPU's copy engines, at its
-//! full rate whatever the length of the runs, and the engine's own kernels give way for
-//! microseconds only: those of two processes take turns on a GPU.
+//! A kernel gathers runs into one range of the GPU's memory, and a copy engine of the GPU moves that
+//! range to the host; a scatter does the two in the other order. So the link runs at its full rate
+//! whatever the length of the runs. The kernels of two processes take turns on a GPU, and those of
+//! the engine wait for microseconds only.
 
 use std::iter::Peekable;
 use std::panic::{self, AssertUnwindSafe};
@@ -37,26 +37,27 @@ pub(super) struct Piece {
 #[derive(Debug)]
 pub(super) struct Lane {
     direction: Direction,
-    flights: [Flight; 2],
+    launches: [Launch; 2],
     stream: Stream,
     kernel: Kernel,
 }
 
-/// One launch.
+/// One launch of the kernel, with the copies before or after it.
 #[derive(Debug)]
-struct Flight {
-    /// Runs in host memory that the driver owns, and in the device's.
+struct Launch {
+    /// Table of runs in host memory that the driver owns.
     runs: HostBuffer,
+    /// Copy of the table that the kernel reads.
     table: DeviceBuffer,
-    /// Where the runs lie one after another.
+    /// Bytes of the runs, one after another.
     range: DeviceBuffer,
     done: Event,
-    is_under_way: bool,
+    is_pending: bool,
 }
 
 /// Bytes that are contiguous on the host and in the range.
 #[derive(Clone, Copy, Debug)]
-struct Part {
+struct HostRun {
     host: *mut u8,
     at: usize,
     len: usize,
@@ -66,7 +67,7 @@ impl Lane {
     pub(super) fn new(direction: Direction) -> Result<Self> {
         Ok(Self {
             direction,
-            flights: [Flight::new()?, Flight::new()?],
+            launches: [Launch::new()?, Launch::new()?],
             stream: Stream::new()?,
             kernel: Kernel::load()?,
         })
@@ -86,8 +87,8 @@ impl Lane {
     ) -> Result<bool> {
         let ended = panic::catch_unwind(AssertUnwindSafe(|| {
             let proceeded = self.launch_all(pieces, pinned, proceed, wait)?;
-            for flight in &mut self.flights {
-                flight.land(wait)?;
+            for launch in &mut self.launches {
+                launch.finish(wait)?;
             }
             Ok(proceeded)
         }));
@@ -110,25 +111,25 @@ impl Lane {
         let mut parts = Vec::new();
         let mut turn = 0;
         while pieces.peek().is_some() {
-            let flight = &mut self.flights[turn];
-            flight.land(wait)?;
+            let launch = &mut self.launches[turn];
+            launch.finish(wait)?;
             if !proceed() {
                 return Ok(false);
             }
-            let count = flight.load(&mut pieces, self.direction, &mut parts);
-            flight.is_under_way = true;
+            let count = launch.load(&mut pieces, self.direction, &mut parts);
+            launch.is_pending = true;
             let stream = &self.stream;
             match self.direction {
                 Direction::Gather => {
-                    flight.launch(stream, &self.kernel, count)?;
-                    flight.move_parts(stream, &parts, self.direction, pinned)?;
+                    launch.copy_runs(stream, &self.kernel, count)?;
+                    launch.move_parts(stream, &parts, self.direction, pinned)?;
                 }
                 Direction::Scatter => {
-                    flight.move_parts(stream, &parts, self.direction, pinned)?;
-                    flight.launch(stream, &self.kernel, count)?;
+                    launch.move_parts(stream, &parts, self.direction, pinned)?;
+                    launch.copy_runs(stream, &self.kernel, count)?;
                 }
             }
-            stream.record(&flight.done)?;
+            stream.record(&launch.done)?;
             turn = 1 - turn;
         }
         Ok(true)
@@ -146,22 +147,22 @@ fn cut(piece: Piece) -> impl Iterator<Item = Piece> {
         })
 }
 
-impl Flight {
+impl Launch {
     fn new() -> Result<Self> {
         Ok(Self {
             runs: HostBuffer::new(RUNS * size_of::<Run>())?,
             table: DeviceBuffer::new(RUNS * size_of::<Run>())?,
             range: DeviceBuffer::new(SLICE)?,
             done: Event::new()?,
-            is_under_way: false,
+            is_pending: false,
         })
     }
 
-    /// Waits for the launch, if there is one.
-    fn land(&mut self, wait: &Wait<'_>) -> Result<()> {
-        if self.is_under_way {
+    /// Waits until the launch is done, if one is pending.
+    fn finish(&mut self, wait: &Wait<'_>) -> Result<()> {
+        if self.is_pending {
             wait(&|| self.done.is_done())?;
-            self.is_under_way = false;
+            self.is_pending = false;
         }
         Ok(())
     }
@@ -172,7 +173,7 @@ impl Flight {
         &mut self,
         pieces: &mut Peekable<impl Iterator<Item = Piece>>,
         direction: Direction,
-        parts: &mut Vec<Part>,
+        parts: &mut Vec<HostRun>,
     ) -> usize {
         parts.clear();
         let (mut count, mut at) = (0, 0);
@@ -182,7 +183,7 @@ impl Flight {
             let len = piece.len as usize;
             match parts.last_mut() {
                 Some(part) if part.host.wrapping_add(part.len) == piece.host => part.len += len,
-                _ => parts.push(Part {
+                _ => parts.push(HostRun {
                     host: piece.host,
                     at,
                     len,
@@ -206,10 +207,10 @@ impl Flight {
         count
     }
 
-    fn launch(&self, stream: &Stream, kernel: &Kernel, count: usize) -> Result<()> {
+    fn copy_runs(&self, stream: &Stream, kernel: &Kernel, count: usize) -> Result<()> {
         // SAFETY: `load` has written as many.
         let runs = unsafe { std::slice::from_raw_parts(self.runs.base.cast(), count) };
-        // SAFETY: the table is not written before the flight has landed. Device addresses were checked
+        // SAFETY: the table is not written before the launch is done. Device addresses were checked
         // when the plan was made, and the plan keeps that memory open.
         unsafe { stream.copy_runs(kernel, BLOCKS, runs, &self.table) }
     }
@@ -217,7 +218,7 @@ impl Flight {
     fn move_parts(
         &self,
         stream: &Stream,
-        parts: &[Part],
+        parts: &[HostRun],
         direction: Direction,
         pinned: &Pinned,
     ) -> Result<()> {
@@ -228,7 +229,7 @@ impl Flight {
                 let len = pinned.alike(host, part.len - done);
                 let device = self.range.0 + (part.at + done) as u64;
                 // SAFETY: the bytes lie in a chunk that is lent for this call, which ends after the last
-                // landing, and `load` has counted them in the range.
+                // launch, and `load` has counted them in the range.
                 unsafe {
                     match direction {
                         Direction::Gather => stream.copy_to_host(device, host, len),

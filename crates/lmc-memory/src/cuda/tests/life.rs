@@ -1,4 +1,4 @@
-//! What is taken of the driver, and given back.
+//! Objects of the driver that are taken, shared, and given back.
 
 use std::fs;
 
