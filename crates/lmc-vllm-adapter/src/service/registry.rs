@@ -337,7 +337,9 @@ impl Registry {
             .and_then(|replaced| workers.ended_generation(replaced));
         drop(workers);
         // Unmapping an engine's memory takes long, and so may a log line: no lock is held.
-        replaced.map(Instance::close);
+        if let Some(replaced) = replaced {
+            replaced.close();
+        }
         tracing::info!(
             instance = instance_id,
             model = model.as_str(),
