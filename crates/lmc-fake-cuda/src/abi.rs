@@ -31,7 +31,7 @@ static DRIVER: LazyLock<Option<Arc<Driver>>> = LazyLock::new(|| {
     let folder: OsString = std::env::var_os(FOLDER_VARIABLE)?;
     let devices = std::env::var(DEVICES_VARIABLE).ok();
     let devices = devices.and_then(|text| text.parse().ok()).unwrap_or(1);
-    Driver::open(Path::new(&folder), devices).ok()
+    Driver::open(Path::new(&folder), devices, std::process::id()).ok()
 });
 
 static INITIALIZED: AtomicBool = AtomicBool::new(false);

@@ -108,10 +108,10 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    /// Makes this process one of those that use the machine in `folder`.
-    pub(crate) fn open(folder: &Path, devices: usize) -> io::Result<Arc<Self>> {
+    /// Makes a process, or an engine with `pid` 0, one of those that use the machine in `folder`.
+    pub(crate) fn open(folder: &Path, devices: usize, pid: u32) -> io::Result<Arc<Self>> {
         fs::create_dir_all(folder)?;
-        let owner = ipc::Owner::new();
+        let owner = ipc::Owner::new(pid);
         let path = folder.join(owner.file());
         let hidden = path.with_extension("new");
         let mut options = OpenOptions::new();

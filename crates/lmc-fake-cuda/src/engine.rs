@@ -44,7 +44,7 @@ impl Engine {
     /// If the machine does not have that device.
     pub fn new(machine: &Machine, device: usize) -> Self {
         assert!(device < machine.devices(), "no device {device}");
-        let driver = Driver::open(machine.folder(), machine.devices());
+        let driver = Driver::open(machine.folder(), machine.devices(), 0);
         let driver = driver.expect("the machine's folder can be written");
         driver.retain(device);
         let number = driver.create_stream(device, 1).expect("a new context");

@@ -13,9 +13,10 @@ pub(crate) struct Owner {
 }
 
 impl Owner {
-    pub(crate) fn new() -> Self {
+    /// `pid` is 0 for an engine in the process of a test.
+    pub(crate) fn new(pid: u32) -> Self {
         Self {
-            pid: std::process::id(),
+            pid,
             token: random() as u64,
         }
     }

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::abi;
@@ -17,12 +18,14 @@ pub struct Machine {
     folder: PathBuf,
     devices: usize,
     control: Shared<Control>,
+    /// True for the one that made the folder.
+    is_owner: bool,
 }
 
 /// One process that has used a machine, or an [`Engine`](crate::Engine).
 #[derive(Debug, Clone)]
 pub struct Process {
-    /// Id of the process.
+    /// Id of the process; 0 for an engine.
     pub pid: u32,
     /// True until the process ends, or the engine is dropped.
     pub is_alive: bool,
@@ -118,7 +121,40 @@ impl Machine {
             control: control.expect("the folder can be written"),
             folder,
             devices,
+            is_owner: true,
         }
+    }
+
+    /// Returns the machine that this process was started with, by [`envs`](Self::envs) of its
+    /// parent; `None` in a process without one.
+    ///
+    /// # Panics
+    /// If the parent has dropped the machine.
+    fn of_this_process() -> Option<Self> {
+        let folder = PathBuf::from(std::env::var_os(FOLDER_VARIABLE)?);
+        let devices = std::env::var(DEVICES_VARIABLE).ok()?.parse().ok()?;
+        let control = Shared::open(&folder.join("control"));
+        Some(Self {
+            control: control.expect("the parent has the machine"),
+            folder,
+            devices,
+            is_owner: false,
+        })
+    }
+
+    /// Runs `inside` in a process with a machine of its own, whose loader finds the machine's driver.
+    /// `test` runs the test again that calls this (`lmc_testkit::own_test`).
+    ///
+    /// # Panics
+    /// As [`Machine::with_devices`], and if the test fails in that process.
+    pub fn in_own_process(devices: usize, mut test: Command, inside: impl FnOnce(&Self)) {
+        if let Some(machine) = Self::of_this_process() {
+            return inside(&machine);
+        }
+        let machine = Self::with_devices(devices);
+        let status = test.envs(machine.envs()).status();
+        let status = status.expect("the test's program can be started");
+        assert!(status.success(), "the test failed in its process: {status}");
     }
 
     /// Returns the variables by which a program that is started with them finds this machine's
@@ -175,7 +211,24 @@ impl Machine {
     /// # Panics
     /// If the fake has no such function.
     pub fn fail(&self, function: &str, times: u32, code: Code) {
-        self.control.fail(abi::index(function), times, code);
+        self.control.fail(abi::index(function), 0, times, code);
+    }
+
+    /// Makes one call of a function fail, as [`fail`](Self::fail) does, after `calls` more of them
+    /// were carried out.
+    ///
+    /// # Panics
+    /// If the fake has no such function.
+    pub fn fail_after(&self, function: &str, calls: u32, code: Code) {
+        self.control.fail(abi::index(function), calls, 1, code);
+    }
+
+    /// Returns true while a failure of this function is still to come.
+    ///
+    /// # Panics
+    /// If the fake has no such function.
+    pub fn will_fail(&self, function: &str) -> bool {
+        self.control.will_fail(abi::index(function))
     }
 
     /// Returns how often the processes of this machine have called a function.
@@ -215,7 +268,9 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.folder);
+        if self.is_owner {
+            let _ = fs::remove_dir_all(&self.folder);
+        }
     }
 }
 

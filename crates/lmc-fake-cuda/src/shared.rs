@@ -91,6 +91,8 @@ pub(crate) struct Control {
     pub(crate) held: [AtomicU32; DEVICES],
     /// Calls that still are to fail, by function.
     failures: [AtomicU32; FUNCTIONS],
+    /// Calls that are still carried out before those, by function.
+    skipped: [AtomicU32; FUNCTIONS],
     codes: [AtomicU32; FUNCTIONS],
 }
 
@@ -113,17 +115,26 @@ impl Control {
         }
     }
 
-    pub(crate) fn fail(&self, function: usize, times: u32, code: Code) {
+    pub(crate) fn fail(&self, function: usize, skipped: u32, times: u32, code: Code) {
         self.codes[function].store(code.0, Ordering::SeqCst);
+        self.skipped[function].store(skipped, Ordering::SeqCst);
         self.failures[function].store(times, Ordering::SeqCst);
+    }
+
+    pub(crate) fn will_fail(&self, function: usize) -> bool {
+        self.failures[function].load(Ordering::SeqCst) > 0
     }
 
     /// Returns the error that this call of a function is to return.
     pub(crate) fn failure(&self, function: usize) -> Option<Code> {
         let one_less = |left: u32| left.checked_sub(1);
-        let failures = &self.failures[function];
-        let taken = failures.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less);
-        taken.ok()?;
+        let take = |left: &AtomicU32| {
+            let taken = left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less);
+            taken.is_ok()
+        };
+        if take(&self.skipped[function]) || !take(&self.failures[function]) {
+            return None;
+        }
         Some(Code(self.codes[function].load(Ordering::SeqCst)))
     }
 }

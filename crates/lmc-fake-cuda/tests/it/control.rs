@@ -85,3 +85,39 @@ fn a_driver_without_devices_says_so() {
     let status = command.stdout(Stdio::null()).status().unwrap();
     assert!(status.success());
 }
+
+#[test]
+fn a_later_call_is_made_to_fail() {
+    Machine::in_own_process(1, own_test(a_later_call_is_made_to_fail), |machine| {
+        let context = CudaContext::new(0).unwrap();
+        machine.fail_after("cuMemAlloc_v2", 2, Code::OUT_OF_MEMORY);
+        let first = [(); 2].map(|()| cuda::allocate(10).unwrap());
+        assert!(machine.will_fail("cuMemAlloc_v2"));
+        assert_eq!(cuda::allocate(10), Err(2));
+        assert!(!machine.will_fail("cuMemAlloc_v2"));
+        let last = cuda::allocate(10).unwrap();
+        for memory in first.into_iter().chain([last]) {
+            cuda::free(memory).unwrap();
+        }
+        drop(context);
+        assert_eq!(machine.live(std::process::id()), Live::default());
+    });
+}
+
+/// An engine in the same process counts as another one.
+#[test]
+fn an_engine_lies_beside_the_code_under_test() {
+    let test = own_test(an_engine_lies_beside_the_code_under_test);
+    Machine::in_own_process(1, test, |machine| {
+        let engine = Engine::new(machine, 0);
+        let handle = engine.handle(engine.allocate(&[7; 10])).0;
+        let context = CudaContext::new(0).unwrap();
+        let address = cuda::open_memory(handle).unwrap();
+        assert_eq!(cuda::read(address, 10), Ok(vec![7; 10]));
+        let live = machine.live(std::process::id());
+        assert_eq!((live.mappings, live.allocations), (1, 0));
+        cuda::close_memory(address).unwrap();
+        drop(context);
+        assert_eq!(machine.live(std::process::id()), Live::default());
+    });
+}

@@ -1,9 +1,10 @@
 //! Memory of the host: registered or not.
 
 use std::fs::File;
+use std::thread;
 
 use lmc_fake_cuda::Machine;
-use lmc_testkit::Folder;
+use lmc_testkit::{Folder, own_test, until};
 
 use crate::cuda::{self, CudaContext};
 use crate::program::{Program, is_program};
@@ -104,4 +105,32 @@ fn memory_that_is_unregistered_under_a_copy_is_a_fault() {
     assert_eq!(program.hear(), "unregistered");
     machine.resume(0);
     program.end(&machine);
+}
+
+#[test]
+fn memory_may_be_registered_while_a_copy_of_it_waits() {
+    let test = own_test(memory_may_be_registered_while_a_copy_of_it_waits);
+    Machine::in_own_process(1, test, |machine| {
+        let context = CudaContext::new(0).unwrap();
+        let memory = cuda::allocate(PAGE).unwrap();
+        let map = memmap2::MmapMut::map_anon(PAGE).unwrap();
+        machine.hold(0);
+        thread::scope(|scope| {
+            let copy = scope.spawn(|| {
+                context.bind_to_thread().unwrap();
+                let stream = cuda::stream().unwrap();
+                cuda::write_later_from(memory, map.as_ptr(), PAGE, stream).unwrap();
+                cuda::synchronize(stream).unwrap();
+                cuda::destroy_stream(stream).unwrap();
+            });
+            until("the copy waits", || {
+                machine.calls("cuMemcpyHtoDAsync_v2") > 0
+            });
+            cuda::register(map.as_ptr(), PAGE).unwrap();
+            machine.resume(0);
+            copy.join().unwrap();
+        });
+        cuda::unregister(map.as_ptr()).unwrap();
+        cuda::free(memory).unwrap();
+    });
 }

@@ -8,7 +8,7 @@ mod plan;
 mod stream;
 mod team;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 mod workers;
 
 pub use kv_group::{ChunkOrder, KvGroup, KvOrder, KvTensor};

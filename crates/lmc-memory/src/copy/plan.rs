@@ -199,7 +199,7 @@ impl CopyPlan {
     }
 
     /// Bytes of each chunk.
-    pub(super) fn chunk_bytes(&self) -> u64 {
+    pub(crate) fn chunk_bytes(&self) -> u64 {
         self.paged.chunk_bytes()
     }
 

@@ -11,13 +11,13 @@ use super::paged::{KvSegments, PagedError, PagedKv};
 use crate::{DType, KvMemory, MappedSegment, SharedName};
 
 /// A segment as an engine makes it, removed on drop.
-pub(super) struct Segment {
+pub(crate) struct Segment {
     name: SharedName,
-    pub(super) mapped: Arc<MappedSegment>,
+    pub(crate) mapped: Arc<MappedSegment>,
 }
 
 impl Segment {
-    pub(super) fn new(bytes: &[u8]) -> Self {
+    pub(crate) fn new(bytes: &[u8]) -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = SharedName::new(&format!("lmc_test_kv_{}_{count}", std::process::id())).unwrap();
@@ -26,17 +26,17 @@ impl Segment {
         Self { name, mapped }
     }
 
-    pub(super) fn name(&self) -> &SharedName {
+    pub(crate) fn name(&self) -> &SharedName {
         &self.name
     }
 
-    pub(super) fn bytes(&self) -> Vec<u8> {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
         let len = self.mapped.len() as usize;
         // SAFETY: the mapping has that many bytes, and no copy runs while a test looks.
         unsafe { slice::from_raw_parts(self.mapped.base_ptr().as_ptr(), len) }.to_vec()
     }
 
-    pub(super) fn fill(&self, bytes: &[u8]) {
+    pub(crate) fn fill(&self, bytes: &[u8]) {
         assert_eq!(bytes.len() as u64, self.mapped.len());
         fs::write(self.name.path(), bytes).unwrap();
     }
@@ -49,18 +49,18 @@ impl Drop for Segment {
 }
 
 /// A byte that depends on where it is.
-pub(super) fn mark(seed: u64, at: usize) -> u8 {
+pub(crate) fn mark(seed: u64, at: usize) -> u8 {
     let mixed = (seed ^ at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (mixed >> 56) as u8
 }
 
-pub(super) fn marked(seed: u64, len: usize) -> Vec<u8> {
+pub(crate) fn marked(seed: u64, len: usize) -> Vec<u8> {
     (0..len).map(|at| mark(seed, at)).collect()
 }
 
 /// Meaning of one axis of a KV tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Axis {
+pub(crate) enum Axis {
     Plane,
     Block,
     Token,
@@ -69,10 +69,10 @@ pub(super) enum Axis {
 }
 
 /// The axes of an engine's KV tensors, outermost first.
-pub(super) type Format = &'static [Axis];
+pub(crate) type Format = &'static [Axis];
 
 /// Every shape that vLLM's tensors have.
-pub(super) const FORMATS: [Format; 7] = {
+pub(crate) const FORMATS: [Format; 7] = {
     use Axis::{Block, Element, Head, Plane, Token};
     [
         &[Plane, Block, Token, Head, Element],
@@ -86,17 +86,17 @@ pub(super) const FORMATS: [Format; 7] = {
 };
 
 /// `[2, blocks, tokens, heads, size]`: K and V apart.
-pub(super) const SPLIT: Format = FORMATS[0];
+pub(crate) const SPLIT: Format = FORMATS[0];
 /// `[blocks, tokens, size]`: MLA.
-pub(super) const LATENT: Format = FORMATS[6];
+pub(crate) const LATENT: Format = FORMATS[6];
 
 /// Returns the position of an axis.
-pub(super) fn position(format: Format, axis: Axis) -> Option<usize> {
+pub(crate) fn position(format: Format, axis: Axis) -> Option<usize> {
     format.iter().position(|&a| a == axis)
 }
 
 /// Returns vLLM's name for the order of tokens and heads.
-pub(super) fn order(format: Format) -> KvOrder {
+pub(crate) fn order(format: Format) -> KvOrder {
     match position(format, Axis::Head) < position(format, Axis::Token) {
         true => KvOrder::HeadsFirst,
         false => KvOrder::TokensFirst,
@@ -105,38 +105,38 @@ pub(super) fn order(format: Format) -> KvOrder {
 
 /// Sizes of a cache.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sizes {
-    pub(super) layers: u64,
-    pub(super) blocks: u64,
-    pub(super) block_tokens: u64,
-    pub(super) heads: u64,
-    pub(super) element: u64,
+pub(crate) struct Sizes {
+    pub(crate) layers: u64,
+    pub(crate) blocks: u64,
+    pub(crate) block_tokens: u64,
+    pub(crate) heads: u64,
+    pub(crate) element: u64,
     /// Unused elements between blocks, and between K and V.
-    pub(super) padding: u64,
-    pub(super) one_segment: bool,
+    pub(crate) padding: u64,
+    pub(crate) one_segment: bool,
 }
 
 /// A KV tensor, as a test changes it.
 #[derive(Clone, Debug)]
-pub(super) struct Tensor {
-    pub(super) segment: usize,
-    pub(super) storage_offset: u64,
-    pub(super) shape: Vec<u64>,
-    pub(super) strides: Vec<u64>,
+pub(crate) struct Tensor {
+    pub(crate) segment: usize,
+    pub(crate) storage_offset: u64,
+    pub(crate) shape: Vec<u64>,
+    pub(crate) strides: Vec<u64>,
 }
 
 /// An engine's cache of one format.
-pub(super) struct Engine {
-    pub(super) format: Format,
-    pub(super) dtype: DType,
-    pub(super) tensors: Vec<Tensor>,
-    pub(super) segments: Vec<Segment>,
-    pub(super) sizes: Sizes,
+pub(crate) struct Engine {
+    pub(crate) format: Format,
+    pub(crate) dtype: DType,
+    pub(crate) tensors: Vec<Tensor>,
+    pub(crate) segments: Vec<Segment>,
+    pub(crate) sizes: Sizes,
 }
 
 impl Engine {
     /// Lays out one tensor a layer, densely within a block, and fills them.
-    pub(super) fn new(format: Format, dtype: DType, sizes: Sizes) -> Self {
+    pub(crate) fn new(format: Format, dtype: DType, sizes: Sizes) -> Self {
         let size = |axis: Axis| match axis {
             Axis::Plane => 2,
             Axis::Block => sizes.blocks,
@@ -185,13 +185,13 @@ impl Engine {
         }
     }
 
-    pub(super) fn mapped(&self) -> Vec<Arc<dyn KvMemory>> {
+    pub(crate) fn mapped(&self) -> Vec<Arc<dyn KvMemory>> {
         let mapped = |segment: &Segment| Arc::clone(&segment.mapped) as _;
         self.segments.iter().map(mapped).collect()
     }
 
     /// Describes the cache for chunks of `chunk_tokens` tokens.
-    pub(super) fn describe(&self, chunk_tokens: u64) -> Result<KvGroup, PagedError> {
+    pub(crate) fn describe(&self, chunk_tokens: u64) -> Result<KvGroup, PagedError> {
         let tensors: Vec<_> = self
             .tensors
             .iter()
@@ -206,19 +206,19 @@ impl Engine {
     }
 
     /// Describes and opens the cache for chunks of `chunk_blocks` blocks.
-    pub(super) fn try_paged(&self, chunk_blocks: u64) -> Result<PagedKv, PagedError> {
+    pub(crate) fn try_paged(&self, chunk_blocks: u64) -> Result<PagedKv, PagedError> {
         let segments: Vec<_> = self.tensors.iter().map(|tensor| tensor.segment).collect();
         let group = self.describe(chunk_blocks * self.sizes.block_tokens)?;
         group.open(&segments, KvSegments::Host(self.mapped()))
     }
 
-    pub(super) fn paged(&self, chunk_blocks: u64) -> PagedKv {
+    pub(crate) fn paged(&self, chunk_blocks: u64) -> PagedKv {
         self.try_paged(chunk_blocks).unwrap()
     }
 
     /// Visits every element of a chunk, from the tensors' shape and strides alone:
     /// `(byte in the chunk, index in the table, segment, byte)`.
-    pub(super) fn each_element(
+    pub(crate) fn each_element(
         &self,
         table: &[u32],
         first: u64,

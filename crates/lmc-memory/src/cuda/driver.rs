@@ -9,7 +9,7 @@ use thiserror::Error;
 
 /// The functions that are called. Their absence means a driver that is too old; the bindings would
 /// panic at the first call.
-const FUNCTIONS: [&str; 31] = [
+pub(super) const FUNCTIONS: [&str; 32] = [
     "cuCtxSetCurrent",
     "cuDeviceGet",
     "cuDeviceGetCount",
@@ -41,6 +41,7 @@ const FUNCTIONS: [&str; 31] = [
     "cuModuleUnload",
     "cuStreamCreate",
     "cuStreamDestroy_v2",
+    "cuStreamQuery",
 ];
 
 /// Device memory that cannot be used.
@@ -87,8 +88,11 @@ pub enum CudaError {
         /// Bytes of the allocation.
         len: u64,
     },
-    /// A copy on the device did not end in time; nothing more is copied there.
-    #[error("a copy on GPU {uuid} did not end within {seconds} s: no more copies are made there")]
+    /// A copy on the device did not end in time; nothing more is copied there until it does.
+    #[error(
+        "a copy on GPU {uuid} did not end within {seconds} s: no more copies are made there until \
+         it does"
+    )]
     Hung {
         /// Id of the GPU.
         uuid: String,
@@ -120,6 +124,14 @@ fn check(call: &'static str, result: CUresult) -> Result<()> {
         name,
         code: result as u32,
     })
+}
+
+/// Returns the answer of a call that asks whether work is done.
+fn is_ready(call: &'static str, result: CUresult) -> Result<bool> {
+    match result {
+        CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+        result => check(call, result).map(|()| true),
+    }
 }
 
 /// Calls a function of the driver.
@@ -199,8 +211,8 @@ fn spell(uuid: [u8; 16]) -> String {
     text
 }
 
-/// The primary context of a GPU: what PyTorch and others of this process would share. Its memory on
-/// the GPU, some hundred megabytes, is released with the value.
+/// The primary context of a GPU, which all libraries of a process share. The context takes some
+/// hundred megabytes of the GPU's memory until the drop.
 #[derive(Debug)]
 pub(super) struct Context {
     context: sys::CUcontext,
@@ -222,7 +234,7 @@ impl Context {
         })
     }
 
-    /// Makes it the context of this thread's calls.
+    /// Makes this context the one of the thread's calls.
     pub(super) fn bind(&self) -> Result<()> {
         call!(cuCtxSetCurrent(self.context))
     }
@@ -285,19 +297,15 @@ impl Event {
         Ok(Self(event))
     }
 
-    /// Returns true once the work before the event is done. It never is when the process that
-    /// recorded the event was killed before: so no stream is made to wait for an event of another
-    /// process, and every wait asks again and again until its time is over.
+    /// Returns true once the work before the event is done, which never happens when the process that
+    /// recorded the event was killed before. So no stream waits for an event of another process: a
+    /// thread asks, until its time is over.
     pub(super) fn is_done(&self) -> Result<bool> {
         // SAFETY: the event exists until drop.
-        match unsafe { sys::cuEventQuery(self.0) } {
-            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            result => check("cuEventQuery", result).map(|()| true),
-        }
+        is_ready("cuEventQuery", unsafe { sys::cuEventQuery(self.0) })
     }
 
-    /// Waits until the work before the event is done. Returns false if `proceed` did, which is
-    /// asked from time to time.
+    /// Waits until the work before the event is done. Returns false as soon as `proceed` does.
     pub(super) fn wait(&self, proceed: &dyn Fn() -> bool) -> Result<bool> {
         let mut pause = Pause::default();
         while !self.is_done()? {
@@ -351,7 +359,7 @@ pub(super) struct HostBuffer {
     pub(super) base: *mut u8,
 }
 
-// SAFETY: it is memory, used by one owner at a time.
+// SAFETY: the buffer is memory with one owner at a time.
 unsafe impl Send for HostBuffer {}
 
 impl HostBuffer {
@@ -507,6 +515,12 @@ impl Stream {
     /// Both ranges exist until the work is done, and nothing writes the host's.
     pub(super) unsafe fn copy_to_device(&self, from: *const u8, to: u64, len: usize) -> Result<()> {
         call!(cuMemcpyHtoDAsync_v2(to, from.cast(), len, self.0))
+    }
+
+    /// Returns true once all the work is done.
+    pub(super) fn is_idle(&self) -> Result<bool> {
+        // SAFETY: the stream exists until drop.
+        is_ready("cuStreamQuery", unsafe { sys::cuStreamQuery(self.0) })
     }
 
     /// Marks the end of the work so far.

@@ -1,7 +1,9 @@
 //! The GPUs of this host that engines have memory on.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::fmt;
+use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
@@ -22,19 +24,25 @@ use crate::copy::Direction;
 #[derive(Debug)]
 pub struct Gpus {
     arena: Arc<Arena>,
-    state: Arc<Mutex<State>>,
+    /// Held by the one call that opens a GPU, for seconds at times.
+    opening: Mutex<()>,
+    /// Locked for moments only: a [`Gpu`] may be dropped by any thread.
+    state: Arc<Mutex<Usage>>,
 }
 
+/// Number of users, and the devices that are open for them.
 #[derive(Debug, Default)]
-struct State {
+struct Usage {
+    /// Number of [`Gpu`] values, and of calls that make one.
     users: usize,
-    open: Option<Open>,
+    open: OpenDevices,
+    /// Thread that gives back what was open before.
     closing: Option<JoinHandle<()>>,
 }
 
-/// What is held while at least one GPU is in use.
+/// Devices that are open while at least one GPU is in use, and the pool's registration.
 #[derive(Debug, Default)]
-struct Open {
+struct OpenDevices {
     devices: HashMap<String, Arc<Device>>,
     /// Made with the first device, for all.
     pinned: Option<Arc<Pinned>>,
@@ -48,14 +56,14 @@ struct Device {
     pinned: Arc<Pinned>,
     to_host: Mutex<Option<Lane>>,
     to_device: Mutex<Option<Lane>>,
-    opened: Mutex<HashMap<[u8; 64], Opened>>,
+    opened: Mutex<HashMap<[u8; 64], OpenAllocation>>,
     is_hung: AtomicBool,
 }
 
-/// Memory of another process that is open, once for all that use it: older drivers close it for
-/// all of them at the first close.
+/// An allocation of another process. It is opened once for all users: older drivers close it for all
+/// of them at the first close.
 #[derive(Debug)]
-struct Opened {
+struct OpenAllocation {
     base: u64,
     len: u64,
     users: usize,
@@ -66,6 +74,7 @@ impl Gpus {
     pub fn new(arena: Arc<Arena>) -> Self {
         Self {
             arena,
+            opening: Mutex::default(),
             state: Arc::default(),
         }
     }
@@ -77,38 +86,49 @@ impl Gpus {
     /// # Errors
     /// [`CudaError`].
     pub fn open(&self, uuid: &str) -> Result<Arc<Gpu>> {
-        let mut state = self.state.lock();
-        if let Some(closing) = state.closing.take() {
+        let _opening = self.opening.lock();
+        // Counted from now on, so that nothing is given back meanwhile.
+        let mut gpu = Gpu {
+            device: None,
+            state: Arc::clone(&self.state),
+        };
+        let (closing, known, pinned) = {
+            let mut state = self.state.lock();
+            state.users += 1;
+            let known = state.open.devices.get(uuid).cloned();
+            (state.closing.take(), known, state.open.pinned.clone())
+        };
+        if let Some(closing) = closing {
             // The thread does nothing that panics.
             let _ = closing.join();
         }
-        driver::load()?;
-        let open = state.open.get_or_insert_default();
-        let device = match open.devices.get(uuid) {
-            Some(device) => Ok(Arc::clone(device)),
-            None => open.device(uuid, &self.arena),
+        let device = match known {
+            Some(device) => device,
+            None => {
+                driver::load()?;
+                let device = Arc::new(Device::open(uuid, pinned, &self.arena)?);
+                let mut state = self.state.lock();
+                state.open.pinned = Some(Arc::clone(&device.pinned));
+                let uuid = device.uuid.clone();
+                state.open.devices.insert(uuid, Arc::clone(&device));
+                device
+            }
         };
-        if device.is_err() && state.users == 0 {
-            state.open = None;
-        }
-        let device = device?;
-        state.users += 1;
-        Ok(Arc::new(Gpu {
-            device: Some(device),
-            state: Arc::clone(&self.state),
-        }))
+        gpu.device = Some(device);
+        Ok(Arc::new(gpu))
     }
 
     /// Bytes of the pool that the GPUs reach; the others are copied by way of a buffer.
     pub fn pinned_bytes(&self) -> u64 {
         let state = self.state.lock();
-        let pinned = state.open.as_ref().and_then(|open| open.pinned.as_ref());
+        let pinned = state.open.pinned.as_ref();
         pinned.map_or(0, |pinned| pinned.done() as u64)
     }
 }
 
-impl Open {
-    fn device(&mut self, uuid: &str, arena: &Arc<Arena>) -> Result<Arc<Device>> {
+impl Device {
+    /// Opens a GPU. The first one begins to register the arena, for all.
+    fn open(uuid: &str, pinned: Option<Arc<Pinned>>, arena: &Arc<Arena>) -> Result<Self> {
         let gpus = driver::gpus()?;
         let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == uuid) else {
             let spelled = gpus.iter().map(|gpu| gpu.uuid.as_str());
@@ -124,21 +144,18 @@ impl Open {
         };
         let context = Arc::new(Context::retain(gpu)?);
         context.bind()?;
-        let pinned = self.pinned.get_or_insert_with(|| {
-            Arc::new(Pinned::start(Arc::clone(arena), Arc::clone(&context)))
-        });
-        let device = Arc::new(Device {
+        let pinned = pinned
+            .unwrap_or_else(|| Arc::new(Pinned::start(Arc::clone(arena), Arc::clone(&context))));
+        Ok(Self {
             uuid: gpu.uuid.clone(),
             name: gpu.name.clone(),
             context,
-            pinned: Arc::clone(pinned),
+            pinned,
             to_host: Mutex::default(),
             to_device: Mutex::default(),
             opened: Mutex::default(),
             is_hung: AtomicBool::new(false),
-        });
-        self.devices.insert(gpu.uuid.clone(), Arc::clone(&device));
-        Ok(device)
+        })
     }
 }
 
@@ -151,24 +168,25 @@ impl Drop for Device {
     }
 }
 
-/// A GPU in use. The last one gives everything back, in the background.
+/// A GPU in use. The drop of the last one gives everything back, in the background.
 #[derive(Debug)]
 pub struct Gpu {
-    /// None only while it is dropped.
+    /// None only while it is opened or dropped.
     device: Option<Arc<Device>>,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<Usage>>,
 }
 
 impl Drop for Gpu {
     fn drop(&mut self) {
         let mut state = self.state.lock();
+        // Before the lock goes: the thread below has the last handle then.
+        self.device = None;
         state.users -= 1;
-        if state.users > 0 {
+        if state.users > 0 || state.open.devices.is_empty() {
             return;
         }
-        let open = (self.device.take(), state.open.take());
-        // Registrations take 20 ms a GiB to give back, which nobody has to wait for. Without the
-        // thread they are given back here.
+        let open = mem::take(&mut state.open);
+        // Registrations take 20 ms a GiB to give back. Without the thread they are given back here.
         let spawned = thread::Builder::new()
             .name("lmc-gpu-close".to_owned())
             .spawn(move || drop(open));
@@ -184,7 +202,7 @@ impl fmt::Display for Gpu {
 
 impl Gpu {
     fn device(&self) -> &Device {
-        self.device.as_ref().expect("only a drop takes it")
+        self.device.as_ref().expect("set by `Gpus::open`")
     }
 
     /// Id of the GPU.
@@ -216,7 +234,7 @@ impl Gpu {
         let (base, whole) = found;
         let end = offset.saturating_add(len);
         let fits = end <= whole;
-        let known = opened.entry(handle).or_insert(Opened {
+        let known = opened.entry(handle).or_insert(OpenAllocation {
             base,
             len: whole,
             users: 0,
@@ -242,7 +260,8 @@ impl Gpu {
     }
 
     /// Waits until the work before another process's event is done. `handle` is a
-    /// `CUipcEventHandle`. Returns false if `proceed` did, which is asked all the time.
+    /// `CUipcEventHandle`. Returns false as soon as `proceed` does, which is asked every fifth of a
+    /// millisecond or more often.
     ///
     /// # Errors
     /// [`CudaError::Call`] for a handle that the driver does not know, and for a broken GPU.
@@ -251,7 +270,7 @@ impl Gpu {
         Event::open(handle)?.wait(proceed)
     }
 
-    /// Copies all pieces, as long as `proceed` returns true. Returns false after it did not.
+    /// Copies all runs, as long as `proceed` returns true. Returns false after it did not.
     pub(crate) fn copy(
         &self,
         direction: Direction,
@@ -284,15 +303,21 @@ impl Gpu {
         }
         let this = lane.as_mut().expect("made above");
         let pieces = runs.map(|(device, host, len)| Piece { device, host, len });
-        let wait =
-            |done: &Event| lane::wait_for(done, &|| device.is_hung.store(true, Ordering::Relaxed));
-        let copied = this.copy(pieces, &device.pinned, proceed, &wait);
+        let is_late = Cell::new(false);
+        let late = || {
+            is_late.set(true);
+            device.is_hung.store(true, Ordering::Relaxed);
+        };
+        let copied = this.copy(pieces, &device.pinned, proceed, &|is_done| {
+            lane::wait_for(is_done, &late)
+        });
         if copied.is_err() {
-            // Launches of a lane that failed may not have landed.
+            // The next copy begins with new objects of the driver.
             *lane = None;
         }
-        if device.is_hung.load(Ordering::Relaxed) {
-            // It ended after all, too late for those who waited.
+        if is_late.get() {
+            // The copy ended after all, too late for its caller.
+            device.is_hung.store(false, Ordering::Relaxed);
             return copied.and(Err(hung()));
         }
         copied

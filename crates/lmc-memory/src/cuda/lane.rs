@@ -1,24 +1,27 @@
 //! Copies in one direction on one GPU.
 //!
-//! A kernel gathers runs into one range of the GPU's memory, which then goes to the host as a whole;
-//! the other way the range comes first. So the link is crossed by the GPU's copy engines, at its
-//! full rate whatever the length of the runs, and the engine's own kernels give way for
-//! microseconds only: those of two processes take turns on a GPU.
+//! A kernel gathers runs into one range of the GPU's memory, and a copy engine of the GPU moves that
+//! range to the host; a scatter does the two in the other order. So the link runs at its full rate
+//! whatever the length of the runs. The kernels of two processes take turns on a GPU, and those of
+//! the engine wait for microseconds only.
 
 use std::iter::Peekable;
+use std::panic::{self, AssertUnwindSafe};
 use std::time::Duration;
 
 use super::driver::{DeviceBuffer, Event, HostBuffer, Kernel, Pause, Result, Run, Stream};
 use super::pinned::Pinned;
 use crate::copy::Direction;
 
+// The limits are small in tests, where short copies are to have several launches.
+
 /// Longest run of the kernel's table: a longer one is cut, so that several blocks of threads share
 /// it.
-const RUN: u64 = 64 << 10;
+const RUN: u64 = if cfg!(test) { 4 << 10 } else { 64 << 10 };
 /// Most runs of one launch.
-const RUNS: usize = 8192;
+const RUNS: usize = if cfg!(test) { 32 } else { 8192 };
 /// Most bytes of one launch, which is what a copy that is stopped still writes: 0.3 ms at 55 GB/s.
-const SLICE: usize = 16 << 20;
+const SLICE: usize = if cfg!(test) { 32 << 10 } else { 16 << 20 };
 /// Blocks of threads of the kernel: about one for each multiprocessor of a large GPU.
 const BLOCKS: u32 = 128;
 
@@ -34,26 +37,27 @@ pub(super) struct Piece {
 #[derive(Debug)]
 pub(super) struct Lane {
     direction: Direction,
-    flights: [Flight; 2],
+    launches: [Launch; 2],
     stream: Stream,
     kernel: Kernel,
 }
 
-/// One launch.
+/// One launch of the kernel, with the copies before or after it.
 #[derive(Debug)]
-struct Flight {
-    /// Runs in host memory that the driver owns, and in the device's.
+struct Launch {
+    /// Table of runs in host memory that the driver owns.
     runs: HostBuffer,
+    /// Copy of the table that the kernel reads.
     table: DeviceBuffer,
-    /// Where the runs lie one after another.
+    /// Bytes of the runs, one after another.
     range: DeviceBuffer,
     done: Event,
-    is_under_way: bool,
+    is_pending: bool,
 }
 
 /// Bytes that are contiguous on the host and in the range.
 #[derive(Clone, Copy, Debug)]
-struct Part {
+struct HostRun {
     host: *mut u8,
     at: usize,
     len: usize,
@@ -63,28 +67,37 @@ impl Lane {
     pub(super) fn new(direction: Direction) -> Result<Self> {
         Ok(Self {
             direction,
-            flights: [Flight::new()?, Flight::new()?],
+            launches: [Launch::new()?, Launch::new()?],
             stream: Stream::new()?,
             kernel: Kernel::load()?,
         })
     }
 
     /// Copies all pieces, as long as `proceed` returns true, which is asked before each launch.
-    /// Returns false after it did not. Nothing is under way any more when this returns, unless with
-    /// an error of the driver.
+    /// Returns false after it did not.
+    ///
+    /// The pieces are lent for this call: no launch is under way any more when it ends, also by an error
+    /// or by a panic of `proceed`.
     pub(super) fn copy(
         &mut self,
         pieces: impl Iterator<Item = Piece>,
         pinned: &Pinned,
         proceed: &dyn Fn() -> bool,
-        wait: &dyn Fn(&Event) -> Result<()>,
+        wait: &Wait<'_>,
     ) -> Result<bool> {
-        let launched = self.launch_all(pieces, pinned, proceed, wait);
-        // After an error too: what is under way uses memory that is lent for this call.
-        let landed = self.flights.each_mut().map(|flight| flight.land(wait));
-        let proceeded = launched?;
-        landed.into_iter().collect::<Result<()>>()?;
-        Ok(proceeded)
+        let ended = panic::catch_unwind(AssertUnwindSafe(|| {
+            let proceeded = self.launch_all(pieces, pinned, proceed, wait)?;
+            for launch in &mut self.launches {
+                launch.finish(wait)?;
+            }
+            Ok(proceeded)
+        }));
+        if !matches!(ended, Ok(Ok(_))) {
+            // The event of a launch that failed may not be recorded, so the stream is asked. An error of
+            // the stream is that of a broken context, which does no work any more.
+            let _ = wait(&|| self.stream.is_idle());
+        }
+        ended.unwrap_or_else(|panic| panic::resume_unwind(panic))
     }
 
     fn launch_all(
@@ -92,31 +105,31 @@ impl Lane {
         pieces: impl Iterator<Item = Piece>,
         pinned: &Pinned,
         proceed: &dyn Fn() -> bool,
-        wait: &dyn Fn(&Event) -> Result<()>,
+        wait: &Wait<'_>,
     ) -> Result<bool> {
         let mut pieces = pieces.flat_map(cut).peekable();
         let mut parts = Vec::new();
         let mut turn = 0;
         while pieces.peek().is_some() {
-            let flight = &mut self.flights[turn];
-            flight.land(wait)?;
+            let launch = &mut self.launches[turn];
+            launch.finish(wait)?;
             if !proceed() {
                 return Ok(false);
             }
-            let count = flight.load(&mut pieces, self.direction, &mut parts);
-            flight.is_under_way = true;
+            let count = launch.load(&mut pieces, self.direction, &mut parts);
+            launch.is_pending = true;
             let stream = &self.stream;
             match self.direction {
                 Direction::Gather => {
-                    flight.launch(stream, &self.kernel, count)?;
-                    flight.move_parts(stream, &parts, self.direction, pinned)?;
+                    launch.copy_runs(stream, &self.kernel, count)?;
+                    launch.move_parts(stream, &parts, self.direction, pinned)?;
                 }
                 Direction::Scatter => {
-                    flight.move_parts(stream, &parts, self.direction, pinned)?;
-                    flight.launch(stream, &self.kernel, count)?;
+                    launch.move_parts(stream, &parts, self.direction, pinned)?;
+                    launch.copy_runs(stream, &self.kernel, count)?;
                 }
             }
-            stream.record(&flight.done)?;
+            stream.record(&launch.done)?;
             turn = 1 - turn;
         }
         Ok(true)
@@ -134,22 +147,22 @@ fn cut(piece: Piece) -> impl Iterator<Item = Piece> {
         })
 }
 
-impl Flight {
+impl Launch {
     fn new() -> Result<Self> {
         Ok(Self {
             runs: HostBuffer::new(RUNS * size_of::<Run>())?,
             table: DeviceBuffer::new(RUNS * size_of::<Run>())?,
             range: DeviceBuffer::new(SLICE)?,
             done: Event::new()?,
-            is_under_way: false,
+            is_pending: false,
         })
     }
 
-    /// Waits for the launch, if there is one.
-    fn land(&mut self, wait: &dyn Fn(&Event) -> Result<()>) -> Result<()> {
-        if self.is_under_way {
-            wait(&self.done)?;
-            self.is_under_way = false;
+    /// Waits until the launch is done, if one is pending.
+    fn finish(&mut self, wait: &Wait<'_>) -> Result<()> {
+        if self.is_pending {
+            wait(&|| self.done.is_done())?;
+            self.is_pending = false;
         }
         Ok(())
     }
@@ -160,7 +173,7 @@ impl Flight {
         &mut self,
         pieces: &mut Peekable<impl Iterator<Item = Piece>>,
         direction: Direction,
-        parts: &mut Vec<Part>,
+        parts: &mut Vec<HostRun>,
     ) -> usize {
         parts.clear();
         let (mut count, mut at) = (0, 0);
@@ -170,7 +183,7 @@ impl Flight {
             let len = piece.len as usize;
             match parts.last_mut() {
                 Some(part) if part.host.wrapping_add(part.len) == piece.host => part.len += len,
-                _ => parts.push(Part {
+                _ => parts.push(HostRun {
                     host: piece.host,
                     at,
                     len,
@@ -194,10 +207,10 @@ impl Flight {
         count
     }
 
-    fn launch(&self, stream: &Stream, kernel: &Kernel, count: usize) -> Result<()> {
+    fn copy_runs(&self, stream: &Stream, kernel: &Kernel, count: usize) -> Result<()> {
         // SAFETY: `load` has written as many.
         let runs = unsafe { std::slice::from_raw_parts(self.runs.base.cast(), count) };
-        // SAFETY: the table is not written before the flight has landed. Device addresses were checked
+        // SAFETY: the table is not written before the launch is done. Device addresses were checked
         // when the plan was made, and the plan keeps that memory open.
         unsafe { stream.copy_runs(kernel, BLOCKS, runs, &self.table) }
     }
@@ -205,7 +218,7 @@ impl Flight {
     fn move_parts(
         &self,
         stream: &Stream,
-        parts: &[Part],
+        parts: &[HostRun],
         direction: Direction,
         pinned: &Pinned,
     ) -> Result<()> {
@@ -216,7 +229,7 @@ impl Flight {
                 let len = pinned.alike(host, part.len - done);
                 let device = self.range.0 + (part.at + done) as u64;
                 // SAFETY: the bytes lie in a chunk that is lent for this call, which ends after the last
-                // landing, and `load` has counted them in the range.
+                // launch, and `load` has counted them in the range.
                 unsafe {
                     match direction {
                         Direction::Gather => stream.copy_to_host(device, host, len),
@@ -233,14 +246,15 @@ impl Flight {
 /// Time after which a launch counts as hung: it takes about a millisecond.
 pub(super) const HUNG: Duration = Duration::from_secs(20);
 
-/// Waits for a launch. `late` is called once when it counts as hung; the wait goes on until the GPU
-/// is done or broken, because an answer before would give blocks away that are still written.
-pub(super) fn wait_for(done: &Event, late: &dyn Fn()) -> Result<()> {
+/// Waits until a question about the GPU's work is answered with true.
+pub(super) type Wait<'a> = dyn Fn(&dyn Fn() -> Result<bool>) -> Result<()> + 'a;
+
+/// Waits for launches. `late` is called when they count as hung; the wait goes on until the GPU is done
+/// or broken, because an answer before would give blocks away that are still written.
+pub(super) fn wait_for(is_done: &dyn Fn() -> Result<bool>, late: &dyn Fn()) -> Result<()> {
     let mut pause = Pause::default();
-    let mut said = false;
-    while !done.is_done()? {
-        if !said && pause.elapsed() > HUNG {
-            said = true;
+    while !is_done()? {
+        if pause.elapsed() > HUNG {
             late();
         }
         pause.take();

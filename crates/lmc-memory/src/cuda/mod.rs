@@ -10,6 +10,9 @@ mod gpus;
 mod lane;
 mod pinned;
 
+#[cfg(test)]
+mod tests;
+
 pub use counter::StorageCounter;
 pub use driver::CudaError;
 pub use gpus::{DeviceMemory, Gpu, Gpus};

@@ -1,5 +1,5 @@
-//! The pool's memory, registered with the GPUs from its start on, in the background. Bytes that are
-//! not registered yet are copied all the same, at a fifth of the rate.
+//! The pool's memory, registered with the GPUs in the background, from its first byte on. Bytes that
+//! are not registered yet are copied all the same, at a fifth of the rate.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -9,19 +9,20 @@ use super::driver::{self, Context};
 use crate::Arena;
 
 /// Bytes that are registered at a time: long enough to cost 45 ms a GiB, as one call for all does.
-const PIECE: usize = 256 << 20;
+/// Tests have many pieces in a small pool.
+const PIECE: usize = if cfg!(test) { 16 << 10 } else { 256 << 20 };
 
-/// Registration of an arena.
+/// An arena that is registered by a thread, and unregistered on drop.
 #[derive(Debug)]
 pub(super) struct Pinned {
-    shared: Arc<Shared>,
+    shared: Arc<Registration>,
     thread: Option<JoinHandle<()>>,
-    /// In which the registrations are made; they are good in all others while it lives.
+    /// Context of the registrations, which are good in all other contexts while this one lives.
     context: Arc<Context>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct Registration {
     arena: Arc<Arena>,
     /// Bytes from the start of the arena that are registered.
     done: AtomicUsize,
@@ -31,7 +32,7 @@ struct Shared {
 impl Pinned {
     /// Begins to register an arena, in this context and for all others.
     pub(super) fn start(arena: Arc<Arena>, context: Arc<Context>) -> Self {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(Registration {
             arena,
             done: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
@@ -60,7 +61,7 @@ impl Pinned {
         let (start, base) = (arena.base_ptr().as_ptr().addr(), base.addr());
         let end = start + arena.len();
         if base < start || base >= end {
-            // A buffer of someone else; chunks do not begin outside of the pool and end within.
+            // Not a chunk of the pool: such a buffer lies outside of the pool as a whole.
             return len;
         }
         len.min(PIECE - (base - start) % PIECE)
@@ -72,7 +73,7 @@ impl Pinned {
     }
 }
 
-impl Shared {
+impl Registration {
     fn register_all(&self) {
         let len = self.arena.len();
         for start in (0..len).step_by(PIECE) {

@@ -138,7 +138,7 @@ settings! {
         disk_admit: Admission = "disk-admit", Value "WHICH", "always", parse::admission;
         /// Write chunks to disk that are read from peers or from the store of --remote, too.
         disk_fill: bool = "disk-fill", Switch "BOOL", "false", parse::switch;
-        /// Timeout of reads from disk and from peers, and of all reads of one lookup together. A chunk that is later is a miss, and the engine computes it.
+        /// Timeout of reads from disk and from peers, and of all reads of one lookup together. A chunk that is later is a miss, and the engine computes it. A chunk that has not arrived after half of the time is also read from the next tier that has it.
         disk_read_timeout: Duration = "disk-read-timeout-seconds", Value "SECONDS", "10", parse::positive_duration;
         /// Tokens that an engine recomputes in a second. Chunks are read from disk, peers and the store of --remote only where that is estimated to take less time; none always reads them.
         recompute_rate: Option<usize> = "recompute-rate", Value "TOKENS", "none", parse::rate;

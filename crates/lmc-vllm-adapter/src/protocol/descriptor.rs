@@ -110,7 +110,8 @@ pub struct Cuda {
     /// Size of the storage in bytes.
     pub nbytes: u64,
     /// Name of the shared-memory file with the counters of the engine's shared storages, and the
-    /// number of this storage's counter, which who receives the storage decrements in the end.
+    /// number of this storage's counter. The receiver of the storage decrements the counter when it
+    /// has closed the storage.
     pub counter: Option<(String, u64)>,
     /// Tensor within the storage.
     pub tensor: TensorMeta,
@@ -238,8 +239,8 @@ const FRAME_MALLOC: u8 = b'c';
 const FRAME_EXPANDABLE: u8 = b'e';
 
 /// Decodes PyTorch's eight values: device, framed handle, size and offset of the storage, name and
-/// number of its counter, event, and whether that has to be waited for. The event was recorded when
-/// the storage was shared; each copy waits for a later one of its own.
+/// number of its counter, event, and whether the receiver has to wait for the event. That event was
+/// recorded when the storage was shared, and each copy waits for a later event of its own.
 fn shared_storage(reader: &mut Reader<'_>) -> Result<SharedStorage, DescriptorError> {
     let values = reader.array("handle", 8)?;
     if values != 8 {

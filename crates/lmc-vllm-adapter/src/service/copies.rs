@@ -113,7 +113,10 @@ impl Copies {
                 "the event has {found} bytes, and one of CUDA has 64"
             ));
         };
-        match gpu.wait_for(&event, &|| self.may_go_on(granted)) {
+        // An engine that answers pings and whose work never ends keeps this thread no longer.
+        let deadline = self.context.config.copy_deadline;
+        let proceed = || granted.asked.elapsed() < deadline && self.may_go_on(granted);
+        match gpu.wait_for(&event, &proceed) {
             Ok(true) => Ok(()),
             Ok(false) => {
                 add(&self.context.stats.service.copies_too_late, 1);

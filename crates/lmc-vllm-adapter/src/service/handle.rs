@@ -52,7 +52,7 @@ pub(super) struct Parts {
     connections: Arc<Connections>,
     pub(super) registry: Arc<Registry>,
     lookups: Arc<Lookups>,
-    transfers: Arc<Transfers>,
+    pub(super) transfers: Arc<Transfers>,
     copies: Arc<Copies>,
     copy_threads: JobThreads,
     /// Runs clears, one after the other.
@@ -274,6 +274,8 @@ impl Service {
         parts.registry.cut(client, now);
         parts.lookups.end_of(client);
         parts.transfers.orphan(client, now);
+        // A registration that ended before the connection counted as ended.
+        parts.registry.cut(client, now);
         // A transfer may have bound it again until the last of its requests ended.
         parts.registry.unbind(client);
         parts.copy_threads.forget(client);

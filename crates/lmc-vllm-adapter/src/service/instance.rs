@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 
 use lmc_engine::OwnerId;
@@ -295,6 +296,18 @@ impl Instance {
             Transport::EngineDriven => self.identity.is_some(),
             Transport::ServerDriven(_) => true,
         }
+    }
+
+    /// Drops the worker. Memory on a GPU is closed in the background: the driver may take long, and the
+    /// caller may be the thread of a connection.
+    pub(crate) fn close(self) {
+        if self.gpu().is_none() {
+            return;
+        }
+        let transport = self.transport;
+        // Without a thread the memory is closed here.
+        let thread = thread::Builder::new().name("lmc-gpu-close".to_owned());
+        let _ = thread.spawn(move || drop(transport));
     }
 
     /// The GPU that the server copies on, and the bytes of the worker's memory that are open there.

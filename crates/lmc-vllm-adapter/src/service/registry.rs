@@ -185,8 +185,8 @@ impl Registry {
         self.add_instance(context.instance_id, instance, registered)
     }
 
-    /// Registers a worker whose memory the server copies from and to. Where that lies on a GPU, its
-    /// driver may take seconds, so others are not held up.
+    /// Registers a worker whose memory the server copies from and to. The driver of a GPU may take
+    /// seconds, so memory on a GPU is registered by a job.
     pub(super) fn register_kv_cache(
         self: &Arc<Self>,
         client: ClientId,
@@ -337,7 +337,9 @@ impl Registry {
             .and_then(|replaced| workers.ended_generation(replaced));
         drop(workers);
         // Unmapping an engine's memory takes long, and so may a log line: no lock is held.
-        drop(replaced);
+        if let Some(replaced) = replaced {
+            replaced.close();
+        }
         tracing::info!(
             instance = instance_id,
             model = model.as_str(),
@@ -409,10 +411,12 @@ impl Registry {
         // Its transfers stay: the stock worker ends its copies only after this is answered. They
         // go with its commits, or some time after its connection. The server's own copies end
         // before.
-        match instance.transport {
+        let outcome = match instance.transport {
             Transport::EngineDriven => Outcome::Reply(Reply::None),
             Transport::ServerDriven(_) => Outcome::WhenIdle(instance.gate.entrance()),
-        }
+        };
+        instance.close();
+        outcome
     }
 
     pub(super) fn ping(&self, client: ClientId, instance_id: Option<u64>, now: Instant) -> Reply {

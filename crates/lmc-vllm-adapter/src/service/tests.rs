@@ -14,6 +14,8 @@ use lmc_key::{ChunkHasher, HashAlgorithm, Salt, SpaceId};
 use lmc_memory::ArenaConfig;
 use lmc_memory::cuda::Gpus;
 
+mod gpu;
+
 use super::jobs::Lane;
 use super::*;
 use crate::protocol::{
