@@ -19,6 +19,10 @@ crates/lmc-memory/src/copy/stream.rs: stores that go around the cache
 crates/lmc-memory/src/copy/team.rs: copies are handed to threads
 crates/lmc-memory/src/copy/testing.rs: paged memory for tests
 crates/lmc-memory/src/copy/workers.rs: copies between addresses, shared out among threads
+crates/lmc-memory/src/cuda/counter.rs: a counter in another process's memory
+crates/lmc-memory/src/cuda/driver.rs: calls of the CUDA driver
+crates/lmc-memory/src/cuda/lane.rs: runs for a GPU, memory that it writes
+crates/lmc-memory/src/cuda/pinned.rs: the pool, registered with the driver
 crates/lmc-memory/src/pool/slot.rs: a slot is its range of the arena
 crates/lmc-memory/src/pool/slot_bytes.rs: a slot's bytes as a slice
 crates/lmc-memory/src/segment.rs: another process's memory, mapped
