@@ -260,7 +260,7 @@ impl Gpu {
     }
 
     /// Waits until the work before another process's event is done. `handle` is a
-    /// `CUipcEventHandle`. Returns false as soon as `proceed` does, which is asked every fifth of a
+    /// `CUipcEventHandle`. Returns false as soon as `proceed` does, which is asked every
     /// millisecond or more often.
     ///
     /// # Errors

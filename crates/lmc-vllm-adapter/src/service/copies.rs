@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use lmc_engine::Leases;
+use lmc_memory::cuda::Gpu;
 use lmc_memory::{CopyError, CopyPlan, CopyPool, PlanRequest};
 use thiserror::Error;
 
@@ -104,7 +105,7 @@ impl Copies {
         blocks: &Blocks,
         granted: &Granted,
     ) -> Result<(), String> {
-        let Some(gpu) = copies.first().and_then(|copy| copy.paged.gpu()) else {
+        let Some(gpu) = on_gpu(copies) else {
             return Ok(());
         };
         let Ok(event) = blocks.event.as_slice().try_into() else {
@@ -173,8 +174,12 @@ impl Copies {
                 }
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
+        let lane = match on_gpu(&copies) {
+            Some(_) => Lane::GpuStore,
+            None => Lane::Store,
+        };
         let server = Arc::clone(self);
-        Outcome::Job(Job::new(Lane::Store, move || {
+        Outcome::Job(Job::new(lane, move || {
             let granted = server.may_copy(&worker, now);
             let stored = granted.is_some_and(|granted| {
                 match server.wait_for_engine(&copies, &blocks, &granted) {
@@ -294,8 +299,12 @@ impl Copies {
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
         let leases = self.transfers.acquire(client, &worker, &hashed);
+        let lane = match on_gpu(&copies) {
+            Some(_) => Lane::GpuRetrieve,
+            None => Lane::Retrieve,
+        };
         let server = Arc::clone(self);
-        Outcome::Job(Job::new(Lane::Retrieve, move || {
+        Outcome::Job(Job::new(lane, move || {
             let granted = server.may_copy(&worker, now);
             let copied = match (&leases, &granted) {
                 (Some(leases), Some(granted)) => {
@@ -432,6 +441,11 @@ impl Copies {
             })
             .collect()
     }
+}
+
+/// Returns the GPU that a worker's memory lies on.
+fn on_gpu(copies: &[GroupCopy]) -> Option<&Arc<Gpu>> {
+    copies.first().and_then(|copy| copy.paged.gpu())
 }
 
 /// Checks that there are block ids for each group and chunk.

@@ -188,6 +188,36 @@ fn an_event_that_is_never_reached_keeps_no_thread() {
     });
 }
 
+/// Stores of an engine whose work takes long wait in threads of their own.
+#[test]
+fn stores_that_wait_for_a_gpu_hold_up_no_worker_in_host_memory() {
+    let test = own_test(stores_that_wait_for_a_gpu_hold_up_no_worker_in_host_memory);
+    Machine::in_own_process(1, test, |machine| {
+        let service = service(|config| config.transfer_threads = 1);
+        let (memory, host) = (GpuMemory::new(machine), Memory::new());
+        memory.register(&service);
+        let mut of_host = host.registration();
+        of_host.instance_id = 2;
+        let request = Request::RegisterKvCache(Box::new(of_host));
+        assert_eq!(reply(&service, 1, request), Reply::None);
+        let stall = memory.engine.stall();
+        let written = memory.write_later(7);
+        let (sender, answers) = std::sync::mpsc::channel();
+        for request in [after(store(1), &written.handle()), store(2)] {
+            let job = job(&service, request, Instant::now());
+            let (lane, sender) = (job.lane, sender.clone());
+            let work = move || sender.send((lane, job.run())).expect("it is awaited");
+            service.run_job(client(1), lane, Box::new(work));
+        }
+        let next = || answers.recv_timeout(lmc_testkit::DEADLINE);
+        assert_eq!(next(), Ok((Lane::Store, Reply::Transferred(true))));
+        drop(stall);
+        assert_eq!(next(), Ok((Lane::GpuStore, Reply::Transferred(true))));
+        unregister(&service);
+        assert_given_back(machine);
+    });
+}
+
 #[test]
 fn a_registration_that_fails_leaves_nothing() {
     let test = own_test(a_registration_that_fails_leaves_nothing);
