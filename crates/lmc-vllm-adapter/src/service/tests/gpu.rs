@@ -259,6 +259,14 @@ fn a_registration_that_fails_leaves_nothing() {
     });
 }
 
+/// Returns whether the connection of a worker is there; `None` without such a worker.
+fn connected(service: &Service, instance_id: u64) -> Option<bool> {
+    let status = service.0.registry.status(Instant::now());
+    let mut workers = status.into_iter();
+    let found = workers.find(|worker| worker.instance_id == instance_id);
+    found.map(|worker| worker.connected)
+}
+
 /// The registration is over between the two steps by which a connection ends.
 #[test]
 fn a_worker_whose_connection_ended_while_it_registered_is_removed() {
@@ -271,25 +279,39 @@ fn a_worker_whose_connection_ended_while_it_registered_is_removed() {
         other.instance_id = 2;
         let request = Request::RegisterKvCache(Box::new(other));
         assert_eq!(reply(&service, 1, request), Reply::None);
-        let connected = |instance_id| {
-            let status = service.0.registry.status(Instant::now());
-            let mut workers = status.into_iter();
-            let found = workers.find(|worker| worker.instance_id == instance_id);
-            found.map(|worker| worker.connected)
-        };
         let request = Request::RegisterKvCache(Box::new(memory.registration()));
         let job = job(&service, request, Instant::now());
         let end = Instant::now();
         thread::scope(|scope| {
             let prepared = service.0.transfers.prepared.lock();
             scope.spawn(|| service.client_gone(client(1), end));
-            until("the first step is over", || connected(2) == Some(false));
+            until("the first step is over", || {
+                connected(&service, 2) == Some(false)
+            });
             assert_eq!(job.run(), Reply::None);
             drop(prepared);
         });
-        assert_eq!(connected(1), Some(false));
+        assert_eq!(connected(&service, 1), Some(false));
         service.tick(end + Duration::from_secs(60));
-        assert_eq!(connected(1), None);
+        assert_eq!(connected(&service, 1), None);
+        assert_given_back(machine);
+    });
+}
+
+/// A connection that has ended is still known while slots are held for it.
+#[test]
+fn a_worker_that_registers_after_the_end_of_its_connection_is_removed() {
+    let test = own_test(a_worker_that_registers_after_the_end_of_its_connection_is_removed);
+    Machine::in_own_process(1, test, |machine| {
+        let (service, memory) = (service(|_| {}), GpuMemory::new(machine));
+        let request = Request::RegisterKvCache(Box::new(memory.registration()));
+        let job = job(&service, request, Instant::now());
+        let end = Instant::now();
+        (service.0.registry.connections).end(client(1), true, end);
+        assert_eq!(job.run(), Reply::None);
+        assert_eq!(connected(&service, 1), Some(false));
+        service.tick(end + Duration::from_secs(60));
+        assert_eq!(connected(&service, 1), None);
         assert_given_back(machine);
     });
 }
