@@ -227,8 +227,9 @@ impl CopyPool {
     }
 }
 
-/// Copies between a GPU's memory and chunks. Where a plan writes a byte twice, the GPU does so in
-/// any order: the engine's layers share one cache then, and the bytes are the same.
+/// Copies between a GPU's memory and chunks. The GPU carries out the copies of a launch in any order.
+/// Where two of them write one byte, the layers of the engine share one cache, and both copies have
+/// the same value.
 #[cfg(feature = "cuda")]
 fn on_device(
     plan: &CopyPlan,

@@ -111,7 +111,7 @@ impl Copies {
         let Ok(event) = blocks.event.as_slice().try_into() else {
             let found = blocks.event.len();
             return Err(format!(
-                "the event has {found} bytes, and one of CUDA has 64"
+                "the event handle has {found} bytes, expected the 64 of a CUDA event"
             ));
         };
         // An engine that answers pings and whose work never ends keeps this thread no longer.
@@ -121,7 +121,7 @@ impl Copies {
             Ok(true) => Ok(()),
             Ok(false) => {
                 add(&self.context.stats.service.copies_too_late, 1);
-                Err("the GPU had not done the engine's work in time".to_owned())
+                Err("the engine's work on the GPU did not end in time".to_owned())
             }
             Err(error) => Err(error.to_string()),
         }
