@@ -122,8 +122,20 @@ fn copies_come_after_the_events_of_their_requests() {
             drop(stall);
             assert_eq!(storing.join().expect("it ends"), Reply::Transferred(true));
         });
-        let retrieve = after(retrieve(1), &written.handle());
-        assert_eq!(reply(&service, 1, retrieve), Reply::Transferred(true));
+        // The engine's own write comes first.
+        let stall = memory.engine.stall();
+        let bytes = vec![9; 2 * BLOCK_BYTES as usize];
+        memory.engine.write_later(memory.address_of(5), &bytes);
+        let written = memory.engine.record();
+        let request = after(retrieve(1), &written.handle());
+        let job = super::job(&service, request, Instant::now());
+        thread::scope(|scope| {
+            let retrieving = scope.spawn(|| job.run());
+            until_it_waits(machine, &retrieving);
+            drop(stall);
+            let answer = retrieving.join().expect("it ends");
+            assert_eq!(answer, Reply::Transferred(true));
+        });
         for block in [5, 6] {
             assert_eq!(memory.block(block), vec![7; BLOCK_BYTES as usize]);
         }
@@ -154,6 +166,8 @@ fn an_event_that_cannot_be_opened_fails_its_request_only() {
         let written = memory.write_later(7);
         let store = after(store(1), &written.handle());
         assert_eq!(reply(&service, 1, store), Reply::Transferred(true));
+        let refused = reply(&service, 1, after(retrieve(1), &[0x5a; 64]));
+        assert_eq!(refused, Reply::Transferred(false));
         unregister(&service);
         assert_given_back(machine);
     });
