@@ -173,6 +173,13 @@ impl CopyPool {
         chunks: Vec<*mut u8>,
         proceed: &(dyn Fn() -> bool + Sync),
     ) -> Result<(), CopyError> {
+        #[cfg_attr(
+            not(feature = "cuda"),
+            allow(
+                clippy::infallible_destructuring_match,
+                reason = "there is one kind of memory then"
+            )
+        )]
         let segments = match plan.paged.segments() {
             KvSegments::Host(segments) => segments,
             #[cfg(feature = "cuda")]
