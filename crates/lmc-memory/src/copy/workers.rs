@@ -173,6 +173,13 @@ impl CopyPool {
         chunks: Vec<*mut u8>,
         proceed: &(dyn Fn() -> bool + Sync),
     ) -> Result<(), CopyError> {
+        #[cfg_attr(
+            not(feature = "cuda"),
+            allow(
+                clippy::infallible_destructuring_match,
+                reason = "there is one kind of memory then"
+            )
+        )]
         let segments = match plan.paged.segments() {
             KvSegments::Host(segments) => segments,
             #[cfg(feature = "cuda")]
@@ -227,8 +234,9 @@ impl CopyPool {
     }
 }
 
-/// Copies between a GPU's memory and chunks. Where a plan writes a byte twice, the GPU does so in
-/// any order: the engine's layers share one cache then, and the bytes are the same.
+/// Copies between a GPU's memory and chunks. The GPU carries out the copies of a launch in any order.
+/// Where two of them write one byte, the layers of the engine share one cache, and both copies have
+/// the same value.
 #[cfg(feature = "cuda")]
 fn on_device(
     plan: &CopyPlan,

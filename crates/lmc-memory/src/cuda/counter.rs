@@ -9,9 +9,10 @@ const HEADER: u64 = 64;
 /// Most counters of one file, as PyTorch makes them.
 const COUNTERS: u64 = 10_000;
 
-/// The count of one storage's receivers, which is one less once the value is dropped.
+/// A receiver's part in the counter of one storage: the drop decrements the counter.
 ///
-/// The process that shares a storage keeps its memory until each receiver has counted itself off.
+/// The process that shares a storage keeps the memory until the counters say that every receiver is
+/// done.
 #[derive(Debug)]
 pub struct StorageCounter {
     file: MappedSegment,

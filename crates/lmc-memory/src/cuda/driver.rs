@@ -325,7 +325,7 @@ impl Drop for Event {
     }
 }
 
-/// Pauses between questions: none at first, then longer ones, up to a fifth of a millisecond.
+/// Pauses between questions: none at first, then longer ones, up to a millisecond.
 #[derive(Debug)]
 pub(super) struct Pause {
     since: Instant,
@@ -344,7 +344,8 @@ impl Pause {
         match self.elapsed().as_micros() {
             0..100 => std::thread::yield_now(),
             100..2_000 => std::thread::sleep(Duration::from_micros(20)),
-            _ => std::thread::sleep(Duration::from_micros(200)),
+            2_000..20_000 => std::thread::sleep(Duration::from_micros(200)),
+            _ => std::thread::sleep(Duration::from_millis(1)),
         }
     }
 

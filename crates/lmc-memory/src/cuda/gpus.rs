@@ -211,8 +211,8 @@ impl Gpu {
     }
 
     /// Opens `len` bytes of another process's memory on this GPU, `offset` bytes into the allocation
-    /// that `handle` names (a `CUipcMemHandle`). The allocation is open, and so cannot be freed by
-    /// its owner, until the value is dropped; then `counter` is counted off.
+    /// that `handle` names (a `CUipcMemHandle`). The allocation stays open, and so its bytes stay
+    /// allocated, until the value is dropped; then `counter` is decremented.
     ///
     /// # Errors
     /// [`CudaError::Outside`] if the allocation is shorter; [`CudaError::Call`] for a handle that the
@@ -260,7 +260,7 @@ impl Gpu {
     }
 
     /// Waits until the work before another process's event is done. `handle` is a
-    /// `CUipcEventHandle`. Returns false as soon as `proceed` does, which is asked every fifth of a
+    /// `CUipcEventHandle`. Returns false as soon as `proceed` does, which is asked every
     /// millisecond or more often.
     ///
     /// # Errors

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use lmc_engine::Leases;
+use lmc_memory::cuda::Gpu;
 use lmc_memory::{CopyError, CopyPlan, CopyPool, PlanRequest};
 use thiserror::Error;
 
@@ -104,13 +105,13 @@ impl Copies {
         blocks: &Blocks,
         granted: &Granted,
     ) -> Result<(), String> {
-        let Some(gpu) = copies.first().and_then(|copy| copy.paged.gpu()) else {
+        let Some(gpu) = on_gpu(copies) else {
             return Ok(());
         };
         let Ok(event) = blocks.event.as_slice().try_into() else {
             let found = blocks.event.len();
             return Err(format!(
-                "the event has {found} bytes, and one of CUDA has 64"
+                "the event handle has {found} bytes, expected the 64 of a CUDA event"
             ));
         };
         // An engine that answers pings and whose work never ends keeps this thread no longer.
@@ -120,7 +121,7 @@ impl Copies {
             Ok(true) => Ok(()),
             Ok(false) => {
                 add(&self.context.stats.service.copies_too_late, 1);
-                Err("the GPU had not done the engine's work in time".to_owned())
+                Err("the engine's work on the GPU did not end in time".to_owned())
             }
             Err(error) => Err(error.to_string()),
         }
@@ -173,8 +174,12 @@ impl Copies {
                 }
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
+        let lane = match on_gpu(&copies) {
+            Some(_) => Lane::GpuStore,
+            None => Lane::Store,
+        };
         let server = Arc::clone(self);
-        Outcome::Job(Job::new(Lane::Store, move || {
+        Outcome::Job(Job::new(lane, move || {
             let granted = server.may_copy(&worker, now);
             let stored = granted.is_some_and(|granted| {
                 match server.wait_for_engine(&copies, &blocks, &granted) {
@@ -294,8 +299,12 @@ impl Copies {
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
         let leases = self.transfers.acquire(client, &worker, &hashed);
+        let lane = match on_gpu(&copies) {
+            Some(_) => Lane::GpuRetrieve,
+            None => Lane::Retrieve,
+        };
         let server = Arc::clone(self);
-        Outcome::Job(Job::new(Lane::Retrieve, move || {
+        Outcome::Job(Job::new(lane, move || {
             let granted = server.may_copy(&worker, now);
             let copied = match (&leases, &granted) {
                 (Some(leases), Some(granted)) => {
@@ -432,6 +441,11 @@ impl Copies {
             })
             .collect()
     }
+}
+
+/// Returns the GPU that a worker's memory lies on.
+fn on_gpu(copies: &[GroupCopy]) -> Option<&Arc<Gpu>> {
+    copies.first().and_then(|copy| copy.paged.gpu())
 }
 
 /// Checks that there are block ids for each group and chunk.

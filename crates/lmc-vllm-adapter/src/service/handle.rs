@@ -28,6 +28,9 @@ use crate::service::{ClientId, Outcome};
 /// Capability that tells clients of [`Operation::SubscribeKvEvents`].
 const KV_EVENT_STREAM: &str = "kv_event_stream";
 
+/// Threads of copies in memory of GPUs. Most of them wait for work of their engine.
+const GPU_THREADS: usize = 16;
+
 /// Carries out the protocol's operations on a [`CacheEngine`].
 ///
 /// A handle: clones share one service. Its parts own their state, each with a lock of its own,
@@ -55,6 +58,7 @@ pub(super) struct Parts {
     pub(super) transfers: Arc<Transfers>,
     copies: Arc<Copies>,
     copy_threads: JobThreads,
+    gpu_threads: JobThreads,
     /// Runs clears, one after the other.
     clears: Arc<JobThreads>,
 }
@@ -73,6 +77,7 @@ impl Service {
     pub fn new(config: ServiceConfig, engine: CacheEngine) -> Result<Self, ServiceError> {
         let pool = CopyPool::new(config.copy_threads)?;
         let copy_threads = JobThreads::start("lmc-copy-job", config.transfer_threads)?;
+        let gpu_threads = JobThreads::start("lmc-gpu-job", GPU_THREADS)?;
         let clears = Arc::new(JobThreads::start("lmc-clear", 1)?);
         let context = Arc::new(Context::new(config, engine));
         let connections = Arc::new(Connections::default());
@@ -102,6 +107,7 @@ impl Service {
             transfers,
             copies,
             copy_threads,
+            gpu_threads,
             clears,
         })))
     }
@@ -279,6 +285,7 @@ impl Service {
         // A transfer may have bound it again until the last of its requests ended.
         parts.registry.unbind(client);
         parts.copy_threads.forget(client);
+        parts.gpu_threads.forget(client);
     }
 
     /// Returns true while the workers of a connection have slots that they may be copying into or
@@ -442,6 +449,7 @@ impl Service {
     pub(crate) fn run_job(&self, client: ClientId, lane: Lane, work: Box<dyn FnOnce() + Send>) {
         let threads = match lane {
             Lane::Retrieve | Lane::Store => &self.0.copy_threads,
+            Lane::GpuRetrieve | Lane::GpuStore => &self.0.gpu_threads,
             Lane::Clear => &self.0.clears,
         };
         threads.run(client, lane, work);

@@ -47,7 +47,7 @@ pub(crate) enum RegisterError {
     OtherUser,
     /// Memory on a GPU that this server cannot open.
     #[error(
-        "the engine's CUDA memory cannot be opened: {0}; or let the engine copy, with \
+        "the engine's CUDA memory cannot be opened: {0}; to serve the engine without it, use \
          lmcache.mp.mp_transfer_mode=engine_driven"
     )]
     Cuda(#[from] CudaError),

@@ -19,6 +19,11 @@ pub(crate) enum Lane {
     Retrieve,
     /// Copies into the pool.
     Store,
+    /// As [`Lane::Retrieve`], into memory of a GPU. Such copies wait for work of the engine first, so
+    /// they have threads of their own.
+    GpuRetrieve,
+    /// As [`Lane::Store`], out of memory of a GPU.
+    GpuStore,
     /// Clears, which have a thread of their own: a slow tier may hold it up for seconds.
     Clear,
 }
@@ -138,8 +143,8 @@ impl<W> Default for Waiting<W> {
 impl<W> Waiting<W> {
     fn push(&mut self, client: ClientId, lane: Lane, work: W) {
         match lane {
-            Lane::Retrieve => self.retrieves.push(client, work),
-            Lane::Store | Lane::Clear => self.stores.push(client, work),
+            Lane::Retrieve | Lane::GpuRetrieve => self.retrieves.push(client, work),
+            Lane::Store | Lane::GpuStore | Lane::Clear => self.stores.push(client, work),
         }
     }
 

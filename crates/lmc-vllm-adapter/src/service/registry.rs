@@ -198,7 +198,7 @@ impl Registry {
             return Outcome::Reply(self.register_server_driven(client, &registration, now));
         }
         let registry = Arc::clone(self);
-        Outcome::Job(Job::new(Lane::Store, move || {
+        Outcome::Job(Job::new(Lane::GpuStore, move || {
             let reply = registry.register_server_driven(client, &registration, now);
             if !registry.connections.is_open(client) {
                 // The end of the connection found no such worker.

@@ -197,7 +197,7 @@ fn while_held<T: Send>(machine: &Machine, action: impl FnOnce() -> T + Send) -> 
         let before = asked();
         let thread = scope.spawn(action);
         until("the thread waits", || {
-            thread.is_finished() || asked() >= before + 10
+            thread.is_finished() || asked() >= before + 300
         });
         let ended = thread.is_finished();
         machine.resume(0);

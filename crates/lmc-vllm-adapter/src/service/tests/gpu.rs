@@ -102,7 +102,7 @@ fn assert_given_back(machine: &Machine) {
 fn until_it_waits(machine: &Machine, job: &thread::ScopedJoinHandle<'_, Reply>) {
     let before = machine.calls("cuEventQuery");
     until("the job waits for the GPU", || {
-        job.is_finished() || machine.calls("cuEventQuery") > before + 10
+        job.is_finished() || machine.calls("cuEventQuery") > before + 300
     });
     assert!(!job.is_finished(), "it did not wait for the GPU");
 }
@@ -122,8 +122,20 @@ fn copies_come_after_the_events_of_their_requests() {
             drop(stall);
             assert_eq!(storing.join().expect("it ends"), Reply::Transferred(true));
         });
-        let retrieve = after(retrieve(1), &written.handle());
-        assert_eq!(reply(&service, 1, retrieve), Reply::Transferred(true));
+        // The engine's own write comes first.
+        let stall = memory.engine.stall();
+        let bytes = vec![9; 2 * BLOCK_BYTES as usize];
+        memory.engine.write_later(memory.address_of(5), &bytes);
+        let written = memory.engine.record();
+        let request = after(retrieve(1), &written.handle());
+        let job = super::job(&service, request, Instant::now());
+        thread::scope(|scope| {
+            let retrieving = scope.spawn(|| job.run());
+            until_it_waits(machine, &retrieving);
+            drop(stall);
+            let answer = retrieving.join().expect("it ends");
+            assert_eq!(answer, Reply::Transferred(true));
+        });
         for block in [5, 6] {
             assert_eq!(memory.block(block), vec![7; BLOCK_BYTES as usize]);
         }
@@ -154,6 +166,8 @@ fn an_event_that_cannot_be_opened_fails_its_request_only() {
         let written = memory.write_later(7);
         let store = after(store(1), &written.handle());
         assert_eq!(reply(&service, 1, store), Reply::Transferred(true));
+        let refused = reply(&service, 1, after(retrieve(1), &[0x5a; 64]));
+        assert_eq!(refused, Reply::Transferred(false));
         unregister(&service);
         assert_given_back(machine);
     });
@@ -183,6 +197,36 @@ fn an_event_that_is_never_reached_keeps_no_thread() {
             assert_eq!(storing.join().expect("it ends"), Reply::Transferred(false));
         });
         assert_eq!(found(&service, 1, "b", 2), Reply::Int(0));
+        unregister(&service);
+        assert_given_back(machine);
+    });
+}
+
+/// Stores of an engine whose work takes long wait in threads of their own.
+#[test]
+fn stores_that_wait_for_a_gpu_hold_up_no_worker_in_host_memory() {
+    let test = own_test(stores_that_wait_for_a_gpu_hold_up_no_worker_in_host_memory);
+    Machine::in_own_process(1, test, |machine| {
+        let service = service(|config| config.transfer_threads = 1);
+        let (memory, host) = (GpuMemory::new(machine), Memory::new());
+        memory.register(&service);
+        let mut of_host = host.registration();
+        of_host.instance_id = 2;
+        let request = Request::RegisterKvCache(Box::new(of_host));
+        assert_eq!(reply(&service, 1, request), Reply::None);
+        let stall = memory.engine.stall();
+        let written = memory.write_later(7);
+        let (sender, answers) = std::sync::mpsc::channel();
+        for request in [after(store(1), &written.handle()), store(2)] {
+            let job = job(&service, request, Instant::now());
+            let (lane, sender) = (job.lane, sender.clone());
+            let work = move || sender.send((lane, job.run())).expect("it is awaited");
+            service.run_job(client(1), lane, Box::new(work));
+        }
+        let next = || answers.recv_timeout(lmc_testkit::DEADLINE);
+        assert_eq!(next(), Ok((Lane::Store, Reply::Transferred(true))));
+        drop(stall);
+        assert_eq!(next(), Ok((Lane::GpuStore, Reply::Transferred(true))));
         unregister(&service);
         assert_given_back(machine);
     });
@@ -229,6 +273,14 @@ fn a_registration_that_fails_leaves_nothing() {
     });
 }
 
+/// Returns whether the connection of a worker is there; `None` without such a worker.
+fn connected(service: &Service, instance_id: u64) -> Option<bool> {
+    let status = service.0.registry.status(Instant::now());
+    let mut workers = status.into_iter();
+    let found = workers.find(|worker| worker.instance_id == instance_id);
+    found.map(|worker| worker.connected)
+}
+
 /// The registration is over between the two steps by which a connection ends.
 #[test]
 fn a_worker_whose_connection_ended_while_it_registered_is_removed() {
@@ -241,25 +293,39 @@ fn a_worker_whose_connection_ended_while_it_registered_is_removed() {
         other.instance_id = 2;
         let request = Request::RegisterKvCache(Box::new(other));
         assert_eq!(reply(&service, 1, request), Reply::None);
-        let connected = |instance_id| {
-            let status = service.0.registry.status(Instant::now());
-            let mut workers = status.into_iter();
-            let found = workers.find(|worker| worker.instance_id == instance_id);
-            found.map(|worker| worker.connected)
-        };
         let request = Request::RegisterKvCache(Box::new(memory.registration()));
         let job = job(&service, request, Instant::now());
         let end = Instant::now();
         thread::scope(|scope| {
             let prepared = service.0.transfers.prepared.lock();
             scope.spawn(|| service.client_gone(client(1), end));
-            until("the first step is over", || connected(2) == Some(false));
+            until("the first step is over", || {
+                connected(&service, 2) == Some(false)
+            });
             assert_eq!(job.run(), Reply::None);
             drop(prepared);
         });
-        assert_eq!(connected(1), Some(false));
+        assert_eq!(connected(&service, 1), Some(false));
         service.tick(end + Duration::from_secs(60));
-        assert_eq!(connected(1), None);
+        assert_eq!(connected(&service, 1), None);
+        assert_given_back(machine);
+    });
+}
+
+/// A connection that has ended is still known while slots are held for it.
+#[test]
+fn a_worker_that_registers_after_the_end_of_its_connection_is_removed() {
+    let test = own_test(a_worker_that_registers_after_the_end_of_its_connection_is_removed);
+    Machine::in_own_process(1, test, |machine| {
+        let (service, memory) = (service(|_| {}), GpuMemory::new(machine));
+        let request = Request::RegisterKvCache(Box::new(memory.registration()));
+        let job = job(&service, request, Instant::now());
+        let end = Instant::now();
+        (service.0.registry.connections).end(client(1), true, end);
+        assert_eq!(job.run(), Reply::None);
+        assert_eq!(connected(&service, 1), Some(false));
+        service.tick(end + Duration::from_secs(60));
+        assert_eq!(connected(&service, 1), None);
         assert_given_back(machine);
     });
 }
