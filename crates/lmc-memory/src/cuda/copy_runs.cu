@@ -1,4 +1,4 @@
-// Copies runs of bytes between device memory and host memory that is registered with the device.
+// Copies runs of bytes within the memory of a GPU.
 //
 // `copy_runs.ptx` beside this file is made from it by `cargo xtask ptx`.
 

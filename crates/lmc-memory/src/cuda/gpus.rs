@@ -118,7 +118,7 @@ impl Gpus {
         Ok(Arc::new(gpu))
     }
 
-    /// Bytes of the pool that the GPUs reach; the others are copied by way of a buffer.
+    /// Bytes of the pool that are registered with the driver; the others are copied more slowly.
     pub fn pinned_bytes(&self) -> u64 {
         let state = self.state.lock();
         let pinned = state.open.pinned.as_ref();

@@ -131,7 +131,7 @@ impl Worker {
 
     fn ask(&mut self, operation: Operation, blocks: &[u32]) -> Reply {
         let event = self.engine.record();
-        let uid = self.send(operation.clone(), blocks, event.handle());
+        let uid = self.send(operation, blocks, event.handle());
         self.client.receive(uid, operation).expect("an answer")
     }
 }

@@ -377,14 +377,18 @@ impl Service {
         for instance in &mut instances {
             instance.transfers = parts.transfers.len_of(instance.instance_id);
         }
-        ServiceStatus::of(
+        let status = ServiceStatus::of(
             &parts.context,
             instances,
             parts.lookups.status(),
             parts.transfers.status(now),
             parts.transfers.held_status(now),
             now,
-        )
+        );
+        ServiceStatus {
+            gpu_registered_bytes: parts.registry.gpu_registered_bytes(),
+            ..status
+        }
     }
 
     /// Returns the spaces that have chunks in DRAM or belong to a registered worker's layout, as far

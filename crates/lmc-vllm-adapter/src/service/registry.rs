@@ -208,6 +208,11 @@ impl Registry {
         }))
     }
 
+    /// Returns the bytes of the pool that are registered with the driver of GPUs.
+    pub(super) fn gpu_registered_bytes(&self) -> u64 {
+        self.gpus.pinned_bytes()
+    }
+
     fn register_server_driven(
         &self,
         client: ClientId,

@@ -123,6 +123,8 @@ pub struct ServiceStatus {
     pub uptime_seconds: f64,
     /// Workers, oldest first.
     pub instances: Vec<InstanceStatus>,
+    /// Bytes of the pool that are registered with the driver of GPUs.
+    pub gpu_registered_bytes: u64,
     /// Requests under way.
     pub sessions: SessionStatus,
     /// Transfers under way.
@@ -176,6 +178,7 @@ impl ServiceStatus {
             identity: context.config.identity.to_string(),
             uptime_seconds: uptime.as_secs_f64(),
             instances,
+            gpu_registered_bytes: 0,
             sessions,
             transfers,
             held,
