@@ -48,6 +48,12 @@ mod shared;
 
 mod stream;
 
+/// Ids of the devices of a machine, spelled as PyTorch does.
+pub const UUIDS: [&str; 2] = [
+    "6c6d632d-6661-6b65-2d63-7564612d2d30",
+    "6c6d632d-6661-6b65-2d63-7564612d2d31",
+];
+
 /// Names the folder of the machine.
 const FOLDER_VARIABLE: &str = "FAKE_CUDA";
 /// Says how many devices the machine has.

@@ -105,7 +105,7 @@ def main():
             rng.shuffle(ids)
         source, target = ids[:wanted], ids[wanted : 2 * wanted]
         tokens = [rng.randrange(1, 30000) for _ in range(CHUNK * args.chunks)]
-        named, others = set(target), [block for block in range(blocks) if block not in set(target)]
+        others = sorted(set(range(blocks)) - set(target))
         check = round_ < args.rounds
         if check:
             want = {name: of_blocks(tensor, source).clone() for name, tensor in caches.items()}

@@ -34,7 +34,7 @@ check() { # name, expected status, command
 free() { nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits; }
 
 nvidia-smi --query-gpu=name,driver_version,uuid --format=csv,noheader
-serve A=1
+serve
 for mode in lmcache_driven engine_driven; do
     for layout in k_v_apart k_v_in_block heads_first latent bytes; do
         check "bytes: $mode $layout" 0 client --mode $mode --layout $layout
@@ -57,7 +57,7 @@ stop
 serve CUDA_VISIBLE_DEVICES=
 check "a GPU that the server does not see" 1 client --mode lmcache_driven
 stop
-serve A=1
+serve
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 check "expandable segments" 1 client --mode lmcache_driven
 unset PYTORCH_CUDA_ALLOC_CONF

@@ -34,15 +34,26 @@ impl KvSegments {
         }
     }
 
-    /// Returns the first GPU, and whether all segments lie there.
+    /// Returns the GPU of the first segment.
     #[cfg(feature = "cuda")]
-    pub(super) fn gpu(&self) -> Option<(&Arc<Gpu>, bool)> {
-        let Self::Device(segments) = self else {
-            return None;
-        };
-        let gpu = segments.first()?.gpu();
-        let is_alike = |memory: &Arc<DeviceMemory>| memory.gpu().uuid() == gpu.uuid();
-        Some((gpu, segments.iter().all(is_alike)))
+    fn gpu(&self) -> Option<&Arc<Gpu>> {
+        match self {
+            Self::Host(_) => None,
+            Self::Device(segments) => Some(segments.first()?.gpu()),
+        }
+    }
+
+    /// Returns true if segments lie on several GPUs.
+    #[cfg(feature = "cuda")]
+    fn spans_gpus(&self) -> bool {
+        match self {
+            Self::Host(_) => false,
+            Self::Device(segments) => {
+                let is_elsewhere =
+                    |memory: &Arc<DeviceMemory>| memory.gpu().uuid() != segments[0].gpu().uuid();
+                segments.iter().any(is_elsewhere)
+            }
+        }
     }
 }
 
@@ -122,7 +133,7 @@ impl PagedKv {
             return Err(PagedError::Unsupported { why });
         }
         #[cfg(feature = "cuda")]
-        if let Some((_, false)) = segments.gpu() {
+        if segments.spans_gpus() {
             let why = "the tensors of a KV cache lie on several GPUs".to_owned();
             return Err(PagedError::Unsupported { why });
         }
@@ -163,7 +174,7 @@ impl PagedKv {
     /// The GPU whose memory it lies in.
     #[cfg(feature = "cuda")]
     pub fn gpu(&self) -> Option<&Arc<Gpu>> {
-        self.inner.segments.gpu().map(|(gpu, _)| gpu)
+        self.inner.segments.gpu()
     }
 
     /// Bytes of its blocks.

@@ -234,9 +234,8 @@ impl CopyPool {
     }
 }
 
-/// Copies between a GPU's memory and chunks. The GPU carries out the copies of a launch in any order.
-/// Where two of them write one byte, the layers of the engine share one cache, and both copies have
-/// the same value.
+/// Copies between a GPU's memory and chunks. The GPU carries out the copies of a launch in any order:
+/// two that write one byte write the same value, since the engine's layers share one cache then.
 #[cfg(feature = "cuda")]
 fn on_device(
     plan: &CopyPlan,

@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self, CUresult};
@@ -307,14 +308,7 @@ impl Event {
 
     /// Waits until the work before the event is done. Returns false as soon as `proceed` does.
     pub(super) fn wait(&self, proceed: &dyn Fn() -> bool) -> Result<bool> {
-        let mut pause = Pause::default();
-        while !self.is_done()? {
-            if !proceed() {
-                return Ok(false);
-            }
-            pause.take();
-        }
-        Ok(true)
+        wait(&|| self.is_done(), &|_| proceed())
     }
 }
 
@@ -325,33 +319,26 @@ impl Drop for Event {
     }
 }
 
-/// Pauses between questions: none at first, then longer ones, up to a millisecond.
-#[derive(Debug)]
-pub(super) struct Pause {
-    since: Instant,
-}
-
-impl Default for Pause {
-    fn default() -> Self {
-        Self {
-            since: Instant::now(),
+/// Asks until work is done: without a pause at first, then after longer ones, up to a millisecond.
+/// Returns false as soon as `go_on` does, which is given the time since the start.
+pub(super) fn wait(
+    is_done: &dyn Fn() -> Result<bool>,
+    go_on: &dyn Fn(Duration) -> bool,
+) -> Result<bool> {
+    let since = Instant::now();
+    while !is_done()? {
+        let elapsed = since.elapsed();
+        if !go_on(elapsed) {
+            return Ok(false);
+        }
+        match elapsed.as_micros() {
+            0..100 => thread::yield_now(),
+            100..2_000 => thread::sleep(Duration::from_micros(20)),
+            2_000..20_000 => thread::sleep(Duration::from_micros(200)),
+            _ => thread::sleep(Duration::from_millis(1)),
         }
     }
-}
-
-impl Pause {
-    pub(super) fn take(&mut self) {
-        match self.elapsed().as_micros() {
-            0..100 => std::thread::yield_now(),
-            100..2_000 => std::thread::sleep(Duration::from_micros(20)),
-            2_000..20_000 => std::thread::sleep(Duration::from_micros(200)),
-            _ => std::thread::sleep(Duration::from_millis(1)),
-        }
-    }
-
-    pub(super) fn elapsed(&self) -> Duration {
-        self.since.elapsed()
-    }
+    Ok(true)
 }
 
 /// Host memory that belongs to the driver.

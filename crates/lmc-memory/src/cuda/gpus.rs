@@ -7,6 +7,7 @@ use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -171,7 +172,7 @@ impl Drop for Device {
 /// A GPU in use. The drop of the last one gives everything back, in the background.
 #[derive(Debug)]
 pub struct Gpu {
-    /// None only while it is opened or dropped.
+    /// Absent only while the GPU is opened or dropped.
     device: Option<Arc<Device>>,
     state: Arc<Mutex<Usage>>,
 }
@@ -326,7 +327,7 @@ impl Gpu {
 
 /// Time for which a copy waits for another one in its direction, before it asks whether it is still
 /// wanted.
-const TURN: std::time::Duration = std::time::Duration::from_millis(20);
+const TURN: Duration = Duration::from_millis(20);
 
 /// A range of another process's memory on a GPU.
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use std::iter::Peekable;
 use std::panic::{self, AssertUnwindSafe};
 use std::time::Duration;
 
-use super::driver::{DeviceBuffer, Event, HostBuffer, Kernel, Pause, Result, Run, Stream};
+use super::driver::{self, DeviceBuffer, Event, HostBuffer, Kernel, Result, Run, Stream};
 use super::pinned::Pinned;
 use crate::copy::Direction;
 
@@ -252,12 +252,11 @@ pub(super) type Wait<'a> = dyn Fn(&dyn Fn() -> Result<bool>) -> Result<()> + 'a;
 /// Waits for launches. `late` is called when they count as hung; the wait goes on until the GPU is done
 /// or broken, because an answer before would give blocks away that are still written.
 pub(super) fn wait_for(is_done: &dyn Fn() -> Result<bool>, late: &dyn Fn()) -> Result<()> {
-    let mut pause = Pause::default();
-    while !is_done()? {
-        if pause.elapsed() > HUNG {
+    driver::wait(is_done, &|elapsed| {
+        if elapsed > HUNG {
             late();
         }
-        pause.take();
-    }
-    Ok(())
+        true
+    })
+    .map(drop)
 }

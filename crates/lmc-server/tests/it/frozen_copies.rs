@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use lmc_testkit::{in_lab, soon, until};
-use lmc_vllm_adapter::{CacheKey, Client, Operation, Reply, Request};
+use lmc_vllm_adapter::{Client, Operation, Reply, Request};
 
-use crate::common::{Server, registration};
+use crate::common::{Server, registration, worker_key};
 
 /// Time after which a stock worker that has heard nothing gives its blocks to other requests.
 const WORKER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -90,19 +90,6 @@ impl Drop for Memory {
     }
 }
 
-fn key() -> CacheKey {
-    CacheKey {
-        model_name: "m".to_owned(),
-        world_size: 1,
-        worker_id: Some(0),
-        token_ids: (0..(CHUNKS * CHUNK) as u32).collect(),
-        end: CHUNKS * CHUNK,
-        request_id: "r".to_owned(),
-        num_kv_readers: 1,
-        ..CacheKey::default()
-    }
-}
-
 fn blocks() -> Vec<Vec<u32>> {
     vec![(1..BLOCKS as u32).collect()]
 }
@@ -121,7 +108,7 @@ fn a_server_that_is_stopped_in_the_middle_of_a_copy_does_not_go_on_with_it() {
     memory.fill(STORED);
     memory.register(&mut client);
     let store = Request::Store {
-        key: key(),
+        key: worker_key(CHUNKS * CHUNK),
         instance_id: 1,
         block_ids: blocks(),
         event: Vec::new(),
@@ -131,7 +118,7 @@ fn a_server_that_is_stopped_in_the_middle_of_a_copy_does_not_go_on_with_it() {
         Reply::Transferred(true)
     );
     let retrieve = Request::Retrieve {
-        key: key(),
+        key: worker_key(CHUNKS * CHUNK),
         instance_id: 1,
         block_ids: blocks(),
         event: Vec::new(),

@@ -1,14 +1,14 @@
 //! Engines whose KV cache lies on a GPU, as a stock client on CUDA registers it: the daemon with the
 //! driver of `lmc-fake-cuda`.
 
-use lmc_fake_cuda::{Engine, Live, Machine};
+use lmc_fake_cuda::{Engine, Live, Machine, UUIDS};
 use lmc_testkit::until;
 use lmc_vllm_adapter::{
-    CacheKey, Client, Cuda, EngineGroup, KvDescriptor, Operation, RegisterKvCache, Reply, Request,
+    Client, Cuda, EngineGroup, KvDescriptor, Operation, RegisterKvCache, Reply, Request,
     TensorMeta, UnknownFields,
 };
 
-use crate::common::{Server, lmc};
+use crate::common::{Server, lmc, worker_key};
 
 const CHUNK: u64 = 256;
 const BLOCK: u64 = 64;
@@ -21,9 +21,6 @@ const RUN: usize = (BLOCK * HEADS * SIZE * 2) as usize;
 /// Bytes of one layer.
 const LAYER: usize = 2 * BLOCKS as usize * RUN;
 const CHUNKS: u64 = 4;
-
-/// Id of the first GPU of a fake machine.
-const GPU: &str = "6c6d632d-6661-6b65-2d63-7564612d2d30";
 
 /// An engine with one tensor for each layer: K of all blocks, then V.
 struct Worker {
@@ -57,7 +54,7 @@ impl Worker {
         let tensor = |&address: &usize| {
             let (handle, offset) = self.engine.handle(address);
             KvDescriptor::Cuda(Box::new(Cuda {
-                device_uuid: GPU.to_owned(),
+                device_uuid: UUIDS[0].to_owned(),
                 handle,
                 offset: offset as u64,
                 nbytes: LAYER as u64,
@@ -113,13 +110,13 @@ impl Worker {
         let block_ids = vec![blocks.to_vec()];
         let request = match operation {
             Operation::Store => Request::Store {
-                key: key(),
+                key: worker_key(CHUNKS * CHUNK),
                 instance_id,
                 block_ids,
                 event,
             },
             _ => Request::Retrieve {
-                key: key(),
+                key: worker_key(CHUNKS * CHUNK),
                 instance_id,
                 block_ids,
                 event,
@@ -133,19 +130,6 @@ impl Worker {
         let event = self.engine.record();
         let uid = self.send(operation, blocks, event.handle());
         self.client.receive(uid, operation).expect("an answer")
-    }
-}
-
-fn key() -> CacheKey {
-    CacheKey {
-        model_name: "m".to_owned(),
-        world_size: 1,
-        worker_id: Some(0),
-        token_ids: (0..(CHUNKS * CHUNK) as u32).collect(),
-        end: CHUNKS * CHUNK,
-        request_id: "r".to_owned(),
-        num_kv_readers: 1,
-        ..CacheKey::default()
     }
 }
 
@@ -182,7 +166,7 @@ fn an_engine_on_a_gpu_stores_and_retrieves_its_blocks() {
     assert_eq!(worker.blocks(&target()), stored);
     assert_eq!(worker.blocks(&others()), rest);
     let status = server.get("/status");
-    assert!(status.contains(GPU), "{status}");
+    assert!(status.contains(UUIDS[0]), "{status}");
     until("the pool is registered with the GPU", || {
         machine.live(server.id()).registrations > 0
     });
@@ -279,7 +263,7 @@ fn memory_on_a_gpu_that_cannot_be_opened_is_refused_with_the_way_out() {
     assert!(text.contains("mp_transfer_mode=engine_driven"), "{text}");
     let server = server(&machine);
     let text = refusal(&server, &|cuda| cuda.device_uuid.replace_range(..1, "7"));
-    assert!(text.contains(GPU), "{text}");
+    assert!(text.contains(UUIDS[0]), "{text}");
     let text = refusal(&server, &|cuda| cuda.nbytes += 1 << 30);
     assert!(text.contains("lie outside of an allocation"), "{text}");
     let text = refusal(&server, &|cuda| cuda.handle[20] ^= 0xff);

@@ -5,14 +5,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use lmc_engine::Leases;
-use lmc_memory::cuda::Gpu;
 use lmc_memory::{CopyError, CopyPlan, CopyPool, PlanRequest};
 use thiserror::Error;
 
 use crate::protocol::{CacheKey, Reply};
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::gate::Copying;
-use crate::service::instance::GroupCopy;
+use crate::service::instance::{GroupCopy, gpu_of};
 use crate::service::jobs::{Job, Lane};
 use crate::service::registry::Registry;
 use crate::service::stats::add;
@@ -105,7 +104,7 @@ impl Copies {
         blocks: &Blocks,
         granted: &Granted,
     ) -> Result<(), String> {
-        let Some(gpu) = on_gpu(copies) else {
+        let Some(gpu) = gpu_of(copies) else {
             return Ok(());
         };
         let Ok(event) = blocks.event.as_slice().try_into() else {
@@ -174,7 +173,7 @@ impl Copies {
                 }
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
-        let lane = match on_gpu(&copies) {
+        let lane = match gpu_of(&copies) {
             Some(_) => Lane::GpuStore,
             None => Lane::Store,
         };
@@ -299,7 +298,7 @@ impl Copies {
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
         let leases = self.transfers.acquire(client, &worker, &hashed);
-        let lane = match on_gpu(&copies) {
+        let lane = match gpu_of(&copies) {
             Some(_) => Lane::GpuRetrieve,
             None => Lane::Retrieve,
         };
@@ -441,11 +440,6 @@ impl Copies {
             })
             .collect()
     }
-}
-
-/// Returns the GPU that a worker's memory lies on.
-fn on_gpu(copies: &[GroupCopy]) -> Option<&Arc<Gpu>> {
-    copies.first().and_then(|copy| copy.paged.gpu())
 }
 
 /// Checks that there are block ids for each group and chunk.

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use lmc_engine::CacheEngine;
@@ -58,7 +58,8 @@ pub(super) struct Parts {
     pub(super) transfers: Arc<Transfers>,
     copies: Arc<Copies>,
     copy_threads: JobThreads,
-    gpu_threads: JobThreads,
+    /// Started with the first job for a GPU; none if that failed.
+    gpu_threads: OnceLock<Option<JobThreads>>,
     /// Runs clears, one after the other.
     clears: Arc<JobThreads>,
 }
@@ -77,7 +78,6 @@ impl Service {
     pub fn new(config: ServiceConfig, engine: CacheEngine) -> Result<Self, ServiceError> {
         let pool = CopyPool::new(config.copy_threads)?;
         let copy_threads = JobThreads::start("lmc-copy-job", config.transfer_threads)?;
-        let gpu_threads = JobThreads::start("lmc-gpu-job", GPU_THREADS)?;
         let clears = Arc::new(JobThreads::start("lmc-clear", 1)?);
         let context = Arc::new(Context::new(config, engine));
         let connections = Arc::new(Connections::default());
@@ -107,7 +107,7 @@ impl Service {
             transfers,
             copies,
             copy_threads,
-            gpu_threads,
+            gpu_threads: OnceLock::new(),
             clears,
         })))
     }
@@ -285,7 +285,9 @@ impl Service {
         // A transfer may have bound it again until the last of its requests ended.
         parts.registry.unbind(client);
         parts.copy_threads.forget(client);
-        parts.gpu_threads.forget(client);
+        if let Some(Some(threads)) = parts.gpu_threads.get() {
+            threads.forget(client);
+        }
     }
 
     /// Returns true while the workers of a connection have slots that they may be copying into or
@@ -377,18 +379,15 @@ impl Service {
         for instance in &mut instances {
             instance.transfers = parts.transfers.len_of(instance.instance_id);
         }
-        let status = ServiceStatus::of(
+        ServiceStatus::of(
             &parts.context,
             instances,
+            parts.registry.gpu_registered_bytes(),
             parts.lookups.status(),
             parts.transfers.status(now),
             parts.transfers.held_status(now),
             now,
-        );
-        ServiceStatus {
-            gpu_registered_bytes: parts.registry.gpu_registered_bytes(),
-            ..status
-        }
+        )
     }
 
     /// Returns the spaces that have chunks in DRAM or belong to a registered worker's layout, as far
@@ -450,10 +449,19 @@ impl Service {
         self.0.context.stats.record_refusal(operation);
     }
 
+    /// Returns the threads of jobs for GPUs, which hosts without a GPU do without. Where they cannot be
+    /// started, such jobs take turns with the others.
+    fn gpu_threads(&self) -> &JobThreads {
+        let parts = &*self.0;
+        let start = || JobThreads::start("lmc-gpu-job", GPU_THREADS).ok();
+        let started = parts.gpu_threads.get_or_init(start);
+        started.as_ref().unwrap_or(&parts.copy_threads)
+    }
+
     pub(crate) fn run_job(&self, client: ClientId, lane: Lane, work: Box<dyn FnOnce() + Send>) {
         let threads = match lane {
             Lane::Retrieve | Lane::Store => &self.0.copy_threads,
-            Lane::GpuRetrieve | Lane::GpuStore => &self.0.gpu_threads,
+            Lane::GpuRetrieve | Lane::GpuStore => self.gpu_threads(),
             Lane::Clear => &self.0.clears,
         };
         threads.run(client, lane, work);

@@ -76,6 +76,11 @@ pub(crate) struct GroupCopy {
     pub(crate) range: std::ops::Range<usize>,
 }
 
+/// Returns the GPU that a worker's memory lies on.
+pub(super) fn gpu_of(copies: &[GroupCopy]) -> Option<&Arc<Gpu>> {
+    copies.first().and_then(|copy| copy.paged.gpu())
+}
+
 /// The way a worker's bytes reach the pool.
 #[derive(Debug)]
 pub(crate) enum Transport {
@@ -315,7 +320,7 @@ impl Instance {
         let Transport::ServerDriven(copies) = &self.transport else {
             return None;
         };
-        let gpu = copies.first()?.paged.gpu()?;
+        let gpu = gpu_of(copies)?;
         Some((gpu, copies.iter().map(|copy| copy.paged.bytes()).sum()))
     }
 
@@ -504,7 +509,7 @@ enum Segments {
 }
 
 impl Segments {
-    /// None are open yet. The kind is that of the first tensor.
+    /// No segment is open yet. The kind is that of the first tensor.
     fn of(groups: &[Described<'_>], user: Option<u32>, gpus: &Gpus) -> Result<Self, RegisterError> {
         let first = groups.iter().find_map(|group| group.tensors.first());
         let user = user.ok_or(RegisterError::UnknownUser)?;

@@ -164,6 +164,7 @@ impl ServiceStatus {
     pub(super) fn of(
         context: &Context,
         instances: Vec<InstanceStatus>,
+        gpu_registered_bytes: u64,
         sessions: SessionStatus,
         transfers: TransferStatus,
         held: Vec<HeldStatus>,
@@ -178,7 +179,7 @@ impl ServiceStatus {
             identity: context.config.identity.to_string(),
             uptime_seconds: uptime.as_secs_f64(),
             instances,
-            gpu_registered_bytes: 0,
+            gpu_registered_bytes,
             sessions,
             transfers,
             held,

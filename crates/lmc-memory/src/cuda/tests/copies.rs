@@ -137,15 +137,9 @@ fn a_copy_whose_caller_panics_ends_after_its_last_launch() {
 
 /// Stops copies of both directions by `proceed`, which is given the number of its calls before.
 fn check_stopped(machine: &Machine, proceed: &(dyn Fn(usize) -> bool + Sync)) {
-    let arena = arena();
-    let gpus = Gpus::new(Arc::clone(&arena));
-    let gpu = gpus.open(UUIDS[0]).unwrap();
-    until_registered(&gpus, &arena);
-    let twin = Twin::new(machine, 0);
-    let plan = plan(&twin.paged(&gpu, 4));
+    let (gpu, twin, plan, mut slot) = copying(machine);
     let len = plan.chunk_bytes() as usize;
     let pool = CopyPool::new(0).unwrap();
-    let mut slot = large_slot(&arena);
     slot.bytes_mut().fill(0);
     let before: Vec<_> = (0..3).map(|number| twin.bytes(number)).collect();
     for gather in [true, false] {
@@ -190,14 +184,9 @@ fn a_gpu_that_hangs_refuses_copies_until_it_goes_on() {
         1,
         a_gpu_that_hangs_refuses_copies_until_it_goes_on,
         |machine| {
-            let arena = arena();
-            let gpus = Gpus::new(Arc::clone(&arena));
-            let gpu = gpus.open(UUIDS[0]).unwrap();
-            until_registered(&gpus, &arena);
-            let plan = plan(&Twin::new(machine, 0).paged(&gpu, 4));
+            let (gpu, _, plan, mut slot) = copying(machine);
             let len = plan.chunk_bytes() as usize;
             let pool = CopyPool::new(0).unwrap();
-            let mut slot = large_slot(&arena);
             let (first, second) = slot.bytes_mut().split_at_mut(450 << 10);
             let mut chunks = cut(first, len, 3);
             let mut others = cut(second, len, 3);

@@ -104,15 +104,10 @@ fn a_failure_of_any_call_is_an_error_and_nothing_is_lost_by_it() {
 #[test]
 fn a_copy_that_fails_ends_after_its_last_launch() {
     with_machine(1, a_copy_that_fails_ends_after_its_last_launch, |machine| {
-        let arena = arena();
-        let gpus = Gpus::new(Arc::clone(&arena));
-        let gpu = gpus.open(UUIDS[0]).unwrap();
-        until_registered(&gpus, &arena);
-        let twin = Twin::new(machine, 0);
-        let plan = plan(&twin.paged(&gpu, 4));
+        // The engine lives as long as the copies.
+        let (gpu, _twin, plan, mut slot) = copying(machine);
         let len = plan.chunk_bytes() as usize;
         let pool = CopyPool::new(0).unwrap();
-        let mut slot = large_slot(&arena);
         let failures = [
             ("cuEventRecord", 0),
             ("cuEventRecord", 1),

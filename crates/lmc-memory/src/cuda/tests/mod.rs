@@ -11,7 +11,7 @@ mod life;
 use std::sync::Arc;
 use std::thread;
 
-use lmc_fake_cuda::{Engine, Live, Machine};
+use lmc_fake_cuda::{Engine, Live, Machine, UUIDS};
 use lmc_testkit::{own_test, until};
 
 use super::{CudaError, DeviceMemory, Gpu, Gpus};
@@ -21,17 +21,12 @@ use crate::{
     PoolConfig, ReservedSlot,
 };
 
-/// Ids of the fake's devices.
-const UUIDS: [&str; 2] = [
-    "6c6d632d-6661-6b65-2d63-7564612d2d30",
-    "6c6d632d-6661-6b65-2d63-7564612d2d31",
-];
-
 /// Bytes around each segment, so that segments begin at odd addresses.
 const BEFORE: usize = 61;
 const AFTER: usize = 77;
 
-/// Runs `inside` in a process with a machine of so many devices. `test` is the test that calls this.
+/// Runs `inside` in a process with a machine that has this number of devices. `test` is the test that
+/// calls this function.
 fn with_machine(devices: usize, test: impl Fn(), inside: impl FnOnce(&Machine)) {
     Machine::in_own_process(devices, own_test(test), inside);
 }
@@ -63,6 +58,18 @@ fn until_registered(gpus: &Gpus, arena: &Arena) {
 fn large_slot(arena: &Arc<Arena>) -> ReservedSlot {
     let pool = Pool::new(Arc::clone(arena), PoolConfig::default()).unwrap();
     pool.reserve(900 << 10).unwrap()
+}
+
+/// Opens the first GPU and a cache there once the pool is registered. Returns both, the plan of a copy
+/// of three chunks, and memory of the pool for them.
+fn copying(machine: &Machine) -> (Arc<Gpu>, Twin, CopyPlan, ReservedSlot) {
+    let arena = arena();
+    let gpus = Gpus::new(Arc::clone(&arena));
+    let gpu = gpus.open(UUIDS[0]).unwrap();
+    until_registered(&gpus, &arena);
+    let twin = Twin::new(machine, 0);
+    let plan = plan(&twin.paged(&gpu, 4));
+    (gpu, twin, plan, large_slot(&arena))
 }
 
 /// Cuts chunks out of memory, at odd addresses and with bytes in between.

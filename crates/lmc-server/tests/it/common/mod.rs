@@ -13,7 +13,8 @@ use std::process::{ChildStderr, Command, Stdio};
 
 use lmc_testkit::{DEADLINE, Folder, Process, free_port, until};
 use lmc_vllm_adapter::{
-    Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Request, TensorMeta, UnknownFields,
+    CacheKey, Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Request, TensorMeta,
+    UnknownFields,
 };
 
 /// Returns the program without flags, and without settings of the user who runs the tests.
@@ -196,6 +197,20 @@ pub(crate) fn segment(port: u16) -> Option<PathBuf> {
         let name = path.file_name().and_then(|name| name.to_str());
         path.extension().is_none() && name.is_some_and(|name| name.starts_with(&prefix))
     })
+}
+
+/// Returns the key of the first worker for a request `r` of model `m` with this many tokens.
+pub(crate) fn worker_key(tokens: u64) -> CacheKey {
+    CacheKey {
+        model_name: "m".to_owned(),
+        world_size: 1,
+        worker_id: Some(0),
+        token_ids: (0..tokens as u32).collect(),
+        end: tokens,
+        request_id: "r".to_owned(),
+        num_kv_readers: 1,
+        ..CacheKey::default()
+    }
 }
 
 /// Registers an engine's memory for copies by the server: one layer of rank 3, `[blocks, tokens,

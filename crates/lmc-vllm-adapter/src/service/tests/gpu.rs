@@ -2,14 +2,11 @@
 
 use std::thread;
 
-use lmc_fake_cuda::{Engine, EngineEvent, Live, Machine};
+use lmc_fake_cuda::{Engine, EngineEvent, Live, Machine, UUIDS};
 use lmc_testkit::{own_test, until};
 
 use super::*;
 use crate::protocol::Cuda;
-
-/// Id of the fake's first device; that of the second ends with 1.
-const UUID: &str = "6c6d632d-6661-6b65-2d63-7564612d2d30";
 
 /// Bytes of the allocation before the tensor.
 const OFFSET: usize = 48;
@@ -33,7 +30,7 @@ impl GpuMemory {
             panic!("a tensor in shared memory");
         };
         Cuda {
-            device_uuid: UUID.to_owned(),
+            device_uuid: UUIDS[0].to_owned(),
             handle,
             offset: offset as u64,
             nbytes: BLOCKS * BLOCK_BYTES,
@@ -250,7 +247,7 @@ fn a_registration_that_fails_leaves_nothing() {
             second(|tensor| tensor.offset += 1),
             second(|tensor| tensor.offset = u64::MAX),
             second(|tensor| tensor.nbytes = u64::MAX),
-            second(|tensor| tensor.device_uuid = UUID.replace("30", "31")),
+            second(|tensor| tensor.device_uuid = UUIDS[1].to_owned()),
             second(|tensor| tensor.device_uuid = "none".to_owned()),
             second(|tensor| tensor.tensor.storage_offset = 1),
             registration(&vec![good.clone(); 1025]),
