@@ -21,7 +21,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::chunks::Chunks;
 use crate::daemon_link::DaemonLink;
-use crate::dial::{Named, NamedPeer, stay_connected};
+use crate::dial::{Dialer, Named, NamedPeer};
 use crate::link::{Link, now};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
@@ -153,9 +153,12 @@ impl<C: Chunks> P2pBackend<C> {
             let announcing = Arc::clone(&node).announce_chunks(seed);
             tasks.spawn_on(announcing, &runtime);
         }
-        let named = Named::default();
+        let dialer = Dialer::new(peers.iter().chain(&directories));
+        // A clear that comes before they are resolved names them as well.
+        let named = Arc::new(Mutex::new(dialer.named(node.link.sockets.id())));
         if has_names {
-            let dialing = stay_connected(Arc::clone(&node), peers, directories, Arc::clone(&named));
+            let (dialing, shown) = (Arc::clone(&node), Arc::clone(&named));
+            let dialing = dialer.stay_connected(dialing, peers, directories, shown);
             tasks.spawn_on(dialing, &runtime);
         }
         Ok(Self {

@@ -61,32 +61,6 @@ pub(crate) struct Dialer {
     nixl_failures: HashMap<SocketAddr, Failure>,
 }
 
-/// Keeps connections to the peers that are named. Runs until it is dropped.
-pub(crate) async fn stay_connected<C: Chunks>(
-    node: Arc<DaemonNode<C>>,
-    peers: Vec<String>,
-    directories: Vec<String>,
-    named: Named,
-) {
-    let mut dialer = Dialer::new(peers.iter().chain(&directories));
-    let mut strangers = BTreeSet::new();
-    let own = node.link.sockets.id().clone();
-    *named.lock() = dialer.named(&own);
-    loop {
-        dialer.resolve(lookup).await;
-        dialer.connect(&node).await;
-        connect_dialed(&node).await;
-        *named.lock() = dialer.named(&own);
-        let directories = dialer.connected_of(&directories);
-        warn_of_strangers(&node, &directories, &mut strangers);
-        node.set_contacts(
-            dialer.connected_of(&peers).into_iter().collect(),
-            directories,
-        );
-        tokio::time::sleep(CONNECT_EVERY).await;
-    }
-}
-
 impl Dialer {
     pub(crate) fn new<'a>(names: impl IntoIterator<Item = &'a String>) -> Self {
         Self {
@@ -94,6 +68,28 @@ impl Dialer {
             connected: HashMap::new(),
             failures: HashMap::new(),
             nixl_failures: HashMap::new(),
+        }
+    }
+
+    /// Keeps connections to the peers that are named. Runs until it is dropped.
+    pub(crate) async fn stay_connected<C: Chunks>(
+        mut self,
+        node: Arc<DaemonNode<C>>,
+        peers: Vec<String>,
+        directories: Vec<String>,
+        named: Named,
+    ) {
+        let mut strangers = BTreeSet::new();
+        let own = node.link.sockets.id().clone();
+        loop {
+            self.resolve(lookup).await;
+            self.connect(&node).await;
+            connect_dialed(&node).await;
+            *named.lock() = self.named(&own);
+            let directories = self.connected_of(&directories);
+            warn_of_strangers(&node, &directories, &mut strangers);
+            node.set_contacts(self.connected_of(&peers).into_iter().collect(), directories);
+            tokio::time::sleep(CONNECT_EVERY).await;
         }
     }
 

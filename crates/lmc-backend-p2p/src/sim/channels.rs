@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use futures_util::StreamExt;
+use futures_util::{FutureExt, StreamExt};
 use lmc_backend::{Backend, Clears, LoadItem, Loaded, LocateHint, Located};
 use lmc_key::ClearsId;
 use lmc_transfer::{
@@ -382,6 +382,26 @@ fn a_lease_for_a_transport_that_was_not_asked_for_is_not_asked_for_again() {
         );
         assert_eq!(leases.load(Ordering::Relaxed), 1);
     });
+}
+
+/// It was confirmed by all once, since no name was resolved yet.
+#[test]
+fn a_clear_right_after_the_start_names_the_peers_of_the_settings() {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
+    // Its tasks are not run.
+    let runtime = runtime.expect("a runtime");
+    let _entered = runtime.enter();
+    let peer = "tcp://peer.invalid:7700".parse().expect("an address");
+    let this = daemon_of("this", &[peer], false);
+    let clears = this.chunks.carried_out();
+    let cleared = this.tier.clear(clears, Instant::now() + DEADLINE);
+    let cleared = cleared.now_or_never().expect("no peer is known");
+    assert_eq!(
+        cleared.expect("it is not closed").unconfirmed,
+        ["peer.invalid:7700"]
+    );
 }
 
 #[test]
