@@ -12,7 +12,7 @@ use lmc_key::ChunkKey;
 
 use crate::engine::CacheEngine;
 use crate::lookup::{LookupRequest, Rank};
-use crate::lower::{Prompt, Source};
+use crate::lower::{Prompt, Source, half_of};
 
 /// Owner of the leases that are lent to other processes.
 pub(crate) const PEERS: OwnerId = OwnerId(u64::MAX - 2);
@@ -138,6 +138,7 @@ impl CacheEngine {
                     sources,
                     first: 0,
                     deadline,
+                    half: half_of(deadline),
                 };
                 let none = local.lease_uncounted(owner, &[]);
                 promoted = Some(lower.tiers().promote(prompt, none).await);

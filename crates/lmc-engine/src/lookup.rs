@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
 use crate::CacheEngine;
-use crate::lower::{Prompt, Source, Sources, Tiers};
+use crate::lower::{Prompt, Source, Sources, Tiers, half_of};
 
 /// One rank of a prompt: where its chunks are named, and by which KV rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -444,6 +444,7 @@ async fn promote(
             hint: Some(hint(&rank.rank)),
             sources: rank.sources.found,
             deadline,
+            half: half_of(deadline),
         };
         FoundRank {
             rank: rank.rank,

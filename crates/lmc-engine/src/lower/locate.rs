@@ -45,7 +45,7 @@ impl Source {
         }
     }
 
-    fn tier(&self) -> Option<usize> {
+    pub(super) fn tier(&self) -> Option<usize> {
         match self {
             Self::Dram => None,
             Self::Tier { index, .. } => Some(*index),

@@ -32,7 +32,7 @@ use crate::config::{EngineConfig, EngineError};
 use crate::policy::{LowerTier, TierPolicy, WritePolicy};
 pub(crate) use locate::{Source, Sources};
 use permits::Permits;
-pub(crate) use promote::Prompt;
+pub(crate) use promote::{Prompt, half_of};
 use uses::Uses;
 use write_queue::WriteQueue;
 pub(crate) use write_queue::{Moment, Offer, POLL};

@@ -1,6 +1,6 @@
 //! Promotion: reading chunks from lower tiers into DRAM.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::mem;
 use std::ops::Range;
 use std::pin::pin;
@@ -62,9 +62,12 @@ struct Rest {
     index: usize,
     /// Source of the chunk, if that is a tier that had to be asked.
     asked: Option<Source>,
-    /// The tier that had it and failed to load it.
+    /// The tier that had it, and failed to load it or had no permit for it.
     failed: Option<usize>,
 }
+
+/// Chunks that are read from another tier than the one that they were located in, by their index.
+type Elsewhere = HashMap<usize, Rest>;
 
 /// Bytes of each tier that permits allow to read.
 struct Allowed(Vec<u64>);
@@ -160,6 +163,8 @@ pub(crate) struct Prompt {
     pub(crate) sources: Vec<Source>,
     pub(crate) first: usize,
     pub(crate) deadline: Instant,
+    /// Time from which other tiers are asked for chunks that wait for permits.
+    pub(crate) half: tokio::time::Instant,
 }
 
 impl Tiers {
@@ -175,20 +180,32 @@ impl Tiers {
             while under_way.len() < WINDOWS && next < end {
                 let range = prompt.window(next..end, self.most());
                 let units = self.units(prompt.sources(&range));
-                let permits = self.permits(&prompt, units, under_way.is_empty());
-                let Some(permits) = permits.await else {
+                let mut elsewhere = Elsewhere::new();
+                let mut permits = self.permits.try_acquire(&units);
+                if permits.is_none() && under_way.is_empty() {
+                    let wanted: Vec<_> = self.located(&prompt, range.clone()).collect();
+                    permits = self.permits(&prompt, &wanted, &mut elsewhere).await;
+                }
+                let Some(permits) = permits else {
                     break;
                 };
+                let is_whole = permits
+                    .iter()
+                    .map(Permit::units)
+                    .eq(units.into_iter().filter(|n| *n > 0));
                 let len = range.len();
                 next = range.end;
                 // In the prompt's order: its tail must not take the memory of its head.
-                let window = self.prepare(&prompt, range, &permits);
+                let window = self.prepare(&prompt, range, &permits, &elsewhere);
                 if window.range.len() < len {
                     next = end;
                 }
                 let (tiers, prompt) = (Arc::clone(self), Arc::clone(&prompt));
                 let task = tokio::spawn(async move { tiers.read(&prompt, window, permits).await });
                 under_way.push_back((len, Task(task)));
+                if !is_whole {
+                    break;
+                }
             }
             let Some((len, mut task)) = under_way.pop_front() else {
                 return held;
@@ -217,15 +234,50 @@ impl Tiers {
         bytes.into_iter().map(units).collect()
     }
 
-    /// Takes the right to promote from tiers. `None` when there is none: now, or by the deadline for
-    /// a prompt that waits.
-    async fn permits(&self, prompt: &Prompt, units: Vec<u32>, waits: bool) -> Option<Vec<Permit>> {
-        if !waits {
-            return self.permits.try_acquire(&units);
+    /// Takes permits for the chunks of each tier that has them free. Where none has, waits for the tier
+    /// of the first chunk until the deadline, and returns `None` then. When half of the time is over,
+    /// asks the other tiers, and returns at once what is to be read from them.
+    async fn permits(
+        &self,
+        prompt: &Prompt,
+        wanted: &[(Rest, Source)],
+        elsewhere: &mut Elsewhere,
+    ) -> Option<Vec<Permit>> {
+        let units = self.units(wanted.iter().map(|(_, source)| source));
+        let alone = |tier: usize| {
+            let mut alone = vec![0; units.len()];
+            alone[tier] = units[tier];
+            alone
+        };
+        let tiers = (0..units.len()).filter(|tier| units[*tier] > 0);
+        let free: Vec<Permit> = tiers
+            .filter_map(|tier| self.permits.try_acquire(&alone(tier)))
+            .flatten()
+            .collect();
+        let first = wanted.iter().find_map(|(_, source)| source.tier());
+        let Some(first) = first.filter(|_| free.is_empty()) else {
+            return Some(free);
+        };
+        let mut granted = pin!(self.permits.acquire(prompt.owner, alone(first)));
+        if let Ok(granted) = tokio::time::timeout_at(prompt.half, &mut granted).await {
+            return granted;
+        }
+        // What failed at one tier, or was asked for, is asked for no more.
+        let waits = |(one, source): &(Rest, Source)| {
+            let waits = one.failed.is_none() && source.tier() == Some(first);
+            waits.then_some((one.index, first))
+        };
+        let waiting: Vec<_> = wanted.iter().filter_map(waits).collect();
+        let found = self.locate_elsewhere(prompt, &waiting).await;
+        let found = found
+            .into_iter()
+            .filter(|one| self.source_of(prompt, one).is_some());
+        elsewhere.extend(found.map(|one| (one.index, one)));
+        if !elsewhere.is_empty() {
+            return Some(Vec::new());
         }
         let deadline = tokio::time::Instant::from_std(prompt.deadline);
-        let permits = self.permits.acquire(prompt.owner, units);
-        tokio::time::timeout_at(deadline, permits).await.ok()?
+        tokio::time::timeout_at(deadline, granted).await.ok()?
     }
 
     /// Returns the source that a chunk had when the prompt was located, if that is a tier that had to
@@ -240,22 +292,18 @@ impl Tiers {
         }
     }
 
-    /// Leases the resident chunks of a range, and reserves slots for the others. Those that are in
-    /// another tier now, for which there is no permit, are read after the others.
-    fn prepare(
-        self: &Arc<Self>,
+    /// Finds out where the leading chunks of a range are now. Those that were in DRAM when the prompt
+    /// was located may have been evicted for its head, and the other way round.
+    fn located(
+        &self,
         prompt: &Prompt,
         range: Range<usize>,
-        permits: &[Permit],
-    ) -> Window {
-        // A chunk that is located now is marked before it can be removed, which voids the mark.
-        let _held = self.block_removal();
-        // What was in DRAM when the prompt was located may have been evicted for its head, and the
-        // other way round.
+    ) -> impl Iterator<Item = (Rest, Source)> {
+        let keys = &prompt.keys[range.clone()];
         let mut now = self
-            .sources_now(&prompt.keys[range.clone()], prompt.chunk_bytes(), None)
+            .sources_now(keys, prompt.chunk_bytes(), None)
             .into_iter();
-        let located = |index| {
+        range.map_while(move |index| {
             let asked = self.asked_source(prompt, index);
             let rest = Rest {
                 index,
@@ -263,9 +311,23 @@ impl Tiers {
                 failed: None,
             };
             Some((rest, now.next()?.or(asked)?))
-        };
-        let wanted: Vec<_> = range.clone().map_while(located).collect();
-        let range = range.start..range.start + wanted.len();
+        })
+    }
+
+    /// Leases the resident chunks of a range, and reserves slots for the others. Those for which there
+    /// is no permit are read after the others.
+    fn prepare(
+        self: &Arc<Self>,
+        prompt: &Prompt,
+        range: Range<usize>,
+        permits: &[Permit],
+        elsewhere: &Elsewhere,
+    ) -> Window {
+        // A chunk that is located now is marked before it can be removed, which voids the mark.
+        let _held = self.block_removal();
+        let start = range.start;
+        let wanted: Vec<_> = self.located(prompt, range).collect();
+        let range = start..start + wanted.len();
         let mut allowed = Allowed::of(permits, self.tiers.len());
         let (wanted, rest): (Vec<_>, Vec<_>) = wanted
             .into_iter()
@@ -274,7 +336,10 @@ impl Tiers {
             range,
             kept: Arc::default(),
             loads: Vec::new(),
-            rest: rest.into_iter().map(|(rest, _)| rest).collect(),
+            rest: rest
+                .into_iter()
+                .map(|(one, _)| moved(one, elsewhere))
+                .collect(),
             promoting: Promoting::new(self),
         };
         window.loads.resize_with(self.tiers.len(), Vec::new);
@@ -363,8 +428,7 @@ impl Tiers {
         };
         let overtaken = Notify::new();
         let first = pin!(self.load_all(prompt, window, permits, &overtaken));
-        let half = prompt.deadline.saturating_duration_since(Instant::now()) / 2;
-        let late = pin!(tokio::time::sleep(half));
+        let late = pin!(tokio::time::sleep_until(half_of(prompt.deadline)));
         match select(first, late).await {
             Either::Left((failed, _)) => self.read_elsewhere(prompt, window, failed).await,
             Either::Right(((), first)) => {
@@ -451,9 +515,9 @@ impl Tiers {
         now.first().copied()?.or(rest.asked)
     }
 
-    /// Takes permits and memory for the first of these chunks, as many as a tier has for itself, to read
-    /// them beside others who write them. Leaves the others in `rest`. Returns `None` if there are no
-    /// permits by the deadline.
+    /// Takes permits and memory for the first of these chunks, at most as many as a tier has for itself,
+    /// to read them beside others who write them. Leaves the others in `rest`. Returns `None` if there
+    /// are no permits by the deadline.
     async fn reserve_rest(
         &self,
         prompt: &Prompt,
@@ -461,6 +525,7 @@ impl Tiers {
         rest: &mut Vec<Rest>,
     ) -> Option<Vec<Permit>> {
         let mut wanted = Vec::new();
+        rest.sort_unstable_by_key(|one| one.index);
         for one in mem::take(rest) {
             match self.source_of(prompt, &one) {
                 Some(Source::Dram) => {
@@ -475,8 +540,11 @@ impl Tiers {
         let sources = wanted.iter().map(|(_, source)| source);
         let later = wanted.split_off(leading(sources, self.most()));
         rest.extend(later.into_iter().map(|(one, _)| one));
-        let units = self.units(wanted.iter().map(|(_, source)| source));
-        let permits = self.permits(prompt, units, true).await?;
+        let mut elsewhere = Elsewhere::new();
+        let permits = self.permits(prompt, &wanted, &mut elsewhere).await?;
+        let mut allowed = Allowed::of(&permits, self.tiers.len());
+        let later = wanted.extract_if(.., |(_, source)| !allowed.take(source));
+        rest.extend(later.map(|(one, _)| moved(one, &elsewhere)));
         // As for `prepare`: meanwhile a removal may have begun.
         let _held = self.block_removal();
         wanted.retain(|(one, _)| !self.is_removing(&prompt.keys[one.index]));
@@ -613,6 +681,18 @@ impl Prompt {
     fn parent(&self, index: usize) -> Option<ChunkKey> {
         index.checked_sub(1).map(|before| self.keys[before])
     }
+}
+
+/// Returns the chunk as it is read from elsewhere, if it is.
+fn moved(one: Rest, elsewhere: &Elsewhere) -> Rest {
+    elsewhere.get(&one.index).copied().unwrap_or(one)
+}
+
+/// Returns the time when half of what is left until a deadline is over.
+pub(crate) fn half_of(deadline: Instant) -> tokio::time::Instant {
+    let now = tokio::time::Instant::now();
+    let left = tokio::time::Instant::from_std(deadline).saturating_duration_since(now);
+    now + left / 2
 }
 
 /// Returns how many of these sources, at least one where there is one, have at most `most` bytes

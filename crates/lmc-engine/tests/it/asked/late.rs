@@ -2,6 +2,7 @@
 //! nothing else is to be done, so that no test waits.
 
 use lmc_backend::{Answers, LoadItem, Loaded};
+use tokio::runtime::Runtime;
 
 use super::*;
 
@@ -45,9 +46,8 @@ fn shut(inner: MemoryBackend) -> Gated<MemoryBackend> {
     gated
 }
 
-/// Looks eight chunks up, all of which are found, beside others that hold memory. Returns the part of
-/// the time that was needed, and for each tier the chunks that it promoted and failed to promote.
-fn found_in(tiers: [Arc<dyn Backend>; 2], held: Range<u64>) -> (f64, [(u64, u64); 2]) {
+/// An engine above these tiers, and the runtime with the paused clock that it runs on.
+fn paused(tiers: [Arc<dyn Backend>; 2]) -> (CacheEngine, Runtime) {
     let mut builder = Builder::new_current_thread();
     let runtime = builder.enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime");
@@ -57,6 +57,13 @@ fn found_in(tiers: [Arc<dyn Backend>; 2], held: Range<u64>) -> (f64, [(u64, u64)
         policy.locate_timeout = TIMEOUT;
         policy.write = WritePolicy::Back;
     });
+    (engine, runtime)
+}
+
+/// Looks eight chunks up, all of which are found, beside others that hold memory. Returns the part of
+/// the time that was needed, and for each tier the chunks that it promoted and failed to promote.
+fn found_in(tiers: [Arc<dyn Backend>; 2], held: Range<u64>) -> (f64, [(u64, u64); 2]) {
+    let (engine, runtime) = paused(tiers);
     write(&engine, SPACE, 0, held.clone());
     engine.pin(&keys(held));
     let lookup = engine.lookup(request(&[RANK], 0..8));
@@ -116,4 +123,66 @@ fn a_late_load_goes_on_where_no_other_tier_has_the_chunk_or_there_is_no_memory_f
         assert!((0.4..0.6).contains(&time), "{time}");
         assert_eq!(promoted, [(8, 0), (0, 0)]);
     }
+}
+
+/// Looks eight chunks up, some of which are in a tier whose loads wait, while another prompt holds all
+/// permits of that tier. Returns how many are found and the part of the time that was needed.
+fn found_beside_a_prompt_that_hangs(
+    hung: MemoryBackend,
+    has: Range<u64>,
+    other: MemoryBackend,
+) -> (usize, f64) {
+    put(&hung, SPACE, has);
+    put(&hung, SPACE, 100..112);
+    let hung = Arc::new(Gated::new(hung));
+    hung.shut();
+    let (engine, runtime) = paused([Arc::clone(&hung) as _, Arc::new(other)]);
+    let holding = engine.lookup(request(&[RANK], 100..112));
+    runtime.block_on(async {
+        while hung.loads() < 12 {
+            yield_now().await;
+        }
+    });
+    let lookup = engine.lookup(request(&[RANK], 0..8));
+    let (found, time) = runtime.block_on(async {
+        let start = tokio::time::Instant::now();
+        (lookup.wait().await, start.elapsed())
+    });
+    let hits = found.hits;
+    drop((found, holding));
+    runtime.block_on(async {
+        while engine.usage().reserved_slots > 0 {
+            yield_now().await;
+        }
+    });
+    assert_idle(&engine);
+    (hits, time.div_duration_f64(TIMEOUT))
+}
+
+/// They once waited for the permits until their time was over.
+#[test]
+fn a_prompt_that_waits_for_permits_of_a_tier_is_read_from_the_next_one_in_half_of_the_time() {
+    for media in [MemoryBackend::default, MemoryBackend::shared] {
+        let sound = MemoryBackend::shared();
+        put(&sound, SPACE, 0..8);
+        let (hits, time) = found_beside_a_prompt_that_hangs(media(), 0..8, sound);
+        assert_eq!(hits, 8);
+        assert!((0.4..0.6).contains(&time), "{time}");
+    }
+}
+
+#[test]
+fn a_prompt_waits_for_permits_to_its_end_where_no_other_tier_has_it() {
+    let other = MemoryBackend::shared();
+    let (hits, time) = found_beside_a_prompt_that_hangs(MemoryBackend::default(), 0..8, other);
+    assert_eq!(hits, 0);
+    assert!((0.9..1.1).contains(&time), "{time}");
+}
+
+#[test]
+fn the_head_of_a_prompt_is_read_while_its_tail_waits_for_permits() {
+    let sound = MemoryBackend::default();
+    put(&sound, SPACE, 0..2);
+    let (hits, _) = found_beside_a_prompt_that_hangs(MemoryBackend::default(), 2..8, sound);
+    assert_eq!(hits, 2);
 }
