@@ -1,5 +1,5 @@
 //! Server and engines in containers of their own, which share the folder of the Unix socket and
-//! nothing else: each has its own mount, IPC and PID namespace, its own `/dev/shm`, `/run` and `/tmp`,
+//! nothing else: each has its own user, mount, IPC and PID namespace, its own `/dev/shm`, `/run` and `/tmp`,
 //! and engines have a network of their own too.
 
 use std::fs;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::Server;
 use lmc_key::ChunkHash;
-use lmc_testkit::{DEADLINE, Folder, Process, in_lab, is_root, test_arguments, until};
+use lmc_testkit::{DEADLINE, Folder, Process, in_lab, test_arguments, until};
 use lmc_vllm_adapter::adapters::{
     Endpoint, EngineDescription, KvLayers, LayerTensor, LoadStoreOp, Prompt, SchedulerAdapter,
     WorkerAdapter,
@@ -42,13 +42,11 @@ fn container(folder: &Path, own_network: bool) -> Command {
         folder.display()
     );
     let mut command = Command::new("unshare");
-    if !is_root() {
-        command.args(["--user", "--map-root-user"]);
-    }
     if own_network {
         command.arg("--net");
     }
     command
+        .args(["--user", "--map-root-user"])
         .args(["--mount", "--ipc", "--pid", "--fork", "--kill-child"])
         .args(["--mount-proc", "sh", "-c", &script, "sh"]);
     command
