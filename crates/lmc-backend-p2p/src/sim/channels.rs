@@ -384,7 +384,7 @@ fn a_lease_for_a_transport_that_was_not_asked_for_is_not_asked_for_again() {
     });
 }
 
-/// It was confirmed by all once, since no name was resolved yet.
+/// Such a clear was once confirmed by all, since no name was resolved yet.
 #[test]
 fn a_clear_right_after_the_start_names_the_peers_of_the_settings() {
     let runtime = tokio::runtime::Builder::new_current_thread()

@@ -159,7 +159,7 @@ fn found_beside_a_prompt_that_hangs(
     (hits, time.div_duration_f64(TIMEOUT))
 }
 
-/// They once waited for the permits until their time was over.
+/// Such a prompt once waited for the permits until its time was over.
 #[test]
 fn a_prompt_that_waits_for_permits_of_a_tier_is_read_from_the_next_one_in_half_of_the_time() {
     for media in [MemoryBackend::default, MemoryBackend::shared] {
