@@ -25,7 +25,7 @@ use crate::dial::{Dialer, Named, NamedPeer};
 use crate::link::{Link, now};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
-use crate::peers::GonePeer;
+use crate::peers::{GonePeer, Peers};
 use crate::status::PeersStatus;
 
 /// Time that a clear waits for peers: slower ones are named as unconfirmed, and learn of it
@@ -190,8 +190,7 @@ impl<C: Chunks> P2pBackend<C> {
 
     /// Returns the peers and directories that are not connected: those that the settings name, and
     /// those that were connected before, as far as they are remembered.
-    fn not_connected(&self) -> Vec<String> {
-        let peers = self.node.peers.lock();
+    fn not_connected(&self, peers: &Peers) -> Vec<String> {
         let is_connected = |named: &NamedPeer| {
             peers.iter().any(|peer| {
                 // The list of named peers is a moment behind.
@@ -359,8 +358,8 @@ impl<C: Chunks> Backend for P2pBackend<C> {
             }
             // A peer that does not answer is sent them again within seconds.
             let deadline = deadline.min(now() + CLEAR_TIMEOUT);
-            let mut unconfirmed = self.node.pass_on(&clears, deadline).await;
-            unconfirmed.extend(self.not_connected());
+            let missing = |peers: &Peers| self.not_connected(peers);
+            let unconfirmed = self.node.pass_on(&clears, deadline, missing).await;
             Ok(Cleared::new(0).with_unconfirmed(unconfirmed))
         })
     }

@@ -6,6 +6,7 @@
 //! page, and each answer has the page of the same number of the other map. Joins only move entries
 //! to later pages, so that pages read in their order miss no entry.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,7 @@ use crate::link::{Link, now, until};
 use crate::message::{ClearsPage, Reply, Request, Stamped};
 use crate::node::Node;
 use crate::owner::Session;
-use crate::peers::Peer;
+use crate::peers::{Peer, Peers};
 
 /// Time between two exchanges with peers at another digest, and of what each side holds.
 const IN_STEP_EVERY: Duration = Duration::from_secs(5);
@@ -201,27 +202,44 @@ impl<L: Link, C: Chunks> Node<L, C> {
         join_all(exchanges).await;
     }
 
-    /// Passes clears on to all connected peers. Returns the names of those that have not confirmed by
-    /// the deadline that they have carried them out, so that their restart finds them.
-    pub async fn pass_on(&self, clears: &Clears, deadline: Instant) -> Vec<String> {
-        let all: Vec<(Session, String)> = {
-            let peers = self.peers.lock();
-            let named = peers.iter().map(|peer| (peer.session.clone(), peer.name()));
-            named.collect()
-        };
-        let unconfirmed = all.into_iter().map(|(session, name)| async move {
-            let Ok((theirs, is_noted)) = self.send_clears(&session, deadline).await else {
-                return Some(name);
+    /// Passes clears on to all connected peers, also to those that connect meanwhile. Returns the names of
+    /// the peers that have not confirmed by the deadline that they have carried them out, so that their
+    /// restart finds them, and the names of `missing` peers, which are looked up once every connected peer
+    /// was asked, before another can connect.
+    pub(crate) async fn pass_on(
+        &self,
+        clears: &Clears,
+        deadline: Instant,
+        missing: impl Fn(&Peers) -> Vec<String>,
+    ) -> Vec<String> {
+        let (mut asked, mut named) = (HashSet::new(), Vec::new());
+        loop {
+            let new: Vec<(Session, String)> = {
+                let peers = self.peers.lock();
+                let new = peers
+                    .iter()
+                    .filter(|peer| asked.insert(peer.session.clone()));
+                let new: Vec<_> = new.map(|p| (p.session.clone(), p.name())).collect();
+                if new.is_empty() {
+                    named.extend(missing(&peers));
+                    return named;
+                }
+                new
             };
-            // What is not noted by the deadline is exchanged once more.
-            let _ = until(deadline, self.learn(&session, &theirs)).await;
-            match theirs.contains(clears) {
-                true if is_noted => None,
-                true => Some(format!("{name} (carried out; its restart may undo it)")),
-                false => Some(name),
-            }
-        });
-        join_all(unconfirmed).await.into_iter().flatten().collect()
+            let unconfirmed = new.into_iter().map(|(session, name)| async move {
+                let Ok((theirs, is_noted)) = self.send_clears(&session, deadline).await else {
+                    return Some(name);
+                };
+                // What is not noted by the deadline is exchanged once more.
+                let _ = until(deadline, self.learn(&session, &theirs)).await;
+                match theirs.contains(clears) {
+                    true if is_noted => None,
+                    true => Some(format!("{name} (carried out; its restart may undo it)")),
+                    false => Some(name),
+                }
+            });
+            named.extend(join_all(unconfirmed).await.into_iter().flatten());
+        }
     }
 
     /// Exchanges clears with peers at another digest, from time to time and as soon as a message

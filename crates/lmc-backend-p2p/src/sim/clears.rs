@@ -185,13 +185,9 @@ fn a_peer_that_is_cut_off_at_a_clear_is_named_and_learns_of_it_when_it_is_back()
     run(async {
         let (net, keys) = owner_and_reader(65).await;
         keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
-        let pass_on = async || {
-            let clears = net.chunks(0).carried_out();
-            net.node(0).pass_on(&clears, now() + LOCATE).await
-        };
         net.cut(0, 1, true, Duration::from_secs(60));
         net.chunks(0).clear();
-        assert_eq!(pass_on().await, ["host-1"]);
+        assert_eq!(net.pass_on(0).await, ["host-1"]);
         net.kill(0, Duration::ZERO);
         tokio::time::sleep(LOCATE).await;
         net.start(0, 64, |_| ());
@@ -200,7 +196,7 @@ fn a_peer_that_is_cut_off_at_a_clear_is_named_and_learns_of_it_when_it_is_back()
         assert_eq!(net.chunks(1).len(), 0, "they are from before the clear");
         assert_eq!(fetch(&net, 0, &keys).await.hits, 0);
         assert_eq!(net.chunks(0).carried_out().total(), 1);
-        assert_eq!(pass_on().await, [""; 0]);
+        assert_eq!(net.pass_on(0).await, [""; 0]);
         assert_eq!(net.node(1).counters().clears, 1);
     });
 }
@@ -211,13 +207,9 @@ fn a_peer_that_cannot_note_a_clear_carries_it_out_and_does_not_confirm_it() {
         let (net, keys) = owner_and_reader(66).await;
         keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
         let volatile = &net.chunks(1).is_volatile;
-        let pass_on = async || {
-            let clears = net.chunks(0).carried_out();
-            net.node(0).pass_on(&clears, now() + LOCATE).await
-        };
         volatile.store(true, Ordering::Relaxed);
         net.chunks(0).clear();
-        let unconfirmed = pass_on().await;
+        let unconfirmed = net.pass_on(0).await;
         assert_eq!(
             unconfirmed,
             ["host-1 (carried out; its restart may undo it)"]
@@ -225,11 +217,36 @@ fn a_peer_that_cannot_note_a_clear_carries_it_out_and_does_not_confirm_it() {
         assert_eq!(net.chunks(1).len(), 0);
         // Also where the two are known to be at one digest.
         tokio::time::sleep(SETTLED).await;
-        assert_eq!(pass_on().await, unconfirmed);
+        assert_eq!(net.pass_on(0).await, unconfirmed);
         keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
         assert_eq!(fetch(&net, 0, &keys).await.hits, keys.len() as u64);
         volatile.store(false, Ordering::Relaxed);
-        assert_eq!(pass_on().await, [""; 0]);
+        assert_eq!(net.pass_on(0).await, [""; 0]);
+    });
+}
+
+/// A clear that asked the peers of its begin only was confirmed without those that connected before its
+/// answer: they were not asked, and were not missing any more.
+#[test]
+fn a_peer_that_connects_during_a_clear_confirms_it_or_is_named() {
+    run(async {
+        for answers in [true, false] {
+            let net = Net::new(70, Faults::none());
+            (0..3).for_each(|host| net.start(host, 8, |_| ()));
+            assert!(net.connect(0, 1).await);
+            net.forge(2, move |request, reply| {
+                (answers || !matches!(request, Request::Clears(_))).then_some(reply)
+            });
+            net.chunks(0).clear();
+            // The clear waits for the first peer while the second connects.
+            net.chunks(1).note_slowly(LOCATE / 2);
+            let (unconfirmed, _) = tokio::join!(net.pass_on(0), net.connect(0, 2));
+            match answers {
+                true => assert_eq!(unconfirmed, [""; 0]),
+                false => assert_eq!(unconfirmed, ["host-2"]),
+            }
+            assert_eq!(net.chunks(2).carried_out(), net.chunks(0).carried_out());
+        }
     });
 }
 
@@ -240,9 +257,8 @@ fn a_clear_ends_by_its_deadline_while_a_disk_hangs() {
         net.chunks(1).clear();
         net.chunks(0).clear();
         net.chunks(0).note_slowly(Duration::from_secs(10));
-        let (begun, clears) = (now(), net.chunks(0).carried_out());
-        let unconfirmed = net.node(0).pass_on(&clears, begun + LOCATE).await;
-        assert_eq!(unconfirmed, [""; 0], "it has carried them out");
+        let begun = now();
+        assert_eq!(net.pass_on(0).await, [""; 0], "it has carried them out");
         assert!(now() <= begun + LOCATE + Duration::from_millis(1));
         tokio::time::sleep(SETTLED).await;
         assert_eq!(net.chunks(0).carried_out().total(), 2);
@@ -348,13 +364,12 @@ fn a_peer_with_more_clears_than_a_map_holds_is_not_in_step_and_its_status_says_w
         assert_eq!(*net.chunks(0).carried_out(), full);
         // It has joined the pages that fit.
         assert!(net.chunks(1).carried_out().contains(&one));
-        for (host, map) in [(0, &full), (1, &one)] {
+        for host in 0..2 {
             let status = net.node(host).status();
             let found = Clears::MAX_STARTS + 1;
             let failure = status.peers[0].last_failure.as_ref().map(|one| &one.reason);
             assert_eq!(failure, Some(&TooManyClears { found }.to_string()));
-            let unconfirmed = net.node(host).pass_on(map, now() + LOCATE).await;
-            assert_eq!(unconfirmed, [format!("host-{}", 1 - host)]);
+            assert_eq!(net.pass_on(host).await, [format!("host-{}", 1 - host)]);
         }
         let pages = pages.iter().map(|pages| pages.load(Ordering::Relaxed));
         let most = 2 * (SECONDS / 5 + 8) * usize::from(MAX_PAGES);
@@ -381,8 +396,7 @@ fn a_peer_whose_pages_are_out_of_order_changes_nothing() {
             let before = net.chunks(0).carried_out();
             assert!(net.connect(0, 1).await);
             assert_eq!(net.chunks(0).carried_out(), before);
-            let unconfirmed = net.node(0).pass_on(&before, now() + LOCATE).await;
-            assert_eq!(unconfirmed, ["host-1"]);
+            assert_eq!(net.pass_on(0).await, ["host-1"]);
         }
     });
 }
@@ -430,10 +444,7 @@ fn clears_made_at_once_do_not_chase_each_other() {
             let pages: Vec<_> = (0..count).map(|host| count_pages(&net, host)).collect();
             let sent = || pages.iter().map(|one| one.load(Ordering::Relaxed)).sum();
             (0..count).for_each(|host| net.chunks(host).clear());
-            let passing = (0..count).map(|host| {
-                let (node, clears) = (net.node(host), net.chunks(host).carried_out());
-                async move { node.pass_on(&clears, now() + LOCATE).await }
-            });
+            let passing = (0..count).map(|host| net.pass_on(host));
             let unconfirmed = futures_util::future::join_all(passing).await;
             assert_eq!(unconfirmed.concat(), [""; 0]);
             tokio::time::sleep(SETTLED).await;
@@ -469,7 +480,7 @@ async fn cuts_and_restarts(seed: u64) {
                 net.chunks(host).clear();
                 let clears = net.chunks(host).carried_out();
                 all.join(&clears).expect("few");
-                let unconfirmed = net.node(host).pass_on(&clears, now() + LOCATE).await;
+                let unconfirmed = net.pass_on(host).await;
                 for other in (0..count).filter(|&other| other != host) {
                     let is_known = net
                         .node(host)

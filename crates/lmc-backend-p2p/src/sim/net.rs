@@ -13,6 +13,7 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::chunks::{SimChunks, StateFile};
+use super::schedules::LOCATE;
 use super::{LEN, Rng, delay, once_in};
 use crate::directory::{DirectoryHost, TableLimits};
 use crate::link::{Link, now};
@@ -334,6 +335,12 @@ impl Net {
             Some(_) => true,
             None => self.node(host).connected(&session).await.is_ok(),
         }
+    }
+
+    /// Passes on what a daemon has cleared. Returns the peers that have not confirmed that in time.
+    pub(super) async fn pass_on(&self, host: usize) -> Vec<String> {
+        let (node, clears) = (self.node(host), self.chunks(host).carried_out());
+        node.pass_on(&clears, now() + LOCATE, |_| Vec::new()).await
     }
 
     /// Waits until an event is heard of.

@@ -426,8 +426,7 @@ fn what_was_cleared_at_one_side_of_a_cut_is_served_by_neither_afterwards() {
         net.cut(0, 2, true, noticed);
         tokio::time::sleep(noticed * 2).await;
         net.chunks(0).clear();
-        let clears = net.chunks(0).carried_out();
-        let missing = net.node(0).pass_on(&clears, now() + LOCATE).await;
+        let missing = net.pass_on(0).await;
         assert_eq!(missing.len(), 0, "no other is connected");
         // Meanwhile the other side goes on with what it has.
         assert_eq!(fetch(&net, 2, &keys).await.hits, 4);
@@ -767,8 +766,7 @@ fn what_is_cleared_while_it_is_read_is_not_found_afterwards() {
         );
         let (keys, reading) = begin_to_read(&net).await;
         net.chunks(0).clear();
-        let clears = net.chunks(0).carried_out();
-        let missing = net.node(0).pass_on(&clears, now() + LOCATE).await;
+        let missing = net.pass_on(0).await;
         assert_eq!(missing, [""; 0]);
         reading.await.expect("every byte was right");
         assert_eq!((net.chunks(0).len(), net.chunks(1).len()), (0, 0));
