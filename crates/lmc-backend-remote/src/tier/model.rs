@@ -33,7 +33,18 @@ struct Daemon {
     engine: Clears,
     start: StartId,
     began: Duration,
+    /// Time of the last reading of the object.
+    read_at: Option<Duration>,
     is_denied: bool,
+}
+
+impl Daemon {
+    /// Notes that the daemon reads the object now, unless that is denied.
+    fn reads(&mut self, now: Duration) {
+        if !self.is_denied {
+            self.read_at = Some(now);
+        }
+    }
 }
 
 /// A chunk that was stored, by its number, which its bytes repeat.
@@ -114,11 +125,14 @@ impl Model {
             engine,
             start: StartId::new(start),
             began: self.now(),
+            read_at: None,
             is_denied: false,
         }
     }
 
     fn poll(&mut self, n: usize) {
+        let now = self.now();
+        self.daemons[n].reads(now);
         let daemon = &self.daemons[n];
         let _ = self.runtime.block_on(daemon.shared.sync_clears(soon()));
         self.before.extend(self.store.bytes(Name::Clears));
@@ -134,6 +148,8 @@ impl Model {
     }
 
     fn pass_on(&mut self, n: usize) {
+        let now = self.now();
+        self.daemons[n].reads(now);
         let daemon = &self.daemons[n];
         let clears = Arc::new(daemon.engine.clone());
         let cleared = self.runtime.block_on(daemon.shared.clear(clears, soon()));
@@ -143,7 +159,7 @@ impl Model {
                 object.clears.contains(&daemon.engine),
                 "a false confirmation"
             );
-            self.confirmed.push((self.now(), daemon.engine.clone()));
+            self.confirmed.push((now, daemon.engine.clone()));
         }
     }
 
@@ -230,14 +246,15 @@ impl Model {
         self.daemons[n].is_denied = is_denied;
     }
 
-    /// Harms the object. It is lost only while all who may put it back know what it says: those who read
-    /// it before the last clear would put that back.
+    /// Harms the object. It is lost only while all daemons that may put it back know what it says: one
+    /// that read it before the last clear would put that back, also where it uses the store no more
+    /// because its engine is behind.
     fn harm(&mut self) {
-        let object = self.object();
+        let (now, object) = (self.now(), self.object());
         let knows = |daemon: &Daemon| {
-            let is_user = daemon.shared.folder().is_ok();
+            let puts_back = daemon.read_at.is_some_and(|at| now - at <= 3 * INTERVAL);
             let all = daemon.shared.clears.all();
-            !is_user || object.as_ref().is_none_or(|o| all.contains(&o.clears))
+            !puts_back || object.as_ref().is_none_or(|o| all.contains(&o.clears))
         };
         if self.harm == Harm::Denied || !self.daemons.iter().all(knows) {
             return;
