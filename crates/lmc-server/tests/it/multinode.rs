@@ -415,7 +415,12 @@ fn chunks_from_before_a_clear_are_served_by_neither_side_of_a_cut() {
     // The owner has prompt 0 as well.
     pair.at_reader.store(Prompt(1));
     let clear = Request::Clear { force: true };
-    pair.at_owner.client.ask(&clear).expect("an answer");
+    let error = pair.at_owner.client.ask(&clear).expect_err("it is cut off");
+    let text = error.to_string();
+    assert!(
+        text.contains("cleared here; not confirmed by peers"),
+        "{text}"
+    );
     let look_up = |at: &mut Worker, prompt: u32, attempt: usize| {
         let request = format!("old-{prompt}-{attempt}");
         at.begin(Prompt(prompt), &request);
