@@ -42,6 +42,9 @@ const EARLY: [&str; 2] = ["cuInit", "cuDriverGetVersion"];
 thread_local! {
     /// The device whose context is current.
     static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
+    /// `CUstreamCaptureMode` of the thread: what captures of other threads forbid it. Nothing is
+    /// captured here.
+    static MODE: Cell<c_int> = const { Cell::new(0) };
 }
 
 /// Returns the number of a function.
@@ -108,7 +111,7 @@ unsafe fn text<'a>(text: *const c_char) -> Done<&'a str> {
     }
     // SAFETY: the caller's promise.
     let text = unsafe { CStr::from_ptr(text) };
-    text.to_str().map_err(|_| Code::INVALID_PTX)
+    text.to_str().map_err(|_| Code::INVALID_IMAGE)
 }
 
 fn uuid(device: usize) -> [u8; 16] {
@@ -201,10 +204,8 @@ functions! {
     }
     fn cuDevicePrimaryCtxRetain(driver, context: *mut Object, ordinal: c_int) {
         let device = device(driver, ordinal)?;
-        driver.healthy(device)?;
         put(context, CONTEXT + device)?;
-        driver.retain(device);
-        Ok(())
+        driver.retain(device)
     }
     fn cuDevicePrimaryCtxRelease_v2(driver, ordinal: c_int) {
         driver.release(device(driver, ordinal)?)
@@ -218,12 +219,19 @@ functions! {
         if device >= driver.devices {
             return Err(Code::INVALID_CONTEXT);
         }
-        driver.with(device, |_| driver.healthy(device))?;
+        driver.with(device, |_| Ok(()))?;
         CURRENT.set(Some(device));
         Ok(())
     }
     fn cuCtxGetCurrent(_driver, context: *mut Object) {
         put(context, CURRENT.get().map_or(0, |device| CONTEXT + device))
+    }
+    fn cuThreadExchangeStreamCaptureMode(_driver, mode: *mut c_int) {
+        if !(0..=2).contains(&*mode) {
+            return Err(Code::INVALID_VALUE);
+        }
+        *mode = MODE.replace(*mode);
+        Ok(())
     }
     fn cuStreamCreate(driver, stream: *mut Object, flags: c_uint) {
         put(stream, driver.create_stream(current(driver)?, flags)?)

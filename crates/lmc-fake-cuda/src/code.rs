@@ -40,7 +40,7 @@ codes! {
     INVALID_DEVICE = 101 "invalid device ordinal"
     INVALID_CONTEXT = 201 "invalid device context"
     MAP_FAILED = 205 "mapping of buffer object failed"
-    INVALID_PTX = 218 "a PTX JIT compilation failed"
+    INVALID_IMAGE = 200 "device kernel image is invalid"
     INVALID_HANDLE = 400 "invalid resource handle"
     NOT_FOUND = 500 "named symbol not found"
     NOT_READY = 600 "device not ready"

@@ -146,8 +146,11 @@ impl Driver {
         }
     }
 
-    pub(crate) fn retain(&self, device: usize) {
+    pub(crate) fn retain(&self, device: usize) -> Done {
         let mut context = self.contexts[device].lock();
+        if context.is_none() {
+            self.healthy(device)?;
+        }
         let new = || Context {
             retained: 0,
             default_stream: None,
@@ -158,6 +161,7 @@ impl Driver {
             _count: Count::of(self, Kind::Context, 0),
         };
         context.get_or_insert_with(new).retained += 1;
+        Ok(())
     }
 
     /// Releases a context. With the last release everything in it is gone, and work that has not
@@ -463,7 +467,7 @@ impl Driver {
 
     pub(crate) fn load_module(&self, device: usize, text: &str) -> Done<usize> {
         if !text.contains(".version") {
-            return Err(Code::INVALID_PTX);
+            return Err(Code::INVALID_IMAGE);
         }
         self.with(device, |context| {
             let number = self.number();

@@ -46,7 +46,7 @@ impl Engine {
         assert!(device < machine.devices(), "no device {device}");
         let driver = Driver::open(machine.folder(), machine.devices(), 0);
         let driver = driver.expect("the machine's folder can be written");
-        driver.retain(device);
+        driver.retain(device).expect("a driver without a fault");
         let number = driver.create_stream(device, 1).expect("a new context");
         let stream = driver.stream(device, number).expect("a new stream");
         Self {

@@ -22,7 +22,7 @@ fn launches() {
         return;
     }
     let _context = CudaContext::new(0).unwrap();
-    assert_eq!(cuda::module(c".target sm_80"), Err(218));
+    assert_eq!(cuda::module(c".target sm_80"), Err(200));
     let module = cuda::module(PTX).unwrap();
     assert_eq!(cuda::function(module, c"lmc_copy"), Err(500));
     assert_eq!(cuda::function(module, c"another_kernel"), Err(500));

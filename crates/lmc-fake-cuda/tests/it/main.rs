@@ -6,4 +6,5 @@ mod events;
 mod kernels;
 mod memory;
 mod program;
+mod promises;
 mod sharing;
