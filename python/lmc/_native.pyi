@@ -117,11 +117,14 @@ class WorkerAdapter:
         *,
         layout: str,
         tokens_per_block: int,
+        gpu: str | None = None,
     ) -> None:
         """Names the tensors of one KV group, in layer order.
 
         A tensor is its address, shape, strides in elements and element type. The memory must stay
-        valid until `shutdown` returns. Raises `ValueError` for a layout that lmc does not know.
+        valid until `shutdown` returns. `gpu` is the id of the NVIDIA GPU that it lies on, as
+        PyTorch spells it; `None`: it is the host's. Raises `ValueError` for a layout that lmc does
+        not know and for a GPU that cannot be used.
         """
 
     def submit_store_request(self, op: LoadStoreOp) -> None:
@@ -130,8 +133,22 @@ class WorkerAdapter:
     def submit_retrieve_request(self, op: LoadStoreOp) -> None:
         """Queues a load; a Rust thread copies."""
 
-    def batched_submit_store_requests(self, ops: Sequence[LoadStoreOp]) -> None: ...
-    def batched_submit_retrieve_requests(self, ops: Sequence[LoadStoreOp]) -> None: ...
+    def batched_submit_store_requests(
+        self, ops: Sequence[LoadStoreOp], *, stream: int | None = None
+    ) -> None:
+        """Queues stores. Memory on a GPU needs `stream`, a `CUstream` of the GPU's primary context.
+
+        It is read when the work is done that the stream has been given so far.
+        """
+
+    def batched_submit_retrieve_requests(
+        self, ops: Sequence[LoadStoreOp], *, stream: int | None = None
+    ) -> None:
+        """Queues loads. Memory on a GPU needs `stream`, a `CUstream` of the GPU's primary context.
+
+        It is written when the work is done that the stream has been given so far.
+        """
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Returns the requests whose stores, and those whose retrieves, have all ended.
 

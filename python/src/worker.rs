@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
-use lmc_vllm_adapter::adapters::{self, EngineDescription, KvLayers, LayerTensor};
+use lmc_vllm_adapter::adapters::{self, EngineDescription, EngineStream, KvLayers, LayerTensor};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -46,6 +46,12 @@ impl LoadStoreOp<'_> {
 
 fn convert_all(ops: Vec<LoadStoreOp<'_>>) -> PyResult<Vec<adapters::LoadStoreOp>> {
     ops.into_iter().map(LoadStoreOp::convert).collect()
+}
+
+fn after(stream: Option<u64>) -> Option<EngineStream> {
+    // SAFETY: the caller names a stream of the GPU whose memory it has registered, as the methods' text
+    // demands.
+    stream.map(|stream| unsafe { EngineStream::new(stream) })
 }
 
 /// Address, shape, strides in elements and element type of a layer's tensor.
@@ -106,13 +112,14 @@ impl WorkerAdapter {
         self.0.server().is_healthy
     }
 
-    #[pyo3(signature = (tensors, *, layout, tokens_per_block))]
+    #[pyo3(signature = (tensors, *, layout, tokens_per_block, gpu = None))]
     fn register_kv_caches(
         &self,
         py: Python<'_>,
         tensors: Vec<Tensor>,
         layout: &str,
         tokens_per_block: u32,
+        gpu: Option<String>,
     ) -> PyResult<()> {
         let tokens_first = match layout {
             "NHD" => true,
@@ -131,7 +138,10 @@ impl WorkerAdapter {
         let tensors = tensors.into_iter().map(tensor).collect();
         // SAFETY: the caller keeps the tensors until `shutdown` has returned, as the method's text
         // demands; their memory is the engine's, to which no Rust code has a reference.
-        let layers = unsafe { KvLayers::new(tensors, tokens_first, tokens_per_block) };
+        let mut layers = unsafe { KvLayers::new(tensors, tokens_first, tokens_per_block) };
+        if let Some(uuid) = gpu {
+            layers = layers.on_gpu(uuid);
+        }
         py.detach(|| self.0.register_kv_caches(layers))
             .map_err(convert::error)
     }
@@ -146,13 +156,25 @@ impl WorkerAdapter {
         Ok(())
     }
 
-    fn batched_submit_store_requests(&self, ops: Vec<LoadStoreOp<'_>>) -> PyResult<()> {
-        self.0.batched_submit_store_requests(convert_all(ops)?);
+    #[pyo3(signature = (ops, *, stream = None))]
+    fn batched_submit_store_requests(
+        &self,
+        ops: Vec<LoadStoreOp<'_>>,
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        let ops = convert_all(ops)?;
+        self.0.batched_submit_store_requests(ops, after(stream));
         Ok(())
     }
 
-    fn batched_submit_retrieve_requests(&self, ops: Vec<LoadStoreOp<'_>>) -> PyResult<()> {
-        self.0.batched_submit_retrieve_requests(convert_all(ops)?);
+    #[pyo3(signature = (ops, *, stream = None))]
+    fn batched_submit_retrieve_requests(
+        &self,
+        ops: Vec<LoadStoreOp<'_>>,
+        stream: Option<u64>,
+    ) -> PyResult<()> {
+        let ops = convert_all(ops)?;
+        self.0.batched_submit_retrieve_requests(ops, after(stream));
         Ok(())
     }
 

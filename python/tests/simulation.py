@@ -128,11 +128,11 @@ class WorkerAdapter:
         self.stores, self.loads = [], []
         self.had_stores, self.named, self.retrieved, self.failed = set(), set(), set(), set()
 
-    def batched_submit_store_requests(self, ops):
+    def batched_submit_store_requests(self, ops, *, stream=None):
         self.stores += [[op, None] for op in ops]
         self.had_stores |= {op.request_id for op in ops}
 
-    def batched_submit_retrieve_requests(self, ops):
+    def batched_submit_retrieve_requests(self, ops, *, stream=None):
         self.loads += ops
 
     def work(self):

@@ -21,7 +21,7 @@ class WorkerAdapter:
     def __init__(self):
         self.stores, self.ended = [], []
 
-    def batched_submit_store_requests(self, ops):
+    def batched_submit_store_requests(self, ops, *, stream=None):
         self.stores += ops
 
     def take_ended_stores(self):

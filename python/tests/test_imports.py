@@ -1,8 +1,10 @@
-"""What the connector says where vLLM lacks something that it imports."""
+"""What the connector says where vLLM lacks something that it imports, or has what lmc cannot hold."""
 
 import ast
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import lmc.vllm
 from lmc.vllm import interface
@@ -40,3 +42,25 @@ class Imports(unittest.TestCase):
     def test_what_is_missing_elsewhere_says_so_itself(self):
         with stub.vllm(), self.assertRaises(ModuleNotFoundError), interface.explained_imports():
             import lmc.absent  # noqa: F401
+
+    def test_sleep_mode_is_refused_where_memory_goes_away_under_copies(self):
+        def configuration(device, sleeps):
+            parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+            return SimpleNamespace(
+                parallel_config=SimpleNamespace(**parallel),
+                device_config=SimpleNamespace(device_type=device),
+                model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+                cache_config=SimpleNamespace(block_size=16),
+            )
+
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+        groups = SimpleNamespace(kv_cache_groups=[group])
+        with stub.vllm():
+            from lmc.vllm import connector
+
+            with mock.patch.object(connector, "is_full_attention_spec", lambda spec: True):
+                for device, sleeps in (("cpu", True), ("cuda", False)):
+                    found = connector._supported_group(configuration(device, sleeps), groups)
+                    self.assertIs(found, group.kv_cache_spec)
+                with self.assertRaisesRegex(ValueError, "--enable-sleep-mode"):
+                    connector._supported_group(configuration("cuda", True), groups)

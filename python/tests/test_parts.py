@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 import unittest
 from pathlib import Path
@@ -232,6 +233,8 @@ def configuration(**changed):
         "rope": None,
         "text": "",
         "lora": None,
+        "device": "cuda 9.0",
+        "backend": None,
     } | changed
     model = SimpleNamespace(
         model=values["model"],
@@ -254,14 +257,30 @@ def configuration(**changed):
         model_config=model,
         cache_config=cache,
         lora_config=values["lora"],
+        attention_config=SimpleNamespace(backend=values["backend"], backend_per_kind={}),
         speculative_config=None,
     )
     kv = SimpleNamespace(kv_cache_layout=values["layout"])
     mode = values.get("mode", identity.hash_mode("sha256", True, None))
-    return identity.identity_record(config, kv, mode, "vllm 0.32", values["layers"], values["text"])
+    device, layers, text = values["device"], values["layers"], values["text"]
+    return identity.identity_record(config, kv, mode, "vllm 0.32", device, layers, text)
 
 
 class Identity(unittest.TestCase):
+    def test_devices_that_lay_keys_out_differently_are_kept_apart(self):
+        name, found = identity.device_name, set()
+        with tempfile.TemporaryDirectory() as folder:
+            for flags in ("fpu sse", "fpu avx512f sse", "avx512f amx_tile"):
+                path = os.path.join(folder, "cpuinfo")
+                with open(path, "w") as file:
+                    file.write(f"processor : 0\nflags : {flags}\nbugs :\n")
+                found.add(name("cpu", None, path))
+        self.assertEqual(len(found), 3)
+        self.assertEqual(name("cuda", (9, 0)), "cuda 9.0")
+        self.assertNotEqual(name("cuda", (9, 0)), name("cuda", (10, 0)))
+        self.assertNotEqual(configuration(device="cpu"), configuration())
+        self.assertNotEqual(configuration(backend="B12X"), configuration())
+
     def test_the_record_is_sorted_json_without_paths(self):
         record = configuration()
         parsed = json.loads(record)
@@ -424,7 +443,7 @@ class Worker(unittest.TestCase):
         call = self.register(both)
         self.assertEqual([at for at, *_ in call.args[0]], [1000, 2000])
         self.assertEqual(call.args[0][0][1:], ([7, 2, 4, 8], [64, 32, 8, 1], "float32"))
-        self.assertEqual(call.kwargs, {"layout": "HND", "tokens_per_block": 4})
+        self.assertEqual(call.kwargs, {"layout": "HND", "tokens_per_block": 4, "gpu": None})
         tokens_first = self.tensor(strides=(64, 8, 16, 1))
         call = self.register([tokens_first], (0, 2, 1, 3))
         self.assertEqual(call.args[0][0][1:3], ([7, 4, 2, 8], [64, 16, 8, 1]))
@@ -436,13 +455,41 @@ class Worker(unittest.TestCase):
 
     def test_what_cannot_be_copied_is_refused(self):
         for tensor, axes in (
-            (self.tensor(device="cuda"), (0, 1, 2, 3)),
             (self.tensor(shape=(14, 2, 2, 8)), (0, 1, 2, 3)),
             (self.tensor(shape=(7, 2, 4), strides=(8, 4, 1)), (0, 1, 2, 3)),
             (self.tensor(), (1, 0, 2, 3)),
         ):
             with self.assertRaises(ValueError):
                 self.register([tensor], axes)
+
+    def torch(self, cuda="12.8"):
+        """A torch with one GPU, whose current stream is 77."""
+        gpu = SimpleNamespace(
+            get_device_properties=lambda device: SimpleNamespace(uuid=f"uuid of {device.type}"),
+            current_stream=lambda device: SimpleNamespace(cuda_stream=77),
+        )
+        fake = SimpleNamespace(cuda=gpu, version=SimpleNamespace(cuda=cuda))
+        return mock.patch.dict(sys.modules, {"torch": fake})
+
+    def test_copies_on_a_gpu_come_after_the_stream_of_the_step(self):
+        adapter = mock.Mock()
+        worker = WorkerSide(adapter, can_store=True)
+        tensors = [self.tensor(device="cuda"), self.tensor(device="cuda", at=2000)]
+        with self.torch():
+            worker.register_kv_caches(
+                tensors, (0, 1, 2, 3), blocks=7, block_size=4, is_latent=False
+            )
+            self.assertEqual(adapter.register_kv_caches.call_args.kwargs["gpu"], "uuid of cuda")
+            worker.start_load(Step(loads=["l"]))
+            worker.submit_stores(Step(stores=["s"]))
+        adapter.batched_submit_retrieve_requests.assert_called_once_with(["l"], stream=77)
+        adapter.batched_submit_store_requests.assert_called_once_with(["s"], stream=77)
+
+    def test_other_devices_than_one_nvidia_gpu_are_refused(self):
+        for devices, cuda in ((["cuda"], None), (["xpu"], "12.8"), (["cuda", "cpu"], "12.8")):
+            tensors = [self.tensor(device=device, at=at) for at, device in enumerate(devices)]
+            with self.torch(cuda), self.assertRaises(ValueError):
+                self.register(tensors)
 
     def test_only_requests_whose_blocks_are_kept_are_named(self):
         adapter = mock.Mock()

@@ -37,6 +37,11 @@ impl Built {
         Self::of(crates, "--test it", "--example two_sides")
     }
 
+    /// Compiles the tests of the driver for tests, of which a part is for any driver.
+    pub(crate) fn of_driver() -> Result<Self> {
+        Self::of("--package lmc-fake-cuda", "--test it", "--lib")
+    }
+
     fn of(crates: &str, tests: &str, examples: &str) -> Result<Self> {
         // `cargo test` would make tests of examples.
         let mut programs = build(&format!("test --no-run --locked {crates} {tests}"))?;

@@ -6,14 +6,15 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result};
 
+use crate::built::Built;
 use crate::scripts::{self, NotToBeHad};
 use crate::{packages, target, vllm};
 
-/// Prove on a GPU what needs one: LMCache's own client on tensors there, byte by byte
+/// Prove on a GPU what needs one: LMCache's client and lmc's own on tensors there, byte by byte
 ///
-/// Puts the program, the wheels that the client needs and the scripts into target/test-gpu, which is
-/// all that a machine with a GPU needs besides Python and torch: copy the folder there and run its
-/// run.sh. Where this machine has a GPU, that is run here.
+/// Puts the program, lmc's Python package, the wheels that LMCache's client needs, a test of the driver
+/// and the scripts into target/test-gpu, which is all that a machine with a GPU needs besides Python
+/// and torch: copy the folder there and run its run.sh. Where this machine has a GPU, that is run here.
 #[derive(Debug, clap::Args)]
 pub(crate) struct GpuArgs {
     /// Version of Python on the machine with the GPU
@@ -21,7 +22,7 @@ pub(crate) struct GpuArgs {
     python: String,
 }
 
-const SCRIPTS: [&str; 3] = ["run.sh", "client.py", "load.py"];
+const SCRIPTS: [&str; 4] = ["run.sh", "client.py", "load.py", "own.py"];
 
 /// Makes the folder, and runs it where there is a GPU. Returns true if nothing failed.
 pub(crate) fn run(args: &GpuArgs) -> Result<bool> {
@@ -59,7 +60,34 @@ fn pack(python: &str) -> Result<PathBuf> {
         copy(&Path::new("xtask/python/gpu").join(script), &folder)?;
     }
     copy(&program, &folder)?;
+    let module = crate::build_release("--package lmc-python")?.join("lib_native.so");
+    let package = folder.join("package/lmc");
+    copy_package(Path::new("python/lmc"), &package)?;
+    fs::copy(module, package.join("_native.abi3.so")).context("no module of Python was built")?;
+    let driver = Built::of_driver()?;
+    fs::copy(
+        driver.program("lmc-fake-cuda", "it")?,
+        folder.join("driver"),
+    )?;
     Ok(folder)
+}
+
+/// Copies the files of a Python package, without the module.
+fn copy_package(from: &Path, into: &Path) -> Result<()> {
+    fs::create_dir_all(into)?;
+    for entry in fs::read_dir(from)? {
+        let path = entry?.path();
+        let name = path.file_name().context("a file has a name")?;
+        if path.is_dir() {
+            copy_package(&path, &into.join(name))?;
+        } else if path
+            .extension()
+            .is_some_and(|it| it == "py" || it == "json")
+        {
+            copy(&path, into)?;
+        }
+    }
+    Ok(())
 }
 
 fn copy(from: &Path, into: &Path) -> Result<()> {

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.utils import get_pp_indices
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, is_full_attention_spec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -19,7 +20,7 @@ from lmc import _native
 from lmc.vllm import interface
 from lmc.vllm.cores import beside_the_engine
 from lmc.vllm.events import EventTally, StoredChunks
-from lmc.vllm.identity import hash_mode, identity_record
+from lmc.vllm.identity import device_name, hash_mode, identity_record
 from lmc.vllm.kv_events import LmcKVEvents, are_wanted, chunk_of, event_source, stored
 from lmc.vllm.metadata import Step
 from lmc.vllm.scheduler import SchedulerSide
@@ -83,6 +84,9 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_cache_config,
                 mode,
                 "vllm " + ".".join(vllm.__version__.split(".")[:2]),
+                device_name(
+                    vllm_config.device_config.device_type, current_platform.get_device_capability()
+                ),
                 _layers_of_ranks(vllm_config),
                 settings.identity,
             ),
@@ -321,6 +325,11 @@ def _supported_group(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
         raise ValueError(
             "lmc does not hold the KV cache of context-parallel engines: start vLLM without "
             "--decode-context-parallel-size and --prefill-context-parallel-size, or without lmc"
+        )
+    if config.device_config.device_type != "cpu" and config.model_config.enable_sleep_mode:
+        raise ValueError(
+            "lmc copies beside the engine's steps, and sleep mode takes the KV cache's memory away "
+            "under its copies: start vLLM without --enable-sleep-mode, or without lmc"
         )
     groups = kv_cache_config.kv_cache_groups
     kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pickle
+import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,9 @@ NOT_IN_DIGEST = frozenset(("_name_or_path", "name_or_path", "transformers_versio
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Bytes at each end of a file of weights that have a part in its digest.
 SAMPLE = 64 << 10
+# Features of a processor by which vLLM's attention on CPU decides how it packs keys (`_get_attn_isa`
+# in `vllm/v1/attention/backends/cpu_attn.py`).
+PACKINGS = frozenset(("amx_tile", "avx512f"))
 # Instead of the ends of a file that this process may not read. Nor can vLLM load it.
 UNREADABLE = "unreadable"
 
@@ -72,13 +76,14 @@ def identity_record(
     kv_cache_config: "KVCacheConfig",
     mode: HashMode,
     engine: str,
+    device: str,
     layers: list[tuple[int, int]],
     text: str,
 ) -> str:
     """Returns the record as JSON with sorted keys.
 
-    `engine` is the engine's name and release, `layers` the first layer and the one after the last
-    of each pipeline rank, `text` the user's own.
+    `engine` is the engine's name and release, `device` that of `device_name`, `layers` the first
+    layer and the one after the last of each pipeline rank, `text` the user's own.
     """
     model, cache, lora = config.model_config, config.cache_config, config.lora_config
     record: dict[str, object] = {
@@ -96,6 +101,12 @@ def identity_record(
         "kv_cache_dtype": cache.cache_dtype,
         "kv_cache_dtype_skip_layers": sorted(map(str, cache.kv_cache_dtype_skip_layers)),
         "kv_layout": kv_cache_config.kv_cache_layout,
+        "device": device,
+        # Backends lay keys and values out differently under equal shapes.
+        "attention": [
+            str(config.attention_config.backend),
+            sorted((kind, str(one)) for kind, one in config.attention_config.backend_per_kind.items()),
+        ],
         "block_size": cache.block_size,
         "layers": [list(layer) for layer in layers],
         "lora": None
@@ -111,6 +122,21 @@ def identity_record(
     if text:
         record["identity"] = text
     return json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+
+def device_name(
+    kind: str, capability: tuple[int, int] | None, cpuinfo: str = "/proc/cpuinfo"
+) -> str:
+    """Returns the kind of device, with what decides how vLLM lays its KV cache out.
+
+    That is the compute capability of a GPU, from which the choice of the attention backend
+    follows, and of a CPU its architecture and some of its features.
+    """
+    if kind != "cpu":
+        return kind if capability is None else f"{kind} {capability[0]}.{capability[1]}"
+    with open(cpuinfo) as lines:
+        features = next((line.split() for line in lines if line.startswith("flags")), [])
+    return " ".join(("cpu", platform.machine(), *sorted(PACKINGS.intersection(features))))
 
 
 def model_name(model: str) -> str:

@@ -79,6 +79,10 @@ USED = {
         "lora_path",
         "name",
     ),
+    "vllm.config:AttentionConfig": ("backend", "backend_per_kind"),
+    "vllm.config:DeviceConfig": ("device_type",),
+    "vllm.config:ModelConfig": ("enable_sleep_mode",),
+    "vllm.platforms.interface:Platform": ("get_device_capability",),
     "vllm.v1.request:Request": ("num_tokens", "is_finished"),
     "vllm.v1.kv_cache_interface:KVCacheConfig": (
         "kv_cache_groups",

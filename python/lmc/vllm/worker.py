@@ -37,6 +37,8 @@ class WorkerSide:
         self.adapter = adapter
         self._can_store = can_store
         self._events = events if can_store else None
+        # The GPU that the KV cache lies on.
+        self._device: torch.device | None = None
 
     def register_kv_caches(
         self,
@@ -61,10 +63,10 @@ class WorkerSide:
         known: set[int] = set()
         described = []
         for tensor in tensors:
-            if tensor.device.type != "cpu":
+            if tensor.device != tensors[0].device:
                 raise ValueError(
-                    f"lmc copies KV caches in host memory only, and this one is on "
-                    f"{tensor.device}: use LMCacheMPConnector there"
+                    f"lmc needs the KV caches of a worker on one device, and they are on "
+                    f"{tensors[0].device} and {tensor.device}"
                 )
             if tensor.dim() != 4 or tensor.shape[0] != blocks:
                 raise ValueError(
@@ -81,7 +83,12 @@ class WorkerSide:
                 view = view.squeeze(axes.index(1))
             dtype = str(tensor.dtype).removeprefix("torch.")
             described.append((view.data_ptr(), list(view.shape), list(view.stride()), dtype))
-        self.adapter.register_kv_caches(described, layout=layout, tokens_per_block=block_size)
+        device = tensors[0].device
+        gpu = None if device.type == "cpu" else _uuid(device)
+        self.adapter.register_kv_caches(
+            described, layout=layout, tokens_per_block=block_size, gpu=gpu
+        )
+        self._device = None if gpu is None else device
 
     def handle_preemptions(self, step: Step) -> None:
         """Waits until no store reads the blocks that requests have lost."""
@@ -96,14 +103,25 @@ class WorkerSide:
     def start_load(self, step: Step) -> None:
         """Begins the loads of a step."""
         if step.loads:
-            self.adapter.batched_submit_retrieve_requests(step.loads)
+            self.adapter.batched_submit_retrieve_requests(step.loads, stream=self._stream())
 
     def submit_stores(self, step: Step) -> None:
         """Begins the stores of a step, which has written their blocks."""
         if step.stores and self._can_store:
             if self._events is not None:
                 self._events.submitted(step.blocks)
-            self.adapter.batched_submit_store_requests(step.stores)
+            self.adapter.batched_submit_store_requests(step.stores, stream=self._stream())
+
+    def _stream(self) -> int | None:
+        """Returns the stream of the step's work on the GPU, after which copies begin.
+
+        A load waits as well: the step before may still write to blocks that it has lost.
+        """
+        if self._device is None:
+            return None
+        import torch
+
+        return torch.cuda.current_stream(self._device).cuda_stream
 
     def take_events(self) -> list[Hashable]:
         """Returns the KV events of the chunks that were stored since the last call.
@@ -123,3 +141,14 @@ class WorkerSide:
             return self.adapter.get_finished(finished)
         # vLLM waits for every rank, and this one has stored nothing.
         return finished, self.adapter.get_finished(set())[1]
+
+
+def _uuid(device: "torch.device") -> str:
+    """Returns the id of an NVIDIA GPU, or raises `ValueError` for another device."""
+    import torch
+
+    if device.type != "cuda" or torch.version.cuda is None:
+        raise ValueError(
+            f"lmc copies KV caches in host memory and on NVIDIA GPUs, and this one is on {device}"
+        )
+    return str(torch.cuda.get_device_properties(device).uuid)

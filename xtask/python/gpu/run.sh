@@ -33,8 +33,12 @@ check() { # name, expected status, command
 }
 free() { nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits; }
 
+own() { PYTHONPATH=$here/package:${PYTHONPATH:-} timeout 240 "$PYTHON" "$here/own.py" --endpoint "tcp://127.0.0.1:$port" "$@" 2>>"$OUT/own.log" || failed=1; }
+
 nvidia-smi --query-gpu=name,driver_version,uuid --format=csv,noheader
+check "the driver" 0 env LMC_TEST_GPU=1 "$here/driver" --exact promises::a_driver_keeps_its_promises --nocapture
 serve
+own
 for mode in lmcache_driven engine_driven; do
     for layout in k_v_apart k_v_in_block heads_first latent bytes; do
         check "bytes: $mode $layout" 0 client --mode $mode --layout $layout
@@ -60,6 +64,7 @@ stop
 serve
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 check "expandable segments" 1 client --mode lmcache_driven
+own --only "bytes tokens_first"
 unset PYTORCH_CUDA_ALLOC_CONF
 stop
 grep -h "refused\|WARN\|ERROR" "$OUT/lmc.log" | cut -c1-400 | tail -12

@@ -21,8 +21,11 @@ crates/lmc-memory/src/copy/testing.rs: paged memory for tests
 crates/lmc-memory/src/copy/workers.rs: copies between addresses, shared out among threads
 crates/lmc-memory/src/cuda/counter.rs: a counter in another process's memory
 crates/lmc-memory/src/cuda/driver.rs: calls of the CUDA driver
+crates/lmc-memory/src/cuda/gpus.rs: memory and streams of an engine that this process is
 crates/lmc-memory/src/cuda/lane.rs: runs for a GPU, memory that it writes
 crates/lmc-memory/src/cuda/pinned.rs: the pool, registered with the driver
+crates/lmc-memory/src/cuda/tests/faults.rs: the default stream of this process
+crates/lmc-memory/src/cuda/tests/own.rs: calls of the driver as an engine makes them
 crates/lmc-memory/src/pool/slot.rs: a slot is its range of the arena
 crates/lmc-memory/src/pool/slot_bytes.rs: a slot's bytes as a slice
 crates/lmc-memory/src/segment.rs: another process's memory, mapped
@@ -37,8 +40,10 @@ crates/lmc-transfer/src/nixl/library.rs: dlopen
 crates/lmc-memory/examples/copy_speed.rs: memcpy to compare with
 crates/lmc-vllm-adapter/src/adapters/mover.rs: slots of the pool as slices, for one copy
 crates/lmc-vllm-adapter/src/adapters/tensors.rs: an engine's tensors, by their addresses
+crates/lmc-vllm-adapter/src/adapters/worker.rs: a stream of an engine, by its address
 crates/lmc-vllm-adapter/src/transport/passing.rs: an option of sockets that libraries do not know
 crates/lmc-vllm-adapter/src/transport/pidfd.rs: pidfd_open, poll
+crates/lmc-vllm-adapter/tests/it/on_gpu.rs: calls of the driver as an engine makes them
 crates/lmc-server/tests/it/containers.rs: tensors of an engine in the test
 crates/lmc-vllm-adapter/tests/it/common/engine.rs: tensors of an engine in the test, and fork
 crates/lmc-server/src/bench/mapped.rs: shared memory as an engine's worker maps it

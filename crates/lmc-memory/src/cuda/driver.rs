@@ -1,16 +1,18 @@
 //! The CUDA driver, loaded when the first engine with device memory registers. Nothing is linked.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::marker::PhantomData;
 use std::ptr;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::sys::{self, CUresult};
+use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
 use thiserror::Error;
 
 /// The functions that are called. Their absence means a driver that is too old; the bindings would
 /// panic at the first call.
-pub(super) const FUNCTIONS: [&str; 32] = [
+pub(super) const FUNCTIONS: [&str; 34] = [
+    "cuCtxGetCurrent",
     "cuCtxSetCurrent",
     "cuDeviceGet",
     "cuDeviceGetCount",
@@ -43,6 +45,7 @@ pub(super) const FUNCTIONS: [&str; 32] = [
     "cuStreamCreate",
     "cuStreamDestroy_v2",
     "cuStreamQuery",
+    "cuThreadExchangeStreamCaptureMode",
 ];
 
 /// Device memory that cannot be used.
@@ -62,7 +65,7 @@ pub enum CudaError {
         function: &'static str,
     },
     /// The driver sees no GPU of this id.
-    #[error("GPU {uuid} is not visible to this server, which sees {visible}")]
+    #[error("GPU {uuid} is not visible to this process, which sees {visible}")]
     NotVisible {
         /// Id of the GPU, as the engine names it.
         uuid: String,
@@ -220,7 +223,7 @@ pub(super) struct Context {
     device: c_int,
 }
 
-// SAFETY: the driver's contexts may be used from any thread that binds them.
+// SAFETY: the driver's contexts may be used from any thread that enters them.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
@@ -235,9 +238,20 @@ impl Context {
         })
     }
 
-    /// Makes this context the one of the thread's calls.
-    pub(super) fn bind(&self) -> Result<()> {
-        call!(cuCtxSetCurrent(self.context))
+    /// Makes this context the one of the thread's calls until the result is dropped: the thread may be
+    /// one of an engine. Meanwhile another thread's capture of a graph forbids no call of this one.
+    pub(super) fn enter(&self) -> Result<Entered> {
+        let mut before = ptr::null_mut();
+        call!(cuCtxGetCurrent(&mut before))?;
+        call!(cuCtxSetCurrent(self.context))?;
+        let mut entered = Entered {
+            before,
+            mode: None,
+            _of_thread: PhantomData,
+        };
+        let relaxed = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        entered.mode = Some(exchange_capture_mode(relaxed)?);
+        Ok(entered)
     }
 }
 
@@ -248,8 +262,31 @@ impl Drop for Context {
     }
 }
 
+fn exchange_capture_mode(mut mode: CUstreamCaptureMode) -> Result<CUstreamCaptureMode> {
+    call!(cuThreadExchangeStreamCaptureMode(&mut mode))?;
+    Ok(mode)
+}
+
+/// The context of a thread's calls, and what captures forbid it; the drop restores those before.
+#[derive(Debug)]
+pub(super) struct Entered {
+    before: sys::CUcontext,
+    mode: Option<CUstreamCaptureMode>,
+    _of_thread: PhantomData<*mut ()>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        // Nothing is left to do where the former state cannot be restored.
+        if let Some(mode) = self.mode {
+            let _ = exchange_capture_mode(mode);
+        }
+        let _ = call!(cuCtxSetCurrent(self.before));
+    }
+}
+
 /// Opens the memory behind a handle of another process. Returns its first address and its size in
-/// bytes. The caller has bound a context, and closes it once.
+/// bytes. The caller has entered a context, and closes it once.
 pub(super) fn open_memory(handle: &[u8; 64]) -> Result<(u64, u64)> {
     let handle = sys::CUipcMemHandle {
         reserved: handle.map(|byte| byte as c_char),
@@ -277,8 +314,10 @@ pub(super) fn close_memory(base: u64) {
 #[derive(Debug)]
 pub(super) struct Event(sys::CUevent);
 
-// SAFETY: events may be used from any thread that binds their context.
+// SAFETY: events may be used from any thread that enters their context.
 unsafe impl Send for Event {}
+// SAFETY: as above, from several at a time.
+unsafe impl Sync for Event {}
 
 impl Event {
     pub(super) fn new() -> Result<Self> {
@@ -296,6 +335,15 @@ impl Event {
         let mut event = ptr::null_mut();
         call!(cuIpcOpenEventHandle(&mut event, handle))?;
         Ok(Self(event))
+    }
+
+    /// Marks the end of the work that a stream has been given so far.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the current context, or 0 for the one that every context has.
+    pub(super) unsafe fn record(&self, stream: u64) -> Result<()> {
+        let stream = ptr::with_exposed_provenance_mut(stream as usize);
+        call!(cuEventRecord(self.0, stream))
     }
 
     /// Returns true once the work before the event is done, which never happens when the process that
@@ -415,7 +463,7 @@ pub(super) struct Kernel {
     function: sys::CUfunction,
 }
 
-// SAFETY: modules may be used from any thread that binds their context.
+// SAFETY: modules may be used from any thread that enters their context.
 unsafe impl Send for Kernel {}
 
 impl Kernel {
@@ -444,7 +492,7 @@ impl Drop for Kernel {
 #[derive(Debug)]
 pub(super) struct Stream(sys::CUstream);
 
-// SAFETY: streams may be used from any thread that binds their context.
+// SAFETY: streams may be used from any thread that enters their context.
 unsafe impl Send for Stream {}
 
 impl Stream {

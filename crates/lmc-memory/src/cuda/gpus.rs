@@ -1,11 +1,14 @@
 //! The GPUs of this host that engines have memory on.
+//!
+//! A server opens the memory of its engines by handles; in a worker the memory is that of its own
+//! process, and the pool that of the server.
 
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::fmt;
 use std::mem;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -14,17 +17,17 @@ use parking_lot::Mutex;
 use super::counter::StorageCounter;
 use super::driver::{self, Context, CudaError, Event, Result};
 use super::lane::{self, HUNG, Lane, Piece};
-use super::pinned::Pinned;
-use crate::Arena;
+use super::pinned::{HostPool, Pinned};
 use crate::copy::Direction;
+use crate::{Arena, MappedSegment};
 
-/// The GPUs that engines have memory on, and the pool that is copied to and from.
+/// The GPUs that engines have memory on, and the pool of this process, if it has one.
 ///
 /// Nothing of the driver is touched before the first [`Gpus::open`]. When the last [`Gpu`] has
 /// gone, all that was taken of the driver and of the GPUs is given back.
 #[derive(Debug)]
 pub struct Gpus {
-    arena: Arc<Arena>,
+    arena: Option<Arc<Arena>>,
     /// Held by the one call that opens a GPU, for seconds at times.
     opening: Mutex<()>,
     /// Locked for moments only: a [`Gpu`] may be dropped by any thread.
@@ -37,16 +40,18 @@ struct Usage {
     /// Number of [`Gpu`] values, and of calls that make one.
     users: usize,
     open: OpenDevices,
-    /// Thread that gives back what was open before.
-    closing: Option<JoinHandle<()>>,
+    /// Pools that copies meet, this process's own among them.
+    pools: Vec<Weak<Pinned>>,
+    /// Threads that give back what was dropped.
+    closing: Vec<JoinHandle<()>>,
 }
 
-/// Devices that are open while at least one GPU is in use, and the pool's registration.
+/// Devices that are open while at least one GPU is in use, and the own pool's registration.
 #[derive(Debug, Default)]
 struct OpenDevices {
     devices: HashMap<String, Arc<Device>>,
-    /// Made with the first device, for all.
-    pinned: Option<Arc<Pinned>>,
+    /// Made with the first device, for all of them.
+    own_pool: Option<Arc<Pinned>>,
 }
 
 #[derive(Debug)]
@@ -54,7 +59,6 @@ struct Device {
     uuid: String,
     name: String,
     context: Arc<Context>,
-    pinned: Arc<Pinned>,
     to_host: Mutex<Option<Lane>>,
     to_device: Mutex<Option<Lane>>,
     opened: Mutex<HashMap<[u8; 64], OpenAllocation>>,
@@ -71,18 +75,35 @@ struct OpenAllocation {
 }
 
 impl Gpus {
-    /// The GPUs of this host, with a pool. Costs nothing.
+    /// The GPUs of this host, with the pool of this process. Costs nothing.
     pub fn new(arena: Arc<Arena>) -> Self {
         Self {
-            arena,
+            arena: Some(arena),
+            ..Self::without_pool()
+        }
+    }
+
+    /// The GPUs of this host, for pools of other processes: see [`Gpu::register`]. Costs nothing.
+    pub fn without_pool() -> Self {
+        Self {
+            arena: None,
             opening: Mutex::default(),
             state: Arc::default(),
         }
     }
 
+    /// Waits until all that was dropped is given back to the driver.
+    pub fn wait_until_given_back(&self) {
+        let closing = mem::take(&mut self.state.lock().closing);
+        for thread in closing {
+            // The thread does nothing that panics.
+            let _ = thread.join();
+        }
+    }
+
     /// Returns the GPU with this id, spelled as PyTorch does (`19d82a72-11d8-…`). The first call
-    /// loads the driver and takes some hundred megabytes of the GPU's memory; it takes up to some
-    /// seconds.
+    /// loads the driver and takes some hundred megabytes of the GPU's memory, 66 MiB of them for
+    /// copies; it takes up to some seconds.
     ///
     /// # Errors
     /// [`CudaError`].
@@ -93,23 +114,26 @@ impl Gpus {
             device: None,
             state: Arc::clone(&self.state),
         };
-        let (closing, known, pinned) = {
+        let known = {
             let mut state = self.state.lock();
             state.users += 1;
-            let known = state.open.devices.get(uuid).cloned();
-            (state.closing.take(), known, state.open.pinned.clone())
+            state.open.devices.get(uuid).cloned()
         };
-        if let Some(closing) = closing {
-            // The thread does nothing that panics.
-            let _ = closing.join();
-        }
+        self.wait_until_given_back();
         let device = match known {
             Some(device) => device,
             None => {
                 driver::load()?;
-                let device = Arc::new(Device::open(uuid, pinned, &self.arena)?);
+                let device = Arc::new(Device::open(uuid)?);
                 let mut state = self.state.lock();
-                state.open.pinned = Some(Arc::clone(&device.pinned));
+                if state.open.own_pool.is_none()
+                    && let Some(arena) = &self.arena
+                {
+                    let (pool, context) = (Arc::clone(arena), Arc::clone(&device.context));
+                    // Copies to and from what is not registered go on, at the slower rate.
+                    let pinned = Pinned::start(HostPool::Own(pool), context, |_| ());
+                    state.open.own_pool = Some(state.add_pool(pinned));
+                }
                 let uuid = device.uuid.clone();
                 state.open.devices.insert(uuid, Arc::clone(&device));
                 device
@@ -122,14 +146,33 @@ impl Gpus {
     /// Bytes of the pool that are registered with the driver; the others are copied more slowly.
     pub fn pinned_bytes(&self) -> u64 {
         let state = self.state.lock();
-        let pinned = state.open.pinned.as_ref();
+        let pinned = state.open.own_pool.as_ref();
         pinned.map_or(0, |pinned| pinned.done() as u64)
     }
 }
 
+impl Usage {
+    /// Makes a pool known to copies, until it is dropped.
+    fn add_pool(&mut self, pinned: Pinned) -> Arc<Pinned> {
+        let pinned = Arc::new(pinned);
+        self.pools.retain(|pool| pool.strong_count() > 0);
+        self.pools.push(Arc::downgrade(&pinned));
+        pinned
+    }
+
+    /// Drops registrations on a thread, since that takes 20 ms a GiB; without the thread, here.
+    fn give_back<T: Send + 'static>(&mut self, value: T) {
+        let spawned = thread::Builder::new()
+            .name("lmc-gpu-close".to_owned())
+            .spawn(move || drop(value));
+        self.closing.retain(|thread| !thread.is_finished());
+        self.closing.extend(spawned.ok());
+    }
+}
+
 impl Device {
-    /// Opens a GPU. The first one begins to register the arena, for all.
-    fn open(uuid: &str, pinned: Option<Arc<Pinned>>, arena: &Arc<Arena>) -> Result<Self> {
+    /// Opens a GPU, with all that copies need there.
+    fn open(uuid: &str) -> Result<Self> {
         let gpus = driver::gpus()?;
         let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == uuid) else {
             let spelled = gpus.iter().map(|gpu| gpu.uuid.as_str());
@@ -144,16 +187,13 @@ impl Device {
             });
         };
         let context = Arc::new(Context::retain(gpu)?);
-        context.bind()?;
-        let pinned = pinned
-            .unwrap_or_else(|| Arc::new(Pinned::start(Arc::clone(arena), Arc::clone(&context))));
+        let _entered = context.enter()?;
         Ok(Self {
             uuid: gpu.uuid.clone(),
             name: gpu.name.clone(),
-            context,
-            pinned,
-            to_host: Mutex::default(),
-            to_device: Mutex::default(),
+            to_host: Mutex::new(Some(Lane::new(Direction::Gather)?)),
+            to_device: Mutex::new(Some(Lane::new(Direction::Scatter)?)),
+            context: Arc::clone(&context),
             opened: Mutex::default(),
             is_hung: AtomicBool::new(false),
         })
@@ -162,8 +202,8 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // Where no context can be bound, the driver is beyond use.
-        let _ = self.context.bind();
+        // Where no context can be entered, the driver is beyond use.
+        let _entered = self.context.enter();
         *self.to_host.get_mut() = None;
         *self.to_device.get_mut() = None;
     }
@@ -187,11 +227,31 @@ impl Drop for Gpu {
             return;
         }
         let open = mem::take(&mut state.open);
-        // Registrations take 20 ms a GiB to give back. Without the thread they are given back here.
-        let spawned = thread::Builder::new()
-            .name("lmc-gpu-close".to_owned())
-            .spawn(move || drop(open));
-        state.closing = spawned.ok();
+        state.give_back(open);
+    }
+}
+
+/// A pool of another process, registered with the driver. The drop takes the registration back, in the
+/// background, when the copies that have begun are done with it.
+#[derive(Debug)]
+pub struct Registration {
+    /// Absent only while it is dropped.
+    pinned: Option<Arc<Pinned>>,
+    state: Arc<Mutex<Usage>>,
+}
+
+impl Registration {
+    /// Bytes that are registered; the others are copied more slowly.
+    pub fn bytes(&self) -> u64 {
+        let pinned = self.pinned.as_ref();
+        pinned.map_or(0, |pinned| pinned.done() as u64)
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let pinned = self.pinned.take();
+        self.state.lock().give_back(pinned);
     }
 }
 
@@ -226,7 +286,7 @@ impl Gpu {
         counter: Option<StorageCounter>,
     ) -> Result<DeviceMemory> {
         let device = self.device();
-        device.context.bind()?;
+        let _entered = device.context.enter()?;
         let mut opened = device.opened.lock();
         let found = match opened.get(&handle).map(|known| (known.base, known.len)) {
             Some(known) => known,
@@ -244,7 +304,7 @@ impl Gpu {
         drop(opened);
         let memory = DeviceMemory {
             gpu: Arc::clone(self),
-            handle,
+            opened: Some(handle),
             base: base + offset.min(whole),
             len,
             _counter: counter,
@@ -267,8 +327,58 @@ impl Gpu {
     /// # Errors
     /// [`CudaError::Call`] for a handle that the driver does not know, and for a broken GPU.
     pub fn wait_for(&self, handle: &[u8; 64], proceed: &dyn Fn() -> bool) -> Result<bool> {
-        self.device().context.bind()?;
-        Event::open(handle)?.wait(proceed)
+        let _entered = self.device().context.enter()?;
+        let event = Event::open(handle)?;
+        event.wait(proceed)
+    }
+
+    /// Takes memory of this process on this GPU, such as the tensors of an engine.
+    ///
+    /// # Safety
+    /// From `base` on, `len` bytes of the GPU's memory stay allocated until the value is dropped.
+    pub unsafe fn own_memory(self: &Arc<Self>, base: u64, len: u64) -> DeviceMemory {
+        DeviceMemory {
+            gpu: Arc::clone(self),
+            opened: None,
+            base,
+            len,
+            _counter: None,
+        }
+    }
+
+    /// Registers a pool of another process, from its first byte on and in the background, as its pages
+    /// are there. Copies to and from other memory go on, at the slower rate. `failed` is called if a
+    /// part cannot be registered, after which no more is.
+    pub fn register(
+        &self,
+        pool: Arc<MappedSegment>,
+        failed: impl FnOnce(CudaError) + Send + 'static,
+    ) -> Registration {
+        let context = Arc::clone(&self.device().context);
+        let pinned = Pinned::start(HostPool::Mapped(pool), context, failed);
+        Registration {
+            pinned: Some(self.state.lock().add_pool(pinned)),
+            state: Arc::clone(&self.state),
+        }
+    }
+
+    /// Marks the end of the work that one of this process's streams has been given so far. It takes
+    /// some microseconds, and waits for nothing.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] for a broken GPU.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` of the GPU's primary context, or 0 for the default stream.
+    pub unsafe fn mark(self: &Arc<Self>, stream: u64) -> Result<Mark> {
+        let _entered = self.device().context.enter()?;
+        let event = Event::new()?;
+        // SAFETY: the caller's promise.
+        unsafe { event.record(stream) }?;
+        Ok(Mark {
+            gpu: Arc::clone(self),
+            event: Some(event),
+        })
     }
 
     /// Copies all runs, as long as `proceed` returns true. Returns false after it did not.
@@ -283,7 +393,11 @@ impl Gpu {
             uuid: device.uuid.clone(),
             seconds: HUNG.as_secs(),
         };
-        device.context.bind()?;
+        let pools: Vec<_> = {
+            let state = self.state.lock();
+            state.pools.iter().filter_map(Weak::upgrade).collect()
+        };
+        let _entered = device.context.enter()?;
         let lane = match direction {
             Direction::Gather => &device.to_host,
             Direction::Scatter => &device.to_device,
@@ -309,10 +423,10 @@ impl Gpu {
             is_late.set(true);
             device.is_hung.store(true, Ordering::Relaxed);
         };
-        let copied = this.copy(pieces, &device.pinned, proceed, &|is_done| {
+        let copied = this.copy(pieces, &pools, proceed, &|is_done| {
             lane::wait_for(is_done, &late)
         });
-        if copied.is_err() {
+        if this.is_broken() {
             // The next copy begins with new objects of the driver.
             *lane = None;
         }
@@ -329,11 +443,40 @@ impl Gpu {
 /// wanted.
 const TURN: Duration = Duration::from_millis(20);
 
-/// A range of another process's memory on a GPU.
+/// A point in the work of a stream of this process.
+#[derive(Debug)]
+pub struct Mark {
+    gpu: Arc<Gpu>,
+    /// Taken by the drop.
+    event: Option<Event>,
+}
+
+impl Mark {
+    /// Waits until the work before the point is done. Returns false as soon as `proceed` does, which
+    /// is asked every millisecond or more often.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] for a broken GPU.
+    pub fn wait(&self, proceed: &dyn Fn() -> bool) -> Result<bool> {
+        let _entered = self.gpu.device().context.enter()?;
+        self.event.as_ref().map_or(Ok(true), |it| it.wait(proceed))
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        // Where no context can be entered, the driver is beyond use.
+        let _entered = self.gpu.device().context.enter();
+        self.event = None;
+    }
+}
+
+/// A range of memory on a GPU.
 #[derive(Debug)]
 pub struct DeviceMemory {
     gpu: Arc<Gpu>,
-    handle: [u8; 64],
+    /// Handle of the allocation, where it is that of another process.
+    opened: Option<[u8; 64]>,
     base: u64,
     len: u64,
     /// Counted off after the memory is closed.
@@ -359,17 +502,20 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
+        let Some(handle) = self.opened else {
+            return;
+        };
         let device = self.gpu.device();
         let mut opened = device.opened.lock();
-        let Some(known) = opened.get_mut(&self.handle) else {
+        let Some(known) = opened.get_mut(&handle) else {
             return;
         };
         known.users -= 1;
         if known.users == 0 {
-            // Where no context can be bound, the driver is beyond use.
-            let _ = device.context.bind();
+            // Where no context can be entered, the driver is beyond use.
+            let _entered = device.context.enter();
             driver::close_memory(known.base);
-            opened.remove(&self.handle);
+            opened.remove(&handle);
         }
     }
 }

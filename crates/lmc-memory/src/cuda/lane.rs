@@ -7,6 +7,7 @@
 
 use std::iter::Peekable;
 use std::panic::{self, AssertUnwindSafe};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::driver::{self, DeviceBuffer, Event, HostBuffer, Kernel, Result, Run, Stream};
@@ -33,18 +34,21 @@ pub(super) struct Piece {
     pub(super) len: u64,
 }
 
-/// A stream with two launches that alternate, so that the link does not wait for the kernel.
+/// Two launches that alternate, so that the link does not wait for the kernel.
 #[derive(Debug)]
 pub(super) struct Lane {
     direction: Direction,
     launches: [Launch; 2],
-    stream: Stream,
     kernel: Kernel,
+    /// True after an error of a stream: copies need new objects of the driver.
+    is_broken: bool,
 }
 
-/// One launch of the kernel, with the copies before or after it.
+/// One launch of the kernel, with the copies before or after it. The other launch is on another
+/// stream: the GPU works at both at a time.
 #[derive(Debug)]
 struct Launch {
+    stream: Stream,
     /// Table of runs in host memory that the driver owns.
     runs: HostBuffer,
     /// Copy of the table that the kernel reads.
@@ -55,22 +59,19 @@ struct Launch {
     is_pending: bool,
 }
 
-/// Bytes that are contiguous on the host and in the range.
-#[derive(Clone, Copy, Debug)]
-struct HostRun {
-    host: *mut u8,
-    at: usize,
-    len: usize,
-}
-
 impl Lane {
     pub(super) fn new(direction: Direction) -> Result<Self> {
         Ok(Self {
             direction,
             launches: [Launch::new()?, Launch::new()?],
-            stream: Stream::new()?,
             kernel: Kernel::load()?,
+            is_broken: false,
         })
+    }
+
+    /// Returns true if the lane can copy nothing more.
+    pub(super) fn is_broken(&self) -> bool {
+        self.is_broken
     }
 
     /// Copies all pieces, as long as `proceed` returns true, which is asked before each launch.
@@ -81,7 +82,7 @@ impl Lane {
     pub(super) fn copy(
         &mut self,
         pieces: impl Iterator<Item = Piece>,
-        pinned: &Pinned,
+        pinned: &[Arc<Pinned>],
         proceed: &dyn Fn() -> bool,
         wait: &Wait<'_>,
     ) -> Result<bool> {
@@ -93,9 +94,12 @@ impl Lane {
             Ok(proceeded)
         }));
         if !matches!(ended, Ok(Ok(_))) {
-            // The event of a launch that failed may not be recorded, so the stream is asked. An error of
-            // the stream is that of a broken context, which does no work any more.
-            let _ = wait(&|| self.stream.is_idle());
+            // The event of a launch that failed may not be recorded, so the streams are asked. An error
+            // of a stream is that of a broken context, which does no work any more.
+            for launch in &mut self.launches {
+                self.is_broken |= wait(&|| launch.stream.is_idle()).is_err();
+                launch.is_pending = false;
+            }
         }
         ended.unwrap_or_else(|panic| panic::resume_unwind(panic))
     }
@@ -103,7 +107,7 @@ impl Lane {
     fn launch_all(
         &mut self,
         pieces: impl Iterator<Item = Piece>,
-        pinned: &Pinned,
+        pinned: &[Arc<Pinned>],
         proceed: &dyn Fn() -> bool,
         wait: &Wait<'_>,
     ) -> Result<bool> {
@@ -118,18 +122,17 @@ impl Lane {
             }
             let count = launch.load(&mut pieces, self.direction, &mut parts);
             launch.is_pending = true;
-            let stream = &self.stream;
             match self.direction {
                 Direction::Gather => {
-                    launch.copy_runs(stream, &self.kernel, count)?;
-                    launch.move_parts(stream, &parts, self.direction, pinned)?;
+                    launch.copy_runs(&self.kernel, count)?;
+                    launch.move_parts(&parts, self.direction, pinned)?;
                 }
                 Direction::Scatter => {
-                    launch.move_parts(stream, &parts, self.direction, pinned)?;
-                    launch.copy_runs(stream, &self.kernel, count)?;
+                    launch.move_parts(&parts, self.direction, pinned)?;
+                    launch.copy_runs(&self.kernel, count)?;
                 }
             }
-            stream.record(&launch.done)?;
+            launch.stream.record(&launch.done)?;
             turn = 1 - turn;
         }
         Ok(true)
@@ -150,6 +153,7 @@ fn cut(piece: Piece) -> impl Iterator<Item = Piece> {
 impl Launch {
     fn new() -> Result<Self> {
         Ok(Self {
+            stream: Stream::new()?,
             runs: HostBuffer::new(RUNS * size_of::<Run>())?,
             table: DeviceBuffer::new(RUNS * size_of::<Run>())?,
             range: DeviceBuffer::new(SLICE)?,
@@ -167,76 +171,73 @@ impl Launch {
         Ok(())
     }
 
-    /// Fills the table with the next runs, and `parts` with the host's side. Returns the number of
-    /// runs.
+    /// Fills the table with the next runs, and `parts` with what crosses the link for them. Returns the
+    /// number of runs.
     fn load(
         &mut self,
         pieces: &mut Peekable<impl Iterator<Item = Piece>>,
         direction: Direction,
-        parts: &mut Vec<HostRun>,
+        parts: &mut Vec<Piece>,
     ) -> usize {
         parts.clear();
         let (mut count, mut at) = (0, 0);
         while let Some(piece) =
-            pieces.next_if(|piece| count < RUNS && at + piece.len as usize <= SLICE)
+            pieces.next_if(|piece| count < RUNS && at + piece.len <= SLICE as u64)
         {
-            let len = piece.len as usize;
-            match parts.last_mut() {
-                Some(part) if part.host.wrapping_add(part.len) == piece.host => part.len += len,
-                _ => parts.push(HostRun {
-                    host: piece.host,
-                    at,
-                    len,
-                }),
-            }
-            let in_range = self.range.0 + at as u64;
+            let device = self.range.0 + at;
             let (from, to) = match direction {
-                Direction::Gather => (piece.device, in_range),
-                Direction::Scatter => (in_range, piece.device),
+                Direction::Gather => (piece.device, device),
+                Direction::Scatter => (device, piece.device),
             };
-            let run = Run {
-                from,
-                to,
-                len: piece.len,
-            };
+            let len = piece.len;
             // SAFETY: the count is below RUNS, and no launch reads the table now.
-            unsafe { self.runs.base.cast::<Run>().add(count).write(run) };
+            unsafe { (self.runs.base.cast::<Run>().add(count)).write(Run { from, to, len }) };
             count += 1;
             at += len;
+            match parts.last_mut() {
+                // Parts follow each other in the range.
+                Some(last) if last.host.wrapping_add(last.len as usize) == piece.host => {
+                    last.len += len;
+                }
+                _ => parts.push(Piece { device, ..piece }),
+            }
         }
         count
     }
 
-    fn copy_runs(&self, stream: &Stream, kernel: &Kernel, count: usize) -> Result<()> {
+    fn copy_runs(&self, kernel: &Kernel, count: usize) -> Result<()> {
         // SAFETY: `load` has written as many.
         let runs = unsafe { std::slice::from_raw_parts(self.runs.base.cast(), count) };
         // SAFETY: the table is not written before the launch is done. Device addresses were checked
         // when the plan was made, and the plan keeps that memory open.
-        unsafe { stream.copy_runs(kernel, BLOCKS, runs, &self.table) }
+        unsafe { self.stream.copy_runs(kernel, BLOCKS, runs, &self.table) }
     }
 
+    /// Moves parts across the link.
     fn move_parts(
         &self,
-        stream: &Stream,
-        parts: &[HostRun],
+        parts: &[Piece],
         direction: Direction,
-        pinned: &Pinned,
+        pinned: &[Arc<Pinned>],
     ) -> Result<()> {
         for part in parts {
             let mut done = 0;
             while done < part.len {
-                let host = part.host.wrapping_add(done);
-                let len = pinned.alike(host, part.len - done);
-                let device = self.range.0 + (part.at + done) as u64;
+                let host = part.host.wrapping_add(done as usize);
+                let left = (part.len - done) as usize;
+                // A buffer outside of a pool lies outside of it as a whole.
+                let alike = pinned.iter().find_map(|pool| pool.alike(host, left));
+                let len = alike.unwrap_or(left);
+                let device = part.device + done;
                 // SAFETY: the bytes lie in a chunk that is lent for this call, which ends after the last
                 // launch, and `load` has counted them in the range.
                 unsafe {
                     match direction {
-                        Direction::Gather => stream.copy_to_host(device, host, len),
-                        Direction::Scatter => stream.copy_to_device(host, device, len),
+                        Direction::Gather => self.stream.copy_to_host(device, host, len),
+                        Direction::Scatter => self.stream.copy_to_device(host, device, len),
                     }
                 }?;
-                done += len;
+                done += len as u64;
             }
         }
         Ok(())

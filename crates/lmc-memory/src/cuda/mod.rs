@@ -1,4 +1,5 @@
-//! Memory of engines on NVIDIA GPUs, opened by the handles that they send and copied by a kernel.
+//! Memory of engines on NVIDIA GPUs: of other processes, opened by the handles that they send, or of
+//! the engine that this process is.
 //!
 //! The driver is loaded when the first engine with such memory registers; a host without one serves
 //! all others. A worker's registration gets a [`Gpu`] from [`Gpus`], and [`DeviceMemory`] for its
@@ -15,4 +16,4 @@ mod tests;
 
 pub use counter::StorageCounter;
 pub use driver::CudaError;
-pub use gpus::{DeviceMemory, Gpu, Gpus};
+pub use gpus::{DeviceMemory, Gpu, Gpus, Mark, Registration};

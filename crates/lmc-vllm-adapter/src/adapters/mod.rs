@@ -23,11 +23,12 @@ pub use log::{Level, LogLine};
 pub use prompt::{Prompt, chunk_hashes};
 pub use scheduler::{SchedulerAdapter, SchedulerStats};
 pub use tensors::{KvLayers, LayerTensor};
-pub use worker::{EndedStore, Finished, LoadStoreOp, WorkerAdapter, WorkerStats};
+pub use worker::{EndedStore, EngineStream, Finished, LoadStoreOp, WorkerAdapter, WorkerStats};
 
 use std::io;
 use std::time::Duration;
 
+use lmc_memory::cuda::CudaError;
 use thiserror::Error;
 
 /// Description of an engine, on which its adapters must agree.
@@ -88,6 +89,9 @@ pub enum AdapterError {
         /// Tokens of one block of the engine.
         block_size: u32,
     },
+    /// The GPU that the engine's memory lies on cannot be used.
+    #[error("the KV cache's GPU cannot be used: {0}")]
+    Gpu(#[from] CudaError),
     /// A value that the engine gave cannot be right.
     #[error("{0}")]
     Invalid(String),

@@ -1,11 +1,13 @@
 //! The thread that moves chunks (`lmc-worker`): asks the server for slots, copies, and commits.
 //!
 //! Several transfers are under way at a time: while one is copied, the requests of the others are on
-//! their way. Retrieves go before stores.
+//! their way. Retrieves go before stores. Where the engine's memory lies on a GPU, a second thread
+//! (`lmc-loader`) carries out the retrieves: stores wait for the engine's work there, and the link
+//! has two directions.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lmc_memory::{CopyPlan, CopyPool, MappedSegment, PlanRequest};
 
@@ -17,6 +19,9 @@ use crate::protocol::{CacheKey, Reply, Request, SlotDescriptor};
 
 /// Transfers whose requests are under way at the same time.
 const BATCH: usize = 16;
+
+/// Longest wait for the engine's work on its GPU, in which no step of an engine takes so long.
+const ENGINE_WORK: Duration = Duration::from_secs(60);
 
 /// A transfer whose slots were asked for.
 struct Prepared {
@@ -91,6 +96,8 @@ pub(crate) struct Mover {
     pub(crate) shared: Arc<Shared>,
     pub(crate) link: Arc<Link>,
     pub(crate) copies: CopyPool,
+    /// True for the second thread, of memory on a GPU.
+    pub(crate) is_loader: bool,
 }
 
 impl Mover {
@@ -102,7 +109,7 @@ impl Mover {
                     if work.stopped {
                         return;
                     }
-                    let batch = take_batch(&mut work);
+                    let batch = self.take_batch(&mut work);
                     if !batch.is_empty() {
                         break batch;
                     }
@@ -111,6 +118,35 @@ impl Mover {
             };
             self.carry_out(batch);
         }
+    }
+
+    /// Takes the transfers of the next batch: retrieves, or else stores.
+    ///
+    /// No two name the same range of a request: the server gives both the same slots, which are the
+    /// worker's only until the first is committed.
+    fn take_batch(&self, work: &mut Work) -> Vec<Transfer> {
+        let loads = match work.has_loader {
+            true => self.is_loader,
+            false => !work.retrieves.is_empty(),
+        };
+        let queue = match loads {
+            true => &mut work.retrieves,
+            false => &mut work.stores,
+        };
+        let mut batch: Vec<Transfer> = Vec::new();
+        while batch.len() < BATCH
+            && let Some(next) = queue.pop_front()
+        {
+            let names_same = |other: &Transfer| {
+                other.op.request_id == next.op.request_id && other.op.tokens == next.op.tokens
+            };
+            if batch.iter().any(names_same) {
+                queue.push_front(next);
+                break;
+            }
+            batch.push(next);
+        }
+        batch
     }
 
     /// Carries out transfers whose requests are under way at the same time.
@@ -172,10 +208,10 @@ impl Mover {
     fn retrieve_first(&self) {
         loop {
             let mut work = self.shared.work.lock();
-            if work.retrieves.is_empty() || work.stopped {
+            if work.retrieves.is_empty() || work.stopped || work.has_loader {
                 return;
             }
-            let batch = take_batch(&mut work);
+            let batch = self.take_batch(&mut work);
             drop(work);
             self.carry_out(batch);
         }
@@ -232,10 +268,12 @@ impl Mover {
             self.end(&transfer, Ok(&[]));
             return None;
         }
-        let copied = match self.shared.work.lock().begin_copy(&transfer) {
-            true => Ok(()),
-            false => Err(Failure::Dropped),
-        };
+        let copied = self.wait_for_engine(pool, &transfer).and_then(|()| {
+            match self.shared.work.lock().begin_copy(&transfer) {
+                true => Ok(()),
+                false => Err(Failure::Dropped),
+            }
+        });
         let copied = copied.and_then(|()| {
             self.copy_slots(pool, direction, &transfer.op, &slots, &indices)
                 .map_err(Failure::Copy)
@@ -264,6 +302,29 @@ impl Mover {
             chunks: indices,
             answer: self.ask(pool.session, request),
         })
+    }
+
+    /// Waits until the GPU has done what the engine gave it before the transfer, where the engine's
+    /// memory lies on a GPU.
+    fn wait_for_engine(&self, pool: &Pool, transfer: &Transfer) -> Result<(), Failure> {
+        if pool.described.paged.gpu().is_none() {
+            return Ok(());
+        }
+        let failed = |why: &str| Err(Failure::Copy(why.to_owned()));
+        let mark = match &transfer.after {
+            Some(Ok(mark)) => mark,
+            Some(Err(error)) => return failed(&error.to_string()),
+            // Nothing says when the blocks may be touched.
+            None => return failed("the engine named no stream of its work on the GPU"),
+        };
+        let began = Instant::now();
+        let is_wanted = || self.shared.work.lock().is_wanted(transfer);
+        match mark.wait(&|| began.elapsed() < ENGINE_WORK && is_wanted()) {
+            Ok(true) => Ok(()),
+            Ok(false) if is_wanted() => failed("the engine's work on the GPU did not end in time"),
+            Ok(false) => Err(Failure::Dropped),
+            Err(error) => failed(&error.to_string()),
+        }
     }
 
     /// Gives back slots of a transfer that was not copied. A store that was not written is never
@@ -334,7 +395,9 @@ impl Mover {
             (None, _) => Err("the server's slots are not chunks of its pool".to_owned()),
             (Some(memory), Direction::Store) => {
                 let mut memory: Vec<&mut [u8]> = memory.collect();
-                memory.iter().for_each(|slot| map_pages(slot));
+                if described.paged.gpu().is_none() {
+                    memory.iter().for_each(|slot| map_pages(slot));
+                }
                 (self.copies.gather(&plan, &mut memory)).map_err(|error| error.to_string())
             }
             (Some(memory), Direction::Retrieve) => {
@@ -409,36 +472,11 @@ fn answered(reply: &Reply) -> String {
 }
 
 /// Maps the pages of a slot by reads: the kernel maps the 64 KiB around a read, but one page for a
-/// write, and the first copy into a slot would take most of its time for that.
+/// write, and the first copy into a slot would take most of its time for that. A GPU needs none.
 fn map_pages(slot: &[u8]) {
     for byte in slot.iter().step_by(64 << 10) {
         std::hint::black_box(*byte);
     }
-}
-
-/// Takes the transfers of the next batch: retrieves, or else stores.
-///
-/// No two name the same range of a request: the server gives both the same slots, which are the
-/// worker's only until the first is committed.
-fn take_batch(work: &mut Work) -> Vec<Transfer> {
-    let queue = match work.retrieves.is_empty() {
-        false => &mut work.retrieves,
-        true => &mut work.stores,
-    };
-    let mut batch: Vec<Transfer> = Vec::new();
-    while batch.len() < BATCH
-        && let Some(next) = queue.pop_front()
-    {
-        let names_same = |other: &Transfer| {
-            other.op.request_id == next.op.request_id && other.op.tokens == next.op.tokens
-        };
-        if batch.iter().any(names_same) {
-            queue.push_front(next);
-            break;
-        }
-        batch.push(next);
-    }
-    batch
 }
 
 /// Returns the memory of slots; `None` where one is not a chunk of the pool or two overlap.

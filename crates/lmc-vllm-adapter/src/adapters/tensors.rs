@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use lmc_memory::cuda::Gpu;
 use lmc_memory::{
     ChunkOrder, DType, GroupLayout, KvGroup, KvMemory, KvOrder, KvSegments, KvTensor, PagedKv,
     ProcessMemory,
@@ -30,6 +31,7 @@ pub struct KvLayers {
     tensors: Vec<LayerTensor>,
     tokens_first: bool,
     tokens_per_block: u32,
+    gpu: Option<String>,
 }
 
 /// A group's layout, checked against a chunk size.
@@ -63,7 +65,23 @@ impl KvLayers {
             tensors,
             tokens_first,
             tokens_per_block,
+            gpu: None,
         }
+    }
+
+    /// Says that the tensors lie on a GPU, whose id is spelled as PyTorch does
+    /// (`19d82a72-11d8-…`); else they lie in memory of the host.
+    #[must_use]
+    pub fn on_gpu(self, uuid: String) -> Self {
+        Self {
+            gpu: Some(uuid),
+            ..self
+        }
+    }
+
+    /// Returns the id of the GPU that the tensors lie on.
+    pub(crate) fn gpu(&self) -> Option<&str> {
+        self.gpu.as_deref()
     }
 
     /// Returns the tokens that one block id covers.
@@ -71,10 +89,15 @@ impl KvLayers {
         self.tokens_per_block
     }
 
-    /// Describes the group for chunks of `chunk_size` tokens.
-    pub(crate) fn describe(&self, chunk_size: u32) -> Result<Described, AdapterError> {
+    /// Describes the group for chunks of `chunk_size` tokens. `gpu` is the one that the tensors lie
+    /// on.
+    pub(crate) fn describe(
+        &self,
+        chunk_size: u32,
+        gpu: Option<&Arc<Gpu>>,
+    ) -> Result<Described, AdapterError> {
         let mut tensors = Vec::with_capacity(self.tensors.len());
-        let mut memory: Vec<Arc<dyn KvMemory>> = Vec::with_capacity(self.tensors.len());
+        let mut ranges = Vec::with_capacity(self.tensors.len());
         for tensor in &self.tensors {
             let dtype: DType = tensor.dtype.parse().map_err(invalid)?;
             if tensor.shape.len() != tensor.strides.len() {
@@ -91,8 +114,7 @@ impl KvLayers {
                 });
             let bytes = elements.and_then(|elements| elements.checked_mul(dtype.size() as u64));
             let bytes = bytes.ok_or_else(|| invalid("a KV tensor has an impossible shape"))?;
-            // SAFETY: the caller of `KvLayers::new` promises it.
-            memory.push(Arc::new(unsafe { ProcessMemory::new(base, bytes) }));
+            ranges.push((base, bytes));
             tensors.push(KvTensor {
                 dtype,
                 shape: &tensor.shape,
@@ -106,15 +128,36 @@ impl KvLayers {
         };
         let group = KvGroup::describe(&tensors, order, Some(self.tokens_per_block), chunk_size);
         let group = group.map_err(invalid)?;
-        let numbers: Vec<usize> = (0..memory.len()).collect();
+        let numbers: Vec<usize> = (0..ranges.len()).collect();
         let (chunk, layout) = describe_order(group.order());
+        let segments = segments(ranges, gpu);
         Ok(Described {
-            paged: group
-                .open(&numbers, KvSegments::Host(memory))
-                .map_err(invalid)?,
+            paged: group.open(&numbers, segments).map_err(invalid)?,
             chunk,
             layout,
         })
+    }
+}
+
+/// Returns the memory of these ranges, for which `KvLayers::new` has the caller's promise.
+fn segments(ranges: Vec<(NonNull<u8>, u64)>, gpu: Option<&Arc<Gpu>>) -> KvSegments {
+    let ranges = ranges.into_iter();
+    match gpu {
+        Some(gpu) => {
+            let memory = |(base, len): (NonNull<u8>, u64)| {
+                // SAFETY: the caller of `KvLayers::new` promises it.
+                Arc::new(unsafe { gpu.own_memory(base.addr().get() as u64, len) })
+            };
+            KvSegments::Device(ranges.map(memory).collect())
+        }
+        None => {
+            let memory = |(base, len)| {
+                // SAFETY: the caller of `KvLayers::new` promises it.
+                let memory = unsafe { ProcessMemory::new(base, len) };
+                Arc::new(memory) as Arc<dyn KvMemory>
+            };
+            KvSegments::Host(ranges.map(memory).collect())
+        }
     }
 }
 

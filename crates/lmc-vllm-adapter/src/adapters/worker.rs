@@ -1,6 +1,6 @@
 //! The worker's side: moves chunks between the engine's blocks and the server's pool.
 //!
-//! The engine's thread only queues what is to be moved, for the thread of [`Mover`].
+//! The engine's thread only queues what is to be moved, for the threads of [`Mover`].
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::Range;
@@ -10,11 +10,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use lmc_memory::cuda::{CudaError, Gpu, Gpus, Mark, Registration};
 use lmc_memory::{CopyPool, MappedSegment, Planes, SharedName};
 use parking_lot::{Condvar, Mutex};
 
 use crate::adapters::common::{Common, Server, ServerState};
 use crate::adapters::link::{Link, OwnThread, SessionId, Setup};
+use crate::adapters::log::Level;
 use crate::adapters::mover::Mover;
 use crate::adapters::tensors::Described;
 use crate::adapters::{
@@ -107,12 +109,29 @@ pub(crate) enum Direction {
     Retrieve,
 }
 
+/// A stream of an engine's work on a GPU.
+#[derive(Debug, Clone, Copy)]
+pub struct EngineStream(u64);
+
+impl EngineStream {
+    /// Takes a `CUstream` of this process by its address; 0 is the default stream.
+    ///
+    /// # Safety
+    /// It is a stream of the primary context of the GPU whose memory is registered, and stays one
+    /// during the calls that it is given to.
+    pub unsafe fn new(stream: u64) -> Self {
+        Self(stream)
+    }
+}
+
 /// A transfer that is queued or under way, with its number.
 #[derive(Debug)]
 pub(crate) struct Transfer {
     pub(crate) number: u64,
     pub(crate) direction: Direction,
     pub(crate) op: LoadStoreOp,
+    /// Work of the engine on its GPU that comes before the copy; `None` for memory of the host.
+    pub(crate) after: Option<Result<Arc<Mark>, CudaError>>,
 }
 
 /// Progress of a store.
@@ -147,11 +166,18 @@ pub(crate) struct Work {
     /// Stores with a number that have ended since the last report.
     ended: Vec<EndedStore>,
     pub(crate) stopped: bool,
+    /// True once another thread carries out the retrieves.
+    pub(crate) has_loader: bool,
     next_number: u64,
 }
 
 impl Work {
-    fn queue(&mut self, direction: Direction, op: LoadStoreOp) {
+    fn queue(
+        &mut self,
+        direction: Direction,
+        op: LoadStoreOp,
+        after: Option<Result<Arc<Mark>, CudaError>>,
+    ) {
         let number = self.next_number;
         self.next_number += 1;
         let request = self.requests.entry(op.request_id.clone()).or_default();
@@ -170,7 +196,16 @@ impl Work {
             number,
             direction,
             op,
+            after,
         });
+    }
+
+    /// Returns true if a transfer is still to be carried out.
+    pub(crate) fn is_wanted(&self, transfer: &Transfer) -> bool {
+        let request = self.requests.get(&transfer.op.request_id);
+        let has_store = |request: &OfRequest| request.stores.contains_key(&transfer.number);
+        !self.stopped
+            && (transfer.direction == Direction::Retrieve || request.is_some_and(has_store))
     }
 
     /// Returns true if a transfer may be copied now: it was not dropped meanwhile.
@@ -265,6 +300,8 @@ pub(crate) struct Pool {
     pub(crate) memory: Arc<MappedSegment>,
     pub(crate) described: Arc<Described>,
     pub(crate) server: Server,
+    /// Keeps the memory registered with the driver, where the engine's lies on a GPU.
+    _registration: Option<Arc<Registration>>,
 }
 
 #[derive(Debug)]
@@ -273,6 +310,9 @@ pub(crate) struct Shared {
     pub(crate) instance_id: u64,
     pub(crate) kv_rank: u32,
     registered: Mutex<Option<Registered>>,
+    gpus: Gpus,
+    /// The GPU that the engine's memory lies on. Locked for moments only.
+    gpu: Mutex<Option<Arc<Gpu>>>,
     pub(crate) pool: Mutex<Option<Pool>>,
     /// True if the next connection is to map the pool by its name: the last one brought no descriptor.
     by_name: AtomicBool,
@@ -301,9 +341,10 @@ impl Setup for WorkerSetup {
         let Some(registered) = &mut *registered else {
             return Ok(None);
         };
+        let gpu = shared.gpu.lock().clone();
         if registered.chunk_size != server.chunk_size {
             // Registered while no server was there.
-            let described = registered.layers.describe(server.chunk_size);
+            let described = registered.layers.describe(server.chunk_size, gpu.as_ref());
             registered.described = Arc::new(described.map_err(|error| error.to_string())?);
             registered.chunk_size = server.chunk_size;
         }
@@ -332,12 +373,17 @@ impl Setup for WorkerSetup {
             ));
         };
         let memory = Arc::new(map_pool(shm_name, *pool_size, descriptor.take())?);
-        enter_pages(&memory);
+        let registration = gpu.map(|gpu| shared.register(&gpu, &memory));
+        if registration.is_none() {
+            // A registration enters them as well.
+            enter_pages(&memory);
+        }
         *shared.pool.lock() = Some(Pool {
             session,
             memory,
             described: Arc::clone(described),
             server,
+            _registration: registration,
         });
         Ok(None)
     }
@@ -441,6 +487,19 @@ impl Shared {
         })
     }
 
+    /// Begins to register the pool with the driver of the engine's GPU.
+    fn register(&self, gpu: &Gpu, memory: &Arc<MappedSegment>) -> Arc<Registration> {
+        let log = Arc::clone(&self.common.log);
+        let failed = move |error: CudaError| {
+            let text = format!(
+                "the pool cannot be registered with the GPU's driver, so it is copied at a fifth of \
+                 the rate: {error}"
+            );
+            log.push(Level::Warning, text);
+        };
+        Arc::new(gpu.register(Arc::clone(memory), failed))
+    }
+
     pub(crate) fn key(&self, server: Server, op: &LoadStoreOp) -> CacheKey {
         let (range, salt) = (op.tokens.clone(), &op.cache_salt);
         let key = self
@@ -465,6 +524,8 @@ pub struct WorkerAdapter {
     shared: Arc<Shared>,
     link: Arc<Link>,
     thread: OwnThread,
+    /// Carries out retrieves where the memory lies on a GPU, whose link has two directions.
+    loader: Mutex<Option<OwnThread>>,
 }
 
 impl WorkerAdapter {
@@ -510,6 +571,8 @@ impl WorkerAdapter {
             instance_id: u64::from_le_bytes(id) >> 1,
             kv_rank,
             registered: Mutex::default(),
+            gpus: Gpus::without_pool(),
+            gpu: Mutex::default(),
             pool: Mutex::default(),
             by_name: AtomicBool::new(false),
             work: Mutex::default(),
@@ -528,6 +591,7 @@ impl WorkerAdapter {
             shared: Arc::clone(&shared),
             link: Arc::clone(&link),
             copies: CopyPool::new(copy_threads.saturating_sub(1))?,
+            is_loader: false,
         };
         let thread = thread::Builder::new()
             .name("lmc-worker".to_owned())
@@ -536,20 +600,31 @@ impl WorkerAdapter {
             shared,
             link,
             thread: OwnThread::new(thread),
+            loader: Mutex::default(),
         })
     }
 
     /// Registers the paged KV cache of one group of layers, and waits at most 5 s for the server's
-    /// answer. Without a server it is registered when there is one.
+    /// answer. Without a server it is registered when there is one. Where it lies on a GPU, this takes
+    /// 66 MiB there for copies.
     ///
     /// # Errors
-    /// [`AdapterError::Invalid`] for tensors whose layout is not known.
+    /// [`AdapterError::Invalid`] for tensors whose layout is not known, [`AdapterError::Gpu`] for a
+    /// GPU that cannot be used.
     pub fn register_kv_caches(&self, layers: KvLayers) -> Result<(), AdapterError> {
         let shared = &self.shared;
         // Without a server any chunk size shows whether the layout is known.
         let chunk_size =
             (shared.common.server()).map_or(layers.tokens_per_block(), |s| s.chunk_size);
-        let described = layers.describe(chunk_size)?;
+        let gpu = layers
+            .gpu()
+            .map(|uuid| shared.gpus.open(uuid))
+            .transpose()?;
+        let described = layers.describe(chunk_size, gpu.as_ref())?;
+        if gpu.is_some() {
+            self.start_loader()?;
+        }
+        *shared.gpu.lock() = gpu;
         *shared.registered.lock() = Some(Registered {
             layers,
             described: Arc::new(described),
@@ -561,32 +636,78 @@ impl WorkerAdapter {
         Ok(())
     }
 
+    fn start_loader(&self) -> Result<(), AdapterError> {
+        let mut loader = self.loader.lock();
+        if loader.is_none() {
+            let mover = Mover {
+                shared: Arc::clone(&self.shared),
+                link: Arc::clone(&self.link),
+                copies: CopyPool::new(0)?,
+                is_loader: true,
+            };
+            // From now on the other thread leaves retrieves to this one.
+            self.shared.work.lock().has_loader = true;
+            let thread = thread::Builder::new()
+                .name("lmc-loader".to_owned())
+                .spawn(move || mover.run())?;
+            *loader = Some(OwnThread::new(thread));
+        }
+        Ok(())
+    }
+
     /// Queues a store. Its blocks must keep their content until the request is reported by
     /// [`WorkerAdapter::get_finished`], or [`WorkerAdapter::wait_for_stores`] has returned.
     pub fn submit_store_request(&self, op: LoadStoreOp) {
-        self.submit(Direction::Store, [op]);
+        self.submit(Direction::Store, [op], None);
     }
 
     /// Queues a retrieve. Its blocks belong to the adapter until the request is reported by
     /// [`WorkerAdapter::get_finished`].
     pub fn submit_retrieve_request(&self, op: LoadStoreOp) {
-        self.submit(Direction::Retrieve, [op]);
+        self.submit(Direction::Retrieve, [op], None);
     }
 
-    /// Queues several stores, see [`WorkerAdapter::submit_store_request`].
-    pub fn batched_submit_store_requests(&self, ops: Vec<LoadStoreOp>) {
-        self.submit(Direction::Store, ops);
+    /// Queues several stores, see [`WorkerAdapter::submit_store_request`]. Memory on a GPU is read
+    /// when the work is done that `after` has been given so far; without a stream such stores fail.
+    pub fn batched_submit_store_requests(
+        &self,
+        ops: Vec<LoadStoreOp>,
+        after: Option<EngineStream>,
+    ) {
+        self.submit(Direction::Store, ops, after);
     }
 
-    /// Queues several retrieves, see [`WorkerAdapter::submit_retrieve_request`].
-    pub fn batched_submit_retrieve_requests(&self, ops: Vec<LoadStoreOp>) {
-        self.submit(Direction::Retrieve, ops);
+    /// Queues several retrieves, see [`WorkerAdapter::submit_retrieve_request`]. Memory on a GPU is
+    /// written when the work is done that `after` has been given so far; without a stream such
+    /// retrieves fail.
+    pub fn batched_submit_retrieve_requests(
+        &self,
+        ops: Vec<LoadStoreOp>,
+        after: Option<EngineStream>,
+    ) {
+        self.submit(Direction::Retrieve, ops, after);
     }
 
-    fn submit(&self, direction: Direction, ops: impl IntoIterator<Item = LoadStoreOp>) {
+    fn submit(
+        &self,
+        direction: Direction,
+        ops: impl IntoIterator<Item = LoadStoreOp>,
+        after: Option<EngineStream>,
+    ) {
+        // Nothing is carried out in a process that was forked, nor does the driver work there.
+        let gpu = match self.thread.is_forked() {
+            true => None,
+            false => self.shared.gpu.lock().clone(),
+        };
+        let after = gpu.and_then(|gpu| {
+            let EngineStream(stream) = after?;
+            // SAFETY: `EngineStream::new` has the caller's promise.
+            let mark = unsafe { gpu.mark(stream) };
+            Some(mark.map(Arc::new))
+        });
         let mut work = self.shared.work.lock();
         for op in ops {
-            work.queue(direction, op);
+            work.queue(direction, op, after.clone());
         }
         drop(work);
         self.shared.changed.notify_all();
@@ -637,7 +758,8 @@ impl WorkerAdapter {
 
     /// Waits until no store of these requests needs its blocks, so that their blocks may be written
     /// again. After `time`, what has not begun is dropped, and only the copy under way is waited
-    /// for: it waits for no other process, and its blocks must not change before it has ended. Returns true if nothing was dropped.
+    /// for: it waits for no other process but for the GPU where blocks lie there, and its blocks must
+    /// not change before it has ended. Returns true if nothing was dropped.
     pub fn wait_for_stores(&self, request_ids: &[String], time: Duration) -> bool {
         let shared = &self.shared;
         let deadline = Instant::now() + time;
@@ -656,7 +778,7 @@ impl WorkerAdapter {
             .map(|id| work.drop_stores(id))
             .sum::<usize>();
         add(&shared.counters.stores_failed, dropped as u64);
-        // What is left is being copied, which waits for nothing.
+        // What is left is being copied.
         while under_way(&work) {
             shared.changed.wait(&mut work);
         }
@@ -700,8 +822,19 @@ impl WorkerAdapter {
         // Answers that the thread waits for fail.
         self.link.stop();
         self.thread.join();
+        if let Some(loader) = &*self.loader.lock() {
+            loader.join();
+        }
+        {
+            // What was queued holds marks of the GPU.
+            let mut work = self.shared.work.lock();
+            work.stores.clear();
+            work.retrieves.clear();
+        }
         *self.shared.pool.lock() = None;
         *self.shared.registered.lock() = None;
+        *self.shared.gpu.lock() = None;
+        self.shared.gpus.wait_until_given_back();
     }
 }
 

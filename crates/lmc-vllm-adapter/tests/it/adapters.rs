@@ -136,7 +136,7 @@ fn blocks_come_back_by_the_deadline_whatever_the_server_does() {
     let many: Vec<LoadStoreOp> = (0..64)
         .map(|seed| op("a", &hashes(seed, 4), 0..4, u32::from(seed)))
         .collect();
-    engine.worker.batched_submit_store_requests(many);
+    engine.worker.batched_submit_store_requests(many, None);
     engine
         .worker
         .wait_for_stores(&["a".to_owned()], Duration::ZERO);
@@ -479,7 +479,7 @@ fn a_store_with_a_number_names_the_chunks_that_it_has_added() {
             ..op("b", &hashes(100 + seed, 4), 0..4, 0)
         })
         .collect();
-    engine.worker.batched_submit_store_requests(many);
+    engine.worker.batched_submit_store_requests(many, None);
     engine
         .worker
         .wait_for_stores(&["b".to_owned()], Duration::ZERO);

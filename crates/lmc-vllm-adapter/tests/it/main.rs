@@ -15,6 +15,8 @@ mod identity;
 mod interop;
 #[cfg(feature = "adapters")]
 mod meddling;
+#[cfg(feature = "adapters")]
+mod on_gpu;
 mod orders;
 mod server_driven;
 mod slower_tiers;

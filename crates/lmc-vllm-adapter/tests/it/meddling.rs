@@ -298,7 +298,7 @@ fn a_store_that_is_submitted_twice_writes_no_slot_that_is_not_its_own() {
     engine.content(2, &twice.block_ids, 0, false);
     engine
         .worker
-        .batched_submit_store_requests(vec![once, twice]);
+        .batched_submit_store_requests(vec![once, twice], None);
     assert_eq!(engine.finished(&["a"]).stores.len(), 1);
     let stats = engine.worker.stats();
     assert_eq!((stats.stored_chunks, stats.stores_failed), (2, 0));
@@ -309,7 +309,7 @@ fn a_store_that_is_submitted_twice_writes_no_slot_that_is_not_its_own() {
     );
     // Two loads of one range read what they leased, each.
     let loads = vec![op("c", &prompt, 0..2, 2), op("c", &prompt, 0..2, 33)];
-    engine.worker.batched_submit_retrieve_requests(loads);
+    engine.worker.batched_submit_retrieve_requests(loads, None);
     assert_eq!(engine.finished(&[]).retrieves.len(), 1);
     assert_eq!(engine.worker.stats().retrieves_failed, 0);
     assert!(engine.content(1, &blocks(2, 33), 0, true));
@@ -660,7 +660,7 @@ impl Schedule {
             (self.engine).content(prompt, &op.block_ids, 0, false);
             // The same twice is one store.
             let ops = vec![op; 1 + self.one_of(2)];
-            self.engine.worker.batched_submit_store_requests(ops);
+            self.engine.worker.batched_submit_store_requests(ops, None);
             (self.requests).insert(request.clone(), Phase::Stores(prompt, Some(range)));
             if self.one_of(3) == 0 {
                 // The store gets to any point meanwhile.

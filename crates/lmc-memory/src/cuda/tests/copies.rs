@@ -26,7 +26,10 @@ fn compare(twin: &Twin, gpu: &Arc<Gpu>, slot: &mut ReservedSlot, random: &mut Ra
     let on_gpu = twin.paged(gpu, chunk_blocks);
     let on_host = twin.host.paged(chunk_blocks);
     let mut table: Vec<u32> = (0..on_host.blocks()).collect();
-    (1..table.len()).for_each(|last| table.swap(last, random.below(last + 1)));
+    // In order, blocks make long runs.
+    if random.below(3) > 0 {
+        (1..table.len()).for_each(|last| table.swap(last, random.below(last + 1)));
+    }
     let count = table.len() / chunk_blocks as usize;
     let starts: Vec<_> = (0..count as u64)
         .map(|index| index * chunk_blocks)

@@ -26,7 +26,7 @@ fn everything_is_given_back_after_the_last_user() {
         let chunks: Vec<&[u8]> = chunks.iter().map(|chunk| &**chunk).collect();
         pool.scatter(&plan, &chunks).unwrap();
         let held = live(machine);
-        assert_eq!((held.contexts, held.mappings, held.streams), (1, 3, 2));
+        assert_eq!((held.contexts, held.mappings, held.streams), (1, 3, 4));
         assert_eq!(held.registered_bytes, 1 << 20);
         drop(plan);
         assert_given_back(machine);

@@ -7,6 +7,7 @@ mod copies;
 mod faults;
 mod library;
 mod life;
+mod own;
 
 use std::sync::Arc;
 use std::thread;

@@ -78,24 +78,7 @@ impl Engine {
 
     /// Writes the content of a prompt's chunk into blocks, or compares it.
     pub(crate) fn content(&mut self, seed: u32, blocks: &[u32], first: usize, check: bool) -> bool {
-        let mut same = true;
-        for (layer, memory) in self.memory.iter_mut().enumerate() {
-            for (index, &block) in blocks.iter().enumerate() {
-                for plane in 0..2 {
-                    let block_len = HEADS * BLOCK * HEAD;
-                    let start = plane * LAYER / 2 + block as usize * block_len;
-                    for (at, element) in memory[start..start + block_len].iter_mut().enumerate() {
-                        let mark = (seed as usize * 131 + (first + index) * 17 + layer) * 4096;
-                        let expected = (mark + plane * block_len + at) as f32;
-                        match check {
-                            true => same &= *element == expected,
-                            false => *element = expected,
-                        }
-                    }
-                }
-            }
-        }
-        same
+        content(&mut self.memory, seed, blocks, first, check)
     }
 
     /// Looks a prompt up and waits for the result, in tokens.
@@ -161,10 +144,43 @@ impl Drop for Engine {
     }
 }
 
+/// Writes the content of a prompt's chunk into blocks of a paged memory, or compares it.
+pub(crate) fn content(
+    memory: &mut [Vec<f32>],
+    seed: u32,
+    blocks: &[u32],
+    first: usize,
+    check: bool,
+) -> bool {
+    let mut same = true;
+    for (layer, memory) in memory.iter_mut().enumerate() {
+        for (index, &block) in blocks.iter().enumerate() {
+            for plane in 0..2 {
+                let block_len = HEADS * BLOCK * HEAD;
+                let start = plane * LAYER / 2 + block as usize * block_len;
+                for (at, element) in memory[start..start + block_len].iter_mut().enumerate() {
+                    let mark = (seed as usize * 131 + (first + index) * 17 + layer) * 4096;
+                    let expected = (mark + plane * block_len + at) as f32;
+                    match check {
+                        true => same &= *element == expected,
+                        false => *element = expected,
+                    }
+                }
+            }
+        }
+    }
+    same
+}
+
 /// Describes the paged memory of a worker, which must outlive it.
 pub(crate) fn layers(memory: &mut [Vec<f32>]) -> KvLayers {
-    let tensor = |layer: &mut Vec<f32>| LayerTensor {
-        data: layer.as_mut_ptr() as usize,
+    layers_at(memory.iter_mut().map(|layer| layer.as_mut_ptr().addr()))
+}
+
+/// Describes the paged memory of a worker by the addresses of its layers.
+pub(crate) fn layers_at(addresses: impl Iterator<Item = usize>) -> KvLayers {
+    let tensor = |data: usize| LayerTensor {
+        data,
         shape: vec![2, BLOCKS as u64, HEADS as u64, BLOCK as u64, HEAD as u64],
         strides: vec![
             (LAYER / 2) as u64,
@@ -175,8 +191,8 @@ pub(crate) fn layers(memory: &mut [Vec<f32>]) -> KvLayers {
         ],
         dtype: "float32".to_owned(),
     };
-    let tensors = memory.iter_mut().map(tensor).collect();
-    // SAFETY: `memory` outlives the worker, which is shut down first, and tests look at it only
+    let tensors = addresses.map(tensor).collect();
+    // SAFETY: the memory outlives the worker, which is shut down first, and tests look at it only
     // while nothing is copied.
     unsafe { KvLayers::new(tensors, false, BLOCK as u32) }
 }
