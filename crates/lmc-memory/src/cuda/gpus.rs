@@ -240,9 +240,10 @@ pub struct Registration {
     state: Arc<Mutex<Usage>>,
 }
 
+#[cfg(test)]
 impl Registration {
-    /// Bytes that are registered; the others are copied more slowly.
-    pub fn bytes(&self) -> u64 {
+    /// Bytes that are registered.
+    pub(super) fn bytes(&self) -> u64 {
         let pinned = self.pinned.as_ref();
         pinned.map_or(0, |pinned| pinned.done() as u64)
     }

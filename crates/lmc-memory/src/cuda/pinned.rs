@@ -24,7 +24,7 @@ const AGAIN: Duration = if cfg!(test) {
 const ENTERED: u64 = if cfg!(test) { 4 << 10 } else { 256 << 10 };
 
 /// Memory that chunks lie in.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) enum HostPool {
     /// The pool of this process, which gets its pages where it has none yet.
     Own(Arc<Arena>),

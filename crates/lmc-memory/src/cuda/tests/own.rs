@@ -90,13 +90,8 @@ fn an_engine_copies_its_own_memory_after_its_own_work() {
         2,
         an_engine_copies_its_own_memory_after_its_own_work,
         |machine| {
-            let name = format!("lmc_test_own_{}", std::process::id());
-            let arena = Arc::new(ArenaConfig::shared(&name, 1 << 20).build().unwrap());
+            let arena = shared("own");
             touch(&arena, 1 << 20);
-            let map = || {
-                let name = arena.shared_name().unwrap();
-                Arc::new(MappedSegment::open_pool(name, 1 << 20).unwrap())
-            };
             let gpus = Gpus::without_pool();
             let gpu = gpus.open(UUIDS[1]).unwrap();
             assert_eq!(current(), 0, "the thread had no context");
@@ -116,7 +111,7 @@ fn an_engine_copies_its_own_memory_after_its_own_work() {
             let mut wanted = cut(&mut wanted, len, 3);
             let mut registrations = Vec::new();
             for round in 0..3 {
-                let slot = map();
+                let slot = map(&arena);
                 // The first pool is not registered; the last is that of another server.
                 if round > 0 {
                     registrations.push(register(&gpu, &slot));
@@ -160,6 +155,18 @@ fn an_engine_copies_its_own_memory_after_its_own_work() {
     );
 }
 
+/// The pool of a server, without pages.
+fn shared(test: &str) -> Arena {
+    let name = format!("lmc_test_{test}_{}", std::process::id());
+    ArenaConfig::shared(&name, 1 << 20).build().unwrap()
+}
+
+/// Maps the pool of a server as its workers do.
+fn map(arena: &Arena) -> Arc<MappedSegment> {
+    let name = arena.shared_name().unwrap();
+    Arc::new(MappedSegment::open_pool(name, 1 << 20).unwrap())
+}
+
 /// Writes to the first pages of an arena, as its owner does.
 fn touch(arena: &Arena, len: usize) {
     arena.ensure(0, len as u64).unwrap();
@@ -187,11 +194,9 @@ fn a_pool_that_is_dropped_under_a_copy_stays_registered_until_its_end() {
         1,
         a_pool_that_is_dropped_under_a_copy_stays_registered_until_its_end,
         |machine| {
-            let name = format!("lmc_test_dropped_{}", std::process::id());
-            let arena = ArenaConfig::shared(&name, 1 << 20).build().unwrap();
+            let arena = shared("dropped");
             touch(&arena, 1 << 20);
-            let name = arena.shared_name().unwrap();
-            let slot = Arc::new(MappedSegment::open_pool(name, 1 << 20).unwrap());
+            let slot = map(&arena);
             let gpus = Gpus::without_pool();
             let gpu = gpus.open(UUIDS[0]).unwrap();
             let twin = Twin::new(machine, 0);
@@ -227,15 +232,13 @@ fn a_pool_that_cannot_be_registered_is_named_once() {
         1,
         a_pool_that_cannot_be_registered_is_named_once,
         |machine| {
-            let name = format!("lmc_test_unregistered_{}", std::process::id());
-            let arena = ArenaConfig::shared(&name, 1 << 20).build().unwrap();
+            let arena = shared("unregistered");
             touch(&arena, 1 << 20);
-            let segment = MappedSegment::open_pool(arena.shared_name().unwrap(), 1 << 20).unwrap();
             let gpus = Gpus::without_pool();
             let gpu = gpus.open(UUIDS[0]).unwrap();
             machine.fail_after("cuMemHostRegister_v2", 2, Code::OUT_OF_MEMORY);
             let (send, named) = mpsc::channel();
-            let registration = gpu.register(Arc::new(segment), move |error| {
+            let registration = gpu.register(map(&arena), move |error| {
                 send.send(error.to_string()).unwrap();
             });
             let named: Vec<String> = named.iter().collect();
@@ -253,12 +256,10 @@ fn a_pool_that_cannot_be_registered_is_named_once() {
 #[test]
 fn a_pool_is_registered_as_its_owner_gets_its_pages() {
     with_machine(1, a_pool_is_registered_as_its_owner_gets_its_pages, |_| {
-        let name = format!("lmc_test_pages_{}", std::process::id());
-        let arena = ArenaConfig::shared(&name, 1 << 20).build().unwrap();
-        let segment = MappedSegment::open_pool(arena.shared_name().unwrap(), 1 << 20).unwrap();
+        let arena = shared("pages");
         let gpus = Gpus::without_pool();
         let gpu = gpus.open(UUIDS[0]).unwrap();
-        let registration = gpu.register(Arc::new(segment), |error| panic!("{error}"));
+        let registration = gpu.register(map(&arena), |error| panic!("{error}"));
         assert_eq!(registration.bytes(), 0);
         touch(&arena, 40 << 10);
         until("two pieces are registered", || {
