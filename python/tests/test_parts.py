@@ -26,24 +26,36 @@ class SettingsTest(unittest.TestCase):
     def test_defaults_and_values(self):
         self.assertEqual(Settings.read({}), Settings())
         self.assertEqual(Settings.read({"other": 1}).endpoint, "local")
-        self.assertEqual(Settings.read({"lmc.port": 5555}).endpoint, "tcp://127.0.0.1:5555")
-        found = Settings.read({"lmc.host": "10.0.0.5", "lmc.port": 6555, "lmc.hash_mode": False})
+        found = Settings.read({"lmc.server": "tcp://10.0.0.5:6555", "lmc.hash_mode": False})
         self.assertEqual((found.endpoint, found.hash_mode), ("tcp://10.0.0.5:6555", False))
-        self.assertEqual(Settings.read({"lmc.socket": "/run/l"}).endpoint, "ipc:///run/l")
+        self.assertFalse(found.starts)
+        self.assertEqual(Settings.read({"lmc.server": "/run/l"}).endpoint, "ipc:///run/l")
+        local = Settings.read({"lmc.server": "local"})
+        self.assertEqual((local.endpoint, local.starts), ("local", False))
+
+    def test_settings_of_a_server_that_is_started_are_its_flags(self):
+        found = Settings.read({"lmc.serve.l1-size-gb": 64, "lmc.serve.disk-fill": True,
+                               "lmc.serve.disk": "/data"})
+        self.assertTrue(found.starts)
+        self.assertEqual(
+            found.serve_flags, ("--disk=/data", "--disk-fill=true", "--l1-size-gb=64")
+        )
+        for wrong in ({"lmc.serve.": 1}, {"lmc.serve.disk": ["/data"]},
+                      {"lmc.serve.disk": "/data", "lmc.server": "local"}):
+            with self.assertRaises(ValueError) as caught:
+                Settings.read(wrong)
+            self.assertIn("lmc.serve", str(caught.exception))
 
     def test_all_mistakes_are_named(self):
         wrong = {
-            "lmc.port": "5555",
-            "lmc.socket": "/run/l",
-            "lmc.prot": 1,
+            "lmc.server": "10.0.0.5:5555",
+            "lmc.port": 5555,
             "lmc.copy_threads": True,
         }
         with self.assertRaises(ValueError) as caught:
             Settings.read(wrong)
         for key in wrong:
             self.assertIn(key, str(caught.exception))
-        with self.assertRaises(ValueError):
-            Settings.read({"lmc.port": 70000})
 
 
 def adapter(name, path, number=1, load_inplace=False):

@@ -58,7 +58,7 @@ def connector(args):
             kv_role="kv_both",
             kv_load_failure_policy=args.policy,
             kv_connector_extra_config={
-                **({} if args.local else {"lmc.port": args.port}),
+                "lmc.server": args.server or f"tcp://127.0.0.1:{args.port}",
                 "lmc.hash_mode": args.naming == "hashes",
             },
         )
@@ -187,8 +187,7 @@ def main():
     parser.add_argument("--blocks", type=int, help="of the KV cache")
     parser.add_argument("--block-size", type=int, help="in tokens")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="in one step at most")
-    parser.add_argument("--local", action="store_true",
-                        help="lmc's own connector finds the server by itself")
+    parser.add_argument("--server", help="lmc.server of lmc's own connector, instead of the port")
     parser.add_argument("--port", type=int, default=0, help="0: no connector")
     parser.add_argument("--mode", default="engine_driven")
     parser.add_argument("--policy", default="recompute", help="kv_load_failure_policy")

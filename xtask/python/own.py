@@ -83,12 +83,12 @@ def containers(run):
             return
         inside = container(folder, True)
         # It finds the server by itself, also when that is started later.
-        one = run.engine("contained-one", connector="lmc", local=True, prefix=inside)
+        one = run.engine("contained-one", connector="lmc", server="local", prefix=inside)
         flags = ("--ipc-path", "/run/lmc/lmc.sock", "--shm-name", "sealed")
         server = Server(run.args, *flags, prefix=container(folder, False)).start()
         one.ready()
         run.cold_and_warm("containers", one, 4)
-        two = run.engine("contained-two", connector="lmc", local=True, prefix=inside).ready()
+        two = run.engine("contained-two", connector="lmc", server="local", prefix=inside).ready()
         run.warm("containers, second engine", two, 4)
         one.submit(prompts(70, *[3000] * 6), max_tokens=400)
         time.sleep(0.3)

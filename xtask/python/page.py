@@ -11,30 +11,25 @@ import sys
 import sysconfig
 import venv
 
-from checks import check, free_port
-from harness import HERE, Child, VllmServe, eventually
+from checks import check
+from harness import HERE, VllmServe, eventually
 
 ROOT = os.path.dirname(os.path.dirname(HERE))
 DOCS = os.path.join(ROOT, "docs", "connector.md")
-# Of `lmc serve`, for engines and over HTTP.
-PORTS = (5555, 8080)
-# A server there is found before the ports.
+# A server there, for engines, is taken instead of one that is started.
+PORT = 5555
 SOCKET = "/run/lmc/lmc.sock"
+# The folder of the server that the connector starts.
+FOLDER = "/run/lmc" if os.geteuid() == 0 else f"/tmp/lmc-{os.geteuid()}"
 INSTALL_DEADLINE = 120
 
 
 def lines():
-    """The lines that install, serve and start vLLM, without the one that builds the wheel."""
+    """The lines that install and start vLLM, without the one that builds the wheel."""
     with open(DOCS) as page:
         block = page.read().split("```", 2)[1].strip().splitlines()
-    install, serve, vllm = [line.split(" #")[0].strip() for line in block if "cargo" not in line]
-    return install, serve.removesuffix("&").strip(), vllm
-
-
-def transfer_config(port):
-    """The page's value of --kv-transfer-config, with a port besides."""
-    config = json.loads(lines()[2].split("'")[1])
-    return json.dumps({**config, "kv_connector_extra_config": {"lmc.port": port}})
+    install, vllm = [line.split(" #")[0].strip() for line in block if "cargo" not in line]
+    return install, vllm
 
 
 def is_free(port):
@@ -47,8 +42,17 @@ def is_free(port):
         return True
 
 
+def is_running(process):
+    """Whether a process runs; one that its parent has not waited for does not."""
+    try:
+        with open(f"/proc/{process}/status") as status:
+            return "State:\tZ" not in status.read()
+    except OSError:
+        return False
+
+
 class Page:
-    """A server and a `vllm serve`, installed and started by the page's lines.
+    """A `vllm serve`, installed and started by the page's lines, and the server that it starts.
 
     The environment has the wheel and, by their folder, vLLM's packages; importing lmcache fails in
     it.
@@ -65,7 +69,7 @@ class Page:
                      "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
     def __enter__(self):
-        install, serve, vllm = lines()
+        install, self.line = lines()
         self.make_environment()
         wheels = os.path.join(os.path.dirname(self.run.args.package.rstrip("/")), "wheels")
         if not glob.glob(f"{wheels}/lmc-*.whl"):
@@ -75,37 +79,45 @@ class Page:
                               capture_output=True, timeout=INSTALL_DEADLINE)
         check("vllm serve, own: the page's line installs the wheel", done.returncode == 0,
               done.stderr.strip()[-500:])
-        if os.path.exists(SOCKET) or not all(map(is_free, PORTS)) or not self.serve(serve):
-            print(f"(port {PORTS[0]}, {PORTS[1]} or {SOCKET} is taken: the page's lines run with "
-                  "others)")
-            port, http = free_port(), free_port()
-            if not self.serve(f"{serve} --port {port} --http-port {http}"):
-                raise RuntimeError(f"the page's server did not start\n{self.server.tail()}")
-            vllm = vllm.replace(vllm.split("'")[1], transfer_config(port))
-        vllm = vllm.replace("MODEL", shlex.quote(self.run.model))
-        # What the small model needs besides follows the line.
-        self.vllm = VllmServe(
-            self.run.model, "--tokens-only", "--skip-tokenizer-init", "--max-model-len", "4096",
-            line=["bash", "-c", f'exec {vllm} "$@"', "bash"], env=self.env)
+        self.process = None
+        sockets = SOCKET, os.path.join(FOLDER, "lmc.sock")
+        self.starts = is_free(PORT) and not any(map(os.path.exists, sockets))
+        if not self.starts:
+            print(f"(port {PORT} or a socket of {sockets} is taken: the page's line runs with the "
+                  "server of the scenarios, and starts none)")
+            config = json.loads(self.line.split("'")[1])
+            config["kv_connector_extra_config"] = {
+                "lmc.server": f"tcp://127.0.0.1:{self.run.server.port}"}
+            self.line = self.line.replace(self.line.split("'")[1], json.dumps(config))
+        self.vllm = self.serve()
         return self
 
     def __exit__(self, *_):
         self.vllm.kill(signal.SIGTERM)
-        self.server.kill(signal.SIGTERM)
-        check("vllm serve, own: the server ends when asked to",
-              self.server.process.returncode == 0, str(self.server.process.returncode))
+        # Only the one that this run has started.
+        if (process := self.process) is not None:
+            os.kill(process, signal.SIGTERM)
+            ended = eventually(lambda: not is_running(process))
+            check("vllm serve, own: the server ends when asked to", ended, self.log())
 
-    def serve(self, line):
-        """Starts the server. Whether it listens; others may have taken its ports meanwhile."""
-        self.server = Child("page-serve", ["bash", "-c", f"exec {line}"], env=self.env)
+    def serve(self):
+        """Starts a `vllm serve` by the page's line."""
+        line = self.line.replace("MODEL", shlex.quote(self.run.model))
+        # What the small model needs besides follows the line.
+        return VllmServe(
+            self.run.model, "--tokens-only", "--skip-tokenizer-init", "--max-model-len", "4096",
+            line=["bash", "-c", f'exec {line} "$@"', "bash"], env=self.env)
 
-        def listens():
-            return self.server.said("listening for engines")
+    def server(self):
+        """The process of the server that the page's vLLM has started."""
+        with open(os.path.join(FOLDER, "serve.json")) as record:
+            self.process = json.load(record)["process"]
+        return self.process
 
-        eventually(lambda: listens() or self.server.process.poll() is not None)
-        if not listens():
-            self.server.kill()
-        return listens()
+    def log(self):
+        """The log of that server."""
+        with open(os.path.join(FOLDER, "serve.log")) as log:
+            return log.read()
 
     def make_environment(self):
         """As if vLLM was installed in it: its packages, and its program."""

@@ -679,30 +679,71 @@ def serve(run):
             ask_twice(run, "vllm serve, own", page.vllm)
             counted = eventually(lambda: page.vllm.metric("vllm:lmc_total"), 10)
             check("vllm serve, own: vLLM's metrics hold the connector's", counted > 0, str(counted))
+            if page.starts:
+                own_background(run, page)
+
+
+def ask(run, child):
+    """The ids that a `vllm serve` answers to one of the prompts."""
+    body = {"token_ids": prompts(2, *LENGTHS)[2], "model": run.model,
+            "sampling_params": {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
+                                "detokenize": False}}
+    with child.open("/inference/v1/generate", body, ANSWER_DEADLINE) as answer:
+        return json.load(answer)["choices"][0]["token_ids"]
+
+
+def hits(child):
+    """The tokens that a `vllm serve` has taken from its connector."""
+    return child.metric("vllm:external_prefix_cache_hits_total")
+
+
+def own_background(run, page):
+    """The server that lmc's connector starts: shared by engines, and there when they are gone."""
+
+    def warm(name, child):
+        check(f"{name}: its first answer is the one without a connector",
+              ask(run, child) == run.plain["float32", 2][2])
+        found = eventually(lambda: hits(child), 10)
+        check(f"{name}: 1024 tokens of it come from the cache", found == 1024, str(found))
+
+    process = page.server()
+    check("own server: it is in no process tree of vLLM", process not in tree(page.vllm.process.pid))
+    with page.serve() as other:
+        warm("own server, second engine", other.ready())
+        check("own server: two engines have one", page.server() == process)
+        # As vLLM ends an engine that is stuck.
+        for engine in (page.vllm, other):
+            for member in tree(engine.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
+    page.vllm = page.serve().ready()
+    warm("own server, after the death of both", page.vllm)
+    check("own server: it is still the same", page.server() == process)
+
+
+def tree(root):
+    """A process and all that it has started, as far as their parents live."""
+    parents = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as stat:
+            parents[int(name)] = int(stat.read().rpartition(")")[2].split()[1])
+    found = [root]
+    for member in found:
+        found += [child for child, parent in parents.items() if parent == member]
+    return found
 
 
 def ask_twice(run, name, child):
     """Asks a `vllm serve` over HTTP, cold and warm."""
     child.ready()
-
-    def ask(ids):
-        body = {"token_ids": ids, "sampling_params": {"max_tokens": MAX_TOKENS,
-                "temperature": 0, "ignore_eos": True, "detokenize": False}, "model": run.model}
-        with child.open("/inference/v1/generate", body, ANSWER_DEADLINE) as answer:
-            return json.load(answer)["choices"][0]["token_ids"]
-
-    def hits():
-        return child.metric("vllm:external_prefix_cache_hits_total")
-
-    prompt = prompts(2, *LENGTHS)[2]
-    answers, found = [ask(prompt)], []
+    answers, found = [ask(run, child)], []
 
     def is_warm():
         # The chunks may be stored after the answer.
-        before = hits()
-        answers.append(ask(prompt))
-        eventually(lambda: hits() > before, 3)
-        found.append(hits() - before)
+        before = hits(child)
+        answers.append(ask(run, child))
+        eventually(lambda: hits(child) > before, 3)
+        found.append(hits(child) - before)
         return found[-1] == 1024
 
     check(f"{name}: then 1024 tokens come from the cache", eventually(is_warm), str(found))

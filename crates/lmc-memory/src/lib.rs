@@ -39,7 +39,7 @@ mod sigbus;
 
 pub use arena::{
     Arena, ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, PrefaultProgress, StaleSegment,
-    own_uid, reclaim_stale_segments,
+    own_uid, reclaim_stale_segments, use_all_nodes,
 };
 pub use checksum::{PartedChecksum, checksum};
 pub use copy::{

@@ -14,6 +14,7 @@ use lmc_vllm_adapter::LMCACHE_RELEASE;
 use crate::config::{
     self, ALL_SETTINGS, Info, Loaded, Raw, ServeConfig, Shape, TransferMode, Verdict,
 };
+use crate::start::{self, Background};
 use crate::{bench, daemon, open_files, tools, transfer_config};
 
 const EXAMPLES: &str = "\
@@ -115,7 +116,7 @@ fn command() -> Command {
 }
 
 /// The version, with the commit where it is known.
-fn version() -> String {
+pub(crate) fn version() -> String {
     let version = env!("CARGO_PKG_VERSION");
     match env!("BUILD_COMMIT") {
         "" => version.to_owned(),
@@ -190,6 +191,13 @@ fn serve_command() -> Command {
                 .long("print-config")
                 .action(ArgAction::SetTrue)
                 .help("Print the settings in effect and where each came from, and end."),
+        )
+        .arg(
+            Arg::new("detached")
+                .long("detached")
+                .action(ArgAction::SetTrue)
+                .hide(true)
+                .help("What `lmc start` runs: depends on nothing of the process that started it."),
         );
     for info in ALL_SETTINGS {
         command = command.args(arguments(info));
@@ -262,8 +270,17 @@ fn serve(matches: &ArgMatches) -> ExitCode {
     }
     let variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    let file = matches.get_one::<PathBuf>("config");
-    let loaded = ServeConfig::load(flags(matches), variables, file.map(PathBuf::as_path));
+    let variables: Vec<_> = variables.collect();
+    let file = matches.get_one::<PathBuf>("config").map(PathBuf::as_path);
+    let load = |more| {
+        let flags = flags(matches).into_iter().chain(more);
+        ServeConfig::load(flags, variables.iter().cloned(), file)
+    };
+    let is_detached = matches.get_flag("detached");
+    let loaded = load(Vec::new()).and_then(|loaded| match is_detached {
+        true => load(start::settings(&loaded.entries)),
+        false => Ok(loaded),
+    });
     let mut loaded = match loaded {
         Ok(loaded) => loaded,
         Err(error) => {
@@ -279,7 +296,8 @@ fn serve(matches: &ArgMatches) -> ExitCode {
         print!("{}", print(&loaded));
         return ExitCode::SUCCESS;
     }
-    daemon::run(&loaded)
+    let background = is_detached.then(|| Background::begin(&loaded));
+    daemon::run(&loaded, background)
 }
 
 fn print(loaded: &Loaded) -> String {

@@ -1,6 +1,7 @@
 //! `lmc serve`: starts everything, waits for a signal, stops everything.
 
 use std::io::ErrorKind;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,13 +28,15 @@ use crate::late_filter::LateFilter;
 use crate::peers::Peers;
 use crate::salts::SaltDigests;
 use crate::signals::Signals;
+use crate::start::{self, Background};
 use crate::vllm::own_transfer_config;
 use crate::{
     disk, log, losses, nixl, occupant, peers, pool, quotas, remote, state, transfer_config,
 };
 
-/// Serves until a signal; the exit code of the process.
-pub fn run(loaded: &Loaded) -> ExitCode {
+/// Serves until a signal; the exit code of the process. `background` is none unless `lmc start` has
+/// started this process.
+pub(crate) fn run(loaded: &Loaded, background: Option<Background>) -> ExitCode {
     nixl::set_variables(&loaded.config);
     if let Err(error) = log::to_stderr(&loaded.config) {
         eprintln!("lmc serve: cannot start threads: {error}");
@@ -45,7 +48,7 @@ pub fn run(loaded: &Loaded) -> ExitCode {
     for note in &loaded.notes {
         info!("{note}");
     }
-    let stop = start(loaded);
+    let stop = start(loaded, background);
     if let Err(error) = &stop {
         match loaded.config.log_format {
             LogFormat::Text => log::print(&format!("lmc serve: {}", error_text(error))),
@@ -65,6 +68,9 @@ pub fn run(loaded: &Loaded) -> ExitCode {
 /// Exit code of a server whose pool was lost; a restart makes a new one.
 const POOL_LOST: u8 = 3;
 
+/// Size at which the log of a server in the background is cut.
+const LOG_BYTES: u64 = 16 << 20;
+
 /// Time that the drives have to open, and the interval of the notes while they have not.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(300);
 const OPEN_NEWS: Duration = Duration::from_secs(10);
@@ -79,7 +85,7 @@ enum Stop {
     PoolLost,
 }
 
-fn start(loaded: &Loaded) -> Result<Stop> {
+fn start(loaded: &Loaded, background: Option<Background>) -> Result<Stop> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let number = AtomicUsize::new(0);
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -88,18 +94,23 @@ fn start(loaded: &Loaded) -> Result<Stop> {
         .enable_all()
         .build()
         .context("cannot start threads")?;
-    let stop = runtime.block_on(serve(loaded, cores));
+    let stop = runtime.block_on(serve(loaded, background, cores));
     // Dropping it would wait for a health check that is stuck.
     runtime.shutdown_background();
     stop
 }
 
-async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
+async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) -> Result<Stop> {
     let started = Instant::now();
     let config = &loaded.config;
     let mut signals = Signals::new()?;
     // The ports first: a process that holds them most likely holds the pool too.
-    let http_socket = match (ensure_free(config).await, bind_http(config).await) {
+    let may_move = background
+        .as_ref()
+        .is_some_and(|background| background.http_may_move);
+    // HTTP last: once it can be connected to, no port is tried any more.
+    let is_free = ensure_free(config).await;
+    let http_socket = match (is_free, bind_http(config, may_move).await) {
         (Ok(()), Ok(socket)) => socket,
         (Err(error), Ok(_)) | (Ok(()), Err(error)) => return Err(error),
         (Err(engines), Err(http)) => bail!("{engines:#}\nlmc serve: {http:#}"),
@@ -158,7 +169,8 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
     http.stores = stores;
     http.directory = directory.as_ref().map(|server| Arc::clone(server.host()));
     let http = tokio::spawn(http::serve(http_socket, http, stopped.clone()));
-    let ticks = tokio::spawn(tick(service.clone(), stopped.clone()));
+    let logs = background.map(|background| background.log);
+    let ticks = tokio::spawn(tick(service.clone(), logs, stopped.clone()));
     let losses = tokio::spawn(losses::watch(service.clone(), stopped.clone()));
     let prefault = tokio::spawn(watch_prefault(Arc::clone(&arena), stopped.clone()));
     let mut engines = tokio::spawn(server.run(stopped));
@@ -184,6 +196,9 @@ async fn serve(loaded: &Loaded, cores: usize) -> Result<Stop> {
                 arena.shared_name().map_or_else(String::new, |name| name.path().display().to_string())
             );
             "the loss of the pool"
+        }
+        () = unused(|| service.connections(), config.exit_when_idle) => {
+            "--exit-when-idle-seconds without an engine"
         }
         ended = &mut engines => {
             ended.context("serving engines failed")?;
@@ -351,7 +366,7 @@ async fn watch_prefault(arena: Arc<Arena>, mut stopped: watch::Receiver<bool>) {
     }
 }
 
-async fn tick(service: Service, mut stopped: watch::Receiver<bool>) {
+async fn tick(service: Service, log: Option<PathBuf>, mut stopped: watch::Receiver<bool>) {
     let mut every = tokio::time::interval(Duration::from_secs(1));
     loop {
         tokio::select! {
@@ -359,17 +374,47 @@ async fn tick(service: Service, mut stopped: watch::Receiver<bool>) {
             _ = stopped.wait_for(|&stop| stop) => return,
         }
         // It may read files of /proc.
-        let service = service.clone();
-        let ticked = tokio::task::spawn_blocking(move || service.tick(Instant::now()));
-        if let Err(error) = ticked.await {
-            warn!(%error, "a periodic task failed; it runs again with the next tick");
+        let (service, log) = (service.clone(), log.clone());
+        let ticked = tokio::task::spawn_blocking(move || {
+            service.tick(Instant::now());
+            log.map_or(Ok(()), |log| start::keep_short(&log, LOG_BYTES))
+        });
+        match ticked.await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => warn!(%error, "the log cannot be cut; it is tried again"),
+            Err(error) => warn!(%error, "a periodic task failed; it runs again with the next tick"),
         }
     }
 }
 
-async fn bind_http(config: &ServeConfig) -> Result<TcpListener> {
+/// Returns once there was no connection for this long. `connections` returns those that are open, and
+/// the number of all since the start: one that was open for a moment counts as well.
+async fn unused(connections: impl Fn() -> (u64, u64), limit: Option<Duration>) {
+    let Some(limit) = limit else {
+        return std::future::pending().await;
+    };
+    let mut every = tokio::time::interval(Duration::from_secs(1).min(limit));
+    let mut since = tokio::time::Instant::now();
+    let mut before = 0;
+    while since.elapsed() < limit {
+        every.tick().await;
+        let (open, accepted) = connections();
+        if open > 0 || accepted != before {
+            since = tokio::time::Instant::now();
+        }
+        before = accepted;
+    }
+}
+
+/// Listens for HTTP; with `may_move`, at any port where its own is taken.
+async fn bind_http(config: &ServeConfig, may_move: bool) -> Result<TcpListener> {
     let address = (config.http_host.as_str(), config.http_port);
-    TcpListener::bind(address).await.map_err(|error| {
+    let mut bound = TcpListener::bind(address).await;
+    let is_taken = |error: &std::io::Error| error.kind() == ErrorKind::AddrInUse;
+    if may_move && bound.as_ref().is_err_and(is_taken) {
+        bound = TcpListener::bind((config.http_host.as_str(), 0)).await;
+    }
+    bound.map_err(|error| {
         let why = occupied(&error, config.http_port, "--http-port");
         let (host, port) = address;
         anyhow!(error)
@@ -529,7 +574,36 @@ fn summary(config: &ServeConfig, service: &Service, arena: &Arena) {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::Pin;
+
+    use parking_lot::Mutex;
+
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_ends_once_it_had_no_connection_for_long_enough() {
+        let counts = Mutex::new((1, 1));
+        let limit = Some(Duration::from_secs(600));
+        let mut unused = std::pin::pin!(unused(|| *counts.lock(), limit));
+        let ends_within = async |unused: &mut Pin<&mut _>, seconds| {
+            let time = Duration::from_secs(seconds);
+            tokio::time::timeout(time, unused).await.is_ok()
+        };
+        assert!(!ends_within(&mut unused, 1_000).await, "one is open");
+        *counts.lock() = (0, 1);
+        assert!(!ends_within(&mut unused, 595).await);
+        // It was open between two looks.
+        *counts.lock() = (0, 2);
+        assert!(!ends_within(&mut unused, 595).await);
+        assert!(ends_within(&mut unused, 10).await);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_without_a_limit_goes_on() {
+        let unused = unused(|| (0, 0), None);
+        let year = Duration::from_secs(365 * 24 * 3600);
+        assert!(tokio::time::timeout(year, unused).await.is_err());
+    }
 
     #[test]
     fn the_settings_begin_as_the_service_does() {

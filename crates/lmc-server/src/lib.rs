@@ -1,13 +1,13 @@
 //! The `lmc` daemon and its command-line tools, as a library so that tests can run them.
 //!
-//! [`cli`] reads the command line, [`config`] merges flags, variables and file, [`daemon`]
+//! [`cli`] reads the command line, [`config`] merges flags, variables and file, `daemon`
 //! starts and stops everything, [`http`] answers people, scrapers and LMCache's own tools.
 //! The operations of the protocol are carried out in `lmc-vllm-adapter`.
 
 mod bench;
 pub mod cli;
 pub mod config;
-pub mod daemon;
+mod daemon;
 mod disk;
 pub mod http;
 mod late_filter;
@@ -24,6 +24,7 @@ mod quotas;
 mod remote;
 mod salts;
 mod signals;
+mod start;
 mod state;
 mod tools;
 mod vllm;

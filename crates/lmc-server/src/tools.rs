@@ -18,9 +18,13 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use self::http::{Call, DEFAULT_URL, HttpUrl};
+use crate::start;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Tool {
+    /// Starts a server in the background, unless one runs
+    #[command(after_help = start::HELP)]
+    Start(start::Arguments),
     /// Shows a server's hits, memory, disk, workers and latencies
     Status(Server),
     /// Shows a server's peers: who is there, what they hold, what moved, what failed and why
@@ -85,6 +89,7 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
             };
             (server, Call::new("POST", "/cache/clear", Some(body)))
         }
+        Tool::Start(arguments) => return start::run(arguments),
         Tool::Disk(verb) => return done(disk::run(verb)),
         Tool::Remote(verb) => return done(remote::run(verb)),
         Tool::Quota(verb) => return done(quota::run(verb)),

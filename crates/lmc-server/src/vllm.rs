@@ -14,15 +14,19 @@ const CONNECTOR_PORT: u16 = 5555;
 /// The value of vLLM's `--kv-transfer-config` for lmc's own connector, which is to reach the server
 /// by its Unix socket.
 pub(crate) fn own_transfer_config(socket: &Path) -> String {
-    let mut config = json!({
+    let local = Path::new("local");
+    let server = if socket == Path::new(LOCAL_SOCKET) {
+        local
+    } else {
+        socket
+    };
+    let config = json!({
         "kv_connector": "LmcConnector",
         "kv_connector_module_path": "lmc.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"lmc.server": server},
     });
-    if socket != Path::new(LOCAL_SOCKET) {
-        config["kv_connector_extra_config"] = json!({"lmc.socket": socket});
-    }
     config.to_string()
 }
 
@@ -115,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn lmcs_own_connector_is_given_a_path_that_it_does_not_look_at() {
+    fn lmcs_own_connector_is_to_start_no_server_beside_this_one() {
         let own = own_transfer_config(Path::new(LOCAL_SOCKET));
         let line = format!("vllm serve MODEL --kv-transfer-config '{own}'");
         let path = format!("{}/../../docs/connector.md", env!("CARGO_MANIFEST_DIR"));
@@ -123,7 +127,7 @@ mod tests {
         assert!(text.contains(&line), "docs/connector.md lacks {line}");
         let other = own_transfer_config(Path::new("/tmp/s"));
         let other: Value = serde_json::from_str(&other).unwrap();
-        assert_eq!(other["kv_connector_extra_config"]["lmc.socket"], "/tmp/s");
+        assert_eq!(other["kv_connector_extra_config"]["lmc.server"], "/tmp/s");
     }
 
     /// The line is pasted into shells, in single quotes.

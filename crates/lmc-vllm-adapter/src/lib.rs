@@ -19,11 +19,13 @@ mod client;
     allow(unreachable_pub, reason = "public only for the fuzz targets")
 )]
 pub mod fuzzing;
+mod local;
 mod protocol;
 mod service;
 mod transport;
 
 pub use client::{Client, ClientError, encode_request_frames};
+pub use local::{LOCAL_ADDRESS, LOCAL_SOCKET, check_private, is_listening, user_folder};
 pub use protocol::{
     BlockAllocation, CacheKey, ConfigValue, CpuShm, Cuda, DecodeError, DescriptorError,
     EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, IpcHandle, KvDescriptor,
@@ -41,9 +43,6 @@ pub use transport::{
 
 /// Release of lmcache whose multiprocess protocol this crate implements.
 pub const LMCACHE_RELEASE: &str = "0.5.6";
-
-/// Path of the Unix socket at which lmc's own connector looks for a server first.
-pub const LOCAL_SOCKET: &str = "/run/lmc/lmc.sock";
 
 /// The README's examples, compiled and run with the doctests.
 #[cfg(doctest)]

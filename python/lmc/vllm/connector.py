@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, is_full_attention_spec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lmc import _native
-from lmc.vllm import interface
+from lmc.vllm import interface, server
 from lmc.vllm.cores import beside_the_engine
 from lmc.vllm.events import EventTally, StoredChunks
 from lmc.vllm.identity import device_name, hash_mode, identity_record
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent, KVConnectorKVEvents
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -70,6 +70,12 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
         self._spec = _supported_group(vllm_config, kv_cache_config)
         settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+        if settings.starts and _may_span_hosts(parallel):
+            raise ValueError(
+                "lmc: the ranks of this engine may be on several hosts, and each host needs a "
+                "server: run `lmc start` on each, and set lmc.server to local in "
+                "kv_connector_extra_config"
+            )
         mode = hash_mode(
             cache.prefix_caching_hash_algo, settings.hash_mode, os.environ.get("PYTHONHASHSEED")
         )
@@ -109,6 +115,9 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
                     "one failed load ends its request with an error: set "
                     '"kv_load_failure_policy":"recompute" in --kv-transfer-config'
                 )
+            # By now the workers have taken the memory of their KV caches.
+            if settings.starts:
+                server.start(settings.serve_flags)
             speculative = vllm_config.speculative_config
             self._scheduler = SchedulerSide(
                 _native.SchedulerAdapter(settings.endpoint, **common),
@@ -347,6 +356,12 @@ def _supported_group(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
             "one that the attention backend uses as it is"
         )
     return spec
+
+
+def _may_span_hosts(parallel: "ParallelConfig") -> bool:
+    """Returns True if vLLM may run ranks of one engine on other hosts; Ray decides where."""
+    by_ray = parallel.distributed_executor_backend == "ray" and parallel.world_size > 1
+    return by_ray or parallel.nnodes_within_dp > 1
 
 
 def _layers_of_ranks(config: "VllmConfig") -> list[tuple[int, int]]:

@@ -83,6 +83,7 @@ USED = {
     "vllm.config:DeviceConfig": ("device_type",),
     "vllm.config:ModelConfig": ("enable_sleep_mode",),
     "vllm.platforms.interface:Platform": ("get_device_capability",),
+    "vllm.config.parallel:ParallelConfig": ("distributed_executor_backend", "nnodes_within_dp"),
     "vllm.v1.request:Request": ("num_tokens", "is_finished"),
     "vllm.v1.kv_cache_interface:KVCacheConfig": (
         "kv_cache_groups",

@@ -3,22 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-HOST = "lmc.host"
-PORT = "lmc.port"
-SOCKET = "lmc.socket"
+SERVER = "lmc.server"
 IDENTITY = "lmc.identity"
 HASH_MODE = "lmc.hash_mode"
 COPY_THREADS = "lmc.copy_threads"
 
-KNOWN = (HOST, PORT, SOCKET, IDENTITY, HASH_MODE, COPY_THREADS)
+KNOWN = (SERVER, IDENTITY, HASH_MODE, COPY_THREADS)
+# Beginning of the settings of a server that the connector starts.
+SERVE = "lmc.serve."
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Checked settings, with their defaults."""
 
-    # `local`: /run/lmc/lmc.sock where it is there, else 127.0.0.1:5555; looked at when connecting.
+    # `local`: the server of this host, which is looked for when connecting.
     endpoint: str = "local"
+    # A server is started where none answers.
+    starts: bool = True
+    # Flags of a server that is started.
+    serve_flags: tuple[str, ...] = ()
     # Text that keeps chunks of engines apart that lmc could not tell from each other.
     identity: str = ""
     # Chunks are named by vLLM's block hashes instead of by their tokens.
@@ -32,37 +36,49 @@ class Settings:
         Raises `ValueError` with all that is wrong.
         """
         wrong = [
-            f"{key} is not a setting of lmc; the settings are {', '.join(KNOWN)}"
+            f"{key} is not a setting of lmc; the settings are {', '.join(KNOWN)}, and {SERVE}NAME "
+            "for those of `lmc serve`"
             for key in extra
-            if isinstance(key, str) and key.startswith("lmc.") and key not in KNOWN
+            if isinstance(key, str)
+            and key.startswith("lmc.")
+            and key not in KNOWN
+            and not key.startswith(SERVE)
         ]
-        if SOCKET in extra and (HOST in extra or PORT in extra):
-            wrong.append(f"{SOCKET} excludes {HOST} and {PORT}")
 
         def get(key: str, kind: type, default: object) -> object:
             value = extra.get(key, default)
-            # A bool is an int in Python, but `"lmc.port": true` is a mistake.
+            # A bool is an int in Python, but `"lmc.copy_threads": true` is a mistake.
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 wrong.append(f"{key} must be a {kind.__name__}, found {value!r}")
                 return default
             return value
 
-        host, port = get(HOST, str, "127.0.0.1"), get(PORT, int, 5555)
         threads = get(COPY_THREADS, int, 1)
-        if not 1 <= port <= 65535:  # type: ignore[operator]
-            wrong.append(f"{PORT} must be 1 to 65535, found {port}")
         if not 1 <= threads <= 64:  # type: ignore[operator]
             wrong.append(f"{COPY_THREADS} must be 1 to 64, found {threads}")
-        socket = get(SOCKET, str, "")
-        host = str(host).removeprefix("tcp://")
-        if socket:
-            endpoint = f"ipc://{socket}"
-        elif HOST in extra or PORT in extra:
-            endpoint = f"tcp://{host}:{port}"
-        else:
+        server = str(get(SERVER, str, "auto"))
+        flags = [_flag(key, extra[key]) for key in sorted(filter(_is_serve, extra))]
+        wrong += [flag for flag in flags if not flag.startswith("--")]
+        if flags and server != "auto":
+            wrong.append(
+                f"{SERVE}… are settings of a server that the connector starts, and {SERVER} is "
+                f"{server!r}: give them to that server"
+            )
+        if server in ("auto", "local"):
             endpoint = "local"
+        elif server.startswith("/"):
+            endpoint = f"ipc://{server}"
+        else:
+            endpoint = server
+            if not server.startswith(("tcp://", "ipc://")):
+                wrong.append(
+                    f"{SERVER} must be auto, local, tcp://HOST:PORT or the path of a Unix socket, "
+                    f"found {server!r}"
+                )
         settings = cls(
             endpoint=endpoint,
+            starts=server == "auto",
+            serve_flags=tuple(flags),
             identity=str(get(IDENTITY, str, "")),
             hash_mode=bool(get(HASH_MODE, bool, True)),
             copy_threads=threads,  # type: ignore[arg-type]
@@ -70,3 +86,16 @@ class Settings:
         if wrong:
             raise ValueError("kv_connector_extra_config: " + "; ".join(wrong))
         return settings
+
+
+def _is_serve(key: object) -> bool:
+    return isinstance(key, str) and key.startswith(SERVE)
+
+
+def _flag(key: str, value: object) -> str:
+    """Returns the flag of `lmc serve`, or what is wrong with it."""
+    name = key.removeprefix(SERVE)
+    if not name or not isinstance(value, str | int | float):
+        return f"{key} must be a text, a number or a bool, found {value!r}"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"--{name}={text}"

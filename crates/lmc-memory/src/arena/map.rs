@@ -171,6 +171,28 @@ impl Mapping {
     }
 }
 
+/// Lets the memory of this thread, and of those that it starts, come from any NUMA node, also where
+/// this process was started with a policy (`numactl`).
+///
+/// # Errors
+/// Those of the system, which may refuse it in a container.
+pub fn use_all_nodes() -> io::Result<()> {
+    const MPOL_DEFAULT: libc::c_long = 0;
+    // SAFETY: the policy has no mask, and changes no memory that is there.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_set_mempolicy,
+            MPOL_DEFAULT,
+            std::ptr::null::<libc::c_ulong>(),
+            0 as libc::c_ulong,
+        )
+    };
+    match result {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -16,6 +16,7 @@ pub(crate) mod shared_file;
 
 use backing::{Backing, Behind};
 pub use config::{ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, PrefaultProgress};
+pub use map::use_all_nodes;
 use prefault::Prefaulter;
 pub use record::{StaleSegment, own_uid, reclaim_stale_segments};
 

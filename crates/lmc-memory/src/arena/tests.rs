@@ -250,3 +250,34 @@ fn a_shared_arena_that_is_cut_short_is_lost_and_its_process_lives() {
     }
     assert!(!ArenaConfig::anonymous(1).build().unwrap().check_lost());
 }
+
+#[test]
+fn a_policy_of_numactl_is_lifted() {
+    // SAFETY: the kernel reads the mask, and writes the policy.
+    let set = |mask: libc::c_ulong| unsafe {
+        libc::syscall(
+            libc::SYS_set_mempolicy,
+            libc::MPOL_BIND,
+            &raw const mask,
+            64,
+        )
+    };
+    let policy = || {
+        let mut policy: libc::c_int = -1;
+        // SAFETY: as above; no mask and no address are asked about.
+        let result = unsafe {
+            let none = std::ptr::null_mut::<libc::c_ulong>();
+            libc::syscall(libc::SYS_get_mempolicy, &raw mut policy, none, 0, 0, 0)
+        };
+        assert_eq!(result, 0);
+        policy
+    };
+    if set(1) != 0 {
+        let why = std::io::Error::last_os_error();
+        println!("SKIPPED: no policy can be set here: {why}");
+        return;
+    }
+    assert_eq!(policy(), libc::MPOL_BIND);
+    use_all_nodes().unwrap();
+    assert_eq!(policy(), libc::MPOL_DEFAULT);
+}

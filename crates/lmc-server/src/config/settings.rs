@@ -222,6 +222,8 @@ settings! {
         slot_grace: Duration = "slot-grace-seconds", Value "SECONDS", "120", parse::slot_grace;
         /// Time for running requests to finish after SIGTERM. Pending disk writes get 5 s more; with --disk-write back, allow for the time in which the drive writes the whole pool. A second SIGTERM or SIGINT, a second or more after the first, stops at once.
         shutdown_timeout: Duration = "shutdown-timeout-seconds", Value "SECONDS", "10", parse::duration;
+        /// End the server, as SIGTERM does, once no engine has been connected for this long. none never ends it. A server that `lmc start` starts has 600.
+        exit_when_idle: Option<Duration> = "exit-when-idle-seconds", Value "SECONDS", "none", parse::optional_duration;
     }
     Events {
         /// Store and eviction records kept for subscribers of KV events; 0 turns the stream off.

@@ -33,7 +33,7 @@ const PLANE: usize = BLOCKS * BLOCK * WIDTH;
 
 /// Returns a command that runs a program, given by its path, in a container, with `folder` at
 /// `/run/lmc`. The program is opened before the container's `/tmp` may hide it.
-fn container(folder: &Path, own_network: bool) -> Command {
+pub(crate) fn container(folder: &Path, own_network: bool) -> Command {
     let script = format!(
         "set -e; exec 9<\"$1\"; shift; \
          mount -t tmpfs tmpfs /dev/shm; mount --bind {} /mnt; mount -t tmpfs tmpfs /run; \
@@ -53,7 +53,7 @@ fn container(folder: &Path, own_network: bool) -> Command {
 }
 
 /// Returns why there can be no containers here.
-fn impossible(folder: &Path) -> Option<String> {
+pub(crate) fn impossible(folder: &Path) -> Option<String> {
     let tried = container(folder, true).arg("/bin/true").output();
     match tried {
         Ok(output) if output.status.success() => None,

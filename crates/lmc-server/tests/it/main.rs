@@ -28,3 +28,4 @@ mod remote_tools;
 #[path = "../../../lmc-backend-remote/tests/it/s3/servers.rs"]
 mod s3_servers;
 mod secrets;
+mod start;

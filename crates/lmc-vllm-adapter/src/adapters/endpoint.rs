@@ -1,23 +1,20 @@
 //! The address of a server.
 
 use std::fmt;
-use std::fs::{self, Metadata};
+use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use thiserror::Error;
 
-use crate::LOCAL_SOCKET;
-
-/// Address at which a server is looked for where [`LOCAL_SOCKET`] is not.
-const LOCAL_PORT: &str = "127.0.0.1:5555";
+use crate::local::{LOCAL_ADDRESS, LOCAL_SOCKET, check_private, user_folder};
 
 /// Address of a server: `tcp://HOST:PORT`, `ipc://PATH` (a Unix socket) or `local`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Endpoint {
-    /// `/run/lmc/lmc.sock` if there is a socket at the time of connecting, else `127.0.0.1:5555`.
+    /// The first server of this host that can be used, see [`LOCAL_SOCKET`](crate::LOCAL_SOCKET).
     #[default]
     Local,
     /// Host and port.
@@ -32,21 +29,30 @@ pub enum Endpoint {
 pub struct EndpointError(String);
 
 impl Endpoint {
-    /// Returns the address to connect to now.
-    pub(crate) fn resolved(&self) -> Self {
+    /// Returns the addresses to try, in order.
+    pub(crate) fn candidates(&self) -> Vec<Self> {
         match self {
-            Self::Local => Self::at(Path::new(LOCAL_SOCKET)),
-            given => given.clone(),
+            Self::Local => {
+                let sockets = sockets(Path::new(LOCAL_SOCKET), &user_folder());
+                let port = Self::Tcp(LOCAL_ADDRESS.to_owned());
+                sockets.into_iter().map(Self::Ipc).chain([port]).collect()
+            }
+            given => vec![given.clone()],
         }
     }
+}
 
-    fn at(socket: &Path) -> Self {
-        let is_socket = |there: Metadata| there.file_type().is_socket();
-        match fs::metadata(socket).is_ok_and(is_socket) {
-            true => Self::Ipc(socket.to_owned()),
-            false => Self::Tcp(LOCAL_PORT.to_owned()),
-        }
-    }
+/// Returns the sockets that are there. Whoever may write to the folder of the shared one is trusted; a
+/// user's own folder must be private.
+fn sockets(shared: &Path, folder: &Path) -> Vec<PathBuf> {
+    let own = folder.join("lmc.sock");
+    let is_own = own != shared && check_private(folder).is_ok();
+    let sockets = [Some(shared.to_owned()), is_own.then_some(own)];
+    let is_socket = |path: &PathBuf| {
+        let found = fs::metadata(path);
+        found.is_ok_and(|found| found.file_type().is_socket())
+    };
+    sockets.into_iter().flatten().filter(is_socket).collect()
 }
 
 impl FromStr for Endpoint {
@@ -82,21 +88,35 @@ impl fmt::Display for Endpoint {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::net::UnixListener;
+
+    use lmc_testkit::Folder;
+
     use super::*;
 
     #[test]
-    fn a_socket_is_taken_where_it_is_there() {
-        let path = std::env::temp_dir().join(format!("lmc_endpoint_{}", std::process::id()));
-        let port = Endpoint::Tcp(LOCAL_PORT.to_owned());
-        assert_eq!(Endpoint::at(&path), port);
-        fs::write(&path, "no socket").expect("written");
-        assert_eq!(Endpoint::at(&path), port);
-        fs::remove_file(&path).expect("it is there");
-        let _listener = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
-        assert_eq!(Endpoint::at(&path), Endpoint::Ipc(path.clone()));
-        fs::remove_file(&path).expect("it is there");
+    fn sockets_that_are_there_are_tried_unless_others_may_write_to_their_folder() {
+        let (shared, own) = (Folder::temporary(), Folder::temporary());
+        let paths = [&shared, &own].map(|folder| folder.join("lmc.sock"));
+        let found = || sockets(&paths[0], &own);
+        assert!(found().is_empty());
+        let _own = UnixListener::bind(&paths[1]).expect("a socket");
+        assert_eq!(found(), [paths[1].clone()]);
+        let _shared = UnixListener::bind(&paths[0]).expect("a socket");
+        assert_eq!(found(), paths);
+        assert_eq!(sockets(&paths[1], &own), [paths[1].clone()]);
+        let open = fs::Permissions::from_mode(0o777);
+        fs::set_permissions(&own, open).expect("it is ours");
+        assert_eq!(found(), [paths[0].clone()]);
+    }
+
+    #[test]
+    fn the_port_is_tried_last_and_a_given_address_alone() {
+        let found = Endpoint::Local.candidates();
+        assert_eq!(found.last(), Some(&Endpoint::Tcp(LOCAL_ADDRESS.to_owned())));
         let given = Endpoint::Tcp("host:1".to_owned());
-        assert_eq!(given.resolved(), given);
+        assert_eq!(given.candidates(), [given]);
     }
 
     #[test]

@@ -27,11 +27,15 @@ use crate::adapters::log::{Level, Log, shown};
 use crate::protocol::msgpack::Reader;
 use crate::protocol::{Operation, Reply, Request, decode_reply, encode_request};
 use crate::transport::{
-    Decoder, Event, Limits, Stream, encode_message, encode_pong, encode_ready, greeting,
+    Decoder, Event, Limits, Stream, TrustedUsers, encode_message, encode_pong, encode_ready,
+    greeting,
 };
 
 /// Limit on connecting, the ZMTP handshake and the setup together.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+/// Time after the start in which a server of this host may still be started: that there is none is no
+/// warning.
+const NO_SERVER_YET: Duration = Duration::from_secs(60);
 /// Shortest and longest pause between two attempts to connect.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 /// Time between two looks at deadlines.
@@ -349,7 +353,9 @@ struct Connection {
 }
 
 impl Connection {
-    async fn open(endpoint: &Endpoint) -> io::Result<Self> {
+    /// Connects. With `is_looked_for`, a server on TCP must be of this user or root: any user of the
+    /// host may listen there first.
+    async fn open(endpoint: &Endpoint, is_looked_for: bool) -> io::Result<Self> {
         let stream = match endpoint {
             Endpoint::Tcp(address) => {
                 let stream = TcpStream::connect(address).await?;
@@ -357,7 +363,7 @@ impl Connection {
                 Stream::Tcp(stream)
             }
             Endpoint::Ipc(path) => Stream::Unix(UnixStream::connect(path).await?),
-            // The caller has resolved it.
+            // The caller has its candidates.
             Endpoint::Local => return Err(io::ErrorKind::InvalidInput.into()),
         };
         let mut output = BytesMut::new();
@@ -374,6 +380,12 @@ impl Connection {
         while !connection.decoder.is_ready() {
             connection.event().await?;
             yield_now().await;
+        }
+        // Before it has accepted, it has no user.
+        if let (true, Stream::Tcp(stream)) = (is_looked_for, &connection.stream) {
+            TrustedUsers::default().check(stream).map_err(|_| {
+                io::Error::other("another user of this host listens there: name it if it is meant")
+            })?;
         }
         Ok(connection)
     }
@@ -516,20 +528,18 @@ struct Driver {
 impl Driver {
     async fn run(mut self) {
         let mut pause = PAUSES.0;
+        let began = Instant::now();
         loop {
             let session = self.last_session + 1;
-            let endpoint = self.endpoint.resolved();
             let connected = tokio::select! {
-                connected = timeout(CONNECT_TIMEOUT, connect(&endpoint, &*self.setup, session)) => {
-                    connected.unwrap_or_else(|_| Err("it does not answer".to_owned()))
-                }
+                connected = connect_first(&self.endpoint, &*self.setup, session) => connected,
                 stopped = refuse(&mut self.commands) => {
                     if stopped { return }
                     continue
                 }
             };
-            let why = match connected {
-                Ok(connection) => {
+            let (endpoint, why) = match connected {
+                Ok((endpoint, connection)) => {
                     pause = PAUSES.0;
                     self.last_session = session;
                     self.log
@@ -545,21 +555,28 @@ impl Driver {
                         End::Reconnect => continue,
                         End::Lost(why) => {
                             self.state.lost.fetch_add(1, Ordering::Relaxed);
-                            why
+                            (endpoint, why)
                         }
                     }
                 }
-                Err(why) => {
+                Err(failed) => {
                     // Some wait for the outcome of the setup.
                     self.state.set(0);
-                    why
+                    failed
                 }
             };
+            let may_be_started = self.endpoint == Endpoint::Local
+                && self.last_session == 0
+                && began.elapsed() < NO_SERVER_YET;
+            let level = match may_be_started {
+                true => Level::Info,
+                false => Level::Warning,
+            };
             let text = format!(
-                "no KV cache: server {endpoint}: {}; requests go on without it until it is back",
+                "no KV cache: server {endpoint}: {}; requests go on without it until it is there",
                 shown(&why)
             );
-            self.log.push(Level::Warning, text);
+            self.log.push(level, text);
             tokio::select! {
                 () = sleep(pause) => {}
                 stopped = refuse(&mut self.commands) => {
@@ -708,14 +725,56 @@ async fn refuse(commands: &mut mpsc::UnboundedReceiver<Command>) -> bool {
     }
 }
 
+/// Returns the server of this host that a [`Link`] to [`Endpoint::Local`] would connect to now, if
+/// there is one. Each has `time` to answer.
+///
+/// # Errors
+/// Those of the system, which has no means to wait.
+pub fn local_server(time: Duration) -> io::Result<Option<Endpoint>> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    runtime.block_on(async {
+        for candidate in Endpoint::Local.candidates() {
+            if let Ok(Ok(_)) = timeout(time, Connection::open(&candidate, true)).await {
+                return Ok(Some(candidate));
+            }
+        }
+        Ok(None)
+    })
+}
+
+/// Connects to the first server that can be used, and carries out the setup. Where there is none,
+/// returns the first that was tried, and the reason.
+async fn connect_first(
+    endpoint: &Endpoint,
+    setup: &dyn Setup,
+    session: SessionId,
+) -> Result<(Endpoint, Connection), (Endpoint, String)> {
+    let is_looked_for = *endpoint == Endpoint::Local;
+    let mut failed = None;
+    for candidate in endpoint.candidates() {
+        let connecting = connect(&candidate, is_looked_for, setup, session);
+        let connected = timeout(CONNECT_TIMEOUT, connecting).await;
+        match connected.unwrap_or_else(|_| Err("it does not answer".to_owned())) {
+            Ok(connection) => return Ok((candidate, connection)),
+            Err(why) => failed = failed.or(Some((candidate, why))),
+        }
+    }
+    Err(failed.unwrap_or_else(|| (endpoint.clone(), "it has no address".to_owned())))
+}
+
 /// Connects and carries out the setup.
 async fn connect(
     endpoint: &Endpoint,
+    is_looked_for: bool,
     setup: &dyn Setup,
     session: SessionId,
 ) -> Result<Connection, String> {
     let text = |error: io::Error| error.to_string();
-    let mut connection = Connection::open(endpoint).await.map_err(text)?;
+    let mut connection = Connection::open(endpoint, is_looked_for)
+        .await
+        .map_err(text)?;
     let mut replies = Vec::new();
     while let Some(request) = setup.next(session, &replies, &mut connection.descriptor)? {
         let uid = replies.len() as u64;
@@ -734,4 +793,53 @@ async fn connect(
     }
     connection.takes_descriptor = false;
     Ok(connection)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
+    use lmc_memory::own_uid;
+    use rustix::process::Uid;
+    use rustix::thread::set_thread_uid;
+
+    use super::*;
+
+    /// Listens as a user, and takes `connections`.
+    fn server_of(user: u32, connections: usize) -> Endpoint {
+        let (bound, address) = std::sync::mpsc::sync_channel(1);
+        std::thread::spawn(move || {
+            // The user of this thread alone.
+            set_thread_uid(Uid::from_raw(user)).expect("root may, and all may stay");
+            let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+            let port = listener.local_addr().expect("bound");
+            bound.send(port).expect("the test waits");
+            for _ in 0..connections {
+                let (mut stream, _) = listener.accept().expect("a connection");
+                let mut output = BytesMut::from(&greeting()[..]);
+                encode_ready("ROUTER", &mut output);
+                stream.write_all(&output).expect("open");
+                let _ = stream.read_to_end(&mut Vec::new());
+            }
+        });
+        let address = address.recv().expect("it listens");
+        Endpoint::Tcp(address.to_string())
+    }
+
+    #[tokio::test]
+    async fn a_server_that_is_looked_for_is_of_this_user_or_root() {
+        let own = server_of(own_uid(), 1);
+        assert!(Connection::open(&own, true).await.is_ok());
+        if own_uid() != 0 {
+            println!("SKIPPED: only root can listen as another user");
+            return;
+        }
+        let other = server_of(234_567, 2);
+        let Err(refused) = Connection::open(&other, true).await else {
+            panic!("any user may listen there");
+        };
+        assert!(refused.to_string().contains("another user"), "{refused}");
+        assert!(Connection::open(&other, false).await.is_ok(), "it is named");
+    }
 }

@@ -19,6 +19,7 @@ mod worker;
 
 pub use common::ServerState;
 pub use endpoint::{Endpoint, EndpointError};
+pub use link::local_server;
 pub use log::{Level, LogLine};
 pub use prompt::{Prompt, chunk_hashes};
 pub use scheduler::{SchedulerAdapter, SchedulerStats};

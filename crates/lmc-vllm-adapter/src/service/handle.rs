@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::fmt;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -435,6 +436,13 @@ impl Service {
     /// Logs a warning that a peer can provoke, once a second at most.
     pub(crate) fn warn_throttled(&self, text: &str) {
         self.0.context.warn_throttled(text);
+    }
+
+    /// Returns the connections of engines that are open, and those that were accepted since the start.
+    pub fn connections(&self) -> (u64, u64) {
+        let counters = self.transport_counters();
+        let open = counters.connections_open.load(Ordering::Relaxed);
+        (open, counters.connections_accepted.load(Ordering::Relaxed))
     }
 
     pub(crate) fn transport_counters(&self) -> &TransportCounters {

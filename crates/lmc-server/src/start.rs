@@ -1,0 +1,508 @@
+//! `lmc start`: a server in the background, one for each user of a host.
+
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, ErrorKind, Write as _};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use lmc_memory::use_all_nodes;
+use lmc_vllm_adapter::adapters::{Endpoint, local_server};
+use lmc_vllm_adapter::{LOCAL_SOCKET, check_private, is_listening, user_folder};
+use rustix::fs::{FlockOperation, Mode, flock};
+use rustix::process::{Resource, getrlimit, setpriority_process, setrlimit, setsid, umask};
+use rustix::thread::{CpuSet, sched_setaffinity};
+use serde_json::{Value, json};
+
+use crate::cli::version;
+use crate::config::{Entry, Loaded, Raw, Source, mask_password_of};
+
+pub(crate) const HELP: &str = "\
+lmc's own connector for vLLM runs this where no server answers. The server's socket, its log and a
+record of its settings are in /run/lmc for root, and in /tmp/lmc-UID for other users.
+
+Examples:
+  lmc start                                     a server that ends 10 minutes after its last engine
+  lmc start -- --l1-size-gb 64 --chunk-size 512 with settings of `lmc serve`";
+
+/// Time that a server has to answer.
+const PROBE: Duration = Duration::from_secs(3);
+/// Time between two looks at what is waited for.
+const PAUSE: Duration = Duration::from_millis(20);
+/// Time without an engine after which a server ends that was started in the background, in seconds.
+const IDLE_SECONDS: &str = "600";
+/// Lines of the log that are shown where a server ends at its start.
+const SHOWN_LINES: usize = 5;
+/// Score that the kernel adds to a server's when it looks for memory: the first of all. The pages of
+/// the pool that an engine maps count for the engine as well.
+const OOM_SCORE: &str = "1000";
+
+/// Variables that the server gets, and beginnings of their names. Others are those of an engine, such
+/// as LD_PRELOAD and OMP_NUM_THREADS.
+const VARIABLES: [&str; 8] = [
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "LANG",
+    "TZ",
+    "TMPDIR",
+    "RUST_BACKTRACE",
+];
+const VARIABLES_FROM: [&str; 5] = ["LMC_", "XDG_", "LC_", "AWS_", "SSL_CERT_"];
+
+// A doc comment here would become the text of the command.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Arguments {
+    /// Seconds that a server has to start; after them it goes on to start, and this command ends.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    timeout_seconds: u64,
+    /// Print JSON: address, started, log, warnings.
+    #[arg(long)]
+    json: bool,
+    /// Flags of `lmc serve` for a server that is started.
+    #[arg(last = true, value_name = "FLAGS")]
+    flags: Vec<String>,
+}
+
+/// A server that engines of this user find, now or in a moment.
+#[derive(Debug)]
+struct Found {
+    address: String,
+    was_started: bool,
+    warnings: Vec<String>,
+}
+
+/// The folder of this user's server: its socket, its log, a record of its settings, and a lock that the
+/// server holds until it ends, as its standard input.
+struct Own {
+    folder: PathBuf,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let deadline = Instant::now() + Duration::from_secs(arguments.timeout_seconds);
+    let flags = joined(&arguments.flags);
+    let own = Own {
+        folder: user_folder(),
+    };
+    let found = match running()? {
+        Some(server) => own.found(&server, &flags),
+        None => own.found_or_started(&flags, deadline)?,
+    };
+    if arguments.json {
+        let found = json!({
+            "address": found.address,
+            "started": found.was_started,
+            "log": own.log(),
+            "warnings": found.warnings,
+        });
+        println!("{found}");
+        return Ok(ExitCode::SUCCESS);
+    }
+    for warning in &found.warnings {
+        eprintln!("lmc start: warning: {warning}");
+    }
+    match found.was_started {
+        true => println!(
+            "started; engines find it at {}; log {}",
+            found.address,
+            own.log().display()
+        ),
+        false => println!("engines find a server at {}", found.address),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Returns the address of the server that engines of this user find.
+fn running() -> Result<Option<Endpoint>> {
+    local_server(PROBE).context("cannot look for a server")
+}
+
+impl Own {
+    fn socket(&self) -> PathBuf {
+        self.folder.join("lmc.sock")
+    }
+
+    fn address(&self) -> String {
+        Endpoint::Ipc(self.socket()).to_string()
+    }
+
+    fn log(&self) -> PathBuf {
+        log_beside(&self.socket())
+    }
+
+    fn record(&self) -> PathBuf {
+        self.folder.join("serve.json")
+    }
+
+    /// Opens the file that the server of this user has locked.
+    fn lock(&self) -> Result<File> {
+        let path = self.folder.join("lmc.lock");
+        let mut file = OpenOptions::new();
+        let file = file.create(true).read(true).write(true).truncate(false);
+        file.mode(0o600)
+            .open(&path)
+            .context(format!("{}", path.display()))
+    }
+
+    fn make_folder(&self) -> Result<()> {
+        match DirBuilder::new().mode(0o755).create(&self.folder) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                return Err(error).context(format!("{}", self.folder.display()));
+            }
+            _ => {}
+        }
+        check_private(&self.folder).map_err(anyhow::Error::msg)
+    }
+
+    /// Returns the server that another process starts meanwhile, or starts one.
+    fn found_or_started(&self, flags: &[String], deadline: Instant) -> Result<Found> {
+        self.make_folder()?;
+        let lock = self.lock()?;
+        loop {
+            let is_ours = flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok();
+            if let Some(server) = running()? {
+                return Ok(self.found(&server, flags));
+            }
+            if is_ours {
+                return self.start(lock, flags, deadline);
+            }
+            if Instant::now() >= deadline {
+                return Ok(Found {
+                    address: self.address(),
+                    was_started: false,
+                    warnings: vec![format!(
+                        "a server of this user starts or ends, and is not done yet: engines use it \
+                         once it listens; its log is {}",
+                        self.log().display()
+                    )],
+                });
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Warns where a server that runs is not the one that is asked for: it wins.
+    fn found(&self, server: &Endpoint, flags: &[String]) -> Found {
+        let address = server.to_string();
+        let mut warnings = Vec::new();
+        match self.record_of(&address) {
+            Some(record) => {
+                let process = &record["process"];
+                let found = record["version"].as_str().unwrap_or_default();
+                if found != version() {
+                    warnings.push(format!(
+                        "the server at {address} is lmc {found}, and this is {}: it is used; process \
+                         {process} has to end before this one is started",
+                        version()
+                    ));
+                }
+                if !flags.is_empty() && record["flags"] != json!(flags) {
+                    warnings.push(format!(
+                        "the server at {address} was started with other settings ({}), which stay \
+                         in effect; process {process} has to end before they change",
+                        shown(&record["flags"])
+                    ));
+                }
+            }
+            None if !flags.is_empty() => warnings.push(format!(
+                "a server runs at {address} that was not started by `lmc start`: its settings stay in \
+                 effect"
+            )),
+            None => {}
+        }
+        Found {
+            address,
+            was_started: false,
+            warnings,
+        }
+    }
+
+    /// Returns the record of the server at an address, if `lmc start` has started it. That one holds
+    /// the lock.
+    fn record_of(&self, address: &str) -> Option<Value> {
+        let is_started = address == self.address()
+            && self
+                .lock()
+                .is_ok_and(|lock| flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err());
+        let record = is_started.then(|| fs::read(self.record()).ok()).flatten();
+        record.and_then(|text| serde_json::from_slice(&text).ok())
+    }
+
+    /// Starts a server, which takes the lock over, and waits until it listens.
+    fn start(&self, lock: File, flags: &[String], deadline: Instant) -> Result<Found> {
+        let socket = self.socket();
+        ensure!(
+            !flags.iter().any(|flag| flag.starts_with("--ipc-path")),
+            "engines look for this server at {}: leave --ipc-path out, or start it by `lmc serve`",
+            socket.display()
+        );
+        let _ = fs::remove_file(self.record());
+        let mut child = spawn(&socket, lock, flags)?;
+        let record = json!({"version": version(), "process": child.id(), "flags": flags});
+        write_whole(&self.record(), &record.to_string())?;
+        let mut warnings = Vec::new();
+        while !is_listening(&socket) {
+            if let Some(status) = child.try_wait().context("the server")? {
+                bail!(
+                    "the server ended at its start ({status}): {}",
+                    last_lines(&self.log())
+                );
+            }
+            if Instant::now() >= deadline {
+                warnings.push(format!(
+                    "the server is not ready yet; engines use it once it is; its log is {}",
+                    self.log().display()
+                ));
+                break;
+            }
+            std::thread::sleep(PAUSE);
+        }
+        Ok(Found {
+            address: self.address(),
+            was_started: true,
+            warnings,
+        })
+    }
+}
+
+/// Returns flags with their values joined to them (`--name=value`), in the order of their names.
+fn joined(flags: &[String]) -> Vec<String> {
+    let mut joined: Vec<String> = Vec::new();
+    for flag in flags {
+        match joined.last_mut() {
+            Some(last) if !flag.starts_with("--") && !last.contains('=') => {
+                *last = format!("{last}={flag}");
+            }
+            _ => joined.push(flag.clone()),
+        }
+    }
+    joined.sort();
+    joined
+}
+
+/// Returns flags as they would be typed, without passwords.
+fn shown(flags: &Value) -> String {
+    let flags = flags.as_array().map(Vec::as_slice).unwrap_or_default();
+    let flags: Vec<String> = flags
+        .iter()
+        .filter_map(Value::as_str)
+        .map(mask_password_of)
+        .collect();
+    match flags.is_empty() {
+        true => "none".to_owned(),
+        false => flags.join(" "),
+    }
+}
+
+fn log_beside(socket: &Path) -> PathBuf {
+    socket.with_file_name("serve.log")
+}
+
+/// Starts the process of a server, which does not end with this one.
+fn spawn(socket: &Path, lock: File, flags: &[String]) -> Result<Child> {
+    let log = log_beside(socket);
+    let _ = fs::rename(&log, older(&log));
+    let mut output = OpenOptions::new();
+    let output = output.create(true).append(true).mode(0o600);
+    let output = output.open(&log).context(format!("{}", log.display()))?;
+    let program = std::env::current_exe().context("this program's path")?;
+    // An update may have replaced it.
+    let running = PathBuf::from("/proc/self/exe");
+    let mut command = Command::new(if program.exists() { program } else { running });
+    command
+        .args(["serve", "--detached", "--ipc-path"])
+        .arg(socket)
+        .args(flags)
+        .env_clear()
+        .envs(std::env::vars_os().filter(|(name, _)| is_kept(name)))
+        .stdin(lock)
+        .stdout(output.try_clone().context("the log")?)
+        .stderr(output);
+    command.spawn().context("the server cannot be started")
+}
+
+/// Returns the settings of a server in the background, where neither flag nor variable nor file has
+/// another. The port is any: stock clients expect to map the pool of a server at 5555 by its name.
+pub(crate) fn settings(entries: &[Entry]) -> Vec<(String, Raw)> {
+    let settings = [
+        ("port", "0"),
+        ("shm-name", "sealed"),
+        ("exit-when-idle-seconds", IDLE_SECONDS),
+    ];
+    let open = settings
+        .into_iter()
+        .filter(|(name, _)| is_open(entries, name));
+    open.map(|(name, value)| (name.to_owned(), Raw::Text(value.to_owned())))
+        .collect()
+}
+
+fn is_open(entries: &[Entry], name: &str) -> bool {
+    let entry = entries.iter().find(|entry| entry.info.name == name);
+    entry.is_some_and(|entry| entry.source == Source::Default)
+}
+
+fn is_kept(name: &OsString) -> bool {
+    let Some(name) = name.to_str() else {
+        return false;
+    };
+    VARIABLES.contains(&name) || VARIABLES_FROM.iter().any(|from| name.starts_with(from))
+}
+
+/// Writes a file that is there whole or not at all.
+fn write_whole(path: &Path, text: &str) -> Result<()> {
+    let new = path.with_extension("new");
+    let mut file = OpenOptions::new();
+    let file = file.create(true).write(true).truncate(true).mode(0o600);
+    let written = file
+        .open(&new)
+        .and_then(|mut file| file.write_all(text.as_bytes()))
+        .and_then(|()| fs::rename(&new, path));
+    written.context(format!("{}", path.display()))
+}
+
+/// Returns the end of a log as one line.
+fn last_lines(log: &Path) -> String {
+    let text = fs::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let lines: Vec<&str> = text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .collect();
+    match lines.is_empty() {
+        true => format!("its log, {}, is empty", log.display()),
+        false => lines[lines.len().saturating_sub(SHOWN_LINES)..].join("; "),
+    }
+}
+
+/// The file that a log becomes when a new one begins.
+fn older(log: &Path) -> PathBuf {
+    log.with_extension("log.1")
+}
+
+/// Cuts a log that has grown to a size: its folder may be in memory. What it held is in `serve.log.1`.
+pub(crate) fn keep_short(log: &Path, bytes: u64) -> io::Result<()> {
+    if fs::metadata(log)?.len() < bytes {
+        return Ok(());
+    }
+    fs::copy(log, older(log))?;
+    // The server appends, so its next line is the first.
+    File::options().write(true).truncate(true).open(log)?;
+    Ok(())
+}
+
+/// The process that [`spawn`] starts: a server in the background.
+#[derive(Debug)]
+pub(crate) struct Background {
+    /// File that standard error goes to.
+    pub(crate) log: PathBuf,
+    /// Another port is as good for HTTP where the default one is taken.
+    pub(crate) http_may_move: bool,
+}
+
+impl Background {
+    /// Makes this process independent of the one that started it, which may be an engine: a session of
+    /// its own, all cores and NUMA nodes, the limits of its user, and the first to go where memory is
+    /// short. What the system does not allow stays as it is.
+    pub(crate) fn begin(loaded: &Loaded) -> Self {
+        let _ = setsid();
+        let mut cores = CpuSet::new();
+        (0..CpuSet::MAX_CPU).for_each(|core| cores.set(core));
+        let _ = sched_setaffinity(None, &cores);
+        let _ = use_all_nodes();
+        let _ = setpriority_process(None, 0);
+        for resource in [
+            Resource::As,
+            Resource::Cpu,
+            Resource::Data,
+            Resource::Fsize,
+            Resource::Memlock,
+        ] {
+            let mut limit = getrlimit(resource);
+            limit.current = limit.maximum;
+            let _ = setrlimit(resource, limit);
+        }
+        // No file is for others to write, whatever the engine's are.
+        umask(umask(Mode::empty()) | Mode::WGRP | Mode::WOTH);
+        let _ = fs::write("/proc/self/oom_score_adj", OOM_SCORE);
+        let socket = loaded.config.ipc_path.as_deref();
+        Self {
+            log: log_beside(socket.unwrap_or(Path::new(LOCAL_SOCKET))),
+            http_may_move: is_open(&loaded.entries, "http-port"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::ServeConfig;
+
+    #[test]
+    fn the_settings_of_the_background_win_over_defaults_alone() {
+        let load = |flags: &[(&str, &str)], variables: &[(&str, &str)]| {
+            let flags = flags
+                .iter()
+                .map(|(name, value)| ((*name).to_owned(), Raw::Text((*value).to_owned())));
+            let variables = variables
+                .iter()
+                .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+            let loaded = ServeConfig::load(flags, variables, None).expect("valid");
+            let found = settings(&loaded.entries).into_iter();
+            found.map(|(name, _)| name).collect::<Vec<_>>()
+        };
+        let all = ["port", "shm-name", "exit-when-idle-seconds"];
+        assert_eq!(load(&[], &[]), all);
+        let given = [("shm-name", "auto"), ("exit-when-idle-seconds", "none")];
+        assert!(load(&given, &[("LMC_PORT", "5555")]).is_empty());
+    }
+
+    #[test]
+    fn flags_are_compared_as_they_are_meant_and_shown_without_passwords() {
+        let flags = |text: &str| joined(&text.split(' ').map(str::to_owned).collect::<Vec<_>>());
+        let both = flags("--remote redis://:secret@host --disk-fill --chunk-size=16");
+        assert_eq!(
+            both,
+            flags("--disk-fill --chunk-size 16 --remote=redis://:secret@host")
+        );
+        let text = shown(&json!(both));
+        assert!(
+            text.starts_with("--chunk-size=16 --disk-fill --remote=redis://"),
+            "{text}"
+        );
+        assert!(!text.contains("secret"), "{text}");
+    }
+
+    #[test]
+    fn a_log_is_cut_at_its_limit_and_written_on() {
+        let folder = lmc_testkit::Folder::temporary();
+        let log = folder.join("serve.log");
+        let mut file = File::options();
+        let mut file = file.create(true).append(true).open(&log).expect("a file");
+        file.write_all(b"line\n").expect("space");
+        keep_short(&log, 6).expect("it is there");
+        assert_eq!(fs::read(&log).expect("it is there"), b"line\n");
+        keep_short(&log, 5).expect("it is there");
+        file.write_all(b"next\n").expect("space");
+        assert_eq!(fs::read(&log).expect("it is there"), b"next\n");
+        assert_eq!(fs::read(older(&log)).expect("it is kept"), b"line\n");
+    }
+
+    #[test]
+    fn what_belongs_to_an_engine_is_not_passed_on() {
+        for (name, kept) in [
+            ("HOME", true),
+            ("LMC_CHUNK_SIZE", true),
+            ("LC_ALL", true),
+            ("LD_PRELOAD", false),
+            ("OMP_NUM_THREADS", false),
+            ("PYTHONPATH", false),
+        ] {
+            assert_eq!(is_kept(&name.into()), kept, "{name}");
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! Addresses at which engines look for a server of their host.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use rustix::process::geteuid;
+use socket2::{Domain, SockAddr, Socket, Type};
+
+/// Path of the Unix socket at which lmc's own connector looks for a server first. Then follow the
+/// socket in [`user_folder`], and [`LOCAL_ADDRESS`], where a server must be of this user or root.
+pub const LOCAL_SOCKET: &str = "/run/lmc/lmc.sock";
+
+/// Address at which it looks last.
+pub const LOCAL_ADDRESS: &str = "127.0.0.1:5555";
+
+/// Returns the folder of the server that `lmc start` runs for this user: `/run/lmc` for root,
+/// `/tmp/lmc-UID` for others.
+pub fn user_folder() -> PathBuf {
+    let user = geteuid();
+    match user.is_root() {
+        true => "/run/lmc".into(),
+        false => format!("/tmp/lmc-{}", user.as_raw()).into(),
+    }
+}
+
+/// Checks that no other user can put a socket into a folder.
+///
+/// # Errors
+/// A sentence: the folder is not there, is of another user, or others may write to it.
+pub fn check_private(folder: &Path) -> Result<(), String> {
+    let shown = folder.display();
+    let found = fs::symlink_metadata(folder).map_err(|error| format!("{shown}: {error}"))?;
+    let user = geteuid().as_raw();
+    if !found.is_dir() {
+        return Err(format!("{shown} is no folder"));
+    }
+    if found.uid() != user {
+        return Err(format!(
+            "{shown} belongs to user {}, not to {user}, and that user could answer in the \
+             server's name; remove it",
+            found.uid()
+        ));
+    }
+    if found.mode() & 0o022 != 0 {
+        return Err(format!(
+            "other users may write to {shown}: `chmod go-w {shown}`"
+        ));
+    }
+    Ok(())
+}
+
+/// Returns true if a process listens at a Unix socket, whether or not it has time for a connection.
+pub fn is_listening(path: &Path) -> bool {
+    match connect(path) {
+        Ok(()) => true,
+        Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+    }
+}
+
+/// Connects without waiting for space in the queue of the server.
+pub(crate) fn connect(path: &Path) -> io::Result<()> {
+    let socket = Socket::new(Domain::UNIX, Type::STREAM.cloexec().nonblocking(), None)?;
+    socket.connect(&SockAddr::unix(path)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::os::unix::net::UnixListener;
+
+    use lmc_testkit::Folder;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_counts_while_a_process_listens() {
+        let folder = Folder::temporary();
+        let path = folder.join("s");
+        assert!(!is_listening(&path));
+        fs::write(&path, "no socket").expect("written");
+        assert!(!is_listening(&path));
+        fs::remove_file(&path).expect("it is there");
+        let listener = UnixListener::bind(&path).expect("a socket");
+        assert!(is_listening(&path));
+        drop(listener);
+        assert!(!is_listening(&path), "left behind by a killed server");
+    }
+
+    #[test]
+    fn a_folder_to_which_others_may_write_is_refused() {
+        let folder = Folder::temporary();
+        let mode = |mode| {
+            let mode = fs::Permissions::from_mode(mode);
+            fs::set_permissions(&folder, mode).expect("it is ours");
+        };
+        mode(0o755);
+        assert_eq!(check_private(&folder), Ok(()));
+        for wrong in [0o775, 0o757, 0o777] {
+            mode(wrong);
+            let refused = check_private(&folder).expect_err("others may write");
+            assert!(refused.contains("chmod"), "{refused}");
+        }
+        mode(0o700);
+        let link = folder.join("link");
+        symlink(&*folder, &link).expect("a link");
+        assert!(check_private(&link).is_err());
+        assert!(check_private(&folder.join("none")).is_err());
+    }
+}

@@ -1,0 +1,69 @@
+"""A server for this host, started where none answers."""
+
+import json
+import logging
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+logger = logging.getLogger("vllm.lmc")
+
+# Seconds that a server has to start; a drive may take longer to open, and is not waited for.
+START_TIMEOUT = 30
+# Keys of the answer of `lmc start`.
+ANSWER = {"address", "started", "log", "warnings"}
+NO_CACHE = "no KV cache: %s; requests go on without it until a server is there"
+
+
+def program() -> str | None:
+    """Returns the path of the `lmc` program of this package."""
+    for file in metadata.files("lmc") or []:
+        if file.name == "lmc" and (path := Path(file.locate())).is_file():
+            return str(path)
+    return None
+
+
+def start(flags: Sequence[str]) -> None:
+    """Starts a server of this user in the background, unless one answers.
+
+    It belongs to no engine, and ends ten minutes after the last one has gone. A failure is one
+    line in the log.
+    """
+    try:
+        found = _started(flags)
+        for warning in found["warnings"]:
+            logger.warning(warning)
+        if found["started"]:
+            logger.info("started a server at %s; its log is %s", found["address"], found["log"])
+    except Exception as error:  # An engine without a cache is worth more than none.
+        logger.warning(NO_CACHE, _one_line(str(error) or repr(error)))
+
+
+def _started(flags: Sequence[str]) -> dict:
+    """Runs `lmc start`, and returns its answer."""
+    if (path := program()) is None:
+        raise RuntimeError("the wheel of lmc is not installed, so no server can be started")
+    line = [path, "start", "--json", f"--timeout-seconds={START_TIMEOUT}"]
+    done = subprocess.run(
+        [*line, "--", *flags],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        # One that hangs is killed; the server that it has started is not.
+        timeout=START_TIMEOUT + 10,
+        # vLLM kills its own processes by their session and by their parents.
+        start_new_session=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip() or f"{path} start ended with {done.returncode}")
+    found = json.loads(done.stdout)
+    if not isinstance(found, dict) or not found.keys() >= ANSWER:
+        raise RuntimeError(f"{path} is not the program of this package")
+    return found
+
+
+def _one_line(text: str) -> str:
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
