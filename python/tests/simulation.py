@@ -1,7 +1,7 @@
 """A small model of vLLM's scheduler and workers that drives both sides of the connector by a seed.
 
-Each block's memory holds a tag for each token: the hash of the prompt up to it. What vLLM frees is
-overwritten before the next step computes, so that a store that still reads it stores a wrong tag,
+Each block's memory holds a tag for each token: the hash of the prompt up to it, and the number of the
+weights that computed it. What vLLM frees is overwritten before the next step computes, so that a store that still reads it stores a wrong tag,
 and a load that still writes to it is seen by its owner. All choices come from one generator, in an
 order that no hash of a text changes, so that a seed replays exactly.
 """
@@ -11,6 +11,7 @@ import random
 from types import SimpleNamespace
 
 from lmc.vllm.scheduler import SchedulerSide
+from lmc.vllm.weights import TAG, Weights
 from lmc.vllm.worker import WorkerSide
 from tests.engine import BLOCK, CHUNK, Blocks, chunk_hashes, output
 
@@ -67,12 +68,13 @@ class Server:
                 del self.chunks[key]
 
 
-def names_of(prompt):
-    """The names of a prompt's chunks, from block hashes or tokens."""
+def names_of(prompt, configs):
+    """The names of a prompt's chunks, from block hashes or tokens, with those of the weights."""
     if isinstance(prompt, bytes):
-        return [prompt[at : at + 32] for at in range(0, len(prompt), 32)]
-    hashes = Request("", prompt, 0, False).block_hashes
-    return hashes[PER_CHUNK - 1 :: PER_CHUNK]
+        hashes = [prompt[at : at + 32] for at in range(0, len(prompt), 32)]
+    else:
+        hashes = Request("", prompt, 0, False).block_hashes[PER_CHUNK - 1 :: PER_CHUNK]
+    return [((configs or {}).get(TAG), name) for name in hashes]
 
 
 class SchedulerAdapter:
@@ -85,13 +87,15 @@ class SchedulerAdapter:
         self.hash_mode, self.healthy = hash_mode, True
         self.pending, self.found = {}, {}
 
-    def maybe_submit_lookup_request(self, request_id, *, token_ids, block_hashes, **_):
+    def maybe_submit_lookup_request(
+        self, request_id, *, token_ids, block_hashes, cache_salt, configs
+    ):
         assert (token_ids is None) != (block_hashes is None)
         assert request_id not in self.pending and request_id not in self.found
-        if block_hashes is None:
-            self.pending[request_id] = names_of(token_ids)
-        else:
-            self.pending[request_id] = block_hashes[PER_CHUNK - 1 :: PER_CHUNK]
+        prompt = token_ids
+        if block_hashes is not None:
+            prompt = b"".join(block_hashes[PER_CHUNK - 1 :: PER_CHUNK])
+        self.pending[request_id] = names_of(prompt, configs)
 
     def answer(self):
         for request_id in list(self.pending):
@@ -158,11 +162,12 @@ class WorkerAdapter:
         names = self.names(op)[op.start // CHUNK :]
         for at, name in enumerate(names):
             tags = read[at * CHUNK : (at + 1) * CHUNK]
-            assert tags == self.model.expected[name], f"{op.request_id} stored other data: {tags}"
+            assert tags == self.model.held_by(name), f"{op.request_id} stored other data: {tags}"
             self.model.server.chunks[self.stored_rank, name] = tags
 
     def names(self, op):
-        names = names_of(op.token_ids if op.chunk_hashes is None else op.chunk_hashes)
+        prompt = op.token_ids if op.chunk_hashes is None else op.chunk_hashes
+        names = names_of(prompt, op.configs)
         assert len(names) == op.end // CHUNK
         return names
 
@@ -240,9 +245,12 @@ class Model:
         by_hash = rng.random() < 0.7
         stored_ranks = 1 if is_latent else self.ranks
         self.adapter = SchedulerAdapter(rng, self.server, stored_ranks, by_hash)
+        names = Weights("")
         self.scheduler = SchedulerSide(
-            self.adapter, chunk_hashes, block_size=BLOCK, by_hash=by_hash, can_store=True
+            self.adapter, chunk_hashes, names, block_size=BLOCK, by_hash=by_hash, can_store=True
         )
+        # Number of the weights that compute now, and of those behind each name.
+        self.names, self.weights, self.weights_of = names, 0, {None: 0}
         self.workers = [
             WorkerSide(
                 WorkerAdapter(self, rank, 0 if is_latent else rank),
@@ -261,8 +269,9 @@ class Model:
         # What each chunk must hold.
         self.expected = {}
         self.loaded, self.failed_loads = set(), set()
+        self.reset_preempted = []
         self.reports = {"sending": {}, "recving": {}}
-        self.made = self.loads = self.saves = self.preemptions = 0
+        self.made = self.loads = self.saves = self.preemptions = self.resets = 0
 
     # The scheduler.
 
@@ -332,6 +341,25 @@ class Model:
         self.preemptions += 1
         self.waiting.insert(0, request)
 
+    def reset(self):
+        """New weights; vLLM's own cache is empty then, unless a request loads."""
+        if not any(request.status == "loading" for request in self.requests.values()):
+            while self.running:
+                self.reset_preempted.append(self.running[-1].request_id)
+                self.preempt(self.running[-1])
+            self.cached.clear()
+            # Requests that have loaded wait with their blocks.
+            if not any(request.table for request in self.waiting):
+                self.weights += 1
+                self.resets += 1
+        self.scheduler.reset_cache()
+        self.weights_of[self.names.name] = self.weights
+
+    def held_by(self, name):
+        """What a chunk with a name holds."""
+        weights, tokens = name
+        return [(self.weights_of[weights], tag) for tag in self.expected[tokens]]
+
     def schedule(self):
         budget, scheduled, preempted = self.budget, {}, []
         for request in list(self.running):
@@ -360,6 +388,8 @@ class Model:
                 scheduled[request.request_id] = count
                 budget -= count
         tables = {request.request_id: request.table for request in self.requests.values()}
+        preempted += self.reset_preempted
+        self.reset_preempted = []
         step = self.scheduler.build_connector_meta(output(scheduled, tables, preempted))
         for request_id, count in scheduled.items():
             self.requests[request_id].num_computed_tokens += count
@@ -493,10 +523,11 @@ class Model:
             end = request.num_computed_tokens
             for at in range(end):
                 block, offset = request.table[at // BLOCK], at % BLOCK
+                tag = (self.weights, request.tags[at])
                 if at >= end - count:
-                    memory[block][offset] = request.tags[at]
+                    memory[block][offset] = tag
                 else:
-                    assert memory[block][offset] == request.tags[at], (
+                    assert memory[block][offset] == tag, (
                         f"{request_id} computes with {memory[block][offset]} at token {at}"
                     )
         worker.start_load(step)
@@ -526,6 +557,8 @@ class Model:
                 self.abort()
             if rng.random() < 0.05:
                 self.server.evict(rng, rng.random() < 0.3)
+            if rng.random() < 0.05:
+                self.reset()
             if rng.random() < 0.05:
                 self.adapter.healthy = not self.adapter.healthy
             self.step()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from lmc.vllm.events import MAX_WAITING, EventSource, EventTally, StoredChunks
 from lmc.vllm.scheduler import SchedulerSide
+from lmc.vllm.weights import Weights
 from lmc.vllm.worker import WorkerSide
 from tests import stub
 from tests.engine import BLOCK, CHUNK, Adapter, Blocks, Request, chunk_hashes, output
@@ -71,6 +72,7 @@ class Described(unittest.TestCase):
             scheduler = SchedulerSide(
                 Adapter(),
                 chunk_hashes,
+                Weights(""),
                 block_size=BLOCK,
                 by_hash=True,
                 can_store=True,

@@ -18,6 +18,7 @@ from lmc.vllm.adapters import Adapters
 from lmc.vllm.metadata import Step
 from lmc.vllm.request import effective_salt, transfer_configs
 from lmc.vllm.settings import Settings
+from lmc.vllm.weights import TAG, Weights
 from lmc.vllm.worker import WorkerSide
 from tests.engine import Request
 
@@ -64,10 +65,64 @@ def adapter(name, path, number=1, load_inplace=False):
     )
 
 
+class WeightsTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.file = Path(folder.name, "weights")
+
+    def test_each_reset_has_a_name_that_no_chunk_has_had(self):
+        names = set()
+        for setting in ("", "step 1", "step 1"):
+            weights = Weights(setting)
+            self.assertEqual(weights.tags(), {TAG: setting} if setting else {})
+            for _ in range(3):
+                weights.renew()
+                names.add(weights.tags()[TAG])
+        self.assertEqual(len(names), 9)
+
+    def test_a_file_names_the_weights_of_replicas(self):
+        self.file.write_text("step 1\n")
+        one, two = (Weights(f"@{self.file}") for _ in range(2))
+        self.assertEqual((one.name, two.name), ("step 1", "step 1"))
+        self.file.write_text("step 2\n")
+        one.renew()
+        two.renew()
+        self.assertEqual((one.name, two.name), ("step 2", "step 2"))
+
+    def test_a_reset_without_a_new_name_is_shared_with_no_other_engine(self):
+        self.file.write_text("step 1")
+        names = []
+        for text in (None, "step 1", "", "x" * 257, "step 2", "step 1"):
+            weights = Weights(f"@{self.file}")
+            if text is None:
+                self.file.unlink()
+            else:
+                self.file.write_text(text)
+            if text == "step 2":
+                weights.renew()
+                self.file.write_text("step 1")
+            with self.assertLogs("vllm.lmc"):
+                weights.renew()
+            names.append(weights.name)
+            self.file.write_text("step 1")
+        self.assertEqual(len(set(names)), 6)
+        self.assertTrue(all(name.startswith("reset-") for name in names), names)
+
+    def test_a_file_without_a_name_is_refused_at_the_start(self):
+        self.file.write_text("\n")
+        for setting in (f"@{self.file}", f"@{self.file}.none", "x" * 257):
+            with self.assertRaises(ValueError) as caught:
+                Weights(setting)
+            self.assertIn("lmc.weights", str(caught.exception))
+
+
 class RequestFields(unittest.TestCase):
     def test_the_servers_fields_are_passed_on(self):
-        self.assertIsNone(transfer_configs(None))
-        self.assertIsNone(transfer_configs({"remote_host": "x"}))
+        self.assertIsNone(transfer_configs(None, {}))
+        self.assertIsNone(transfer_configs({"remote_host": "x"}, {}))
+        spoofed = transfer_configs({TAG: "those of others"}, {TAG: "own"})
+        self.assertEqual(spoofed, {TAG: "own"})
         params = {
             "lmcache.skip_save": True,
             "lmc.x": [1],
@@ -76,7 +131,7 @@ class RequestFields(unittest.TestCase):
             3: "not text",
         }
         self.assertEqual(
-            transfer_configs(params),
+            transfer_configs(params, {}),
             {
                 "lmcache.skip_save": True,
                 "lmc.x": "[1]",

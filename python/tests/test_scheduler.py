@@ -6,12 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from lmc.vllm.scheduler import SchedulerSide
+from lmc.vllm.weights import TAG, Weights
 from tests.engine import BLOCK, Adapter, Blocks, Request, chunk_hashes, output
 
 
 def side(adapter, **options):
     options = {"by_hash": True, "can_store": True} | options
-    return SchedulerSide(adapter, chunk_hashes, block_size=BLOCK, **options)
+    weights = options.pop("weights", Weights(""))
+    return SchedulerSide(adapter, chunk_hashes, weights, block_size=BLOCK, **options)
 
 
 def admit(scheduler, request, computed=0):
@@ -22,6 +24,10 @@ def admit(scheduler, request, computed=0):
     scheduler.update_state_after_alloc(request, Blocks(blocks), tokens)
     request.num_computed_tokens = computed + tokens
     return tokens, blocks
+
+
+def lookups(adapter):
+    return [call for call in adapter.calls if call[0] == "lookup"]
 
 
 def loaded(scheduler, *ids):
@@ -297,6 +303,45 @@ class Store(unittest.TestCase):
         self.assertFalse(scheduler.request_finished(request))
         self.assertEqual(adapter.calls[1:], [("cleanup", "a"), ("end", "a")])
         self.assertFalse(scheduler.request_finished(request))
+
+
+class Reset(unittest.TestCase):
+    def tags(self, adapter):
+        return [(named["configs"] or {}).get(TAG) for _, _, named in lookups(adapter)]
+
+    def test_a_request_that_waits_is_looked_up_again_under_the_new_name(self):
+        for found in (None, 32):
+            adapter = Adapter({"a": found})
+            scheduler = side(adapter)
+            request = Request("a", list(range(40)))
+            scheduler.get_num_new_matched_tokens(request, 0)
+            scheduler.reset_cache()
+            adapter.found["a"] = 0
+            # What was found is of the weights before.
+            self.assertEqual(admit(scheduler, request)[0], 0)
+            before, after = self.tags(adapter)
+            self.assertIsNone(before)
+            self.assertTrue(after.startswith("reset-"), after)
+            self.assertIn("a", adapter.named("cleanup"))
+
+    def test_a_request_that_runs_stores_nothing_more_until_it_starts_again(self):
+        adapter = Adapter()
+        scheduler = side(adapter)
+        request = Request("a", list(range(64)))
+        _, blocks = admit(scheduler, request)
+        step = scheduler.build_connector_meta(output({"a": 32}, {"a": blocks}))
+        self.assertEqual(len(step.stores), 1)
+        request.num_computed_tokens = 32
+        scheduler.reset_cache()
+        step = scheduler.build_connector_meta(output({"a": 32}, {"a": blocks}))
+        self.assertEqual(step.stores, [])
+        request.num_preemptions, request.num_computed_tokens = 1, 0
+        _, blocks = admit(scheduler, request)
+        step = scheduler.build_connector_meta(output({"a": 64}, {"a": blocks}, ["a"]))
+        self.assertEqual(step.preempted, ["a"], "the store before may still read its blocks")
+        (store,) = step.stores
+        self.assertEqual((store.start, store.end), (0, 64))
+        self.assertEqual(store.configs[TAG], self.tags(adapter)[-1])
 
 
 class Preemption(unittest.TestCase):

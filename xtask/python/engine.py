@@ -60,6 +60,7 @@ def connector(args):
             kv_connector_extra_config={
                 "lmc.server": args.server or f"tcp://127.0.0.1:{args.port}",
                 "lmc.hash_mode": args.naming == "hashes",
+                **({"lmc.weights": args.weights} if args.weights else {}),
             },
         )
     return KVTransferConfig(
@@ -171,6 +172,14 @@ class Engine:
         return {"scheduler": scheduler["scheduler_connections_lost"],
                 "worker": self.timing.worker_stats(None)["worker_connections_lost"]}
 
+    def weights(self, command):
+        """Scales weights of the first layer, and resets the caches as users of vLLM do then."""
+        worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        layer = worker.model_runner.model.model.layers[0]
+        layer.input_layernorm.weight.data.mul_(command["factor"])
+        is_reset = self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        return {"reset": is_reset}
+
     def preemptions(self, _):
         return {"preemptions": self.preempted}
 
@@ -188,6 +197,7 @@ def main():
     parser.add_argument("--block-size", type=int, help="in tokens")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="in one step at most")
     parser.add_argument("--server", help="lmc.server of lmc's own connector, instead of the port")
+    parser.add_argument("--weights", help="lmc.weights of lmc's own connector")
     parser.add_argument("--port", type=int, default=0, help="0: no connector")
     parser.add_argument("--mode", default="engine_driven")
     parser.add_argument("--policy", default="recompute", help="kv_load_failure_policy")
@@ -240,6 +250,7 @@ def main():
         "abort": engine.abort,
         "idle": engine.idle,
         "preemptions": engine.preemptions,
+        "weights": engine.weights,
         "connections lost": engine.connections_lost,
     }
     if args.tp == 1:

@@ -162,6 +162,62 @@ def own_aborts(run, name, one, most):
     run.warm(f"{name}, after aborts", one, 1)
 
 
+def weights(run):
+    """Weights that change under one model name, in engines of lmc's own connector."""
+    if run.args.peer or not run.args.package:
+        return
+    run.server_clear()
+    batch, before = prompts(1, *LENGTHS), run.plain["float32", 1]
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "weights")
+
+        def name(text):
+            with open(file, "w") as weights:
+                weights.write(text)
+
+        def change(engine, factor):
+            check(f"{engine.name}: the caches are reset", engine.ask("weights", factor=factor) == {
+                "reset": True})
+
+        def finds(engine, ids, cached, what):
+            found = engine.generate(batch)
+            check(f"{engine.name}, {what}: ids are those of its weights", found[0] == ids)
+            check(f"{engine.name}, {what}: cached tokens are {cached}", found[1] == cached,
+                  str(found[1]))
+
+        name("before")
+        plain = run.engine("weights-plain", port=0)
+        one = own_engine(run, "weights-one", prefix_caching=True)
+        other = own_engine(run, "weights-other")
+        first, second = (own_engine(run, f"weights-{which}", weights=f"@{file}")
+                         for which in ("first", "second"))
+        plain.ready()
+        change(plain, 2)
+        after, _ = plain.generate(batch)
+        check("other weights make other ids", after != before)
+        plain.quit()
+        none, all_of_it = [0] * len(batch), expected_hits(*LENGTHS)
+        one.ready()
+        finds(one, before, none, "before")
+        change(one, 2)
+        finds(one, after, none, "after a reset")
+        finds(other.ready(), before, all_of_it, "whose weights stay")
+        change(one, 0.5)
+        finds(one, before, none, "after a second reset")
+        # The names of weights are another part of the chunks' names.
+        finds(first.ready(), before, none, "before")
+        finds(second.ready(), before, all_of_it, "of equal name")
+        name("after")
+        for replica, cached in ((first, none), (second, all_of_it)):
+            change(replica, 2)
+            finds(replica, after, cached, "of the new name")
+        # The file has no new name.
+        for replica in (first, second):
+            change(replica, 0.5)
+            finds(replica, before, none, "of no new name")
+    run.nothing_held("own, weights")
+
+
 def own_sharing(run, one, two):
     """A second engine, which has vLLM's prefix cache and steps of few tokens."""
     run.warm("own, second engine", two, 1)

@@ -26,6 +26,7 @@ from lmc.vllm.metadata import Step
 from lmc.vllm.scheduler import SchedulerSide
 from lmc.vllm.settings import Settings
 from lmc.vllm.stats import LmcPromMetrics, LmcStats, StatsSource
+from lmc.vllm.weights import Weights
 from lmc.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 _native.SchedulerAdapter(settings.endpoint, **common),
                 _native.chunk_hashes,
+                Weights(settings.weights),
                 block_size=cache.block_size,
                 by_hash=mode.by_hash,
                 can_store=can_store,
@@ -265,7 +267,14 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request), None
 
     def reset_cache(self) -> bool | None:
-        return self._scheduler.adapter.reset_cache() if self._scheduler is not None else None
+        """Finds nothing of what was stored before; other engines go on finding it.
+
+        vLLM calls it when weights change.
+        """
+        if self._scheduler is None:
+            return None
+        self._scheduler.reset_cache()
+        return True
 
     # Both.
 

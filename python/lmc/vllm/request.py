@@ -55,20 +55,22 @@ class RequestState:
     stored: int = 0
     # A store was sent to the workers at some time; outlives preemptions.
     has_stored: bool = False
+    # The weights have changed since vLLM gave it its blocks: nothing more of it is stored.
+    is_mixed: bool = False
 
 
-def transfer_configs(params: dict[str, Any] | None) -> dict[str, ConfigValue] | None:
-    """Returns the entries of `kv_transfer_params` that are for lmc's server."""
-    if not params:
-        return None
-    configs = {
-        key: value if isinstance(value, (str, int, float, bool, type(None))) else _json(value)
-        for key, value in params.items()
-        if isinstance(key, str) and key.startswith(("lmcache.", "lmc."))
-    }
-    for key in ALIASES & params.keys():
-        value = params[key]
-        configs[key] = value if isinstance(value, str) else _json(value)
+def transfer_configs(
+    params: dict[str, Any] | None, own: dict[str, str]
+) -> dict[str, ConfigValue] | None:
+    """Returns the entries of `kv_transfer_params` that are for lmc's server, and the engine's own."""
+    configs: dict[str, ConfigValue] = {}
+    for key, value in (params or {}).items():
+        if isinstance(key, str) and key.startswith(("lmcache.", "lmc.")):
+            is_plain = isinstance(value, (str, int, float, bool, type(None)))
+            configs[key] = value if is_plain else _json(value)
+        elif key in ALIASES:
+            configs[key] = value if isinstance(value, str) else _json(value)
+    configs |= own
     return configs or None
 
 

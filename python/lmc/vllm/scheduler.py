@@ -12,6 +12,7 @@ from lmc.vllm.adapters import Adapters
 from lmc.vllm.events import EventSource
 from lmc.vllm.metadata import Step
 from lmc.vllm.request import RequestState, effective_salt, transfer_configs
+from lmc.vllm.weights import Weights
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from lmc._native import SchedulerAdapter
 
+# Preemptions of a request whose lookup does not count any more.
+NO_LOOKUP = -1
+
 
 class SchedulerSide:
     """State of all requests that the scheduler knows."""
@@ -29,6 +33,7 @@ class SchedulerSide:
         self,
         adapter: "SchedulerAdapter",
         chunk_hashes: Callable[[Sequence[bytes], int, int], bytes],
+        weights: Weights,
         *,
         block_size: int,
         by_hash: bool,
@@ -43,6 +48,7 @@ class SchedulerSide:
         self.adapter = adapter
         self.counts: Counter[str] = Counter()
         self._chunk_hashes = chunk_hashes
+        self._weights = weights
         self._block_size = block_size
         self._by_hash = by_hash
         self._can_store = can_store
@@ -126,7 +132,7 @@ class SchedulerSide:
         chunk, requests = self.adapter.chunk_size, self._requests
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = requests.get(request_id)
-            if state is None:
+            if state is None or state.is_mixed:
                 continue
             request = state.request
             # vLLM counts the tokens of a step as computed once it is scheduled.
@@ -180,6 +186,18 @@ class SchedulerSide:
         self._finished.add(request.request_id)
         return True
 
+    def reset_cache(self) -> None:
+        """Gives the chunks of all later requests another name, since the weights change."""
+        self._weights.renew()
+        for request_id, state in self._requests.items():
+            if state.is_allocated:
+                state.is_mixed = True
+                continue
+            # It waits, and is looked up again.
+            if state.has_session and state.matched is None:
+                self.adapter.cleanup_lookup_result(request_id)
+            state.preemptions = NO_LOOKUP
+
     def _state(self, request: "Request") -> RequestState | None:
         """Returns the state of a request that is looked up; begins the lookup where it is new."""
         state = self._requests.get(request.request_id)
@@ -198,7 +216,7 @@ class SchedulerSide:
         state = RequestState(
             request=request,
             salt=salt,
-            configs=transfer_configs(request.kv_transfer_params),
+            configs=transfer_configs(request.kv_transfer_params, self._weights.tags()),
             by_hash=by_hash,
             preemptions=request.num_preemptions,
             has_stored=has_stored,

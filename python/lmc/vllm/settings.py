@@ -7,8 +7,9 @@ SERVER = "lmc.server"
 IDENTITY = "lmc.identity"
 HASH_MODE = "lmc.hash_mode"
 COPY_THREADS = "lmc.copy_threads"
+WEIGHTS = "lmc.weights"
 
-KNOWN = (SERVER, IDENTITY, HASH_MODE, COPY_THREADS)
+KNOWN = (SERVER, IDENTITY, WEIGHTS, HASH_MODE, COPY_THREADS)
 # Beginning of the settings of a server that the connector starts.
 SERVE = "lmc.serve."
 
@@ -25,6 +26,8 @@ class Settings:
     serve_flags: tuple[str, ...] = ()
     # Text that keeps chunks of engines apart that lmc could not tell from each other.
     identity: str = ""
+    # Name of the weights, or `@` and the path of a file that has it.
+    weights: str = ""
     # Chunks are named by vLLM's block hashes instead of by their tokens.
     hash_mode: bool = True
     copy_threads: int = 1
@@ -80,6 +83,7 @@ class Settings:
             starts=server == "auto",
             serve_flags=tuple(flags),
             identity=str(get(IDENTITY, str, "")),
+            weights=str(get(WEIGHTS, str, "")),
             hash_mode=bool(get(HASH_MODE, bool, True)),
             copy_threads=threads,  # type: ignore[arg-type]
         )
