@@ -247,7 +247,13 @@ class Model:
         self.adapter = SchedulerAdapter(rng, self.server, stored_ranks, by_hash)
         names = Weights("")
         self.scheduler = SchedulerSide(
-            self.adapter, chunk_hashes, names, block_size=BLOCK, by_hash=by_hash, can_store=True
+            self.adapter,
+            chunk_hashes,
+            names,
+            block_size=BLOCK,
+            by_hash=by_hash,
+            can_store=True,
+            looks_up_early=rng.random() < 0.3,
         )
         # Number of the weights that compute now, and of those behind each name.
         self.names, self.weights, self.weights_of = names, 0, {None: 0}

@@ -148,6 +148,19 @@ class Lookup(unittest.TestCase):
             # The worker knows its first store.
             self.assertTrue(scheduler.request_finished(running))
 
+    def test_a_request_is_looked_up_when_it_arrives_where_that_is_wanted(self):
+        for is_early, wanted in ((False, []), (True, ["a"])):
+            adapter = Adapter({"a": 32})
+            scheduler = side(adapter, looks_up_early=is_early)
+            request = Request("a", list(range(40)))
+            scheduler.on_new_request(request)
+            self.assertEqual(adapter.named("lookup"), wanted)
+            self.assertEqual(admit(scheduler, request)[0], 32)
+            self.assertEqual(adapter.named("lookup"), ["a"])
+            scheduler.on_new_request(Request("b", list(range(40))))
+            self.assertFalse(scheduler.request_finished(Request("b", [])))
+            self.assertEqual(adapter.named("end"), wanted and ["b"])
+
     def test_requests_that_read_no_cache_store_all_the_same(self):
         adapter = Adapter({"a": 32})
         scheduler = side(adapter)

@@ -127,6 +127,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
                 block_size=cache.block_size,
                 by_hash=mode.by_hash,
                 can_store=can_store,
+                looks_up_early=settings.lookup_on_arrival,
                 # A draft model writes the last tokens of a request again.
                 volatile_tokens=0
                 if speculative is None

@@ -38,11 +38,13 @@ class SchedulerSide:
         block_size: int,
         by_hash: bool,
         can_store: bool,
+        looks_up_early: bool = False,
         volatile_tokens: int = 0,
         events: EventSource | None = None,
     ) -> None:
-        """`volatile_tokens` at a request's end may be computed again (speculative decoding).
+        """`looks_up_early`: when requests arrive.
 
+        `volatile_tokens` at a request's end may be computed again (speculative decoding).
         `events` describes stores where vLLM's KV events are on.
         """
         self.adapter = adapter
@@ -52,6 +54,7 @@ class SchedulerSide:
         self._block_size = block_size
         self._by_hash = by_hash
         self._can_store = can_store
+        self._looks_up_early = looks_up_early
         self._volatile_tokens = volatile_tokens
         self._events = events
         self._adapters = Adapters()
@@ -63,12 +66,14 @@ class SchedulerSide:
         self._finished: set[str] = set()
 
     def on_new_request(self, request: "Request") -> None:
-        """Counts a request that will not be cached."""
+        """Counts a request that will not be cached; looks others up where that is wanted."""
         # Also where there is no server yet: vLLM's prefix cache keeps its blocks.
         salt = effective_salt(request, self._adapters)
         by_hash = self._by_hash and self.adapter.hash_mode
         if salt is None or not self._is_cacheable(request, by_hash):
             self._refuse(request)
+        elif self._looks_up_early:
+            self._state(request)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
