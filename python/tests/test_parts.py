@@ -41,7 +41,7 @@ class SettingsTest(unittest.TestCase):
         self.assertEqual(
             found.serve_flags, ("--disk=/data", "--disk-fill=true", "--l1-size-gb=64")
         )
-        for wrong in ({"lmc.serve.": 1}, {"lmc.serve.disk": ["/data"]},
+        for wrong in ({"lmc.serve.": 1}, {"lmc.serve.no-prefault": True}, {"lmc.serve.disk": ["/data"]},
                       {"lmc.serve.disk": "/data", "lmc.server": "local"}):
             with self.assertRaises(ValueError) as caught:
                 Settings.read(wrong)

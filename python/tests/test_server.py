@@ -27,7 +27,8 @@ class Start(unittest.TestCase):
         return caught.output
 
     def test_flags_are_passed_on_and_the_answer_is_shown(self):
-        answer = {"address": "ipc:///s", "started": True, "log": "/l", "warnings": ["older"]}
+        answer = {"address": "ipc:///s", "http": "http://127.0.0.1:1", "started": True,
+                  "log": "/l", "warnings": ["older"]}
         lines = self.log_of(
             f"test \"$1 $2 $4 $5\" = \"start --json -- --port=1\" && echo '{json.dumps(answer)}'",
             ["--port=1"],

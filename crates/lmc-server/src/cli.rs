@@ -296,7 +296,7 @@ fn serve(matches: &ArgMatches) -> ExitCode {
         print!("{}", print(&loaded));
         return ExitCode::SUCCESS;
     }
-    let background = is_detached.then(|| Background::begin(&loaded));
+    let background = is_detached.then(|| Background::begin(&loaded.config));
     daemon::run(&loaded, background)
 }
 

@@ -1,7 +1,6 @@
 //! `lmc serve`: starts everything, waits for a signal, stops everything.
 
 use std::io::ErrorKind;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,7 +27,7 @@ use crate::late_filter::LateFilter;
 use crate::peers::Peers;
 use crate::salts::SaltDigests;
 use crate::signals::Signals;
-use crate::start::{self, Background};
+use crate::start::Background;
 use crate::vllm::own_transfer_config;
 use crate::{
     disk, log, losses, nixl, occupant, peers, pool, quotas, remote, state, transfer_config,
@@ -68,9 +67,6 @@ pub(crate) fn run(loaded: &Loaded, background: Option<Background>) -> ExitCode {
 /// Exit code of a server whose pool was lost; a restart makes a new one.
 const POOL_LOST: u8 = 3;
 
-/// Size at which the log of a server in the background is cut.
-const LOG_BYTES: u64 = 16 << 20;
-
 /// Time that the drives have to open, and the interval of the notes while they have not.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(300);
 const OPEN_NEWS: Duration = Duration::from_secs(10);
@@ -105,12 +101,7 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     let config = &loaded.config;
     let mut signals = Signals::new()?;
     // The ports first: a process that holds them most likely holds the pool too.
-    let may_move = background
-        .as_ref()
-        .is_some_and(|background| background.http_may_move);
-    // HTTP last: once it can be connected to, no port is tried any more.
-    let is_free = ensure_free(config).await;
-    let http_socket = match (is_free, bind_http(config, may_move).await) {
+    let http_socket = match (ensure_free(config).await, bind_http(config).await) {
         (Ok(()), Ok(socket)) => socket,
         (Err(error), Ok(_)) | (Ok(()), Err(error)) => return Err(error),
         (Err(engines), Err(http)) => bail!("{engines:#}\nlmc serve: {http:#}"),
@@ -169,8 +160,10 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     http.stores = stores;
     http.directory = directory.as_ref().map(|server| Arc::clone(server.host()));
     let http = tokio::spawn(http::serve(http_socket, http, stopped.clone()));
-    let logs = background.map(|background| background.log);
-    let ticks = tokio::spawn(tick(service.clone(), logs, stopped.clone()));
+    if let Some(background) = &background {
+        background.listens(http_address);
+    }
+    let ticks = tokio::spawn(tick(service.clone(), background, stopped.clone()));
     let losses = tokio::spawn(losses::watch(service.clone(), stopped.clone()));
     let prefault = tokio::spawn(watch_prefault(Arc::clone(&arena), stopped.clone()));
     let mut engines = tokio::spawn(server.run(stopped));
@@ -366,7 +359,11 @@ async fn watch_prefault(arena: Arc<Arena>, mut stopped: watch::Receiver<bool>) {
     }
 }
 
-async fn tick(service: Service, log: Option<PathBuf>, mut stopped: watch::Receiver<bool>) {
+async fn tick(
+    service: Service,
+    background: Option<Background>,
+    mut stopped: watch::Receiver<bool>,
+) {
     let mut every = tokio::time::interval(Duration::from_secs(1));
     loop {
         tokio::select! {
@@ -374,15 +371,15 @@ async fn tick(service: Service, log: Option<PathBuf>, mut stopped: watch::Receiv
             _ = stopped.wait_for(|&stop| stop) => return,
         }
         // It may read files of /proc.
-        let (service, log) = (service.clone(), log.clone());
+        let (service, background) = (service.clone(), background.clone());
         let ticked = tokio::task::spawn_blocking(move || {
             service.tick(Instant::now());
-            log.map_or(Ok(()), |log| start::keep_short(&log, LOG_BYTES))
+            if let Some(background) = background {
+                background.keep_log_short();
+            }
         });
-        match ticked.await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => warn!(%error, "the log cannot be cut; it is tried again"),
-            Err(error) => warn!(%error, "a periodic task failed; it runs again with the next tick"),
+        if let Err(error) = ticked.await {
+            warn!(%error, "a periodic task failed; it runs again with the next tick");
         }
     }
 }
@@ -406,15 +403,9 @@ async fn unused(connections: impl Fn() -> (u64, u64), limit: Option<Duration>) {
     }
 }
 
-/// Listens for HTTP; with `may_move`, at any port where its own is taken.
-async fn bind_http(config: &ServeConfig, may_move: bool) -> Result<TcpListener> {
+async fn bind_http(config: &ServeConfig) -> Result<TcpListener> {
     let address = (config.http_host.as_str(), config.http_port);
-    let mut bound = TcpListener::bind(address).await;
-    let is_taken = |error: &std::io::Error| error.kind() == ErrorKind::AddrInUse;
-    if may_move && bound.as_ref().is_err_and(is_taken) {
-        bound = TcpListener::bind((config.http_host.as_str(), 0)).await;
-    }
-    bound.map_err(|error| {
+    TcpListener::bind(address).await.map_err(|error| {
         let why = occupied(&error, config.http_port, "--http-port");
         let (host, port) = address;
         anyhow!(error)

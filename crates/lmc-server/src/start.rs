@@ -1,8 +1,12 @@
 //! `lmc start`: a server in the background, one for each user of a host.
 
+mod descriptors;
+
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Write as _};
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
@@ -11,17 +15,19 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use lmc_memory::use_all_nodes;
 use lmc_vllm_adapter::adapters::{Endpoint, local_server};
-use lmc_vllm_adapter::{LOCAL_SOCKET, check_private, is_listening, user_folder};
-use rustix::fs::{FlockOperation, Mode, flock};
+use lmc_vllm_adapter::{LOCAL_SOCKET, check_private, user_folder};
+use rustix::fs::{FlockOperation, Mode, flock, fstat, ftruncate};
 use rustix::process::{Resource, getrlimit, setpriority_process, setrlimit, setsid, umask};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use serde_json::{Value, json};
+use tracing::warn;
 
+use self::descriptors::keep_descriptors;
 use crate::cli::version;
-use crate::config::{Entry, Loaded, Raw, Source, mask_password_of};
+use crate::config::{Entry, Raw, ServeConfig, Source, mask_password_of};
 
 pub(crate) const HELP: &str = "\
-lmc's own connector for vLLM runs this where no server answers. The server's socket, its log and a
+lmc's own connector for vLLM runs this where it finds no server. The server's socket, its log and a
 record of its settings are in /run/lmc for root, and in /tmp/lmc-UID for other users.
 
 Examples:
@@ -34,6 +40,8 @@ const PROBE: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(20);
 /// Time without an engine after which a server ends that was started in the background, in seconds.
 const IDLE_SECONDS: &str = "600";
+/// Size at which its log is cut.
+const LOG_BYTES: i64 = 16 << 20;
 /// Lines of the log that are shown where a server ends at its start.
 const SHOWN_LINES: usize = 5;
 /// Score that the kernel adds to a server's when it looks for memory: the first of all. The pages of
@@ -72,6 +80,8 @@ pub(crate) struct Arguments {
 #[derive(Debug)]
 struct Found {
     address: String,
+    /// Address at which it answers people, if that is known.
+    http: Option<String>,
     was_started: bool,
     warnings: Vec<String>,
 }
@@ -84,7 +94,7 @@ struct Own {
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let deadline = Instant::now() + Duration::from_secs(arguments.timeout_seconds);
-    let flags = joined(&arguments.flags);
+    let flags = normalized(&arguments.flags);
     let own = Own {
         folder: user_folder(),
     };
@@ -95,6 +105,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     if arguments.json {
         let found = json!({
             "address": found.address,
+            "http": found.http,
             "started": found.was_started,
             "log": own.log(),
             "warnings": found.warnings,
@@ -112,6 +123,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
             own.log().display()
         ),
         false => println!("engines find a server at {}", found.address),
+    }
+    if let Some(http) = &found.http {
+        println!("for a look at it: lmc status --url {http}");
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -135,7 +149,7 @@ impl Own {
     }
 
     fn record(&self) -> PathBuf {
-        self.folder.join("serve.json")
+        record_beside(&self.socket())
     }
 
     /// Opens the file that the server of this user has locked.
@@ -165,6 +179,7 @@ impl Own {
         loop {
             let is_ours = flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok();
             if let Some(server) = running()? {
+                drop(lock);
                 return Ok(self.found(&server, flags));
             }
             if is_ours {
@@ -173,10 +188,11 @@ impl Own {
             if Instant::now() >= deadline {
                 return Ok(Found {
                     address: self.address(),
+                    http: None,
                     was_started: false,
                     warnings: vec![format!(
-                        "a server of this user starts or ends, and is not done yet: engines use it \
-                         once it listens; its log is {}",
+                        "a server of this user is starting or stopping: engines use it once it \
+                         listens; its log is {}",
                         self.log().display()
                     )],
                 });
@@ -189,7 +205,8 @@ impl Own {
     fn found(&self, server: &Endpoint, flags: &[String]) -> Found {
         let address = server.to_string();
         let mut warnings = Vec::new();
-        match self.record_of(&address) {
+        let record = self.record_of(&address);
+        match &record {
             Some(record) => {
                 let process = &record["process"];
                 let found = record["version"].as_str().unwrap_or_default();
@@ -216,6 +233,7 @@ impl Own {
         }
         Found {
             address,
+            http: record.as_ref().and_then(http_of),
             was_started: false,
             warnings,
         }
@@ -224,12 +242,10 @@ impl Own {
     /// Returns the record of the server at an address, if `lmc start` has started it. That one holds
     /// the lock.
     fn record_of(&self, address: &str) -> Option<Value> {
-        let is_started = address == self.address()
-            && self
-                .lock()
-                .is_ok_and(|lock| flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err());
-        let record = is_started.then(|| fs::read(self.record()).ok()).flatten();
-        record.and_then(|text| serde_json::from_slice(&text).ok())
+        // Shared, so that two that look do not take each other for a server.
+        let is_locked = |lock: File| flock(&lock, FlockOperation::NonBlockingLockShared).is_err();
+        let is_started = address == self.address() && self.lock().is_ok_and(is_locked);
+        is_started.then(|| read_record(&self.record())).flatten()
     }
 
     /// Starts a server, which takes the lock over, and waits until it listens.
@@ -242,10 +258,12 @@ impl Own {
         );
         let _ = fs::remove_file(self.record());
         let mut child = spawn(&socket, lock, flags)?;
-        let record = json!({"version": version(), "process": child.id(), "flags": flags});
-        write_whole(&self.record(), &record.to_string())?;
         let mut warnings = Vec::new();
-        while !is_listening(&socket) {
+        let record = loop {
+            let record = read_record(&self.record());
+            if record.is_some() {
+                break record;
+            }
             if let Some(status) = child.try_wait().context("the server")? {
                 bail!(
                     "the server ended at its start ({status}): {}",
@@ -257,20 +275,21 @@ impl Own {
                     "the server is not ready yet; engines use it once it is; its log is {}",
                     self.log().display()
                 ));
-                break;
+                break None;
             }
             std::thread::sleep(PAUSE);
-        }
+        };
         Ok(Found {
             address: self.address(),
+            http: record.as_ref().and_then(http_of),
             was_started: true,
             warnings,
         })
     }
 }
 
-/// Returns flags with their values joined to them (`--name=value`), in the order of their names.
-fn joined(flags: &[String]) -> Vec<String> {
+/// Returns flags with their values joined to them (`--name=value`) and sorted, to compare them.
+fn normalized(flags: &[String]) -> Vec<String> {
     let mut joined: Vec<String> = Vec::new();
     for flag in flags {
         match joined.last_mut() {
@@ -302,6 +321,22 @@ fn log_beside(socket: &Path) -> PathBuf {
     socket.with_file_name("serve.log")
 }
 
+fn record_beside(socket: &Path) -> PathBuf {
+    socket.with_file_name("serve.json")
+}
+
+fn read_record(path: &Path) -> Option<Value> {
+    serde_json::from_slice(&fs::read(path).ok()?).ok()
+}
+
+fn http_of(record: &Value) -> Option<String> {
+    record["http"].as_str().map(str::to_owned)
+}
+
+/// The first arguments of a server in the background; its socket and the flags that were asked for
+/// follow.
+const COMMAND: [&str; 3] = ["serve", "--detached", "--ipc-path"];
+
 /// Starts the process of a server, which does not end with this one.
 fn spawn(socket: &Path, lock: File, flags: &[String]) -> Result<Child> {
     let log = log_beside(socket);
@@ -314,7 +349,7 @@ fn spawn(socket: &Path, lock: File, flags: &[String]) -> Result<Child> {
     let running = PathBuf::from("/proc/self/exe");
     let mut command = Command::new(if program.exists() { program } else { running });
     command
-        .args(["serve", "--detached", "--ipc-path"])
+        .args(COMMAND)
         .arg(socket)
         .args(flags)
         .env_clear()
@@ -322,27 +357,27 @@ fn spawn(socket: &Path, lock: File, flags: &[String]) -> Result<Child> {
         .stdin(lock)
         .stdout(output.try_clone().context("the log")?)
         .stderr(output);
+    keep_descriptors();
     command.spawn().context("the server cannot be started")
 }
 
 /// Returns the settings of a server in the background, where neither flag nor variable nor file has
-/// another. The port is any: stock clients expect to map the pool of a server at 5555 by its name.
+/// another. The ports are any: stock clients expect to map the pool of a server at 5555 by its name, and
+/// other programs of the host may want 8080.
 pub(crate) fn settings(entries: &[Entry]) -> Vec<(String, Raw)> {
     let settings = [
         ("port", "0"),
+        ("http-port", "0"),
         ("shm-name", "sealed"),
         ("exit-when-idle-seconds", IDLE_SECONDS),
     ];
-    let open = settings
-        .into_iter()
-        .filter(|(name, _)| is_open(entries, name));
+    let is_default = |(name, _): &(&str, &str)| {
+        let entry = entries.iter().find(|entry| entry.info.name == *name);
+        entry.is_some_and(|entry| entry.source == Source::Default)
+    };
+    let open = settings.into_iter().filter(is_default);
     open.map(|(name, value)| (name.to_owned(), Raw::Text(value.to_owned())))
         .collect()
-}
-
-fn is_open(entries: &[Entry], name: &str) -> bool {
-    let entry = entries.iter().find(|entry| entry.info.name == name);
-    entry.is_some_and(|entry| entry.source == Source::Default)
 }
 
 fn is_kept(name: &OsString) -> bool {
@@ -379,36 +414,32 @@ fn last_lines(log: &Path) -> String {
     }
 }
 
-/// The file that a log becomes when a new one begins.
+/// Returns the path of the log before this one.
 fn older(log: &Path) -> PathBuf {
     log.with_extension("log.1")
 }
 
-/// Cuts a log that has grown to a size: its folder may be in memory. What it held is in `serve.log.1`.
-pub(crate) fn keep_short(log: &Path, bytes: u64) -> io::Result<()> {
-    if fs::metadata(log)?.len() < bytes {
-        return Ok(());
+/// Cuts a log that has grown to a size: its folder may be in memory. The older one has the rest, where
+/// there is space for it.
+fn keep_short(file: impl AsFd, log: &Path, bytes: i64) {
+    if fstat(&file).is_ok_and(|found| found.st_size >= bytes) {
+        let _ = fs::copy(log, older(log));
+        // The server appends, so its next line is the first.
+        let _ = ftruncate(&file, 0);
     }
-    fs::copy(log, older(log))?;
-    // The server appends, so its next line is the first.
-    File::options().write(true).truncate(true).open(log)?;
-    Ok(())
 }
 
-/// The process that [`spawn`] starts: a server in the background.
-#[derive(Debug)]
+/// A server in the background, in its own process.
+#[derive(Debug, Clone)]
 pub(crate) struct Background {
-    /// File that standard error goes to.
-    pub(crate) log: PathBuf,
-    /// Another port is as good for HTTP where the default one is taken.
-    pub(crate) http_may_move: bool,
+    socket: PathBuf,
 }
 
 impl Background {
     /// Makes this process independent of the one that started it, which may be an engine: a session of
-    /// its own, all cores and NUMA nodes, the limits of its user, and the first to go where memory is
-    /// short. What the system does not allow stays as it is.
-    pub(crate) fn begin(loaded: &Loaded) -> Self {
+    /// its own, all cores and NUMA nodes, no soft limits, and the first to go where memory is short.
+    /// Where the system does not allow one of these, nothing changes.
+    pub(crate) fn begin(config: &ServeConfig) -> Self {
         let _ = setsid();
         let mut cores = CpuSet::new();
         (0..CpuSet::MAX_CPU).for_each(|core| cores.set(core));
@@ -429,11 +460,29 @@ impl Background {
         // No file is for others to write, whatever the engine's are.
         umask(umask(Mode::empty()) | Mode::WGRP | Mode::WOTH);
         let _ = fs::write("/proc/self/oom_score_adj", OOM_SCORE);
-        let socket = loaded.config.ipc_path.as_deref();
+        let socket = config.ipc_path.clone();
         Self {
-            log: log_beside(socket.unwrap_or(Path::new(LOCAL_SOCKET))),
-            http_may_move: is_open(&loaded.entries, "http-port"),
+            socket: socket.unwrap_or_else(|| LOCAL_SOCKET.into()),
         }
+    }
+
+    /// Notes that this server listens, and with which flags, for `lmc start`.
+    pub(crate) fn listens(&self, http: SocketAddr) {
+        let flags: Vec<String> = std::env::args().skip(COMMAND.len() + 2).collect();
+        let record = json!({
+            "version": version(),
+            "process": std::process::id(),
+            "http": format!("http://{http}"),
+            "flags": flags,
+        });
+        if let Err(error) = write_whole(&record_beside(&self.socket), &record.to_string()) {
+            warn!("`lmc start` does not know the settings of this server: {error:#}");
+        }
+    }
+
+    /// Cuts the log where it is long.
+    pub(crate) fn keep_log_short(&self) {
+        keep_short(io::stderr(), &log_beside(&self.socket), LOG_BYTES);
     }
 }
 
@@ -455,15 +504,16 @@ mod tests {
             let found = settings(&loaded.entries).into_iter();
             found.map(|(name, _)| name).collect::<Vec<_>>()
         };
-        let all = ["port", "shm-name", "exit-when-idle-seconds"];
+        let all = ["port", "http-port", "shm-name", "exit-when-idle-seconds"];
         assert_eq!(load(&[], &[]), all);
         let given = [("shm-name", "auto"), ("exit-when-idle-seconds", "none")];
-        assert!(load(&given, &[("LMC_PORT", "5555")]).is_empty());
+        assert_eq!(load(&given, &[("LMC_PORT", "5555")]), ["http-port"]);
     }
 
     #[test]
     fn flags_are_compared_as_they_are_meant_and_shown_without_passwords() {
-        let flags = |text: &str| joined(&text.split(' ').map(str::to_owned).collect::<Vec<_>>());
+        let flags =
+            |text: &str| normalized(&text.split(' ').map(str::to_owned).collect::<Vec<_>>());
         let both = flags("--remote redis://:secret@host --disk-fill --chunk-size=16");
         assert_eq!(
             both,
@@ -484,16 +534,16 @@ mod tests {
         let mut file = File::options();
         let mut file = file.create(true).append(true).open(&log).expect("a file");
         file.write_all(b"line\n").expect("space");
-        keep_short(&log, 6).expect("it is there");
+        keep_short(&file, &log, 6);
         assert_eq!(fs::read(&log).expect("it is there"), b"line\n");
-        keep_short(&log, 5).expect("it is there");
+        keep_short(&file, &log, 5);
         file.write_all(b"next\n").expect("space");
         assert_eq!(fs::read(&log).expect("it is there"), b"next\n");
         assert_eq!(fs::read(older(&log)).expect("it is kept"), b"line\n");
     }
 
     #[test]
-    fn what_belongs_to_an_engine_is_not_passed_on() {
+    fn variables_of_an_engine_are_not_passed_on() {
         for (name, kept) in [
             ("HOME", true),
             ("LMC_CHUNK_SIZE", true),

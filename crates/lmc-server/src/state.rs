@@ -38,6 +38,11 @@ fn name(config: &ServeConfig) -> String {
     let name = match (&config.p2p_name, &config.state_dir) {
         (Some(name), _) => name.clone(),
         (None, StateDir::Path(_)) => "lmc".to_owned(),
+        // Any port: the next start has another.
+        (None, _) if config.port == 0 && config.ipc_path.is_some() => {
+            let path = config.ipc_path.as_deref().unwrap_or(Path::new(""));
+            path.display().to_string()
+        }
         (None, _) => format!("{}-{}", config.host, config.port),
     };
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');

@@ -25,7 +25,7 @@ mod service;
 mod transport;
 
 pub use client::{Client, ClientError, encode_request_frames};
-pub use local::{LOCAL_ADDRESS, LOCAL_SOCKET, check_private, is_listening, user_folder};
+pub use local::{LOCAL_ADDRESS, LOCAL_SOCKET, check_private, user_folder};
 pub use protocol::{
     BlockAllocation, CacheKey, ConfigValue, CpuShm, Cuda, DecodeError, DescriptorError,
     EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, IpcHandle, KvDescriptor,

@@ -1,12 +1,10 @@
 //! Addresses at which engines look for a server of their host.
 
 use std::fs;
-use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use rustix::process::geteuid;
-use socket2::{Domain, SockAddr, Socket, Type};
 
 /// Path of the Unix socket at which lmc's own connector looks for a server first. Then follow the
 /// socket in [`user_folder`], and [`LOCAL_ADDRESS`], where a server must be of this user or root.
@@ -51,42 +49,13 @@ pub fn check_private(folder: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns true if a process listens at a Unix socket, whether or not it has time for a connection.
-pub fn is_listening(path: &Path) -> bool {
-    match connect(path) {
-        Ok(()) => true,
-        Err(error) => error.kind() == io::ErrorKind::WouldBlock,
-    }
-}
-
-/// Connects without waiting for space in the queue of the server.
-pub(crate) fn connect(path: &Path) -> io::Result<()> {
-    let socket = Socket::new(Domain::UNIX, Type::STREAM.cloexec().nonblocking(), None)?;
-    socket.connect(&SockAddr::unix(path)?)
-}
-
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::{PermissionsExt, symlink};
-    use std::os::unix::net::UnixListener;
 
     use lmc_testkit::Folder;
 
     use super::*;
-
-    #[test]
-    fn a_socket_counts_while_a_process_listens() {
-        let folder = Folder::temporary();
-        let path = folder.join("s");
-        assert!(!is_listening(&path));
-        fs::write(&path, "no socket").expect("written");
-        assert!(!is_listening(&path));
-        fs::remove_file(&path).expect("it is there");
-        let listener = UnixListener::bind(&path).expect("a socket");
-        assert!(is_listening(&path));
-        drop(listener);
-        assert!(!is_listening(&path), "left behind by a killed server");
-    }
 
     #[test]
     fn a_folder_to_which_others_may_write_is_refused() {

@@ -370,8 +370,9 @@ def _supported_group(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
 
 def _may_span_hosts(parallel: "ParallelConfig") -> bool:
     """Returns True if vLLM may run ranks of one engine on other hosts; Ray decides where."""
-    by_ray = parallel.distributed_executor_backend == "ray" and parallel.world_size > 1
-    return by_ray or parallel.nnodes_within_dp > 1
+    # A name, or a class of executors.
+    is_ray = "ray" in str(parallel.distributed_executor_backend).lower()
+    return is_ray or parallel.nnodes_within_dp > 1
 
 
 def _layers_of_ranks(config: "VllmConfig") -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ logger = logging.getLogger("vllm.lmc")
 # Seconds that a server has to start; a drive may take longer to open, and is not waited for.
 START_TIMEOUT = 30
 # Keys of the answer of `lmc start`.
-ANSWER = {"address", "started", "log", "warnings"}
+ANSWER = {"address", "http", "started", "log", "warnings"}
 NO_CACHE = "no KV cache: %s; requests go on without it until a server is there"
 
 
@@ -35,7 +35,10 @@ def start(flags: Sequence[str]) -> None:
         for warning in found["warnings"]:
             logger.warning(warning)
         if found["started"]:
-            logger.info("started a server at %s; its log is %s", found["address"], found["log"])
+            logger.info(
+                "started a server at %s (lmc status --url %s); its log is %s",
+                *(found[key] for key in ("address", "http", "log")),
+            )
     except Exception as error:  # An engine without a cache is worth more than none.
         logger.warning(NO_CACHE, _one_line(str(error) or repr(error)))
 
@@ -57,7 +60,8 @@ def _started(flags: Sequence[str]) -> dict:
         start_new_session=True,
         check=False,
     )
-    if done.returncode != 0:
+    # Where vLLM ignores the ends of its children, the code is 0.
+    if done.returncode != 0 or not done.stdout:
         raise RuntimeError(done.stderr.strip() or f"{path} start ended with {done.returncode}")
     found = json.loads(done.stdout)
     if not isinstance(found, dict) or not found.keys() >= ANSWER:

@@ -103,6 +103,8 @@ def _is_serve(key: object) -> bool:
 def _flag(key: str, value: object) -> str:
     """Returns the flag of `lmc serve`, or what is wrong with it."""
     name = key.removeprefix(SERVE)
+    if name.startswith("no-"):
+        return f'{key}: write "{SERVE}{name.removeprefix("no-")}": false'
     if not name or not isinstance(value, str | int | float):
         return f"{key} must be a text, a number or a bool, found {value!r}"
     text = str(value).lower() if isinstance(value, bool) else str(value)

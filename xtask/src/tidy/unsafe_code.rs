@@ -12,7 +12,7 @@ crates/lmc-backend-disk/src/volume/pool_buffers.rs: the pool's memory, registere
 crates/lmc-backend-disk/src/volume/threads.rs: reads and writes between addresses
 crates/lmc-backend-disk/src/volume/uring.rs: operations are handed to the kernel
 crates/lmc-key/src/bytes.rs: tokens as the bytes that are hashed
-crates/lmc-memory/src/arena/map.rs: mlock, mbind
+crates/lmc-memory/src/arena/map.rs: mlock, mbind, set_mempolicy
 crates/lmc-memory/src/arena/tests.rs: looks at memory through the system
 crates/lmc-memory/src/checksum.rs: vector instructions, chosen when it runs
 crates/lmc-memory/src/copy/stream.rs: stores that go around the cache
@@ -47,6 +47,7 @@ crates/lmc-vllm-adapter/tests/it/on_gpu.rs: calls of the driver as an engine mak
 crates/lmc-server/tests/it/containers.rs: tensors of an engine in the test
 crates/lmc-vllm-adapter/tests/it/common/engine.rs: tensors of an engine in the test, and fork
 crates/lmc-server/src/bench/mapped.rs: shared memory as an engine's worker maps it
+crates/lmc-server/src/start/descriptors.rs: descriptors are kept from programs
 crates/lmc-server/src/nixl.rs: variables that UCX reads, set before any thread starts
 crates/lmc-server/src/pool_size.rs: sysconf and its friends
 python/src/worker.rs: tensors whose memory the engine keeps

@@ -14,6 +14,7 @@ use rustix::process::{Pid, Resource, Rlimit, geteuid, getrlimit, prlimit, setrli
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde_json::Value;
 
+use crate::common::Server;
 use crate::containers::{container, impossible};
 
 /// Makes a process of [`in_a_container`] do this.
@@ -22,6 +23,14 @@ const TASK: &str = "LMC_TEST_START";
 const LMC: &str = "/run/lmc/lmc";
 /// Settings that take little memory of the machine.
 const FLAGS: [&str; 3] = ["--l1-size-gb", "16MiB", "--no-prefault"];
+
+/// Makes the program visible at a path.
+fn put_program(path: &Path) {
+    let program = env!("CARGO_BIN_EXE_lmc");
+    if fs::hard_link(program, path).is_err() {
+        fs::copy(program, path).expect("space");
+    }
+}
 
 /// Runs a task in a container.
 fn run(task: &str) {
@@ -34,7 +43,7 @@ fn run(task: &str) {
         println!("SKIPPED: something listens at {LOCAL_ADDRESS}, where engines look for a server");
         return;
     }
-    fs::copy(env!("CARGO_BIN_EXE_lmc"), folder.join("lmc")).expect("space");
+    put_program(&folder.join("lmc"));
     let this = std::env::current_exe().expect("a test has a path");
     let mut command = container(&folder, false);
     command
@@ -102,7 +111,11 @@ fn started(more: &[&str]) -> Value {
 
 /// Returns the id of the server's process.
 fn server() -> u32 {
-    let record = fs::read("/run/lmc/serve.json").expect("a record");
+    recorded(Path::new("/run/lmc/serve.json"))
+}
+
+fn recorded(path: &Path) -> u32 {
+    let record = fs::read(path).expect("a record");
     let record: Value = serde_json::from_slice(&record).expect("JSON");
     u32::try_from(record["process"].as_u64().expect("an id")).expect("an id")
 }
@@ -152,8 +165,11 @@ fn detached() {
         current: Some(1 << 30),
         ..getrlimit(Resource::Fsize)
     };
-    setrlimit(Resource::Fsize, files.clone()).expect("a lower limit");
-    let mut command = start(&[]);
+    setrlimit(Resource::Fsize, files).expect("a lower limit");
+    // With a descriptor that is none of the program's.
+    let mut command = Command::new("sh");
+    command.args(["-c", "exec 9</dev/null; exec \"$@\"", "sh", LMC]);
+    command.args(["start", "--json", "--"]).args(FLAGS);
     command
         .env("OMP_NUM_THREADS", "1")
         .env("LD_PRELOAD", "")
@@ -166,10 +182,15 @@ fn detached() {
     assert!(!variables.contains("OMP_NUM_THREADS"), "{variables}");
     assert!(!variables.contains("LD_PRELOAD"), "{variables}");
     assert_eq!(text(&about("oom_score_adj")).trim(), "1000");
+    let descriptors = fs::read_dir(format!("/proc/{process}/fd")).expect("it runs");
+    for descriptor in descriptors.flatten() {
+        let target = fs::read_link(descriptor.path()).unwrap_or_default();
+        assert_ne!(target, Path::new("/dev/null"), "{descriptor:?}");
+    }
     let status = text(&about("status"));
     assert!(status.contains("Umask:\t0022"), "{status}");
     let id = Pid::from_raw(process as i32);
-    let found = prlimit(id, Resource::Fsize, files.clone()).expect("it is ours");
+    let found = prlimit(id, Resource::Fsize, files).expect("it is ours");
     assert_eq!(found.current, files.maximum);
     // After the name: state, parent, group, session.
     let stat = text(&about("stat"));
@@ -209,7 +230,7 @@ fn waiting() {
     let found = answer(&command.output().expect("it runs"));
     assert_eq!(found["started"], false);
     let warning = found["warnings"][0].as_str().expect("one");
-    assert!(warning.contains("is not done yet"), "{warning}");
+    assert!(warning.contains("starting or stopping"), "{warning}");
     assert!(!Path::new(LOCAL_SOCKET).exists());
     drop(lock);
     assert_eq!(started(&[])["started"], true);
@@ -231,12 +252,29 @@ fn again() {
     kill("-KILL", killed);
     until("it is gone", || !is_running(killed));
     assert!(Path::new(LOCAL_SOCKET).exists(), "left behind");
-    assert_eq!(started(&["--exit-when-idle-seconds", "1"])["started"], true);
+    assert_eq!(started(&[])["started"], true);
     let process = server();
     assert_ne!(process, killed);
-    until("it ends by itself", || !is_running(process));
+    kill("-TERM", process);
+    until("it ends", || !is_running(process));
     assert!(!Path::new(LOCAL_SOCKET).exists());
-    assert_eq!(started(&[])["started"], true);
+    // One that was started by hand, with the record of the other beside it.
+    let mut by_hand = Command::new(LMC);
+    by_hand.args([
+        "serve",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+        "--ipc-path",
+        LOCAL_SOCKET,
+    ]);
+    let _by_hand = Process::spawn(by_hand.args(FLAGS).stdout(Stdio::null()));
+    until("it listens", || answers(Path::new(LOCAL_SOCKET)));
+    let found = started(&["--chunk-size", "32"]);
+    assert_eq!(found["started"], false);
+    let warning = found["warnings"][0].as_str().expect("one");
+    assert!(warning.contains("not started by `lmc start`"), "{warning}");
 }
 
 fn refused() {
@@ -283,20 +321,24 @@ fn no_server_is_started_beside_one_that_starts_or_ends() {
     run("waiting");
 }
 
-/// A process of a user who is not root: servers of root are none of it.
+/// A user who is not root does not use root's server.
 #[test]
 fn each_user_has_a_server_of_its_own() {
     if !geteuid().is_root() {
         println!("SKIPPED: only root can run a program as another user");
         return;
     }
-    let user = 200_000 + std::process::id();
+    // As a rule also where few users are known.
+    let user = 65_000 - std::process::id() % 20_000;
     let folder = Folder::temporary();
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).expect("it is ours");
     let (program, home) = (folder.join("lmc"), folder.join("home"));
-    fs::copy(env!("CARGO_BIN_EXE_lmc"), &program).expect("space");
+    put_program(&program);
     fs::create_dir(&home).expect("space");
-    chown(&home, Some(user), Some(user)).expect("root may");
+    if let Err(error) = chown(&home, Some(user), Some(user)) {
+        println!("SKIPPED: there is no user {user} here: {error}");
+        return;
+    }
     let own = PathBuf::from(format!("/tmp/lmc-{user}"));
     let start = |more: &[&str]| {
         let mut command = start_by(&program, more);
@@ -311,11 +353,12 @@ fn each_user_has_a_server_of_its_own() {
     let error = text(&refused.stderr);
     assert!(error.contains("belongs to user 0"), "{error}");
     fs::remove_dir(&own).expect("it is empty");
-    let found = answer(&start(&["--exit-when-idle-seconds", "1"]));
+    let found = answer(&start(&[]));
     let socket = own.join("lmc.sock");
     assert_eq!(found["address"], format!("ipc://{}", socket.display()));
     assert_eq!(found["started"], true);
     assert!(answers(&socket), "root is trusted");
+    kill("-TERM", recorded(&own.join("serve.json")));
     until("it ends", || !socket.exists());
     fs::remove_dir_all(own).expect("it is there");
 }
@@ -323,4 +366,10 @@ fn each_user_has_a_server_of_its_own() {
 #[test]
 fn what_cannot_be_started_is_refused_with_its_reason() {
     run("refused");
+}
+
+#[test]
+fn a_server_ends_by_itself_where_no_engine_is_connected() {
+    let mut server = Server::start(&["--exit-when-idle-seconds", "1"]);
+    assert!(server.process.wait().success());
 }

@@ -42,7 +42,7 @@ impl Endpoint {
     }
 }
 
-/// Returns the sockets that are there. Whoever may write to the folder of the shared one is trusted; a
+/// Returns the sockets that are there. Users who may write to the folder of the shared one are trusted; a
 /// user's own folder must be private.
 fn sockets(shared: &Path, folder: &Path) -> Vec<PathBuf> {
     let own = folder.join("lmc.sock");

@@ -25,7 +25,7 @@ use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use crate::adapters::endpoint::Endpoint;
 use crate::adapters::log::{Level, Log, shown};
 use crate::protocol::msgpack::Reader;
-use crate::protocol::{Operation, Reply, Request, decode_reply, encode_request};
+use crate::protocol::{ENGINE_KEYS, Operation, Reply, Request, decode_reply, encode_request};
 use crate::transport::{
     Decoder, Event, Limits, Stream, TrustedUsers, encode_message, encode_pong, encode_ready,
     greeting,
@@ -33,9 +33,9 @@ use crate::transport::{
 
 /// Limit on connecting, the ZMTP handshake and the setup together.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
-/// Time after the start in which a server of this host may still be started: that there is none is no
-/// warning.
-const NO_SERVER_YET: Duration = Duration::from_secs(60);
+/// Time after the start in which a server of this host may still be started, by a scheduler that begins
+/// when all workers are ready: until then it is no warning that there is none.
+const NO_SERVER_YET: Duration = Duration::from_secs(600);
 /// Shortest and longest pause between two attempts to connect.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 /// Time between two looks at deadlines.
@@ -202,6 +202,7 @@ impl Link {
             .enable_all()
             .build()?;
         let driver = Driver {
+            is_looked_for: endpoint == Endpoint::Local,
             endpoint,
             setup,
             log,
@@ -514,7 +515,10 @@ impl Traffic {
 
 /// The thread's side of a [`Link`].
 struct Driver {
+    /// The server that was connected, once there was one: scheduler and workers of an engine must not
+    /// move to different ones.
     endpoint: Endpoint,
+    is_looked_for: bool,
     setup: Arc<dyn Setup>,
     log: Arc<Log>,
     /// Limit on the answer to a ping: after it the server is taken for dead.
@@ -531,8 +535,10 @@ impl Driver {
         let began = Instant::now();
         loop {
             let session = self.last_session + 1;
+            let connecting =
+                connect_first(&self.endpoint, self.is_looked_for, &*self.setup, session);
             let connected = tokio::select! {
-                connected = connect_first(&self.endpoint, &*self.setup, session) => connected,
+                connected = connecting => connected,
                 stopped = refuse(&mut self.commands) => {
                     if stopped { return }
                     continue
@@ -542,6 +548,7 @@ impl Driver {
                 Ok((endpoint, connection)) => {
                     pause = PAUSES.0;
                     self.last_session = session;
+                    self.endpoint = endpoint.clone();
                     self.log
                         .push(Level::Info, format!("connected to {endpoint}"));
                     self.state.set(session);
@@ -565,9 +572,8 @@ impl Driver {
                     failed
                 }
             };
-            let may_be_started = self.endpoint == Endpoint::Local
-                && self.last_session == 0
-                && began.elapsed() < NO_SERVER_YET;
+            let may_be_started =
+                self.endpoint == Endpoint::Local && began.elapsed() < NO_SERVER_YET;
             let level = match may_be_started {
                 true => Level::Info,
                 false => Level::Warning,
@@ -725,18 +731,40 @@ async fn refuse(commands: &mut mpsc::UnboundedReceiver<Command>) -> bool {
     }
 }
 
-/// Returns the server of this host that a [`Link`] to [`Endpoint::Local`] would connect to now, if
+/// The setup of a look for servers: those that know lmc's own requests can be used.
+struct Probe;
+
+impl Setup for Probe {
+    fn next(
+        &self,
+        _session: SessionId,
+        replies: &[Reply],
+        _descriptor: &mut Option<OwnedFd>,
+    ) -> Result<Option<Request>, String> {
+        match replies {
+            [] => Ok(Some(Request::GetExperimental)),
+            [Reply::Strings(known)] if known.iter().any(|name| name == ENGINE_KEYS) => Ok(None),
+            _ => Err("it is not lmc".to_owned()),
+        }
+    }
+
+    fn ping(&self) -> Request {
+        Request::Ping { instance_id: None }
+    }
+}
+
+/// Returns the server of this host that an adapter with [`Endpoint::Local`] would connect to now, if
 /// there is one. Each has `time` to answer.
 ///
 /// # Errors
-/// Those of the system, which has no means to wait.
+/// The system has no means to wait for an answer.
 pub fn local_server(time: Duration) -> io::Result<Option<Endpoint>> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
     runtime.block_on(async {
         for candidate in Endpoint::Local.candidates() {
-            if let Ok(Ok(_)) = timeout(time, Connection::open(&candidate, true)).await {
+            if let Ok(Ok(_)) = timeout(time, connect(&candidate, true, &Probe, 1)).await {
                 return Ok(Some(candidate));
             }
         }
@@ -745,20 +773,20 @@ pub fn local_server(time: Duration) -> io::Result<Option<Endpoint>> {
 }
 
 /// Connects to the first server that can be used, and carries out the setup. Where there is none,
-/// returns the first that was tried, and the reason.
+/// returns the first that was tried, and the reason. One that is slow is waited for.
 async fn connect_first(
     endpoint: &Endpoint,
+    is_looked_for: bool,
     setup: &dyn Setup,
     session: SessionId,
 ) -> Result<(Endpoint, Connection), (Endpoint, String)> {
-    let is_looked_for = *endpoint == Endpoint::Local;
     let mut failed = None;
     for candidate in endpoint.candidates() {
         let connecting = connect(&candidate, is_looked_for, setup, session);
-        let connected = timeout(CONNECT_TIMEOUT, connecting).await;
-        match connected.unwrap_or_else(|_| Err("it does not answer".to_owned())) {
-            Ok(connection) => return Ok((candidate, connection)),
-            Err(why) => failed = failed.or(Some((candidate, why))),
+        match timeout(CONNECT_TIMEOUT, connecting).await {
+            Ok(Ok(connection)) => return Ok((candidate, connection)),
+            Ok(Err(why)) => failed = failed.or(Some((candidate, why))),
+            Err(_) => return Err((candidate, "it does not answer".to_owned())),
         }
     }
     Err(failed.unwrap_or_else(|| (endpoint.clone(), "it has no address".to_owned())))
@@ -835,7 +863,8 @@ mod tests {
             println!("SKIPPED: only root can listen as another user");
             return;
         }
-        let other = server_of(234_567, 2);
+        // Also a user namespace has it, as a rule.
+        let other = server_of(65_534, 2);
         let Err(refused) = Connection::open(&other, true).await else {
             panic!("any user may listen there");
         };

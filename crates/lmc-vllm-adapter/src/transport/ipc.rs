@@ -6,10 +6,10 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process;
 
+use socket2::{Domain, SockAddr, Socket, Type};
 use tokio::net::UnixListener;
 
 use super::passing::refuse_descriptors;
-use crate::local::connect;
 
 /// A listening Unix socket. Dropping it removes the socket's file.
 #[derive(Debug)]
@@ -84,10 +84,14 @@ impl Drop for IpcListener {
     }
 }
 
+/// Connects without waiting for space in the queue of the server.
+fn connect(path: &Path) -> io::Result<()> {
+    let socket = Socket::new(Domain::UNIX, Type::STREAM.cloexec().nonblocking(), None)?;
+    socket.connect(&SockAddr::unix(path)?)
+}
+
 #[cfg(test)]
 mod tests {
-    use socket2::{Domain, SockAddr, Socket, Type};
-
     use super::*;
 
     fn folder(tag: &str) -> PathBuf {
@@ -115,7 +119,6 @@ mod tests {
         assert_eq!(fs::read(&path).expect("untouched"), b"a file");
         fs::remove_dir_all(folder).expect("removed");
     }
-
     /// A server that is stopped lets connections queue up. A connect would wait for it.
     #[tokio::test]
     async fn a_socket_whose_queue_is_full_is_in_use() {

@@ -274,6 +274,8 @@ impl ZmqServer {
             let serving = Arc::clone(&serving);
             connections.spawn(serve(stream, guard, serving, search, stop.clone()));
         }
+        // Who looks for a server from now on does not find this one.
+        drop((self.listener, self.ipc));
         let drained = async { while connections.join_next().await.is_some() {} };
         if tokio::time::timeout(self.config.stop_timeout, drained)
             .await
