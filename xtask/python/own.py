@@ -450,6 +450,30 @@ def own_load_failure(run):
         server.discard()
 
 
+# Seconds for which a server stays away.
+AWAY = 60
+
+
+def own_server_away(run, one):
+    """The server stays away, and prompts go on throughout."""
+    run.server.child.kill()
+    until, times = time.monotonic() + AWAY, []
+    wrong = 0
+    while time.monotonic() < until:
+        began = time.monotonic()
+        ids, cached = one.generate(prompts(5, *LENGTHS))
+        times.append(time.monotonic() - began)
+        wrong += ids != run.plain["float32", 5] or any(cached)
+    check(f"own, server away for {AWAY} s: the ids are those without a connector", not wrong,
+          f"{wrong} of {len(times)} batches")
+    # One that waits for an answer takes 5 s.
+    check("own, server away: no batch waits", max(times) < 4,
+          f"{len(times)} batches, {min(times):.2f} to {max(times):.2f} s")
+    run.server.start()
+    check("own, server away: it is used when it is back",
+          eventually(lambda: one.generate(prompts(6, *LENGTHS))[1] == expected_hits(*LENGTHS)))
+
+
 def own_server_restart(run, one):
     """The server is killed and started again; requests never wait for it."""
     began = time.monotonic()
@@ -472,6 +496,7 @@ def own_server_restart(run, one):
 
     check("own, server started again: the engine caches again", eventually(caches_again))
     run.warm("own, server started again", one, 6)
+    own_server_away(run, one)
     batch = prompts(7, *LENGTHS)
     one.generate(batch)
     # The server dies while a load is under way, or just before or after it.

@@ -450,11 +450,11 @@ HANG, TIMED, MOST = 60, 20, 500
 DEGRADED, LOST = "entering degraded mode", "no KV cache: server"
 
 
-def hang(run, redis, url, server, engine):
+def hang(run, name, redis, url, server, engine):
     """A Redis that hangs for a minute under a server with the default timeouts, which replaces the
     engine's server. Prompts go on throughout: their ids are right, and their first tokens come
     about as soon as from a server without a store. Returns the server."""
-    name = "remote, a store that hangs"
+    name += ", a store that hangs"
 
     def replaced_by(*flags):
         """A server with these flags at the ports of the one before, once the engine uses it."""
@@ -532,9 +532,15 @@ def hang(run, redis, url, server, engine):
 
 def remote(run):
     """Two servers with one store: each finds what the other stored, also after a restart of
-    everything; a store that hangs costs hits and nothing else."""
+    everything; a store that hangs costs hits and nothing else. With each connector."""
     if run.args.peer:
         return
+    for connector in run.connectors:
+        remote_with(run, connector)
+
+
+def remote_with(run, connector):
+    name = f"remote, {connector}"
     folder = tempfile.mkdtemp(prefix="lmc-remote-")
     redis = Redis() if shutil.which("redis-server") else None
     stores = {"files": f"file://{folder}"}
@@ -555,29 +561,30 @@ def remote(run):
             server = Server(run.args, "--remote", url, "--remote-locate-timeout", "5s")
             servers.append(server)
             server.start()
-            engine = run.engine(f"remote-{kind}-{which}", port=server.port)
+            engine = run.engine(f"remote-{connector}-{kind}-{which}", port=server.port,
+                                connector=connector)
             started.append((kind, server, engine))
         return started
 
     try:
         for kind, first, engine in start("first"):
             engine.ready()
-            run.cold_and_warm(f"remote, {kind}", engine, 3)
-            check(f"remote, {kind}: every chunk is written",
+            run.cold_and_warm(f"{name}, {kind}", engine, 3)
+            check(f"{name}, {kind}: every chunk is written",
                   eventually(lambda: lower(first)["written"] == 9), str(lower(first)))
             engine.kill()
             first.discard()
         for kind, second, engine in start("second"):
             engine.ready()
-            run.warm(f"remote, {kind}, another engine and server", engine, 3)
-            check(f"remote, {kind}: the chunks came from the store",
+            run.warm(f"{name}, {kind}, another engine and server", engine, 3)
+            check(f"{name}, {kind}: the chunks came from the store",
                   lower(second)["promoted"] == 9, str(lower(second)))
             if kind == "redis":
-                second = hang(run, redis, stores[kind], second, engine)
+                second = hang(run, name, redis, stores[kind], second, engine)
                 servers.append(second)
             engine.kill()
             free = eventually(lambda: not any(second.held().values()))
-            check(f"remote, {kind}: nothing is held afterwards", free, str(second.held()))
+            check(f"{name}, {kind}: nothing is held afterwards", free, str(second.held()))
     finally:
         for server in servers:
             if server.child and server.child.process.poll() is None:
@@ -596,9 +603,17 @@ def skip_save(run):
 
 
 def wrong_dtype(run):
-    """An engine of the same model name in bfloat16 beside one in float32."""
-    half = run.engine("half", dtype="bfloat16")
-    ids, _ = run.one.generate(prompts(1, *LENGTHS))
+    """An engine of the same model name in bfloat16 beside one in float32, with each connector."""
+    dtypes_apart(run, "wrong dtype", run.one, run.engine("half", dtype="bfloat16"))
+    if "lmc" in run.connectors:
+        one = run.engine("own-float32", connector="lmc")
+        half = run.engine("own-bfloat16", connector="lmc", dtype="bfloat16")
+        dtypes_apart(run, "wrong dtype, own", one.ready(), half)
+        one.kill()
+
+
+def dtypes_apart(run, name, one, half):
+    one.generate(prompts(1, *LENGTHS))
     half.ready()
     answers, cached = [], []
     for _ in range(2):
@@ -606,22 +621,26 @@ def wrong_dtype(run):
             ids, hit = half.generate([prompt])
             answers += ids
             cached.append(hit[0])
-    check("wrong dtype: its ids are those without a connector",
+    check(f"{name}: its ids are those without a connector",
           answers == run.plain["bfloat16", 1] * 2)
-    check("wrong dtype: it never gets the other's chunks, then its own",
+    check(f"{name}: it never gets the other's chunks, then its own",
           cached[: len(LENGTHS)] == [0] * len(LENGTHS)
           and cached[len(LENGTHS):] == expected_hits(*LENGTHS), str(cached))
-    run.warm("wrong dtype: the float32 engine still finds its own", run.one, 1)
+    run.warm(f"{name}: the float32 engine still finds its own", one, 1)
     half.kill()
-    run.nothing_held("wrong dtype")
+    run.nothing_held(name)
 
 
 def block_sizes(run):
-    """Engines with blocks of 64 and of 128 tokens, at once and one after the other, in both modes, in
-    memory and through a shared store: each finds what its like stored, and nothing of the other."""
+    """Engines with blocks of 64 and of 128 tokens, at once and one after the other, in both modes and
+    with lmc's own connector, in memory and through a shared store: each finds what its like stored,
+    and nothing of the other."""
     if run.args.peer:
         return
-    for mode in ("engine_driven", "lmcache_driven"):
+    modes = {mode: {"mode": mode} for mode in ("engine_driven", "lmcache_driven")}
+    if "lmc" in run.connectors:
+        modes["own"] = {"connector": "lmc"}
+    for mode, options in modes.items():
         folder = tempfile.mkdtemp(prefix="lmc-blocks-")
         servers = []
 
@@ -630,7 +649,7 @@ def block_sizes(run):
             servers.append(server)
             server.start()
             engines = [run.engine(f"blocks-{mode}-{size}-{len(servers)}", port=server.port,
-                                  mode=mode, block_size=size) for size in (64, 128)]
+                                  block_size=size, **options) for size in (64, 128)]
             return server, [engine.ready() for engine in engines]
 
         def written(server, chunks):
