@@ -224,18 +224,19 @@ def open_http(port, path, body=None, deadline=30):
 class Server:
     """The server under test, which can be killed and started again at the same ports."""
 
-    def __init__(self, args, *flags, prefix=(), peer=None):
-        """`peer`: LMCache's own server instead, whatever the arguments of the run say."""
+    def __init__(self, args, *flags, prefix=(), peer=None, chunk=CHUNK):
+        """`peer`: LMCache's own server instead, whatever the arguments of the run say. `chunk`: in
+        tokens."""
         self.args = args
         self.peer = peer or args.peer
         self.prefix = prefix
-        self.flags = flags
+        self.flags, self.chunk = flags, chunk
         self.port, self.http = free_port(), free_port()
         self.child = None
 
     def start(self):
         common = ["--host", "127.0.0.1", "--port", str(self.port), "--l1-size-gb", "1"]
-        common += ["--chunk-size", str(CHUNK), "--http-port", str(self.http)]
+        common += ["--chunk-size", str(self.chunk), "--http-port", str(self.http)]
         if self.peer:
             lmcache = os.path.join(os.path.dirname(sys.executable), "lmcache")
             command = [sys.executable, lmcache, "server", *common]

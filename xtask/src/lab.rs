@@ -78,6 +78,7 @@ fn lab(nextest: bool, features: &str) -> Vec<Step> {
         Step::new("crash-loop", "cargo xtask crash-loop --rounds 12"),
         Step::new("cli", "cargo xtask test-cli"),
         Step::new("wheel", "cargo xtask wheel"),
+        Step::new("scheduler", "cargo xtask test-scheduler"),
         Step::new("vllm", "cargo xtask test-vllm"),
     ]
 }

@@ -58,6 +58,8 @@ enum Action {
     TestFeatures,
     /// Run real vLLM on CPU against `lmc serve`: --only NAME..., --peer lmcache
     TestVllm(vllm::ScriptArgs),
+    /// Run vLLM's own schedulers with lmc's connector and a worker without a model: --seeds N
+    TestScheduler(vllm::ScriptArgs),
     /// Run LMCache's command-line tools and benchmark against `lmc serve`
     TestCli(vllm::ScriptArgs),
     /// Test the logic of lmc's Python package, without vLLM and without a server
@@ -107,6 +109,7 @@ fn run(action: &Action) -> Result<bool> {
         Action::TestBuild => build::run(),
         Action::TestFeatures => build::run_features(),
         Action::TestVllm(args) => vllm::run(args),
+        Action::TestScheduler(args) => vllm::run_scheduler(args),
         Action::TestCli(args) => vllm::run_cli(args),
         Action::TestPython => vllm::run_python(),
         Action::TestInterface(args) => vllm::run_interface(args),

@@ -1,4 +1,5 @@
-//! `cargo xtask test-vllm` and `test-cli`: real clients of the protocol against the server.
+//! `cargo xtask test-vllm`, `test-scheduler` and `test-cli`: real clients of the protocol against the
+//! server.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -37,7 +38,17 @@ pub(crate) struct ScriptArgs {
 /// Runs the scenarios of xtask/python/scenarios.py with what the wheel installs. Whether all of
 /// them passed.
 pub(crate) fn run(args: &ScriptArgs) -> Result<bool> {
-    let script = "xtask/python/scenarios.py";
+    with_package("xtask/python/scenarios.py", args)
+}
+
+/// Runs vLLM's own schedulers with lmc's connector and a worker without a model. Whether all of its
+/// checks passed.
+pub(crate) fn run_scheduler(args: &ScriptArgs) -> Result<bool> {
+    with_package("xtask/python/scheduler.py", args)
+}
+
+/// Runs a script of checks with the package and the server that the wheel installs.
+fn with_package(script: &str, args: &ScriptArgs) -> Result<bool> {
     let package = match crate::wheel::installed() {
         Ok(folder) => folder,
         Err(why) if why.is::<NotToBeHad>() => return Ok(scripts::skipped(script, &why)),

@@ -1,0 +1,350 @@
+"""A worker without a model, for scheduler.py: vLLM's own calls of the connector around a forward
+pass that writes tags.
+
+The KV data of a token is made of its tag, a hash of the prompt up to it, and differs between
+layers, heads and words. The next token is computed from the KV data as it lies in memory. A wrong
+byte is seen before a token is computed with it; a token that is computed with one is wrong.
+"""
+
+import contextlib
+import zlib
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.forward_context import set_forward_context
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+BLOCK, HEADS, WORDS = 16, 2, 4
+# Of the model; one more where a draft model is.
+TARGET_LAYERS = 2
+ALL, TARGET, DRAFT = slice(None), slice(TARGET_LAYERS), slice(TARGET_LAYERS, None)
+VOCABULARY = 16
+POISON = np.uint64(0x5A5A5A5A5A5A5A5A)
+# Part of each word, by layer, head and word. An odd factor loses nothing of a tag.
+FACTORS = np.random.default_rng(7).integers(
+    1 << 63, size=(TARGET_LAYERS + 1, HEADS, WORDS), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+class Fault(Exception):
+    """What the connector must not do."""
+
+
+def weights_of(epoch):
+    """The part of all words that changes with the model's weights."""
+    return np.uint64(epoch * 0x9E3779B97F4A7C15 % (1 << 64))
+
+
+def next_token(words):
+    """The token after those with these words, which are free of the weights' part."""
+    return zlib.crc32(np.ascontiguousarray(words).tobytes()) % VOCABULARY
+
+
+class Text:
+    """Tokens and their tags."""
+
+    def __init__(self, tokens=()):
+        self.tokens, self.tags = [], []
+        self.extend(tokens)
+
+    def extend(self, tokens):
+        tag = self.tags[-1] if self.tags else 1
+        for token in tokens:
+            tag = ((tag ^ (token + 2)) * 0xBF58476D1CE4E5B9) % (1 << 64)
+            tag ^= tag >> 29
+            self.tokens.append(token)
+            self.tags.append(tag)
+
+    def words(self, start, end):
+        """The words of these positions, by layer, head and word."""
+        tags = np.array(self.tags[start:end], dtype=np.uint64)
+        return tags[:, None, None, None] * FACTORS
+
+    def next_token(self):
+        return next_token(self.words(0, len(self.tokens))[:, TARGET])
+
+
+def answer_of(prompt, length):
+    """What the model generates for a prompt, without vLLM."""
+    text = Text(prompt)
+    for _ in range(length):
+        text.extend([text.next_token()])
+    return text.tokens[len(prompt):]
+
+
+class Memory:
+    """The KV cache of the worker."""
+
+    def __init__(self, blocks, layers, layout):
+        self.layers = layers
+        if layout == "LBNHC":
+            flat = np.zeros((layers, blocks, BLOCK, HEADS, WORDS), dtype=np.uint64)
+            self.words = flat.transpose(0, 1, 3, 2, 4)
+        else:
+            flat = self.words = np.zeros((layers, blocks, HEADS, BLOCK, WORDS), dtype=np.uint64)
+        floats = torch.from_numpy(flat.view(np.float32))
+        self.tensors = floats.transpose(2, 3) if layout == "LBNHC" else floats
+        self.weights = weights_of(0)
+
+    def read(self, table, start, end, layers=ALL):
+        """The words of these positions, free of the weights' part."""
+        at = np.arange(start, end)
+        blocks = np.array(table, dtype=np.int64)[at // BLOCK]
+        return self.words[layers][:, blocks, :, at % BLOCK] ^ self.weights
+
+    def write(self, table, text, start, end, layers):
+        """Writes the tokens of these positions to these layers, where blocks are there for them."""
+        end = min(end, len(table) * BLOCK)
+        at = np.arange(start, end)
+        if not len(at):
+            return
+        blocks = np.array(table, dtype=np.int64)[at // BLOCK]
+        words = text.words(start, end)[:, : self.layers][:, layers] ^ self.weights
+        self.words[layers][:, blocks, :, at % BLOCK] = words
+
+    def check(self, what, table, text, start, end, layers=ALL):
+        wanted = text.words(start, end)[:, : self.layers][:, layers]
+        right = (self.read(table, start, end, layers) == wanted).all(axis=(1, 2, 3))
+        if not right.all():
+            at = start + int(np.argmin(right))
+            words = self.words[:, table[at // BLOCK], 0, at % BLOCK, 0]
+            raise Fault(f"{what}: wrong KV data of token {at} in block {table[at // BLOCK]}: "
+                        f"{[hex(word) for word in words]}, {int((~right).sum())} tokens are wrong")
+
+
+class State:
+    """A request as the worker knows it."""
+
+    def __init__(self, tokens, table, computed):
+        self.text, self.table, self.computed = Text(tokens), list(table), computed
+        self.drafts = []
+
+
+class Runner:
+    """Runs the steps that the scheduler sends, in the order of vLLM's model runner V1 or V2."""
+
+    def __init__(self, config, kv_cache_config, plan, rng, tokens_of):
+        """`tokens_of` gives the tokens of a request that may not have run here."""
+        self.config, self.plan, self.rng, self.tokens_of = config, plan, rng, tokens_of
+        (group,) = kv_cache_config.kv_cache_groups
+        self.memory = Memory(kv_cache_config.num_blocks, len(group.layer_names), plan.layout)
+        self.connector = KVConnectorFactory.create_connector(
+            config=config, role=KVConnectorRole.WORKER, kv_cache_config=kv_cache_config)
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
+        caches = dict(zip(group.layer_names, self.memory.tensors))
+        if plan.v2:
+            self.calls = ActiveKVConnector(config, caches)
+        else:
+            self.connector.register_kv_caches(caches)
+        self.wait, self.connector.handle_preemptions = (
+            self.connector.handle_preemptions, self.handle_preemptions)
+        # Loads under way by request, and blocks that were reported as not loaded.
+        self.requests, self.loads, self.failed = {}, {}, set()
+        # Blocks that vLLM has given out and freed since the step before, in that order; free blocks
+        # that hold the pattern.
+        self.blocks, self.clean = [], set()
+        self.counts = plan.counts
+        self.draft_ids = None
+
+    def shutdown(self):
+        self.connector.shutdown()
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+
+    def execute(self, output, blocks):
+        """Runs a step. `blocks`: what vLLM has given out and freed until it had scheduled it."""
+        self.blocks = blocks
+        for op in output.kv_connector_metadata.loads:
+            if op.request_id in self.loads:
+                raise Fault(f"{op.request_id} is loaded twice at once")
+            self.loads[op.request_id] = op
+        result = self.execute_v2(output) if self.plan.v2 else self.execute_v1(output)
+        if result.kv_connector_output is not None:
+            self.check_loads(result.kv_connector_output)
+        return result
+
+    def execute_v1(self, output):
+        """`execute_model` and `sample_tokens` of vllm/v1/worker/gpu_model_runner.py."""
+        self.connector.handle_preemptions(output.kv_connector_metadata)
+        self.update_states(output)
+        calls = KVConnectorModelRunnerMixin
+        if not output.total_num_scheduled_tokens:
+            return calls.kv_connector_no_forward(output, self.config)
+        has_drafts = bool(self.plan.drafts)
+        with (
+            set_forward_context(None, self.config),
+            calls.maybe_get_kv_connector_output(output, defer_finalize=has_drafts) as reported,
+        ):
+            steps = self.forward(output)
+        sampled = self.sample(steps)
+        if has_drafts:
+            calls.finalize_kv_connector()
+        return self.result(sampled, reported)
+
+    def execute_v2(self, output):
+        """`execute_model` and `sample_tokens` of vllm/v1/worker/gpu/model_runner.py."""
+        self.update_states(output)
+        if not output.total_num_scheduled_tokens:
+            return self.calls.no_forward(output)
+        with set_forward_context(None, self.config):
+            # Without an input batch it has no arguments for loads, which lmc does not read.
+            self.calls.pre_forward(output)
+            steps = self.forward(output)
+        self.calls.finish_forward()
+        sampled = self.sample(steps)
+        return self.result(sampled, self.calls.post_forward(output.finished_req_ids))
+
+    def result(self, sampled, reported):
+        ids = list(sampled)
+        return ModelRunnerOutput(ids, {name: at for at, name in enumerate(ids)},
+                                 [sampled[name] for name in ids], kv_connector_output=reported)
+
+    def handle_preemptions(self, metadata):
+        """vLLM may write to all blocks that it has freed, as soon as the connector's returns."""
+        self.wait(metadata)
+        before, words = set(self.clean), self.memory.words
+        for kind, block in self.blocks:
+            if kind == "new":
+                if block in before and not (words[:, block] == POISON).all():
+                    raise Fault(f"block {block} was written to while it was free")
+                self.clean.discard(block)
+            else:
+                self.clean.add(block)
+        touched = sorted({block for _, block in self.blocks})
+        words[:, touched] = POISON
+        self.blocks = []
+
+    def update_states(self, output):
+        for name in output.finished_req_ids:
+            self.requests.pop(name, None)
+        if self.plan.v2:
+            for name in output.preempted_req_ids or ():
+                self.requests.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            tokens = new.prefill_token_ids if self.plan.v2 else new.prompt_token_ids
+            self.requests[new.req_id] = State(tokens, new.block_ids[0], new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids,
+                                          cached.num_computed_tokens):
+            state = self.requests[name]
+            if name in cached.resumed_req_ids:
+                self.requests[name] = State(cached.all_token_ids[name], blocks[0], computed)
+                continue
+            if blocks is not None:
+                state.table += blocks[0]
+            # A scheduler that is ahead takes all drafts for accepted.
+            is_ahead = self.plan.is_async and self.plan.drafts
+            assert computed == state.computed or (is_ahead and computed > state.computed), (
+                name, computed, state.computed)
+
+    def forward(self, output):
+        """Writes the KV data of the tokens that are scheduled, with the model's layers."""
+        steps = []
+        for name, count in output.num_scheduled_tokens.items():
+            state = self.requests[name]
+            drafts = list(output.scheduled_spec_decode_tokens.get(name, ()))
+            if drafts and self.plan.is_async:
+                # The scheduler knows their number only.
+                drafts = (state.drafts + drafts)[: len(drafts)]
+            start, end = state.computed, state.computed + count - len(drafts)
+            assert end <= len(state.text.tokens), (name, start, count, drafts)
+            self.memory.check(f"{name} computes", state.table, state.text, 0, start, TARGET)
+            text = Text()
+            text.tokens, text.tags = state.text.tokens[:end], state.text.tags[:end]
+            text.extend(drafts)
+            assert start + count <= len(state.table) * BLOCK, (name, start, count)
+            self.memory.write(state.table, text, start, start + count, TARGET)
+            steps.append((name, state, start, end, drafts))
+        return steps
+
+    def sample(self, steps):
+        """The new tokens of each request; then the draft model's part of the step."""
+        sampled, draft_ids = {}, {}
+        for name, state, start, end, drafts in steps:
+            sampled[name] = new = []
+            if end == len(state.text.tokens):
+                words = self.memory.read(state.table, 0, end + len(drafts), TARGET)
+                new.append(next_token(words[:end]))
+                for at, draft in enumerate(drafts, 1):
+                    if draft != new[-1]:
+                        break
+                    new.append(next_token(words[: end + at]))
+                self.counts["drafts_rejected"] += len(drafts) + 1 - len(new)
+                self.counts["drafts_accepted"] += len(new) - 1
+                state.text.extend(new)
+                state.computed = len(state.text.tokens) - 1
+            else:
+                state.computed = end
+            if self.plan.drafts:
+                draft_ids[name] = state.drafts = self.draft(name, state, start, bool(new))
+        self.draft_ids = DraftTokenIds(list(draft_ids), list(draft_ids.values()))
+        return sampled
+
+    def draft(self, name, state, start, has_sampled):
+        """Writes the draft model's layer, and guesses the next tokens."""
+        # Another request of this step may have written its part just now.
+        self.memory.check(f"{name} drafts", state.table, state.text, 0, start, DRAFT)
+        if not has_sampled:
+            self.memory.write(state.table, state.text, start, state.computed, DRAFT)
+            return []
+        text, guessed = Text(state.text.tokens), []
+        for _ in range(self.plan.drafts):
+            right = text.next_token()
+            guess = right if self.rng.random() < 0.7 else self.rng.randrange(VOCABULARY)
+            guessed.append(guess)
+            text.extend([guess])
+        # Of its last guess it computes nothing.
+        self.memory.write(state.table, text, start, len(text.tokens) - 1, DRAFT)
+        return guessed
+
+    def check_loads(self, reported):
+        """Looks at each load that has ended, before anything else is done with its blocks."""
+        # They may be reported before their load.
+        self.failed |= reported.invalid_block_ids
+        for name in reported.finished_recving or ():
+            op = self.loads.pop(name, None)
+            if op is None:
+                raise Fault(f"the load of {name} is reported, and there is none")
+            text = Text(self.tokens_of(name)[: op.end])
+            first = op.start + op.skip_first_n_tokens
+            table = [0] * (op.start // BLOCK) + list(op.block_ids)
+            failed = self.failed.intersection(op.block_ids)
+            self.failed -= failed
+            for start in range(first, op.end, BLOCK):
+                if table[start // BLOCK] not in failed:
+                    end = min(start + BLOCK, op.end)
+                    self.memory.check(f"{name} has loaded", table, text, start, end)
+            self.counts["failed_loads" if failed else "loads"] += 1
+        self.counts["saves"] += len(reported.finished_sending or ())
+
+    def new_weights(self, epoch):
+        self.memory.weights = weights_of(epoch)
+
+
+@contextlib.contextmanager
+def watched(pool):
+    """Gives a list of the blocks that a pool gives out and frees, which grows."""
+    events = []
+    give, free = pool.get_new_blocks, pool.free_blocks
+
+    def get_new_blocks(count):
+        blocks = give(count)
+        events.extend(("new", block.block_id) for block in blocks)
+        return blocks
+
+    def free_blocks(blocks):
+        blocks = list(blocks)
+        free(blocks)
+        # What vLLM's prefix cache can find again stays until it is given out.
+        events.extend(("free", block.block_id) for block in blocks
+                      if block.ref_cnt == 0 and not block.is_null
+                      and not (pool.enable_caching and block.block_hash is not None))
+
+    pool.get_new_blocks, pool.free_blocks = get_new_blocks, free_blocks
+    try:
+        yield events
+    finally:
+        pool.get_new_blocks, pool.free_blocks = give, free
