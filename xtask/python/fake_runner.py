@@ -1,4 +1,4 @@
-"""A worker without a model, for scheduler.py: vLLM's own calls of the connector around a forward
+"""A worker without a model, for fake_engine.py: vLLM's own calls of the connector around a forward
 pass that writes tags.
 
 The KV data of a token is made of its tag, a hash of the prompt up to it, and differs between
@@ -6,7 +6,6 @@ layers, heads and words. The next token is computed from the KV data as it lies 
 byte is seen before a token is computed with it; a token that is computed with one is wrong.
 """
 
-import contextlib
 import zlib
 
 import numpy as np
@@ -324,9 +323,8 @@ class Runner:
         self.memory.weights = weights_of(epoch)
 
 
-@contextlib.contextmanager
-def watched(pool):
-    """Gives a list of the blocks that a pool gives out and frees, which grows."""
+def watch(pool):
+    """Returns a list of the blocks that a pool gives out and frees from now on; it grows."""
     events = []
     give, free = pool.get_new_blocks, pool.free_blocks
 
@@ -344,7 +342,4 @@ def watched(pool):
                       and not (pool.enable_caching and block.block_hash is not None))
 
     pool.get_new_blocks, pool.free_blocks = get_new_blocks, free_blocks
-    try:
-        yield events
-    finally:
-        pool.get_new_blocks, pool.free_blocks = give, free
+    return events
