@@ -1,4 +1,4 @@
-"""One of vLLM's own schedulers with lmc's connector and a worker without a model, for scheduler.py.
+"""One of vLLM's own schedulers with lmc's connector and workers without a model, for scheduler.py.
 
 A seed decides which scheduler, what is asked and aborted when, and which faults the server has.
 """
@@ -25,6 +25,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -52,6 +53,8 @@ class Plan:
     v2: bool
     # Draft tokens of a step.
     drafts: int
+    # Workers of one tensor-parallel group.
+    ranks: int
     by_hash: bool
     prefix_caching: bool
     layout: str
@@ -69,6 +72,7 @@ class Plan:
             is_async=bool(seed & 1),
             v2=bool(seed & 2),
             drafts=3 if seed & 4 else 0,
+            ranks=rng.choice((1, 1, 2)),
             by_hash=rng.random() < 0.6,
             prefix_caching=rng.random() < 0.5,
             layout=rng.choice(("LBHNC", "LBNHC")),
@@ -94,6 +98,7 @@ def configs(plan, model, port):
     # Its folder is read, and its weights are not loaded.
     model_config = ModelConfig(model=model, skip_tokenizer_init=True, max_model_len=MAX_LENGTH,
                                dtype="float32", enforce_eager=True)
+    parallel_config = ParallelConfig(tensor_parallel_size=plan.ranks)
     # As if it were not a CPU, which has V1 only.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     config = VllmConfig(
@@ -103,9 +108,11 @@ def configs(plan, model, port):
             enable_chunked_prefill=True, is_encoder_decoder=False),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=plan.prefix_caching),
         device_config=DeviceConfig("cpu"),
+        parallel_config=parallel_config,
         speculative_config=SpeculativeConfig(
             method="draft_model", model=model, num_speculative_tokens=plan.drafts,
-            target_model_config=model_config, target_parallel_config=ParallelConfig(),
+            target_model_config=model_config, target_parallel_config=parallel_config,
+            draft_tensor_parallel_size=plan.ranks,
         ) if plan.drafts else None,
         kv_transfer_config=KVTransferConfig(
             kv_connector="LmcConnector", kv_connector_module_path="lmc.vllm", kv_role="kv_both",
@@ -124,7 +131,7 @@ def configs(plan, model, port):
 
 
 class Engine:
-    """A scheduler of vLLM and a worker, with what their engine core does."""
+    """A scheduler of vLLM and its workers, with what their engine core does."""
 
     def __init__(self, seed, model, server):
         self.seed, self.rng = seed, random.Random(seed)
@@ -135,7 +142,10 @@ class Engine:
         kind = AsyncScheduler if self.plan.is_async else Scheduler
         self.scheduler = kind(config, kv_cache_config, StructuredOutputManager(config), BLOCK)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
-        self.runner = Runner(config, kv_cache_config, self.plan, rng, self.tokens_of)
+        self.runners = [Runner(config, kv_cache_config, self.plan, rank, self.tokens_of)
+                        for rank in range(self.plan.ranks)]
+        self.aggregator = KVOutputAggregator.from_connector(
+            self.scheduler.connector, self.plan.ranks)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.free_at_start = self.pool.get_num_free_blocks()
         self.blocks = watch(self.pool)
@@ -197,7 +207,7 @@ class Engine:
 
     def reset(self):
         """New weights: what was computed with the old ones must be used by no request any more."""
-        # The worker has run what it was sent, and vLLM may have taken the results.
+        # The workers have run what they were sent, and vLLM may have taken the results.
         self.run_queued()
         if self.rng.random() < 0.7:
             while self.queue:
@@ -213,7 +223,8 @@ class Engine:
         self.counts["resets" if is_reset else "refused_resets"] += 1
         if is_reset:
             self.epoch += 1
-            self.runner.new_weights(self.epoch)
+            for runner in self.runners:
+                runner.new_weights(self.epoch)
 
     # `EngineCore.step` and `step_with_batch_queue`.
 
@@ -221,12 +232,11 @@ class Engine:
         ahead = 2 if self.plan.is_async else 1
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
-            # As vLLM sends it to its worker's process.
-            sent = pickle.loads(pickle.dumps(output))
+            # As vLLM sends it to its workers' processes.
             self.queue.appendleft(SimpleNamespace(
-                output=output, sent=sent, blocks=self.blocks[:], result=None))
+                output=output, sent=pickle.dumps(output), blocks=self.blocks[:], result=None))
             self.blocks.clear()
-            self.inject(sent.kv_connector_metadata)
+            self.inject(output.kv_connector_metadata)
             executes = output.total_num_scheduled_tokens > 0
             if len(self.queue) < ahead and (executes or self.scheduler.has_requests()):
                 return
@@ -234,14 +244,17 @@ class Engine:
             self.update()
 
     def run_queued(self, count=None):
-        """The worker runs steps, oldest first."""
+        """The workers run steps, oldest first."""
         due = [step for step in reversed(self.queue) if step.result is None]
         for step in due[:count]:
-            step.result = self.runner.execute(step.sent, step.blocks)
+            results = [runner.execute(pickle.loads(step.sent), step.blocks)
+                       for runner in self.runners]
+            results = pickle.loads(pickle.dumps(results))
+            step.result = self.aggregator.aggregate(results) if len(results) > 1 else results[0]
 
     def update(self):
         """Gives the oldest step's result to the scheduler, as late as vLLM may."""
-        # The worker may be one step behind, or not.
+        # The workers may be one step behind, or not.
         self.run_queued(1 if self.queue[-1].result is None and self.rng.random() < 0.5 else None)
         step = self.queue.pop()
         self.counts["ahead"] += len(self.queue)
@@ -254,7 +267,7 @@ class Engine:
                 if output.finish_reason is not None:
                     self.end(output)
         if self.plan.drafts and not self.plan.is_async and step.output.num_scheduled_tokens:
-            self.scheduler.update_draft_token_ids(self.runner.draft_ids)
+            self.scheduler.update_draft_token_ids(self.runners[0].draft_ids)
 
     def end(self, output):
         name = output.request_id
@@ -333,10 +346,12 @@ class Engine:
         assert free == self.free_at_start, f"{free} of {self.free_at_start} blocks are free"
         side = self.scheduler.connector._scheduler
         assert not (side._requests or side._loads or side._finished or side._refused), vars(side)
-        assert not self.runner.loads, f"loads without a report: {list(self.runner.loads)}"
+        lost = [list(runner.loads) for runner in self.runners]
+        assert not any(lost), f"loads without a report: {lost}"
         held = eventually(lambda: not any(self.server.held().values()))
         assert held, f"the server holds {self.server.held()}"
 
     def shutdown(self):
         self.scheduler.shutdown()
-        self.runner.shutdown()
+        for runner in self.runners:
+            runner.shutdown()

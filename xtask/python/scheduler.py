@@ -3,9 +3,9 @@
   scheduler.py --server-bin target/python/bin/lmc --package target/python [--seeds N]
   LMC_SEED=N scheduler.py …                      plays one seed again
 
-vLLM on CPU has neither asynchronous scheduling nor model runner V2. Here the worker is
-fake_runner.py, which makes vLLM's calls of the connector in the order of either runner. A seed
-decides what is asked and aborted when, and which faults the server has; not when copies end.
+vLLM on CPU has neither asynchronous scheduling nor model runner V2. Here one or two
+workers are fake_runner.py, which makes vLLM's calls of the connector in the order of either runner.
+A seed decides what is asked and aborted when, and which faults the server has; not when copies end.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from harness import Child, Server
 SEEDS = 64
 # How often each of these must be seen in a run of all seeds, or the run shows nothing.
 WANTED = {
-    "loads": 200, "loads_at_end": 100, "failed_loads": 2, "saves": 500, "preemptions": 200,
-    "finished": 500, "aborted": 200, "aborted_while_loading": 20, "resets": 40,
+    "loads": 200, "loads_at_end": 100, "loads_of_two_ranks": 50, "failed_loads": 2, "saves": 500,
+    "preemptions": 200, "finished": 500, "aborted": 200, "aborted_while_loading": 20, "resets": 40,
     "refused_resets": 40, "drafts_accepted": 1000, "drafts_rejected": 1000, "kills": 5, "stops": 20,
     "ahead": 1000,
 }
