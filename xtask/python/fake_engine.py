@@ -236,12 +236,21 @@ class Engine:
             self.queue.appendleft(SimpleNamespace(
                 output=output, sent=pickle.dumps(output), blocks=self.blocks[:], result=None))
             self.blocks.clear()
+            self.check_blocks(output.kv_connector_metadata.loads)
             self.inject(output.kv_connector_metadata)
             executes = output.total_num_scheduled_tokens > 0
             if len(self.queue) < ahead and (executes or self.scheduler.has_requests()):
                 return
         if self.queue:
             self.update()
+
+    def check_blocks(self, loads):
+        """A load writes to blocks of its request alone, which vLLM's prefix cache does not have."""
+        for op in loads:
+            for block in op.block_ids[op.skip_first_n_tokens // BLOCK :]:
+                of = self.pool.blocks[block]
+                assert (of.ref_cnt, of.block_hash) == (1, None), (
+                    f"{op.request_id} loads into block {block} of others: {of}")
 
     def run_queued(self, count=None):
         """The workers run steps, oldest first."""
