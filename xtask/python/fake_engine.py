@@ -56,6 +56,7 @@ class Plan:
     # Workers of one tensor-parallel group.
     ranks: int
     by_hash: bool
+    is_early: bool
     prefix_caching: bool
     layout: str
     blocks: int
@@ -74,6 +75,7 @@ class Plan:
             drafts=3 if seed & 4 else 0,
             ranks=rng.choice((1, 1, 2)),
             by_hash=rng.random() < 0.6,
+            is_early=rng.random() < 0.3,
             prefix_caching=rng.random() < 0.5,
             layout=rng.choice(("LBHNC", "LBNHC")),
             blocks=rng.randrange(30, 70),
@@ -86,11 +88,6 @@ class Plan:
     def kind(self):
         return (f"{'AsyncScheduler' if self.is_async else 'Scheduler'}, order of runner "
                 f"{'V2' if self.v2 else 'V1'}{', drafts' if self.drafts else ''}")
-
-
-def server_settings(port):
-    """The settings of the connector that name the server."""
-    return {"lmc.port": port}
 
 
 def configs(plan, model, port):
@@ -117,7 +114,11 @@ def configs(plan, model, port):
         kv_transfer_config=KVTransferConfig(
             kv_connector="LmcConnector", kv_connector_module_path="lmc.vllm", kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={**server_settings(port), "lmc.hash_mode": plan.by_hash}),
+            kv_connector_extra_config={
+                "lmc.server": f"tcp://127.0.0.1:{port}",
+                "lmc.hash_mode": plan.by_hash,
+                "lmc.lookup_on_arrival": plan.is_early,
+            }),
     )
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(plan.v2))
     config.scheduler_config.async_scheduling = plan.is_async
@@ -188,7 +189,6 @@ class Engine:
         self.ask(tokens, sampling, "salt" if rng.random() < 0.1 else None)
 
     def ask(self, tokens, sampling, salt):
-        # The server remembers names of requests: it drops what they store after a clear.
         name = f"{self.seed}-{len(self.requests)}"
         request = Request(name, tokens, sampling, None, block_hasher=self.hasher, cache_salt=salt)
         self.requests[name], self.answers[name] = request, []
