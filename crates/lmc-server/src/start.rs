@@ -68,7 +68,7 @@ pub(crate) struct Arguments {
     /// Seconds that a server has to start; after them it goes on to start, and this command ends.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout_seconds: u64,
-    /// Print JSON: address, started, log, warnings.
+    /// Print JSON: address, http, started, log, warnings.
     #[arg(long)]
     json: bool,
     /// Flags of `lmc serve` for a server that is started.
