@@ -93,7 +93,8 @@ class WeightsTest(unittest.TestCase):
     def test_a_reset_without_a_new_name_is_shared_with_no_other_engine(self):
         self.file.write_text("step 1")
         names = []
-        for text in (None, "step 1", "", "x" * 257, "step 2", "step 1"):
+        long = (" " * 5 + "x" * 257, " " * 900 + "x" * 200, "x" * 5000)
+        for text in (None, "step 1", "", "x" * 257, "step 2", "step 1", *long):
             weights = Weights(f"@{self.file}")
             if text is None:
                 self.file.unlink()
@@ -106,7 +107,7 @@ class WeightsTest(unittest.TestCase):
                 weights.renew()
             names.append(weights.name)
             self.file.write_text("step 1")
-        self.assertEqual(len(set(names)), 6)
+        self.assertEqual(len(set(names)), 9)
         self.assertTrue(all(name.startswith("reset-") for name in names), names)
 
     def test_a_file_without_a_name_is_refused_at_the_start(self):

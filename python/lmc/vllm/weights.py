@@ -8,6 +8,8 @@ logger = logging.getLogger("vllm.lmc")
 # Chunks are found by requests with an equal entry only.
 TAG = "lmcache.tag.lmc.weights"
 MAX_NAME = 256
+# Characters of a file that are read; a longer one has no name, rather than the beginning of one.
+MAX_FILE = 1024
 
 
 class Weights:
@@ -59,4 +61,5 @@ class Weights:
 
 def _read(path: str) -> str:
     with open(path, encoding="utf-8", errors="replace") as file:
-        return file.read(MAX_NAME + 2).strip()
+        text = file.read(MAX_FILE + 1)
+    return text.strip() if len(text) <= MAX_FILE else text
