@@ -10,12 +10,13 @@ use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches as _, Subcommand 
 use clap_complete::Shell;
 use lmc_backend_disk::FORMAT_VERSION;
 use lmc_vllm_adapter::LMCACHE_RELEASE;
+use rustix::process::Resource;
 
 use crate::config::{
     self, ALL_SETTINGS, Info, Loaded, Raw, ServeConfig, Shape, TransferMode, Verdict,
 };
 use crate::start::{self, Background};
-use crate::{bench, daemon, open_files, tools, transfer_config};
+use crate::{bench, daemon, limits, tools, transfer_config};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -47,7 +48,9 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(code);
         }
     };
-    open_files::raise_limit();
+    // Each connection and each segment of a disk tier is an open file, and the usual limit is meant for
+    // programs that call `select`.
+    limits::raise(Resource::Nofile);
     let outcome = match matches.subcommand() {
         Some(("serve", matches)) => return serve(matches),
         Some(("bench", matches)) => return bench::run(matches),

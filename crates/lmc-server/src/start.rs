@@ -17,7 +17,7 @@ use lmc_memory::use_all_nodes;
 use lmc_vllm_adapter::adapters::{Endpoint, local_server};
 use lmc_vllm_adapter::{LOCAL_SOCKET, check_private, user_folder};
 use rustix::fs::{FlockOperation, Mode, flock, fstat, ftruncate};
-use rustix::process::{Resource, getrlimit, setpriority_process, setrlimit, setsid, umask};
+use rustix::process::{Resource, setpriority_process, setsid, umask};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use serde_json::{Value, json};
 use tracing::warn;
@@ -25,6 +25,7 @@ use tracing::warn;
 use self::descriptors::keep_descriptors;
 use crate::cli::version;
 use crate::config::{Entry, Raw, ServeConfig, Source, mask_password_of};
+use crate::limits;
 
 pub(crate) const HELP: &str = "\
 lmc's own connector for vLLM runs this where it finds no server. The server's socket, its log and a
@@ -437,8 +438,8 @@ pub(crate) struct Background {
 
 impl Background {
     /// Makes this process independent of the one that started it, which may be an engine: a session of
-    /// its own, all cores and NUMA nodes, no soft limits, and the first to go where memory is short.
-    /// Where the system does not allow one of these, nothing changes.
+    /// its own, all cores and NUMA nodes, no soft limits, and the first to go where memory is short. A
+    /// change that the system does not allow is left out.
     pub(crate) fn begin(config: &ServeConfig) -> Self {
         let _ = setsid();
         let mut cores = CpuSet::new();
@@ -453,9 +454,7 @@ impl Background {
             Resource::Fsize,
             Resource::Memlock,
         ] {
-            let mut limit = getrlimit(resource);
-            limit.current = limit.maximum;
-            let _ = setrlimit(resource, limit);
+            limits::raise(resource);
         }
         // No file is for others to write, whatever the engine's are.
         umask(umask(Mode::empty()) | Mode::WGRP | Mode::WOTH);

@@ -35,15 +35,12 @@ pub(crate) fn open_clears(config: &ServeConfig) -> Result<ClearLog> {
 /// The name of this server's file: that of the peer; or else, in a folder that may be that of
 /// several servers, the address that engines connect to.
 fn name(config: &ServeConfig) -> String {
-    let name = match (&config.p2p_name, &config.state_dir) {
-        (Some(name), _) => name.clone(),
-        (None, StateDir::Path(_)) => "lmc".to_owned(),
+    let name = match (&config.p2p_name, &config.state_dir, &config.ipc_path) {
+        (Some(name), ..) => name.clone(),
+        (None, StateDir::Path(_), _) => "lmc".to_owned(),
         // Any port: the next start has another.
-        (None, _) if config.port == 0 && config.ipc_path.is_some() => {
-            let path = config.ipc_path.as_deref().unwrap_or(Path::new(""));
-            path.display().to_string()
-        }
-        (None, _) => format!("{}-{}", config.host, config.port),
+        (None, _, Some(path)) if config.port == 0 => path.display().to_string(),
+        (None, ..) => format!("{}-{}", config.host, config.port),
     };
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
     name.chars()

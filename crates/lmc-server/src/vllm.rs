@@ -14,12 +14,8 @@ const CONNECTOR_PORT: u16 = 5555;
 /// The value of vLLM's `--kv-transfer-config` for lmc's own connector, which is to reach the server
 /// by its Unix socket.
 pub(crate) fn own_transfer_config(socket: &Path) -> String {
-    let local = Path::new("local");
-    let server = if socket == Path::new(LOCAL_SOCKET) {
-        local
-    } else {
-        socket
-    };
+    let is_found = socket == Path::new(LOCAL_SOCKET);
+    let server = if is_found { Path::new("local") } else { socket };
     let config = json!({
         "kv_connector": "LmcConnector",
         "kv_connector_module_path": "lmc.vllm",

@@ -175,7 +175,7 @@ impl Mapping {
 /// this process was started with a policy (`numactl`).
 ///
 /// # Errors
-/// Those of the system, which may refuse it in a container.
+/// The system refuses it, as a container may.
 pub fn use_all_nodes() -> io::Result<()> {
     const MPOL_DEFAULT: libc::c_long = 0;
     // SAFETY: the policy has no mask, and changes no memory that is there.

@@ -33,7 +33,7 @@ const PLANE: usize = BLOCKS * BLOCK * WIDTH;
 
 /// Returns a command that runs a program, given by its path, in a container, with `folder` at
 /// `/run/lmc`. The program is opened before the container's `/tmp` may hide it.
-pub(crate) fn container(folder: &Path, own_network: bool) -> Command {
+fn container(folder: &Path, own_network: bool) -> Command {
     let script = format!(
         "set -e; exec 9<\"$1\"; shift; \
          mount -t tmpfs tmpfs /dev/shm; mount --bind {} /mnt; mount -t tmpfs tmpfs /run; \
@@ -71,26 +71,40 @@ fn serve(folder: &Path, more: &[&str]) -> Server {
     Server::start_by(command, &args)
 }
 
-/// Starts an engine in a container.
-fn engine(folder: &Path, task: &str) -> Process {
+/// Starts a test of this program in a container, with a variable that names its task.
+pub(crate) fn spawn_test<F: Fn()>(
+    folder: &Path,
+    own_network: bool,
+    test: F,
+    (variable, task): (&str, &str),
+) -> Process {
     let this = std::env::current_exe().expect("a test has a path");
-    let mut command = container(folder, true);
+    let mut command = container(folder, own_network);
     command
         .arg(this)
-        .args(test_arguments(engine_in_a_container))
-        .env(TASK, task)
+        .args(test_arguments(test))
+        .env(variable, task)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped());
     Process::spawn(&mut command)
 }
 
-/// Runs an engine to its end.
-fn run(folder: &Path, task: &str) {
-    let mut process = engine(folder, task);
+/// Waits until a test that was started has passed.
+pub(crate) fn pass(task: &str, mut process: Process) {
     let (_input, output) = process.pipes();
     let printed = std::io::read_to_string(output).expect("text");
     assert!(process.wait().success(), "{task}: {printed}");
     assert!(printed.contains("1 passed"), "{task}: {printed}");
+}
+
+/// Starts an engine in a container.
+fn engine(folder: &Path, task: &str) -> Process {
+    spawn_test(folder, true, engine_in_a_container, (TASK, task))
+}
+
+/// Runs an engine to its end.
+fn run(folder: &Path, task: &str) {
+    pass(task, engine(folder, task));
 }
 
 /// Runs as an engine in a container. Does nothing when the test suite runs it.

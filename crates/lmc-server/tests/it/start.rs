@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use lmc_testkit::{DEADLINE, Folder, Process, test_arguments, until};
+use lmc_testkit::{DEADLINE, Folder, Process, until};
 use lmc_vllm_adapter::{Client, LOCAL_ADDRESS, LOCAL_SOCKET, Request};
 use rustix::fs::{FlockOperation, Mode, flock};
 use rustix::process::{Pid, Resource, Rlimit, geteuid, getrlimit, prlimit, setrlimit, umask};
@@ -15,7 +15,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde_json::Value;
 
 use crate::common::Server;
-use crate::containers::{container, impossible};
+use crate::containers::{impossible, pass, spawn_test};
 
 /// Makes a process of [`in_a_container`] do this.
 const TASK: &str = "LMC_TEST_START";
@@ -44,19 +44,10 @@ fn run(task: &str) {
         return;
     }
     put_program(&folder.join("lmc"));
-    let this = std::env::current_exe().expect("a test has a path");
-    let mut command = container(&folder, false);
-    command
-        .arg(this)
-        .args(test_arguments(in_a_container))
-        .env(TASK, task)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped());
-    let mut process = Process::spawn(&mut command);
-    let (_input, output) = process.pipes();
-    let printed = std::io::read_to_string(output).expect("text");
-    assert!(process.wait().success(), "{task}: {printed}");
-    assert!(printed.contains("1 passed"), "{task}: {printed}");
+    pass(
+        task,
+        spawn_test(&folder, false, in_a_container, (TASK, task)),
+    );
 }
 
 /// Does nothing when the test suite runs it.
@@ -221,7 +212,7 @@ fn settings() {
     assert_eq!(answer(&found)["warnings"], serde_json::json!([]));
 }
 
-/// While a server starts or ends, none is started beside it.
+/// While a server starts or ends, no other is started.
 fn waiting() {
     let lock = File::create("/run/lmc/lmc.lock").expect("a file");
     flock(&lock, FlockOperation::NonBlockingLockExclusive).expect("it is new");
@@ -258,7 +249,7 @@ fn again() {
     kill("-TERM", process);
     until("it ends", || !is_running(process));
     assert!(!Path::new(LOCAL_SOCKET).exists());
-    // One that was started by hand, with the record of the other beside it.
+    // One that was started by hand, where the record of the other still lies.
     let mut by_hand = Command::new(LMC);
     by_hand.args([
         "serve",

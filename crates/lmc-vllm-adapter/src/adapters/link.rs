@@ -105,7 +105,9 @@ pub(crate) trait Setup: Send + Sync {
     ) -> Result<Option<Request>, String>;
 
     /// Returns the request that asks whether the server is alive.
-    fn ping(&self) -> Request;
+    fn ping(&self) -> Request {
+        Request::Ping { instance_id: None }
+    }
 }
 
 struct Asked {
@@ -746,10 +748,6 @@ impl Setup for Probe {
             [Reply::Strings(known)] if known.iter().any(|name| name == ENGINE_KEYS) => Ok(None),
             _ => Err("it is not lmc".to_owned()),
         }
-    }
-
-    fn ping(&self) -> Request {
-        Request::Ping { instance_id: None }
     }
 }
 

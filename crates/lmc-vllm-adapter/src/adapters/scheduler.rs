@@ -30,10 +30,6 @@ impl Setup for SchedulerSetup {
     ) -> Result<Option<Request>, String> {
         self.0.next_setup(replies)
     }
-
-    fn ping(&self) -> Request {
-        Request::Ping { instance_id: None }
-    }
 }
 
 /// Figures of a [`SchedulerAdapter`] since its start.
