@@ -233,6 +233,8 @@ class Server:
         self.flags, self.chunk = flags, chunk
         self.port, self.http = free_port(), free_port()
         self.child = None
+        # Those of the host have files of other servers, also of ones that had its port.
+        self.state = tempfile.TemporaryDirectory(prefix="lmc-state-")
 
     def start(self):
         common = ["--host", "127.0.0.1", "--port", str(self.port), "--l1-size-gb", "1"]
@@ -245,7 +247,9 @@ class Server:
             command += ["--supported-transfer-mode", "auto", "--shm-name", f"lmc-peer-{self.port}"]
         else:
             command = [*self.prefix, self.args.server_bin, "serve", *common, *self.flags]
-        self.child = Child("server", command)
+        # A container has a /tmp of its own.
+        state = "none" if self.prefix else self.state.name
+        self.child = Child("server", command, env=dict(os.environ, LMC_STATE_DIR=state))
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(

@@ -21,8 +21,14 @@ use crate::containers::{impossible, pass, spawn_test};
 const TASK: &str = "LMC_TEST_START";
 /// The program, where containers see it.
 const LMC: &str = "/run/lmc/lmc";
-/// Settings that take little memory of the machine.
-const FLAGS: [&str; 3] = ["--l1-size-gb", "16MiB", "--no-prefault"];
+/// Settings that take little memory of the machine, and leave its state folders alone.
+const FLAGS: [&str; 5] = [
+    "--l1-size-gb",
+    "16MiB",
+    "--no-prefault",
+    "--state-dir",
+    "none",
+];
 
 /// Makes the program visible at a path.
 fn put_program(path: &Path) {

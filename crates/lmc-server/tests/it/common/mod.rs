@@ -30,8 +30,8 @@ fn without_settings(mut command: Command) -> Command {
 }
 
 /// Adds a verb and flags to a command, and ports and a size for the pool where the flags have
-/// none, and its usual state folder in one of its own. Returns the command, the two ports and that
-/// folder.
+/// none, and a state folder of its own: those of the host have files of other servers, also of ones
+/// that had its port. Returns the command, the two ports and that folder.
 fn complete(command: Command, verb: &str, args: &[&str]) -> (Command, u16, u16, Folder) {
     let given = |flag: &str| {
         let at = args.iter().position(|arg| **arg == *flag)?;
@@ -52,7 +52,7 @@ fn complete(command: Command, verb: &str, args: &[&str]) -> (Command, u16, u16, 
         command.args(["--l1-size-gb", "16MiB"]);
     }
     let state = Folder::temporary();
-    command.env("XDG_STATE_HOME", state.text());
+    command.env("LMC_STATE_DIR", state.text());
     (command, port, http, state)
 }
 
