@@ -11,6 +11,7 @@ use lmc_vllm_adapter::{
     CacheKey, Client, ClientError, ConfigValue, EngineDrivenContext, Reply, Request, UnknownFields,
 };
 
+use crate::common::prompt::worker;
 use crate::common::{Server, lmc, registration};
 
 /// Above 2^53, which JSON's readers in JavaScript and jq round.
@@ -290,11 +291,18 @@ fn a_server_whose_stderr_is_not_read_serves_on_and_stops_in_order() {
     let (mut server, mut stderr) = Server::spawn_unread(&["--log-level", "trace"]);
     server.wait_until_it_answers();
     let mut client = server.client();
-    // Each of these is an event of the log, of half a kilobyte, and there are those of libraries.
-    let path = format!("/quota/{}", "%F0%9F%98%80".repeat(128));
+    // The log has a line for each, with the model's name.
+    let worker = Request::RegisterEngineDriven(EngineDrivenContext {
+        model_name: "m".repeat(1000),
+        ..worker(8, "float32")
+    });
     until("a line is dropped", || {
-        for _ in 0..10 {
-            ask(&server, "PUT", &path, "{\"limit_gb\": 1}");
+        for _ in 0..100 {
+            let registered = client.ask(&worker).expect("an answer");
+            assert!(
+                matches!(registered, Reply::Registered { .. }),
+                "{registered:?}"
+            );
         }
         server.metric("lmc_log_lines_dropped_total") > 0.0
     });

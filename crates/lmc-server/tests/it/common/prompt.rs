@@ -26,7 +26,19 @@ pub(crate) fn register_wide(client: &mut Client, hidden_dim_size: u32) -> String
 }
 
 pub(crate) fn register_as(client: &mut Client, hidden_dim_size: u32, dtype: &str) -> String {
-    let reply = client.ask(&Request::RegisterEngineDriven(EngineDrivenContext {
+    let worker = worker(hidden_dim_size, dtype);
+    match client
+        .ask(&Request::RegisterEngineDriven(worker))
+        .expect("an answer")
+    {
+        Reply::Registered { shm_name, .. } => shm_name,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A worker's registration with this number of values for each token, layer and half.
+pub(crate) fn worker(hidden_dim_size: u32, dtype: &str) -> EngineDrivenContext {
+    EngineDrivenContext {
         instance_id: 1,
         model_name: "model".to_owned(),
         world_size: 1,
@@ -38,10 +50,6 @@ pub(crate) fn register_as(client: &mut Client, hidden_dim_size: u32, dtype: &str
         num_physical_slots: Some(CHUNK as u32),
         record: None,
         unknown: UnknownFields::default(),
-    }));
-    match reply.expect("an answer") {
-        Reply::Registered { shm_name, .. } => shm_name,
-        other => panic!("{other:?}"),
     }
 }
 
