@@ -113,15 +113,16 @@ class WorkerAdapter:
     def healthy(self) -> bool: ...
     def register_kv_caches(
         self,
-        tensors: Sequence[tuple[int, Sequence[int], Sequence[int], str]],
+        groups: Sequence[tuple[Sequence[tuple[int, Sequence[int], Sequence[int], str]], int | None]],
         *,
         layout: str,
         tokens_per_block: int,
         gpu: str | None = None,
     ) -> None:
-        """Names the tensors of one KV group, in layer order.
+        """Names the tensors of each KV group, in layer order, and the tokens that it looks back.
 
-        A tensor is its address, shape, strides in elements and element type. The memory must stay
+        Those are `None` for layers that look back to the start of a prompt; in the block tables of
+        others, block 0 stands for one that is not kept. A tensor is its address, shape, strides in elements and element type. The memory must stay
         valid until `shutdown` returns. `gpu` is the id of the NVIDIA GPU that it lies on, as
         PyTorch spells it; `None`: it is the host's. Raises `ValueError` for a layout that lmc does
         not know and for a GPU that cannot be used.
@@ -149,14 +150,16 @@ class WorkerAdapter:
         It is written when the work is done that the stream has been given so far.
         """
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
         """Returns the requests whose stores, and those whose retrieves, have all ended.
+
+        The last set has those of the retrieves that lack chunks.
 
         A store is reported once the engine has named its request, in this call or before.
         """
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the blocks whose load failed since the last call.
+        """Returns the blocks whose load failed since the last call, where there is one KV group.
 
         They are returned no later than `get_finished` names their request.
         """

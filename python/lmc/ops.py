@@ -10,12 +10,12 @@ class LoadStoreOp:
     """Store or load of whole chunks of one request.
 
     `start` and `end` count tokens and are multiples of the chunk size; `block_ids` are the blocks
-    of these tokens. `token_ids` are the prompt's tokens up to `end`, or `chunk_hashes` the hashes
-    of its chunks up to `end`, 32 bytes each.
+    of these tokens, for each KV group. `token_ids` are the prompt's tokens up to `end`, or
+    `chunk_hashes` the hashes of its chunks up to `end`, 32 bytes each.
     """
 
     request_id: str
-    block_ids: list[int]
+    block_ids: list[list[int]]
     start: int
     end: int
     token_ids: list[int] | None = None

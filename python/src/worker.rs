@@ -3,7 +3,9 @@
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
-use lmc_vllm_adapter::adapters::{self, EngineDescription, EngineStream, KvLayers, LayerTensor};
+use lmc_vllm_adapter::adapters::{
+    self, EngineDescription, EngineStream, KvLayers, LayerGroup, LayerTensor,
+};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -14,7 +16,7 @@ use crate::convert::{self, Configs};
 #[derive(FromPyObject)]
 struct LoadStoreOp<'py> {
     request_id: String,
-    block_ids: Vec<u32>,
+    block_ids: Vec<Vec<u32>>,
     start: usize,
     end: usize,
     token_ids: Option<Vec<u32>>,
@@ -112,11 +114,11 @@ impl WorkerAdapter {
         self.0.server().is_healthy
     }
 
-    #[pyo3(signature = (tensors, *, layout, tokens_per_block, gpu = None))]
+    #[pyo3(signature = (groups, *, layout, tokens_per_block, gpu = None))]
     fn register_kv_caches(
         &self,
         py: Python<'_>,
-        tensors: Vec<Tensor>,
+        groups: Vec<(Vec<Tensor>, Option<u32>)>,
         layout: &str,
         tokens_per_block: u32,
         gpu: Option<String>,
@@ -135,10 +137,14 @@ impl WorkerAdapter {
             strides,
             dtype,
         };
-        let tensors = tensors.into_iter().map(tensor).collect();
+        let group = |(tensors, window): (Vec<Tensor>, _)| LayerGroup {
+            tensors: tensors.into_iter().map(tensor).collect(),
+            window,
+        };
+        let groups = groups.into_iter().map(group).collect();
         // SAFETY: the caller keeps the tensors until `shutdown` has returned, as the method's text
         // demands; their memory is the engine's, to which no Rust code has a reference.
-        let mut layers = unsafe { KvLayers::new(tensors, tokens_first, tokens_per_block) };
+        let mut layers = unsafe { KvLayers::new(groups, tokens_first, tokens_per_block) };
         if let Some(uuid) = gpu {
             layers = layers.on_gpu(uuid);
         }
@@ -181,9 +187,9 @@ impl WorkerAdapter {
     fn get_finished(
         &self,
         finished_req_ids: HashSet<String>,
-    ) -> (HashSet<String>, HashSet<String>) {
+    ) -> (HashSet<String>, HashSet<String>, HashSet<String>) {
         let finished = self.0.get_finished(finished_req_ids);
-        (finished.stores, finished.retrieves)
+        (finished.stores, finished.retrieves, finished.failed)
     }
 
     fn get_block_ids_with_load_errors(&self) -> HashSet<u32> {

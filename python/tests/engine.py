@@ -12,6 +12,7 @@ class Request:
     request_id: str
     all_token_ids: list[int]
     num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0
     num_preemptions: int = 0
     cache_salt: str | None = None
     lora_request: object = None
@@ -59,11 +60,11 @@ class Adapter:
 
 
 class Blocks:
-    def __init__(self, ids):
-        self.ids = ids
+    def __init__(self, *tables):
+        self.tables = tables
 
     def get_block_ids(self):
-        return (self.ids,)
+        return self.tables
 
 
 def output(scheduled, tables, preempted=()):
@@ -72,7 +73,7 @@ def output(scheduled, tables, preempted=()):
         num_scheduled_tokens=scheduled,
         preempted_req_ids=set(preempted),
         kv_connector_block_state=SimpleNamespace(
-            get_block_ids=lambda request_id: (tables[request_id],)
+            get_block_ids=lambda request_id: tables[request_id]
         ),
     )
 

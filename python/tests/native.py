@@ -90,14 +90,15 @@ class Cache:
         self.worker = native.WorkerAdapter(endpoint, kv_rank=0, **engine(hash_mode))
         self.memory = (ctypes.c_float * (self.BLOCKS * BLOCK))()
         tensor = (ctypes.addressof(self.memory), (self.BLOCKS, BLOCK, 1, 1), (BLOCK, 1, 1, 1))
-        self.worker.register_kv_caches([(*tensor, "float32")], layout="NHD", tokens_per_block=BLOCK)
+        groups = [([(*tensor, "float32")], None)]
+        self.worker.register_kv_caches(groups, layout="NHD", tokens_per_block=BLOCK)
 
     def store(self, request_id, chunks, **prompt):
         from lmc.ops import LoadStoreOp
 
         blocks = list(range(chunks * CHUNK // BLOCK))
         self.worker.submit_store_request(
-            LoadStoreOp(request_id, blocks, 0, chunks * CHUNK, **prompt)
+            LoadStoreOp(request_id, [blocks], 0, chunks * CHUNK, **prompt)
         )
         return eventually(lambda: request_id in self.worker.get_finished({request_id})[0])
 
@@ -166,7 +167,7 @@ def leave_alive(endpoint, seed):
     for at in range(200):
         name = bytes([seed, at]) * 16
         cache.worker.submit_store_request(
-            LoadStoreOp(f"s{at}", blocks, 0, CHUNK, chunk_hashes=name)
+            LoadStoreOp(f"s{at}", [blocks], 0, CHUNK, chunk_hashes=name)
         )
         scheduler.maybe_submit_lookup_request(f"l{at}", block_hashes=[name] * len(blocks))
     # Until the interpreter has gone.

@@ -1,7 +1,9 @@
 """A small model of vLLM's scheduler and workers that drives both sides of the connector by a seed.
 
-Each block's memory holds a tag for each token: the hash of the prompt up to it, and the number of the
-weights that computed it. What vLLM frees is overwritten before the next step computes, so that a store that still reads it stores a wrong tag,
+Each block's memory holds a tag for each token: the hash of the prompt up to it, and the number of
+the weights that computed it. Layers may look back a window of tokens only, in a KV group of their
+own: vLLM frees the blocks that a window has left, while the request runs. What vLLM frees is
+overwritten before the next step computes, so that a store that still reads it stores a wrong tag,
 and a load that still writes to it is seen by its owner. All choices come from one generator, in an
 order that no hash of a text changes, so that a seed replays exactly.
 """
@@ -17,6 +19,10 @@ from tests.engine import BLOCK, CHUNK, Blocks, chunk_hashes, output
 
 PER_CHUNK = CHUNK // BLOCK
 POISON = "freed"
+# Stands in a table for a block that is not kept.
+NULL = 0
+# How far back the layers of each KV group look.
+WINDOWS = ((None,), (None, 6), (None, 24), (9,), (20, None, 5))
 MAX_RUNNING = 5
 
 
@@ -33,9 +39,10 @@ class Request:
             self.append(token)
         self.length = length
         self.skip_reading_prefix_cache = skips_reading
-        self.num_computed_tokens = self.num_preemptions = 0
+        self.num_computed_tokens = self.num_preemptions = self.num_in_flight_tokens = 0
         self.status = "waiting"
-        self.table = []
+        # Blocks of each KV group.
+        self.tables = []
 
     def append(self, token):
         self.all_token_ids.append(token)
@@ -130,7 +137,8 @@ class WorkerAdapter:
         self.memory = [[POISON] * BLOCK for _ in range(model.blocks)]
         # Stores as [op, what was read of its blocks or none, whether it is being copied].
         self.stores, self.loads = [], []
-        self.had_stores, self.named, self.retrieved, self.failed = set(), set(), set(), set()
+        self.had_stores, self.named, self.retrieved = set(), set(), set()
+        self.failed, self.failed_requests = set(), set()
 
     def batched_submit_store_requests(self, ops, *, stream=None):
         self.stores += [[op, None] for op in ops]
@@ -161,9 +169,15 @@ class WorkerAdapter:
             return
         names = self.names(op)[op.start // CHUNK :]
         for at, name in enumerate(names):
-            tags = read[at * CHUNK : (at + 1) * CHUNK]
-            assert tags == self.model.held_by(name), f"{op.request_id} stored other data: {tags}"
-            self.model.server.chunks[self.stored_rank, name] = tags
+            chunk = [tags[at * CHUNK : (at + 1) * CHUNK] for tags in read]
+            wanted = self.model.held_by(name)
+            for tags, window in zip(chunk, self.model.windows, strict=True):
+                for token, tag in enumerate(tags):
+                    is_needed = window is None or token >= CHUNK - window
+                    assert tag == wanted[token] or (tag is None and not is_needed), (
+                        f"{op.request_id} stored other data: {tags}"
+                    )
+            self.model.server.chunks[self.stored_rank, name] = chunk
 
     def names(self, op):
         prompt = op.token_ids if op.chunk_hashes is None else op.chunk_hashes
@@ -172,14 +186,20 @@ class WorkerAdapter:
         return names
 
     def read(self, op):
-        assert len(op.block_ids) * BLOCK == op.end - op.start
-        return [tag for block in op.block_ids for tag in self.memory[block]]
+        """Returns what lies in the blocks of a store, for each group."""
+        assert [len(blocks) * BLOCK for blocks in op.block_ids] == (
+            [op.end - op.start] * len(self.model.windows)
+        )
+        return [
+            [tag for block in blocks for tag in (self.memory[block] if block else [None] * BLOCK)]
+            for blocks in op.block_ids
+        ]
 
     def load(self, op):
         model, skipped = self.model, op.skip_first_n_tokens // BLOCK
         assert op.skip_first_n_tokens % BLOCK == 0
-        for block in op.block_ids[skipped:]:
-            assert model.holders[block] == [op.request_id], (
+        for block in (block for blocks in op.block_ids for block in blocks[skipped:]):
+            assert block == NULL or model.holders[block] == [op.request_id], (
                 f"{op.request_id} loads into block {block} of {model.holders[block]}"
             )
         names = self.names(op)[op.start // CHUNK :]
@@ -188,16 +208,19 @@ class WorkerAdapter:
             name in leased and (self.stored_rank, name) in model.server.chunks for name in names
         )
         fails = not has_all or model.rng.random() < 0.1
-        for at, block in enumerate(op.block_ids):
-            if at < skipped:
-                continue
-            if fails:
-                self.failed.add(block)
-                self.memory[block] = ["torn"] * BLOCK
-            else:
-                tags = model.server.chunks[self.stored_rank, names[at // PER_CHUNK]]
-                start = at % PER_CHUNK * BLOCK
-                self.memory[block] = tags[start : start + BLOCK]
+        if fails:
+            self.failed_requests.add(op.request_id)
+        for group, blocks in enumerate(op.block_ids):
+            for at, block in enumerate(blocks):
+                if at < skipped or block == NULL:
+                    continue
+                if fails:
+                    self.failed.add(block)
+                    self.memory[block] = ["torn"] * BLOCK
+                else:
+                    chunk = model.server.chunks[self.stored_rank, names[at // PER_CHUNK]]
+                    start = at % PER_CHUNK * BLOCK
+                    self.memory[block] = chunk[group][start : start + BLOCK]
         self.retrieved.add(op.request_id)
 
     def wait_for_stores(self, request_ids, timeout):
@@ -223,7 +246,9 @@ class WorkerAdapter:
         # A request that loads twice in a row is reported when no load is left.
         retrieved = self.retrieved - {op.request_id for op in self.loads}
         self.retrieved -= retrieved
-        return ended, retrieved
+        failed = self.failed_requests & retrieved
+        self.failed_requests -= failed
+        return ended, retrieved, failed
 
     def get_block_ids_with_load_errors(self):
         failed, self.failed = self.failed, set()
@@ -238,7 +263,11 @@ class Model:
         self.ranks = rng.choice((1, 1, 2))
         # Ranks of latent layers hold the same data, which the first stores.
         is_latent = self.ranks == 2 and rng.random() < 0.5
-        self.blocks = rng.randrange(24, 60)
+        self.windows = rng.choice(WINDOWS)
+        self.fails_by_block = self.windows == (None,)
+        # As with asynchronous scheduling: a step's tokens count when the next one was scheduled.
+        self.lags = rng.random() < 0.5
+        self.blocks = rng.randrange(24, 60) * len(self.windows)
         self.budget = rng.choice((10, 24, 64))
         self.shares = rng.random() < 0.5
         self.server = Server()
@@ -254,6 +283,7 @@ class Model:
             by_hash=by_hash,
             can_store=True,
             looks_up_early=rng.random() < 0.3,
+            windows=self.windows,
         )
         # Number of the weights that compute now, and of those behind each name.
         self.names, self.weights, self.weights_of = names, 0, {None: 0}
@@ -266,7 +296,7 @@ class Model:
         ]
         self.prefixes = [[rng.randrange(4) for _ in range(60)] for _ in range(3)]
         self.requests, self.waiting, self.running = {}, [], []
-        self.free = list(range(self.blocks))
+        self.free = list(range(NULL + 1, self.blocks))
         self.holders = [[] for _ in range(self.blocks)]
         # Blocks that were freed since the workers last computed.
         self.freed = []
@@ -274,10 +304,10 @@ class Model:
         self.cached = {}
         # What each chunk must hold.
         self.expected = {}
-        self.loaded, self.failed_loads = set(), set()
+        self.loaded, self.failed_loads, self.failed_whole = set(), set(), set()
         self.reset_preempted = []
         self.reports = {"sending": {}, "recving": {}}
-        self.made = self.loads = self.saves = self.preemptions = self.resets = 0
+        self.made = self.loads = self.saves = self.preemptions = self.resets = self.slides = 0
 
     # The scheduler.
 
@@ -287,7 +317,8 @@ class Model:
         tokens = prefix[: rng.randrange(1, len(prefix))]
         tokens += [rng.randrange(4) for _ in range(rng.randrange(12))]
         # A request must fit.
-        length = min(len(tokens) + rng.randrange(1, 30), self.blocks * BLOCK)
+        fits = (self.blocks - 1) // len(self.windows) * BLOCK
+        length = min(len(tokens) + rng.randrange(1, 30), fits)
         request = Request(f"r{self.made}", tokens[: length - 1], length, rng.random() < 0.1)
         self.made += 1
         self.requests[request.request_id] = request
@@ -309,6 +340,8 @@ class Model:
             if request in queue:
                 queue.remove(request)
         request.status = "finished"
+        if request.tables:
+            self.slide(request, request.num_computed_tokens)
         if not self.scheduler.request_finished(request) and not is_loading:
             self.release(request)
 
@@ -319,23 +352,58 @@ class Model:
         del self.requests[request.request_id]
 
     def free_blocks(self, request):
-        for block in request.table:
-            self.holders[block].remove(request.request_id)
-            if not self.holders[block]:
-                self.free.append(block)
-                self.freed.append(block)
-                self.cached = {h: b for h, b in self.cached.items() if b != block}
-        request.table = []
+        for table in request.tables:
+            for block in table:
+                self.free_block(request, block)
+        request.tables = []
 
-    def allocate(self, request, tokens, shared=()):
-        needed = -(-tokens // BLOCK) - len(request.table) - len(shared)
-        if needed > len(self.free):
+    def free_block(self, request, block):
+        if block == NULL:
+            return
+        self.holders[block].remove(request.request_id)
+        if not self.holders[block]:
+            self.free.append(block)
+            self.freed.append(block)
+            self.cached = {h: b for h, b in self.cached.items() if b != block}
+
+    def slide(self, request, computed):
+        """Frees the blocks that each window has left."""
+        for table, window in zip(request.tables, self.windows, strict=True):
+            gone = self.gone(window, computed - request.num_in_flight_tokens)
+            for at, block in enumerate(table[:gone]):
+                self.slides += block != NULL
+                self.free_block(request, block)
+                table[at] = NULL
+
+    def gone(self, window, computed):
+        """Blocks at the start that the next token does not need."""
+        return 0 if window is None else max(computed - window + 1, 0) // BLOCK
+
+    def allocate(self, request, tokens, shared=(), computed=0):
+        """Allocates blocks for so many tokens; `shared` are those of the leading blocks that there
+        are, of each group, and `computed` the tokens that are not computed here."""
+        is_new = not request.tables
+        if is_new:
+            request.tables = [list(blocks) for blocks in shared or [()] * len(self.windows)]
+            for table, window in zip(request.tables, self.windows, strict=True):
+                gone = self.gone(window, computed)
+                table[:gone] = [NULL] * gone
+                for block in filter(None, table):
+                    self.holders[block].append(request.request_id)
+        else:
+            self.slide(request, request.num_computed_tokens)
+        needed = -(-tokens // BLOCK)
+        lacking = [max(needed - len(table), 0) for table in request.tables]
+        if sum(lacking) > len(self.free):
+            if is_new:
+                self.free_blocks(request)
             return False
         self.rng.shuffle(self.free)
-        taken = [*shared, *(self.free.pop() for _ in range(needed))]
-        for block in taken:
-            self.holders[block].append(request.request_id)
-        request.table += taken
+        for table, count in zip(request.tables, lacking, strict=True):
+            taken = [self.free.pop() for _ in range(count)]
+            for block in taken:
+                self.holders[block].append(request.request_id)
+            table += taken
         return True
 
     def preempt(self, request):
@@ -355,7 +423,7 @@ class Model:
                 self.preempt(self.running[-1])
             self.cached.clear()
             # Requests that have loaded wait with their blocks.
-            if not any(request.table for request in self.waiting):
+            if not any(request.tables for request in self.waiting):
                 self.weights += 1
                 self.resets += 1
         self.scheduler.reset_cache()
@@ -383,7 +451,7 @@ class Model:
                 scheduled[request.request_id] = count
                 budget -= count
         # vLLM keeps requests that hold blocks in a queue of their own, which goes first.
-        waiting = sorted(self.waiting, key=lambda request: not request.table)
+        waiting = sorted(self.waiting, key=lambda request: not request.tables)
         for request in [] if preempted else waiting:
             if len(self.running) >= MAX_RUNNING or budget == 0:
                 break
@@ -393,12 +461,14 @@ class Model:
             if count:
                 scheduled[request.request_id] = count
                 budget -= count
-        tables = {request.request_id: request.table for request in self.requests.values()}
+        tables = {request.request_id: request.tables for request in self.requests.values()}
         preempted += self.reset_preempted
         self.reset_preempted = []
         step = self.scheduler.build_connector_meta(output(scheduled, tables, preempted))
         for request_id, count in scheduled.items():
             self.requests[request_id].num_computed_tokens += count
+        for request_id, request in self.requests.items():
+            request.num_in_flight_tokens = scheduled.get(request_id, 0) if self.lags else 0
         return scheduled, pickle.loads(pickle.dumps(step))
 
     def admit(self, request, budget):
@@ -407,11 +477,11 @@ class Model:
             if request.request_id not in self.loaded:
                 return 0
             self.end_load(request)
-        shared, external, is_async = [], 0, False
+        shared, external, is_async = (), 0, False
         computed = request.num_computed_tokens
         if computed == 0:
             shared = self.shared(request)
-            computed = len(shared) * BLOCK
+            computed = len(shared[0]) * BLOCK
             external, is_async = self.scheduler.get_num_new_matched_tokens(request, computed)
             if external is None:
                 return 0
@@ -420,12 +490,13 @@ class Model:
         count = 0 if is_async else min(request.num_tokens - computed, budget)
         # A load keeps its blocks without progress: those that hold some must be able to go on.
         if is_async and self.lacking(request) > len(self.free) - sum(
-            self.lacking(other) for other in self.waiting if other.table
+            self.lacking(other) for other in self.waiting if other.tables
         ):
             return None
-        if not self.allocate(request, computed + count, shared):
+        if not self.allocate(request, computed + count, shared, computed):
             return None
-        self.scheduler.update_state_after_alloc(request, Blocks(list(request.table)), external)
+        tables = [list(table) for table in request.tables]
+        self.scheduler.update_state_after_alloc(request, Blocks(*tables), external)
         request.num_computed_tokens = computed
         if is_async:
             request.status = "loading"
@@ -437,17 +508,25 @@ class Model:
         return count
 
     def lacking(self, request):
-        return -(-(request.num_tokens + 1) // BLOCK) - len(request.table)
+        needed = -(-(request.num_tokens + 1) // BLOCK)
+        return sum(needed - len(table) for table in request.tables or [()] * len(self.windows))
 
     def shared(self, request):
-        """The leading blocks that another request holds; never all of a prompt."""
-        found = []
-        if self.shares and not request.skip_reading_prefix_cache:
-            for name in request.block_hashes[: (request.num_tokens - 1) // BLOCK]:
-                if name not in self.cached:
-                    break
-                found.append(self.cached[name])
-        return found
+        """The leading blocks that another request holds, of each group; never all of a prompt."""
+        names = request.block_hashes[: (request.num_tokens - 1) // BLOCK]
+        if not self.shares or request.skip_reading_prefix_cache:
+            names = []
+        for count in range(len(names), -1, -1):
+            found = [
+                [self.cached.get((group, name), NULL) for name in names[:count]]
+                for group in range(len(self.windows))
+            ]
+            if all(
+                NULL not in blocks[self.gone(window, count * BLOCK) :]
+                for blocks, window in zip(found, self.windows, strict=True)
+            ):
+                return found
+        raise AssertionError("no prefix is one")
 
     def end_load(self, request):
         self.loaded.remove(request.request_id)
@@ -462,16 +541,25 @@ class Model:
 
     def cache(self, request):
         whole = request.num_computed_tokens // BLOCK
-        for name, block in zip(request.block_hashes[:whole], request.table):
-            self.cached.setdefault(name, block)
+        for group, table in enumerate(request.tables):
+            for name, block in zip(request.block_hashes[:whole], table):
+                if block != NULL:
+                    self.cached.setdefault((group, name), block)
 
     def update(self, scheduled, outputs):
         """Takes what the workers report, in vLLM's order."""
         failed = set().union(*(output.failed for output in outputs))
+        whole = set().union(*(output.whole for output in outputs))
         for request in self.waiting:
             if request.status != "loading":
                 continue
-            for at, block in enumerate(request.table[: -(-request.num_computed_tokens // BLOCK)]):
+            if request.request_id in whole:
+                self.failed_whole.add(request.request_id)
+            if not self.fails_by_block:
+                assert not failed, "block ids say nothing where there are several groups"
+                continue
+            (table,) = request.tables
+            for at, block in enumerate(table[: -(-request.num_computed_tokens // BLOCK)]):
                 if block in failed:
                     request.num_computed_tokens = at * BLOCK
                     self.failed_loads.add(request.request_id)
@@ -487,6 +575,12 @@ class Model:
                 if request.num_tokens >= request.length:
                     self.finish(request)
         recving = self.aggregate("recving", outputs)
+        # vLLM looks at these first, when all ranks have named the load.
+        for request_id in self.failed_whole.intersection(recving):
+            self.failed_whole.remove(request_id)
+            if self.requests[request_id].status == "loading":
+                self.requests[request_id].num_computed_tokens = 0
+                self.failed_loads.add(request_id)
         self.scheduler.update_connector_output(SimpleNamespace(finished_recving=set(recving)))
         for request_id in recving:
             request = self.requests[request_id]
@@ -527,21 +621,26 @@ class Model:
         for request_id, count in scheduled.items():
             request = self.requests[request_id]
             end = request.num_computed_tokens
-            for at in range(end):
-                block, offset = request.table[at // BLOCK], at % BLOCK
-                tag = (self.weights, request.tags[at])
-                if at >= end - count:
-                    memory[block][offset] = tag
-                else:
-                    assert memory[block][offset] == tag, (
-                        f"{request_id} computes with {memory[block][offset]} at token {at}"
-                    )
+            for table, window in zip(request.tables, self.windows, strict=True):
+                first = 0 if window is None else max(end - count - window + 1, 0)
+                for at in range(first, end):
+                    block, offset = table[at // BLOCK], at % BLOCK
+                    assert block != NULL, f"{request_id} has no block for token {at}"
+                    tag = (self.weights, request.tags[at])
+                    if at >= end - count:
+                        memory[block][offset] = tag
+                    else:
+                        assert memory[block][offset] == tag, (
+                            f"{request_id} computes with {memory[block][offset]} at token {at}"
+                        )
         worker.start_load(step)
         worker.submit_stores(step)
         worker.adapter.work()
-        sending, recving = worker.get_finished(step)
+        # As the connector has it.
+        sending, recving, whole = worker.get_finished(step)
         failed = worker.adapter.get_block_ids_with_load_errors()
-        return SimpleNamespace(sending=sending, recving=recving, failed=failed)
+        failed, whole = (failed, set()) if self.fails_by_block else (set(), whole)
+        return SimpleNamespace(sending=sending, recving=recving, failed=failed, whole=whole)
 
     def step(self):
         scheduled, step = self.schedule()
@@ -577,7 +676,7 @@ class Model:
     def check_idle(self):
         """Nothing is left of requests that have all ended."""
         assert not self.requests, f"these never end: {list(self.requests)}"
-        assert not any(self.holders) and len(self.free) == self.blocks
+        assert not any(self.holders) and len(self.free) == self.blocks - 1
         assert not self.server.leases, f"leases are left: {self.server.leases}"
         assert not self.scheduler._requests
         assert not self.adapter.pending and not self.adapter.found

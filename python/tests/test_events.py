@@ -81,7 +81,7 @@ class Described(unittest.TestCase):
             request = Request("a", list(range(40)))
             scheduler.get_num_new_matched_tokens(request, 0)
             scheduler.update_state_after_alloc(request, Blocks(list(range(10))), 0)
-            step = scheduler.build_connector_meta(output({"a": 40}, {"a": list(range(10))}))
+            step = scheduler.build_connector_meta(output({"a": 40}, {"a": [list(range(10))]}))
             (store,) = step.stores
             self.assertEqual(store.store_number, wanted)
             self.assertEqual(list(step.blocks), [] if wanted is None else [wanted])

@@ -297,6 +297,7 @@ def configuration(**changed):
         "layout": "LBHNC",
         "block_size": 16,
         "layers": [(0, 4)],
+        "windows": None,
         "hf": hf,
         "rope": None,
         "text": "",
@@ -331,7 +332,8 @@ def configuration(**changed):
     kv = SimpleNamespace(kv_cache_layout=values["layout"])
     mode = values.get("mode", identity.hash_mode("sha256", True, None))
     device, layers, text = values["device"], values["layers"], values["text"]
-    return identity.identity_record(config, kv, mode, "vllm 0.32", device, layers, text)
+    windows = values["windows"]
+    return identity.identity_record(config, kv, mode, "vllm 0.32", device, layers, windows, text)
 
 
 class Identity(unittest.TestCase):
@@ -375,6 +377,8 @@ class Identity(unittest.TestCase):
                 {"block_size": 32},
                 {"layers": [(0, 2), (2, 4)]},
                 {"layers": [(0, 1), (1, 4)]},
+                {"windows": [None, 512]},
+                {"windows": [None, 1024]},
                 {"hf": {"hidden_size": 9}},
                 {"rope": {"rope_type": "longrope"}},
                 {"text": "mine"},
@@ -503,23 +507,38 @@ class Worker(unittest.TestCase):
     def register(self, tensors, axes=(0, 1, 2, 3), is_latent=False):
         adapter = mock.Mock()
         worker = WorkerSide(adapter, can_store=True)
-        worker.register_kv_caches(tensors, axes, blocks=7, block_size=4, is_latent=is_latent)
+        worker.register_kv_caches(
+            [(tensors, None)], axes, blocks=7, block_size=4, is_latent=is_latent
+        )
         return adapter.register_kv_caches.call_args
 
     def test_tensors_are_named_in_memory_order_and_once(self):
         both = [self.tensor(), self.tensor(at=2000), self.tensor()]
         call = self.register(both)
-        self.assertEqual([at for at, *_ in call.args[0]], [1000, 2000])
-        self.assertEqual(call.args[0][0][1:], ([7, 2, 4, 8], [64, 32, 8, 1], "float32"))
+        ((layers, window),) = call.args[0]
+        self.assertEqual(([at for at, *_ in layers], window), ([1000, 2000], None))
+        self.assertEqual(layers[0][1:], ([7, 2, 4, 8], [64, 32, 8, 1], "float32"))
         self.assertEqual(call.kwargs, {"layout": "HND", "tokens_per_block": 4, "gpu": None})
         tokens_first = self.tensor(strides=(64, 8, 16, 1))
         call = self.register([tokens_first], (0, 2, 1, 3))
-        self.assertEqual(call.args[0][0][1:3], ([7, 4, 2, 8], [64, 16, 8, 1]))
+        self.assertEqual(call.args[0][0][0][0][1:3], ([7, 4, 2, 8], [64, 16, 8, 1]))
         self.assertEqual(call.kwargs["layout"], "NHD")
         latent = self.tensor(shape=(7, 1, 4, 8), strides=(32, 32, 8, 1))
         for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):
             call = self.register([latent], axes, is_latent=True)
-            self.assertEqual(call.args[0][0][1:3], ([7, 4, 8], [32, 8, 1]))
+            self.assertEqual(call.args[0][0][0][0][1:3], ([7, 4, 8], [32, 8, 1]))
+
+    def test_groups_are_named_one_by_one_though_they_share_memory(self):
+        adapter = mock.Mock()
+        groups = [([self.tensor(), self.tensor(at=2000)], None), ([self.tensor()], 8)]
+        WorkerSide(adapter, can_store=True).register_kv_caches(
+            groups, (0, 1, 2, 3), blocks=7, block_size=4, is_latent=False
+        )
+        named = [
+            ([at for at, *_ in layers], window)
+            for layers, window in adapter.register_kv_caches.call_args.args[0]
+        ]
+        self.assertEqual(named, [([1000, 2000], None), ([1000], 8)])
 
     def test_what_cannot_be_copied_is_refused(self):
         for tensor, axes in (
@@ -545,7 +564,7 @@ class Worker(unittest.TestCase):
         tensors = [self.tensor(device="cuda"), self.tensor(device="cuda", at=2000)]
         with self.torch():
             worker.register_kv_caches(
-                tensors, (0, 1, 2, 3), blocks=7, block_size=4, is_latent=False
+                [(tensors, None)], (0, 1, 2, 3), blocks=7, block_size=4, is_latent=False
             )
             self.assertEqual(adapter.register_kv_caches.call_args.kwargs["gpu"], "uuid of cuda")
             worker.start_load(Step(loads=["l"]))
@@ -561,21 +580,22 @@ class Worker(unittest.TestCase):
 
     def test_only_requests_whose_blocks_are_kept_are_named(self):
         adapter = mock.Mock()
-        adapter.get_finished.side_effect = lambda ids: (ids, {"loaded"})
+        adapter.get_finished.side_effect = lambda ids: (ids, {"loaded", "failed"}, {"failed"})
         worker = WorkerSide(adapter, can_store=True)
-        self.assertEqual(worker.get_finished(Step(finished={"a"})), ({"a"}, {"loaded"}))
-        self.assertEqual(worker.get_finished(None), (set(), {"loaded"}))
+        loads = ({"loaded", "failed"}, {"failed"})
+        self.assertEqual(worker.get_finished(Step(finished={"a"})), ({"a"}, *loads))
+        self.assertEqual(worker.get_finished(None), (set(), *loads))
 
     def test_a_rank_that_stores_nothing_reports_at_once(self):
         adapter = mock.Mock()
-        adapter.get_finished.side_effect = lambda ids: (set(), {"loaded"})
+        adapter.get_finished.side_effect = lambda ids: (set(), {"loaded"}, {"loaded"})
         worker = WorkerSide(adapter, can_store=False)
         step = Step(stores=[object()], finished={"a"})
         worker.submit_stores(step)
         adapter.batched_submit_store_requests.assert_not_called()
-        self.assertEqual(worker.get_finished(step), ({"a"}, {"loaded"}))
+        self.assertEqual(worker.get_finished(step), ({"a"}, {"loaded"}, {"loaded"}))
 
-    def test_preempted_requests_are_waited_for(self):
+    def test_requests_that_lost_blocks_are_waited_for(self):
         adapter = mock.Mock()
         adapter.wait_for_stores.return_value = False
         worker = WorkerSide(adapter, can_store=True)
@@ -583,8 +603,12 @@ class Worker(unittest.TestCase):
         adapter.wait_for_stores.assert_not_called()
         with self.assertLogs("vllm.lmc", "WARNING"):
             worker.handle_preemptions(Step(preempted=["a"]))
+        with self.assertLogs("vllm.lmc", "WARNING"):
+            worker.handle_preemptions(Step(slid=["b"]))
+        waits = [call.args for call in adapter.wait_for_stores.call_args_list]
+        self.assertEqual(waits, [(["a"], 5.0), (["b"], 0.5)])
 
     def test_a_step_passes_between_processes(self):
-        op = LoadStoreOp("a", [1], 0, 4, chunk_hashes=b"x" * 32, configs={"lmc.x": 1})
+        op = LoadStoreOp("a", [[1]], 0, 4, chunk_hashes=b"x" * 32, configs={"lmc.x": 1})
         step = Step(loads=[op], finished={"b"}, preempted=["c"])
         self.assertEqual(pickle.loads(pickle.dumps(step)), step)

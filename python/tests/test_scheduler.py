@@ -96,7 +96,7 @@ class Lookup(unittest.TestCase):
                 self.assertEqual(tokens, 0 if is_refused else 32)
                 self.assertEqual(scheduler.counts["refused_requests"], int(is_refused))
                 request.num_computed_tokens = 32
-                step = scheduler.build_connector_meta(output({"a": 20}, {"a": blocks}))
+                step = scheduler.build_connector_meta(output({"a": 20}, {"a": [blocks]}))
                 self.assertEqual((step.stores, scheduler.request_finished(request)), ([], False))
 
     def test_a_request_whose_adapter_has_no_name_is_refused_and_counted_once(self):
@@ -116,7 +116,7 @@ class Lookup(unittest.TestCase):
                     self.assertEqual(answer, (0, False))
             self.assertEqual(scheduler.counts["refused_requests"], 1)
             tokens, blocks = admit(scheduler, request)
-            step = scheduler.build_connector_meta(output({"a": 40}, {"a": blocks}))
+            step = scheduler.build_connector_meta(output({"a": 40}, {"a": [blocks]}))
             self.assertEqual((step.stores, adapter.calls), ([], []))
             self.assertFalse(scheduler.request_finished(request))
             self.assertEqual(scheduler._refused, set())
@@ -134,13 +134,13 @@ class Lookup(unittest.TestCase):
             scheduler = side(Adapter())
             running = Request("a", list(range(64)), lora_request=lora(1))
             _, blocks = admit(scheduler, running)
-            step = scheduler.build_connector_meta(output({"a": 32}, {"a": blocks}))
+            step = scheduler.build_connector_meta(output({"a": 32}, {"a": [blocks]}))
             self.assertEqual([store.end for store in step.stores], [32])
             running.num_computed_tokens = 32
             weights.write_bytes(b"second")
             with self.assertLogs("vllm.lmc", "WARNING"):
                 scheduler.on_new_request(Request("b", list(range(40)), lora_request=lora(2)))
-            step = scheduler.build_connector_meta(output({"a": 32}, {"a": blocks}))
+            step = scheduler.build_connector_meta(output({"a": 32}, {"a": [blocks]}))
             self.assertEqual(step.stores, [])
             # Nor is it looked up again when it was preempted.
             running.num_preemptions = 1
@@ -167,7 +167,7 @@ class Lookup(unittest.TestCase):
         request = Request("a", list(range(40)), skip_reading_prefix_cache=True)
         tokens, blocks = admit(scheduler, request)
         self.assertEqual((tokens, adapter.calls), (0, []))
-        (store,) = scheduler.build_connector_meta(output({"a": 40}, {"a": blocks})).stores
+        (store,) = scheduler.build_connector_meta(output({"a": 40}, {"a": [blocks]})).stores
         self.assertEqual((store.start, store.end), (0, 32))
 
     def test_without_a_server_nothing_is_asked_or_stored(self):
@@ -176,7 +176,7 @@ class Lookup(unittest.TestCase):
         scheduler = side(adapter)
         request = Request("a", list(range(40)))
         tokens, blocks = admit(scheduler, request)
-        step = scheduler.build_connector_meta(output({"a": 40}, {"a": blocks}))
+        step = scheduler.build_connector_meta(output({"a": 40}, {"a": [blocks]}))
         self.assertEqual((tokens, step.stores, adapter.calls), (0, [], []))
 
 
@@ -187,7 +187,7 @@ class Load(unittest.TestCase):
         self.assertEqual(admit(scheduler, request, computed=20)[0], 28)
         (load,) = scheduler.build_connector_meta(output({}, {})).loads
         self.assertEqual((load.start, load.end, load.skip_first_n_tokens), (16, 48, 4))
-        self.assertEqual(load.block_ids, list(range(104, 112)))
+        self.assertEqual(load.block_ids, [list(range(104, 112))])
         self.assertEqual(scheduler.build_connector_meta(output({}, {})).loads, [])
 
     def test_leases_go_back_when_the_load_ends_or_is_not_needed(self):
@@ -219,7 +219,7 @@ class Load(unittest.TestCase):
             _, blocks = admit(scheduler, request)
             request.num_computed_tokens = kept
             loaded(scheduler, "a")
-            step = scheduler.build_connector_meta(output({"a": 64 - kept}, {"a": blocks}))
+            step = scheduler.build_connector_meta(output({"a": 64 - kept}, {"a": [blocks]}))
             (store,) = step.stores
             self.assertEqual((store.start, store.end), (wanted, 64), kept)
 
@@ -228,7 +228,7 @@ class Load(unittest.TestCase):
         request = Request("a", list(range(32)))
         _, blocks = admit(scheduler, request)
         loaded(scheduler, "a")
-        step = scheduler.build_connector_meta(output({"a": 1}, {"a": blocks}))
+        step = scheduler.build_connector_meta(output({"a": 1}, {"a": [blocks]}))
         self.assertEqual(step.stores, [])
 
     def test_a_load_that_failed_whole_is_not_tried_again(self):
@@ -246,7 +246,7 @@ class Load(unittest.TestCase):
         request = Request("a", list(range(64)))
         _, blocks = admit(scheduler, request)
         loaded(scheduler, "a")
-        scheduler.build_connector_meta(output({"a": 48}, {"a": blocks}))
+        scheduler.build_connector_meta(output({"a": 48}, {"a": [blocks]}))
         # It has stored, is preempted, and loads again when it is aborted.
         request.num_preemptions, request.num_computed_tokens = 1, 0
         admit(scheduler, request)
@@ -263,28 +263,28 @@ class Store(unittest.TestCase):
         _, blocks = admit(scheduler, request)
         stores = []
         for scheduled in (10, 10, 20):
-            step = scheduler.build_connector_meta(output({"a": scheduled}, {"a": blocks}))
+            step = scheduler.build_connector_meta(output({"a": scheduled}, {"a": [blocks]}))
             stores += [(store.start, store.end, store.block_ids) for store in step.stores]
             request.num_computed_tokens += scheduled
-        self.assertEqual(stores, [(0, 16, blocks[:4]), (16, 32, blocks[4:8])])
+        self.assertEqual(stores, [(0, 16, [blocks[:4]]), (16, 32, [blocks[4:8]])])
 
     def test_generated_tokens_are_stored_and_draft_tokens_are_not(self):
         for volatile, wanted in ((0, 48), (3, None)):
             scheduler = side(Adapter(), volatile_tokens=volatile)
             request = Request("a", list(range(47)))
             _, blocks = admit(scheduler, request)
-            scheduler.build_connector_meta(output({"a": 47}, {"a": blocks}))
+            scheduler.build_connector_meta(output({"a": 47}, {"a": [blocks]}))
             request.num_computed_tokens = 47
             # Five tokens are scheduled of which four are drafts.
             request.all_token_ids.append(47)
-            step = scheduler.build_connector_meta(output({"a": 5}, {"a": blocks}))
+            step = scheduler.build_connector_meta(output({"a": 5}, {"a": [blocks]}))
             self.assertEqual([store.end for store in step.stores], [wanted] if wanted else [])
 
     def test_what_vllm_had_itself_is_stored_and_what_the_server_had_is_not(self):
         scheduler = side(Adapter({"a": 16}))
         request = Request("a", list(range(60)))
         _, blocks = admit(scheduler, request, computed=36)
-        step = scheduler.build_connector_meta(output({"a": 24}, {"a": blocks}))
+        step = scheduler.build_connector_meta(output({"a": 24}, {"a": [blocks]}))
         self.assertEqual([(store.start, store.end) for store in step.stores], [(16, 48)])
 
     def test_consumers_store_nothing_and_neither_does_anyone_without_a_server(self):
@@ -294,14 +294,14 @@ class Store(unittest.TestCase):
             scheduler = side(adapter, can_store=can_store)
             request = Request("a", list(range(40)))
             _, blocks = admit(scheduler, request)
-            step = scheduler.build_connector_meta(output({"a": 40}, {"a": blocks}))
+            step = scheduler.build_connector_meta(output({"a": 40}, {"a": [blocks]}))
             self.assertEqual((step.stores, scheduler.request_finished(request)), ([], False))
 
     def test_blocks_are_kept_for_a_request_that_has_stored(self):
         adapter = Adapter()
         scheduler = side(adapter)
         stores, small = Request("a", list(range(40))), Request("b", list(range(10)))
-        tables = {request.request_id: admit(scheduler, request)[1] for request in (stores, small)}
+        tables = {request.request_id: [admit(scheduler, request)[1]] for request in (stores, small)}
         scheduler.build_connector_meta(output({"a": 40, "b": 10}, tables))
         self.assertTrue(scheduler.request_finished(stores))
         self.assertFalse(scheduler.request_finished(small))
@@ -316,6 +316,79 @@ class Store(unittest.TestCase):
         self.assertFalse(scheduler.request_finished(request))
         self.assertEqual(adapter.calls[1:], [("cleanup", "a"), ("end", "a")])
         self.assertFalse(scheduler.request_finished(request))
+
+
+class Window(unittest.TestCase):
+    """Two KV groups, of which the second looks back 8 tokens."""
+
+    def test_workers_wait_for_stores_of_blocks_that_a_window_leaves(self):
+        scheduler = side(Adapter(), windows=(None, 8))
+        request = Request("a", list(range(64)))
+        scheduler.get_num_new_matched_tokens(request, 0)
+        scheduler.update_state_after_alloc(request, Blocks(), 0)
+        slid = []
+        for computed, in_flight, scheduled in (
+            (0, 0, 32),
+            # What is in flight may need its window yet.
+            (32, 32, 16),
+            (48, 16, 8),
+            # Only blocks that no store reads.
+            (56, 0, 1),
+            (57, 0, 1),
+        ):
+            request.num_computed_tokens, request.num_in_flight_tokens = computed, in_flight
+            tables = [list(range(1, 17)), list(range(20, 36))]
+            step = scheduler.build_connector_meta(output({"a": scheduled}, {"a": tables}))
+            slid.append((step.slid, [store.end for store in step.stores]))
+        self.assertEqual(
+            slid, [([], [32]), ([], [48]), (["a"], []), (["a"], []), ([], [])]
+        )
+
+    def test_workers_wait_for_stores_of_a_request_that_ends(self):
+        for computed, wanted in ((8, []), (32, ["a"])):
+            scheduler = side(Adapter(), windows=(8,))
+            request = Request("a", list(range(40)))
+            scheduler.get_num_new_matched_tokens(request, 0)
+            scheduler.update_state_after_alloc(request, Blocks(), 0)
+            tables = {"a": [list(range(1, 11))]}
+            scheduler.build_connector_meta(output({"a": 32}, tables))
+            # vLLM takes blocks when the request ends, and does not schedule it again.
+            request.num_computed_tokens = computed
+            self.assertTrue(scheduler.request_finished(request))
+            for expected in (wanted, []):
+                step = scheduler.build_connector_meta(output({}, {}))
+                self.assertEqual(step.slid, expected)
+
+    def test_a_chunk_is_stored_if_what_loads_need_of_it_is_there(self):
+        for gone, wanted in ((0, 0), (2, 0), (3, 16), (6, 16), (7, 32), (10, 32), (11, None)):
+            adapter = Adapter()
+            adapter.healthy = False
+            scheduler = side(adapter, windows=(None, 8))
+            request = Request("a", list(range(48)))
+            scheduler.get_num_new_matched_tokens(request, 0)
+            scheduler.update_state_after_alloc(request, Blocks(), 0)
+            tables = [list(range(1, 13)), [0] * gone + list(range(20, 32 - gone))]
+            # The server comes back when the last chunk is complete.
+            adapter.healthy, request.num_computed_tokens = True, 32
+            stores = scheduler.build_connector_meta(output({"a": 16}, {"a": tables})).stores
+            self.assertEqual([store.start for store in stores], [] if wanted is None else [wanted])
+            for store in stores:
+                self.assertEqual(store.block_ids, [table[wanted // BLOCK :] for table in tables])
+
+    def test_a_load_is_of_all_tokens_that_were_found_or_of_none(self):
+        for taken, is_right in ((32, True), (0, True), (31, False), (16, False)):
+            scheduler = side(Adapter({"a": 32}), windows=(None, 8))
+            request = Request("a", list(range(40)))
+            self.assertEqual(scheduler.get_num_new_matched_tokens(request, 0), (32, True))
+            tables = Blocks(list(range(1, 9)), [0] * 6 + [9, 10])
+            if not is_right:
+                with self.assertRaises(RuntimeError):
+                    scheduler.update_state_after_alloc(request, tables, taken)
+                continue
+            scheduler.update_state_after_alloc(request, tables, taken)
+            loads = scheduler.build_connector_meta(output({}, {})).loads
+            wanted = [list(tables.tables)] if taken else []
+            self.assertEqual([load.block_ids for load in loads], wanted)
 
 
 class Reset(unittest.TestCase):
@@ -342,15 +415,15 @@ class Reset(unittest.TestCase):
         scheduler = side(adapter)
         request = Request("a", list(range(64)))
         _, blocks = admit(scheduler, request)
-        step = scheduler.build_connector_meta(output({"a": 32}, {"a": blocks}))
+        step = scheduler.build_connector_meta(output({"a": 32}, {"a": [blocks]}))
         self.assertEqual(len(step.stores), 1)
         request.num_computed_tokens = 32
         scheduler.reset_cache()
-        step = scheduler.build_connector_meta(output({"a": 32}, {"a": blocks}))
+        step = scheduler.build_connector_meta(output({"a": 32}, {"a": [blocks]}))
         self.assertEqual(step.stores, [])
         request.num_preemptions, request.num_computed_tokens = 1, 0
         _, blocks = admit(scheduler, request)
-        step = scheduler.build_connector_meta(output({"a": 64}, {"a": blocks}, ["a"]))
+        step = scheduler.build_connector_meta(output({"a": 64}, {"a": [blocks]}, ["a"]))
         self.assertEqual(step.preempted, ["a"], "the store before may still read its blocks")
         (store,) = step.stores
         self.assertEqual((store.start, store.end), (0, 64))
@@ -361,7 +434,7 @@ class Preemption(unittest.TestCase):
     def test_workers_wait_for_the_stores_of_preempted_requests(self):
         scheduler = side(Adapter())
         stores, small = Request("a", list(range(40))), Request("b", list(range(10)))
-        tables = {request.request_id: admit(scheduler, request)[1] for request in (stores, small)}
+        tables = {request.request_id: [admit(scheduler, request)[1]] for request in (stores, small)}
         scheduler.build_connector_meta(output({"a": 40, "b": 10}, tables))
         step = scheduler.build_connector_meta(output({}, {}, preempted=("a", "b", "unknown")))
         self.assertEqual(step.preempted, ["a"])
@@ -371,14 +444,14 @@ class Preemption(unittest.TestCase):
         scheduler = side(adapter)
         request = Request("a", list(range(64)))
         _, blocks = admit(scheduler, request)
-        scheduler.build_connector_meta(output({"a": 40}, {"a": blocks}))
+        scheduler.build_connector_meta(output({"a": 40}, {"a": [blocks]}))
         request.num_preemptions, request.num_computed_tokens = 1, 0
         adapter.found["a"] = 32
         self.assertEqual(admit(scheduler, request)[0], 32)
         self.assertEqual(adapter.named("lookup"), ["a", "a"])
         loaded(scheduler, "a")
         moved = [block + 50 for block in blocks]
-        (store,) = scheduler.build_connector_meta(output({"a": 32}, {"a": moved})).stores
-        self.assertEqual((store.start, store.block_ids), (32, moved[8:16]))
+        (store,) = scheduler.build_connector_meta(output({"a": 32}, {"a": [moved]})).stores
+        self.assertEqual((store.start, store.block_ids), (32, [moved[8:16]]))
         # The earlier stores count: a worker that knows them reports the request.
         self.assertTrue(scheduler.request_finished(request))

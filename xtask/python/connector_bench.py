@@ -263,15 +263,15 @@ def idle_worker(args, shape, rounds=5, mib=512):
     blocks = requests * 4 * per_chunk
     caches = [torch.randn(blocks, heads, BLOCK, 2 * size).to(dtype) for _ in range(layers)]
     wanted = [cache.clone() for cache in caches]
-    worker.register_kv_caches(
-        [(c.data_ptr(), tuple(c.shape), c.stride(), str(c.dtype).removeprefix("torch."))
-         for c in caches], layout="HND", tokens_per_block=BLOCK)
+    tensors = [(c.data_ptr(), tuple(c.shape), c.stride(), str(c.dtype).removeprefix("torch."))
+               for c in caches]
+    worker.register_kv_caches([(tensors, None)], layout="HND", tokens_per_block=BLOCK)
     order = list(range(blocks))
     random.Random(1).shuffle(order)
     tokens = [[n] * 4 * CHUNK for n in range(requests)]
 
     def ops(turn):
-        return [LoadStoreOp(f"{turn} {n}", order[n * 4 * per_chunk:(n + 1) * 4 * per_chunk], 0,
+        return [LoadStoreOp(f"{turn} {n}", [order[n * 4 * per_chunk:(n + 1) * 4 * per_chunk]], 0,
                             4 * CHUNK, token_ids=tokens[n]) for n in range(requests)]
 
     def copied(submit, of, finished):

@@ -30,11 +30,27 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from fake_runner import BLOCK, HEADS, TARGET_LAYERS, VOCABULARY, WORDS, Runner, answer_of, watch
+from fake_runner import (
+    BLOCK,
+    HEADS,
+    NULL,
+    TARGET_LAYERS,
+    VOCABULARY,
+    WINDOWED,
+    WORDS,
+    Runner,
+    answer_of,
+    watch,
+)
 from harness import eventually
 
 CHUNK = 64
@@ -63,6 +79,8 @@ class Plan:
     # Tokens of a step.
     budget: int
     running: int
+    # Tokens that one of the model's layers looks back, in a KV group of its own.
+    window: int | None
     # Of the server: none, it is stopped for a while, or it is killed.
     fault: str
     counts: collections.Counter = field(default_factory=collections.Counter)
@@ -82,6 +100,7 @@ class Plan:
             budget=rng.choice((40, 96, 256)),
             running=rng.choice((3, 8)),
             fault=rng.choice(("", "", "stopped", "stopped", "killed")),
+            window=rng.choice((None, 20, 50, 100)),
         )
 
     @property
@@ -123,12 +142,15 @@ def configs(plan, model, port):
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(plan.v2))
     config.scheduler_config.async_scheduling = plan.is_async
     config.cache_config.num_gpu_blocks = plan.blocks
+    shape = dict(block_size=BLOCK, num_kv_heads=HEADS, head_size=WORDS, dtype=torch.float32)
     layers = [f"layer{at}" for at in range(TARGET_LAYERS + bool(plan.drafts))]
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=WORDS,
-                             dtype=torch.float32)
+    groups = [KVCacheGroupSpec(layers, FullAttentionSpec(**shape))]
+    if plan.window is not None:
+        windowed = SlidingWindowSpec(**shape, sliding_window=plan.window)
+        groups.append(KVCacheGroupSpec([layers.pop(WINDOWED)], windowed))
     return config, KVCacheConfig(
         num_blocks=plan.blocks, kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(layers, spec)], kv_cache_layout=plan.layout)
+        kv_cache_groups=groups, kv_cache_layout=plan.layout)
 
 
 class Engine:
@@ -157,7 +179,8 @@ class Engine:
         # Steps that are scheduled, each with its result where the worker has run it; newest first.
         self.queue = collections.deque()
         self.prefixes = [[rng.randrange(VOCABULARY) for _ in range(300)] for _ in range(3)]
-        self.most = (self.plan.blocks - 1) * BLOCK - 40
+        groups = len(kv_cache_config.kv_cache_groups)
+        self.most = (self.plan.blocks - 1) // groups * BLOCK - 40
         self.epoch, self.now, self.back_at = 0, 0, None
 
     def count_preemption(self, *args, **named):
@@ -247,7 +270,8 @@ class Engine:
     def check_blocks(self, loads):
         """A load writes to blocks of its request alone, which vLLM's prefix cache does not have."""
         for op in loads:
-            for block in op.block_ids[op.skip_first_n_tokens // BLOCK :]:
+            for block in (block for blocks in op.block_ids
+                          for block in blocks[op.skip_first_n_tokens // BLOCK :] if block != NULL):
                 of = self.pool.blocks[block]
                 assert (of.ref_cnt, of.block_hash) == (1, None), (
                     f"{op.request_id} loads into block {block} of others: {of}")
@@ -285,7 +309,7 @@ class Engine:
         self.finished.add(name)
         self.counts["finished"] += 1
         assert str(output.finish_reason) == "length", f"{name} ends by {output.finish_reason}"
-        right = answer_of(request.prompt_token_ids, request.max_tokens)
+        right = answer_of(request.prompt_token_ids, request.max_tokens, self.plan.window)
         assert answer == right, f"{name} answers {answer}, without a connector {right}"
 
     # The server.

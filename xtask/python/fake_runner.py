@@ -23,8 +23,12 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 BLOCK, HEADS, WORDS = 16, 2, 4
 # Of the model; one more where a draft model is.
 TARGET_LAYERS = 2
-ALL, TARGET, DRAFT = slice(None), slice(TARGET_LAYERS), slice(TARGET_LAYERS, None)
+TARGET, DRAFT = list(range(TARGET_LAYERS)), [TARGET_LAYERS]
+# Of the model's layers, the one that may look back a window only.
+WINDOWED = TARGET_LAYERS - 1
 VOCABULARY = 16
+# The block that stands for one that is not kept.
+NULL = 0
 POISON = np.uint64(0x5A5A5A5A5A5A5A5A)
 # Part of each word, by layer, head and word. An odd factor loses nothing of a tag.
 FACTORS = np.random.default_rng(7).integers(
@@ -40,8 +44,12 @@ def weights_of(epoch, rank):
     return np.uint64((2 * epoch + rank) * 0x9E3779B97F4A7C15 % (1 << 64))
 
 
-def next_token(words):
-    """The token after those with these words, which are free of the weights' part."""
+def next_token(words, window):
+    """The token after those with these words, which are free of the weights' part. Of one layer it
+    depends on the last tokens only, as many as the window has."""
+    if window is not None:
+        words = words.copy()
+        words[: max(len(words) - window, 0), WINDOWED] = 0
     return zlib.crc32(np.ascontiguousarray(words).tobytes()) % VOCABULARY
 
 
@@ -65,23 +73,24 @@ class Text:
         tags = np.array(self.tags[start:end], dtype=np.uint64)
         return tags[:, None, None, None] * FACTORS
 
-    def next_token(self):
-        return next_token(self.words(0, len(self.tokens))[:, TARGET])
+    def next_token(self, window):
+        return next_token(self.words(0, len(self.tokens))[:, TARGET], window)
 
 
-def answer_of(prompt, length):
+def answer_of(prompt, length, window):
     """What the model generates for a prompt, without vLLM."""
     text = Text(prompt)
     for _ in range(length):
-        text.extend([text.next_token()])
+        text.extend([text.next_token(window)])
     return text.tokens[len(prompt):]
 
 
 class Memory:
-    """The KV cache of the worker."""
+    """The KV cache of the worker. `groups` are the layers with a block table of their own."""
 
-    def __init__(self, blocks, layers, layout):
-        self.layers = layers
+    def __init__(self, blocks, groups, windows, layout):
+        self.groups, self.windows = groups, windows
+        layers = sum(map(len, groups))
         if layout == "LBNHC":
             flat = np.zeros((layers, blocks, BLOCK, HEADS, WORDS), dtype=np.uint64)
             self.words = flat.transpose(0, 1, 3, 2, 4)
@@ -91,37 +100,60 @@ class Memory:
         self.tensors = floats.transpose(2, 3) if layout == "LBNHC" else floats
         self.weights = np.uint64(0)
 
-    def read(self, table, start, end, layers=ALL):
-        """The words of these positions, free of the weights' part."""
-        at = np.arange(start, end)
-        blocks = np.array(table, dtype=np.int64)[at // BLOCK]
-        return self.words[layers][:, blocks, :, at % BLOCK] ^ self.weights
+    def parts(self, tables, layers, start, end):
+        """Of each group: its layers among these, the positions, and the blocks of these."""
+        for group, table in zip(self.groups, tables, strict=True):
+            of_group = [layer for layer in group if layer in layers]
+            at = np.arange(start, min(end, len(table) * BLOCK))
+            if of_group and len(at):
+                yield np.array(of_group), at, np.array(table, dtype=np.int64)[at // BLOCK]
 
-    def write(self, table, text, start, end, layers):
+    def read(self, tables, end, layers):
+        """The words of the first positions, free of the weights' part."""
+        words = np.zeros((end, len(layers), HEADS, WORDS), dtype=np.uint64)
+        for of_group, at, blocks in self.parts(tables, layers, 0, end):
+            found = self.words[of_group][:, blocks, :, at % BLOCK] ^ self.weights
+            words[:, [layers.index(layer) for layer in of_group]] = found
+        return words
+
+    def write(self, tables, text, start, end, layers):
         """Writes the tokens of these positions to these layers, where blocks are there for them."""
-        end = min(end, len(table) * BLOCK)
-        at = np.arange(start, end)
-        if not len(at):
-            return
-        blocks = np.array(table, dtype=np.int64)[at // BLOCK]
-        words = text.words(start, end)[:, : self.layers][:, layers] ^ self.weights
-        self.words[layers][:, blocks, :, at % BLOCK] = words
+        for of_group, at, blocks in self.parts(tables, layers, start, end):
+            words = text.words(start, at[-1] + 1)[:, of_group] ^ self.weights
+            for number, layer in enumerate(of_group):
+                self.words[layer][blocks, :, at % BLOCK] = words[:, number]
 
-    def check(self, what, table, text, start, end, layers=ALL):
-        wanted = text.words(start, end)[:, : self.layers][:, layers]
-        right = (self.read(table, start, end, layers) == wanted).all(axis=(1, 2, 3))
-        if not right.all():
-            at = start + int(np.argmin(right))
-            words = self.words[:, table[at // BLOCK], 0, at % BLOCK, 0]
-            raise Fault(f"{what}: wrong KV data of token {at} in block {table[at // BLOCK]}: "
-                        f"{[hex(word) for word in words]}, {int((~right).sum())} tokens are wrong")
+    def check_computed(self, what, tables, text, end, layers):
+        """Looks at what the token at `end` and those after it look back to."""
+        for table, group, window in zip(tables, self.groups, self.windows, strict=True):
+            first = 0 if window is None else max(end - window + 1, 0)
+            needed = table[first // BLOCK : end // BLOCK]
+            if NULL in needed and not set(layers).isdisjoint(group):
+                raise Fault(f"{what}: vLLM has given up a block that is needed: {table}")
+            only = [table if other is table else [] for other in tables]
+            self.check(what, only, text, first, end, layers)
+
+    def check(self, what, tables, text, start, end, layers):
+        """Looks at the KV data of these positions; block 0 stands for those that are not kept."""
+        for of_group, at, blocks in self.parts(tables, layers, start, end):
+            wanted = text.words(start, at[-1] + 1)[:, of_group]
+            found = self.words[of_group][:, blocks, :, at % BLOCK] ^ self.weights
+            right = (found == wanted).all(axis=(1, 2, 3)) | (blocks == NULL)
+            if not right.all():
+                first = int(np.argmin(right))
+                block = blocks[first]
+                words = self.words[:, block, 0, at[first] % BLOCK, 0]
+                raise Fault(
+                    f"{what}: wrong KV data of token {at[first]} in block {block}: "
+                    f"{[hex(word) for word in words]}, {int((~right).sum())} tokens are wrong")
 
 
 class State:
     """A request as the worker knows it."""
 
-    def __init__(self, tokens, table, computed):
-        self.text, self.table, self.computed = Text(tokens), list(table), computed
+    def __init__(self, tokens, tables, computed):
+        self.text, self.computed = Text(tokens), computed
+        self.tables = [list(table) for table in tables]
         self.drafts = []
 
 
@@ -134,13 +166,19 @@ class Runner:
         self.config = config = copy.copy(config)
         config.parallel_config = copy.copy(config.parallel_config)
         config.parallel_config.rank = rank
-        (group,) = kv_cache_config.kv_cache_groups
-        self.memory = Memory(kv_cache_config.num_blocks, len(group.layer_names), plan.layout)
+        names = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+        self.memory = Memory(
+            kv_cache_config.num_blocks, [[int(name.removeprefix("layer")) for name in group]
+                                         for group in names],
+            [getattr(group.kv_cache_spec, "sliding_window", None)
+             for group in kv_cache_config.kv_cache_groups], plan.layout)
+        self.layers = [layer for group in self.memory.groups for layer in group]
         self.new_weights(0)
         self.connector = KVConnectorFactory.create_connector(
             config=config, role=KVConnectorRole.WORKER, kv_cache_config=kv_cache_config)
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
-        caches = dict(zip(group.layer_names, self.memory.tensors))
+        caches = {name: self.memory.tensors[int(name.removeprefix("layer"))]
+                  for group in names for name in group}
         if plan.v2:
             self.calls = ActiveKVConnector(config, caches)
         else:
@@ -231,16 +269,17 @@ class Runner:
                 self.requests.pop(name, None)
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids if self.plan.v2 else new.prompt_token_ids
-            self.requests[new.req_id] = State(tokens, new.block_ids[0], new.num_computed_tokens)
+            self.requests[new.req_id] = State(tokens, new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for name, blocks, computed in zip(cached.req_ids, cached.new_block_ids,
                                           cached.num_computed_tokens):
             state = self.requests[name]
             if name in cached.resumed_req_ids:
-                self.requests[name] = State(cached.all_token_ids[name], blocks[0], computed)
+                self.requests[name] = State(cached.all_token_ids[name], blocks, computed)
                 continue
             if blocks is not None:
-                state.table += blocks[0]
+                for table, more in zip(state.tables, blocks, strict=True):
+                    table += more
             # A scheduler that is ahead takes all drafts for accepted.
             is_ahead = self.plan.is_async and self.plan.drafts
             assert computed == state.computed or (is_ahead and computed > state.computed), (
@@ -257,12 +296,13 @@ class Runner:
                 drafts = (state.drafts + drafts)[: len(drafts)]
             start, end = state.computed, state.computed + count - len(drafts)
             assert end <= len(state.text.tokens), (name, start, count, drafts)
-            self.memory.check(f"{name} computes", state.table, state.text, 0, start, TARGET)
+            self.memory.check_computed(f"{name} computes", state.tables, state.text, start, TARGET)
             text = Text()
             text.tokens, text.tags = state.text.tokens[:end], state.text.tags[:end]
             text.extend(drafts)
-            assert start + count <= len(state.table) * BLOCK, (name, start, count)
-            self.memory.write(state.table, text, start, start + count, TARGET)
+            assert all(start + count <= len(table) * BLOCK for table in state.tables), (
+                name, start, count)
+            self.memory.write(state.tables, text, start, start + count, TARGET)
             steps.append((name, state, start, end, drafts))
         return steps
 
@@ -272,12 +312,12 @@ class Runner:
         for name, state, start, end, drafts in steps:
             sampled[name] = new = []
             if end == len(state.text.tokens):
-                words = self.memory.read(state.table, 0, end + len(drafts), TARGET)
-                new.append(next_token(words[:end]))
+                words = self.memory.read(state.tables, end + len(drafts), TARGET)
+                new.append(next_token(words[:end], self.plan.window))
                 for at, draft in enumerate(drafts, 1):
                     if draft != new[-1]:
                         break
-                    new.append(next_token(words[: end + at]))
+                    new.append(next_token(words[: end + at], self.plan.window))
                 self.counts["drafts_rejected"] += len(drafts) + 1 - len(new)
                 self.counts["drafts_accepted"] += len(new) - 1
                 state.text.extend(new)
@@ -292,19 +332,19 @@ class Runner:
     def draft(self, name, state, start, has_sampled):
         """Writes the draft model's layer, and guesses the next tokens."""
         # Another request of this step may have written its part just now.
-        self.memory.check(f"{name} drafts", state.table, state.text, 0, start, DRAFT)
+        self.memory.check_computed(f"{name} drafts", state.tables, state.text, start, DRAFT)
         if not has_sampled:
-            self.memory.write(state.table, state.text, start, state.computed, DRAFT)
+            self.memory.write(state.tables, state.text, start, state.computed, DRAFT)
             return []
         text, guessed = Text(state.text.tokens), []
         for _ in range(self.plan.drafts):
-            right = text.next_token()
+            right = text.next_token(self.plan.window)
             # All ranks guess the same.
             is_wrong = text.tags[-1] % 10 < 3
             guessed.append((right + is_wrong) % VOCABULARY)
             text.extend(guessed[-1:])
         # Of its last guess it computes nothing.
-        self.memory.write(state.table, text, start, len(text.tokens) - 1, DRAFT)
+        self.memory.write(state.tables, text, start, len(text.tokens) - 1, DRAFT)
         return guessed
 
     def check_loads(self, reported):
@@ -317,14 +357,20 @@ class Runner:
                 raise Fault(f"the load of {name} is reported, and there is none")
             text = Text(self.tokens_of(name)[: op.end])
             first = op.start + op.skip_first_n_tokens
-            table = [0] * (op.start // BLOCK) + list(op.block_ids)
-            failed = self.failed.intersection(op.block_ids)
-            self.failed -= failed
-            for start in range(first, op.end, BLOCK):
-                if table[start // BLOCK] not in failed:
-                    end = min(start + BLOCK, op.end)
-                    self.memory.check(f"{name} has loaded", table, text, start, end)
-            self.counts["failed_loads" if failed else "loads"] += 1
+            before = [NULL] * (op.start // BLOCK)
+            tables = [before + list(blocks) for blocks in op.block_ids]
+            has_failed = name in reported.failed_recving
+            if len(tables) == 1 and self.plan.window is None:
+                assert not has_failed
+                failed = self.failed.intersection(*tables)
+                self.failed -= failed
+                tables = [[NULL if block in failed else block for block in tables[0]]]
+                has_failed = bool(failed)
+            elif has_failed:
+                tables = [[] for _ in tables]
+            self.memory.check(f"{name} has loaded", tables, text, first, op.end, self.layers)
+            self.counts["failed_loads" if has_failed else "loads"] += 1
+            self.counts["loads_with_windows"] += self.plan.window is not None
             self.counts["loads_of_two_ranks"] += self.plan.ranks == 2
         self.counts["saves"] += len(reported.finished_sending or ())
 

@@ -37,11 +37,11 @@ class FaultyConnector(LmcConnector):
                     self.late.append([LATE, op])
         super().start_load_kv(forward_context, **kwargs)
 
-    def get_finished(self, finished_req_ids):
+    def get_transfer_results(self, finished_req_ids):
         for held in self.late:
             held[0] -= 1
         due = [op for left, op in self.late if left == 0]
         self.late = [held for held in self.late if held[0] > 0]
         if due:
             self._worker.adapter.batched_submit_retrieve_requests(due)
-        return super().get_finished(finished_req_ids)
+        return super().get_transfer_results(finished_req_ids)

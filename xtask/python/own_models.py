@@ -6,7 +6,8 @@ import sys
 import tempfile
 
 from checks import check
-from harness import HERE, LENGTHS, START_DEADLINE, expected_hits, prompts
+from harness import HERE, LENGTHS, START_DEADLINE, expected_hits, free_port, prompts
+from proxy import Proxy
 
 ADAPTERS = ("first", "second")
 
@@ -53,48 +54,71 @@ def lora(run):
 
 
 def hybrid(run):
-    """A model with sliding-window and full-attention layers: refused as two KV groups, cached as
-    one. The stock connector copies two groups in `lmcache_driven` mode only."""
+    """Models whose layers look back a window: as several KV groups, as one with windows, and, as the
+    stock connector needs it in engine-driven mode, as one without."""
     if run.args.peer or not run.args.package:
         return
+    batch, cold = prompts(9, *LENGTHS), [0] * len(LENGTHS)
+    # By the number of their KV groups.
+    kinds = {"hybrid": 2, "narrow": 2, "sliding": 1}
     with tempfile.TemporaryDirectory() as folder:
-        make("hybrid", run.model, folder)
-        plain = run.engine("plain-hybrid", port=0, model=folder)
-        refused = run.engine("own-hybrid", connector="lmc", model=folder)
-        own = run.engine("own-one-group", connector="lmc", model=folder, one_group=True,
-                         poison=True)
-        stock = run.engine("stock-hybrid", mode="engine_driven", model=folder)
-        plain.ready()
-        wanted = plain.generate(prompts(9, *LENGTHS))[0]
-        plain.kill()
-        check("hybrid: an engine with two KV groups ends at its start",
-              refused.dies(START_DEADLINE))
-        text = refused.tail(60)
-        check("hybrid: it says why, and which flag helps",
-              "2 groups (" in text and "SlidingWindowSpec" in text
-              and "--disable-hybrid-kv-cache-manager" in text, text)
-        check("hybrid, stock: an engine-driven engine with two KV groups ends at its start",
-              stock.dies(START_DEADLINE))
-        stock = {
-            "engine-driven, one group": run.engine(
-                "stock-one-group", mode="engine_driven", model=folder, one_group=True),
-            "lmcache-driven, two groups": run.engine(
-                "stock-two-groups", mode="lmcache_driven", model=folder),
-        }
-        for name, engine in {"own, one group": own, **stock}.items():
-            engine.ready()
-            for time_of in ("cold", "warm"):
-                ids, cached = engine.generate(prompts(9, *LENGTHS))
-                check(f"hybrid, {name}: {time_of} ids are those without a connector", ids == wanted)
-                hits = expected_hits(*LENGTHS) if time_of == "warm" else [0] * len(LENGTHS)
-                check(f"hybrid, {name}: {time_of} requests find what they should", cached == hits,
-                      str(cached))
-        for engine in stock.values():
-            engine.kill()
-        found = own.ask("poison")
-        check("hybrid, one group: freed blocks are left alone, and loads fill their blocks",
-              not found["faults"] and found["loaded"] > 0, str(found))
-        own.kill()
+        models = {kind: os.path.join(folder, kind) for kind in kinds}
+        for kind, model in models.items():
+            os.mkdir(model)
+            make(kind, run.model, model)
+        for kind, model in models.items():
+            plain = run.engine(f"plain-{kind}", port=0, model=model)
+            proxy = Proxy(free_port(), run.server.port, lambda: None)
+            engines = {
+                "whole prompts in a step": run.engine(
+                    f"own-{kind}", port=proxy.port, connector="lmc", model=model, poison=True),
+                # Windows leave blocks in the middle of prompts and chunks.
+                "small steps": run.engine(
+                    f"own-small-{kind}", connector="lmc", model=model, poison=True, block_size=32,
+                    batched_tokens=160),
+            }
+            if kind == "hybrid":
+                engines["one group"] = run.engine(
+                    "own-one-group", connector="lmc", model=model, one_group=True, poison=True)
+                engines["stock, one group"] = run.engine(
+                    "stock-one-group", mode="engine_driven", model=model, one_group=True)
+                engines["stock, lmcache-driven"] = run.engine(
+                    "stock-two-groups", mode="lmcache_driven", model=model)
+                stock = run.engine("stock-hybrid", mode="engine_driven", model=model)
+                check("hybrid, stock: an engine-driven engine with two KV groups ends at its start",
+                      stock.dies(START_DEADLINE))
+            plain.ready()
+            wanted = plain.generate(batch)[0]
+            again = plain.generate([batch[1] + wanted[1] + batch[0]])[0]
+            plain.kill()
+            for steps, engine in engines.items():
+                name = f"{kind}, {steps}"
+                engine.ready()
+                for time_of, hits in (("cold", cold), ("warm", expected_hits(*LENGTHS))):
+                    ids, cached = engine.generate(batch)
+                    check(f"{name}: {time_of} ids are those without a connector", ids == wanted)
+                    check(f"{name}: {time_of} requests find what they should", cached == hits,
+                          str(cached))
+                if steps.startswith("stock"):
+                    engine.kill()
+                    continue
+                # A follow-up: the first prompt, its answer, another question.
+                ids, cached = engine.generate([batch[1] + wanted[1] + batch[0]])
+                check(f"{name}: a follow-up gets the ids without a connector", ids == again)
+                check(f"{name}: and finds the chunks before", cached[0] >= 512, str(cached))
+                found = engine.ask("poison")
+                check(f"{name}: freed blocks are left alone, and loads fill their blocks",
+                      not found["faults"] and found["loaded"] > 0, str(found))
+                check(f"{name}: windows leave blocks behind",
+                      (found["slid"] > 0) == (steps != "one group"), str(found))
+            engine = engines["whole prompts in a step"]
+            proxy.armed = True
+            ids, _ = engine.generate(batch[1:2])
+            check(f"{kind}: a load that fails leaves the ids without a connector",
+                  ids == wanted[1:2] and proxy.struck)
+            for engine in engines.values():
+                engine.kill()
+            proxy.stop()
         run.nothing_held("hybrid")
 
 

@@ -31,7 +31,7 @@ class Poison:
         self.byte = BYTE
         self.connector = get_kv_transfer_group()
         self.worker = self.connector._worker
-        self.counts = {"freed": 0, "loaded": 0, "preempted": 0}
+        self.counts = {"freed": 0, "loaded": 0, "preempted": 0, "slid": 0}
         # Blocks that were written to while they were free, and loads that brought the pattern or
         # left it.
         self.faults = []
@@ -39,7 +39,8 @@ class Poison:
         self.free, self.due = set(), set()
         # Blocks of loads under way, by request; requests whose loads have ended just now.
         self.loads, self.ended = {}, set()
-        self.preempting = False
+        # What frees blocks that a store may still read, if something does.
+        self.taking = None
         # A process to stop when the next store begins; what to do then.
         self.stop_at_store, self.preempt_then, self.stopped = None, False, None
         for owner, name in (
@@ -47,8 +48,9 @@ class Poison:
             (self.pool, "get_new_blocks"),
             (self.scheduler, "schedule"),
             (self.scheduler, "_preempt_request"),
+            (self.scheduler.kv_cache_manager.coordinator, "remove_skipped_blocks"),
             (self.connector, "handle_preemptions"),
-            (self.connector, "get_finished"),
+            (self.connector, "get_transfer_results"),
             (self.connector, "get_block_ids_with_load_errors"),
             (self.worker, "start_load"),
             (self.worker, "submit_stores"),
@@ -86,9 +88,9 @@ class Poison:
         freed = [b.block_id for b in blocks if b.ref_cnt == 0 and not b.is_null
                  and not (self.pool.enable_caching and b.block_hash is not None)]
         self.counts["freed"] += len(freed)
-        if self.preempting:
+        if self.taking is not None:
             # The connector may read them until its `handle_preemptions` returns.
-            self.counts["preempted"] += len(freed)
+            self.counts[self.taking] += len(freed)
             self.due.update(freed)
         elif freed:
             self.due.difference_update(freed)
@@ -116,11 +118,17 @@ class Poison:
         return call(*args, **named)
 
     def _preempt_request(self, call, *args, **named):
-        self.preempting = True
+        return self.take("preempted", call, *args, **named)
+
+    def remove_skipped_blocks(self, call, *args, **named):
+        return self.take("slid", call, *args, **named)
+
+    def take(self, what, call, *args, **named):
+        self.taking = what
         try:
             return call(*args, **named)
         finally:
-            self.preempting = False
+            self.taking = None
 
     def handle_preemptions(self, call, metadata):
         if self.stopped is not None and metadata.preempted:
@@ -134,15 +142,18 @@ class Poison:
             self.due.clear()
 
     def start_load(self, call, step):
-        size = self.connector._spec.block_size
+        size = self.scheduler.block_size
         for op in step.loads:
             skipped = -(-op.skip_first_n_tokens // size)
-            self.loads[op.request_id] = op.block_ids[skipped:]
+            # Block 0 stands for those that a window has left.
+            self.loads[op.request_id] = [
+                block for blocks in op.block_ids for block in blocks[skipped:] if block]
         call(step)
 
-    def get_finished(self, call, finished):
-        stores, self.ended = call(finished)
-        return stores, self.ended
+    def get_transfer_results(self, call, finished):
+        results = call(finished)
+        self.ended = results.finished_recving - results.failed_recving
+        return results
 
     def get_block_ids_with_load_errors(self, call):
         # vLLM asks for it after the requests that have ended, and the connector names a request's

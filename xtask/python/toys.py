@@ -3,6 +3,8 @@ fixed random weights.
 
   toys.py adapters MODEL FOLDER    two LoRA adapters for MODEL, `first` and `second`
   toys.py hybrid MODEL FOLDER      a small Gemma 3 with sliding-window and full-attention layers
+  toys.py narrow MODEL FOLDER      the same, with windows of less than a chunk
+  toys.py sliding MODEL FOLDER     a small Mistral, all of whose layers have a sliding window
   toys.py latent MODEL FOLDER      a small DeepSeek V2, whose attention is MLA
 """
 
@@ -50,14 +52,30 @@ def adapters(model, folder):
                        "target_modules": list(outputs), "base_model_name_or_path": "toy"}, f)
 
 
-def hybrid(model, folder):
+def narrow(model, folder):
+    hybrid(model, folder, 100)
+
+
+def sliding(model, folder):
+    import transformers
+
+    torch.manual_seed(7)
+    base = config_of(model)
+    config = transformers.MistralConfig(
+        **{name: base[name] for name in (*SIZES, "num_key_value_heads", "head_dim")},
+        sliding_window=300,
+    )
+    transformers.MistralForCausalLM(config).save_pretrained(folder)
+
+
+def hybrid(model, folder, window=256):
     import transformers
 
     torch.manual_seed(7)
     base = config_of(model)
     config = transformers.Gemma3TextConfig(
         **{name: base[name] for name in (*SIZES, "num_key_value_heads", "head_dim")},
-        sliding_window=256,
+        sliding_window=window,
         layer_types=["sliding_attention", "full_attention"] * (base["num_hidden_layers"] // 2),
     )
     transformers.Gemma3ForCausalLM(config).save_pretrained(folder)
@@ -89,4 +107,5 @@ def latent(model, folder):
 
 
 if __name__ == "__main__":
-    {"adapters": adapters, "hybrid": hybrid, "latent": latent}[sys.argv[1]](*sys.argv[2:])
+    makers = (adapters, hybrid, narrow, sliding, latent)
+    {maker.__name__: maker for maker in makers}[sys.argv[1]](*sys.argv[2:])

@@ -33,12 +33,12 @@ def main():
     cache = (ctypes.c_float * (2 * count))(*range(count))
     shape = (2 * per_chunk, BLOCK, HEADS, CONTENT)
     strides = (BLOCK * HEADS * CONTENT, HEADS * CONTENT, CONTENT, 1)
-    worker.register_kv_caches([(ctypes.addressof(cache), shape, strides, "float32")],
-                              layout="NHD", tokens_per_block=BLOCK)
+    layers = [(ctypes.addressof(cache), shape, strides, "float32")]
+    worker.register_kv_caches([(layers, None)], layout="NHD", tokens_per_block=BLOCK)
     tokens = list(range(chunk))
 
     def op(request, blocks):
-        return LoadStoreOp(request, list(blocks), 0, chunk, token_ids=tokens)
+        return LoadStoreOp(request, [list(blocks)], 0, chunk, token_ids=tokens)
 
     worker.submit_store_request(op("stored", range(per_chunk)))
     eventually(lambda: "stored" in worker.get_finished({"stored"})[0])

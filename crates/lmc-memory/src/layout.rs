@@ -111,6 +111,14 @@ impl GroupLayout {
         }
     }
 
+    /// Returns the layout of as many layers, each of them as here.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_layers(&self, layers: u32) -> Result<Self, LayoutError> {
+        Self::new(self.planes, layers, self.rows, self.hidden, self.dtype)
+    }
+
     /// Returns one or two planes.
     pub fn planes(&self) -> Planes {
         self.planes

@@ -9,11 +9,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, is_full_attention_spec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    is_full_attention_spec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lmc import _native
@@ -68,7 +74,10 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         interface.check(logger.warning)
         super().__init__(vllm_config, role, kv_cache_config)
-        self._spec = _supported_group(vllm_config, kv_cache_config)
+        _refuse_unsupported(vllm_config, kv_cache_config)
+        self._windows = [_window(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+        # What failed of a load is a block for one group, and for others the request.
+        self._fails_by_block = self._windows == [None]
         settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
         if settings.starts and _may_span_hosts(parallel):
@@ -95,6 +104,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
                     vllm_config.device_config.device_type, current_platform.get_device_capability()
                 ),
                 _layers_of_ranks(vllm_config),
+                None if self._fails_by_block else self._windows,
                 settings.identity,
             ),
             "hash_mode": mode.by_hash,
@@ -132,6 +142,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
                 volatile_tokens=0
                 if speculative is None
                 else 1 + speculative.num_speculative_tokens,
+                windows=self._windows,
                 events=event_source(cache.block_size) if has_events else None,
             )
         else:
@@ -158,15 +169,18 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         assert self._worker is not None
-        (group,) = self._kv_cache_config.kv_cache_groups
+        groups = self._kv_cache_config.kv_cache_groups
         layout = self._kv_cache_config.kv_cache_layout
         if layout is None:
             raise ValueError("vLLM did not say in which layout the KV cache lies")
         self._worker.register_kv_caches(
-            [kv_caches[name] for name in group.layer_names],
+            [
+                ([kv_caches[name] for name in group.layer_names], window)
+                for group, window in zip(groups, self._windows, strict=True)
+            ],
             KVCacheLayout[layout].layer_view_order,
             blocks=self._kv_cache_config.num_blocks,
-            block_size=self._spec.block_size,
+            block_size=groups[0].kv_cache_spec.block_size,
             is_latent=self._is_latent,
         )
 
@@ -196,13 +210,19 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.submit_stores(_step(self._connector_metadata))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         assert self._worker is not None
         step = self._connector_metadata
-        return self._worker.get_finished(None if step is None else _step(step))
+        stores, loads, failed = self._worker.get_finished(None if step is None else _step(step))
+        return KVConnectorTransferResults(stores, loads, set() if self._fails_by_block else failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         assert self._worker is not None
-        return self._worker.adapter.get_block_ids_with_load_errors()
+        failed = self._worker.adapter.get_block_ids_with_load_errors()
+        return failed if self._fails_by_block else set()
 
     def get_kv_connector_kv_cache_events(self) -> "KVConnectorKVEvents | None":
         """Returns the chunks that this worker has stored since the last step."""
@@ -329,7 +349,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _is_latent(self) -> bool:
-        return isinstance(self._spec, MLAAttentionSpec)
+        return isinstance(self._kv_cache_config.kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec)
 
 
 def _step(metadata: object) -> Step:
@@ -337,8 +357,8 @@ def _step(metadata: object) -> Step:
     return metadata
 
 
-def _supported_group(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> "KVCacheSpec":
-    """Returns the spec of the only KV group, or raises `ValueError` for what lmc cannot hold."""
+def _refuse_unsupported(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
+    """Raises `ValueError` for KV caches that lmc cannot hold."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError(
@@ -351,21 +371,30 @@ def _supported_group(config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> 
             "under its copies: start vLLM without --enable-sleep-mode, or without lmc"
         )
     groups = kv_cache_config.kv_cache_groups
-    kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-    if len(groups) != 1 or not is_full_attention_spec(groups[0].kv_cache_spec):
+    specs = [group.kv_cache_spec for group in groups]
+    are_known = all(type(spec) in (FullAttentionSpec, SlidingWindowSpec) for spec in specs)
+    is_one = len(specs) == 1 and is_full_attention_spec(specs[0])
+    if not (specs and are_known) and not is_one:
+        kinds = ", ".join(type(spec).__name__ for spec in specs)
         raise ValueError(
-            "lmc holds the KV cache of models with one group of full-attention layers, and this "
-            f"model has {len(groups)} groups ({kinds}): start vLLM with "
+            "lmc holds the KV cache of layers with full attention and with sliding windows, and "
+            f"this model has {len(specs)} groups ({kinds}): start vLLM with "
             "--disable-hybrid-kv-cache-manager where the model allows that, or without lmc"
         )
-    spec = groups[0].kv_cache_spec
-    if spec.block_size != config.cache_config.block_size:
-        raise ValueError(
-            f"lmc needs KV blocks of as many tokens as vLLM's block hashes: the group has "
-            f"{spec.block_size}, the hashes {config.cache_config.block_size}: set --block-size to "
-            "one that the attention backend uses as it is"
-        )
-    return spec
+    for spec in specs:
+        if spec.block_size != config.cache_config.block_size:
+            raise ValueError(
+                "lmc needs KV blocks of as many tokens as vLLM's block hashes: a group has "
+                f"{spec.block_size}, the hashes {config.cache_config.block_size}: set --block-size "
+                "to one that the attention backend uses as it is"
+            )
+
+
+def _window(spec: "KVCacheSpec") -> int | None:
+    """Returns the tokens that vLLM keeps of what is before a token; `None`: all of them."""
+    if not isinstance(spec, SlidingWindowSpec):
+        return None
+    return spec.sliding_window + spec.extra_retained_tokens
 
 
 def _may_span_hosts(parallel: "ParallelConfig") -> bool:

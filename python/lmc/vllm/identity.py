@@ -78,12 +78,15 @@ def identity_record(
     engine: str,
     device: str,
     layers: list[tuple[int, int]],
+    windows: list[int | None] | None,
     text: str,
 ) -> str:
     """Returns the record as JSON with sorted keys.
 
     `engine` is the engine's name and release, `device` that of `device_name`, `layers` the first
-    layer and the one after the last of each pipeline rank, `text` the user's own.
+    layer and the one after the last of each pipeline rank, `windows` the tokens that
+    each KV group looks back, for models with more than one group of full attention, and `text` the
+    user's own.
     """
     model, cache, lora = config.model_config, config.cache_config, config.lora_config
     record: dict[str, object] = {
@@ -119,6 +122,8 @@ def identity_record(
         "speculative": _speculative(config),
         "hash": mode.record,
     }
+    if windows is not None:
+        record["windows"] = windows
     if text:
         record["identity"] = text
     return json.dumps(record, sort_keys=True, separators=(",", ":"))

@@ -85,6 +85,12 @@ USED = {
     "vllm.platforms.interface:Platform": ("get_device_capability",),
     "vllm.config.parallel:ParallelConfig": ("distributed_executor_backend", "nnodes_within_dp"),
     "vllm.v1.request:Request": ("num_tokens", "is_finished"),
+    f"{CONNECTOR}:KVConnectorTransferResults": (
+        "failed_recving",
+        "finished_recving",
+        "finished_sending",
+    ),
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("extra_retained_tokens", "sliding_window"),
     "vllm.v1.kv_cache_interface:KVCacheConfig": (
         "kv_cache_groups",
         "kv_cache_layout",

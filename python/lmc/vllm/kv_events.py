@@ -39,7 +39,7 @@ def event_source(block_size: int) -> EventSource:
 
 def stored(**fields: Any) -> BlockStored:
     """Returns the event of a chunk that the server has now."""
-    # lmc holds models with one KV group.
+    # A chunk holds the blocks of all KV groups.
     return BlockStored(medium=MEDIUM_CPU, group_idx=0, **fields)
 
 

@@ -19,5 +19,7 @@ class Step:
     finished: set[str] = field(default_factory=set)
     # Requests that lost their blocks; their stores must have ended before the step runs.
     preempted: list[str] = field(default_factory=list)
+    # Requests that lost blocks that their layers look back to no more; the same holds for them.
+    slid: list[str] = field(default_factory=list)
     # Blocks of stores with a number, for KV events.
     blocks: dict[int, StoredBlocks] = field(default_factory=dict)

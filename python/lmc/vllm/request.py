@@ -55,6 +55,8 @@ class RequestState:
     stored: int = 0
     # A store was sent to the workers at some time; outlives preemptions.
     has_stored: bool = False
+    # Tokens at the start whose blocks vLLM has given up, since a window has left them.
+    slid: int = 0
     # The weights have changed since vLLM gave it its blocks: nothing more of it is stored.
     is_mixed: bool = False
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Preemptions of a request whose lookup does not count any more.
 NO_LOOKUP = -1
+# The block that stands for one that was given up.
+NULL = 0
 
 
 class SchedulerSide:
@@ -40,11 +42,13 @@ class SchedulerSide:
         can_store: bool,
         looks_up_early: bool = False,
         volatile_tokens: int = 0,
+        windows: Sequence[int | None] = (None,),
         events: EventSource | None = None,
     ) -> None:
         """`looks_up_early`: when requests arrive.
 
         `volatile_tokens` at a request's end may be computed again (speculative decoding).
+        `windows` are the tokens that the layers of each KV group look back; `None`: all of them.
         `events` describes stores where vLLM's KV events are on.
         """
         self.adapter = adapter
@@ -56,6 +60,9 @@ class SchedulerSide:
         self._can_store = can_store
         self._looks_up_early = looks_up_early
         self._volatile_tokens = volatile_tokens
+        self._windows = windows
+        # vLLM gives blocks up when the first window has left them.
+        self._first_window = min((window for window in windows if window is not None), default=None)
         self._events = events
         self._adapters = Adapters()
         self._requests: dict[str, RequestState] = {}
@@ -64,6 +71,7 @@ class SchedulerSide:
         # For the next step.
         self._loads: list[LoadStoreOp] = []
         self._finished: set[str] = set()
+        self._slid: list[str] = []
 
     def on_new_request(self, request: "Request") -> None:
         """Counts a request that will not be cached; looks others up where that is wanted."""
@@ -106,15 +114,23 @@ class SchedulerSide:
         if num_external_tokens == 0:
             self._end_session(state)
             return
-        (block_ids,) = blocks.get_block_ids()
-        if len(block_ids) * self._block_size < matched:
+        tables = blocks.get_block_ids()
+        count = min(map(len, tables))
+        if count * self._block_size < matched:
             raise RuntimeError(
-                f"vLLM gave request {request.request_id} {len(block_ids)} blocks of "
+                f"vLLM gave request {request.request_id} {count} blocks of "
                 f"{self._block_size} tokens to load {matched} tokens into"
+            )
+        # Chunks have what layers with a window need for exactly these tokens.
+        wanted = min(matched, request.num_tokens - 1) - state.computed
+        if self._first_window is not None and num_external_tokens != wanted:
+            raise RuntimeError(
+                f"vLLM takes {num_external_tokens} of the {wanted} tokens that there are for "
+                f"request {request.request_id}"
             )
         chunk = self.adapter.chunk_size
         start = state.computed // chunk * chunk
-        load = self._op(state, block_ids, start, matched)
+        load = self._op(state, tables, start, matched)
         load.skip_first_n_tokens = state.computed - start
         self._loads.append(load)
         state.is_loading = True
@@ -123,7 +139,10 @@ class SchedulerSide:
     def build_connector_meta(self, output: "SchedulerOutput") -> Step:
         """Returns what the workers shall do in this step."""
         step = Step(loads=self._loads, finished=self._finished)
+        step.slid, self._slid = self._slid, []
         self._loads, self._finished = [], set()
+        if self._first_window is not None:
+            step.slid += [name for name, state in self._requests.items() if self._slides(state)]
         for request_id in output.preempted_req_ids or ():
             state = self._requests.get(request_id)
             if state is not None and state.has_stored:
@@ -150,17 +169,45 @@ class SchedulerSide:
             if end <= state.stored or self._adapters.are_refused(request.lora_request):
                 continue
             table = output.kv_connector_block_state
-            block_ids = table.get_block_ids(request_id) if table is not None else None
-            if block_ids is None:
+            tables = table.get_block_ids(request_id) if table is not None else None
+            if tables is None:
                 continue
-            store = self._op(state, block_ids[0], state.stored, end)
+            start = self._first_to_store(tables, state.stored, end)
+            state.stored = end
+            if start == end:
+                continue
+            store = self._op(state, tables, start, end)
             if self._events is not None:
-                store.store_number, blocks = self._events.describe(request, state.stored, end)
+                store.store_number, blocks = self._events.describe(request, start, end)
                 step.blocks[store.store_number] = blocks
             step.stores.append(store)
-            self.counts["store_tokens"] += end - state.stored
-            state.stored = end
+            self.counts["store_tokens"] += end - start
             state.has_stored = True
+
+    def _first_to_store(self, tables: Sequence[list[int]], start: int, end: int) -> int:
+        """Returns the start of the first chunk that can be stored.
+
+        A load that ends with a chunk needs the last tokens of it in layers with a window. They are
+        gone where the chunk was complete some steps ago, and no server was there to take it.
+        """
+        chunk = self.adapter.chunk_size
+        while start < end and not all(
+            window is None or table[max(start, start + chunk - window) // self._block_size] != NULL
+            for table, window in zip(tables, self._windows, strict=True)
+        ):
+            start += chunk
+        return start
+
+    def _slides(self, state: RequestState) -> bool:
+        """Returns whether vLLM has given up blocks since the last call that a store may read."""
+        if self._first_window is None:
+            return False
+        request = state.request
+        # As vLLM does when it allocates blocks, and when a request has finished.
+        processed = request.num_computed_tokens - request.num_in_flight_tokens
+        slid = max(processed - self._first_window + 1, 0) // self._block_size * self._block_size
+        before, state.slid = state.slid, slid
+        return state.has_stored and before < min(slid, state.stored)
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
         """Notes which loads have ended."""
@@ -189,6 +236,8 @@ class SchedulerSide:
         if state.is_loading or not state.has_stored:
             return False
         self._finished.add(request.request_id)
+        if self._slides(state):
+            self._slid.append(request.request_id)
         return True
 
     def reset_cache(self) -> None:
@@ -252,11 +301,13 @@ class SchedulerSide:
             return False
         return by_hash or not (request.mm_features or request.prompt_embeds is not None)
 
-    def _op(self, state: RequestState, block_ids: list[int], start: int, end: int) -> LoadStoreOp:
+    def _op(
+        self, state: RequestState, tables: Sequence[list[int]], start: int, end: int
+    ) -> LoadStoreOp:
         request, size = state.request, self._block_size
         op = LoadStoreOp(
             request_id=request.request_id,
-            block_ids=block_ids[start // size : end // size],
+            block_ids=[table[start // size : end // size] for table in tables],
             start=start,
             end=end,
             cache_salt=state.salt,

@@ -16,8 +16,10 @@ logger = logging.getLogger("vllm.lmc")
 
 # Names of the orders in which heads and tokens lie in a block.
 LAYOUTS: dict[tuple[int, ...], str] = {(0, 1, 2, 3): "HND", (0, 2, 1, 3): "NHD"}
-# Longest time that a step waits for stores of requests that lost their blocks, in seconds.
+# Longest time that a step waits for stores of requests that lost their blocks, in seconds; and of
+# those that lost blocks that a window has left, which comes more often.
 PREEMPTION_TIMEOUT = 5.0
+WINDOW_TIMEOUT = 0.5
 
 
 class WorkerSide:
@@ -42,14 +44,14 @@ class WorkerSide:
 
     def register_kv_caches(
         self,
-        tensors: "Sequence[torch.Tensor]",
+        groups: "Sequence[tuple[Sequence[torch.Tensor], int | None]]",
         axes: tuple[int, ...],
         *,
         blocks: int,
         block_size: int,
         is_latent: bool,
     ) -> None:
-        """Names the KV cache of each layer to the adapter.
+        """Names the KV cache of each layer to the adapter, and how far back each KV group looks.
 
         vLLM's tensors have the axes blocks, heads, tokens, content. `axes` is the order in which
         they lie in memory. `is_latent`: one vector for each token instead of heads (MLA).
@@ -60,30 +62,30 @@ class WorkerSide:
                 f"lmc does not know a KV cache whose axes lie in memory as {axes}: "
                 "set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC"
             )
-        known: set[int] = set()
+        device = groups[0][0][0].device
         described = []
-        for tensor in tensors:
-            if tensor.device != tensors[0].device:
-                raise ValueError(
-                    f"lmc needs the KV caches of a worker on one device, and they are on "
-                    f"{tensors[0].device} and {tensor.device}"
-                )
-            if tensor.dim() != 4 or tensor.shape[0] != blocks:
-                raise ValueError(
-                    f"lmc does not know a KV cache of shape {tuple(tensor.shape)} with {blocks} "
-                    f"blocks of {block_size} tokens: set --block-size to one that the attention "
-                    "backend uses as it is"
-                )
-            # Layers may share one cache.
-            if tensor.data_ptr() in known:
-                continue
-            known.add(tensor.data_ptr())
-            view = tensor.permute(axes)
-            if is_latent:
-                view = view.squeeze(axes.index(1))
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            described.append((view.data_ptr(), list(view.shape), list(view.stride()), dtype))
-        device = tensors[0].device
+        for tensors, window in groups:
+            # Layers of a group may share one cache.
+            layers = {}
+            for tensor in tensors:
+                if tensor.device != device:
+                    raise ValueError(
+                        f"lmc needs the KV caches of a worker on one device, and they are on "
+                        f"{device} and {tensor.device}"
+                    )
+                if tensor.dim() != 4 or tensor.shape[0] != blocks:
+                    raise ValueError(
+                        f"lmc does not know a KV cache of shape {tuple(tensor.shape)} with {blocks} "
+                        f"blocks of {block_size} tokens: set --block-size to one that the attention "
+                        "backend uses as it is"
+                    )
+                view = tensor.permute(axes)
+                if is_latent:
+                    view = view.squeeze(axes.index(1))
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                address = view.data_ptr()
+                layers[address] = (address, list(view.shape), list(view.stride()), dtype)
+            described.append((list(layers.values()), window))
         gpu = None if device.type == "cpu" else _uuid(device)
         self.adapter.register_kv_caches(
             described, layout=layout, tokens_per_block=block_size, gpu=gpu
@@ -92,13 +94,17 @@ class WorkerSide:
 
     def handle_preemptions(self, step: Step) -> None:
         """Waits until no store reads the blocks that requests have lost."""
-        if step.preempted and not self.adapter.wait_for_stores(step.preempted, PREEMPTION_TIMEOUT):
-            logger.warning(
-                "stores of %d preempted requests took longer than %.0f s; those that had not begun "
-                "were dropped, and their chunks are not cached",
-                len(step.preempted),
-                PREEMPTION_TIMEOUT,
-            )
+        for requests, timeout in (
+            (step.preempted, PREEMPTION_TIMEOUT),
+            (step.slid, WINDOW_TIMEOUT),
+        ):
+            if requests and not self.adapter.wait_for_stores(requests, timeout):
+                logger.warning(
+                    "stores of %d requests that vLLM takes blocks from took longer than %s s; those "
+                    "that had not begun were dropped, and their chunks are not cached",
+                    len(requests),
+                    timeout,
+                )
 
     def start_load(self, step: Step) -> None:
         """Begins the loads of a step."""
@@ -130,8 +136,8 @@ class WorkerSide:
         """
         return [] if self._events is None else self._events.take()
 
-    def get_finished(self, step: Step | None) -> tuple[set[str], set[str]]:
-        """Returns the requests whose stores, and whose loads, have ended.
+    def get_finished(self, step: Step | None) -> tuple[set[str], set[str], set[str]]:
+        """Returns the requests whose stores, and whose loads, have ended, and whose loads failed.
 
         Of finished requests only those are named to the adapter whose blocks vLLM keeps: vLLM ends
         on a report of any other.
@@ -140,7 +146,7 @@ class WorkerSide:
         if self._can_store:
             return self.adapter.get_finished(finished)
         # vLLM waits for every rank, and this one has stored nothing.
-        return finished, self.adapter.get_finished(set())[1]
+        return (finished, *self.adapter.get_finished(set())[1:])
 
 
 def _uuid(device: "torch.device") -> str:

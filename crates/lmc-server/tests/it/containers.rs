@@ -12,8 +12,8 @@ use crate::common::Server;
 use lmc_key::ChunkHash;
 use lmc_testkit::{DEADLINE, Folder, Process, in_lab, test_arguments, until};
 use lmc_vllm_adapter::adapters::{
-    Endpoint, EngineDescription, KvLayers, LayerTensor, LoadStoreOp, Prompt, SchedulerAdapter,
-    WorkerAdapter,
+    Endpoint, EngineDescription, KvLayers, LayerGroup, LayerTensor, LoadStoreOp, Prompt,
+    SchedulerAdapter, WorkerAdapter,
 };
 use lmc_vllm_adapter::{
     CacheKey, Client, EngineDrivenContext, LOCAL_SOCKET, Reply, Request, RequestConfigs,
@@ -160,9 +160,13 @@ fn worker(memory: &mut [f32]) -> WorkerAdapter {
             .to_vec(),
         dtype: "float32".to_owned(),
     };
+    let group = LayerGroup {
+        tensors: vec![tensor],
+        window: None,
+    };
     // SAFETY: the callers keep the memory until they have shut the worker down, and look at it only
     // while nothing is copied.
-    let layers = unsafe { KvLayers::new(vec![tensor], true, BLOCK as u32) };
+    let layers = unsafe { KvLayers::new(vec![group], true, BLOCK as u32) };
     worker.register_kv_caches(layers).expect("a known layout");
     worker
 }
@@ -188,7 +192,7 @@ fn transfer(blocks: Range<u32>) -> LoadStoreOp {
         request_id: "a".to_owned(),
         prompt: prompt(),
         tokens: 0..CHUNKS * CHUNK,
-        block_ids: blocks.collect(),
+        block_ids: vec![blocks.collect()],
         skip_first_n_tokens: 0,
         cache_salt: String::new(),
         configs: RequestConfigs::default(),

@@ -23,7 +23,7 @@ pub use link::local_server;
 pub use log::{Level, LogLine};
 pub use prompt::{Prompt, chunk_hashes};
 pub use scheduler::{SchedulerAdapter, SchedulerStats};
-pub use tensors::{KvLayers, LayerTensor};
+pub use tensors::{KvLayers, LayerGroup, LayerTensor};
 pub use worker::{EndedStore, EngineStream, Finished, LoadStoreOp, WorkerAdapter, WorkerStats};
 
 use std::io;

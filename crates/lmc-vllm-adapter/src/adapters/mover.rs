@@ -14,6 +14,7 @@ use lmc_memory::{CopyPlan, CopyPool, MappedSegment, PlanRequest};
 use crate::adapters::LoadStoreOp;
 use crate::adapters::link::{Awaited, Link, LinkError, SessionId};
 use crate::adapters::log::shown;
+use crate::adapters::tensors::DescribedGroup;
 use crate::adapters::worker::{Direction, Pool, Shared, Transfer, Work, add};
 use crate::protocol::{CacheKey, Reply, Request, SlotDescriptor};
 
@@ -307,7 +308,7 @@ impl Mover {
     /// Waits until the GPU has done what the engine gave it before the transfer, where the engine's
     /// memory lies on a GPU.
     fn wait_for_engine(&self, pool: &Pool, transfer: &Transfer) -> Result<(), Failure> {
-        if pool.described.paged.gpu().is_none() {
+        if !pool.described.is_on_gpu() {
             return Ok(());
         }
         let failed = |why: &str| Err(Failure::Copy(why.to_owned()));
@@ -365,7 +366,7 @@ impl Mover {
         indices: &[u64],
     ) -> Result<(), String> {
         let described = &pool.described;
-        let per_chunk = described.paged.blocks_per_chunk();
+        let per_chunk = described.blocks_per_chunk();
         let first_blocks: Option<Vec<u64>> = indices
             .iter()
             .map(|index| index.checked_mul(per_chunk))
@@ -374,43 +375,64 @@ impl Mover {
             return Err("the server's chunks are not those of the request".to_owned());
         };
         let block_tokens = self.shared.common.engine.block_size as usize;
-        let request = PlanRequest {
-            block_ids: &op.block_ids,
-            first_blocks: &first_blocks,
-            skip_blocks: match direction {
-                Direction::Store => 0,
-                Direction::Retrieve => op.skip_first_n_tokens.div_ceil(block_tokens) as u64,
-            },
-            null_block: None,
+        let skip_blocks = match direction {
+            Direction::Store => 0,
+            Direction::Retrieve => op.skip_first_n_tokens.div_ceil(block_tokens) as u64,
         };
+        if op.block_ids.len() != described.groups.len() {
+            return Err("the request has not one block table for each group of layers".to_owned());
+        }
         let started = Instant::now();
-        let plan = CopyPlan::new(&described.paged, &request)
-            .map_err(|error| format!("blocks and chunks do not match: {error}"))?;
-        let memory = slot_memory(&pool.memory, slots, described.paged.chunk_bytes());
-        // SAFETY: the slots lie inside the mapping, which `pool` keeps, and no two overlap. The server
-        // gave them to this worker alone; whatever another process writes there meanwhile garbles
-        // bytes and nothing else, and the commit tells whether they were this worker's until the end.
-        let memory = memory.map(|slots| slots.into_iter().map(|mut slot| unsafe { slot.as_mut() }));
-        let copied = match (memory, direction) {
-            (None, _) => Err("the server's slots are not chunks of its pool".to_owned()),
-            (Some(memory), Direction::Store) => {
-                let mut memory: Vec<&mut [u8]> = memory.collect();
-                if described.paged.gpu().is_none() {
-                    memory.iter().for_each(|slot| map_pages(slot));
-                }
-                (self.copies.gather(&plan, &mut memory)).map_err(|error| error.to_string())
-            }
-            (Some(memory), Direction::Retrieve) => {
-                let memory: Vec<&[u8]> = memory.map(|slot| &*slot).collect();
-                (self.copies.scatter(&plan, &memory)).map_err(|error| error.to_string())
-            }
+        let plan = |(group, block_ids): (&DescribedGroup, &Vec<u32>)| {
+            let request = PlanRequest {
+                block_ids,
+                first_blocks: &first_blocks,
+                skip_blocks,
+                null_block: group.null_block,
+            };
+            CopyPlan::new(&group.paged, &request)
         };
+        let plans: Result<Vec<CopyPlan>, _> = described
+            .groups
+            .iter()
+            .zip(&op.block_ids)
+            .map(plan)
+            .collect();
+        let plans = plans.map_err(|error| format!("blocks and chunks do not match: {error}"))?;
+        let memory = slot_memory(&pool.memory, slots, described.chunk.chunk_bytes());
+        let mut memory = memory.ok_or("the server's slots are not chunks of its pool")?;
+        let mut copied = Ok(());
+        for (group, plan) in described.groups.iter().zip(&plans) {
+            // SAFETY: the slots lie inside the mapping, which `pool` keeps, and no two overlap. The
+            // server gave them to this worker alone; whatever another process writes there meanwhile
+            // garbles bytes and nothing else, and the commit tells whether they were this worker's
+            // until the end.
+            let slots = memory.iter_mut().map(|slot| unsafe { slot.as_mut() });
+            let slots = slots.map(|slot| &mut slot[group.bytes.clone()]);
+            copied = match direction {
+                Direction::Store => {
+                    let mut slots: Vec<&mut [u8]> = slots.collect();
+                    if group.paged.gpu().is_none() {
+                        slots.iter().for_each(|slot| map_pages(slot));
+                    }
+                    self.copies.gather(plan, &mut slots)
+                }
+                Direction::Retrieve => {
+                    let slots: Vec<&[u8]> = slots.map(|slot| &*slot).collect();
+                    self.copies.scatter(plan, &slots)
+                }
+            };
+            if copied.is_err() {
+                break;
+            }
+        }
         add(
             &self.shared.counters.copy_nanos,
             started.elapsed().as_nanos() as u64,
         );
         // A pool that was cut short is noticed here.
-        copied.and_then(|_| pool.memory.check().map_err(|error| error.to_string()))
+        copied.map_err(|error| error.to_string())?;
+        pool.memory.check().map_err(|error| error.to_string())
     }
 
     /// Ends a transfer, unless it was dropped before, and counts it: with the chunks of its range that
@@ -431,7 +453,7 @@ impl Mover {
         }
         let counters = &shared.counters;
         let chunk_bytes =
-            (shared.pool.lock().as_ref()).map_or(0, |pool| pool.described.paged.chunk_bytes());
+            (shared.pool.lock().as_ref()).map_or(0, |pool| pool.described.chunk.chunk_bytes());
         let (chunks, bytes, failed) = match transfer.direction {
             Direction::Store => (
                 &counters.stored_chunks,
@@ -456,10 +478,13 @@ impl Mover {
             Err(_) => add(failed, 1),
         }
         if moved.is_err() && transfer.direction == Direction::Retrieve {
-            // Blocks that are shared with the engine's own prefix cache were not touched.
             let op = &transfer.op;
-            let skipped = op.skip_first_n_tokens / shared.common.engine.block_size as usize;
-            work.failed_blocks.extend(op.block_ids.iter().skip(skipped));
+            work.failed.insert(op.request_id.clone());
+            if let [block_ids] = &op.block_ids[..] {
+                // Blocks that are shared with the engine's own prefix cache were not touched.
+                let skipped = op.skip_first_n_tokens / shared.common.engine.block_size as usize;
+                work.failed_blocks.extend(block_ids.iter().skip(skipped));
+            }
         }
         drop(work);
         shared.changed.notify_all();

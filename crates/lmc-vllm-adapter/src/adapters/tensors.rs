@@ -1,13 +1,14 @@
 //! The paged KV cache of this process: what the engine says of its tensors.
 
 use std::fmt::Write as _;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use lmc_memory::cuda::Gpu;
 use lmc_memory::{
-    ChunkOrder, DType, GroupLayout, KvGroup, KvMemory, KvOrder, KvSegments, KvTensor, PagedKv,
-    ProcessMemory,
+    ChunkOrder, DType, GroupLayout, KvGroup, KvMemory, KvOrder, KvSegments, KvTensor, LayoutError,
+    PagedKv, ProcessMemory,
 };
 
 use crate::adapters::AdapterError;
@@ -25,44 +26,79 @@ pub struct LayerTensor {
     pub dtype: String,
 }
 
-/// The KV tensors of one group of layers.
+/// Layers with one block table.
+#[derive(Debug, Clone)]
+pub struct LayerGroup {
+    /// The tensors, in the order of the layers.
+    pub tensors: Vec<LayerTensor>,
+    /// Tokens that the layers need of what is before a token; `None`: all of them. In the block table
+    /// of layers with a window, block 0 stands for a block that is not kept.
+    pub window: Option<u32>,
+}
+
+/// The KV tensors of an engine's worker.
 #[derive(Debug, Clone)]
 pub struct KvLayers {
-    tensors: Vec<LayerTensor>,
+    groups: Vec<LayerGroup>,
     tokens_first: bool,
     tokens_per_block: u32,
     gpu: Option<String>,
 }
 
-/// A group's layout, checked against a chunk size.
+/// The layout of all groups, checked against a chunk size. A chunk holds the groups one after the
+/// other.
 #[derive(Debug)]
 pub(crate) struct Described {
-    pub(crate) paged: PagedKv,
+    pub(crate) groups: Vec<DescribedGroup>,
     /// A chunk as the registration describes it.
     pub(crate) chunk: GroupLayout,
     /// Order of the elements in a chunk, as the registration names it.
     pub(crate) layout: String,
 }
 
+/// One group's share of the chunks.
+#[derive(Debug)]
+pub(crate) struct DescribedGroup {
+    pub(crate) paged: PagedKv,
+    /// Stands in the block table for a block that is not kept.
+    pub(crate) null_block: Option<u32>,
+    /// The group's bytes of a chunk.
+    pub(crate) bytes: Range<usize>,
+}
+
+impl Described {
+    /// Returns true if the tensors lie on a GPU.
+    pub(crate) fn is_on_gpu(&self) -> bool {
+        self.groups.iter().any(|group| group.paged.gpu().is_some())
+    }
+
+    /// Blocks of one chunk, in each group.
+    pub(crate) fn blocks_per_chunk(&self) -> u64 {
+        // Groups of other blocks are refused.
+        self.groups
+            .first()
+            .map_or(0, |group| group.paged.blocks_per_chunk())
+    }
+}
+
+/// Stands for blocks that are not kept in block tables of layers with a window.
+const NULL_BLOCK: u32 = 0;
+
 fn invalid(error: impl std::fmt::Display) -> AdapterError {
     AdapterError::Invalid(error.to_string())
 }
 
 impl KvLayers {
-    /// Takes the tensors of a group, in the order of its layers. `tokens_first` is true for blocks
-    /// with the tokens before the heads (`NHD`) and false for `HND`; `tokens_per_block` are those
-    /// that one block id covers.
+    /// Takes the groups of layers, in the order of the engine's block tables. `tokens_first` is true
+    /// for blocks with the tokens before the heads (`NHD`) and false for `HND`; `tokens_per_block` are
+    /// those that one block id covers.
     ///
     /// # Safety
     /// The memory of the tensors stays allocated, readable and writable until the worker that they
     /// are registered with is shut down, and no code of this process holds a Rust reference to it.
-    pub unsafe fn new(
-        tensors: Vec<LayerTensor>,
-        tokens_first: bool,
-        tokens_per_block: u32,
-    ) -> Self {
+    pub unsafe fn new(groups: Vec<LayerGroup>, tokens_first: bool, tokens_per_block: u32) -> Self {
         Self {
-            tensors,
+            groups,
             tokens_first,
             tokens_per_block,
             gpu: None,
@@ -89,16 +125,61 @@ impl KvLayers {
         self.tokens_per_block
     }
 
-    /// Describes the group for chunks of `chunk_size` tokens. `gpu` is the one that the tensors lie
+    /// Describes the groups for chunks of `chunk_size` tokens. `gpu` is the one that the tensors lie
     /// on.
     pub(crate) fn describe(
         &self,
         chunk_size: u32,
         gpu: Option<&Arc<Gpu>>,
     ) -> Result<Described, AdapterError> {
-        let mut tensors = Vec::with_capacity(self.tensors.len());
-        let mut ranges = Vec::with_capacity(self.tensors.len());
-        for tensor in &self.tensors {
+        let mut groups = Vec::with_capacity(self.groups.len());
+        let mut layouts = Vec::with_capacity(self.groups.len());
+        let mut end = 0;
+        for group in &self.groups {
+            let (paged, order) = self.describe_group(group, chunk_size, gpu)?;
+            let begin = end;
+            end += paged.chunk_bytes() as usize;
+            groups.push(DescribedGroup {
+                paged,
+                null_block: group.window.map(|_| NULL_BLOCK),
+                bytes: begin..end,
+            });
+            layouts.push(describe_order(order));
+        }
+        let layers = layouts.iter().map(|(layout, _)| layout.layers()).sum();
+        let mut all = layouts
+            .iter()
+            .map(|(layout, text)| Ok((layout.with_layers(layers)?, text)));
+        let first: Result<_, LayoutError> =
+            all.next().ok_or_else(|| invalid("there are no layers"))?;
+        let (chunk, order) = first.map_err(invalid)?;
+        if !all.all(|other| other == Ok((chunk, order))) {
+            return Err(invalid(
+                "the KV groups of the engine differ in the heads, size or type of their elements: \
+                 start vLLM with --disable-hybrid-kv-cache-manager where the model allows that, or \
+                 without lmc",
+            ));
+        }
+        let layout = match &self.groups[..] {
+            [LayerGroup { window: None, .. }] => order.clone(),
+            groups => name_groups(groups, order),
+        };
+        Ok(Described {
+            groups,
+            chunk,
+            layout,
+        })
+    }
+
+    fn describe_group(
+        &self,
+        group: &LayerGroup,
+        chunk_size: u32,
+        gpu: Option<&Arc<Gpu>>,
+    ) -> Result<(PagedKv, ChunkOrder), AdapterError> {
+        let mut tensors = Vec::with_capacity(group.tensors.len());
+        let mut ranges = Vec::with_capacity(group.tensors.len());
+        for tensor in &group.tensors {
             let dtype: DType = tensor.dtype.parse().map_err(invalid)?;
             if tensor.shape.len() != tensor.strides.len() {
                 return Err(invalid(
@@ -129,13 +210,8 @@ impl KvLayers {
         let group = KvGroup::describe(&tensors, order, Some(self.tokens_per_block), chunk_size);
         let group = group.map_err(invalid)?;
         let numbers: Vec<usize> = (0..ranges.len()).collect();
-        let (chunk, layout) = describe_order(group.order());
-        let segments = segments(ranges, gpu);
-        Ok(Described {
-            paged: group.open(&numbers, segments).map_err(invalid)?,
-            chunk,
-            layout,
-        })
+        let paged = group.open(&numbers, segments(ranges, gpu));
+        Ok((paged.map_err(invalid)?, group.order()))
     }
 }
 
@@ -182,4 +258,18 @@ fn describe_order(order: ChunkOrder) -> (GroupLayout, String) {
             (blocks, text)
         }
     }
+}
+
+/// Names the order of the elements in a chunk of several groups, or of layers with a window: the
+/// number of layers of each group, with its window, and the order within each. What a window leaves
+/// out is zero in chunks, so the window counts.
+fn name_groups(groups: &[LayerGroup], order: &str) -> String {
+    let mut text = "groups".to_owned();
+    for group in groups {
+        let _ = match group.window {
+            None => write!(text, " {}", group.tensors.len()),
+            Some(window) => write!(text, " {}/{window}", group.tensors.len()),
+        };
+    }
+    text + ": " + order
 }

@@ -35,8 +35,9 @@ pub struct LoadStoreOp {
     pub prompt: Prompt,
     /// The range in tokens, in whole chunks.
     pub tokens: Range<usize>,
-    /// The blocks of the range.
-    pub block_ids: Vec<u32>,
+    /// The blocks of the range in each group of layers, in the order in which the groups are
+    /// registered.
+    pub block_ids: Vec<Vec<u32>>,
     /// Tokens at the start of the range whose blocks a retrieve must not write.
     pub skip_first_n_tokens: usize,
     /// Name of the tenant.
@@ -64,6 +65,8 @@ pub struct Finished {
     pub stores: HashSet<String>,
     /// Requests whose retrieves have all ended, well or not.
     pub retrieves: HashSet<String>,
+    /// The part of `retrieves` that lacks chunks.
+    pub failed: HashSet<String>,
 }
 
 /// Figures of a [`WorkerAdapter`] since its start.
@@ -162,6 +165,8 @@ pub(crate) struct Work {
     requests: HashMap<String, OfRequest>,
     /// Requests whose retrieves have ended since the last report.
     retrieved: HashSet<String>,
+    /// Requests with a retrieve that failed, until they are reported.
+    pub(crate) failed: HashSet<String>,
     pub(crate) failed_blocks: HashSet<u32>,
     /// Stores with a number that have ended since the last report.
     ended: Vec<EndedStore>,
@@ -604,7 +609,7 @@ impl WorkerAdapter {
         })
     }
 
-    /// Registers the paged KV cache of one group of layers, and waits at most 5 s for the server's
+    /// Registers the paged KV cache, and waits at most 5 s for the server's
     /// answer. Without a server it is registered when there is one. Where it lies on a GPU, this takes
     /// 66 MiB there for copies.
     ///
@@ -731,13 +736,19 @@ impl WorkerAdapter {
             }
             request.had_stores || request.retrieves > 0
         });
+        let retrieves = std::mem::take(&mut work.retrieved);
+        let failed = (work.failed)
+            .extract_if(|request_id| retrieves.contains(request_id))
+            .collect();
         Finished {
             stores,
-            retrieves: std::mem::take(&mut work.retrieved),
+            retrieves,
+            failed,
         }
     }
 
-    /// Returns the blocks that retrieves failed to fill since the last call. Called after
+    /// Returns the blocks that retrieves failed to fill since the last call, for engines with one
+    /// group of layers: with several, [`Finished::failed`] alone says what failed. Called after
     /// [`WorkerAdapter::get_finished`], it returns those of each request that was reported, now or
     /// in an earlier call.
     pub fn get_block_ids_with_load_errors(&self) -> HashSet<u32> {

@@ -12,14 +12,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::common::engine::{
-    BLOCK, BLOCKS, Engine, LAYER, TIMEOUT, blocks, endpoint, engine, hashes, layers, op,
-    succeeds_forked, tokens, until,
+    BLOCK, BLOCKS, Engine, HEAD, HEADS, LAYER, TIMEOUT, blocks, content, described, endpoint,
+    engine, group_at, hashes, layers, op, succeeds_forked, tokens, until,
 };
 use crate::common::{CHUNK, Server, Worker, lookup, prompt};
 use lmc_key::ChunkHash;
 use lmc_testkit::{Folder, free_port};
 use lmc_vllm_adapter::adapters::{
-    AdapterError, Endpoint, EngineDescription, Finished, LoadStoreOp, LogLine, Prompt,
+    AdapterError, Endpoint, EngineDescription, Finished, LayerGroup, LoadStoreOp, LogLine, Prompt,
     SchedulerAdapter, Timeouts, WorkerAdapter,
 };
 use lmc_vllm_adapter::{CacheKey, Reply, Request, ZmqConfig};
@@ -394,11 +394,11 @@ fn blocks_that_the_engine_does_not_have_fail_the_retrieve_and_nothing_else() {
     let prompt = hashes(6, 2);
     engine.store("a", 1, &prompt, 0..2, 0);
     let mut wrong = op("b", &prompt, 0..2, 0);
-    wrong.block_ids[3] = BLOCKS as u32;
+    wrong.block_ids[0][3] = BLOCKS as u32;
     engine.worker.submit_retrieve_request(wrong.clone());
     assert_eq!(engine.finished(&[]).retrieves.len(), 1);
     let failed = engine.worker.get_block_ids_with_load_errors();
-    assert_eq!(failed, wrong.block_ids.iter().copied().collect());
+    assert_eq!(failed, wrong.block_ids[0].iter().copied().collect());
     assert!(engine.load("c", &prompt, 0..2, 20));
     server.assert_idle();
 }
@@ -443,7 +443,7 @@ fn failures_are_logged_with_their_reason_and_not_in_floods() {
     assert!(!engine.load("e", &hashes(9, 2), 0..2, 20));
     assert_eq!(lines(&engine, "load failed for request e"), 1);
     let mut wrong = op("f", &hashes(11, 2), 0..2, 0);
-    wrong.block_ids[3] = BLOCKS as u32;
+    wrong.block_ids[0][3] = BLOCKS as u32;
     engine.worker.submit_store_request(wrong.clone());
     engine.finished(&["f"]);
     wrong.request_id = "g".to_owned();
@@ -455,6 +455,144 @@ fn failures_are_logged_with_their_reason_and_not_in_floods() {
     // One of a store and one of a load.
     assert_eq!(lines(&engine, "the copy failed"), 2);
     server.assert_idle();
+}
+
+/// Two groups of layers, of which the second looks back 8 tokens only: blocks before are not kept.
+struct Windowed {
+    engine: Engine,
+}
+
+impl Windowed {
+    /// A window of two blocks.
+    const WINDOW: u32 = 2 * BLOCK as u32;
+
+    fn start(server: &Server, window: Option<u32>) -> Self {
+        let mut engine = Engine::start(server, "windows", true);
+        let groups = engine.memory.split_at_mut(2);
+        let groups = [(groups.0, None), (groups.1, window)].map(|(memory, window)| LayerGroup {
+            window,
+            ..group_at(memory.iter_mut().map(|layer| layer.as_mut_ptr().addr()))
+        });
+        (engine.worker)
+            .register_kv_caches(described(groups.into()))
+            .expect("known layouts");
+        Self { engine }
+    }
+
+    /// Returns a transfer of two chunks. Of the second group the last two blocks are kept.
+    fn op(request: &str, at: u32) -> LoadStoreOp {
+        let mut op = op(request, &hashes(3, 2), 0..2, at);
+        let mut kept = blocks(2, at + 1);
+        let gone = kept.len() - 2;
+        kept[..gone].fill(0);
+        op.block_ids.push(kept);
+        op
+    }
+
+    /// Writes the content of both groups' blocks, or compares it.
+    fn content(&mut self, op: &LoadStoreOp, check: bool) -> bool {
+        let (full, windowed) = self.engine.memory.split_at_mut(2);
+        let kept = op.block_ids[1].len() - 2;
+        content(full, 1, &op.block_ids[0], 0, check)
+            & content(windowed, 2, &op.block_ids[1][kept..], kept, check)
+    }
+}
+
+#[test]
+fn layers_with_a_window_are_stored_and_loaded_with_the_blocks_that_are_kept() {
+    let server = Server::start();
+    let mut first = Windowed::start(&server, Some(Windowed::WINDOW));
+    let stored = Windowed::op("a", 1);
+    first.content(&stored, false);
+    // Block 0 belongs to no request.
+    first.engine.memory[2][..HEADS * BLOCK * HEAD].fill(-1.0);
+    first.engine.worker.submit_store_request(stored);
+    assert_eq!(first.engine.finished(&["a"]).stores.len(), 1);
+    let mut second = Windowed::start(&server, Some(Windowed::WINDOW));
+    assert_eq!(second.engine.lookup("b", &hashes(3, 2)), 2 * CHUNK as u64);
+    let loaded = Windowed::op("b", 20);
+    second.engine.worker.submit_retrieve_request(loaded.clone());
+    let finished = second.engine.finished(&[]);
+    assert_eq!((finished.retrieves.len(), finished.failed.len()), (1, 0));
+    second.engine.scheduler.end_session("b");
+    assert!(second.content(&loaded, true));
+    assert!(
+        second
+            .engine
+            .memory
+            .iter()
+            .all(|layer| !layer.contains(&-1.0))
+    );
+    let block_0 = &second.engine.memory[2][..HEADS * BLOCK * HEAD];
+    assert!(
+        block_0.iter().all(|&element| element == 0.0),
+        "it is no block of the request"
+    );
+    server.assert_idle();
+}
+
+#[test]
+fn engines_with_other_windows_share_nothing() {
+    let server = Server::start();
+    let mut first = Windowed::start(&server, Some(Windowed::WINDOW));
+    let stored = Windowed::op("a", 1);
+    first.content(&stored, false);
+    first.engine.worker.submit_store_request(stored);
+    assert_eq!(first.engine.finished(&["a"]).stores.len(), 1);
+    for (number, window) in [None, Some(2 * Windowed::WINDOW)].into_iter().enumerate() {
+        let other = Windowed::start(&server, window);
+        let request = format!("other {number}");
+        other.engine.lookup(&request, &hashes(3, 2));
+        let loaded = Windowed::op(&request, 20);
+        other.engine.worker.submit_retrieve_request(loaded);
+        let finished = other.engine.finished(&[]);
+        // The worker's description counts, and it is the worker that asks for the bytes.
+        assert_eq!(
+            finished.failed,
+            HashSet::from([request.clone()]),
+            "{window:?}"
+        );
+        other.engine.scheduler.end_session(&request);
+    }
+}
+
+#[test]
+fn a_failed_load_of_several_groups_names_its_request_and_no_blocks() {
+    let server = Server::start();
+    let engine = Windowed::start(&server, Some(Windowed::WINDOW)).engine;
+    let missing = op("a", &hashes(3, 2), 0..2, 20);
+    for (request, groups) in [("none", 0), ("one", 1), ("two", 2), ("three", 3)] {
+        let mut missing = missing.clone();
+        missing.request_id = request.to_owned();
+        missing.block_ids = vec![missing.block_ids[0].clone(); groups];
+        engine.worker.submit_retrieve_request(missing);
+        let finished = engine.finished(&[]);
+        assert_eq!(finished.failed, HashSet::from([request.to_owned()]));
+        assert_eq!(finished.failed, finished.retrieves);
+    }
+    // Only the op with one group says which blocks it would have filled.
+    let failed = engine.worker.get_block_ids_with_load_errors();
+    assert_eq!(failed.len(), 2 * CHUNK / BLOCK);
+}
+
+#[test]
+fn groups_of_other_heads_or_types_are_refused() {
+    let server = Server::start();
+    let mut engine = Engine::start(&server, "i", true);
+    let mut groups: Vec<LayerGroup> = (engine.memory.iter_mut())
+        .map(|layer| group_at([layer.as_mut_ptr().addr()].into_iter()))
+        .collect();
+    let accepted = engine.worker.register_kv_caches(described(groups.clone()));
+    assert!(accepted.is_ok(), "{accepted:?}");
+    groups[1].tensors[0].dtype = "int32".to_owned();
+    let refused = engine.worker.register_kv_caches(described(groups));
+    let refused = refused.expect_err("two types").to_string();
+    assert!(
+        refused.contains("--disable-hybrid-kv-cache-manager"),
+        "{refused}"
+    );
+    let refused = engine.worker.register_kv_caches(described(Vec::new()));
+    assert!(refused.is_err());
 }
 
 #[test]

@@ -13,7 +13,7 @@ use crate::common::engine::{BLOCK, BLOCKS, Engine, blocks, engine, hashes, op, t
 use crate::common::{CHUNK, Server};
 use lmc_testkit::rounds;
 use lmc_vllm_adapter::RequestConfigs;
-use lmc_vllm_adapter::adapters::{Endpoint, Finished, SchedulerAdapter, Timeouts};
+use lmc_vllm_adapter::adapters::{Endpoint, SchedulerAdapter, Timeouts};
 
 /// Bytes of a ZMTP greeting.
 const GREETING: usize = 64;
@@ -294,8 +294,8 @@ fn a_store_that_is_submitted_twice_writes_no_slot_that_is_not_its_own() {
     let mut engine = Engine::start(&server, "i", true);
     let prompt = hashes(1, 2);
     let (once, twice) = (op("a", &prompt, 0..2, 0), op("a", &prompt, 0..2, 30));
-    engine.content(1, &once.block_ids, 0, false);
-    engine.content(2, &twice.block_ids, 0, false);
+    engine.content(1, &once.block_ids[0], 0, false);
+    engine.content(2, &twice.block_ids[0], 0, false);
     engine
         .worker
         .batched_submit_store_requests(vec![once, twice], None);
@@ -444,7 +444,7 @@ fn an_answer_that_is_cut_off_anywhere_loses_no_request_and_leaves_nothing_held()
         let prompt = tokens(number as u32, 2);
         let (store, load) = (format!("s{number}"), format!("l{number}"));
         let stored = op(&store, &prompt, 0..2, 0);
-        engine.content(number as u32, &stored.block_ids, 0, false);
+        engine.content(number as u32, &stored.block_ids[0], 0, false);
         engine.worker.submit_store_request(stored);
         assert_eq!(engine.finished(&[&store]).stores, HashSet::from([store]));
         let found = reader.lookup(&load, &prompt);
@@ -521,12 +521,14 @@ fn no_lie_of_a_server_ends_or_hangs_the_engine() {
             engine.worker.submit_retrieve_request(loaded);
             let mut finished = engine.finished(&[&store]);
             while (finished.stores.len(), finished.retrieves.len()) != (1, 1) {
-                let Finished { stores, retrieves } = engine.finished(&[]);
-                finished.stores.extend(stores);
-                finished.retrieves.extend(retrieves);
+                let more = engine.finished(&[]);
+                finished.stores.extend(more.stores);
+                finished.retrieves.extend(more.retrieves);
+                finished.failed.extend(more.failed);
             }
             let failed = engine.worker.get_block_ids_with_load_errors();
             assert!(failed.len() <= 3 * CHUNK / BLOCK, "seed {seed}");
+            assert_eq!(failed.is_empty(), finished.failed.is_empty(), "seed {seed}");
             engine.scheduler.end_session(&load);
         }
     }
@@ -655,9 +657,9 @@ impl Schedule {
         self.next += 1;
         let (request, prompt) = (format!("r{}", self.next), self.one_of(12) as u32);
         let mut op = op(&request, &tokens(prompt, 2), 0..2, 0);
-        op.block_ids = Self::blocks(range);
+        op.block_ids = vec![Self::blocks(range)];
         if self.one_of(2) == 0 {
-            (self.engine).content(prompt, &op.block_ids, 0, false);
+            (self.engine).content(prompt, &op.block_ids[0], 0, false);
             // The same twice is one store.
             let ops = vec![op; 1 + self.one_of(2)];
             self.engine.worker.batched_submit_store_requests(ops, None);

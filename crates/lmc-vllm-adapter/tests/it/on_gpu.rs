@@ -122,7 +122,7 @@ impl OnGpu {
 
     fn begin_store(&self, request: &str, seed: u32, prompt: &Prompt, at: u32) {
         let op = op(request, prompt, 0..2, at);
-        self.content(seed, &op.block_ids, false);
+        self.content(seed, &op.block_ids[0], false);
         let ops = vec![op];
         (self.worker).batched_submit_store_requests(ops, after(self.stream));
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use lmc_key::ChunkHash;
 use lmc_vllm_adapter::RequestConfigs;
 use lmc_vllm_adapter::adapters::{
-    Endpoint, EngineDescription, Finished, KvLayers, LayerTensor, LoadStoreOp, Prompt,
+    Endpoint, EngineDescription, Finished, KvLayers, LayerGroup, LayerTensor, LoadStoreOp, Prompt,
     SchedulerAdapter, Timeouts, WorkerAdapter,
 };
 
@@ -105,7 +105,7 @@ impl Engine {
         let op = op(request, prompt, chunks.clone(), at);
         self.content(
             seed,
-            &op.block_ids.clone(),
+            &op.block_ids[0].clone(),
             chunks.start * CHUNK / BLOCK,
             false,
         );
@@ -179,6 +179,11 @@ pub(crate) fn layers(memory: &mut [Vec<f32>]) -> KvLayers {
 
 /// Describes the paged memory of a worker by the addresses of its layers.
 pub(crate) fn layers_at(addresses: impl Iterator<Item = usize>) -> KvLayers {
+    described(vec![group_at(addresses)])
+}
+
+/// Describes a group of layers by their addresses.
+pub(crate) fn group_at(addresses: impl Iterator<Item = usize>) -> LayerGroup {
     let tensor = |data: usize| LayerTensor {
         data,
         shape: vec![2, BLOCKS as u64, HEADS as u64, BLOCK as u64, HEAD as u64],
@@ -191,10 +196,17 @@ pub(crate) fn layers_at(addresses: impl Iterator<Item = usize>) -> KvLayers {
         ],
         dtype: "float32".to_owned(),
     };
-    let tensors = addresses.map(tensor).collect();
+    LayerGroup {
+        tensors: addresses.map(tensor).collect(),
+        window: None,
+    }
+}
+
+/// Describes groups of layers in the paged memory of a worker.
+pub(crate) fn described(groups: Vec<LayerGroup>) -> KvLayers {
     // SAFETY: the memory outlives the worker, which is shut down first, and tests look at it only
     // while nothing is copied.
-    unsafe { KvLayers::new(tensors, false, BLOCK as u32) }
+    unsafe { KvLayers::new(groups, false, BLOCK as u32) }
 }
 
 pub(crate) fn until<T>(mut look: impl FnMut() -> Option<T>) -> T {
@@ -220,7 +232,7 @@ pub(crate) fn op(request: &str, prompt: &Prompt, chunks: Range<usize>, at: u32) 
         request_id: request.to_owned(),
         prompt: prompt.clone(),
         tokens: chunks.start * CHUNK..chunks.end * CHUNK,
-        block_ids: blocks(chunks.len(), at),
+        block_ids: vec![blocks(chunks.len(), at)],
         skip_first_n_tokens: 0,
         cache_salt: String::new(),
         configs: RequestConfigs::default(),
