@@ -121,11 +121,11 @@ class WorkerAdapter:
     ) -> None:
         """Names the tensors of each KV group, in layer order, and the tokens that it looks back.
 
-        Those are `None` for layers that look back to the start of a prompt; in the block tables of
-        others, block 0 stands for one that is not kept. A tensor is its address, shape, strides in elements and element type. The memory must stay
-        valid until `shutdown` returns. `gpu` is the id of the NVIDIA GPU that it lies on, as
-        PyTorch spells it; `None`: it is the host's. Raises `ValueError` for a layout that lmc does
-        not know and for a GPU that cannot be used.
+        Layers that look back to the start of a prompt have no such number; in the block tables of
+        others, block 0 stands for one that is not kept. A tensor is its address, shape, strides in
+        elements and element type. The memory must stay valid until `shutdown` returns. `gpu` is the
+        id of the NVIDIA GPU that it lies on, as PyTorch spells it; `None`: it is the host's. Raises
+        `ValueError` for a layout that lmc does not know and for a GPU that cannot be used.
         """
 
     def submit_store_request(self, op: LoadStoreOp) -> None:
@@ -181,6 +181,9 @@ class WorkerAdapter:
         After `timeout` seconds it cancels what has not begun, waits for the copy under way, and
         returns `False`.
         """
+
+    def wait_for_stores_before(self, requests: Mapping[str, int], timeout: float) -> bool:
+        """Waits as `wait_for_stores`, for the stores whose range begins before a request's token."""
 
     def stats(self) -> dict[str, int]: ...
     def take_log(self) -> list[tuple[int, str]]: ...

@@ -56,6 +56,10 @@ fn after(stream: Option<u64>) -> Option<EngineStream> {
     stream.map(|stream| unsafe { EngineStream::new(stream) })
 }
 
+fn seconds(seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds).map_err(|error| PyValueError::new_err(error.to_string()))
+}
+
 /// Address, shape, strides in elements and element type of a layer's tensor.
 type Tensor = (usize, Vec<u64>, Vec<u64>, String);
 
@@ -211,9 +215,19 @@ impl WorkerAdapter {
         request_ids: Vec<String>,
         timeout: f64,
     ) -> PyResult<bool> {
-        let timeout = Duration::try_from_secs_f64(timeout)
-            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let timeout = seconds(timeout)?;
         Ok(py.detach(|| self.0.wait_for_stores(&request_ids, timeout)))
+    }
+
+    fn wait_for_stores_before(
+        &self,
+        py: Python<'_>,
+        requests: HashMap<String, usize>,
+        timeout: f64,
+    ) -> PyResult<bool> {
+        let timeout = seconds(timeout)?;
+        let requests: Vec<_> = requests.into_iter().collect();
+        Ok(py.detach(|| self.0.wait_for_stores_before(&requests, timeout)))
     }
 
     fn stats(&self) -> HashMap<&'static str, u64> {

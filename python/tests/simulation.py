@@ -22,7 +22,8 @@ POISON = "freed"
 # Stands in a table for a block that is not kept.
 NULL = 0
 # How far back the layers of each KV group look.
-WINDOWS = ((None,), (None, 6), (None, 24), (9,), (20, None, 5))
+# Windows that differ by no whole blocks leave them in different steps.
+WINDOWS = ((None,), (None, 6), (None, 24), (9,), (20, None, 5), (None, 8, 9), (6, 9), (15, None, 17))
 MAX_RUNNING = 5
 
 
@@ -224,10 +225,13 @@ class WorkerAdapter:
         self.retrieved.add(op.request_id)
 
     def wait_for_stores(self, request_ids, timeout):
+        return self.wait_for_stores_before(dict.fromkeys(request_ids, 1 << 30), timeout)
+
+    def wait_for_stores_before(self, requests, timeout):
         drops = self.model.rng.random() < 0.3
         dropped = 0
         for store in list(self.stores):
-            if store[0].request_id not in request_ids:
+            if store[0].start >= requests.get(store[0].request_id, 0):
                 continue
             if drops and store[1] is None:
                 self.stores.remove(store)

@@ -52,68 +52,82 @@ class Imports(unittest.TestCase):
             cache_config=SimpleNamespace(block_size=16),
         )
 
+    def groups(self, *specs, hashes=None):
+        groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"]) for spec in specs]
+        return SimpleNamespace(kv_cache_groups=groups, hash_block_size=hashes)
+
+    def kinds(self, connector):
+        """Kinds of layers in the place of vLLM's, each a class with blocks of 16 tokens."""
+
+        class Full:
+            block_size = 16
+
+        class Latent(Full):
+            pass
+
+        class Sliding:
+            block_size, sliding_window, extra_retained_tokens = 16, 512, 3
+
+        return mock.patch.multiple(
+            connector, FullAttentionSpec=Full, MLAAttentionSpec=Latent, SlidingWindowSpec=Sliding
+        ), (Full, Latent, Sliding)
+
     def test_sleep_mode_is_refused_where_memory_goes_away_under_copies(self):
-        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
-        groups = SimpleNamespace(kv_cache_groups=[group])
         with stub.vllm():
             from lmc.vllm import connector
 
-            with mock.patch.object(connector, "is_full_attention_spec", lambda spec: True):
+            patched, (full, *_) = self.kinds(connector)
+            with patched:
                 for device, sleeps in (("cpu", True), ("cuda", False)):
-                    connector._refuse_unsupported(self.configuration(device, sleeps), groups)
+                    configuration = self.configuration(device, sleeps)
+                    connector._refuse_unsupported(configuration, self.groups(full()))
                 with self.assertRaisesRegex(ValueError, "--enable-sleep-mode"):
-                    connector._refuse_unsupported(self.configuration("cuda", True), groups)
+                    configuration = self.configuration("cuda", True)
+                    connector._refuse_unsupported(configuration, self.groups(full()))
 
     def test_layers_are_held_that_look_back_to_the_start_or_a_window(self):
         with stub.vllm():
             from lmc.vllm import connector
 
-            class Full:
-                block_size = 16
+            patched, (full, latent, sliding) = self.kinds(connector)
 
-            class Sliding(Full):
-                sliding_window, extra_retained_tokens = 512, 3
-
-            class Other(Full):
+            # vLLM's kinds that keep blocks in another way are derived from these.
+            class Other(full):
                 pass
 
-            class OtherSliding(Sliding):
+            class OtherSliding(sliding):
                 pass
 
-            class Large(Sliding):
-                block_size = 32
-
-            with mock.patch.multiple(
-                connector,
-                is_full_attention_spec=lambda spec: type(spec) in (Full, Other),
-                FullAttentionSpec=Full,
-                SlidingWindowSpec=Sliding,
-            ):
+            with patched:
                 for kinds, refusal in (
-                    ([Full], None),
-                    ([Full, Sliding], None),
-                    ([Sliding], None),
-                    ([Sliding, Full, Sliding], None),
-                    # The only group may be of a kind of full attention, such as MLA.
-                    ([Other], None),
-                    ([Full, Other], "2 groups .Full, Other.: start vLLM with --disable-hybrid"),
-                    ([Full, OtherSliding], "OtherSliding"),
-                    ([OtherSliding], "1 groups"),
+                    ([full], None),
+                    ([full, sliding], None),
+                    ([sliding], None),
+                    ([sliding, full, sliding], None),
+                    ([latent], None),
+                    ([latent, sliding], "2 groups .Latent, Sliding.: start vLLM with --disable-hyb"),
+                    ([Other], "1 groups"),
+                    ([full, Other], "Other"),
+                    ([full, OtherSliding], "OtherSliding"),
                     ([], "0 groups"),
                 ):
-                    specs = [SimpleNamespace(kv_cache_spec=kind()) for kind in kinds]
-                    groups = SimpleNamespace(kv_cache_groups=specs)
+                    groups = self.groups(*(kind() for kind in kinds))
                     if refusal is None:
                         connector._refuse_unsupported(self.configuration(), groups)
                     else:
                         with self.assertRaisesRegex(ValueError, refusal):
                             connector._refuse_unsupported(self.configuration(), groups)
-                with (
-                    mock.patch.object(connector, "SlidingWindowSpec", Large),
-                    self.assertRaisesRegex(ValueError, "a group has 32, the hashes 16"),
+                large = sliding()
+                large.block_size = 32
+                for groups, refusal in (
+                    (self.groups(full(), large), "a group has 32, the hashes 16"),
+                    (self.groups(full(), sliding(), hashes=4), "--prefix-match-unit"),
                 ):
-                    large = SimpleNamespace(
-                        kv_cache_groups=[SimpleNamespace(kv_cache_spec=Large())]
-                    )
-                    connector._refuse_unsupported(self.configuration(), large)
-                self.assertEqual([connector._window(kind()) for kind in (Full, Sliding)], [None, 515])
+                    with self.assertRaisesRegex(ValueError, refusal):
+                        connector._refuse_unsupported(self.configuration(), groups)
+                connector._refuse_unsupported(self.configuration(), self.groups(full(), hashes=16))
+                empty = self.groups(full(), sliding())
+                empty.kv_cache_groups[1].layer_names = []
+                with self.assertRaisesRegex(ValueError, "pipeline rank"):
+                    connector._refuse_unsupported(self.configuration(), empty)
+                self.assertEqual([connector._window(kind()) for kind in (full, sliding)], [None, 515])

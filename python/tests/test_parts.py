@@ -598,15 +598,27 @@ class Worker(unittest.TestCase):
     def test_requests_that_lost_blocks_are_waited_for(self):
         adapter = mock.Mock()
         adapter.wait_for_stores.return_value = False
+        adapter.wait_for_stores_before.return_value = False
         worker = WorkerSide(adapter, can_store=True)
         worker.handle_preemptions(Step())
         adapter.wait_for_stores.assert_not_called()
+        adapter.wait_for_stores_before.assert_not_called()
         with self.assertLogs("vllm.lmc", "WARNING"):
             worker.handle_preemptions(Step(preempted=["a"]))
         with self.assertLogs("vllm.lmc", "WARNING"):
-            worker.handle_preemptions(Step(slid=["b"]))
-        waits = [call.args for call in adapter.wait_for_stores.call_args_list]
-        self.assertEqual(waits, [(["a"], 5.0), (["b"], 0.5)])
+            worker.handle_preemptions(Step(freed={"b": 16}))
+        adapter.wait_for_stores.assert_called_once_with(["a"], 5.0)
+        adapter.wait_for_stores_before.assert_called_once_with({"b": 16}, 0.5)
+
+    def test_a_server_that_hangs_holds_steps_up_once_and_not_each(self):
+        adapter, now = mock.Mock(), 100.0
+        adapter.wait_for_stores_before.return_value = False
+        worker = WorkerSide(adapter, can_store=True)
+        with mock.patch("time.monotonic", lambda: now), self.assertLogs("vllm.lmc") as log:
+            for now in (100.0, 101.0, 112.0):
+                worker.handle_preemptions(Step(freed={"b": 16}))
+        waits = [call.args[1] for call in adapter.wait_for_stores_before.call_args_list]
+        self.assertEqual((waits, len(log.output)), ([0.5, 0.0, 0.5], 2))
 
     def test_a_step_passes_between_processes(self):
         op = LoadStoreOp("a", [[1]], 0, 4, chunk_hashes=b"x" * 32, configs={"lmc.x": 1})

@@ -326,7 +326,7 @@ class Window(unittest.TestCase):
         request = Request("a", list(range(64)))
         scheduler.get_num_new_matched_tokens(request, 0)
         scheduler.update_state_after_alloc(request, Blocks(), 0)
-        slid = []
+        freed = []
         for computed, in_flight, scheduled in (
             (0, 0, 32),
             # What is in flight may need its window yet.
@@ -339,13 +339,25 @@ class Window(unittest.TestCase):
             request.num_computed_tokens, request.num_in_flight_tokens = computed, in_flight
             tables = [list(range(1, 17)), list(range(20, 36))]
             step = scheduler.build_connector_meta(output({"a": scheduled}, {"a": tables}))
-            slid.append((step.slid, [store.end for store in step.stores]))
+            freed.append((step.freed, [store.end for store in step.stores]))
         self.assertEqual(
-            slid, [([], [32]), ([], [48]), (["a"], []), (["a"], []), ([], [])]
+            freed, [({}, [32]), ({}, [48]), ({"a": 24}, []), ({"a": 48}, []), ({}, [])]
         )
 
+    def test_windows_that_leave_a_block_in_different_steps_are_each_waited_for(self):
+        scheduler = side(Adapter(), windows=(8, 9))
+        request = Request("a", list(range(64)))
+        scheduler.get_num_new_matched_tokens(request, 0)
+        scheduler.update_state_after_alloc(request, Blocks(), 0)
+        tables = {"a": [list(range(1, 17)), list(range(20, 36))]}
+        freed = []
+        for computed in (0, 32, 33, 35, 36):
+            request.num_computed_tokens = computed
+            freed.append(scheduler.build_connector_meta(output({"a": 32}, tables)).freed)
+        self.assertEqual(freed, [{}, {"a": 24}, {}, {"a": 28}, {"a": 28}])
+
     def test_workers_wait_for_stores_of_a_request_that_ends(self):
-        for computed, wanted in ((8, []), (32, ["a"])):
+        for computed, wanted in ((8, {}), (32, {"a": 24})):
             scheduler = side(Adapter(), windows=(8,))
             request = Request("a", list(range(40)))
             scheduler.get_num_new_matched_tokens(request, 0)
@@ -355,9 +367,9 @@ class Window(unittest.TestCase):
             # vLLM takes blocks when the request ends, and does not schedule it again.
             request.num_computed_tokens = computed
             self.assertTrue(scheduler.request_finished(request))
-            for expected in (wanted, []):
+            for expected in (wanted, {}):
                 step = scheduler.build_connector_meta(output({}, {}))
-                self.assertEqual(step.slid, expected)
+                self.assertEqual(step.freed, expected)
 
     def test_a_chunk_is_stored_if_what_loads_need_of_it_is_there(self):
         for gone, wanted in ((0, 0), (2, 0), (3, 16), (6, 16), (7, 32), (10, 32), (11, None)):
@@ -372,6 +384,7 @@ class Window(unittest.TestCase):
             adapter.healthy, request.num_computed_tokens = True, 32
             stores = scheduler.build_connector_meta(output({"a": 16}, {"a": tables})).stores
             self.assertEqual([store.start for store in stores], [] if wanted is None else [wanted])
+            self.assertEqual(scheduler.counts["unstorable_tokens"], 48 if wanted is None else wanted)
             for store in stores:
                 self.assertEqual(store.block_ids, [table[wanted // BLOCK :] for table in tables])
 

@@ -45,7 +45,6 @@ from fake_runner import (
     NULL,
     TARGET_LAYERS,
     VOCABULARY,
-    WINDOWED,
     WORDS,
     Runner,
     answer_of,
@@ -79,8 +78,8 @@ class Plan:
     # Tokens of a step.
     budget: int
     running: int
-    # Tokens that one of the model's layers looks back, in a KV group of its own.
-    window: int | None
+    # Tokens that each of the model's layers looks back; layers that differ have a KV group each.
+    windows: tuple[int | None, ...]
     # Of the server: none, it is stopped for a while, or it is killed.
     fault: str
     counts: collections.Counter = field(default_factory=collections.Counter)
@@ -100,7 +99,7 @@ class Plan:
             budget=rng.choice((40, 96, 256)),
             running=rng.choice((3, 8)),
             fault=rng.choice(("", "", "stopped", "stopped", "killed")),
-            window=rng.choice((None, 20, 50, 100)),
+            windows=rng.choice(((None, None), (None, 20), (None, 100), (50, 50), (24, 33))),
         )
 
     @property
@@ -144,10 +143,15 @@ def configs(plan, model, port):
     config.cache_config.num_gpu_blocks = plan.blocks
     shape = dict(block_size=BLOCK, num_kv_heads=HEADS, head_size=WORDS, dtype=torch.float32)
     layers = [f"layer{at}" for at in range(TARGET_LAYERS + bool(plan.drafts))]
-    groups = [KVCacheGroupSpec(layers, FullAttentionSpec(**shape))]
-    if plan.window is not None:
-        windowed = SlidingWindowSpec(**shape, sliding_window=plan.window)
-        groups.append(KVCacheGroupSpec([layers.pop(WINDOWED)], windowed))
+    groups = []
+    for window in dict.fromkeys(plan.windows):
+        names = [layer for layer, own in zip(layers, plan.windows) if own == window]
+        if not groups:
+            # A draft model's layer looks back as the first one does.
+            names += layers[TARGET_LAYERS:]
+        spec = (FullAttentionSpec(**shape) if window is None
+                else SlidingWindowSpec(**shape, sliding_window=window))
+        groups.append(KVCacheGroupSpec(names, spec))
     return config, KVCacheConfig(
         num_blocks=plan.blocks, kv_cache_tensors=[],
         kv_cache_groups=groups, kv_cache_layout=plan.layout)
@@ -309,7 +313,7 @@ class Engine:
         self.finished.add(name)
         self.counts["finished"] += 1
         assert str(output.finish_reason) == "length", f"{name} ends by {output.finish_reason}"
-        right = answer_of(request.prompt_token_ids, request.max_tokens, self.plan.window)
+        right = answer_of(request.prompt_token_ids, request.max_tokens, self.plan.windows)
         assert answer == right, f"{name} answers {answer}, without a connector {right}"
 
     # The server.

@@ -24,8 +24,6 @@ BLOCK, HEADS, WORDS = 16, 2, 4
 # Of the model; one more where a draft model is.
 TARGET_LAYERS = 2
 TARGET, DRAFT = list(range(TARGET_LAYERS)), [TARGET_LAYERS]
-# Of the model's layers, the one that may look back a window only.
-WINDOWED = TARGET_LAYERS - 1
 VOCABULARY = 16
 # The block that stands for one that is not kept.
 NULL = 0
@@ -44,12 +42,13 @@ def weights_of(epoch, rank):
     return np.uint64((2 * epoch + rank) * 0x9E3779B97F4A7C15 % (1 << 64))
 
 
-def next_token(words, window):
-    """The token after those with these words, which are free of the weights' part. Of one layer it
-    depends on the last tokens only, as many as the window has."""
-    if window is not None:
-        words = words.copy()
-        words[: max(len(words) - window, 0), WINDOWED] = 0
+def next_token(words, windows):
+    """The token after those with these words, which are free of the weights' part. Of a layer with a
+    window it depends on the last tokens only, as many as the window has."""
+    words = words.copy()
+    for layer, window in enumerate(windows):
+        if window is not None:
+            words[: max(len(words) - window, 0), layer] = 0
     return zlib.crc32(np.ascontiguousarray(words).tobytes()) % VOCABULARY
 
 
@@ -73,15 +72,15 @@ class Text:
         tags = np.array(self.tags[start:end], dtype=np.uint64)
         return tags[:, None, None, None] * FACTORS
 
-    def next_token(self, window):
-        return next_token(self.words(0, len(self.tokens))[:, TARGET], window)
+    def next_token(self, windows):
+        return next_token(self.words(0, len(self.tokens))[:, TARGET], windows)
 
 
-def answer_of(prompt, length, window):
+def answer_of(prompt, length, windows):
     """What the model generates for a prompt, without vLLM."""
     text = Text(prompt)
     for _ in range(length):
-        text.extend([text.next_token(window)])
+        text.extend([text.next_token(windows)])
     return text.tokens[len(prompt):]
 
 
@@ -313,11 +312,11 @@ class Runner:
             sampled[name] = new = []
             if end == len(state.text.tokens):
                 words = self.memory.read(state.tables, end + len(drafts), TARGET)
-                new.append(next_token(words[:end], self.plan.window))
+                new.append(next_token(words[:end], self.plan.windows))
                 for at, draft in enumerate(drafts, 1):
                     if draft != new[-1]:
                         break
-                    new.append(next_token(words[: end + at], self.plan.window))
+                    new.append(next_token(words[: end + at], self.plan.windows))
                 self.counts["drafts_rejected"] += len(drafts) + 1 - len(new)
                 self.counts["drafts_accepted"] += len(new) - 1
                 state.text.extend(new)
@@ -338,7 +337,7 @@ class Runner:
             return []
         text, guessed = Text(state.text.tokens), []
         for _ in range(self.plan.drafts):
-            right = text.next_token(self.plan.window)
+            right = text.next_token(self.plan.windows)
             # All ranks guess the same.
             is_wrong = text.tags[-1] % 10 < 3
             guessed.append((right + is_wrong) % VOCABULARY)
@@ -360,7 +359,7 @@ class Runner:
             before = [NULL] * (op.start // BLOCK)
             tables = [before + list(blocks) for blocks in op.block_ids]
             has_failed = name in reported.failed_recving
-            if len(tables) == 1 and self.plan.window is None:
+            if self.memory.windows == [None]:
                 assert not has_failed
                 failed = self.failed.intersection(*tables)
                 self.failed -= failed
@@ -370,7 +369,10 @@ class Runner:
                 tables = [[] for _ in tables]
             self.memory.check(f"{name} has loaded", tables, text, first, op.end, self.layers)
             self.counts["failed_loads" if has_failed else "loads"] += 1
-            self.counts["loads_with_windows"] += self.plan.window is not None
+            windows = [window for window in self.memory.windows if window is not None]
+            self.counts["loads_with_windows"] += bool(windows)
+            self.counts["loads_with_two_windows"] += len(windows) > 1
+            self.counts["loads_with_one_window_alone"] += windows == self.memory.windows != []
             self.counts["loads_of_two_ranks"] += self.plan.ranks == 2
         self.counts["saves"] += len(reported.finished_sending or ())
 

@@ -27,6 +27,7 @@ WANTED = {
     "preemptions": 200, "finished": 500, "aborted": 200, "aborted_while_loading": 20, "resets": 40,
     "refused_resets": 40, "drafts_accepted": 1000, "drafts_rejected": 1000, "kills": 5, "stops": 20,
     "ahead": 1000, "loads_with_windows": 500,
+    "loads_with_two_windows": 50, "loads_with_one_window_alone": 50,
 }
 
 

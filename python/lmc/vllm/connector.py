@@ -14,12 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    is_full_attention_spec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from lmc import _native
@@ -372,22 +367,29 @@ def _refuse_unsupported(config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
         )
     groups = kv_cache_config.kv_cache_groups
     specs = [group.kv_cache_spec for group in groups]
+    # Kinds that are derived from these keep blocks in other ways.
     are_known = all(type(spec) in (FullAttentionSpec, SlidingWindowSpec) for spec in specs)
-    is_one = len(specs) == 1 and is_full_attention_spec(specs[0])
-    if not (specs and are_known) and not is_one:
+    if not (specs and are_known) and [type(spec) for spec in specs] != [MLAAttentionSpec]:
         kinds = ", ".join(type(spec).__name__ for spec in specs)
         raise ValueError(
             "lmc holds the KV cache of layers with full attention and with sliding windows, and "
             f"this model has {len(specs)} groups ({kinds}): start vLLM with "
             "--disable-hybrid-kv-cache-manager where the model allows that, or without lmc"
         )
+    hashes = kv_cache_config.hash_block_size or config.cache_config.block_size
     for spec in specs:
-        if spec.block_size != config.cache_config.block_size:
+        if not spec.block_size == hashes == config.cache_config.block_size:
             raise ValueError(
                 "lmc needs KV blocks of as many tokens as vLLM's block hashes: a group has "
-                f"{spec.block_size}, the hashes {config.cache_config.block_size}: set --block-size "
-                "to one that the attention backend uses as it is"
+                f"{spec.block_size}, the hashes {hashes}, --block-size is "
+                f"{config.cache_config.block_size}: set --block-size to one that the attention "
+                "backend uses as it is, and start vLLM without --prefix-match-unit"
             )
+    if not all(group.layer_names for group in groups):
+        raise ValueError(
+            "lmc needs layers of each KV group in each pipeline rank, and a rank of this engine has "
+            "none of one: start vLLM with --disable-hybrid-kv-cache-manager or with fewer ranks"
+        )
 
 
 def _window(spec: "KVCacheSpec") -> int | None:

@@ -85,8 +85,8 @@ def identity_record(
 
     `engine` is the engine's name and release, `device` that of `device_name`, `layers` the first
     layer and the one after the last of each pipeline rank, `windows` the tokens that
-    each KV group looks back, for models with more than one group of full attention, and `text` the
-    user's own.
+    each KV group looks back, unless there is one group of full attention, and `text` the user's
+    own.
     """
     model, cache, lora = config.model_config, config.cache_config, config.lora_config
     record: dict[str, object] = {

@@ -92,6 +92,7 @@ USED = {
     ),
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("extra_retained_tokens", "sliding_window"),
     "vllm.v1.kv_cache_interface:KVCacheConfig": (
+        "hash_block_size",
         "kv_cache_groups",
         "kv_cache_layout",
         "num_blocks",

@@ -19,7 +19,8 @@ class Step:
     finished: set[str] = field(default_factory=set)
     # Requests that lost their blocks; their stores must have ended before the step runs.
     preempted: list[str] = field(default_factory=list)
-    # Requests that lost blocks that their layers look back to no more; the same holds for them.
-    slid: list[str] = field(default_factory=list)
+    # Requests that run on without blocks which a window has left, and the first token with a block:
+    # stores that begin before it must have ended before the step runs.
+    freed: dict[str, int] = field(default_factory=dict)
     # Blocks of stores with a number, for KV events.
     blocks: dict[int, StoredBlocks] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmc.ops import ConfigValue
@@ -55,8 +55,8 @@ class RequestState:
     stored: int = 0
     # A store was sent to the workers at some time; outlives preemptions.
     has_stored: bool = False
-    # Tokens at the start whose blocks vLLM has given up, since a window has left them.
-    slid: int = 0
+    # Tokens at the start whose blocks vLLM has freed, since a window has left them, for each window.
+    freed: list[int] = field(default_factory=list)
     # The weights have changed since vLLM gave it its blocks: nothing more of it is stored.
     is_mixed: bool = False
 

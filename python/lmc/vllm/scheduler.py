@@ -61,8 +61,7 @@ class SchedulerSide:
         self._looks_up_early = looks_up_early
         self._volatile_tokens = volatile_tokens
         self._windows = windows
-        # vLLM gives blocks up when the first window has left them.
-        self._first_window = min((window for window in windows if window is not None), default=None)
+        self._sizes = sorted({window for window in windows if window is not None})
         self._events = events
         self._adapters = Adapters()
         self._requests: dict[str, RequestState] = {}
@@ -71,7 +70,7 @@ class SchedulerSide:
         # For the next step.
         self._loads: list[LoadStoreOp] = []
         self._finished: set[str] = set()
-        self._slid: list[str] = []
+        self._freed: dict[str, int] = {}
 
     def on_new_request(self, request: "Request") -> None:
         """Counts a request that will not be cached; looks others up where that is wanted."""
@@ -123,7 +122,7 @@ class SchedulerSide:
             )
         # Chunks have what layers with a window need for exactly these tokens.
         wanted = min(matched, request.num_tokens - 1) - state.computed
-        if self._first_window is not None and num_external_tokens != wanted:
+        if self._sizes and num_external_tokens != wanted:
             raise RuntimeError(
                 f"vLLM takes {num_external_tokens} of the {wanted} tokens that there are for "
                 f"request {request.request_id}"
@@ -139,10 +138,11 @@ class SchedulerSide:
     def build_connector_meta(self, output: "SchedulerOutput") -> Step:
         """Returns what the workers shall do in this step."""
         step = Step(loads=self._loads, finished=self._finished)
-        step.slid, self._slid = self._slid, []
+        step.freed, self._freed = self._freed, {}
         self._loads, self._finished = [], set()
-        if self._first_window is not None:
-            step.slid += [name for name, state in self._requests.items() if self._slides(state)]
+        if self._sizes:
+            for state in self._requests.values():
+                self._note_freed(state, step.freed)
         for request_id in output.preempted_req_ids or ():
             state = self._requests.get(request_id)
             if state is not None and state.has_stored:
@@ -173,6 +173,7 @@ class SchedulerSide:
             if tables is None:
                 continue
             start = self._first_to_store(tables, state.stored, end)
+            self.counts["unstorable_tokens"] += start - state.stored
             state.stored = end
             if start == end:
                 continue
@@ -188,7 +189,8 @@ class SchedulerSide:
         """Returns the start of the first chunk that can be stored.
 
         A load that ends with a chunk needs the last tokens of it in layers with a window. They are
-        gone where the chunk was complete some steps ago, and no server was there to take it.
+        gone where the chunk was complete some steps ago: no server was there to take it, or the
+        draft tokens of a step are more than a block has.
         """
         chunk = self.adapter.chunk_size
         while start < end and not all(
@@ -198,16 +200,19 @@ class SchedulerSide:
             start += chunk
         return start
 
-    def _slides(self, state: RequestState) -> bool:
-        """Returns whether vLLM has given up blocks since the last call that a store may read."""
-        if self._first_window is None:
-            return False
-        request = state.request
+    def _note_freed(self, state: RequestState, freed: dict[str, int]) -> None:
+        """Adds a request if vLLM has freed blocks since the last call that a store may read."""
+        if not self._sizes or not state.has_stored:
+            return
+        request, size = state.request, self._block_size
         # As vLLM does when it allocates blocks, and when a request has finished.
         processed = request.num_computed_tokens - request.num_in_flight_tokens
-        slid = max(processed - self._first_window + 1, 0) // self._block_size * self._block_size
-        before, state.slid = state.slid, slid
-        return state.has_stored and before < min(slid, state.stored)
+        before = state.freed or [0] * len(self._sizes)
+        # Windows that differ may leave a block in different steps.
+        state.freed = [max(processed - window + 1, 0) // size * size for window in self._sizes]
+        pairs = zip(before, state.freed, strict=True)
+        if any(last < min(now, state.stored) for last, now in pairs):
+            freed[request.request_id] = max(state.freed)
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
         """Notes which loads have ended."""
@@ -236,8 +241,7 @@ class SchedulerSide:
         if state.is_loading or not state.has_stored:
             return False
         self._finished.add(request.request_id)
-        if self._slides(state):
-            self._slid.append(request.request_id)
+        self._note_freed(state, self._freed)
         return True
 
     def reset_cache(self) -> None:

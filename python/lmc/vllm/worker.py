@@ -1,6 +1,7 @@
 """The worker's side of the connector: copies, and when they have ended."""
 
 import logging
+import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ LAYOUTS: dict[tuple[int, ...], str] = {(0, 1, 2, 3): "HND", (0, 2, 1, 3): "NHD"}
 # those that lost blocks that a window has left, which comes more often.
 PREEMPTION_TIMEOUT = 5.0
 WINDOW_TIMEOUT = 0.5
+# Time after such a wait that was too long in which no other is waited for, in seconds.
+HURRY = 10.0
 
 
 class WorkerSide:
@@ -41,6 +44,7 @@ class WorkerSide:
         self._events = events if can_store else None
         # The GPU that the KV cache lies on.
         self._device: torch.device | None = None
+        self._hurries_until = 0.0
 
     def register_kv_caches(
         self,
@@ -94,17 +98,23 @@ class WorkerSide:
 
     def handle_preemptions(self, step: Step) -> None:
         """Waits until no store reads the blocks that requests have lost."""
-        for requests, timeout in (
-            (step.preempted, PREEMPTION_TIMEOUT),
-            (step.slid, WINDOW_TIMEOUT),
-        ):
-            if requests and not self.adapter.wait_for_stores(requests, timeout):
-                logger.warning(
-                    "stores of %d requests that vLLM takes blocks from took longer than %s s; those "
-                    "that had not begun were dropped, and their chunks are not cached",
-                    len(requests),
-                    timeout,
-                )
+        if step.preempted and not self.adapter.wait_for_stores(step.preempted, PREEMPTION_TIMEOUT):
+            self._warn_of_dropped(len(step.preempted), PREEMPTION_TIMEOUT)
+        if step.freed:
+            now = time.monotonic()
+            timeout = 0.0 if now < self._hurries_until else WINDOW_TIMEOUT
+            if not self.adapter.wait_for_stores_before(step.freed, timeout):
+                if timeout:
+                    self._warn_of_dropped(len(step.freed), timeout)
+                self._hurries_until = now + HURRY
+
+    def _warn_of_dropped(self, requests: int, timeout: float) -> None:
+        logger.warning(
+            "stores of %d requests that vLLM takes blocks from took longer than %s s; those that "
+            "had not begun were dropped, and their chunks are not cached",
+            requests,
+            timeout,
+        )
 
     def start_load(self, step: Step) -> None:
         """Begins the loads of a step."""

@@ -444,7 +444,7 @@ impl Mover {
         {
             let (what, consequence) = match transfer.direction {
                 Direction::Store => ("store", "its chunks are not cached"),
-                Direction::Retrieve => ("load", "its blocks are reported as failed"),
+                Direction::Retrieve => ("load", "the load is reported as failed"),
             };
             shared.common.log.failed((what, kind), Instant::now(), || {
                 let request_id = shown(&transfer.op.request_id);

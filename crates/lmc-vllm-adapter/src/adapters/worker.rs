@@ -146,11 +146,19 @@ enum Progress {
     Copied,
 }
 
+/// A store that has not ended.
+#[derive(Debug, Clone, Copy)]
+struct Store {
+    progress: Progress,
+    /// First token of its range.
+    start: usize,
+}
+
 /// Transfers of one request that have not ended.
 #[derive(Debug, Default)]
 struct OfRequest {
     /// Stores by their numbers.
-    stores: HashMap<u64, Progress>,
+    stores: HashMap<u64, Store>,
     retrieves: usize,
     /// True if the request had a store, and its end was not reported yet.
     had_stores: bool,
@@ -188,7 +196,11 @@ impl Work {
         let request = self.requests.entry(op.request_id.clone()).or_default();
         let queue = match direction {
             Direction::Store => {
-                request.stores.insert(number, Progress::Queued);
+                let store = Store {
+                    progress: Progress::Queued,
+                    start: op.tokens.start,
+                };
+                request.stores.insert(number, store);
                 request.had_stores = true;
                 &mut self.stores
             }
@@ -220,8 +232,8 @@ impl Work {
             Direction::Retrieve => true,
             Direction::Store => request
                 .and_then(|request| request.stores.get_mut(&transfer.number))
-                .is_some_and(|progress| {
-                    *progress = Progress::Copying;
+                .is_some_and(|store| {
+                    store.progress = Progress::Copying;
                     true
                 }),
         }
@@ -230,9 +242,9 @@ impl Work {
     /// Notes that a store needs its blocks no more.
     pub(crate) fn end_copy(&mut self, transfer: &Transfer) {
         if let Some(request) = self.requests.get_mut(&transfer.op.request_id)
-            && let Some(progress) = request.stores.get_mut(&transfer.number)
+            && let Some(store) = request.stores.get_mut(&transfer.number)
         {
-            *progress = Progress::Copied;
+            store.progress = Progress::Copied;
         }
     }
 
@@ -262,20 +274,23 @@ impl Work {
         }
     }
 
-    fn has_stores(&self, request_id: &str) -> bool {
+    /// Returns true while a store of the request needs blocks of tokens before this one.
+    fn has_stores(&self, request_id: &str, before: usize) -> bool {
         let request = self.requests.get(request_id);
-        let needs_blocks = |progress: &Progress| *progress != Progress::Copied;
+        let needs_blocks =
+            |store: &Store| store.start < before && store.progress != Progress::Copied;
         request.is_some_and(|request| request.stores.values().any(needs_blocks))
     }
 
-    /// Drops the stores of a request that are not being copied, and returns their number.
-    fn drop_stores(&mut self, request_id: &str) -> usize {
+    /// Drops the stores of a request that need blocks of tokens before this one and are not being
+    /// copied, and returns their number.
+    fn drop_stores(&mut self, request_id: &str, before: usize) -> usize {
         let Some(request) = self.requests.get_mut(request_id) else {
             return 0;
         };
-        let before = request.stores.len();
-        let begun = |progress: &Progress| *progress != Progress::Queued;
-        request.stores.retain(|_, progress| begun(progress));
+        let count = request.stores.len();
+        let stays = |store: &Store| store.start >= before || store.progress != Progress::Queued;
+        request.stores.retain(|_, store| stays(store));
         let stores = &request.stores;
         self.stores.retain(|transfer| {
             let stays =
@@ -286,7 +301,7 @@ impl Work {
             }
             stays
         });
-        before - stores.len()
+        count - stores.len()
     }
 }
 
@@ -764,7 +779,7 @@ impl WorkerAdapter {
 
     /// Returns true while a store of the request needs its blocks.
     pub fn has_stores(&self, request_id: &str) -> bool {
-        self.shared.work.lock().has_stores(request_id)
+        self.shared.work.lock().has_stores(request_id, usize::MAX)
     }
 
     /// Waits until no store of these requests needs its blocks, so that their blocks may be written
@@ -772,10 +787,23 @@ impl WorkerAdapter {
     /// for: it waits for no other process but for the GPU where blocks lie there, and its blocks must
     /// not change before it has ended. Returns true if nothing was dropped.
     pub fn wait_for_stores(&self, request_ids: &[String], time: Duration) -> bool {
+        let all = request_ids.iter().map(|id| (&id[..], usize::MAX));
+        self.wait_for_blocks(&all.collect::<Vec<_>>(), time)
+    }
+
+    /// Waits as [`WorkerAdapter::wait_for_stores`] does, for the stores of each request whose range
+    /// begins before its token, and drops no others.
+    pub fn wait_for_stores_before(&self, requests: &[(String, usize)], time: Duration) -> bool {
+        let all = requests.iter().map(|(id, token)| (&id[..], *token));
+        self.wait_for_blocks(&all.collect::<Vec<_>>(), time)
+    }
+
+    fn wait_for_blocks(&self, requests: &[(&str, usize)], time: Duration) -> bool {
         let shared = &self.shared;
         let deadline = Instant::now() + time;
         let mut work = shared.work.lock();
-        let under_way = |work: &Work| request_ids.iter().any(|id| work.has_stores(id));
+        let under_way =
+            |work: &Work| (requests.iter()).any(|&(id, before)| work.has_stores(id, before));
         while under_way(&work) {
             if shared.changed.wait_until(&mut work, deadline).timed_out() {
                 break;
@@ -784,9 +812,9 @@ impl WorkerAdapter {
         if !under_way(&work) {
             return true;
         }
-        let dropped = request_ids
+        let dropped = requests
             .iter()
-            .map(|id| work.drop_stores(id))
+            .map(|&(id, before)| work.drop_stores(id, before))
             .sum::<usize>();
         add(&shared.counters.stores_failed, dropped as u64);
         // What is left is being copied.

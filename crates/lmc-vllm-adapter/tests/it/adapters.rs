@@ -175,7 +175,7 @@ fn without_a_server_requests_are_misses_at_once_and_it_is_used_when_it_is_there(
     assert_eq!(engine.lookup("b", &prompt), 0);
     assert!(
         !engine.load("b", &prompt, 0..2, 0),
-        "its blocks are reported as failed"
+        "the load is reported as failed"
     );
     engine
         .worker
@@ -529,6 +529,34 @@ fn layers_with_a_window_are_stored_and_loaded_with_the_blocks_that_are_kept() {
         "it is no block of the request"
     );
     server.assert_idle();
+}
+
+/// What stores need of blocks that stay is not waited for, and not dropped.
+#[test]
+fn stores_of_blocks_that_stay_are_left_alone() {
+    let server = Server::start();
+    let engine = Engine::start(&server, "i", true);
+    let prompt = hashes(4, 64);
+    let stores = (0..64).map(|chunk| op("a", &prompt, chunk..chunk + 1, chunk as u32));
+    engine
+        .worker
+        .batched_submit_store_requests(stores.collect(), None);
+    let before = |chunks: usize| [("a".to_owned(), chunks * CHUNK)];
+    assert!(
+        engine
+            .worker
+            .wait_for_stores_before(&before(0), Duration::ZERO)
+    );
+    // The first are dropped, unless they have begun; the last two stay.
+    engine
+        .worker
+        .wait_for_stores_before(&before(62), Duration::ZERO);
+    assert!(engine.worker.wait_for_stores_before(&before(62), TIMEOUT));
+    assert!(engine.worker.wait_for_stores(&["a".to_owned()], TIMEOUT));
+    assert_eq!(engine.finished(&["a"]).stores.len(), 1);
+    let stats = engine.worker.stats();
+    assert_eq!(stats.stored_chunks + stats.stores_failed, 64);
+    assert!(stats.stored_chunks >= 2, "{stats:?}");
 }
 
 #[test]
