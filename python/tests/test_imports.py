@@ -57,7 +57,7 @@ class Imports(unittest.TestCase):
         return SimpleNamespace(kv_cache_groups=groups, hash_block_size=hashes)
 
     def kinds(self, connector):
-        """Kinds of layers in the place of vLLM's, each a class with blocks of 16 tokens."""
+        """Kinds of layers instead of vLLM's, each a class with blocks of 16 tokens."""
 
         class Full:
             block_size = 16

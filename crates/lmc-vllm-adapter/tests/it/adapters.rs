@@ -531,7 +531,7 @@ fn layers_with_a_window_are_stored_and_loaded_with_the_blocks_that_are_kept() {
     server.assert_idle();
 }
 
-/// What stores need of blocks that stay is not waited for, and not dropped.
+/// Stores that read only blocks that stay are not waited for, and not dropped.
 #[test]
 fn stores_of_blocks_that_stay_are_left_alone() {
     let server = Server::start();
