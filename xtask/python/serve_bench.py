@@ -10,7 +10,6 @@ prefix cache is off, so that all reuse is the connector's. Prints one line of JS
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import types
 
 from harness import Server, VllmServe
 from page import transfer_config
+from toys import worded
 
 SETUPS = ("no connector", "stock, LMCache", "stock, lmc", "own, lmc")
 # The model's positions, less the answer.
@@ -26,21 +26,6 @@ OUTPUT = 16
 LOAD_DEADLINE = 900
 TAKEN = ("mean_ttft_ms", "median_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "median_e2el_ms",
          "p99_e2el_ms", "request_throughput", "duration")
-
-
-def with_tokenizer(model, folder):
-    """Copies a model that has no tokenizer, and gives it one that has a word for each token."""
-    import tokenizers
-    import transformers
-
-    shutil.copytree(model, folder)
-    with open(os.path.join(folder, "config.json")) as config:
-        size = json.load(config)["vocab_size"]
-    words = {f"w{token}": token for token in range(size)}
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="w0").save_pretrained(folder)
-    return folder
 
 
 def trace_of(path, count, into):
@@ -119,7 +104,7 @@ def main():
     parser.add_argument("--threads", default="2", help="of each engine's computation")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = with_tokenizer(args.model, os.path.join(folder, "model"))
+        model = worded(args.model, os.path.join(folder, "model"))
         trace = os.path.join(folder, "trace.jsonl")
         about = trace_of(args.trace, args.requests, trace)
         loads = {

@@ -5,11 +5,13 @@ fixed random weights.
   toys.py hybrid MODEL FOLDER      a small Gemma 3 with sliding-window and full-attention layers
   toys.py narrow MODEL FOLDER      the same, with windows of less than a chunk
   toys.py sliding MODEL FOLDER     a small Mistral, all of whose layers have a sliding window
+  toys.py worded MODEL FOLDER      MODEL with a tokenizer, which has a word for each token: w0, w1, …
   toys.py latent MODEL FOLDER      a small DeepSeek V2, whose attention is MLA
 """
 
 import json
 import os
+import shutil
 import sys
 
 import torch
@@ -50,6 +52,20 @@ def adapters(model, folder):
         with open(os.path.join(folder, name, "adapter_config.json"), "w") as f:
             json.dump({"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "bias": "none",
                        "target_modules": list(outputs), "base_model_name_or_path": "toy"}, f)
+
+
+def worded(model, folder):
+    import tokenizers
+    import transformers
+
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    words = {f"w{token}": token for token in range(config_of(model)["vocab_size"])}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="w0")
+    fast.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    fast.save_pretrained(folder)
+    return folder
 
 
 def narrow(model, folder):
@@ -107,5 +123,5 @@ def latent(model, folder):
 
 
 if __name__ == "__main__":
-    makers = (adapters, hybrid, narrow, sliding, latent)
+    makers = (adapters, hybrid, narrow, sliding, worded, latent)
     {maker.__name__: maker for maker in makers}[sys.argv[1]](*sys.argv[2:])

@@ -37,7 +37,7 @@ use crate::{
 /// started this process.
 pub(crate) fn run(loaded: &Loaded, background: Option<Background>) -> ExitCode {
     nixl::set_variables(&loaded.config);
-    if let Err(error) = log::to_stderr(&loaded.config) {
+    if let Err(error) = log::to_stderr(&loaded.config.log_level, loaded.config.log_format) {
         eprintln!("lmc serve: cannot start threads: {error}");
         return ExitCode::FAILURE;
     }

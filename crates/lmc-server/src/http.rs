@@ -1,8 +1,8 @@
 //! The HTTP side: health, metrics, status, and what LMCache's own tools ask.
 
-mod connections;
+pub(crate) mod connections;
 mod deletion;
-mod guard;
+pub(crate) mod guard;
 mod lmcache;
 mod peers;
 mod probe;
@@ -31,11 +31,18 @@ use crate::config::{Loaded, policy_name};
 use crate::metrics;
 use crate::peers::Peers;
 use crate::salts::SaltDigests;
+use connections::Bounds;
 use guard::{ConnectionUser, Guard};
 use probe::Probe;
 
 /// Bodies are a few numbers, or LMCache's list of at most 10,000 keys.
 const MAX_BODY: usize = 4 << 20;
+/// Connections at a time.
+const MAX_CONNECTIONS: usize = 128;
+/// Longest life of a connection; a client that wants more connects again.
+const LIFE: Duration = Duration::from_secs(300);
+/// Longest time to end a connection: for the answer under way, and for the client to take it.
+const END_DEADLINE: Duration = Duration::from_secs(12);
 /// Longest time from a request's head to its answer.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -97,7 +104,13 @@ type Shared = State<Arc<Http>>;
 pub async fn serve(socket: TcpListener, http: Http, stopped: watch::Receiver<bool>) {
     let trusted_users = http.trusted_users.clone();
     let router = router(Arc::new(http));
-    connections::serve(socket, router, trusted_users, stopped).await;
+    let bounds = Bounds {
+        connections: MAX_CONNECTIONS,
+        life: Some(LIFE),
+        end: END_DEADLINE,
+        unread: None,
+    };
+    connections::serve(socket, router, Some(trusted_users), stopped, bounds).await;
 }
 
 fn router(http: Arc<Http>) -> Router {

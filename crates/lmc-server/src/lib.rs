@@ -20,6 +20,7 @@ mod occupant;
 mod peers;
 mod pool;
 mod pool_size;
+mod proxy;
 mod quotas;
 mod remote;
 mod salts;

@@ -19,7 +19,7 @@ use tracing_subscriber::field::RecordFields;
 use tracing_subscriber::fmt::FormatFields;
 use tracing_subscriber::fmt::format::{DefaultFields, Writer};
 
-use crate::config::{LogFormat, ServeConfig, filter_of};
+use crate::config::{LogFormat, filter_of};
 use queue::{LineQueue, LineWriter};
 
 static QUEUE: LineQueue = LineQueue::new();
@@ -30,17 +30,17 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 ///
 /// # Errors
 /// An I/O error if the thread that writes lines cannot be started.
-pub(crate) fn to_stderr(config: &ServeConfig) -> io::Result<()> {
+pub(crate) fn to_stderr(level: &str, format: LogFormat) -> io::Result<()> {
     std::thread::Builder::new()
         .name("lmc-log".to_owned())
         .spawn(|| QUEUE.write_to(io::stderr()))?;
-    let filter = EnvFilter::try_new(filter_of(&config.log_level));
+    let filter = EnvFilter::try_new(filter_of(level));
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter.unwrap_or_else(|_| EnvFilter::new("info")))
         // It would panic where stderr is closed: at the end of an ssh session, of a pipe's reader.
         .log_internal_errors(false);
     // Another subscriber is there only in tests, and serves as well.
-    let _ = match config.log_format {
+    let _ = match format {
         LogFormat::Text => lines
             .with_target(false)
             .with_ansi(io::stderr().is_terminal())

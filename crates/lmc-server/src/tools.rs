@@ -1,5 +1,5 @@
 //! Commands that talk to a server or look into its folder: `lmc status`, `lmc peers`, `lmc clear`,
-//! `lmc quota`, `lmc disk`, `lmc remote`.
+//! `lmc quota`, `lmc disk`, `lmc remote`; and `lmc start`, `lmc proxy`.
 
 mod clear;
 mod disk;
@@ -18,13 +18,16 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use self::http::{Call, DEFAULT_URL, HttpUrl};
-use crate::start;
+use crate::{proxy, start};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Tool {
     /// Starts a server in the background, unless one runs
     #[command(after_help = start::HELP)]
     Start(start::Arguments),
+    /// Has one engine compute a prompt, and another one answer it
+    #[command(after_help = proxy::HELP)]
+    Proxy(proxy::Arguments),
     /// Shows a server's hits, memory, disk, workers and latencies
     Status(Server),
     /// Shows a server's peers: who is there, what they hold, what moved, what failed and why
@@ -90,6 +93,7 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
             (server, Call::new("POST", "/cache/clear", Some(body)))
         }
         Tool::Start(arguments) => return start::run(arguments),
+        Tool::Proxy(arguments) => return proxy::run(arguments),
         Tool::Disk(verb) => return done(disk::run(verb)),
         Tool::Remote(verb) => return done(remote::run(verb)),
         Tool::Quota(verb) => return done(quota::run(verb)),

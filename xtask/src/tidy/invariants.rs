@@ -9,10 +9,11 @@ use super::tree::Tree;
 
 const PAGE: &str = "ARCHITECTURE.md";
 /// Files of the scenarios, which are all imported by the first.
-const SCENARIOS: [&str; 3] = [
+const SCENARIOS: [&str; 4] = [
     "xtask/python/scenarios.py",
     "xtask/python/own.py",
     "xtask/python/own_models.py",
+    "xtask/python/pd.py",
 ];
 /// Fewer rows mean that the table was lost, not that there is little to hold.
 const LEAST_ROWS: usize = 15;

@@ -25,7 +25,11 @@ const CRATES: [&str; 15] = [
 ];
 
 pub(crate) fn parse(raw: &Raw) -> Result<String, String> {
-    let text = raw.text()?;
+    check_level(raw.text()?)
+}
+
+/// As [`parse`], of a flag of another command.
+pub(crate) fn check_level(text: &str) -> Result<String, String> {
     if text.is_empty() {
         return Err(expected("", &LEVELS));
     }

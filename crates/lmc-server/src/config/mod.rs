@@ -17,6 +17,7 @@ mod tiers;
 
 pub use foreign::{Foreign, Verdict, foreign_flags};
 pub use layers::{ConfigError, Entry, Problem, Source};
+pub(crate) use log_level::check_level;
 pub use log_level::filter_of;
 pub(crate) use parse::quotas as parse_quotas;
 pub use parse::{

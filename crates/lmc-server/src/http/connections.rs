@@ -1,18 +1,23 @@
-//! Connections of the HTTP side: bounded in number, and in the time that each may take.
+//! HTTP connections: bounded in number, and in the time that each may take.
 
+use std::convert::Infallible;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use axum::Router;
-use axum::http::Request;
-use hyper::body::Incoming;
+use axum::body::{Body, HttpBody};
+use axum::http::{Request, Response};
+use hyper::body::{Bytes, Frame, Incoming, SizeHint};
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use lmc_vllm_adapter::TrustedUsers;
 use parking_lot::Mutex;
+use rustix::net::sockopt::set_tcp_user_timeout;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
@@ -20,31 +25,40 @@ use tracing::{debug, warn};
 
 use super::guard::ConnectionUser;
 
-/// Connections at a time. Beyond that, a new one replaces the one that has waited longest for a
-/// request's head, or is closed at once if there is none.
-pub(super) const MAX_CONNECTIONS: usize = 128;
 /// Longest time from the start of a connection to the end of its first request's head.
 const FIRST_HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// Longest time from the end of an answer to the end of the next request's head.
 const HEAD_DEADLINE: Duration = Duration::from_secs(30);
-/// Longest life of a connection; a client that wants more connects again.
-const LIFE: Duration = Duration::from_secs(300);
-/// Longest time to end a connection: for the answer under way, and for the client to take it.
-const END_DEADLINE: Duration = Duration::from_secs(12);
 /// Time that a stop gives a connection that waits for a request: only the last bytes of an answer
 /// may be in flight.
 const IDLE_END_DEADLINE: Duration = Duration::from_secs(1);
 /// Bytes of a request's head.
 const MAX_HEAD: usize = 16 << 10;
 
-/// Answers until `stopped` turns true, then lets answers under way end.
-pub(super) async fn serve(
+/// Bounds of a server's connections.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Bounds {
+    /// Connections at a time. Beyond that, a new one replaces the one that has waited longest for a
+    /// request's head, or is closed at once if there is none.
+    pub(crate) connections: usize,
+    /// Longest life of a connection.
+    pub(crate) life: Option<Duration>,
+    /// Longest time to end a connection: for the answer under way, and for the client to take it.
+    pub(crate) end: Duration,
+    /// Longest time for a client to take what was sent to it.
+    pub(crate) unread: Option<Duration>,
+}
+
+/// Answers until `stopped` turns true, then lets answers under way end. With `trusted_users`,
+/// requests say whether the user of their connection is one.
+pub(crate) async fn serve(
     socket: TcpListener,
     router: Router,
-    trusted_users: TrustedUsers,
+    trusted_users: Option<TrustedUsers>,
     mut stopped: watch::Receiver<bool>,
+    bounds: Bounds,
 ) {
-    let seats = Seats::default();
+    let seats = Seats::new(bounds.connections);
     let mut connections = JoinSet::new();
     loop {
         let accepted = tokio::select! {
@@ -65,13 +79,15 @@ pub(super) async fn serve(
         let Some(seat) = seats.take(Instant::now()) else {
             continue;
         };
-        let user = ConnectionUser(trusted_users.check(&stream));
+        let check = |trusted: &TrustedUsers| ConnectionUser(trusted.check(&stream));
+        let user = trusted_users.as_ref().map(check);
         let connection = connection(
             stream,
             user,
             Arc::clone(&seat),
             router.clone(),
             stopped.clone(),
+            bounds,
         );
         let seats = seats.clone();
         connections.spawn(async move {
@@ -79,12 +95,16 @@ pub(super) async fn serve(
             seats.leave(&seat);
         });
     }
+    drop(socket);
     while connections.join_next().await.is_some() {}
 }
 
 /// The seats of open connections. Clones share them.
-#[derive(Debug, Clone, Default)]
-struct Seats(Arc<Mutex<Vec<Arc<Seat>>>>);
+#[derive(Debug, Clone)]
+struct Seats {
+    taken: Arc<Mutex<Vec<Arc<Seat>>>>,
+    most: usize,
+}
 
 /// The seat of one open connection.
 #[derive(Debug)]
@@ -96,11 +116,18 @@ struct Seat {
 }
 
 impl Seats {
+    fn new(most: usize) -> Self {
+        Self {
+            taken: Arc::default(),
+            most,
+        }
+    }
+
     /// A seat for a new connection. Evicts the connection that waits for a head for longest if all
     /// seats are taken; `None` if none waits.
     fn take(&self, now: Instant) -> Option<Arc<Seat>> {
-        let mut seats = self.0.lock();
-        if seats.len() >= MAX_CONNECTIONS {
+        let mut seats = self.taken.lock();
+        if seats.len() >= self.most {
             let idle = seats.iter().enumerate();
             let idle = idle.filter_map(|(at, seat)| Some(((*seat.idle_since.lock())?, at)));
             let (_, longest) = idle.min()?;
@@ -116,7 +143,7 @@ impl Seats {
     }
 
     fn leave(&self, seat: &Arc<Seat>) {
-        self.0.lock().retain(|other| !Arc::ptr_eq(other, seat));
+        self.taken.lock().retain(|other| !Arc::ptr_eq(other, seat));
     }
 }
 
@@ -126,7 +153,7 @@ impl Seat {
         *self.idle_since.lock() = None;
     }
 
-    fn request_ended(&self) {
+    fn answer_ended(&self) {
         *self.idle_since.lock() = Some(Instant::now());
     }
 
@@ -150,22 +177,66 @@ impl Seat {
     }
 }
 
+/// The body of an answer, until whose end its connection is at work.
+struct Answer {
+    body: Body,
+    _at_work: AtWork,
+}
+
+struct AtWork(Arc<Seat>);
+
+impl Drop for AtWork {
+    fn drop(&mut self) {
+        self.0.answer_ended();
+    }
+}
+
+impl HttpBody for Answer {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
 async fn connection(
     stream: TcpStream,
-    user: ConnectionUser,
+    user: Option<ConnectionUser>,
     seat: Arc<Seat>,
     router: Router,
     mut stopped: watch::Receiver<bool>,
+    bounds: Bounds,
 ) {
+    if let Some(unread) = bounds.unread
+        && let Err(error) = set_tcp_user_timeout(&stream, unread.as_millis() as u32)
+    {
+        debug!(%error, "a client that reads nothing may hold its connection");
+    }
     let router = TowerToHyperService::new(router);
     let service = service_fn(|mut request: Request<Incoming>| {
-        request.extensions_mut().insert(user);
+        if let Some(user) = user {
+            request.extensions_mut().insert(user);
+        }
         seat.request_began();
-        let (answer, seat) = (router.call(request), &seat);
+        let (answer, at_work) = (router.call(request), AtWork(Arc::clone(&seat)));
         async move {
-            let answer = answer.await;
-            seat.request_ended();
-            answer
+            let answer: Response<Body> = answer.await?;
+            Ok::<_, Infallible>(answer.map(|body| Answer {
+                body,
+                _at_work: at_work,
+            }))
         }
     });
     let connection = http1::Builder::new()
@@ -174,11 +245,17 @@ async fn connection(
         .max_buf_size(MAX_HEAD)
         .serve_connection(TokioIo::new(stream), service);
     let mut connection = std::pin::pin!(connection);
+    let life_is_over = async {
+        match bounds.life {
+            Some(life) => tokio::time::sleep(life).await,
+            None => std::future::pending().await,
+        }
+    };
     let first = tokio::select! {
         ended = connection.as_mut() => Some(ended),
         () = seat.must_go() => return,
         _ = stopped.wait_for(|&stop| stop) => None,
-        () = tokio::time::sleep(LIFE) => None,
+        () = life_is_over => None,
     };
     let ended = match first {
         Some(ended) => Ok(ended),
@@ -186,7 +263,7 @@ async fn connection(
             connection.as_mut().graceful_shutdown();
             let deadline = match seat.is_idle() {
                 true => IDLE_END_DEADLINE,
-                false => END_DEADLINE,
+                false => bounds.end,
             };
             tokio::time::timeout(deadline, connection).await
         }
@@ -204,14 +281,34 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_connection_goes_when_its_first_request_is_late() {
-        let seats = Seats::default();
+        let seats = Seats::new(2);
         let seat = || seats.take(Instant::now()).expect("there are seats");
         let begun = tokio::time::Instant::now();
         seat().must_go().await;
         assert!(begun.elapsed() >= FIRST_HEAD_DEADLINE);
         let asked = seat();
         asked.request_began();
+        assert!(!asked.is_idle());
         let gone = tokio::time::timeout(2 * FIRST_HEAD_DEADLINE, asked.must_go());
         gone.await.expect_err("it has asked in time");
+    }
+
+    #[test]
+    fn a_connection_is_at_work_until_its_answer_has_ended() {
+        let seats = Seats::new(1);
+        let seat = seats.take(Instant::now()).expect("there are seats");
+        seat.request_began();
+        let answer = Answer {
+            body: Body::from("text"),
+            _at_work: AtWork(Arc::clone(&seat)),
+        };
+        assert!(!seat.is_idle());
+        assert!(
+            seats.take(Instant::now()).is_none(),
+            "it makes no way for another"
+        );
+        drop(answer);
+        assert!(seat.is_idle());
+        assert!(seats.take(Instant::now()).is_some());
     }
 }

@@ -31,9 +31,11 @@ pub(super) struct ConnectionUser(pub(super) Result<(), Untrusted>);
 
 /// The names under which the HTTP side may be asked, and when it last warned of another.
 #[derive(Debug)]
-pub(super) struct Guard {
+pub(crate) struct Guard {
     /// Allowed host names, in lower case.
     names: Vec<String>,
+    /// Remedy where another name is wanted.
+    advice: &'static str,
     warned: Mutex<Option<Instant>>,
 }
 
@@ -43,8 +45,26 @@ impl Guard {
         let names = configured.chain(&config.http_allowed_hosts);
         Self {
             names: names.map(|name| name.to_ascii_lowercase()).collect(),
+            advice: "add it with --http-allowed-host",
             warned: Mutex::new(None),
         }
+    }
+
+    /// Makes one for a server that may be asked by address, or as localhost. `advice`: how else it
+    /// can be asked.
+    pub(crate) fn without_names(advice: &'static str) -> Self {
+        Self {
+            names: Vec::new(),
+            advice,
+            warned: Mutex::new(None),
+        }
+    }
+
+    /// Lets a request pass that no page of another site can have sent, or returns the code and the
+    /// reason of the refusal.
+    pub(crate) fn check_page<B>(&self, request: &Request<B>) -> Result<(), (StatusCode, String)> {
+        self.check_host(request)?;
+        check_site(request.headers())
     }
 
     /// Lets a request of a connection's user pass, or returns the code and the reason of the
@@ -76,9 +96,9 @@ impl Guard {
         for host in of_line.into_iter().chain(of_headers) {
             if !self.is_ours(host) {
                 let name = without_port(host);
+                let advice = self.advice;
                 let reason = format!(
-                    "the host name {name:?} is not served here: use an IP address, or add it with \
-                     --http-allowed-host"
+                    "the host name {name:?} is not served here: use an IP address, or {advice}"
                 );
                 return Err((StatusCode::FORBIDDEN, reason));
             }
@@ -110,7 +130,7 @@ impl Guard {
 }
 
 /// Refuses what the browser says comes from another site, or from another port of this host.
-fn check_site(headers: &HeaderMap) -> Result<(), (StatusCode, String)> {
+pub(crate) fn check_site(headers: &HeaderMap) -> Result<(), (StatusCode, String)> {
     let site = headers.get_all(SEC_FETCH_SITE).into_iter();
     let foreign_site = site
         .filter(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"))

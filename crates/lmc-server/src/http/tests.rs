@@ -14,7 +14,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
-use super::connections::MAX_CONNECTIONS;
+use super::MAX_CONNECTIONS;
 use super::{Http, serve};
 use crate::config::{Raw, ServeConfig};
 use crate::salts::SaltDigests;

@@ -20,6 +20,7 @@ mod other_users;
 mod peers;
 mod pool;
 mod pool_lost;
+mod proxy;
 mod remote;
 mod remote_secrets;
 mod remote_shared;

@@ -1,0 +1,520 @@
+//! `lmc proxy`: has one engine compute a prompt, and another one answer it.
+//!
+//! A client speaks the OpenAI-compatible protocol to the proxy. The proxy sends the prompt to a
+//! prefill engine, with one token to generate, and then the client's own request to a decode engine,
+//! which finds the prompt's KV cache through the servers (`lmc serve`) beside both. Whatever fails on
+//! the first way costs time only: the decode engine computes the prompt itself.
+
+mod body;
+mod clip;
+mod counters;
+mod engines;
+
+use std::future::poll_fn;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use axum::Router;
+use axum::body::Body;
+use axum::body::HttpBody as _;
+use axum::extract::{Request, State};
+use axum::http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use axum::http::{Method, StatusCode, Uri};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use hyper::body::Bytes;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use serde_json::json;
+use tokio::net::TcpListener;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tracing::{info, warn};
+
+use self::body::Relayed;
+use self::counters::{Counters, Prefill};
+use self::engines::{Engine, EngineUrl, Engines, InFlight};
+use crate::config::{LogFormat, check_level};
+use crate::http::connections::{self, Bounds};
+use crate::http::guard::{Guard, check_site};
+use crate::signals::Signals;
+use crate::{log, metrics};
+
+pub(crate) const HELP: &str = "\
+Each engine has an `lmc serve` beside it, and these are peers of each other (--p2p-listen, --p2p-peer);
+docs/pd.md has the whole set-up.
+
+Examples:
+  lmc proxy --prefill http://a:8000 --decode http://b:8000
+  lmc proxy --prefill http://a1:8000 --prefill http://a2:8000 --decode http://b:8000 --listen 0.0.0.0:9000";
+
+/// Bytes of a client's request.
+const MAX_BODY: usize = 64 << 20;
+/// Memory for all requests that are read or held at a time, in KiB.
+const MEMORY_KIB: usize = 1 << 20;
+/// Bytes of a prefill engine's answer, which is not used.
+const MAX_PREFILL_ANSWER: usize = 16 << 20;
+/// Longest time for a client to send its request, and to send some of it.
+const BODY_DEADLINE: Duration = Duration::from_secs(60);
+const PART_DEADLINE: Duration = Duration::from_secs(10);
+/// Longest time for a client to take what was sent to it.
+const UNREAD_DEADLINE: Duration = Duration::from_secs(60);
+/// Time after which a connection to an engine that is not used is closed. vLLM closes it after 5 s,
+/// and a request that is sent at that moment fails.
+const POOL_IDLE: Duration = Duration::from_secs(2);
+/// Longest time to connect to an engine.
+const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
+/// Clients at a time, and the files that each may take: its connection, and one to either engine.
+const MAX_CONNECTIONS: usize = 4096;
+const FILES_OF_CLIENT: usize = 4;
+/// Longest time that a stop waits for answers under way.
+const STOP_DEADLINE: Duration = Duration::from_secs(30);
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Headers that concern one connection, or that are made for each.
+const OF_CONNECTION: [HeaderName; 9] = [
+    header::CONNECTION,
+    HeaderName::from_static("keep-alive"),
+    header::PROXY_AUTHENTICATE,
+    header::PROXY_AUTHORIZATION,
+    header::TE,
+    header::TRAILER,
+    header::TRANSFER_ENCODING,
+    header::UPGRADE,
+    header::HOST,
+];
+
+// A doc comment here would become the text of the command.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Arguments {
+    /// An engine that computes prompts, as http://HOST:PORT; may be repeated.
+    #[arg(long, value_name = "URL", required = true)]
+    prefill: Vec<EngineUrl>,
+    /// An engine that answers, as http://HOST:PORT; may be repeated.
+    #[arg(long, value_name = "URL", required = true)]
+    decode: Vec<EngineUrl>,
+    /// Address that clients connect to.
+    #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:9000")]
+    listen: SocketAddr,
+    /// Prompts of fewer bytes, as the client writes them, go to a decode engine alone.
+    #[arg(long, value_name = "BYTES", default_value_t = 2048)]
+    min_prompt: usize,
+    /// Longest time for a prefill engine, in seconds; after it the decode engine computes the prompt.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    prefill_timeout_seconds: u64,
+    /// Longest time without a byte from a decode engine, in seconds.
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86400))]
+    idle_timeout_seconds: u64,
+    /// Level of the log, as for `lmc serve`.
+    #[arg(long, value_name = "LEVEL", default_value = "info", value_parser = check_level)]
+    log_level: String,
+}
+
+#[derive(Debug)]
+struct Proxy {
+    client: Client<HttpConnector, Body>,
+    prefill: Engines,
+    decode: Engines,
+    min_prompt: usize,
+    prefill_timeout: Duration,
+    idle_timeout: Duration,
+    /// Memory for requests, in KiB.
+    memory: Arc<Semaphore>,
+    counters: Counters,
+    /// Knows the names under which it may be asked; none where it listens for other hosts, which
+    /// may know it by any.
+    guard: Option<Guard>,
+}
+
+/// Status and text of an answer of the proxy's own.
+type Refusal = (StatusCode, String);
+
+/// A client's request, as both engines get it.
+struct ClientRequest {
+    path: &'static str,
+    headers: HeaderMap,
+    body: Bytes,
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
+    log::to_stderr(&arguments.log_level, LogFormat::Text)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .thread_name("lmc-proxy")
+        .enable_all()
+        .build()?;
+    let ended = runtime.block_on(serve(arguments));
+    runtime.shutdown_background();
+    log::flush();
+    ended.map(|()| ExitCode::SUCCESS)
+}
+
+async fn serve(arguments: &Arguments) -> Result<()> {
+    let mut signals = Signals::new()?;
+    let socket = TcpListener::bind(arguments.listen).await;
+    let socket = socket.with_context(|| format!("cannot listen on {}", arguments.listen))?;
+    let proxy = Arc::new(Proxy::new(arguments));
+    info!(
+        "listening for clients on http://{}: prompts to {}, answers from {}",
+        socket.local_addr()?,
+        proxy.prefill,
+        proxy.decode
+    );
+    let (stop, stopped) = watch::channel(false);
+    let bounds = Bounds {
+        connections: MAX_CONNECTIONS.min(open_files() / FILES_OF_CLIENT),
+        life: None,
+        end: STOP_DEADLINE,
+        unread: Some(UNREAD_DEADLINE),
+    };
+    let serving = connections::serve(socket, router(proxy), None, stopped, bounds);
+    let serving = tokio::spawn(serving);
+    let name = signals.first().await;
+    info!(
+        "{name}: no new requests, {} s for those under way",
+        STOP_DEADLINE.as_secs()
+    );
+    stop.send_replace(true);
+    tokio::select! {
+        _ = serving => {}
+        name = signals.second() => warn!("{name}: requests under way are cut"),
+    }
+    Ok(())
+}
+
+/// Files that this process may have open.
+fn open_files() -> usize {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    limit.map_or(usize::MAX, |limit| {
+        usize::try_from(limit).unwrap_or(usize::MAX)
+    })
+}
+
+fn router(proxy: Arc<Proxy>) -> Router {
+    Router::new()
+        .route("/v1/completions", post(completions))
+        .route("/v1/chat/completions", post(chat))
+        .route("/v1/models", get(models))
+        .route("/health", get(health))
+        .route("/healthz", get(health))
+        .route("/metrics", get(metrics_page))
+        .fallback(unknown_path)
+        .layer(middleware::from_fn_with_state(Arc::clone(&proxy), guarded))
+        .with_state(proxy)
+}
+
+/// Keeps the pages of other sites out.
+async fn guarded(State(proxy): Shared, request: Request, next: Next) -> Response {
+    let checked = match &proxy.guard {
+        Some(guard) => guard.check_page(&request),
+        None => check_site(request.headers()),
+    };
+    match checked {
+        Ok(()) => next.run(request).await,
+        Err((code, reason)) => refusal(code, reason),
+    }
+}
+
+/// An error as OpenAI's clients read it.
+fn refusal(code: StatusCode, text: impl Into<String>) -> Response {
+    let error = json!({"message": text.into(), "type": "proxy_error", "code": code.as_u16()});
+    (code, axum::Json(json!({"error": error}))).into_response()
+}
+
+type Shared = State<Arc<Proxy>>;
+
+async fn completions(State(proxy): Shared, request: Request) -> Response {
+    proxy.answer("/v1/completions", request).await
+}
+
+async fn chat(State(proxy): Shared, request: Request) -> Response {
+    proxy.answer("/v1/chat/completions", request).await
+}
+
+async fn models(State(proxy): Shared, request: Request) -> Response {
+    let asked = ClientRequest {
+        path: "/v1/models",
+        headers: forwarded(request.headers()),
+        body: Bytes::new(),
+    };
+    proxy.decode(&Method::GET, &asked).await
+}
+
+async fn health(State(proxy): Shared) -> Response {
+    match proxy.decode.any_is_up(Instant::now()) {
+        true => "ok\n".into_response(),
+        false => refusal(StatusCode::SERVICE_UNAVAILABLE, "no decode engine answers"),
+    }
+}
+
+async fn metrics_page(State(proxy): Shared) -> Response {
+    let text = counters::page(&proxy.counters, &proxy.prefill, &proxy.decode);
+    ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response()
+}
+
+async fn unknown_path(uri: Uri) -> Response {
+    let text = format!(
+        "{} is not served by this proxy; there are /v1/completions, /v1/chat/completions, \
+         /v1/models, /health and /metrics",
+        uri.path()
+    );
+    refusal(StatusCode::NOT_FOUND, text)
+}
+
+/// Removes the headers that concern one connection.
+fn strip(headers: &mut HeaderMap) {
+    let named = headers.get_all(header::CONNECTION).into_iter();
+    let named: Vec<String> = named
+        .filter_map(|names| names.to_str().ok())
+        .flat_map(|names| names.split(','))
+        .map(|name| name.trim().to_ascii_lowercase())
+        .collect();
+    // Where both say how long a body is, the length is not that of the bytes.
+    if headers.contains_key(header::TRANSFER_ENCODING) {
+        headers.remove(header::CONTENT_LENGTH);
+    }
+    for name in &OF_CONNECTION {
+        headers.remove(name);
+    }
+    for name in &named {
+        headers.remove(name);
+    }
+}
+
+/// Returns the headers that engines get of a client's: all but those of its connection. Both
+/// engines of a request know it by the same id.
+fn forwarded(client: &HeaderMap) -> HeaderMap {
+    let mut headers = client.clone();
+    strip(&mut headers);
+    headers.remove(header::CONTENT_LENGTH);
+    headers.remove(header::EXPECT);
+    if !headers.contains_key(REQUEST_ID) {
+        let mut id = [0; 16];
+        // Without random bytes the engines make their own.
+        if getrandom::fill(&mut id).is_ok() {
+            let text: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
+            headers.extend(HeaderValue::from_str(&text).map(|id| (REQUEST_ID, id)));
+        }
+    }
+    headers
+}
+
+impl Proxy {
+    fn new(arguments: &Arguments) -> Self {
+        let mut connector = HttpConnector::new();
+        connector.set_connect_timeout(Some(CONNECT_DEADLINE));
+        connector.set_nodelay(true);
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(POOL_IDLE)
+            .build(connector);
+        Self {
+            client,
+            prefill: Engines::new(&arguments.prefill),
+            decode: Engines::new(&arguments.decode),
+            min_prompt: arguments.min_prompt,
+            prefill_timeout: Duration::from_secs(arguments.prefill_timeout_seconds),
+            idle_timeout: Duration::from_secs(arguments.idle_timeout_seconds),
+            memory: Arc::new(Semaphore::new(MEMORY_KIB)),
+            counters: Counters::default(),
+            guard: (arguments.listen.ip().is_loopback())
+                .then(|| Guard::without_names("--listen on another address than loopback")),
+        }
+    }
+
+    /// Carries out both legs of a request. Ends them when the client leaves, since this future is
+    /// dropped then.
+    async fn answer(&self, path: &'static str, request: Request) -> Response {
+        let (head, body) = request.into_parts();
+        // A page of another site cannot send this type without asking first, which is not granted.
+        let kind = head.headers.get(header::CONTENT_TYPE);
+        let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+        let kind = kind.split(';').next().unwrap_or_default().trim();
+        if !kind.eq_ignore_ascii_case("application/json") {
+            let text = "the content type must be application/json";
+            return refusal(StatusCode::UNSUPPORTED_MEDIA_TYPE, text);
+        }
+        let read = tokio::time::timeout(BODY_DEADLINE, self.read(body)).await;
+        // The memory is given back when the decode engine has begun to answer.
+        let (body, _memory) = match read.unwrap_or_else(|_| Err(late())) {
+            Ok(read) => read,
+            Err((code, text)) => return refusal(code, text),
+        };
+        let asked = ClientRequest {
+            path,
+            headers: forwarded(&head.headers),
+            body,
+        };
+        let began = Instant::now();
+        let prefill = self.prefill(&asked).await;
+        self.counters.count(prefill, began.elapsed());
+        self.decode(&Method::POST, &asked).await
+    }
+
+    /// Reads a request, and takes memory for it as it comes.
+    async fn read(&self, mut body: Body) -> Result<(Bytes, OwnedSemaphorePermit), Refusal> {
+        let mut memory = self.take_memory(1)?;
+        if body.size_hint().lower() > MAX_BODY as u64 {
+            return Err(too_large());
+        }
+        let (mut whole, mut kib) = (Vec::new(), 1);
+        loop {
+            let part = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx));
+            let part = match tokio::time::timeout(PART_DEADLINE, part).await {
+                Ok(Some(Ok(part))) => part,
+                Ok(Some(Err(error))) => {
+                    return Err((StatusCode::BAD_REQUEST, error.to_string()));
+                }
+                Ok(None) => return Ok((whole.into(), memory)),
+                Err(_) => return Err(late()),
+            };
+            let Ok(data) = part.into_data() else {
+                continue;
+            };
+            if whole.len() + data.len() > MAX_BODY {
+                return Err(too_large());
+            }
+            whole.extend_from_slice(&data);
+            // It is there twice while it is clipped.
+            let needed = (2 * whole.len()).div_ceil(1 << 10).max(kib);
+            memory.merge(self.take_memory(needed - kib)?);
+            kib = needed;
+        }
+    }
+
+    fn take_memory(&self, kib: usize) -> Result<OwnedSemaphorePermit, Refusal> {
+        let taken = Arc::clone(&self.memory).try_acquire_many_owned(kib as u32);
+        taken.map_err(|_| {
+            let text = "the requests under way take all memory of the proxy: ask again later";
+            (StatusCode::SERVICE_UNAVAILABLE, text.to_owned())
+        })
+    }
+
+    /// Has a prefill engine compute the prompt.
+    async fn prefill(&self, asked: &ClientRequest) -> Prefill {
+        let clipped = match clip::clip(asked.path, &asked.body, self.min_prompt) {
+            Ok(clipped) => Bytes::from(clipped),
+            Err(why) => return why,
+        };
+        let deadline = tokio::time::Instant::now() + self.prefill_timeout;
+        for engine in self.prefill.order(Instant::now()) {
+            let computed = self.compute(&engine, asked, clipped.clone());
+            match tokio::time::timeout_at(deadline, computed).await {
+                Ok(Ok(true)) => return Prefill::Done,
+                // The decode engine says what is wrong.
+                Ok(Ok(false)) => return Prefill::Refused,
+                Ok(Err(error)) => self.failed("prefill", &engine, &error),
+                Err(_) => {
+                    let seconds = self.prefill_timeout.as_secs();
+                    let error = anyhow!("no answer within {seconds} s");
+                    self.failed("prefill", &engine, &error);
+                    return Prefill::Late;
+                }
+            }
+        }
+        Prefill::Failed
+    }
+
+    /// Has one engine compute a prompt. Returns false if it refuses the request.
+    async fn compute(
+        &self,
+        engine: &Arc<Engine>,
+        asked: &ClientRequest,
+        body: Bytes,
+    ) -> Result<bool> {
+        let _in_flight = engine.begin();
+        let request = engine.request(&Method::POST, asked.path, &asked.headers, body)?;
+        let answer = self.client.request(request).await?;
+        let status = answer.status();
+        // Its end says that the prompt is computed.
+        axum::body::to_bytes(Body::new(answer.into_body()), MAX_PREFILL_ANSWER).await?;
+        // These are about the engine: another one may know the model or the key.
+        let is_of_engine =
+            status.is_server_error() || matches!(status.as_u16(), 401 | 403 | 404 | 429);
+        ensure!(!is_of_engine, "it answered {status}");
+        engine.note_answer();
+        Ok(status.is_success())
+    }
+
+    /// Passes the client's request to a decode engine, and its answer back as it comes. Where one
+    /// cannot be reached, another gets it; one that may have begun with it is the last.
+    async fn decode(&self, method: &Method, asked: &ClientRequest) -> Response {
+        let mut text = "there is no decode engine".to_owned();
+        for engine in self.decode.order(Instant::now()) {
+            let in_flight = engine.begin();
+            let request = engine.request(method, asked.path, &asked.headers, asked.body.clone());
+            let request = match request {
+                Ok(request) => request,
+                Err(error) => return refusal(StatusCode::BAD_REQUEST, error.to_string()),
+            };
+            match tokio::time::timeout(self.idle_timeout, self.client.request(request)).await {
+                Ok(Ok(answer)) => {
+                    let status = answer.status();
+                    match status.is_server_error() {
+                        true => self.failed("decode", &engine, &anyhow!("it answered {status}")),
+                        false => engine.note_answer(),
+                    }
+                    return relayed(answer, in_flight, self.idle_timeout);
+                }
+                Ok(Err(error)) => {
+                    let is_next = error.is_connect();
+                    self.failed("decode", &engine, &error.into());
+                    if !is_next {
+                        let text = format!("the decode engine {engine} broke off");
+                        return refusal(StatusCode::BAD_GATEWAY, text);
+                    }
+                    text = format!("no decode engine answers; the last one asked was {engine}");
+                }
+                Err(_) => {
+                    let seconds = self.idle_timeout.as_secs();
+                    let error = anyhow!("no answer within {seconds} s");
+                    self.failed("decode", &engine, &error);
+                    let text = format!("the decode engine {engine} gave {error}");
+                    return refusal(StatusCode::GATEWAY_TIMEOUT, text);
+                }
+            }
+        }
+        refusal(StatusCode::BAD_GATEWAY, text)
+    }
+
+    fn failed(&self, role: &'static str, engine: &Engine, error: &anyhow::Error) {
+        // One line for each time that it goes.
+        if engine.note_failure(Instant::now()) {
+            let error = crate::cli::error_text(error);
+            warn!(role, %engine, error, "an engine failed; others are asked before it for a while");
+        }
+    }
+}
+
+fn too_large() -> Refusal {
+    let text = format!("a request may have {} MiB", MAX_BODY >> 20);
+    (StatusCode::PAYLOAD_TOO_LARGE, text)
+}
+
+fn late() -> Refusal {
+    let text = format!(
+        "the request did not arrive: some of it must come every {} s, and all of it within {} s",
+        PART_DEADLINE.as_secs(),
+        BODY_DEADLINE.as_secs()
+    );
+    (StatusCode::REQUEST_TIMEOUT, text)
+}
+
+/// Passes an engine's answer on as it comes.
+fn relayed(
+    answer: Response<hyper::body::Incoming>,
+    in_flight: InFlight,
+    idle: Duration,
+) -> Response {
+    let (mut head, body) = answer.into_parts();
+    if head.status.is_informational() {
+        let text = format!("the decode engine answered {}", head.status);
+        return refusal(StatusCode::BAD_GATEWAY, text);
+    }
+    strip(&mut head.headers);
+    Response::from_parts(head, Body::new(Relayed::new(body, in_flight, idle)))
+}

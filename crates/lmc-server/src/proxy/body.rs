@@ -1,0 +1,78 @@
+//! The body of an answer on its way from an engine to a client.
+
+use std::fmt;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
+use tokio::time::{Instant, Sleep};
+
+use super::engines::InFlight;
+
+/// Passes bytes on as they come, and fails when none come for too long. The engine counts as in use
+/// until the end.
+pub(super) struct Relayed {
+    from: Incoming,
+    _in_flight: InFlight,
+    idle: Duration,
+    deadline: Pin<Box<Sleep>>,
+}
+
+impl Relayed {
+    pub(super) fn new(from: Incoming, in_flight: InFlight, idle: Duration) -> Self {
+        Self {
+            from,
+            _in_flight: in_flight,
+            idle,
+            deadline: Box::pin(tokio::time::sleep(idle)),
+        }
+    }
+}
+
+/// Why the rest of an answer does not come.
+#[derive(Debug)]
+pub(super) enum BrokenOff {
+    Engine(hyper::Error),
+    Idle(Duration),
+}
+
+impl fmt::Display for BrokenOff {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Engine(error) => write!(f, "the engine's answer broke off: {error}"),
+            Self::Idle(idle) => write!(f, "the engine sent nothing for {} s", idle.as_secs()),
+        }
+    }
+}
+
+impl std::error::Error for BrokenOff {}
+
+impl Body for Relayed {
+    type Data = Bytes;
+    type Error = BrokenOff;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BrokenOff>>> {
+        let this = &mut *self;
+        if let Poll::Ready(frame) = Pin::new(&mut this.from).poll_frame(cx) {
+            this.deadline.as_mut().reset(Instant::now() + this.idle);
+            return Poll::Ready(frame.map(|frame| frame.map_err(BrokenOff::Engine)));
+        }
+        // A client that does not read polls nothing; the bounds of its connection end that.
+        match this.deadline.as_mut().poll(cx) {
+            Poll::Ready(()) => Poll::Ready(Some(Err(BrokenOff::Idle(this.idle)))),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.from.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.from.size_hint()
+    }
+}

@@ -1,0 +1,210 @@
+//! Requests to prefill engines: the prompt, and one token.
+
+use std::fmt;
+
+use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+use serde_json::value::RawValue;
+
+use super::counters::Prefill;
+
+/// Fields of a request, at most.
+const MAX_FIELDS: usize = 256;
+
+/// Fields that concern the answer alone.
+const OF_THE_ANSWER: [&str; 9] = [
+    "stream_options",
+    "min_tokens",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
+    "use_beam_search",
+    "length_penalty",
+    "echo",
+];
+
+/// Fields with which an engine does not read its cache.
+const WITHOUT_CACHE: [&str; 2] = ["prompt_logprobs", "echo"];
+
+/// The fields of a request, in their order, each as the client wrote it.
+struct Fields<'a>(Vec<(String, &'a RawValue)>);
+
+impl<'a> Fields<'a> {
+    fn read(body: &'a [u8]) -> Result<Self, serde_json::Error> {
+        struct Read;
+        impl<'de> Visitor<'de> for Read {
+            type Value = Vec<(String, &'de RawValue)>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut fields = Vec::new();
+                while let Some(field) = map.next_entry()? {
+                    if fields.len() == MAX_FIELDS {
+                        return Err(A::Error::custom("too many fields"));
+                    }
+                    fields.push(field);
+                }
+                Ok(fields)
+            }
+        }
+        let mut reader = serde_json::Deserializer::from_slice(body);
+        let fields = reader.deserialize_map(Read)?;
+        reader.end()?;
+        Ok(Self(fields))
+    }
+
+    /// Returns true if the client has set a field to something.
+    fn has(&self, name: &str) -> bool {
+        let unset = |value: &RawValue| matches!(value.get(), "null" | "false");
+        (self.0.iter()).any(|(known, value)| known == name && !unset(value))
+    }
+
+    /// Bytes of the values of these fields.
+    fn len(&self, names: &[&str]) -> usize {
+        let fields = self.0.iter();
+        let asked = fields.filter(|(name, _)| names.contains(&&name[..]));
+        asked.map(|(_, value)| value.get().len()).sum()
+    }
+}
+
+/// Returns the body of the request to a prefill engine. What makes the prompt is passed on byte for
+/// byte: a chat's template shows the fields of tools in the order in which the client wrote them.
+///
+/// # Errors
+/// Why the request goes to a decode engine alone.
+pub(super) fn clip(path: &str, body: &[u8], min_prompt: usize) -> Result<Vec<u8>, Prefill> {
+    // What is wrong with it, the decode engine says.
+    let fields = Fields::read(body).map_err(|_| Prefill::Refused)?;
+    let (prompt, is_chat) = match path {
+        "/v1/chat/completions" => (&["messages", "tools", "documents"][..], true),
+        _ => (&["prompt"][..], false),
+    };
+    if fields.len(prompt) < min_prompt {
+        return Err(Prefill::Short);
+    }
+    if WITHOUT_CACHE.iter().any(|name| fields.has(name)) {
+        return Err(Prefill::Uncached);
+    }
+    let mut set = vec![("max_tokens", "1"), ("n", "1"), ("stream", "false")];
+    if is_chat {
+        // It goes before the other where an engine knows both.
+        set.push(("max_completion_tokens", "1"));
+    }
+    let is_replaced = |name: &str| {
+        let removed = OF_THE_ANSWER.iter().chain(&WITHOUT_CACHE);
+        removed
+            .chain(set.iter().map(|(name, _)| name))
+            .any(|other| *other == name)
+    };
+    let mut clipped = Vec::with_capacity(body.len() + 80);
+    clipped.push(b'{');
+    for (name, value) in fields.0.iter().filter(|(name, _)| !is_replaced(name)) {
+        let name = serde_json::to_string(name).map_err(|_| Prefill::Refused)?;
+        clipped.extend_from_slice(format!("{name}:").as_bytes());
+        clipped.extend_from_slice(value.get().as_bytes());
+        clipped.push(b',');
+    }
+    let set: Vec<String> = (set.iter())
+        .map(|(name, value)| format!("\"{name}\":{value}"))
+        .collect();
+    clipped.extend_from_slice(set.join(",").as_bytes());
+    clipped.push(b'}');
+    Ok(clipped)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn clipped(path: &str, body: &Value) -> Value {
+        let body = serde_json::to_vec(body).expect("JSON");
+        let clipped = clip(path, &body, 0).expect("a request with a prompt");
+        serde_json::from_slice(&clipped).expect("JSON")
+    }
+
+    #[test]
+    fn a_prefill_engine_is_asked_for_one_token_and_no_stream() {
+        let asked = json!({
+            "model": "m", "prompt": "text", "max_tokens": 500, "min_tokens": 20, "n": 4,
+            "best_of": 4, "stream": true, "stream_options": {"include_usage": true},
+            "logprobs": 5, "logprob_token_ids": [1], "prompt_logprobs": null, "echo": false,
+            "temperature": 0.7, "seed": 7,
+            "kv_transfer_params": {"lmcache.tag.a": "b"}, "cache_salt": "s",
+        });
+        let wanted = json!({
+            "model": "m", "prompt": "text", "max_tokens": 1, "n": 1, "stream": false,
+            "temperature": 0.7, "seed": 7, "kv_transfer_params": {"lmcache.tag.a": "b"},
+            "cache_salt": "s",
+        });
+        assert_eq!(clipped("/v1/completions", &asked), wanted);
+        let asked = json!({
+            "messages": [{"role": "user", "content": "text"}], "max_completion_tokens": 500,
+            "tools": [{"type": "function"}], "tool_choice": "auto", "top_logprobs": 2,
+        });
+        let wanted = json!({
+            "messages": [{"role": "user", "content": "text"}], "max_completion_tokens": 1,
+            "max_tokens": 1, "n": 1, "stream": false, "tools": [{"type": "function"}],
+            "tool_choice": "auto",
+        });
+        assert_eq!(clipped("/v1/chat/completions", &asked), wanted);
+    }
+
+    /// Until a review, keys were sorted and large numbers rounded: another prompt, where tools are
+    /// a part of it.
+    #[test]
+    fn what_makes_the_prompt_is_passed_on_byte_for_byte() {
+        let tools = r#"[ {"type":"function", "b":{"zeta":1,"alpha":12345678901234567890123}} ]"#;
+        let body = format!("{{\"messages\":[],\"tools\":{tools},\"n\":3,\"a\\u0062\":-0}}");
+        let clipped = clip("/v1/chat/completions", body.as_bytes(), 0).expect("a request");
+        let clipped = String::from_utf8(clipped).expect("text");
+        assert!(clipped.contains(tools), "{clipped}");
+        assert!(clipped.contains("\"ab\":-0,"), "{clipped}");
+        assert_eq!(clipped.matches("\"n\":").count(), 1, "{clipped}");
+    }
+
+    #[test]
+    fn short_prompts_and_what_is_no_request_go_to_a_decode_engine_alone() {
+        let decided = |path, body: &str| clip(path, body.as_bytes(), 100).map(drop);
+        let (text, chat) = ("/v1/completions", "/v1/chat/completions");
+        for wrong in [
+            "",
+            "{",
+            "[]",
+            "{} {}",
+            "{\"prompt\": 1,}",
+            "{\"prompt\": \"\u{1}\"}",
+        ] {
+            assert_eq!(decided(text, wrong), Err(Prefill::Refused), "{wrong}");
+        }
+        assert_eq!(decided(text, "{}"), Err(Prefill::Short));
+        let long = "x".repeat(98);
+        let prompt = |text: &str| format!("{{\"prompt\": \"{text}\"}}");
+        assert_eq!(decided(text, &prompt(&long[1..])), Err(Prefill::Short));
+        assert_eq!(decided(text, &prompt(&long)), Ok(()));
+        assert_eq!(decided(chat, &prompt(&long)), Err(Prefill::Short));
+        let message = json!({"messages": [{"role": "user", "content": [{"text": long}]}]});
+        assert_eq!(decided(chat, &message.to_string()), Ok(()));
+        let message = json!({"prompt": long, "prompt_logprobs": 0, "echo": false});
+        assert_eq!(decided(text, &message.to_string()), Err(Prefill::Uncached));
+    }
+
+    #[test]
+    fn a_request_with_many_fields_or_a_deep_value_takes_no_more_memory_than_its_bytes() {
+        let fields: Vec<String> = (0..=MAX_FIELDS).map(|at| format!("\"{at}\":0")).collect();
+        let many = format!("{{{}}}", fields.join(","));
+        let decided = |body: &str| clip("/v1/completions", body.as_bytes(), 0).map(drop);
+        assert_eq!(decided(&many), Err(Prefill::Refused));
+        let deep = format!(
+            "{{\"prompt\": {}1{}}}",
+            "[".repeat(100_000),
+            "]".repeat(100_000)
+        );
+        // However deep it is, no part of it is read.
+        assert_eq!(decided(&deep), Ok(()));
+    }
+}

@@ -1,0 +1,218 @@
+//! The engines behind the proxy: which of them is asked next.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use axum::body::Body;
+use axum::http::{HeaderMap, Method, Request};
+use hyper::body::Bytes;
+use parking_lot::Mutex;
+
+/// Time for which an engine that has failed is asked after the others.
+const PENALTY: Duration = Duration::from_secs(5);
+
+/// Address of an engine: `http://HOST:PORT`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct EngineUrl(String);
+
+impl FromStr for EngineUrl {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let url = text.trim_end_matches('/');
+        let url = url.strip_suffix("/v1").unwrap_or(url);
+        let Some(authority) = url.strip_prefix("http://") else {
+            return Err("an engine's address begins with http://".to_owned());
+        };
+        match authority.parse::<axum::http::uri::Authority>() {
+            Ok(parsed) if parsed.port().is_some() && !authority.contains('@') => {
+                Ok(Self(url.to_owned()))
+            }
+            _ => Err("an engine's address is http://HOST:PORT".to_owned()),
+        }
+    }
+}
+
+/// One engine, and what became of the requests to it.
+#[derive(Debug)]
+pub(super) struct Engine {
+    url: String,
+    in_flight: AtomicUsize,
+    requests: AtomicU64,
+    failures: AtomicU64,
+    /// Until then it is asked after others.
+    down_until: Mutex<Option<Instant>>,
+}
+
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.url)
+    }
+}
+
+/// A request to an engine that is under way, until it is dropped.
+#[derive(Debug)]
+pub(super) struct InFlight(Arc<Engine>);
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Engine {
+    pub(super) fn begin(self: &Arc<Self>) -> InFlight {
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        InFlight(Arc::clone(self))
+    }
+
+    pub(super) fn request(
+        &self,
+        method: &Method,
+        path: &str,
+        headers: &HeaderMap,
+        body: Bytes,
+    ) -> Result<Request<Body>> {
+        let request = Request::builder().method(method.clone());
+        let mut request = request
+            .uri(format!("{}{path}", self.url))
+            .body(Body::from(body))?;
+        *request.headers_mut() = headers.clone();
+        Ok(request)
+    }
+
+    /// Notes that it has answered.
+    pub(super) fn note_answer(&self) {
+        *self.down_until.lock() = None;
+    }
+
+    /// Notes that it has failed. Returns true if it was well before.
+    pub(super) fn note_failure(&self, now: Instant) -> bool {
+        self.failures.fetch_add(1, Ordering::Relaxed);
+        self.down_until.lock().replace(now + PENALTY).is_none()
+    }
+
+    fn is_penalized(&self, now: Instant) -> bool {
+        self.down_until.lock().is_some_and(|until| now < until)
+    }
+
+    /// Requests under way, all requests, and those that failed.
+    pub(super) fn counts(&self) -> (usize, u64, u64) {
+        (
+            self.in_flight.load(Ordering::Relaxed),
+            self.requests.load(Ordering::Relaxed),
+            self.failures.load(Ordering::Relaxed),
+        )
+    }
+}
+
+/// The engines of one role.
+#[derive(Debug)]
+pub(super) struct Engines {
+    all: Vec<Arc<Engine>>,
+    turn: AtomicUsize,
+}
+
+impl fmt::Display for Engines {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&str> = self.all.iter().map(|engine| &engine.url[..]).collect();
+        f.write_str(&names.join(" "))
+    }
+}
+
+impl Engines {
+    pub(super) fn new(urls: &[EngineUrl]) -> Self {
+        let engine = |EngineUrl(url): &EngineUrl| {
+            Arc::new(Engine {
+                url: url.clone(),
+                in_flight: AtomicUsize::new(0),
+                requests: AtomicU64::new(0),
+                failures: AtomicU64::new(0),
+                down_until: Mutex::new(None),
+            })
+        };
+        Self {
+            all: urls.iter().map(engine).collect(),
+            turn: AtomicUsize::new(0),
+        }
+    }
+
+    /// Returns the engines in the order in which they are to be asked: those that have not failed
+    /// just now, of these the one with the fewest requests under way, and among equals by turns.
+    pub(super) fn order(&self, now: Instant) -> Vec<Arc<Engine>> {
+        let mut order = self.all.clone();
+        if !order.is_empty() {
+            let turn = self.turn.fetch_add(1, Ordering::Relaxed) % order.len();
+            order.rotate_left(turn);
+        }
+        order.sort_by_cached_key(|engine| (engine.is_penalized(now), engine.counts().0));
+        order
+    }
+
+    pub(super) fn any_is_up(&self, now: Instant) -> bool {
+        self.all.iter().any(|engine| !engine.is_penalized(now))
+    }
+
+    pub(super) fn all(&self) -> &[Arc<Engine>] {
+        &self.all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_hosts_with_ports() {
+        let parsed = |text: &str| text.parse().map(|EngineUrl(url)| url);
+        for (text, url) in [
+            ("http://a:8000", "http://a:8000"),
+            ("http://a:8000/", "http://a:8000"),
+            ("http://a:8000/v1/", "http://a:8000"),
+            ("http://[::1]:8000", "http://[::1]:8000"),
+        ] {
+            assert_eq!(parsed(text), Ok(url.to_owned()));
+        }
+        for wrong in [
+            "",
+            "a:8000",
+            "https://a:8000",
+            "http://a",
+            "http://a:8000/x",
+            "http://user:secret@a:8000",
+        ] {
+            let refusal = parsed(wrong).expect_err(wrong);
+            assert!(!refusal.contains("secret"), "{refusal}");
+        }
+    }
+
+    #[test]
+    fn the_least_loaded_is_asked_first_equals_by_turns_and_failed_ones_last() {
+        let urls = ["http://a:1", "http://b:1", "http://c:1"].map(|url| url.parse().expect(url));
+        let (engines, now) = (Engines::new(&urls), Instant::now());
+        let first = |now| engines.order(now)[0].to_string();
+        let turns: Vec<String> = (0..4).map(|_| first(now)).collect();
+        assert_eq!(
+            turns,
+            ["http://a:1", "http://b:1", "http://c:1", "http://a:1"]
+        );
+        let used = [engines.all[0].begin(), engines.all[1].begin()];
+        assert_eq!([first(now), first(now)], ["http://c:1"; 2]);
+        assert!(engines.all[2].note_failure(now) && !engines.all[2].note_failure(now));
+        assert_ne!(first(now), "http://c:1");
+        assert_eq!(first(now + PENALTY), "http://c:1");
+        drop(used);
+        for engine in &engines.all {
+            engine.note_failure(now);
+        }
+        assert!(!engines.any_is_up(now) && engines.any_is_up(now + PENALTY));
+        assert_eq!(engines.order(now).len(), 3, "they are asked all the same");
+        engines.all[1].note_answer();
+        assert_eq!(first(now), "http://b:1");
+    }
+}

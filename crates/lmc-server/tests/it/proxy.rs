@@ -1,0 +1,536 @@
+//! `lmc proxy` between a client and engines that these tests play.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+use std::time::Duration;
+
+use lmc_testkit::{DEADLINE, Process, free_port, until};
+use serde_json::{Value, json};
+
+use crate::common::{ask, lmc};
+
+/// A request that an engine got, and its connection.
+struct Asked {
+    line: String,
+    headers: Vec<(String, String)>,
+    body: Vec<u8>,
+    connection: TcpStream,
+}
+
+impl Asked {
+    fn read(connection: TcpStream) -> Option<Self> {
+        let mut reader = BufReader::new(connection.try_clone().expect("a copy"));
+        let mut line = || {
+            let mut line = String::new();
+            reader.read_line(&mut line).ok()?;
+            Some(line.trim_end().to_owned())
+        };
+        let first = line().filter(|line| !line.is_empty())?;
+        let mut headers = Vec::new();
+        while let Some(line) = line().filter(|line| !line.is_empty()) {
+            let (name, value) = line.split_once(": ").expect("a header");
+            headers.push((name.to_ascii_lowercase(), value.to_owned()));
+        }
+        let mut asked = Self {
+            line: first,
+            headers,
+            body: Vec::new(),
+            connection,
+        };
+        let length = asked.header("content-length").unwrap_or("0").parse();
+        asked.body = vec![0; length.expect("a length")];
+        reader.read_exact(&mut asked.body).ok()?;
+        Some(asked)
+    }
+
+    fn header(&self, name: &str) -> Option<&str> {
+        let found = self.headers.iter().find(|(known, _)| known == name);
+        found.map(|(_, value)| &value[..])
+    }
+
+    fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).expect("JSON")
+    }
+
+    fn answer(mut self, status: u16, body: &str) {
+        let length = body.len();
+        let head = format!("HTTP/1.1 {status} X\r\ncontent-length: {length}\r\nx-engine: yes");
+        let _ = write!(self.connection, "{head}\r\nconnection: close\r\n\r\n{body}");
+    }
+
+    /// Begins an answer whose length is not known.
+    fn begin(&mut self) {
+        self.send("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n");
+    }
+
+    fn part(&mut self, text: &str) {
+        self.send(&format!("{:x}\r\n{text}\r\n", text.len()));
+    }
+
+    fn send(&mut self, text: &str) {
+        self.connection.write_all(text.as_bytes()).expect("sent");
+    }
+
+    /// Waits until the other side has closed the connection.
+    fn wait_for_end(mut self) {
+        self.connection
+            .set_read_timeout(Some(DEADLINE))
+            .expect("a timeout");
+        let mut rest = [0; 1];
+        let end = self.connection.read(&mut rest);
+        assert!(
+            matches!(end, Ok(0))
+                || end.is_err_and(|error| { error.kind() == std::io::ErrorKind::ConnectionReset })
+        );
+    }
+}
+
+/// An engine: its requests as they come.
+struct Engine {
+    port: u16,
+    requests: Receiver<Asked>,
+}
+
+impl Engine {
+    fn start() -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+        let port = listener.local_addr().expect("an address").port();
+        let (sender, requests) = channel();
+        thread::spawn(move || {
+            for connection in listener.incoming().flatten() {
+                let sender: Sender<Asked> = sender.clone();
+                thread::spawn(move || Asked::read(connection).map(|asked| sender.send(asked)));
+            }
+        });
+        Self { port, requests }
+    }
+
+    fn url(&self) -> String {
+        url(self.port)
+    }
+
+    fn next(&self) -> Asked {
+        self.requests.recv_timeout(DEADLINE).expect("a request")
+    }
+
+    fn has_none(&self) -> bool {
+        self.requests.try_recv().is_err()
+    }
+}
+
+fn url(port: u16) -> String {
+    format!("http://127.0.0.1:{port}")
+}
+
+struct Proxy {
+    process: Process,
+    port: u16,
+}
+
+impl Proxy {
+    fn start(prefill: &[&str], decode: &[&str], flags: &[&str]) -> Self {
+        let port = free_port();
+        let mut command = lmc();
+        command.args(["proxy", "--listen", &format!("127.0.0.1:{port}")]);
+        for url in prefill {
+            command.args(["--prefill", url]);
+        }
+        for url in decode {
+            command.args(["--decode", url]);
+        }
+        let process = Process::spawn(command.args(flags));
+        process.line("listening for clients");
+        Self { process, port }
+    }
+
+    /// Sends a request and returns its connection.
+    fn post(&self, path: &str, headers: &str, body: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).expect("a connection");
+        stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
+        let length = body.len();
+        write!(
+            stream,
+            "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}\
+             content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+        )
+        .expect("a request");
+        stream
+    }
+
+    fn metric(&self, line: &str) -> f64 {
+        let (_, page) = ask(self.port, "GET", "/metrics", "");
+        let found = page.lines().find_map(|found| found.strip_prefix(line));
+        found
+            .and_then(|value| value.trim().parse().ok())
+            .expect("a metric")
+    }
+}
+
+fn rest(mut stream: TcpStream) -> String {
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    answer
+}
+
+fn long_prompt() -> String {
+    json!({"model": "m", "prompt": "word ".repeat(1000), "max_tokens": 50, "stream": true})
+        .to_string()
+}
+
+const PATH: &str = "/v1/completions";
+
+#[test]
+fn a_prompt_is_computed_by_one_engine_and_answered_by_another() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let trace = ["--log-level", "trace"];
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &trace);
+    // Spaces that no encoder would make.
+    let body = long_prompt().replace(',', " ,  ");
+    let headers = "authorization: Bearer secret\r\nx-other: 1\r\nproxy-authorization: hop\r\n";
+    let client = proxy.post(PATH, headers, &body);
+    let first = prefill.next();
+    assert_eq!(first.line, "POST /v1/completions HTTP/1.1");
+    let asked = first.json();
+    assert_eq!(
+        (&asked["max_tokens"], &asked["stream"]),
+        (&json!(1), &json!(false))
+    );
+    let id = first.header("x-request-id").expect("an id").to_owned();
+    assert_eq!(id.len(), 32);
+    assert_eq!(first.header("authorization"), Some("Bearer secret"));
+    assert!(decode.has_none(), "the prompt is not computed yet");
+    first.answer(200, "{}");
+    let second = decode.next();
+    assert_eq!(second.body, body.as_bytes(), "the client's own bytes");
+    assert_eq!(second.header("x-request-id"), Some(&id[..]));
+    assert_eq!(second.header("authorization"), Some("Bearer secret"));
+    assert_eq!(second.header("x-other"), Some("1"));
+    assert_eq!(second.header("proxy-authorization"), None);
+    assert_eq!(
+        second.header("host"),
+        Some(&format!("127.0.0.1:{}", decode.port)[..])
+    );
+    second.answer(200, "answered");
+    let answer = rest(client);
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(
+        answer.contains("x-engine: yes") && answer.ends_with("answered"),
+        "{answer}"
+    );
+    // An id of the client's stays as it is.
+    let client = proxy.post(PATH, "x-request-id: mine\r\n", &long_prompt());
+    let first = prefill.next();
+    assert_eq!(first.header("x-request-id"), Some("mine"));
+    // What the prefill engine refuses, the decode engine refuses in its own words.
+    first.answer(400, "not this");
+    let second = decode.next();
+    assert_eq!(second.header("x-request-id"), Some("mine"));
+    second.answer(404, "nor that");
+    let answer = rest(client);
+    assert!(
+        answer.starts_with("HTTP/1.1 404") && answer.ends_with("nor that"),
+        "{answer}"
+    );
+    assert_eq!(
+        proxy.metric("lmc_proxy_requests_total{prefill=\"done\"}"),
+        1.0
+    );
+    assert_eq!(
+        proxy.metric("lmc_proxy_requests_total{prefill=\"refused\"}"),
+        1.0
+    );
+    let log = proxy.process.log().join("\n");
+    assert!(!log.contains("secret") && !log.contains("word"), "{log}");
+}
+
+#[test]
+fn an_answer_is_passed_on_as_it_comes() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let mut client = proxy.post(PATH, "", &long_prompt());
+    prefill.next().answer(200, "{}");
+    let mut streamed = decode.next();
+    streamed.begin();
+    for part in ["data: one\n\n", "data: two\n\n"] {
+        streamed.part(part);
+        let mut seen = Vec::new();
+        let mut byte = [0];
+        // Before the engine sends more.
+        while !seen.ends_with(part.as_bytes()) {
+            client.read_exact(&mut byte).expect("more of it");
+            seen.push(byte[0]);
+        }
+    }
+    assert_eq!(proxy.metric(&in_flight("decode", &decode)), 1.0);
+    streamed.send("0\r\n\r\n");
+    assert_eq!(rest(client), "\r\n0\r\n\r\n");
+    until("the request is over", || {
+        proxy.metric(&in_flight("decode", &decode)) == 0.0
+    });
+}
+
+fn in_flight(role: &str, engine: &Engine) -> String {
+    let url = engine.url();
+    format!("lmc_proxy_engine_in_flight{{role=\"{role}\",engine=\"{url}\"}}")
+}
+
+#[test]
+fn an_answer_that_breaks_off_does_not_look_whole() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let client = proxy.post(PATH, "", &long_prompt());
+    prefill.next().answer(200, "{}");
+    let mut streamed = decode.next();
+    streamed.begin();
+    streamed.part("data: one\n\n");
+    drop(streamed);
+    let answer = rest(client);
+    assert!(
+        answer.contains("data: one") && !answer.ends_with("0\r\n\r\n"),
+        "{answer:?}"
+    );
+}
+
+#[test]
+fn short_prompts_go_to_a_decode_engine_alone() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    for body in [r#"{"prompt": "short"}"#, "no JSON"] {
+        let client = proxy.post(PATH, "", body);
+        let asked = decode.next();
+        assert_eq!(asked.body, body.as_bytes());
+        asked.answer(200, "answered");
+        assert!(rest(client).ends_with("answered"));
+    }
+    assert!(prefill.has_none());
+    assert_eq!(
+        proxy.metric("lmc_proxy_requests_total{prefill=\"short\"}"),
+        1.0
+    );
+}
+
+/// Slow: a prefill has a whole second at least, and one is late.
+#[test]
+fn without_a_prefill_the_decode_engine_answers_all_the_same() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let asked = |proxy: &Proxy| proxy.post(PATH, "", &long_prompt());
+    let answered = |proxy: &Proxy, client: TcpStream, what: &str| {
+        decode.next().answer(200, "answered");
+        assert!(rest(client).ends_with("answered"), "{what}");
+        let line = format!("lmc_proxy_requests_total{{prefill=\"{what}\"}}");
+        assert_eq!(proxy.metric(&line), 1.0, "{what}");
+    };
+    let proxy = Proxy::start(&[&url(free_port())], &[&decode.url()], &[]);
+    answered(&proxy, asked(&proxy), "failed");
+    let timeout = ["--prefill-timeout-seconds", "1"];
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &timeout);
+    let client = asked(&proxy);
+    let held = prefill.next();
+    answered(&proxy, client, "late");
+    held.wait_for_end();
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let client = asked(&proxy);
+    prefill.next().answer(503, "no memory");
+    answered(&proxy, client, "failed");
+    // Another one computes what the first fails.
+    let other = Engine::start();
+    let proxy = Proxy::start(&[&url(free_port()), &other.url()], &[&decode.url()], &[]);
+    let client = asked(&proxy);
+    other.next().answer(200, "{}");
+    answered(&proxy, client, "done");
+}
+
+#[test]
+fn a_client_that_leaves_ends_both_legs() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let client = proxy.post(PATH, "", &long_prompt());
+    let asked = prefill.next();
+    drop(client);
+    asked.wait_for_end();
+    assert!(decode.has_none(), "no client waits for an answer");
+    // The decode engine computes and has not begun to answer, or it has.
+    for has_begun in [false, true] {
+        let client = proxy.post(PATH, "", &long_prompt());
+        prefill.next().answer(200, "{}");
+        let mut asked = decode.next();
+        if has_begun {
+            asked.begin();
+            asked.part("data: one\n\n");
+        }
+        drop(client);
+        asked.wait_for_end();
+    }
+    for (role, engine) in [("prefill", &prefill), ("decode", &decode)] {
+        until("nothing is under way", || {
+            proxy.metric(&in_flight(role, engine)) == 0.0
+        });
+    }
+}
+
+#[test]
+fn another_decode_engine_takes_what_one_cannot() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let absent = url(free_port());
+    let proxy = Proxy::start(&[&prefill.url()], &[&absent, &decode.url()], &[]);
+    let client = proxy.post(PATH, "", r#"{"prompt": "short"}"#);
+    decode.next().answer(200, "answered");
+    assert!(rest(client).ends_with("answered"));
+    assert_eq!(ask(proxy.port, "GET", "/health", "").0, 200);
+    let alone = Proxy::start(&[&prefill.url()], &[&absent], &[]);
+    let (code, answer) = ask(alone.port, "POST", PATH, r#"{"prompt": "short"}"#);
+    assert_eq!(code, 502, "{answer}");
+    assert!(
+        answer.contains("\"error\"") && answer.contains(&absent),
+        "{answer}"
+    );
+    assert_eq!(ask(alone.port, "GET", "/health", "").0, 503);
+}
+
+#[test]
+fn an_engine_that_answers_with_errors_is_asked_after_others() {
+    let (prefill, other) = (Engine::start(), Engine::start());
+    let (first, second) = (Engine::start(), Engine::start());
+    let (prefills, decodes) = ([prefill.url(), other.url()], [first.url(), second.url()]);
+    let proxy = Proxy::start(
+        &[&prefills[0], &prefills[1]],
+        &[&decodes[0], &decodes[1]],
+        &[],
+    );
+    let client = proxy.post(PATH, "", &long_prompt());
+    prefill.next().answer(404, "no such model");
+    other.next().answer(200, "{}");
+    // Its answer is the client's all the same.
+    first.next().answer(500, "broken");
+    assert!(rest(client).starts_with("HTTP/1.1 500"));
+    for _ in 0..2 {
+        let client = proxy.post(PATH, "", &long_prompt());
+        other.next().answer(200, "{}");
+        second.next().answer(200, "answered");
+        assert!(rest(client).ends_with("answered"));
+    }
+    assert!(prefill.has_none() && first.has_none());
+}
+
+#[test]
+fn a_request_that_an_engine_has_read_is_sent_to_no_other() {
+    let (prefill, first, second) = (Engine::start(), Engine::start(), Engine::start());
+    let decodes = [first.url(), second.url()];
+    let proxy = Proxy::start(&[&prefill.url()], &[&decodes[0], &decodes[1]], &[]);
+    let client = proxy.post(PATH, "", r#"{"prompt": "short"}"#);
+    drop(first.next());
+    let answer = rest(client);
+    assert!(
+        answer.starts_with("HTTP/1.1 502") && answer.contains(&first.url()),
+        "{answer}"
+    );
+    assert!(second.has_none());
+}
+
+#[test]
+fn requests_of_unknown_length_are_read_to_their_end_or_refused() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let sent = |body: &str| {
+        let mut stream = TcpStream::connect(("127.0.0.1", proxy.port)).expect("a connection");
+        stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
+        write!(
+            stream,
+            "POST {PATH} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
+             content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n{body}"
+        )
+        .expect("sent");
+        stream
+    };
+    // More at a time than there would be memory for, if each counted as the longest.
+    let clients: Vec<TcpStream> = (0..20).map(|_| sent("2\r\n{}\r\n0\r\n\r\n")).collect();
+    let asked: Vec<Asked> = clients.iter().map(|_| decode.next()).collect();
+    for asked in asked {
+        assert_eq!(
+            (asked.body.as_slice(), asked.header("transfer-encoding")),
+            (&b"{}"[..], None)
+        );
+        asked.answer(200, "answered");
+    }
+    assert!(
+        clients
+            .into_iter()
+            .all(|client| rest(client).ends_with("answered"))
+    );
+    let answer = rest(sent("no chunk\r\n"));
+    assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");
+    assert!(decode.has_none());
+}
+
+#[test]
+fn pages_of_other_sites_reach_no_engine() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    for headers in [
+        "host: 127.0.0.1\r\nsec-fetch-site: cross-site\r\n",
+        "host: 127.0.0.1\r\norigin: http://evil.example\r\n",
+        "host: evil.example\r\n",
+    ] {
+        let mut stream = TcpStream::connect(("127.0.0.1", proxy.port)).expect("a connection");
+        stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
+        write!(
+            stream,
+            "GET /v1/models HTTP/1.1\r\n{headers}connection: close\r\n\r\n"
+        )
+        .expect("sent");
+        let answer = rest(stream);
+        assert!(answer.starts_with("HTTP/1.1 403"), "{headers}: {answer}");
+    }
+    assert!(decode.has_none());
+}
+
+#[test]
+fn what_is_no_request_for_engines_is_refused() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    assert_eq!(ask(proxy.port, "POST", "/reset_prefix_cache", "").0, 404);
+    assert_eq!(ask(proxy.port, "GET", PATH, "").0, 405);
+    let sent = |head: &str| {
+        let mut stream = TcpStream::connect(("127.0.0.1", proxy.port)).expect("a connection");
+        stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
+        let head =
+            format!("POST {PATH} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{head}\r\n");
+        stream.write_all(head.as_bytes()).expect("sent");
+        rest(stream)
+    };
+    let answer = sent("content-type: text/plain\r\ncontent-length: 0\r\n");
+    assert!(answer.starts_with("HTTP/1.1 415"), "{answer}");
+    let answer = sent("content-type: application/json\r\ncontent-length: 67108865\r\n");
+    assert!(answer.starts_with("HTTP/1.1 413"), "{answer}");
+    assert!(prefill.has_none() && decode.has_none());
+    let client = thread::spawn(move || ask(proxy.port, "GET", "/v1/models", ""));
+    let asked = decode.next();
+    assert_eq!(asked.line, "GET /v1/models HTTP/1.1");
+    asked.answer(200, "models");
+    assert!(client.join().expect("an answer").1.ends_with("models"));
+}
+
+/// Slow: a connection without a request gets a second to end, and this one has one for longer.
+#[test]
+fn a_stop_lets_answers_under_way_end() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let mut proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let client = proxy.post(PATH, "", &long_prompt());
+    prefill.next().answer(200, "{}");
+    let mut streamed = decode.next();
+    streamed.begin();
+    streamed.part("data: one\n\n");
+    proxy.process.signal(libc::SIGTERM);
+    proxy.process.line("SIGTERM");
+    thread::sleep(Duration::from_millis(1500));
+    streamed.part("data: two\n\n");
+    streamed.send("0\r\n\r\n");
+    let answer = rest(client);
+    assert!(
+        answer.contains("data: two") && answer.ends_with("0\r\n\r\n"),
+        "{answer:?}"
+    );
+    assert_eq!(proxy.process.wait().code(), Some(0));
+}
