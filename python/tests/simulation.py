@@ -384,8 +384,8 @@ class Model:
         return 0 if window is None else max(computed - window + 1, 0) // BLOCK
 
     def allocate(self, request, tokens, shared=(), computed=0):
-        """Allocates blocks for so many tokens; `shared` are those of the leading blocks that there
-        are, of each group, and `computed` the tokens that are not computed here."""
+        """Allocates blocks for the first `tokens` tokens; `shared` are those of the leading blocks that
+        there are, of each group, and `computed` the tokens that are not computed here."""
         is_new = not request.tables
         if is_new:
             request.tables = [list(blocks) for blocks in shared or [()] * len(self.windows)]

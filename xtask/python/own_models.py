@@ -59,8 +59,7 @@ def hybrid(run):
     if run.args.peer or not run.args.package:
         return
     batch, cold = prompts(9, *LENGTHS), [0] * len(LENGTHS)
-    # By the number of their KV groups.
-    kinds = {"hybrid": 2, "narrow": 2, "sliding": 1}
+    kinds = ("hybrid", "narrow", "sliding")
     with tempfile.TemporaryDirectory() as folder:
         models = {kind: os.path.join(folder, kind) for kind in kinds}
         for kind, model in models.items():

@@ -43,7 +43,7 @@ pub(crate) struct Reader {
     said: Counts,
     /// Tests that the closing lines count as passed and that skipped themselves.
     not_passed: u64,
-    /// The test whose output is being shown (`cargo test -- --show-output`).
+    /// The test whose output is being shown (`cargo test -- --show-output`); empty between tests.
     current: String,
 }
 
@@ -67,9 +67,18 @@ impl Reader {
         let line = line.trim_end();
         if let Some(name) = header(line) {
             self.current = name.to_owned();
-        } else if let Some(reason) = line.strip_prefix("skipped: ") {
-            self.skip(self.current.clone(), reason);
-        } else if let Some(rest) = ignored(line).or_else(|| left_out(line)) {
+        }
+        if ["successes:", "failures:"].contains(&line) {
+            self.current.clear();
+        }
+        if !self.current.is_empty() {
+            // What a test prints besides is its own matter.
+            if let Some(reason) = line.strip_prefix("skipped: ") {
+                self.skip(self.current.clone(), reason);
+            }
+            return;
+        }
+        if let Some(rest) = ignored(line).or_else(|| left_out(line)) {
             self.skipped.push(rest);
         } else if let Some(note) = line.strip_prefix("note: ") {
             // The compiler has notes too; ours come from xtask and name themselves.
@@ -297,7 +306,8 @@ mod tests {
         let mut reader = Reader::default();
         let text = "test a ... ok\ntest b ... ignored, needs a GPU\nsuccesses:\n\n\
                     ---- a stdout ----\nskipped: no mount namespace here\n\n\
-                    test result: ok. 1 passed; 0 failed; 1 ignored; 0 measured";
+                    ---- c stdout ----\nFAILED b: why\n3 passed, 2 failed\n\n\
+                    successes:\n    a\n    c\n\ntest result: ok. 2 passed; 0 failed; 1 ignored; 0 measured";
         text.lines().for_each(|line| reader.line(line));
         assert_eq!(
             reader.skipped,
@@ -307,11 +317,13 @@ mod tests {
             ]
         );
         let wanted = Counts {
-            passed: 0,
+            passed: 1,
             failed: 0,
             skipped: 2,
         };
         assert_eq!(reader.counts(), wanted);
+        // Test c printed that.
+        assert!(reader.failed().is_empty());
     }
 
     #[test]

@@ -26,7 +26,7 @@ use crate::peers::{Peer, Peers};
 const IN_STEP_EVERY: Duration = Duration::from_secs(5);
 /// Time that peers have to answer in one: a slow one does not delay the next of the others.
 const IN_STEP_TIMEOUT: Duration = Duration::from_secs(1);
-/// Pause between two exchanges that messages of another digest cause.
+/// Pause between two exchanges that messages cause.
 const IN_STEP_PAUSE: Duration = Duration::from_millis(50);
 
 /// A map of clears with its digest, so that this is computed once for each map.
@@ -242,8 +242,8 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
     }
 
-    /// Exchanges clears with peers at another digest, from time to time and as soon as a message
-    /// shows one; asks peers what they hold, and sends a hello again to peers without one. Runs
+    /// Exchanges clears with peers at another digest, and sends a hello again to peers without one,
+    /// from time to time and as soon as a message shows either; asks peers what they hold. Runs
     /// until it is dropped.
     pub async fn stay_in_step(&self) {
         loop {

@@ -109,7 +109,7 @@ pub struct Node<L: Link, C> {
     /// Peers that hold chunks which they read here.
     holders: Mutex<Recent<Vec<Session>>>,
     pub(crate) known_clears: Mutex<KnownClears>,
-    /// Set when a message has another digest of clears.
+    /// Set when a message has another digest of clears, or a peer lacks this side's hello.
     pub(crate) out_of_step: Notify,
     pub(crate) peers: Mutex<Peers>,
     pub(crate) routes: Mutex<Routes>,
@@ -663,8 +663,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 Ok(reply) => {
                     peer.answered(now().saturating_duration_since(sent), now());
                     if *reply == Reply::Refused(Refusal::NoHello) {
-                        // It has lost what it knew of this side.
+                        // It does not know this side, or not yet.
                         peer.hello = None;
+                        self.out_of_step.notify_one();
                     }
                 }
                 Err(reason) => {

@@ -9,3 +9,11 @@ pub(crate) fn raise(resource: Resource) {
     limit.current = limit.maximum;
     let _ = setrlimit(resource, limit);
 }
+
+/// Returns the number of files that this process may have open.
+pub(crate) fn open_files() -> usize {
+    let limit = getrlimit(Resource::Nofile).current;
+    limit.map_or(usize::MAX, |limit| {
+        usize::try_from(limit).unwrap_or(usize::MAX)
+    })
+}

@@ -19,8 +19,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use axum::Router;
-use axum::body::Body;
-use axum::body::HttpBody as _;
+use axum::body::{Body, HttpBody as _};
 use axum::extract::{Request, State};
 use axum::http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use axum::http::{Method, StatusCode, Uri};
@@ -43,10 +42,10 @@ use crate::config::{LogFormat, check_level};
 use crate::http::connections::{self, Bounds};
 use crate::http::guard::{Guard, check_site};
 use crate::signals::Signals;
-use crate::{log, metrics};
+use crate::{limits, log, metrics};
 
 pub(crate) const HELP: &str = "\
-Each engine has an `lmc serve` beside it, and these are peers of each other (--p2p-listen, --p2p-peer);
+Each engine has an `lmc serve` on its host, and these are peers of each other (--p2p-listen, --p2p-peer);
 docs/pd.md has the whole set-up.
 
 Examples:
@@ -166,7 +165,7 @@ async fn serve(arguments: &Arguments) -> Result<()> {
     );
     let (stop, stopped) = watch::channel(false);
     let bounds = Bounds {
-        connections: MAX_CONNECTIONS.min(open_files() / FILES_OF_CLIENT),
+        connections: MAX_CONNECTIONS.min(limits::open_files() / FILES_OF_CLIENT),
         life: None,
         end: STOP_DEADLINE,
         unread: Some(UNREAD_DEADLINE),
@@ -184,14 +183,6 @@ async fn serve(arguments: &Arguments) -> Result<()> {
         name = signals.second() => warn!("{name}: requests under way are cut"),
     }
     Ok(())
-}
-
-/// Files that this process may have open.
-fn open_files() -> usize {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    limit.map_or(usize::MAX, |limit| {
-        usize::try_from(limit).unwrap_or(usize::MAX)
-    })
 }
 
 fn router(proxy: Arc<Proxy>) -> Router {

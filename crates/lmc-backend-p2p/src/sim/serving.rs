@@ -320,3 +320,21 @@ fn a_read_whose_thread_ends_fails_its_chunks() {
         assert_eq!(fetch(&net, 1, &keys).await.hits, 3);
     });
 }
+
+/// A question that overtook the hello of its connection was refused, and the peer stayed without a
+/// hello for five seconds.
+#[test]
+fn a_peer_that_lacks_the_hello_is_sent_it_again_at_once() {
+    run(async {
+        let net = Net::new(57, Faults::none());
+        (0..2).for_each(|host| net.start(host, 8, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(0, 1);
+        net.chunks(0).store(keys[0], 0);
+        net.node(0)
+            .disconnected(&net.session(1), "the hello is on its way");
+        assert_eq!(fetch(&net, 1, &keys).await.hits, 0);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        assert_eq!(fetch(&net, 1, &keys).await.hits, 1);
+    });
+}

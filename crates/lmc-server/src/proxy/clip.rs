@@ -11,7 +11,7 @@ use super::counters::Prefill;
 const MAX_FIELDS: usize = 256;
 
 /// Fields that concern the answer alone.
-const OF_THE_ANSWER: [&str; 9] = [
+const OF_THE_ANSWER: [&str; 8] = [
     "stream_options",
     "min_tokens",
     "best_of",
@@ -20,7 +20,6 @@ const OF_THE_ANSWER: [&str; 9] = [
     "logprob_token_ids",
     "use_beam_search",
     "length_penalty",
-    "echo",
 ];
 
 /// Fields with which an engine does not read its cache.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::common::{Answer as _, CHUNK, MODEL, Segment, Server, Worker, prompt};
+use crate::common::{Answer as _, CHUNK, MODEL, Segment, Server, Worker, prompt, segment_name};
 use bytes::Bytes;
 use lmc_backend::conformance::Gated;
 use lmc_backend::{Backend, LocalIndex, MemoryBackend};
@@ -297,7 +297,7 @@ fn a_cut_off_peer_does_not_delay_the_stop() {
 
 /// Registers an engine whose memory the server copies, of one layer `[16, 4, 8]`.
 fn register(client: &mut Client, instance_id: u64) -> Segment {
-    let name = format!("lmcache_conn_{}_{instance_id}", std::process::id());
+    let name = segment_name();
     let nbytes = 16 * 4 * 8 * 4;
     let segment = Segment::new(&name, nbytes);
     client

@@ -8,7 +8,7 @@ use lmc_vllm_adapter::{
     Reply, Request, TensorMeta, UnknownFields,
 };
 
-use crate::common::{Answer as _, CHUNK, MODEL, Segment, Server, prompt};
+use crate::common::{Answer as _, CHUNK, MODEL, Segment, Server, prompt, segment_name};
 use crate::server_driven::{FORMS, Form, HEADS, LAYERS, SIZE, strides};
 
 /// Tokens per block of the engines.
@@ -80,7 +80,7 @@ impl Engine {
         let shape = form.shape_of(TOKENS / block + 1, block);
         let elements: u64 = shape.iter().product();
         let nbytes = elements * 4 * LAYERS as u64;
-        let name = format!("lmcache_kv_{}_order_{instance_id}", std::process::id());
+        let name = segment_name();
         let segment = Segment::new(&name, nbytes as usize);
         let layers = (0..LAYERS as u64).map(|layer| {
             KvDescriptor::CpuShm(CpuShm {

@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 
-use crate::common::{Answer as _, CHUNK, MODEL, Segment, Server, end_session, lookup, prompt};
+use crate::common::{
+    Answer as _, CHUNK, MODEL, Segment, Server, end_session, lookup, prompt, segment_name,
+};
 use lmc_vllm_adapter::{
     CacheKey, Client, CpuShm, EngineGroup, KvDescriptor, RegisterKvCache, Reply, Request,
     TensorMeta, UnknownFields,
@@ -101,11 +103,11 @@ pub(crate) fn strides(shape: &[u64]) -> Vec<u64> {
 impl Engine {
     /// Creates the segment and its descriptors. The size is that of float32; a smaller element type
     /// leaves the end of the segment unused.
-    fn memory(form: Form, instance_id: u64, dtype: &str) -> (Segment, Vec<KvDescriptor>) {
+    fn memory(form: Form, dtype: &str) -> (Segment, Vec<KvDescriptor>) {
         let shape = form.shape();
         let elements: u64 = shape.iter().product();
         let nbytes = elements * 4 * LAYERS as u64;
-        let name = format!("lmcache_kv_{}_{instance_id}_{form:?}", std::process::id());
+        let name = segment_name();
         let segment = Segment::new(&name, nbytes as usize);
         let layers = (0..LAYERS as u64).map(|layer| {
             KvDescriptor::CpuShm(CpuShm {
@@ -127,7 +129,7 @@ impl Engine {
     }
 
     fn register_as(server: &Server, form: Form, instance_id: u64, dtype: &str) -> Self {
-        let (segment, kv_caches) = Self::memory(form, instance_id, dtype);
+        let (segment, kv_caches) = Self::memory(form, dtype);
         let mut client = server.client();
         client
             .ask(&Request::RegisterKvCache(Box::new(RegisterKvCache {
@@ -343,7 +345,7 @@ fn a_chunk_whose_blocks_the_engine_dropped_is_not_stored() {
 fn unsupported_registrations_are_refused_with_a_reason() {
     let server = Server::start();
     let mut client = server.client();
-    let (segment, good) = Engine::memory(Form::FusedHeadsFirst, 105, "float32");
+    let (segment, good) = Engine::memory(Form::FusedHeadsFirst, "float32");
     let base = RegisterKvCache {
         instance_id: 1,
         kv_caches: good.clone(),

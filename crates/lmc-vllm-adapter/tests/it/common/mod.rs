@@ -518,6 +518,13 @@ pub(crate) struct Segment {
     pub(crate) len: usize,
 }
 
+/// Returns a name for a segment that no other test of any process has.
+pub(crate) fn segment_name() -> String {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let next = NEXT.fetch_add(1, Ordering::Relaxed);
+    format!("lmcache_kv_{}_{next}", std::process::id())
+}
+
 impl Segment {
     pub(crate) fn new(name: &str, len: usize) -> Self {
         let path = format!("/dev/shm/{name}");
