@@ -69,6 +69,13 @@ class SchedulerAdapter:
     def check_lookup_result(self, request_id: str) -> int | None:
         """Returns the matched tokens: `None` while pending, 0 for an unknown request."""
 
+    def lookup_tiers(self, request_id: str) -> list[tuple[str, int]]:
+        """Returns the tiers that the matched tokens came from, in the order of the tokens, each
+        with the number of tokens; empty where the server does not say.
+
+        A tier is `dram`, or the name of a lower one, such as `disk`.
+        """
+
     def cleanup_lookup_result(self, request_id: str) -> None:
         """Removes the result; the server keeps the leases."""
 
@@ -123,9 +130,17 @@ class WorkerAdapter:
 
         Layers that look back to the start of a prompt have no such number; in the block tables of
         others, block 0 stands for one that is not kept. A tensor is its address, shape, strides in
-        elements and element type. The memory must stay valid until `shutdown` returns. `gpu` is the
+        elements and element type. The memory must stay valid until `shutdown` or
+        `unregister_kv_caches` has returned. `gpu` is the
         id of the NVIDIA GPU that it lies on, as PyTorch spells it; `None`: it is the host's. Raises
         `ValueError` for a layout that lmc does not know and for a GPU that cannot be used.
+        """
+
+    def unregister_kv_caches(self) -> None:
+        """Takes the tensors out of use: their memory is not touched once this has returned.
+
+        Copies under way are waited for. Until they are registered again, stores are dropped and
+        loads fail.
         """
 
     def submit_store_request(self, op: LoadStoreOp) -> None:

@@ -93,6 +93,10 @@ impl SchedulerAdapter {
         self.0.check_lookup_result(request_id)
     }
 
+    fn lookup_tiers(&self, request_id: &str) -> Vec<(String, u64)> {
+        self.0.lookup_tiers(request_id)
+    }
+
     fn cleanup_lookup_result(&self, request_id: &str) {
         self.0.cleanup_lookup_result(request_id);
     }

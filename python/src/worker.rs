@@ -118,6 +118,10 @@ impl WorkerAdapter {
         self.0.server().is_healthy
     }
 
+    fn unregister_kv_caches(&self, py: Python<'_>) {
+        py.detach(|| self.0.unregister_kv_caches());
+    }
+
     #[pyo3(signature = (groups, *, layout, tokens_per_block, gpu = None))]
     fn register_kv_caches(
         &self,

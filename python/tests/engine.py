@@ -36,8 +36,9 @@ class Request:
 class Adapter:
     """A scheduler adapter whose server finds what `found` says."""
 
-    def __init__(self, found=None):
+    def __init__(self, found=None, tiers=()):
         self.found = found or {}
+        self.tiers = list(tiers)
         self.chunk_size = CHUNK
         self.hash_mode = True
         self.healthy = True
@@ -48,6 +49,9 @@ class Adapter:
 
     def check_lookup_result(self, request_id):
         return self.found.get(request_id, 0)
+
+    def lookup_tiers(self, request_id):
+        return self.tiers
 
     def cleanup_lookup_result(self, request_id):
         self.calls.append(("cleanup", request_id))

@@ -119,6 +119,9 @@ class SchedulerAdapter:
         assert request_id in self.pending or request_id in self.found
         return self.found.get(request_id)
 
+    def lookup_tiers(self, request_id):
+        return []
+
     def cleanup_lookup_result(self, request_id):
         self.pending.pop(request_id, None)
         self.found.pop(request_id, None)

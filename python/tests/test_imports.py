@@ -84,6 +84,10 @@ class Imports(unittest.TestCase):
                 with self.assertRaisesRegex(ValueError, "--enable-sleep-mode"):
                     configuration = self.configuration("cuda", True)
                     connector._refuse_unsupported(configuration, self.groups(full()))
+                # From 0.33 on, vLLM says when it sleeps.
+                base = connector.KVConnectorBase_V1
+                with mock.patch.object(base, "unregister_kv_caches", None, create=True):
+                    connector._refuse_unsupported(configuration, self.groups(full()))
 
     def test_layers_are_held_that_look_back_to_the_start_or_a_window(self):
         with stub.vllm():

@@ -528,6 +528,31 @@ class Worker(unittest.TestCase):
             call = self.register([latent], axes, is_latent=True)
             self.assertEqual(call.args[0][0][0][0][1:3], ([7, 4, 8], [32, 8, 1]))
 
+    def test_a_kv_cache_that_slept_is_registered_where_it_lies_then(self):
+        adapter, at = mock.Mock(), [1000]
+        worker = WorkerSide(adapter, can_store=True)
+        # Neither comes before vLLM has registered its KV cache.
+        worker.unregister_kv_caches()
+        worker.restore_kv_caches()
+        self.assertEqual(adapter.mock_calls, [])
+        tensor = self.tensor()
+        tensor.permute = lambda axes: self.tensor(at=at[0])
+        worker.register_kv_caches(
+            [([tensor], 512)], (0, 1, 2, 3), blocks=7, block_size=4, is_latent=False
+        )
+        worker.restore_kv_caches()
+        adapter.register_kv_caches.assert_called_once()
+        worker.unregister_kv_caches()
+        adapter.unregister_kv_caches.assert_called_once()
+        at[0] = 5000
+        for _ in range(2):
+            worker.restore_kv_caches()
+        before, after = adapter.register_kv_caches.call_args_list
+        self.assertEqual(before.kwargs, after.kwargs)
+        self.assertEqual(
+            [call.args[0][0][0][0][0] for call in (before, after)], [1000, 5000]
+        )
+
     def test_groups_are_named_one_by_one_though_they_share_memory(self):
         adapter = mock.Mock()
         groups = [([self.tensor(), self.tensor(at=2000)], None), ([self.tensor()], 8)]

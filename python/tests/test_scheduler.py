@@ -60,6 +60,20 @@ class Lookup(unittest.TestCase):
             answer = scheduler.get_num_new_matched_tokens(request, computed)
             self.assertEqual(answer, (wanted, wanted > 0), (length, found, computed))
 
+    def test_tokens_that_are_loaded_are_counted_by_tier(self):
+        tiers = [("dram", 16), ("disk", 16), ("dram", 8)]
+        for computed, length, wanted in (
+            (0, 48, {"dram": 24, "disk": 16}),
+            (0, 40, {"dram": 23, "disk": 16}),
+            (16, 48, {"disk": 16, "dram": 8}),
+            (20, 32, {"disk": 11}),
+        ):
+            scheduler = side(Adapter({"a": min(40, length)}, tiers))
+            request = Request("a", list(range(length)))
+            tokens, _ = admit(scheduler, request, computed)
+            self.assertEqual(scheduler.tiers_of("a", tokens), wanted, (computed, length))
+        self.assertEqual(side(Adapter()).tiers_of("b", 8), {})
+
     def test_a_request_is_named_by_hashes_or_by_tokens(self):
         for by_hash, is_known in ((True, True), (True, False), (False, True)):
             adapter = Adapter({"a": 16})

@@ -100,6 +100,9 @@ def members(classes, name):
     for node in owner.body:
         if isinstance(node, ast.AnnAssign) and name:
             found[node.target.id] = None
+        elif isinstance(node, ast.Assign) and name:
+            # Members of an enumeration.
+            found |= {item.id: None for item in node.targets if isinstance(item, ast.Name)}
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             decorators = {item.id for item in node.decorator_list if isinstance(item, ast.Name)}
             found[node.name] = None if decorators & {"property", "cached_property"} \

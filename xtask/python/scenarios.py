@@ -717,6 +717,15 @@ def hits(child):
     return child.metric("vllm:external_prefix_cache_hits_total")
 
 
+def of_source(child, source):
+    """The tokens that a `vllm serve` has taken from one kind of tier."""
+    with child.open("/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines
+               if line.startswith("vllm:prompt_tokens_cached_by_source_total{")
+               and f'source="{source}"' in line)
+
+
 def own_background(run, page):
     """The server that lmc's connector starts: shared by engines, and there when they are gone."""
 
@@ -725,6 +734,8 @@ def own_background(run, page):
               ask(run, child) == run.plain["float32", 2][2])
         found = eventually(lambda: hits(child), 10)
         check(f"{name}: 1024 tokens of it come from the cache", found == 1024, str(found))
+        by_host = of_source(child, "host")
+        check(f"{name}: vLLM counts them as the host's", by_host == 1024, str(by_host))
 
     process = page.server()
     check("own server: it is in no process tree of vLLM", process not in tree(page.vllm.process.pid))

@@ -69,7 +69,29 @@ pub(crate) fn run_python() -> Result<bool> {
     tests.env("LMC_NATIVE", folder.join("lib_native.so"));
     tests.env("LMC_PROGRAM", folder.join("lmc"));
     let status = tests.current_dir("python").stdin(Stdio::null()).status();
-    Ok(status.context("cannot run python3")?.success())
+    let passed = status.context("cannot run python3")?.success();
+    Ok(check_types()? && passed)
+}
+
+/// Checks the types of the Python package; vLLM and PyTorch are not there, and not looked at. Whether
+/// they agree.
+fn check_types() -> Result<bool> {
+    let environment = match scripts::set_up("xtask/python/types.sh", &[]) {
+        Ok(folder) => PathBuf::from(folder),
+        Err(why) if why.is::<NotToBeHad>() => return Ok(scripts::skipped("types", &why)),
+        Err(fault) => return Err(fault),
+    };
+    let mut checker = Command::new(environment.join("bin/mypy"));
+    checker.args(["--no-incremental", "lmc"]);
+    let status = checker.current_dir("python").stdin(Stdio::null()).status();
+    let agree = status.context("cannot run mypy")?.success();
+    let counts = if agree {
+        "1 passed, 0 failed"
+    } else {
+        "0 passed, 1 failed"
+    };
+    println!("{counts}, 0 skipped");
+    Ok(agree)
 }
 
 /// Version of vLLM after the one that the connector is tested with.

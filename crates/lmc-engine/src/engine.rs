@@ -337,6 +337,12 @@ impl CacheEngine {
         self.0.lower.is_some()
     }
 
+    /// Returns the name of a lower tier, by its index in their order.
+    pub fn tier_name(&self, index: usize) -> Option<&str> {
+        let lower = self.0.lower.as_ref()?;
+        lower.tiers().name(index)
+    }
+
     /// Returns true if a lower tier is shared with other processes, so that they are given chunks of
     /// this one and it theirs.
     pub fn has_shared_tiers(&self) -> bool {

@@ -9,6 +9,7 @@ use std::time::Instant;
 use lmc_backend::LocateHint;
 use lmc_backend_local::{EventSink, Leases, OwnerId, TenantId};
 use lmc_key::ChunkKey;
+use parking_lot::Mutex;
 
 use crate::engine::CacheEngine;
 use crate::lookup::{LookupRequest, Rank};
@@ -130,7 +131,7 @@ impl CacheEngine {
             let sources = lower.tiers().sources_now(keys, None, None);
             let sources: Vec<Source> = sources.into_iter().map_while(|source| source).collect();
             if sources.iter().any(|source| *source != Source::Dram) {
-                let prompt = Prompt {
+                let prompt = Arc::new(Prompt {
                     owner,
                     tenant,
                     keys: keys.to_vec(),
@@ -139,9 +140,10 @@ impl CacheEngine {
                     first: 0,
                     deadline,
                     half: half_of(deadline),
-                };
+                    read: Mutex::default(),
+                });
                 let none = local.lease_uncounted(owner, &[]);
-                promoted = Some(lower.tiers().promote(prompt, none).await);
+                promoted = Some(lower.tiers().promote(&prompt, none).await);
             }
         }
         let lease = |key: &ChunkKey| {

@@ -51,7 +51,7 @@ mod lending;
 pub use lending::OwnChunk;
 
 mod lookup;
-pub use lookup::{Found, FoundRank, LeaseLimit, Lookup, LookupRequest, Rank};
+pub use lookup::{Found, FoundRank, LeaseLimit, Lookup, LookupRequest, Rank, Run};
 
 mod lower;
 pub use lower::LowerStatus;

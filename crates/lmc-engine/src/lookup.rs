@@ -8,6 +8,7 @@ use lmc_backend::LocateHint;
 use lmc_backend_local::{Leases, OwnerId, TenantId};
 use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use lmc_memory::SealedSlot;
+use parking_lot::Mutex;
 use pollster::block_on;
 use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
@@ -130,6 +131,19 @@ pub struct FoundRank {
     pub resident: usize,
     /// Number of leading chunks that are in DRAM for this rank now, which other ranks may lack.
     pub promoted: usize,
+    /// Indices of the chunks that were read from lower tiers for this lookup, each with its tier's.
+    read: Vec<(usize, usize)>,
+}
+
+/// Consecutive chunks of a prompt with one origin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run {
+    /// Index of the lower tier that the chunks were read from for this lookup, as
+    /// [`CacheEngine::tier_name`] takes it: of several ranks the last. `None` where they were in
+    /// DRAM already, or another lookup promoted them.
+    pub tier: Option<usize>,
+    /// Number of chunks.
+    pub chunks: usize,
 }
 
 /// The outcome of a lookup. Dropping it gives the leases back.
@@ -145,6 +159,22 @@ pub struct Found {
 }
 
 impl Found {
+    /// Returns the origins of the chunks that were found, in their order.
+    pub fn runs(&self) -> Vec<Run> {
+        let mut tiers = vec![None; self.hits];
+        for (index, tier) in self.ranks.iter().flat_map(|rank| &rank.read) {
+            if let Some(known) = tiers.get_mut(*index) {
+                *known = (*known).max(Some(*tier));
+            }
+        }
+        let runs = tiers.chunk_by(|one, next| one == next);
+        let run = |run: &[Option<usize>]| Run {
+            tier: run[0],
+            chunks: run.len(),
+        };
+        runs.map(run).collect()
+    }
+
     /// Returns the leases of the first rank, for a caller that has only one.
     pub fn into_leases(mut self) -> Option<Leases> {
         (!self.ranks.is_empty()).then(|| self.ranks.swap_remove(0).leases)
@@ -363,6 +393,7 @@ impl CacheEngine {
                 resident: rank.leases.len(),
                 promoted: 0,
                 leases: rank.leases,
+                read: Vec::new(),
             });
             return Lookup::done(clears, Found::join(found.collect(), ranks));
         };
@@ -436,7 +467,7 @@ async fn promote(
     let promoted = known.into_iter().map(|mut rank| async move {
         rank.truncate(reach);
         let resident = rank.leases.len();
-        let prompt = Prompt {
+        let prompt = Arc::new(Prompt {
             owner: request.owner,
             tenant: request.tenant,
             first: resident,
@@ -445,12 +476,16 @@ async fn promote(
             sources: rank.sources.found,
             deadline,
             half: half_of(deadline),
-        };
+            read: Mutex::default(),
+        });
+        let leases = tiers.promote(&prompt, rank.leases).await;
+        let read = std::mem::take(&mut *prompt.read.lock());
         FoundRank {
             rank: rank.rank,
             resident,
             promoted: 0,
-            leases: tiers.promote(prompt, rank.leases).await,
+            leases,
+            read,
         }
     });
     let found = futures_util::future::join_all(promoted).await;

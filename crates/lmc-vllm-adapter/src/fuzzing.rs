@@ -79,7 +79,11 @@ pub fn request(data: &[u8]) {
                 .iter()
                 .any(|d| matches!(d, KvDescriptor::Unsupported(_))) => {}
         // The bits of a float and an ignored payload may change in the round trip.
-        Ok(Request::WaitPrefetchStatus { .. } | Request::CommitStore { .. }) => {}
+        Ok(
+            Request::WaitPrefetchStatus { .. }
+            | Request::WaitLookup { .. }
+            | Request::CommitStore { .. },
+        ) => {}
         Ok(request) => {
             let frames = encode_request(1, &request);
             assert_eq!(

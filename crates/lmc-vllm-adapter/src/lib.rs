@@ -29,8 +29,8 @@ pub use local::{LOCAL_ADDRESS, LOCAL_SOCKET, check_private, user_folder};
 pub use protocol::{
     BlockAllocation, CacheKey, ConfigValue, CpuShm, Cuda, DecodeError, DescriptorError,
     EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, IpcHandle, KvDescriptor,
-    KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
-    SlotDescriptor, Sources, TensorMeta, UnknownFields, ValueError,
+    KvEvent, KvEventBatch, KvEventKind, Operation, Origin, RegisterKvCache, Reply, Request,
+    RequestConfigs, SlotDescriptor, Sources, TensorMeta, UnknownFields, ValueError,
 };
 pub use service::{
     ClientId, EventLogStatus, HISTOGRAM_BUCKETS, HeldStatus, HistogramSnapshot, InspectError,

@@ -60,9 +60,11 @@ class Adapters:
             try:
                 read = _read(lora, loaded)
             except OSError as error:
-                return self._refuse(key, f"its files cannot be read ({error})")
+                self._refuse(key, f"its files cannot be read ({error})")
+                return None
             if loaded is not None and read.digest != loaded.digest:
-                return self._refuse(key, "its weights changed, and vLLM keeps blocks of both")
+                self._refuse(key, "its weights changed, and vLLM keeps blocks of both")
+                return None
             self._loaded[key] = loaded = read
         return [*key, loaded.digest]
 

@@ -16,6 +16,7 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmc import _native
 from lmc.vllm import interface, server
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmc")
 
 KVConnectorMetadata.register(Step)
+
+# What vLLM calls the tiers of lmc's server; stores have no name there.
+_SOURCES = {"dram": "HOST", "disk": "DISK", "peers": "P2P"}
 
 
 class LmcConnector(KVConnectorBase_V1, SupportsHMA):
@@ -179,6 +183,16 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
             is_latent=self._is_latent,
         )
 
+    def unregister_kv_caches(self) -> None:
+        """Leaves the KV cache's memory alone. vLLM calls it from 0.33 on, before it sleeps."""
+        assert self._worker is not None
+        self._worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """Uses the KV cache's memory again, when vLLM has woken up."""
+        assert self._worker is not None
+        self._worker.restore_kv_caches()
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None
         self._worker.handle_preemptions(_step(kv_connector_metadata))
@@ -242,6 +256,20 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         assert self._scheduler is not None
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: "Request", num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Returns how many of the tokens that are loaded came from each kind of tier."""
+        assert self._scheduler is not None
+        found: dict[CacheHitSource, int] = {}
+        tiers = self._scheduler.tiers_of(request.request_id, num_external_tokens)
+        tiers[""] = num_external_tokens - sum(tiers.values())
+        for tier, tokens in tiers.items():
+            source = CacheHitSource[_SOURCES.get(tier, "EXTERNAL_UNSPECIFIED")]
+            if tokens > 0:
+                found[source] = found.get(source, 0) + tokens
+        return found
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         assert self._scheduler is not None
@@ -360,10 +388,12 @@ def _refuse_unsupported(config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
             "lmc does not hold the KV cache of context-parallel engines: start vLLM without "
             "--decode-context-parallel-size and --prefill-context-parallel-size, or without lmc"
         )
-    if config.device_config.device_type != "cpu" and config.model_config.enable_sleep_mode:
+    sleeps = config.device_config.device_type != "cpu" and config.model_config.enable_sleep_mode
+    if sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         raise ValueError(
-            "lmc copies beside the engine's steps, and sleep mode takes the KV cache's memory away "
-            "under its copies: start vLLM without --enable-sleep-mode, or without lmc"
+            "lmc copies beside the engine's steps, and sleep mode of this vLLM takes the KV cache's "
+            "memory away under its copies: start vLLM without --enable-sleep-mode, or without lmc, "
+            "or take vLLM 0.33, which says when it sleeps"
         )
     groups = kv_cache_config.kv_cache_groups
     specs = [group.kv_cache_spec for group in groups]

@@ -21,6 +21,7 @@ USED = {
         "build_prom_metrics",
         "clear_connector_metadata",
         "get_block_ids_with_load_errors",
+        "get_external_cache_hit_sources",
         "get_finished",
         "get_kv_connector_kv_cache_events",
         "get_kv_connector_stats",
@@ -89,6 +90,12 @@ USED = {
         "failed_recving",
         "finished_recving",
         "finished_sending",
+    ),
+    "vllm.v1.metrics.cache_hit_source:CacheHitSource": (
+        "DISK",
+        "EXTERNAL_UNSPECIFIED",
+        "HOST",
+        "P2P",
     ),
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("extra_retained_tokens", "sliding_window"),
     "vllm.v1.kv_cache_interface:KVCacheConfig": (

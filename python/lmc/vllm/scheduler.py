@@ -94,6 +94,7 @@ class SchedulerSide:
             state.matched = self.adapter.check_lookup_result(request.request_id)
             if state.matched is None:
                 return None, False
+            state.tiers = self.adapter.lookup_tiers(request.request_id)
             self.adapter.cleanup_lookup_result(request.request_id)
         state.computed = num_computed_tokens
         # vLLM computes at least one token, which it takes its first output from.
@@ -135,14 +136,28 @@ class SchedulerSide:
         state.is_loading = True
         self.counts["load_tokens"] += matched - state.computed
 
+    def tiers_of(self, request_id: str, tokens: int) -> dict[str, int]:
+        """Returns how many of the tokens that a request loads came from each tier, as far as that is
+        known."""
+        state, found = self._requests.get(request_id), dict[str, int]()
+        if state is None:
+            return found
+        end = 0
+        for tier, count in state.tiers:
+            start, end = end, end + count
+            part = min(end, state.computed + tokens) - max(start, state.computed)
+            if part > 0:
+                found[tier] = found.get(tier, 0) + part
+        return found
+
     def build_connector_meta(self, output: "SchedulerOutput") -> Step:
         """Returns what the workers shall do in this step."""
         step = Step(loads=self._loads, finished=self._finished)
         step.freed, self._freed = self._freed, {}
         self._loads, self._finished = [], set()
         if self._sizes:
-            for state in self._requests.values():
-                self._note_freed(state, step.freed)
+            for known in self._requests.values():
+                self._note_freed(known, step.freed)
         for request_id in output.preempted_req_ids or ():
             state = self._requests.get(request_id)
             if state is not None and state.has_stored:

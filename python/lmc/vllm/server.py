@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger("vllm.lmc")
 
@@ -43,7 +44,7 @@ def start(flags: Sequence[str]) -> None:
         logger.warning(NO_CACHE, _one_line(str(error) or repr(error)))
 
 
-def _started(flags: Sequence[str]) -> dict:
+def _started(flags: Sequence[str]) -> dict[str, Any]:
     """Runs `lmc start`, and returns its answer."""
     if (path := program()) is None:
         raise RuntimeError("the wheel of lmc is not installed, so no server can be started")

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lmc.vllm.events import StoredChunks
@@ -44,6 +45,9 @@ class WorkerSide:
         self._events = events if can_store else None
         # The GPU that the KV cache lies on.
         self._device: torch.device | None = None
+        # Registers the KV cache; none before vLLM has.
+        self._register: Callable[[], None] | None = None
+        self._sleeps = False
         self._hurries_until = 0.0
 
     def register_kv_caches(
@@ -60,6 +64,14 @@ class WorkerSide:
         vLLM's tensors have the axes blocks, heads, tokens, content. `axes` is the order in which
         they lie in memory. `is_latent`: one vector for each token instead of heads (MLA).
         """
+        self._register = partial(
+            self.register_kv_caches,
+            groups,
+            axes,
+            blocks=blocks,
+            block_size=block_size,
+            is_latent=is_latent,
+        )
         layout = LAYOUTS.get(axes)
         if layout is None:
             raise ValueError(
@@ -95,6 +107,18 @@ class WorkerSide:
             described, layout=layout, tokens_per_block=block_size, gpu=gpu
         )
         self._device = None if gpu is None else device
+
+    def unregister_kv_caches(self) -> None:
+        """Leaves the KV cache's memory alone until it is restored."""
+        if self._register is not None:
+            self.adapter.unregister_kv_caches()
+            self._sleeps = True
+
+    def restore_kv_caches(self) -> None:
+        """Registers the KV cache as before, wherever its memory lies now."""
+        if self._register is not None and self._sleeps:
+            self._register()
+            self._sleeps = False
 
     def handle_preemptions(self, step: Step) -> None:
         """Waits until no store reads the blocks that requests have lost."""

@@ -467,6 +467,10 @@ impl Tiers {
         self.limits.promotion_timeout
     }
 
+    pub(crate) fn name(&self, index: usize) -> Option<&str> {
+        self.tiers.get(index).map(|tier| tier.backend.name())
+    }
+
     /// Returns the longest time that a lookup takes.
     pub(crate) fn lookup_timeout(&self) -> Duration {
         let limits = &self.limits;

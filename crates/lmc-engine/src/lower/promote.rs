@@ -165,14 +165,19 @@ pub(crate) struct Prompt {
     pub(crate) deadline: Instant,
     /// Time from which other tiers are asked for chunks that wait for permits.
     pub(crate) half: tokio::time::Instant,
+    /// Indices of the chunks that were read for this prompt, each with its tier's.
+    pub(crate) read: Mutex<Vec<(usize, usize)>>,
 }
 
 impl Tiers {
     /// Promotes the chunks of a prompt in its order. Returns the leases of the leading ones that
     /// are in DRAM then. `held` are the leases of the keys before the first source. Ends at the
     /// prompt's deadline with what is there.
-    pub(crate) async fn promote(self: &Arc<Self>, prompt: Prompt, mut held: Leases) -> Leases {
-        let prompt = Arc::new(prompt);
+    pub(crate) async fn promote(
+        self: &Arc<Self>,
+        prompt: &Arc<Prompt>,
+        mut held: Leases,
+    ) -> Leases {
         let end = (prompt.first + prompt.sources.len()).min(prompt.keys.len());
         let mut next = prompt.first;
         let mut under_way: VecDeque<(usize, Task)> = VecDeque::new();
@@ -183,8 +188,8 @@ impl Tiers {
                 let mut elsewhere = Elsewhere::new();
                 let mut permits = self.permits.try_acquire(&units);
                 if permits.is_none() && under_way.is_empty() {
-                    let wanted: Vec<_> = self.located(&prompt, range.clone()).collect();
-                    permits = self.permits(&prompt, &wanted, &mut elsewhere).await;
+                    let wanted: Vec<_> = self.located(prompt, range.clone()).collect();
+                    permits = self.permits(prompt, &wanted, &mut elsewhere).await;
                 }
                 let Some(permits) = permits else {
                     break;
@@ -196,11 +201,11 @@ impl Tiers {
                 let len = range.len();
                 next = range.end;
                 // In the prompt's order: its tail must not take the memory of its head.
-                let window = self.prepare(&prompt, range, &permits, &elsewhere);
+                let window = self.prepare(prompt, range, &permits, &elsewhere);
                 if window.range.len() < len {
                     next = end;
                 }
-                let (tiers, prompt) = (Arc::clone(self), Arc::clone(&prompt));
+                let (tiers, prompt) = (Arc::clone(self), Arc::clone(prompt));
                 let task = tokio::spawn(async move { tiers.read(&prompt, window, permits).await });
                 under_way.push_back((len, Task(task)));
                 if !is_whole {
@@ -609,17 +614,21 @@ impl Tiers {
         let until = tokio::time::Instant::from_std(deadline + ANSWER);
         while let Ok(Some(arrived)) = tokio::time::timeout_at(until, answers.next()).await {
             let mut writes = Vec::with_capacity(arrived.len());
+            let mut read = Vec::with_capacity(arrived.len());
             for (item, loaded) in arrived {
                 let Some((index, mark)) = marks.get_mut(item).and_then(Option::take) else {
                     continue;
                 };
                 match loaded {
-                    Loaded::Hit(slot) => writes.push(Write {
-                        mark,
-                        parent: prompt.parent(index),
-                        origin: Origin::tier(tier_index),
-                        slot,
-                    }),
+                    Loaded::Hit(slot) => {
+                        read.push((index, tier_index));
+                        writes.push(Write {
+                            mark,
+                            parent: prompt.parent(index),
+                            origin: Origin::tier(tier_index),
+                            slot,
+                        });
+                    }
                     Loaded::Miss(_) => {
                         count(&counters.promote_missed, 1);
                         failed.push((index, tier_index));
@@ -638,6 +647,7 @@ impl Tiers {
             if writes.is_empty() {
                 continue;
             }
+            prompt.read.lock().append(&mut read);
             count(&counters.promoted, writes.len() as u64);
             let bytes = writes.iter().map(|write| write.slot.len()).sum();
             count(&counters.promoted_bytes, bytes);

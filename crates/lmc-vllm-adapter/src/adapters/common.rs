@@ -10,6 +10,7 @@ use crate::adapters::log::{Level, Log};
 use crate::adapters::{AdapterError, EngineDescription, Prompt, Timeouts};
 use crate::protocol::{
     CacheKey, ENGINE_KEYS, IdentityDigest, POOL_DESCRIPTOR, Reply, Request, RequestConfigs,
+    WAIT_LOOKUP,
 };
 
 /// Properties of a server that requests depend on.
@@ -20,6 +21,8 @@ pub(crate) struct Server {
     pub(crate) engine_keys: bool,
     /// True if it passes the pool's descriptor over this connection.
     pub(crate) pool_descriptor: bool,
+    /// True if it says where the chunks of a lookup came from.
+    pub(crate) wait_lookup: bool,
 }
 
 /// State of the connection to a server.
@@ -101,6 +104,7 @@ impl Common {
                     chunk_size,
                     engine_keys: knows(ENGINE_KEYS),
                     pool_descriptor: knows(POOL_DESCRIPTOR),
+                    wait_lookup: knows(WAIT_LOOKUP),
                 })?;
                 Ok(None)
             }

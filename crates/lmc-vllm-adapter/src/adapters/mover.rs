@@ -112,12 +112,15 @@ impl Mover {
                     }
                     let batch = self.take_batch(&mut work);
                     if !batch.is_empty() {
+                        work.carrying += 1;
                         break batch;
                     }
                     self.shared.changed.wait(&mut work);
                 }
             };
             self.carry_out(batch);
+            self.shared.work.lock().carrying -= 1;
+            self.shared.changed.notify_all();
         }
     }
 

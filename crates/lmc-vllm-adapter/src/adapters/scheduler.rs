@@ -56,12 +56,41 @@ struct Counters {
     hits: AtomicU64,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 enum Lookup {
     /// Number of the lookup: a request may have several, one after the other.
     Pending(u64),
-    /// Tokens found.
-    Known(u64),
+    Known(Found),
+}
+
+/// Tokens that a lookup found.
+#[derive(Debug, Clone, Default)]
+struct Found {
+    tokens: u64,
+    /// Tiers that they came from, in the order of the tokens; empty where they are not known.
+    tiers: Vec<(String, u64)>,
+}
+
+impl Found {
+    /// Reads the answer to a lookup of this many tokens.
+    fn read(answer: &Answer, chunk_size: u32, most: u64) -> Result<Self, &Answer> {
+        let tokens = |chunks: u64| chunks.saturating_mul(u64::from(chunk_size));
+        let (chunks, origins) = match answer {
+            Ok(Reply::Int(chunks)) => (*chunks, &[][..]),
+            Ok(Reply::Found { chunks, origins }) => (*chunks, &origins[..]),
+            _ => return Err(answer),
+        };
+        let named = origins.iter().map(|origin| origin.chunks);
+        let named = named.fold(0_u64, u64::saturating_add);
+        let origins = origins.iter().filter(|_| named == chunks);
+        Ok(Self {
+            // No more than was asked for, whatever the server says.
+            tokens: tokens(chunks).min(most),
+            tiers: origins
+                .map(|origin| (origin.tier.clone(), tokens(origin.chunks)))
+                .collect(),
+        })
+    }
 }
 
 #[derive(Debug)]
@@ -73,20 +102,19 @@ struct Shared {
 
 impl Shared {
     /// Notes the result of a lookup, unless the engine has no use for it any more.
-    fn found(&self, request_id: &str, number: u64, tokens: Result<u64, &Answer>) {
+    fn found(&self, request_id: &str, number: u64, found: Result<Found, &Answer>) {
         let counters = &self.counters;
-        match &tokens {
-            Ok(tokens) => counters.hits.fetch_add(*tokens, Ordering::Relaxed),
-            Err(_) => counters.failed.fetch_add(1, Ordering::Relaxed),
-        };
-        if let Err(answer) = tokens {
+        let found = found.unwrap_or_else(|answer| {
+            counters.failed.fetch_add(1, Ordering::Relaxed);
             self.log_failure("lookup", request_id, answer);
-        }
+            Found::default()
+        });
+        counters.hits.fetch_add(found.tokens, Ordering::Relaxed);
         let mut lookups = self.lookups.lock();
         if let Some(lookup) = lookups.get_mut(request_id)
             && matches!(lookup, Lookup::Pending(pending) if *pending == number)
         {
-            *lookup = Lookup::Known(tokens.unwrap_or(0));
+            *lookup = Lookup::Known(found);
         }
     }
 
@@ -169,7 +197,7 @@ impl SchedulerAdapter {
                 return;
             }
             let lookup = match chunks {
-                0 => Lookup::Known(0),
+                0 => Lookup::Known(Found::default()),
                 _ => Lookup::Pending(number),
             };
             lookups.insert(request_id.to_owned(), lookup);
@@ -190,21 +218,20 @@ impl SchedulerAdapter {
             let (Ok(_), Some(link)) = (&sent, link.upgrade()) else {
                 return shared.found(&request_id, number, Err(&sent));
             };
-            let wait = Request::WaitPrefetchStatus {
-                request_id: request_id.clone(),
-                timeout: PROMOTION_TIMEOUT.as_secs_f64(),
+            let (id, seconds) = (request_id.clone(), PROMOTION_TIMEOUT.as_secs_f64());
+            let wait = match server.wait_lookup {
+                true => Request::WaitLookup {
+                    request_id: id,
+                    timeout: seconds,
+                },
+                false => Request::WaitPrefetchStatus {
+                    request_id: id,
+                    timeout: seconds,
+                },
             };
-            link.ask(wait, PROMOTION_TIMEOUT + timeout, move |found| {
-                let tokens = match &found {
-                    Ok(Reply::Int(chunks)) => {
-                        // No more than was asked for, whatever the server says.
-                        Ok(chunks
-                            .saturating_mul(u64::from(chunk_size))
-                            .min(tokens as u64))
-                    }
-                    answer => Err(answer),
-                };
-                shared.found(&request_id, number, tokens);
+            link.ask(wait, PROMOTION_TIMEOUT + timeout, move |answer| {
+                let found = Found::read(&answer, chunk_size, tokens as u64);
+                shared.found(&request_id, number, found);
             });
         });
     }
@@ -214,8 +241,17 @@ impl SchedulerAdapter {
     pub fn check_lookup_result(&self, request_id: &str) -> Option<u64> {
         match self.shared.lookups.lock().get(request_id) {
             None => Some(0),
-            Some(Lookup::Known(tokens)) => Some(*tokens),
+            Some(Lookup::Known(found)) => Some(found.tokens),
             Some(Lookup::Pending(_)) => None,
+        }
+    }
+
+    /// Returns the tiers that the tokens of a lookup came from, in the order of the tokens: `dram`,
+    /// or a lower tier's name, and the number of tokens. Empty where the server does not say.
+    pub fn lookup_tiers(&self, request_id: &str) -> Vec<(String, u64)> {
+        match self.shared.lookups.lock().get(request_id) {
+            Some(Lookup::Known(found)) => found.tiers.clone(),
+            _ => Vec::new(),
         }
     }
 

@@ -179,6 +179,10 @@ pub(crate) struct Work {
     /// Stores with a number that have ended since the last report.
     ended: Vec<EndedStore>,
     pub(crate) stopped: bool,
+    /// True while the engine takes its memory back: no copy begins.
+    withdrawing: bool,
+    /// Threads that carry transfers out now.
+    pub(crate) carrying: usize,
     /// True once another thread carries out the retrieves.
     pub(crate) has_loader: bool,
     next_number: u64,
@@ -222,11 +226,15 @@ impl Work {
         let request = self.requests.get(&transfer.op.request_id);
         let has_store = |request: &OfRequest| request.stores.contains_key(&transfer.number);
         !self.stopped
+            && !self.withdrawing
             && (transfer.direction == Direction::Retrieve || request.is_some_and(has_store))
     }
 
     /// Returns true if a transfer may be copied now: it was not dropped meanwhile.
     pub(crate) fn begin_copy(&mut self, transfer: &Transfer) -> bool {
+        if self.withdrawing {
+            return false;
+        }
         let request = self.requests.get_mut(&transfer.op.request_id);
         match transfer.direction {
             Direction::Retrieve => true,
@@ -654,6 +662,33 @@ impl WorkerAdapter {
         self.link
             .wait_until_up(shared.common.timeouts.start, || false);
         Ok(())
+    }
+
+    /// Takes the paged KV cache out of use, as before an engine sleeps: its memory is not touched
+    /// once this has returned, and what was taken of its GPU's is given back. What is queued fails;
+    /// copies under way are waited for, and for nothing of the server. Until it is registered again,
+    /// stores are dropped and retrieves fail.
+    pub fn unregister_kv_caches(&self) {
+        if self.thread.is_forked() {
+            return;
+        }
+        let shared = &self.shared;
+        // A connection that is being set up takes the memory in use under the first lock.
+        *shared.registered.lock() = None;
+        *shared.pool.lock() = None;
+        *shared.gpu.lock() = None;
+        shared.work.lock().withdrawing = true;
+        // What waits for the server's answers ends.
+        self.link.reconnect();
+        let mut work = shared.work.lock();
+        while !work.stopped
+            && (work.carrying > 0 || !work.stores.is_empty() || !work.retrieves.is_empty())
+        {
+            shared.changed.wait(&mut work);
+        }
+        work.withdrawing = false;
+        drop(work);
+        shared.gpus.wait_until_given_back();
     }
 
     fn start_loader(&self) -> Result<(), AdapterError> {

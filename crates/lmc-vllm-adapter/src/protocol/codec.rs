@@ -14,8 +14,8 @@ use crate::protocol::descriptor::{DescriptorError, KvDescriptor, MAX_DESCRIPTOR}
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
     BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest,
-    KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
-    SlotDescriptor, Sources, TAG, UnknownFields,
+    KvEvent, KvEventBatch, KvEventKind, Operation, Origin, RegisterKvCache, Reply, Request,
+    RequestConfigs, SlotDescriptor, Sources, TAG, UnknownFields,
 };
 
 /// Most tokens that one prompt may have.
@@ -223,6 +223,10 @@ pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Req
             request_id: p.read(0, |r| request_id(r, "request_id"))?,
             timeout: p.read(1, Reader::float)?,
         },
+        Operation::WaitLookup => Request::WaitLookup {
+            request_id: p.read(0, |r| request_id(r, "request_id"))?,
+            timeout: p.read(1, Reader::float)?,
+        },
         Operation::FreeLookupLocks => Request::FreeLookupLocks(p.read(0, cache_key)?),
         Operation::EndSession => Request::EndSession {
             request_id: p.read(0, |r| request_id(r, "request_id"))?,
@@ -288,6 +292,7 @@ fn payload_count(operation: Operation) -> Option<usize> {
         Operation::CommitStore | Operation::ReportBlockAllocation => 3,
         Operation::Lookup
         | Operation::WaitPrefetchStatus
+        | Operation::WaitLookup
         | Operation::FreeLookupLocks
         | Operation::PrepareStore
         | Operation::AbandonStore
@@ -667,6 +672,9 @@ pub(crate) fn encode_reply(operation: &Bytes, reply: &Reply) -> (Bytes, Option<B
             shm_name,
             pool_size,
         } => encoded(&Record(&[("shm_name", shm_name), ("pool_size", pool_size)])),
+        Reply::Found { chunks, origins } => {
+            encoded(&Record(&[("chunks", chunks), ("origins", origins)]))
+        }
         Reply::StoreSlots {
             slots,
             chunk_indices,
@@ -697,6 +705,11 @@ pub(crate) fn encode_reply(operation: &Bytes, reply: &Reply) -> (Bytes, Option<B
     };
     (operation.clone(), Some(value))
 }
+
+record!(Origin, |origin|
+    "tier": origin.tier,
+    "chunks": origin.chunks,
+);
 
 record!(SlotDescriptor, |slot|
     "offset": slot.offset,

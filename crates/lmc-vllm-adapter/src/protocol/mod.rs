@@ -11,7 +11,7 @@ pub use descriptor::{CpuShm, Cuda, DescriptorError, IpcHandle, KvDescriptor, Ten
 pub use msgpack::ValueError;
 pub use operation::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, EngineRecord,
-    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request,
-    RequestConfigs, SlotDescriptor, Sources, UnknownFields,
+    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, Origin, RegisterKvCache, Reply,
+    Request, RequestConfigs, SlotDescriptor, Sources, UnknownFields,
 };
-pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, TAG};
+pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, TAG, WAIT_LOOKUP};

@@ -115,6 +115,9 @@ operations! {
     /// Passes the descriptor of the pool, with the first byte of the reply; the reply is the pool's
     /// size in bytes. Over Unix sockets, once for each connection; lmc's own.
     PoolDescriptor = "lmc_pool_descriptor";
+    /// Waits for the result of a lookup, and returns it with the tiers that the chunks came from;
+    /// lmc's own.
+    WaitLookup = "lmc_wait_lookup";
 }
 
 impl Operation {
@@ -144,6 +147,9 @@ pub(crate) const ENGINE_KEYS: &str = "lmc_engine_keys";
 
 /// Capability of a server that knows [`Operation::PoolDescriptor`], on connections that can pass one.
 pub(crate) const POOL_DESCRIPTOR: &str = "lmc_pool_descriptor";
+
+/// Capability of a server that knows [`Operation::WaitLookup`].
+pub(crate) const WAIT_LOOKUP: &str = "lmc_wait_lookup";
 
 /// A range of a prompt, with the model, rank and tenant whose KV cache it is (`IPCCacheServerKey`
 /// on the wire).
@@ -498,6 +504,13 @@ pub enum Request {
         /// Longest wait in seconds.
         timeout: f64,
     },
+    /// See [`Operation::WaitLookup`].
+    WaitLookup {
+        /// Id of the request, chosen by the engine or its user.
+        request_id: String,
+        /// Longest wait in seconds.
+        timeout: f64,
+    },
     /// See [`Operation::FreeLookupLocks`].
     FreeLookupLocks(CacheKey),
     /// See [`Operation::EndSession`].
@@ -601,6 +614,7 @@ impl Request {
             Self::Lookup(_) => Operation::Lookup,
             Self::QueryPrefetchStatus { .. } => Operation::QueryPrefetchStatus,
             Self::WaitPrefetchStatus { .. } => Operation::WaitPrefetchStatus,
+            Self::WaitLookup { .. } => Operation::WaitLookup,
             Self::FreeLookupLocks(_) => Operation::FreeLookupLocks,
             Self::EndSession { .. } => Operation::EndSession,
             Self::PrepareStore { .. } => Operation::PrepareStore,
@@ -631,6 +645,22 @@ pub struct SlotDescriptor {
     pub shape: Vec<u64>,
     /// Element type by its torch name, such as `bfloat16`.
     pub dtype: String,
+}
+
+/// Consecutive chunks that a lookup found, and the tier that they came from.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Origin {
+    /// Name of the tier: `dram`, or a lower tier's, such as `disk`.
+    pub tier: String,
+    /// Number of chunks.
+    pub chunks: u64,
+}
+
+impl Origin {
+    /// Name of the first tier.
+    pub const DRAM: &str = "dram";
+    /// Most origins of one lookup; of more, none is named.
+    pub(crate) const MAX: usize = 64;
 }
 
 /// Kind of a [`KvEvent`].
@@ -702,6 +732,13 @@ pub enum Reply {
         shm_name: String,
         /// Size of the pool in bytes.
         pool_size: u64,
+    },
+    /// Outcome of a lookup.
+    Found {
+        /// Leading chunks that were found.
+        chunks: u64,
+        /// Origins of these chunks, in their order; empty where they are not known.
+        origins: Vec<Origin>,
     },
     /// Slots that the worker is to write.
     StoreSlots {

@@ -10,7 +10,7 @@ use lmc_engine::CacheEngine;
 use lmc_memory::CopyPool;
 use tokio::sync::watch;
 
-use crate::protocol::{ENGINE_KEYS, Operation, POOL_DESCRIPTOR, Reply, Request};
+use crate::protocol::{ENGINE_KEYS, Operation, POOL_DESCRIPTOR, Reply, Request, WAIT_LOOKUP};
 use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::connections::Connections;
 use crate::service::context::{Context, refuse};
@@ -182,6 +182,16 @@ impl Service {
                 Reply::None => return Outcome::Wait(Wait::new(client, request_id, timeout, now)),
                 known => known,
             },
+            Request::WaitLookup {
+                request_id,
+                timeout,
+            } => match parts.lookups.found(client, &request_id, now) {
+                Reply::None => {
+                    let wait = Wait::new(client, request_id, timeout, now);
+                    return Outcome::Wait(wait.with_origins());
+                }
+                known => known,
+            },
             Request::FreeLookupLocks(key) => parts.lookups.free_lookup_locks(client, &key, now),
             Request::EndSession { request_id } => parts.lookups.end_session(client, &request_id),
             Request::PrepareStore { key, instance_id } => {
@@ -225,7 +235,8 @@ impl Service {
             Request::GetExperimental => {
                 let events = parts.context.events.enabled().then_some(KV_EVENT_STREAM);
                 let pool = (parts.registry.can_pass_pool(client)).then_some(POOL_DESCRIPTOR);
-                let capabilities = events.into_iter().chain([ENGINE_KEYS]).chain(pool);
+                let capabilities = events.into_iter().chain([ENGINE_KEYS, WAIT_LOOKUP]);
+                let capabilities = capabilities.chain(pool);
                 Reply::Strings(capabilities.map(str::to_owned).collect())
             }
             Request::PoolDescriptor => parts.registry.pass_pool(client),

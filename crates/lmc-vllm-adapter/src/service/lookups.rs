@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use lmc_engine::{Found, FoundRank, LocateHint, LookupRequest, OwnerId, Rank, TenantId};
+use lmc_engine::{Found, FoundRank, LocateHint, LookupRequest, OwnerId, Rank, Run, TenantId};
 use lmc_key::{ChunkHash, ClearsId, SpaceId};
 use parking_lot::Mutex;
 
-use crate::protocol::{CacheKey, Reply, Sources};
+use crate::protocol::{CacheKey, Origin, Reply, Sources};
 use crate::service::ClientId;
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::events::StoredChunk;
@@ -157,9 +157,10 @@ impl Lookups {
                 });
                 self.count_hits(&found);
                 let expires = now + context.config.lookup_lease;
-                let hits = found.hits as u64;
+                let (hits, origins) = (found.hits as u64, self.origins(&found));
                 let holds = rank_holds(found, first, readers);
-                (Lookup::known(number, hits, holds, expires), None)
+                let lookup = Lookup::known(number, hits, holds, expires);
+                (lookup.with_origins(origins), None)
             }
             // No engine waits longer for a tier, whatever became of it.
             Err(lookup) => {
@@ -289,20 +290,44 @@ impl Lookups {
             promoting.chunks.clone()
         });
         self.count_hits(&found);
-        let hits = found.hits as u64;
+        let (hits, origins) = (found.hits as u64, self.origins(&found));
         let holds = rank_holds(found, promoting.first, promoting.readers);
         let expires = Instant::now() + context.config.lookup_lease;
         let waiting = {
             let mut sessions = self.sessions.lock();
             let (request_id, number) = (&promoting.request_id, promoting.number);
             match sessions.looking_up(request_id, number) {
-                Some(session) => session.promoted(number, hits, holds, expires),
+                Some(session) => {
+                    let waiting = session.promoted(number, hits, holds, expires);
+                    if waiting.is_ok() {
+                        session.set_origins(origins.clone());
+                    }
+                    waiting
+                }
                 None => Err(holds),
             }
         };
         // The leases of a request that is over go back here, where nothing is locked.
         for waiter in waiting.unwrap_or_default() {
-            waiter.tell(Reply::Int(hits));
+            waiter.found(hits, &origins);
+        }
+    }
+
+    /// Returns the tiers that the chunks of a lookup came from.
+    fn origins(&self, found: &Found) -> Vec<Origin> {
+        let tier = |run: &Run| match run.tier {
+            None => Some(Origin::DRAM),
+            Some(index) => self.context.engine.tier_name(index),
+        };
+        let origin = |run: Run| {
+            let tier = tier(&run)?.to_owned();
+            let chunks = run.chunks as u64;
+            Some(Origin { tier, chunks })
+        };
+        let runs = found.runs();
+        match runs.len() > Origin::MAX {
+            true => Vec::new(),
+            false => runs.into_iter().filter_map(origin).collect(),
         }
     }
 
@@ -313,12 +338,14 @@ impl Lookups {
         let waits = {
             let mut sessions = self.sessions.lock();
             match sessions.of(wait.client, wait.request_id()) {
-                Some(session) => session.wait(waiter),
-                None => Err((waiter, 0)),
+                Some(session) => session
+                    .wait(waiter)
+                    .map_err(|known| (known, session.origins())),
+                None => Err(((waiter, 0), Vec::new())),
             }
         };
-        if let Err((waiter, hits)) = waits {
-            waiter.tell(Reply::Int(hits));
+        if let Err(((waiter, hits), origins)) = waits {
+            waiter.found(hits, &origins);
         }
     }
 
@@ -340,6 +367,21 @@ impl Lookups {
             Hits::Promoting => Reply::None,
             Hits::Known(hits) => Reply::Int(hits),
         }
+    }
+
+    /// As [`Self::prefetch_status`], with the tiers that the chunks came from.
+    pub(super) fn found(&self, client: ClientId, request_id: &str, now: Instant) -> Reply {
+        let mut sessions = self.sessions.lock();
+        let (mut chunks, mut origins) = (0, Vec::new());
+        if let Some(session) = sessions.of(client, request_id) {
+            session.last_used = now;
+            match session.hits() {
+                Hits::Never => {}
+                Hits::Promoting => return Reply::None,
+                Hits::Known(hits) => (chunks, origins) = (hits, session.origins()),
+            }
+        }
+        Reply::Found { chunks, origins }
     }
 
     pub(super) fn free_lookup_locks(

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use lmc_engine::{EngineTask, Leases};
 use lmc_key::{ClearsId, SpaceId};
 
-use crate::protocol::Reply;
+use crate::protocol::{Origin, Reply};
 use crate::service::ClientId;
 
 /// Chunks that one part of a hold has at most, so that a range is cut out of a long prompt without
@@ -116,6 +116,8 @@ pub(crate) struct Wait {
     pub(crate) client: ClientId,
     request_id: String,
     until: Instant,
+    /// True if the answer says where the chunks came from.
+    with_origins: bool,
 }
 
 impl Wait {
@@ -126,7 +128,14 @@ impl Wait {
             client,
             request_id,
             until: now + timeout.min(MAX_WAIT),
+            with_origins: false,
         }
+    }
+
+    /// Asks where the chunks came from.
+    pub(crate) fn with_origins(mut self) -> Self {
+        self.with_origins = true;
+        self
     }
 
     pub(crate) fn request_id(&self) -> &str {
@@ -138,6 +147,7 @@ impl Wait {
 /// not be dropped while its connection may still be there.
 pub(crate) struct Waiter {
     until: Instant,
+    with_origins: bool,
     tell: Option<Box<dyn FnOnce(Reply) + Send>>,
 }
 
@@ -145,8 +155,21 @@ impl Waiter {
     pub(crate) fn new(wait: &Wait, tell: Box<dyn FnOnce(Reply) + Send>) -> Self {
         Self {
             until: wait.until,
+            with_origins: wait.with_origins,
             tell: Some(tell),
         }
+    }
+
+    /// Answers with what was found.
+    pub(crate) fn found(self, hits: u64, origins: &[Origin]) {
+        let reply = match self.with_origins {
+            false => Reply::Int(hits),
+            true => Reply::Found {
+                chunks: hits,
+                origins: origins.to_vec(),
+            },
+        };
+        self.tell(reply);
     }
 
     pub(crate) fn tell(mut self, reply: Reply) {
@@ -178,6 +201,8 @@ pub(crate) struct Lookup {
     number: u64,
     /// Number of leading chunks that every rank has; none while chunks are being promoted.
     hits: Option<u64>,
+    /// Origins of those chunks.
+    origins: Vec<Origin>,
     holds: Vec<RankHold>,
     /// Time at which the leases expire.
     expires: Instant,
@@ -192,6 +217,7 @@ impl Lookup {
         Self {
             number,
             hits: None,
+            origins: Vec::new(),
             holds: Vec::new(),
             expires,
             waiting: Vec::new(),
@@ -208,13 +234,19 @@ impl Lookup {
         }
     }
 
+    /// Says where the chunks came from.
+    pub(crate) fn with_origins(mut self, origins: Vec<Origin>) -> Self {
+        self.origins = origins;
+        self
+    }
+
     /// Ends the lookup; to be called where nothing is locked. The promotion ends before its waiters
     /// are answered, so that nothing is promoted for a lookup whose end was reported. A waiter that
     /// is left learns that no chunk was found, and the leases go back.
     pub(crate) fn end(self) {
         drop(self.task);
         for waiter in self.waiting {
-            waiter.tell(Reply::Int(0));
+            waiter.found(0, &[]);
         }
         drop(self.holds);
     }
@@ -381,6 +413,19 @@ impl Session {
         }
     }
 
+    /// Says where the chunks of the lookup came from.
+    pub(crate) fn set_origins(&mut self, origins: Vec<Origin>) {
+        if let Some(lookup) = &mut self.lookup {
+            lookup.origins = origins;
+        }
+    }
+
+    /// Returns the origins of the chunks that the lookup found, as far as they are known.
+    pub(crate) fn origins(&self) -> Vec<Origin> {
+        let lookup = self.lookup.as_ref();
+        lookup.map_or(Vec::new(), |lookup| lookup.origins.clone())
+    }
+
     /// Keeps the task that waits for the promotion of its lookup's chunks.
     pub(crate) fn set_task(&mut self, task: Option<EngineTask>) {
         if let Some(lookup) = &mut self.lookup {
@@ -477,7 +522,8 @@ impl Session {
         }
         let held = lookup.holds.iter().map(RankHold::held).sum();
         let hits = lookup.hits.unwrap_or(0);
-        let over = Lookup::known(lookup.number, hits, Vec::new(), lookup.expires);
+        let over = Lookup::known(lookup.number, hits, Vec::new(), lookup.expires)
+            .with_origins(lookup.origins.clone());
         Some((held, mem::replace(lookup, over)))
     }
 }

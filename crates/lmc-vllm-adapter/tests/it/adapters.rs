@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::common::engine::{
@@ -16,13 +17,14 @@ use crate::common::engine::{
     engine, group_at, hashes, layers, op, succeeds_forked, tokens, until,
 };
 use crate::common::{CHUNK, Server, Worker, lookup, prompt};
+use lmc_backend::MemoryBackend;
 use lmc_key::ChunkHash;
 use lmc_testkit::{Folder, free_port};
 use lmc_vllm_adapter::adapters::{
-    AdapterError, Endpoint, EngineDescription, Finished, LayerGroup, LoadStoreOp, LogLine, Prompt,
-    SchedulerAdapter, Timeouts, WorkerAdapter,
+    AdapterError, Endpoint, EngineDescription, Finished, LayerGroup, LayerTensor, LoadStoreOp,
+    LogLine, Prompt, SchedulerAdapter, Timeouts, WorkerAdapter,
 };
-use lmc_vllm_adapter::{CacheKey, Reply, Request, ZmqConfig};
+use lmc_vllm_adapter::{CacheKey, Reply, Request, RequestConfigs, ZmqConfig};
 use rustix::cmsg_space;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -49,6 +51,88 @@ fn what_one_engine_stores_another_loads_byte_for_byte() {
         assert_eq!((stats.retrieved_chunks, stats.retrieves_failed), (4, 0));
     }
     server.assert_idle();
+}
+
+#[test]
+fn tokens_that_are_found_are_named_by_their_tiers() {
+    let lower = Arc::new(MemoryBackend::default());
+    let server = Server::with_tiers(vec![lower], 1 << 20, |_| {}, |_| {});
+    let mut engine = Engine::start(&server, "i", true);
+    let tiers = |engine: &Engine, request: &str, chunks: usize| {
+        let configs = RequestConfigs::default();
+        let scheduler = &engine.scheduler;
+        scheduler.maybe_submit_lookup_request(request, &hashes(9, chunks), "", &configs);
+        let found = until(|| scheduler.check_lookup_result(request));
+        assert_eq!(found, (chunks * CHUNK) as u64);
+        let tiers = scheduler.lookup_tiers(request);
+        scheduler.end_session(request);
+        tiers
+    };
+    let from = |tier: &str, chunks: usize| (tier.to_owned(), (chunks * CHUNK) as u64);
+    assert_eq!(tiers(&engine, "a", 0), []);
+    engine.store("b", 9, &hashes(9, 4), 0..4, 0);
+    assert_eq!(tiers(&engine, "b", 4), [from("dram", 4)]);
+    server.eventually("all copies are written", |status| {
+        status.lower[0].queued_bytes == 0
+    });
+    server.service.engine().clear_dram(true);
+    assert_eq!(tiers(&engine, "c", 2), [from("memory", 2)]);
+    assert_eq!(tiers(&engine, "d", 4), [from("dram", 2), from("memory", 2)]);
+    assert_eq!(engine.scheduler.lookup_tiers("d"), [], "it has ended");
+}
+
+/// As an engine that sleeps in the middle of a load would unmap its memory.
+#[test]
+fn memory_that_is_taken_out_of_use_is_touched_no_more() {
+    const WIDE: usize = 4096;
+    const CHUNKS: usize = BLOCKS * BLOCK / CHUNK;
+    let server = Server::with(64 << 20, |_| {}, |_| {});
+    let worker = WorkerAdapter::start(endpoint(&server), engine("i", true), 0, 1);
+    let worker = worker.expect("a worker");
+    let shape = [2, BLOCKS, HEADS, BLOCK, WIDE];
+    let len = shape.iter().product();
+    let memory: Vec<AtomicU32> = (0..len).map(|_| AtomicU32::new(1)).collect();
+    let tensor = LayerTensor {
+        data: memory.as_ptr().addr(),
+        shape: shape.map(|axis| axis as u64).to_vec(),
+        strides: (1..=shape.len())
+            .map(|axis| shape[axis..].iter().product::<usize>() as u64)
+            .collect(),
+        dtype: "float32".to_owned(),
+    };
+    let group = LayerGroup {
+        tensors: vec![tensor],
+        window: None,
+    };
+    let layers = described(vec![group]);
+    worker.register_kv_caches(layers).expect("a known layout");
+    let prompt = hashes(1, CHUNKS);
+    worker.submit_store_request(op("a", &prompt, 0..CHUNKS, 0));
+    until(|| {
+        let finished = worker.get_finished(["a".to_owned()]);
+        finished.stores.contains("a").then_some(())
+    });
+    assert_eq!(worker.stats().stored_chunks, CHUNKS as u64);
+    memory
+        .iter()
+        .for_each(|element| element.store(0, Ordering::Relaxed));
+    worker.submit_retrieve_request(op("b", &prompt, 0..CHUNKS, 0));
+    let loaded = || (memory.iter()).filter(|element| element.load(Ordering::Relaxed) == 1);
+    let deadline = Instant::now() + TIMEOUT;
+    while memory[0].load(Ordering::Relaxed) == 0 {
+        assert!(Instant::now() < deadline, "nothing was loaded");
+    }
+    worker.unregister_kv_caches();
+    let before = loaded().count();
+    until(|| {
+        worker
+            .get_finished([])
+            .retrieves
+            .contains("b")
+            .then_some(())
+    });
+    assert_eq!(loaded().count(), before);
+    worker.shutdown();
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::ffi::c_char;
 use std::ptr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use lmc_fake_cuda::{self as fake, Code, Machine, UUIDS};
@@ -271,6 +271,70 @@ fn a_store_that_waits_for_the_engine_is_dropped_when_its_blocks_are_needed() {
         engine.worker.shutdown();
         let live = machine.live(std::process::id());
         assert_eq!((live.registrations, live.streams, live.modules), (0, 1, 0));
+    });
+}
+
+/// As vLLM 0.33 sleeps: it takes the memory away, and maps it again.
+#[test]
+fn memory_that_is_taken_away_is_left_alone_and_used_again_when_it_is_back() {
+    let test = own_test(memory_that_is_taken_away_is_left_alone_and_used_again_when_it_is_back);
+    Machine::in_own_process(1, test, |machine| {
+        let (server, other) = (Server::start(), fake::Engine::new(machine, 0));
+        let (engine, prompt, next) = (OnGpu::start(&server, "i"), hashes(1, 2), hashes(9, 2));
+        engine.begin_store("a", 7, &prompt, 0);
+        until(|| engine.stored("a").then_some(()));
+        let lanes = machine.live(std::process::id()).streams;
+        // Both directions wait for the engine's work.
+        engine.content(99, &blocks(2, 20), false);
+        assert_eq!(engine.lookup("b", &prompt), 2 * engine_chunk());
+        let stall = other.stall();
+        hold(engine.stream, &other);
+        engine.begin_load("b", &prompt, 20, engine.stream);
+        for number in 0..3 {
+            let seed = 20 + 4 * number;
+            engine.begin_store(&format!("s{number}"), 3, &hashes(seed, 2), 30);
+        }
+        until_it_waits(machine);
+        let began = Instant::now();
+        engine.worker.unregister_kv_caches();
+        engine.worker.unregister_kv_caches();
+        // A worker waits 60 s for the engine's work.
+        assert!(began.elapsed() < Duration::from_secs(40));
+        let live = machine.live(std::process::id());
+        assert_eq!((live.registrations, live.streams, live.modules), (0, 1, 0));
+        until(|| engine.loaded("b").then_some(()));
+        let failed = engine.worker.get_block_ids_with_load_errors();
+        assert_eq!(failed, blocks(2, 20).into_iter().collect());
+        for number in 0..3 {
+            until(|| engine.stored(&format!("s{number}")).then_some(()));
+        }
+        assert_eq!(engine.worker.stats().stored_chunks, 2);
+        drop(stall);
+        // Without memory, stores are dropped and loads fail, on whatever connection.
+        until(|| engine.worker.server().is_healthy.then_some(()));
+        engine.begin_store("c", 5, &next, 40);
+        until(|| engine.stored("c").then_some(()));
+        engine.begin_load("d", &prompt, 20, engine.stream);
+        until(|| engine.loaded("d").then_some(()));
+        assert!(
+            engine.content(99, &blocks(2, 20), true),
+            "nothing was loaded"
+        );
+        let failed = engine.worker.get_block_ids_with_load_errors();
+        assert_eq!(failed, blocks(2, 20).into_iter().collect());
+
+        engine.register().expect("as before");
+        assert_eq!(machine.live(std::process::id()).streams, lanes);
+        assert_eq!(engine.lookup("e", &next), 0, "it was not stored");
+        engine.begin_store("f", 5, &next, 40);
+        until(|| engine.stored("f").then_some(()));
+        for (request, prompt, seed) in [("g", &prompt, 7), ("h", &next, 5)] {
+            assert_eq!(engine.lookup(request, prompt), 2 * engine_chunk());
+            engine.begin_load(request, prompt, 20, engine.stream);
+            until(|| engine.loaded(request).then_some(()));
+            assert!(engine.content(seed, &blocks(2, 20), true), "{request}");
+        }
+        assert!(engine.worker.get_block_ids_with_load_errors().is_empty());
     });
 }
 

@@ -12,7 +12,7 @@ use lmc_backend::{
 };
 use lmc_engine::{ClearLog, EngineConfig};
 use lmc_key::ChunkKey;
-use lmc_vllm_adapter::{CacheKey, Client, KvEvent, KvEventKind, Operation, Reply, Request};
+use lmc_vllm_adapter::{CacheKey, Client, KvEvent, KvEventKind, Operation, Origin, Reply, Request};
 
 type Tier = Arc<Gated<MemoryBackend>>;
 
@@ -113,6 +113,50 @@ fn hits_are_counted_for_the_tier_that_had_them() {
     assert_eq!(hits(&mut scheduler, &head), (2, 2, 2));
     assert_eq!(hits(&mut scheduler, &whole), (6, 4, 6));
     assert_eq!(hits(&mut scheduler, &whole), (6, 10, 6));
+}
+
+#[test]
+fn a_lookup_says_which_tiers_its_chunks_came_from() {
+    let (server, tier) = server();
+    let mut worker = Worker::register(&server, 1);
+    let mut scheduler = server.client();
+    let tokens = prompt(1, 6 * CHUNK);
+    let head = worker.key("a", &tokens, 0..2);
+    let whole = worker.key("b", &tokens, 0..6);
+    worker.store(&whole);
+    evict_to_lower_tier(&server);
+    let wait = |request: &str| Request::WaitLookup {
+        request_id: request.to_owned(),
+        timeout: 20.0,
+    };
+    let found = |chunks, origins: &[(&str, u64)]| Reply::Found {
+        chunks,
+        origins: origins
+            .iter()
+            .map(|&(tier, chunks)| Origin {
+                tier: tier.to_owned(),
+                chunks,
+            })
+            .collect(),
+    };
+    assert_eq!(
+        scheduler.answer(&wait("a")),
+        found(0, &[]),
+        "never looked up"
+    );
+    begin_lookup(&mut scheduler, &head);
+    assert_eq!(scheduler.answer(&wait("a")), found(2, &[("memory", 2)]));
+    tier.shut();
+    begin_lookup(&mut scheduler, &whole);
+    let uid = scheduler.send(&wait("b")).expect("sent");
+    assert_eq!(status(&mut scheduler, "b"), Reply::None);
+    tier.open();
+    let both = found(6, &[("dram", 2), ("memory", 4)]);
+    let reply = scheduler.receive(uid, Operation::WaitLookup);
+    assert_eq!(reply.expect("an answer"), both);
+    assert_eq!(scheduler.answer(&wait("b")), both, "it is known by now");
+    end_session(&mut scheduler, "b");
+    assert_eq!(scheduler.answer(&wait("b")), found(0, &[]), "it has ended");
 }
 
 #[test]

@@ -9,8 +9,8 @@ use crate::protocol::codec::{
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, KvEvent,
-    KvEventBatch, KvEventKind, Operation, Reply, Request, RequestConfigs, SlotDescriptor, Sources,
-    UnknownFields,
+    KvEventBatch, KvEventKind, Operation, Origin, Reply, Request, RequestConfigs, SlotDescriptor,
+    Sources, UnknownFields,
 };
 
 const MAX_SLOTS: usize = 1 << 20;
@@ -61,6 +61,10 @@ pub(crate) fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
             push(&[request_id]);
         }
         Request::WaitPrefetchStatus {
+            request_id,
+            timeout,
+        }
+        | Request::WaitLookup {
             request_id,
             timeout,
         } => push(&[request_id, timeout]),
@@ -259,6 +263,7 @@ pub(crate) fn decode_reply(operation: Operation, frames: &[Bytes]) -> Result<Rep
             Reply::Transferred(r.bool()?)
         }
         Operation::RegisterEngineDriven => registered(r)?,
+        Operation::WaitLookup => found(r)?,
         Operation::PrepareStore | Operation::PrepareRetrieve => slots(operation, r)?,
         Operation::SubscribeKvEvents => Reply::Events(events(r)?),
         _ => {
@@ -269,6 +274,34 @@ pub(crate) fn decode_reply(operation: Operation, frames: &[Bytes]) -> Result<Rep
     };
     reader.finish()?;
     Ok(reply)
+}
+
+fn found(r: &mut Reader<'_>) -> Result<Reply, ValueError> {
+    let (mut chunks, mut origins) = (0, Vec::new());
+    for _ in 0..r.map("reply", MAX_NAME)? {
+        match r.str("field", MAX_NAME)? {
+            "chunks" => chunks = r.number("chunks")?,
+            "origins" => {
+                origins = (0..r.array("origins", Origin::MAX)?)
+                    .map(|_| origin(r))
+                    .collect::<Result<_, _>>()?;
+            }
+            _ => r.skip()?,
+        }
+    }
+    Ok(Reply::Found { chunks, origins })
+}
+
+fn origin(r: &mut Reader<'_>) -> Result<Origin, ValueError> {
+    let mut origin = Origin::default();
+    for _ in 0..r.map("origin", MAX_NAME)? {
+        match r.str("field", MAX_NAME)? {
+            "tier" => origin.tier = r.str("tier", MAX_NAME)?.to_owned(),
+            "chunks" => origin.chunks = r.number("chunks")?,
+            _ => r.skip()?,
+        }
+    }
+    Ok(origin)
 }
 
 fn registered(r: &mut Reader<'_>) -> Result<Reply, ValueError> {

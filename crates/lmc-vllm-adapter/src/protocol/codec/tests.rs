@@ -1,7 +1,7 @@
 use lmc_key::ChunkHash;
 
 use super::*;
-use crate::protocol::{ConfigValue, CpuShm, KvEvent, TensorMeta, UnknownFields};
+use crate::protocol::{ConfigValue, CpuShm, KvEvent, Origin, TensorMeta, UnknownFields};
 
 fn key() -> CacheKey {
     CacheKey {
@@ -115,6 +115,10 @@ fn requests() -> Vec<Request> {
         Request::WaitPrefetchStatus {
             request_id: request_id.clone(),
             timeout: 0.25,
+        },
+        Request::WaitLookup {
+            request_id: request_id.clone(),
+            timeout: 0.5,
         },
         Request::FreeLookupLocks(key()),
         Request::EndSession {
@@ -312,6 +316,14 @@ fn a_reply_of_each_kind_survives_the_round_trip() {
         slots: vec![slot.clone()],
         chunk_indices: vec![1],
     };
+    let origin = Origin {
+        tier: "disk".to_owned(),
+        chunks: 2,
+    };
+    let found = Reply::Found {
+        chunks: 2,
+        origins: vec![origin],
+    };
     for (operation, reply) in [
         (Operation::Lookup, Reply::None),
         (Operation::QueryPrefetchStatus, Reply::Int(512)),
@@ -322,6 +334,7 @@ fn a_reply_of_each_kind_survives_the_round_trip() {
             Reply::Strings(vec!["kv_event_stream".to_owned()]),
         ),
         (Operation::PoolDescriptor, Reply::Int(1 << 40)),
+        (Operation::WaitLookup, found),
         (Operation::CommitStore, Reply::Bool(true)),
         (Operation::Store, Reply::Transferred(true)),
         (Operation::RegisterEngineDriven, registered),
