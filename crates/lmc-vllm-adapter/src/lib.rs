@@ -5,6 +5,8 @@
 //! [`CacheEngine`](lmc_engine::CacheEngine). Operations, codec and transport are separate: handlers
 //! do not depend on an encoding, so another codec can be added. [`Client`] implements the client's
 //! side, for load generators and tests; the feature `adapters` has the engine's side, for engines.
+//! Without the feature `service`, which is on by default, the server's side and what it needs are left
+//! out.
 //!
 //! Every length from outside is checked before memory is allocated for it, and every value is
 //! parsed into a type before it is used. *Not* included: pickle (a pickled payload is refused,
@@ -20,26 +22,42 @@ mod client;
 )]
 pub mod fuzzing;
 mod local;
+#[cfg_attr(
+    not(feature = "service"),
+    allow(dead_code, reason = "a server needs the rest")
+)]
+mod peer;
+#[cfg_attr(
+    not(feature = "service"),
+    allow(dead_code, reason = "a server needs the rest")
+)]
 mod protocol;
+#[cfg(feature = "service")]
 mod service;
+#[cfg_attr(
+    not(feature = "service"),
+    allow(dead_code, reason = "a server needs the rest")
+)]
 mod transport;
 
 pub use client::{Client, ClientError, encode_request_frames};
 pub use local::{LOCAL_ADDRESS, LOCAL_SOCKET, check_private, user_folder};
+pub use peer::Peer;
 pub use protocol::{
     BlockAllocation, CacheKey, ConfigValue, CpuShm, Cuda, DecodeError, DescriptorError,
     EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, IpcHandle, KvDescriptor,
     KvEvent, KvEventBatch, KvEventKind, Operation, Origin, RegisterKvCache, Reply, Request,
     RequestConfigs, SlotDescriptor, Sources, TensorMeta, UnknownFields, ValueError,
 };
+#[cfg(feature = "service")]
 pub use service::{
     ClientId, EventLogStatus, HISTOGRAM_BUCKETS, HeldStatus, HistogramSnapshot, InspectError,
-    InstanceStatus, OperationCounts, Peer, Service, ServiceConfig, ServiceCounts, ServiceError,
+    InstanceStatus, OperationCounts, Service, ServiceConfig, ServiceCounts, ServiceError,
     ServiceStatus, SessionStatus, SpaceStatus, TransferStatus, TransportCounts, WeakService,
 };
-pub use transport::{
-    BindError, Keepalive, Limits, TrustedUsers, Untrusted, ZmqConfig, ZmqServer, ZmtpError,
-};
+#[cfg(feature = "service")]
+pub use transport::{BindError, Keepalive, ZmqConfig, ZmqServer};
+pub use transport::{Limits, TrustedUsers, Untrusted, ZmtpError};
 
 /// Release of lmcache whose multiprocess protocol this crate implements.
 pub const LMCACHE_RELEASE: &str = "0.5.6";

@@ -13,13 +13,12 @@ use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_memory::ArenaConfig;
 use parking_lot::Mutex;
 
+use crate::peer::{Life, Peer, Witness};
 use crate::protocol::{
     BlockAllocation, CacheKey, CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor,
     RegisterKvCache, Reply, Request, SlotDescriptor, TensorMeta, UnknownFields,
 };
-use crate::service::{
-    ClientId, Job, Life, NextBatch, Outcome, Peer, Service, ServiceConfig, Subscription, Witness,
-};
+use crate::service::{ClientId, Job, NextBatch, Outcome, Service, ServiceConfig, Subscription};
 
 const CHUNK: usize = 4;
 /// Bytes of a chunk: two planes, one layer, four tokens, two elements of eight bits.

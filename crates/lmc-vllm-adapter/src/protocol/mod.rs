@@ -6,12 +6,16 @@ pub(crate) mod msgpack;
 mod operation;
 
 pub use codec::DecodeError;
-pub(crate) use codec::{decode_reply, decode_request, encode_request};
+#[cfg(feature = "service")]
+pub(crate) use codec::decode_request;
+pub(crate) use codec::{decode_reply, encode_request};
 pub use descriptor::{CpuShm, Cuda, DescriptorError, IpcHandle, KvDescriptor, TensorMeta};
 pub use msgpack::ValueError;
+pub(crate) use operation::TAG;
 pub use operation::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, EngineRecord,
     IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, Origin, RegisterKvCache, Reply,
     Request, RequestConfigs, SlotDescriptor, Sources, UnknownFields,
 };
-pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, TAG, WAIT_LOOKUP};
+#[cfg(any(feature = "adapters", feature = "service"))]
+pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, WAIT_LOOKUP};

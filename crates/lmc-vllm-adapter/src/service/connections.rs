@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
+use crate::peer::{Life, Peer, Witness};
 use crate::service::ClientId;
-use crate::service::peer::{Life, Peer, Witness};
 
 /// A connection that is open, or that has ended and whose slots are still held.
 #[derive(Debug, Default)]

@@ -11,9 +11,9 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use crate::peer::Life;
 use crate::service::ClientId;
 use crate::service::connections::Connection;
-use crate::service::peer::Life;
 use crate::service::prepared::{Direction, Pending, Transfer};
 use crate::service::stats::add;
 use crate::service::status::TransferStatus;

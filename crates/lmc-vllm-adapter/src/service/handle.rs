@@ -10,6 +10,7 @@ use lmc_engine::CacheEngine;
 use lmc_memory::CopyPool;
 use tokio::sync::watch;
 
+use crate::peer::{Peer, Witness};
 use crate::protocol::{ENGINE_KEYS, Operation, POOL_DESCRIPTOR, Reply, Request, WAIT_LOOKUP};
 use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::connections::Connections;
@@ -18,7 +19,6 @@ use crate::service::copies::{Blocks, Copies, InspectError};
 use crate::service::events::{NextBatch, Subscription};
 use crate::service::jobs::{Job, JobThreads, Lane};
 use crate::service::lookups::Lookups;
-use crate::service::peer::{Peer, Witness};
 use crate::service::registry::Registry;
 use crate::service::session::Wait;
 use crate::service::stats::{TransportCounters, add};

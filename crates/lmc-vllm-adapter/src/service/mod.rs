@@ -15,7 +15,6 @@ mod handle;
 mod instance;
 mod jobs;
 mod lookups;
-mod peer;
 mod prepared;
 mod pulse;
 mod registry;
@@ -38,8 +37,6 @@ pub(crate) use events::{NextBatch, Subscription};
 pub(crate) use gate::Entrance;
 pub use handle::{Service, WeakService};
 pub(crate) use jobs::Job;
-pub use peer::Peer;
-pub(crate) use peer::{Life, Witness};
 pub use stats::{
     HISTOGRAM_BUCKETS, HistogramSnapshot, OperationCounts, ServiceCounts, TransportCounts,
 };

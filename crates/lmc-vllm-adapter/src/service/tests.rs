@@ -18,6 +18,7 @@ mod gpu;
 
 use super::jobs::Lane;
 use super::*;
+use crate::peer::Peer;
 use crate::protocol::{
     CacheKey, CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor, RegisterKvCache, Reply,
     Request, TensorMeta, UnknownFields,

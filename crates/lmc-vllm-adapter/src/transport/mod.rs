@@ -1,19 +1,28 @@
 //! ZeroMQ on tokio: a ROUTER socket that limits the memory each client can make it use.
 
+#[cfg(feature = "service")]
 mod admission;
+#[cfg(feature = "service")]
 mod connection;
+#[cfg(feature = "service")]
 mod ipc;
 mod passing;
 mod peer;
+#[cfg(feature = "service")]
 mod pidfd;
+#[cfg(feature = "service")]
 mod process;
+#[cfg(feature = "service")]
 mod router;
+#[cfg(feature = "service")]
 mod search;
+#[cfg(any(feature = "adapters", feature = "service"))]
 mod stream;
 mod trust;
 mod zmtp;
 
 pub(crate) use passing::receive_with;
+#[cfg(feature = "service")]
 pub use router::{BindError, Keepalive, ZmqConfig, ZmqServer};
 #[cfg(feature = "adapters")]
 pub(crate) use stream::Stream;

@@ -15,7 +15,7 @@ use std::path::Path;
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpStream, UnixStream};
 
-use crate::service::Peer;
+use crate::peer::Peer;
 
 /// Netlink family of routes, from `linux/netlink.h`.
 const NETLINK_ROUTE: i32 = 0;

@@ -15,7 +15,7 @@ use tokio::net::UnixStream;
 
 use super::peer;
 use super::pidfd::PidFd;
-use crate::service::{Life, Witness};
+use crate::peer::{Life, Witness};
 
 /// A mapped file, by device and inode as in `/proc/PID/maps`.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,22 +1,23 @@
 //! TCP and Unix sockets as one type.
 
 use std::io;
+#[cfg(feature = "service")]
 use std::os::fd::BorrowedFd;
 #[cfg(feature = "adapters")]
 use std::os::fd::OwnedFd;
 
 use bytes::BytesMut;
+#[cfg(feature = "service")]
 use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{Interest, Ready};
 use tokio::net::{TcpStream, UnixStream};
 
 #[cfg(feature = "adapters")]
 use super::passing::receive_with;
-use super::passing::send_with;
-use super::peer;
-use super::process::PoolTaker;
-use super::router::Keepalive;
-use crate::service::Peer;
+#[cfg(feature = "service")]
+use super::{passing::send_with, peer, process::PoolTaker, router::Keepalive};
+#[cfg(feature = "service")]
+use crate::peer::Peer;
 
 /// A connection.
 #[derive(Debug)]
@@ -25,6 +26,7 @@ pub(crate) enum Stream {
     Unix(UnixStream),
 }
 
+#[cfg(feature = "service")]
 impl Stream {
     /// Sets the socket options of a connection.
     pub(super) fn prepare(&self, keepalive: &Keepalive) -> io::Result<()> {
@@ -61,6 +63,22 @@ impl Stream {
         }
     }
 
+    /// Sends bytes, and a descriptor with the first of them.
+    pub(super) fn try_write_with(
+        &self,
+        bytes: &[u8],
+        descriptor: BorrowedFd<'_>,
+    ) -> io::Result<usize> {
+        match self {
+            Self::Tcp(_) => Err(io::ErrorKind::Unsupported.into()),
+            Self::Unix(stream) => {
+                stream.try_io(Interest::WRITABLE, || send_with(stream, bytes, descriptor))
+            }
+        }
+    }
+}
+
+impl Stream {
     pub(crate) async fn ready(&self, interest: Interest) -> io::Result<Ready> {
         match self {
             Self::Tcp(stream) => stream.ready(interest).await,
@@ -90,20 +108,6 @@ impl Stream {
             Self::Unix(stream) => stream.try_io(Interest::READABLE, || {
                 receive_with(stream, into, MOST, descriptor)
             }),
-        }
-    }
-
-    /// Sends bytes, and a descriptor with the first of them.
-    pub(super) fn try_write_with(
-        &self,
-        bytes: &[u8],
-        descriptor: BorrowedFd<'_>,
-    ) -> io::Result<usize> {
-        match self {
-            Self::Tcp(_) => Err(io::ErrorKind::Unsupported.into()),
-            Self::Unix(stream) => {
-                stream.try_io(Interest::WRITABLE, || send_with(stream, bytes, descriptor))
-            }
         }
     }
 

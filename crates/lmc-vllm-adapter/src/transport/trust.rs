@@ -9,8 +9,10 @@ use thiserror::Error;
 use tokio::net::TcpStream;
 
 use super::peer;
+#[cfg(feature = "service")]
 use super::stream::Stream;
-use crate::service::Peer;
+#[cfg(feature = "service")]
+use crate::peer::Peer;
 
 /// Users of this host that are served.
 ///
@@ -68,6 +70,7 @@ impl TrustedUsers {
     }
 
     /// Checks the user of a connection whose other end was looked up before.
+    #[cfg(feature = "service")]
     pub(super) fn check_peer(&self, stream: &Stream, peer: &Peer) -> Result<(), Untrusted> {
         self.check_uid(peer.uid, || match stream {
             Stream::Tcp(stream) => peer::is_closed(stream),

@@ -49,11 +49,11 @@ fn server() -> Server {
     Server::with(64 << 20, |config| config.hasher = hasher, |_| {})
 }
 
-/// Returns an answer without the capability that only lmc has.
+/// Returns an answer without the capabilities that only lmc has.
 fn without_own_capability(mut answer: Vec<Bytes>) -> Vec<Bytes> {
-    let both = b"\x92\xafkv_event_stream\xaflmc_engine_keys";
+    let ours = b"\x93\xafkv_event_stream\xaflmc_engine_keys\xaflmc_wait_lookup";
     if let Some(value) = answer.last_mut()
-        && value[..] == both[..]
+        && value[..] == ours[..]
     {
         *value = Bytes::from_static(b"\x91\xafkv_event_stream");
     }
