@@ -1,4 +1,4 @@
-//! The table of invariants in ARCHITECTURE.md names the tests that hold them.
+//! The table of docs/invariants.md names the tests that hold them.
 //!
 //! A test is named by its crate and its path there, of unit tests and integration tests alike:
 //! `lmc-engine::module::tests::test`, `lmc-engine::module_of_it::test`; or `test-vllm::scenario` for one of
@@ -7,7 +7,7 @@
 use super::Findings;
 use super::tree::Tree;
 
-const PAGE: &str = "ARCHITECTURE.md";
+const PAGE: &str = "docs/invariants.md";
 /// Files of the scenarios, which are all imported by the first.
 const SCENARIOS: [&str; 4] = [
     "xtask/python/scenarios.py",
@@ -52,11 +52,11 @@ pub(crate) fn named_tests(tree: &Tree, findings: &mut Findings) {
     }
 }
 
-/// Rows of the table below the heading "Invariants".
+/// Rows of the table of the page.
 fn table(text: &str) -> impl Iterator<Item = (usize, &str)> {
     text.lines()
         .enumerate()
-        .skip_while(|(_, line)| *line != "## Invariants")
+        .skip_while(|(_, line)| *line != "# Invariants")
         .skip(1)
         .take_while(|(_, line)| !line.starts_with("## "))
         .filter(|(_, line)| line.starts_with('|'))
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn rows_of_other_tables_are_left_out() {
-        let text = "| no | no |\n## Invariants\ntext\n| invariant | held by |\n|---|---|\n| x | `y` |\n## Next\n| no |";
+        let text = "| no | no |\n# Invariants\ntext\n| invariant | held by |\n|---|---|\n| x | `y` |\n## Next\n| no |";
         let rows: Vec<_> = table(text).collect();
         assert_eq!(rows, [(5, "| x | `y` |")]);
     }

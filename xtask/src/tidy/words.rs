@@ -1,4 +1,4 @@
-//! Words that the glossary of ARCHITECTURE.md replaced, and doc comments that do not stand alone.
+//! Words that the glossary of docs/words.md replaced, and doc comments that do not stand alone.
 
 use super::Findings;
 use super::tree::{File, Tree};
