@@ -1,6 +1,7 @@
 """What the connector says where vLLM lacks something that it imports, or has what lmc cannot hold."""
 
 import ast
+import enum
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,32 @@ class Imports(unittest.TestCase):
                 base = connector.KVConnectorBase_V1
                 with mock.patch.object(base, "unregister_kv_caches", None, create=True):
                     connector._refuse_unsupported(configuration, self.groups(full()))
+
+    def test_vllms_calls_reach_both_sides(self):
+        with stub.vllm():
+            from lmc.vllm import connector
+
+            both = object.__new__(connector.LmcConnector)
+            both._scheduler, both._worker, both._last_line = mock.Mock(), mock.Mock(), ""
+            both.unregister_kv_caches()
+            both._worker.unregister_kv_caches.assert_called_once_with()
+            both.restore_kv_caches()
+            both._worker.restore_kv_caches.assert_called_once_with()
+
+            # Named as vLLM and as lmc's server name them.
+            source = enum.Enum("CacheHitSource", ["HOST", "P2P", "DISK", "EXTERNAL_UNSPECIFIED"])
+            request = SimpleNamespace(request_id="a")
+            for tiers, tokens, wanted in (
+                ({"dram": 8, "disk": 4}, 12, {source.HOST: 8, source.DISK: 4}),
+                ({"peers": 8, "remote": 4}, 13, {source.P2P: 8, source.EXTERNAL_UNSPECIFIED: 5}),
+                ({}, 3, {source.EXTERNAL_UNSPECIFIED: 3}),
+                ({}, 0, {}),
+            ):
+                both._scheduler.tiers_of.return_value = tiers
+                with mock.patch.object(connector, "CacheHitSource", source):
+                    found = both.get_external_cache_hit_sources(request, tokens)
+                self.assertEqual(found, wanted)
+                both._scheduler.tiers_of.assert_called_with("a", tokens)
 
     def test_layers_are_held_that_look_back_to_the_start_or_a_window(self):
         with stub.vllm():

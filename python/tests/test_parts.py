@@ -547,7 +547,13 @@ class Worker(unittest.TestCase):
         at[0] = 5000
         for _ in range(2):
             worker.restore_kv_caches()
-        before, after = adapter.register_kv_caches.call_args_list
+        # vLLM wakes up all the same where the KV cache cannot be registered.
+        worker.unregister_kv_caches()
+        adapter.register_kv_caches.side_effect = ValueError("no memory")
+        with self.assertLogs("vllm.lmc", "WARNING") as log:
+            worker.restore_kv_caches()
+        self.assertIn("no memory", log.output[0])
+        before, after, _ = adapter.register_kv_caches.call_args_list
         self.assertEqual(before.kwargs, after.kwargs)
         self.assertEqual(
             [call.args[0][0][0][0][0] for call in (before, after)], [1000, 5000]

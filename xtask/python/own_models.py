@@ -6,7 +6,9 @@ import sys
 import tempfile
 
 from checks import check
-from harness import HERE, LENGTHS, START_DEADLINE, expected_hits, free_port, prompts
+from harness import (
+    CHUNK, HERE, LENGTHS, START_DEADLINE, eventually, expected_hits, free_port, prompts,
+)
 from proxy import Proxy
 
 ADAPTERS = ("first", "second")
@@ -143,6 +145,30 @@ def latent(run):
         check("latent: freed blocks are left alone, and loads fill their blocks",
               not found["faults"] and found["loaded"] > 0, str(found))
         own.kill()
+        # Both ranks hold the same vectors: one of them stores, and both load.
+        run.server_clear()
+
+        def stored():
+            return run.server.status()["lmc"]["engine"]["inserted"]
+
+        before = stored()
+        pair = run.engine("pair-latent", connector="lmc", model=folder, tp=2, heartbeat=10,
+                          timeout=60).ready()
+        answers = [pair.generate(batch)]
+
+        def found():
+            # A rank that got no core stores its chunks after the answer.
+            answers.append(pair.generate(batch))
+            return answers[-1][1] == expected_hits(*LENGTHS)
+
+        check("latent, two ranks: all chunks are found", eventually(found, 90)
+              and not any(answers[0][1]), str([cached for _, cached in answers]))
+        check("latent, two ranks: ids are those without a connector",
+              all(ids == wanted for ids, _ in answers))
+        whole = sum(length // CHUNK for length in LENGTHS)
+        check("latent, two ranks: each chunk is stored once",
+              eventually(lambda: stored() == before + whole), str(stored() - before))
+        pair.quit()
         run.nothing_held("latent")
 
 

@@ -70,7 +70,7 @@ pub(crate) fn run_python() -> Result<bool> {
     tests.env("LMC_PROGRAM", folder.join("lmc"));
     let status = tests.current_dir("python").stdin(Stdio::null()).status();
     let passed = status.context("cannot run python3")?.success();
-    Ok(check_types()? && passed)
+    Ok(passed && check_types()?)
 }
 
 /// Checks the types of the Python package; vLLM and PyTorch are not there, and not looked at. Whether

@@ -23,7 +23,7 @@ use crate::owner::Session;
 use crate::peers::{Peer, Peers};
 
 /// Time between two exchanges with peers at another digest, and of what each side holds.
-const IN_STEP_EVERY: Duration = Duration::from_secs(5);
+pub(crate) const IN_STEP_EVERY: Duration = Duration::from_secs(5);
 /// Time that peers have to answer in one: a slow one does not delay the next of the others.
 const IN_STEP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Pause between two exchanges that messages cause.

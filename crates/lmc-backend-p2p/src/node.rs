@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 
 use crate::chunks::{Chunks, LeasedChunk};
 use crate::directory::{ChangedKeys, Contacts, Dials, Finds};
-use crate::exchange::KnownClears;
+use crate::exchange::{IN_STEP_EVERY, KnownClears};
 use crate::link::{Link, now, until};
 use crate::message::{
     ChunkLease, ChunkState, FEATURE_LATE_DIGESTS, FEATURE_NIXL, Hello, Holder, KeyBatch,
@@ -665,7 +665,12 @@ impl<L: Link, C: Chunks> Node<L, C> {
                     if *reply == Reply::Refused(Refusal::NoHello) {
                         // It does not know this side, or not yet.
                         peer.hello = None;
-                        self.out_of_step.notify_one();
+                        let (last, now) = (peer.lacked_hello, now());
+                        // A peer that never takes it is sent it no more often than others.
+                        if last.is_none_or(|last| now >= last + IN_STEP_EVERY) {
+                            peer.lacked_hello = Some(now);
+                            self.out_of_step.notify_one();
+                        }
                     }
                 }
                 Err(reason) => {

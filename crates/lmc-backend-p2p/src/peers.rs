@@ -133,6 +133,8 @@ pub(crate) struct Peer {
     pub(crate) is_unfit: bool,
     /// Digest of the peer's clears, as it said that last; `None` if that may be another now.
     pub(crate) clears: Option<ClearsId>,
+    /// Time at which the peer last said that it lacks this side's hello, and was sent it at once.
+    pub(crate) lacked_hello: Option<Instant>,
     /// Exchanges of clears.
     pub(crate) exchanges: BackOff,
     /// Content of the peer, as it described that last; its digest is 0 until it said more than its hello.
@@ -215,6 +217,7 @@ impl Peer {
             hello: None,
             is_unfit: false,
             clears: None,
+            lacked_hello: None,
             exchanges: BackOff::new(EXCHANGE_BACK_OFF),
             holds: Described::default(),
             warned: BTreeSet::new(),

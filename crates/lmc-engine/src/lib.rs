@@ -51,7 +51,7 @@ mod lending;
 pub use lending::OwnChunk;
 
 mod lookup;
-pub use lookup::{Found, FoundRank, LeaseLimit, Lookup, LookupRequest, Rank, Run};
+pub use lookup::{Found, FoundRank, LeaseLimit, Lookup, LookupRequest, Rank, TierRun};
 
 mod lower;
 pub use lower::LowerStatus;

@@ -1,5 +1,6 @@
 //! Looking a prompt up: the request, the handle, and what was found.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
@@ -135,9 +136,9 @@ pub struct FoundRank {
     read: Vec<(usize, usize)>,
 }
 
-/// Consecutive chunks of a prompt with one origin.
+/// Consecutive chunks of a prompt that came from one tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Run {
+pub struct TierRun {
     /// Index of the lower tier that the chunks were read from for this lookup, as
     /// [`CacheEngine::tier_name`] takes it: of several ranks the last. `None` where they were in
     /// DRAM already, or another lookup promoted them.
@@ -159,20 +160,29 @@ pub struct Found {
 }
 
 impl Found {
-    /// Returns the origins of the chunks that were found, in their order.
-    pub fn runs(&self) -> Vec<Run> {
+    /// Returns the tiers of the chunks that were found, in the order of the chunks.
+    pub fn runs(&self) -> Vec<TierRun> {
         let mut tiers = vec![None; self.hits];
-        for (index, tier) in self.ranks.iter().flat_map(|rank| &rank.read) {
-            if let Some(known) = tiers.get_mut(*index) {
-                *known = (*known).max(Some(*tier));
+        for rank in &self.ranks {
+            // Of two tiers that have answered for a chunk the first counts.
+            let first: HashMap<usize, usize> = rank.read.iter().rev().copied().collect();
+            for (index, tier) in first {
+                if let Some(known) = tiers.get_mut(index) {
+                    *known = (*known).max(Some(tier));
+                }
             }
         }
         let runs = tiers.chunk_by(|one, next| one == next);
-        let run = |run: &[Option<usize>]| Run {
+        let run = |run: &[Option<usize>]| TierRun {
             tier: run[0],
             chunks: run.len(),
         };
         runs.map(run).collect()
+    }
+
+    /// Returns true if a chunk was read from a lower tier for this lookup.
+    pub fn was_read(&self) -> bool {
+        self.ranks.iter().any(|rank| !rank.read.is_empty())
     }
 
     /// Returns the leases of the first rank, for a caller that has only one.

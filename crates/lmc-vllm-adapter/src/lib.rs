@@ -5,7 +5,7 @@
 //! [`CacheEngine`](lmc_engine::CacheEngine). Operations, codec and transport are separate: handlers
 //! do not depend on an encoding, so another codec can be added. [`Client`] implements the client's
 //! side, for load generators and tests; the feature `adapters` has the engine's side, for engines.
-//! Without the feature `service`, which is on by default, the server's side and what it needs are left
+//! Without the feature `service`, which is on by default, the service and the engine behind it are left
 //! out.
 //!
 //! Every length from outside is checked before memory is allocated for it, and every value is
@@ -46,8 +46,8 @@ pub use peer::Peer;
 pub use protocol::{
     BlockAllocation, CacheKey, ConfigValue, CpuShm, Cuda, DecodeError, DescriptorError,
     EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, IpcHandle, KvDescriptor,
-    KvEvent, KvEventBatch, KvEventKind, Operation, Origin, RegisterKvCache, Reply, Request,
-    RequestConfigs, SlotDescriptor, Sources, TensorMeta, UnknownFields, ValueError,
+    KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
+    SlotDescriptor, Sources, TensorMeta, TierChunks, UnknownFields, ValueError,
 };
 #[cfg(feature = "service")]
 pub use service::{

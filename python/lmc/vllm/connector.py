@@ -55,7 +55,7 @@ logger = logging.getLogger("vllm.lmc")
 
 KVConnectorMetadata.register(Step)
 
-# What vLLM calls the tiers of lmc's server; stores have no name there.
+# What vLLM calls the tiers of lmc's server; it has no name for shared stores.
 _SOURCES = {"dram": "HOST", "disk": "DISK", "peers": "P2P"}
 
 
@@ -262,13 +262,12 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> dict[CacheHitSource, int]:
         """Returns how many of the tokens that are loaded came from each kind of tier."""
         assert self._scheduler is not None
-        found: dict[CacheHitSource, int] = {}
         tiers = self._scheduler.tiers_of(request.request_id, num_external_tokens)
-        tiers[""] = num_external_tokens - sum(tiers.values())
-        for tier, tokens in tiers.items():
-            source = CacheHitSource[_SOURCES.get(tier, "EXTERNAL_UNSPECIFIED")]
-            if tokens > 0:
-                found[source] = found.get(source, 0) + tokens
+        found = {
+            CacheHitSource[source]: tiers[tier] for tier, source in _SOURCES.items() if tier in tiers
+        }
+        if rest := num_external_tokens - sum(found.values()):
+            found[CacheHitSource.EXTERNAL_UNSPECIFIED] = rest
         return found
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
@@ -355,7 +354,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
         """Ends all threads; vLLM frees the KV cache afterwards."""
         self._log()
         for side in self._sides:
-            side.adapter.shutdown()
+            side.shutdown()
 
     def _log(self) -> None:
         """Writes the adapters' lines to vLLM's log, once a step."""

@@ -43,7 +43,7 @@ class RequestState:
     preemptions: int
     # Tokens that the server has; `None` until it has answered.
     matched: int | None = None
-    # Tiers that those came from, in the order of the tokens; empty where that is not known.
+    # Tiers that the matched tokens came from, in the order of the tokens; empty where that is not known.
     tiers: list[tuple[str, int]] = field(default_factory=list)
     # Tokens that vLLM had itself when the server's answer was used.
     computed: int = 0

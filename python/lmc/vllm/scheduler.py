@@ -259,6 +259,10 @@ class SchedulerSide:
         self._note_freed(state, self._freed)
         return True
 
+    def shutdown(self) -> None:
+        """Ends the adapter's thread."""
+        self.adapter.shutdown()
+
     def reset_cache(self) -> None:
         """Gives the chunks of all later requests another name, since the weights change."""
         self._weights.renew()

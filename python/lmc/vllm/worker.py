@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from lmc.vllm.events import StoredChunks
 from lmc.vllm.metadata import Step
@@ -45,8 +44,8 @@ class WorkerSide:
         self._events = events if can_store else None
         # The GPU that the KV cache lies on.
         self._device: torch.device | None = None
-        # Registers the KV cache; none before vLLM has.
-        self._register: Callable[[], None] | None = None
+        # What vLLM has registered, for the registration after a sleep.
+        self._kv_caches: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._sleeps = False
         self._hurries_until = 0.0
 
@@ -64,14 +63,8 @@ class WorkerSide:
         vLLM's tensors have the axes blocks, heads, tokens, content. `axes` is the order in which
         they lie in memory. `is_latent`: one vector for each token instead of heads (MLA).
         """
-        self._register = partial(
-            self.register_kv_caches,
-            groups,
-            axes,
-            blocks=blocks,
-            block_size=block_size,
-            is_latent=is_latent,
-        )
+        named = {"blocks": blocks, "block_size": block_size, "is_latent": is_latent}
+        self._kv_caches = ((groups, axes), named)
         layout = LAYOUTS.get(axes)
         if layout is None:
             raise ValueError(
@@ -110,15 +103,31 @@ class WorkerSide:
 
     def unregister_kv_caches(self) -> None:
         """Leaves the KV cache's memory alone until it is restored."""
-        if self._register is not None:
+        if self._kv_caches is not None:
             self.adapter.unregister_kv_caches()
             self._sleeps = True
 
     def restore_kv_caches(self) -> None:
         """Registers the KV cache as before, wherever its memory lies now."""
-        if self._register is not None and self._sleeps:
-            self._register()
-            self._sleeps = False
+        if self._kv_caches is None or not self._sleeps:
+            return
+        positional, named = self._kv_caches
+        try:
+            self.register_kv_caches(*positional, **named)
+        except ValueError as error:
+            # An engine without a cache is worth more than one that does not wake up.
+            logger.warning(
+                "the KV cache is not registered again, so nothing is loaded or stored until vLLM "
+                "has slept once more: %s",
+                error,
+            )
+            return
+        self._sleeps = False
+
+    def shutdown(self) -> None:
+        """Ends all threads, and leaves the KV cache to vLLM."""
+        self.adapter.shutdown()
+        self._kv_caches = None
 
     def handle_preemptions(self, step: Step) -> None:
         """Waits until no store reads the blocks that requests have lost."""

@@ -92,6 +92,16 @@ impl Failure {
     }
 }
 
+/// A thread that carries transfers out, counted in [`Work::carrying`] until this is dropped.
+struct Carrying<'a>(&'a Shared);
+
+impl Drop for Carrying<'_> {
+    fn drop(&mut self) {
+        self.0.work.lock().carrying -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
 /// The thread that moves chunks.
 pub(crate) struct Mover {
     pub(crate) shared: Arc<Shared>,
@@ -118,9 +128,8 @@ impl Mover {
                     self.shared.changed.wait(&mut work);
                 }
             };
+            let _carrying = Carrying(&self.shared);
             self.carry_out(batch);
-            self.shared.work.lock().carrying -= 1;
-            self.shared.changed.notify_all();
         }
     }
 

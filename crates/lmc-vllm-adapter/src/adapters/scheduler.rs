@@ -60,34 +60,34 @@ struct Counters {
 enum Lookup {
     /// Number of the lookup: a request may have several, one after the other.
     Pending(u64),
-    Known(Found),
+    Known(FoundTokens),
 }
 
 /// Tokens that a lookup found.
 #[derive(Debug, Clone, Default)]
-struct Found {
+struct FoundTokens {
     tokens: u64,
     /// Tiers that they came from, in the order of the tokens; empty where they are not known.
     tiers: Vec<(String, u64)>,
 }
 
-impl Found {
+impl FoundTokens {
     /// Reads the answer to a lookup of this many tokens.
     fn read(answer: &Answer, chunk_size: u32, most: u64) -> Result<Self, &Answer> {
         let tokens = |chunks: u64| chunks.saturating_mul(u64::from(chunk_size));
-        let (chunks, origins) = match answer {
+        let (chunks, tiers) = match answer {
             Ok(Reply::Int(chunks)) => (*chunks, &[][..]),
-            Ok(Reply::Found { chunks, origins }) => (*chunks, &origins[..]),
+            Ok(Reply::Found { chunks, tiers }) => (*chunks, &tiers[..]),
             _ => return Err(answer),
         };
-        let named = origins.iter().map(|origin| origin.chunks);
+        let named = tiers.iter().map(|tier| tier.chunks);
         let named = named.fold(0_u64, u64::saturating_add);
-        let origins = origins.iter().filter(|_| named == chunks);
+        let tiers = tiers.iter().filter(|_| named == chunks);
         Ok(Self {
             // No more than was asked for, whatever the server says.
             tokens: tokens(chunks).min(most),
-            tiers: origins
-                .map(|origin| (origin.tier.clone(), tokens(origin.chunks)))
+            tiers: tiers
+                .map(|found| (found.tier.clone(), tokens(found.chunks)))
                 .collect(),
         })
     }
@@ -102,12 +102,12 @@ struct Shared {
 
 impl Shared {
     /// Notes the result of a lookup, unless the engine has no use for it any more.
-    fn found(&self, request_id: &str, number: u64, found: Result<Found, &Answer>) {
+    fn found(&self, request_id: &str, number: u64, found: Result<FoundTokens, &Answer>) {
         let counters = &self.counters;
         let found = found.unwrap_or_else(|answer| {
             counters.failed.fetch_add(1, Ordering::Relaxed);
             self.log_failure("lookup", request_id, answer);
-            Found::default()
+            FoundTokens::default()
         });
         counters.hits.fetch_add(found.tokens, Ordering::Relaxed);
         let mut lookups = self.lookups.lock();
@@ -197,7 +197,7 @@ impl SchedulerAdapter {
                 return;
             }
             let lookup = match chunks {
-                0 => Lookup::Known(Found::default()),
+                0 => Lookup::Known(FoundTokens::default()),
                 _ => Lookup::Pending(number),
             };
             lookups.insert(request_id.to_owned(), lookup);
@@ -230,7 +230,7 @@ impl SchedulerAdapter {
                 },
             };
             link.ask(wait, PROMOTION_TIMEOUT + timeout, move |answer| {
-                let found = Found::read(&answer, chunk_size, tokens as u64);
+                let found = FoundTokens::read(&answer, chunk_size, tokens as u64);
                 shared.found(&request_id, number, found);
             });
         });

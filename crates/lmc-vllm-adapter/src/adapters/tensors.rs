@@ -95,7 +95,9 @@ impl KvLayers {
     ///
     /// # Safety
     /// The memory of the tensors stays allocated, readable and writable until the worker that they
-    /// are registered with is shut down, and no code of this process holds a Rust reference to it.
+    /// are registered with is shut down or has taken them out of use
+    /// ([`WorkerAdapter::unregister_kv_caches`](crate::adapters::WorkerAdapter::unregister_kv_caches)),
+    /// and no code of this process holds a Rust reference to it.
     pub unsafe fn new(groups: Vec<LayerGroup>, tokens_first: bool, tokens_per_block: u32) -> Self {
         Self {
             groups,

@@ -221,6 +221,12 @@ impl Work {
         });
     }
 
+    /// Returns true while transfers are carried out, or queued for threads that run.
+    fn is_busy(&self) -> bool {
+        let is_queued = !self.stores.is_empty() || !self.retrieves.is_empty();
+        self.carrying > 0 || (is_queued && !self.stopped)
+    }
+
     /// Returns true if a transfer is still to be carried out.
     pub(crate) fn is_wanted(&self, transfer: &Transfer) -> bool {
         let request = self.requests.get(&transfer.op.request_id);
@@ -664,26 +670,32 @@ impl WorkerAdapter {
         Ok(())
     }
 
-    /// Takes the paged KV cache out of use, as before an engine sleeps: its memory is not touched
-    /// once this has returned, and what was taken of its GPU's is given back. What is queued fails;
-    /// copies under way are waited for, and for nothing of the server. Until it is registered again,
-    /// stores are dropped and retrieves fail.
+    /// Takes the paged KV cache out of use, as before an engine sleeps. Once this has returned, its
+    /// memory is not touched, and all GPU memory that the adapter took is freed. What is queued fails.
+    /// Waits for copies under way, and for what the server still has to answer for as long as for any
+    /// answer. Until the KV cache is registered again, stores are dropped and retrieves fail.
     pub fn unregister_kv_caches(&self) {
         if self.thread.is_forked() {
             return;
         }
         let shared = &self.shared;
-        // A connection that is being set up takes the memory in use under the first lock.
+        shared.work.lock().withdrawing = true;
+        // The link's thread holds `registered` while it sets `pool`.
         *shared.registered.lock() = None;
         *shared.pool.lock() = None;
         *shared.gpu.lock() = None;
-        shared.work.lock().withdrawing = true;
-        // What waits for the server's answers ends.
+        let answered = Instant::now() + shared.common.timeouts.answer;
+        let mut work = shared.work.lock();
+        while work.is_busy() {
+            if shared.changed.wait_until(&mut work, answered).timed_out() {
+                break;
+            }
+        }
+        drop(work);
+        // The server gives back what it holds for the former connection.
         self.link.reconnect();
         let mut work = shared.work.lock();
-        while !work.stopped
-            && (work.carrying > 0 || !work.stores.is_empty() || !work.retrieves.is_empty())
-        {
+        while work.carrying > 0 {
             shared.changed.wait(&mut work);
         }
         work.withdrawing = false;
@@ -915,5 +927,38 @@ impl WorkerAdapter {
 impl Drop for WorkerAdapter {
     fn drop(&mut self) {
         self.shutdown();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_copy_begins_while_the_memory_is_being_taken_out_of_use() {
+        let mut work = Work::default();
+        let op = LoadStoreOp {
+            request_id: "a".to_owned(),
+            prompt: Prompt::Chunks(Arc::from([])),
+            tokens: 0..0,
+            block_ids: Vec::new(),
+            skip_first_n_tokens: 0,
+            cache_salt: String::new(),
+            configs: RequestConfigs::default(),
+            store_number: None,
+        };
+        work.queue(Direction::Store, op.clone(), None);
+        work.queue(Direction::Retrieve, op, None);
+        let transfers = [work.stores.pop_front(), work.retrieves.pop_front()].map(Option::unwrap);
+        for withdrawing in [false, true] {
+            work.withdrawing = withdrawing;
+            for transfer in &transfers {
+                let what = (transfer.direction, withdrawing);
+                assert_eq!(work.is_wanted(transfer), !withdrawing, "{what:?}");
+                assert_eq!(work.begin_copy(transfer), !withdrawing, "{what:?}");
+            }
+        }
+        work.carrying = 1;
+        assert!(work.is_busy());
     }
 }

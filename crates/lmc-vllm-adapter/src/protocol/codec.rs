@@ -14,8 +14,8 @@ use crate::protocol::descriptor::{DescriptorError, KvDescriptor, MAX_DESCRIPTOR}
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
     BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest,
-    KvEvent, KvEventBatch, KvEventKind, Operation, Origin, RegisterKvCache, Reply, Request,
-    RequestConfigs, SlotDescriptor, Sources, TAG, UnknownFields,
+    KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
+    SlotDescriptor, Sources, TAG, TierChunks, UnknownFields,
 };
 
 /// Most tokens that one prompt may have.
@@ -672,9 +672,7 @@ pub(crate) fn encode_reply(operation: &Bytes, reply: &Reply) -> (Bytes, Option<B
             shm_name,
             pool_size,
         } => encoded(&Record(&[("shm_name", shm_name), ("pool_size", pool_size)])),
-        Reply::Found { chunks, origins } => {
-            encoded(&Record(&[("chunks", chunks), ("origins", origins)]))
-        }
+        Reply::Found { chunks, tiers } => encoded(&Record(&[("chunks", chunks), ("tiers", tiers)])),
         Reply::StoreSlots {
             slots,
             chunk_indices,
@@ -706,9 +704,9 @@ pub(crate) fn encode_reply(operation: &Bytes, reply: &Reply) -> (Bytes, Option<B
     (operation.clone(), Some(value))
 }
 
-record!(Origin, |origin|
-    "tier": origin.tier,
-    "chunks": origin.chunks,
+record!(TierChunks, |found|
+    "tier": found.tier,
+    "chunks": found.chunks,
 );
 
 record!(SlotDescriptor, |slot|

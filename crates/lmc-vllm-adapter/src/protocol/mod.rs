@@ -14,8 +14,8 @@ pub use msgpack::ValueError;
 pub(crate) use operation::TAG;
 pub use operation::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, EngineRecord,
-    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, Origin, RegisterKvCache, Reply,
-    Request, RequestConfigs, SlotDescriptor, Sources, UnknownFields,
+    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request,
+    RequestConfigs, SlotDescriptor, Sources, TierChunks, UnknownFields,
 };
 #[cfg(any(feature = "adapters", feature = "service"))]
 pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, WAIT_LOOKUP};

@@ -647,19 +647,19 @@ pub struct SlotDescriptor {
     pub dtype: String,
 }
 
-/// Consecutive chunks that a lookup found, and the tier that they came from.
+/// Consecutive chunks that a lookup found in one tier.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Origin {
+pub struct TierChunks {
     /// Name of the tier: `dram`, or a lower tier's, such as `disk`.
     pub tier: String,
     /// Number of chunks.
     pub chunks: u64,
 }
 
-impl Origin {
+impl TierChunks {
     /// Name of the first tier.
     pub const DRAM: &str = "dram";
-    /// Most origins of one lookup; of more, none is named.
+    /// Most of them in one answer; where there are more, none is named.
     pub(crate) const MAX: usize = 64;
 }
 
@@ -737,8 +737,8 @@ pub enum Reply {
     Found {
         /// Leading chunks that were found.
         chunks: u64,
-        /// Origins of these chunks, in their order; empty where they are not known.
-        origins: Vec<Origin>,
+        /// Tiers of these chunks, in their order; empty where they are not known.
+        tiers: Vec<TierChunks>,
     },
     /// Slots that the worker is to write.
     StoreSlots {

@@ -173,25 +173,16 @@ impl Service {
             }
             Request::Lookup(key) => parts.lookups.lookup(client, &key, now),
             Request::QueryPrefetchStatus { request_id } => {
-                parts.lookups.prefetch_status(client, &request_id, now)
+                (parts.lookups).prefetch_status(client, &request_id, false, now)
             }
             Request::WaitPrefetchStatus {
                 request_id,
                 timeout,
-            } => match parts.lookups.prefetch_status(client, &request_id, now) {
-                Reply::None => return Outcome::Wait(Wait::new(client, request_id, timeout, now)),
-                known => known,
-            },
+            } => return self.answer_lookup(client, request_id, timeout, false, now),
             Request::WaitLookup {
                 request_id,
                 timeout,
-            } => match parts.lookups.found(client, &request_id, now) {
-                Reply::None => {
-                    let wait = Wait::new(client, request_id, timeout, now);
-                    return Outcome::Wait(wait.with_origins());
-                }
-                known => known,
-            },
+            } => return self.answer_lookup(client, request_id, timeout, true, now),
             Request::FreeLookupLocks(key) => parts.lookups.free_lookup_locks(client, &key, now),
             Request::EndSession { request_id } => parts.lookups.end_session(client, &request_id),
             Request::PrepareStore { key, instance_id } => {
@@ -257,6 +248,22 @@ impl Service {
             }
         };
         Outcome::Reply(reply)
+    }
+
+    /// Answers a lookup, or has its client wait `timeout` seconds for the answer.
+    fn answer_lookup(
+        &self,
+        client: ClientId,
+        request_id: String,
+        timeout: f64,
+        with_tiers: bool,
+        now: Instant,
+    ) -> Outcome {
+        let lookups = &self.0.lookups;
+        match lookups.prefetch_status(client, &request_id, with_tiers, now) {
+            Reply::None => Outcome::Wait(Wait::new(client, request_id, timeout, with_tiers, now)),
+            known => Outcome::Reply(known),
+        }
     }
 
     /// Forgets everything. An engine that clears its own cache may have new weights: nothing of

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use lmc_engine::{Found, FoundRank, LocateHint, LookupRequest, OwnerId, Rank, Run, TenantId};
+use lmc_engine::{Found, FoundRank, LocateHint, LookupRequest, OwnerId, Rank, TenantId, TierRun};
 use lmc_key::{ChunkHash, ClearsId, SpaceId};
 use parking_lot::Mutex;
 
-use crate::protocol::{CacheKey, Origin, Reply, Sources};
+use crate::protocol::{CacheKey, Reply, Sources, TierChunks};
 use crate::service::ClientId;
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::events::StoredChunk;
@@ -157,10 +157,9 @@ impl Lookups {
                 });
                 self.count_hits(&found);
                 let expires = now + context.config.lookup_lease;
-                let (hits, origins) = (found.hits as u64, self.origins(&found));
+                let hits = found.hits as u64;
                 let holds = rank_holds(found, first, readers);
-                let lookup = Lookup::known(number, hits, holds, expires);
-                (lookup.with_origins(origins), None)
+                (Lookup::known(number, hits, holds, expires), None)
             }
             // No engine waits longer for a tier, whatever became of it.
             Err(lookup) => {
@@ -290,44 +289,55 @@ impl Lookups {
             promoting.chunks.clone()
         });
         self.count_hits(&found);
-        let (hits, origins) = (found.hits as u64, self.origins(&found));
+        let hits = found.hits as u64;
+        let runs = match found.was_read() {
+            true => found.runs(),
+            false => Vec::new(),
+        };
         let holds = rank_holds(found, promoting.first, promoting.readers);
         let expires = Instant::now() + context.config.lookup_lease;
         let waiting = {
             let mut sessions = self.sessions.lock();
             let (request_id, number) = (&promoting.request_id, promoting.number);
             match sessions.looking_up(request_id, number) {
-                Some(session) => {
-                    let waiting = session.promoted(number, hits, holds, expires);
-                    if waiting.is_ok() {
-                        session.set_origins(origins.clone());
-                    }
-                    waiting
-                }
+                Some(session) => session.promoted(number, (hits, runs.clone()), holds, expires),
                 None => Err(holds),
             }
         };
         // The leases of a request that is over go back here, where nothing is locked.
         for waiter in waiting.unwrap_or_default() {
-            waiter.found(hits, &origins);
+            let reply = self.answer(waiter.with_tiers, hits, &runs);
+            waiter.tell(reply);
         }
     }
 
-    /// Returns the tiers that the chunks of a lookup came from.
-    fn origins(&self, found: &Found) -> Vec<Origin> {
-        let tier = |run: &Run| match run.tier {
-            None => Some(Origin::DRAM),
-            Some(index) => self.context.engine.tier_name(index),
+    /// Returns the answer to a lookup whose chunks came from these tiers, or were all in DRAM.
+    fn answer(&self, with_tiers: bool, hits: u64, runs: &[TierRun]) -> Reply {
+        if !with_tiers {
+            return Reply::Int(hits);
+        }
+        let named = |run: &TierRun| {
+            let tier = match run.tier {
+                None => TierChunks::DRAM,
+                Some(index) => self.context.engine.tier_name(index)?,
+            };
+            Some(TierChunks {
+                tier: tier.to_owned(),
+                chunks: run.chunks as u64,
+            })
         };
-        let origin = |run: Run| {
-            let tier = tier(&run)?.to_owned();
-            let chunks = run.chunks as u64;
-            Some(Origin { tier, chunks })
+        let all = [TierRun {
+            tier: None,
+            chunks: hits as usize,
+        }];
+        let runs = match runs {
+            [] if hits > 0 => &all[..],
+            runs if runs.len() > TierChunks::MAX => &[],
+            runs => runs,
         };
-        let runs = found.runs();
-        match runs.len() > Origin::MAX {
-            true => Vec::new(),
-            false => runs.into_iter().filter_map(origin).collect(),
+        Reply::Found {
+            chunks: hits,
+            tiers: runs.iter().filter_map(named).collect(),
         }
     }
 
@@ -338,14 +348,16 @@ impl Lookups {
         let waits = {
             let mut sessions = self.sessions.lock();
             match sessions.of(wait.client, wait.request_id()) {
-                Some(session) => session
-                    .wait(waiter)
-                    .map_err(|known| (known, session.origins())),
+                Some(session) => {
+                    let waits = session.wait(waiter);
+                    waits.map_err(|known| (known, session.runs()))
+                }
                 None => Err(((waiter, 0), Vec::new())),
             }
         };
-        if let Err(((waiter, hits), origins)) = waits {
-            waiter.found(hits, &origins);
+        if let Err(((waiter, hits), runs)) = waits {
+            let reply = self.answer(waiter.with_tiers, hits, &runs);
+            waiter.tell(reply);
         }
     }
 
@@ -355,33 +367,19 @@ impl Lookups {
         &self,
         client: ClientId,
         request_id: &str,
+        with_tiers: bool,
         now: Instant,
     ) -> Reply {
-        let mut sessions = self.sessions.lock();
-        let Some(session) = sessions.of(client, request_id) else {
-            return Reply::Int(0);
-        };
-        session.last_used = now;
-        match session.hits() {
-            Hits::Never => Reply::Int(0),
-            Hits::Promoting => Reply::None,
-            Hits::Known(hits) => Reply::Int(hits),
-        }
-    }
-
-    /// As [`Self::prefetch_status`], with the tiers that the chunks came from.
-    pub(super) fn found(&self, client: ClientId, request_id: &str, now: Instant) -> Reply {
-        let mut sessions = self.sessions.lock();
-        let (mut chunks, mut origins) = (0, Vec::new());
-        if let Some(session) = sessions.of(client, request_id) {
+        let (mut hits, mut runs) = (0, Vec::new());
+        if let Some(session) = self.sessions.lock().of(client, request_id) {
             session.last_used = now;
             match session.hits() {
                 Hits::Never => {}
                 Hits::Promoting => return Reply::None,
-                Hits::Known(hits) => (chunks, origins) = (hits, session.origins()),
+                Hits::Known(known) => (hits, runs) = (known, session.runs()),
             }
         }
-        Reply::Found { chunks, origins }
+        self.answer(with_tiers, hits, &runs)
     }
 
     pub(super) fn free_lookup_locks(

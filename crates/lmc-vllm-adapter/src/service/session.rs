@@ -8,10 +8,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_engine::{EngineTask, Leases};
+use lmc_engine::{EngineTask, Leases, TierRun};
 use lmc_key::{ClearsId, SpaceId};
 
-use crate::protocol::{Origin, Reply};
+use crate::protocol::Reply;
 use crate::service::ClientId;
 
 /// Chunks that one part of a hold has at most, so that a range is cut out of a long prompt without
@@ -116,26 +116,26 @@ pub(crate) struct Wait {
     pub(crate) client: ClientId,
     request_id: String,
     until: Instant,
-    /// True if the answer says where the chunks came from.
-    with_origins: bool,
+    /// True if the answer names the tiers that the chunks came from.
+    with_tiers: bool,
 }
 
 impl Wait {
     /// `timeout` in seconds; one that is no number of seconds is over at once.
-    pub(crate) fn new(client: ClientId, request_id: String, timeout: f64, now: Instant) -> Self {
+    pub(crate) fn new(
+        client: ClientId,
+        request_id: String,
+        timeout: f64,
+        with_tiers: bool,
+        now: Instant,
+    ) -> Self {
         let timeout = Duration::try_from_secs_f64(timeout).unwrap_or_default();
         Self {
             client,
             request_id,
             until: now + timeout.min(MAX_WAIT),
-            with_origins: false,
+            with_tiers,
         }
-    }
-
-    /// Asks where the chunks came from.
-    pub(crate) fn with_origins(mut self) -> Self {
-        self.with_origins = true;
-        self
     }
 
     pub(crate) fn request_id(&self) -> &str {
@@ -147,7 +147,8 @@ impl Wait {
 /// not be dropped while its connection may still be there.
 pub(crate) struct Waiter {
     until: Instant,
-    with_origins: bool,
+    /// True if the answer names the tiers that the chunks came from.
+    pub(crate) with_tiers: bool,
     tell: Option<Box<dyn FnOnce(Reply) + Send>>,
 }
 
@@ -155,18 +156,18 @@ impl Waiter {
     pub(crate) fn new(wait: &Wait, tell: Box<dyn FnOnce(Reply) + Send>) -> Self {
         Self {
             until: wait.until,
-            with_origins: wait.with_origins,
+            with_tiers: wait.with_tiers,
             tell: Some(tell),
         }
     }
 
-    /// Answers with what was found.
-    pub(crate) fn found(self, hits: u64, origins: &[Origin]) {
-        let reply = match self.with_origins {
-            false => Reply::Int(hits),
+    /// Answers that nothing was found.
+    fn tell_nothing(self) {
+        let reply = match self.with_tiers {
+            false => Reply::Int(0),
             true => Reply::Found {
-                chunks: hits,
-                origins: origins.to_vec(),
+                chunks: 0,
+                tiers: Vec::new(),
             },
         };
         self.tell(reply);
@@ -201,8 +202,8 @@ pub(crate) struct Lookup {
     number: u64,
     /// Number of leading chunks that every rank has; none while chunks are being promoted.
     hits: Option<u64>,
-    /// Origins of those chunks.
-    origins: Vec<Origin>,
+    /// Tiers that those chunks came from; empty where all were in DRAM.
+    runs: Vec<TierRun>,
     holds: Vec<RankHold>,
     /// Time at which the leases expire.
     expires: Instant,
@@ -217,7 +218,7 @@ impl Lookup {
         Self {
             number,
             hits: None,
-            origins: Vec::new(),
+            runs: Vec::new(),
             holds: Vec::new(),
             expires,
             waiting: Vec::new(),
@@ -234,19 +235,13 @@ impl Lookup {
         }
     }
 
-    /// Says where the chunks came from.
-    pub(crate) fn with_origins(mut self, origins: Vec<Origin>) -> Self {
-        self.origins = origins;
-        self
-    }
-
     /// Ends the lookup; to be called where nothing is locked. The promotion ends before its waiters
     /// are answered, so that nothing is promoted for a lookup whose end was reported. A waiter that
     /// is left learns that no chunk was found, and the leases go back.
     pub(crate) fn end(self) {
         drop(self.task);
         for waiter in self.waiting {
-            waiter.found(0, &[]);
+            waiter.tell_nothing();
         }
         drop(self.holds);
     }
@@ -398,13 +393,14 @@ impl Session {
     pub(crate) fn promoted(
         &mut self,
         number: u64,
-        hits: u64,
+        (hits, runs): (u64, Vec<TierRun>),
         holds: Vec<RankHold>,
         expires: Instant,
     ) -> Result<Vec<Waiter>, Vec<RankHold>> {
         match &mut self.lookup {
             Some(lookup) if lookup.number == number && lookup.hits.is_none() => {
                 lookup.hits = Some(hits);
+                lookup.runs = runs;
                 lookup.holds = holds;
                 lookup.expires = expires;
                 Ok(mem::take(&mut lookup.waiting))
@@ -413,17 +409,10 @@ impl Session {
         }
     }
 
-    /// Says where the chunks of the lookup came from.
-    pub(crate) fn set_origins(&mut self, origins: Vec<Origin>) {
-        if let Some(lookup) = &mut self.lookup {
-            lookup.origins = origins;
-        }
-    }
-
-    /// Returns the origins of the chunks that the lookup found, as far as they are known.
-    pub(crate) fn origins(&self) -> Vec<Origin> {
+    /// Returns the tiers that the chunks of the lookup came from; none where all were in DRAM.
+    pub(crate) fn runs(&self) -> Vec<TierRun> {
         let lookup = self.lookup.as_ref();
-        lookup.map_or(Vec::new(), |lookup| lookup.origins.clone())
+        lookup.map_or(Vec::new(), |lookup| lookup.runs.clone())
     }
 
     /// Keeps the task that waits for the promotion of its lookup's chunks.
@@ -522,8 +511,8 @@ impl Session {
         }
         let held = lookup.holds.iter().map(RankHold::held).sum();
         let hits = lookup.hits.unwrap_or(0);
-        let over = Lookup::known(lookup.number, hits, Vec::new(), lookup.expires)
-            .with_origins(lookup.origins.clone());
+        let mut over = Lookup::known(lookup.number, hits, Vec::new(), lookup.expires);
+        over.runs = mem::take(&mut lookup.runs);
         Some((held, mem::replace(lookup, over)))
     }
 }

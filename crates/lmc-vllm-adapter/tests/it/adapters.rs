@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::common::engine::{
-    BLOCK, BLOCKS, Engine, HEAD, HEADS, LAYER, TIMEOUT, blocks, content, described, endpoint,
-    engine, group_at, hashes, layers, op, succeeds_forked, tokens, until,
+    BLOCK, BLOCKS, Engine, HEAD, HEADS, LAYER, PATIENT, TIMEOUT, blocks, content, described,
+    endpoint, engine, group_at, hashes, layers, op, succeeds_forked, tokens, until,
 };
 use crate::common::{CHUNK, Server, Worker, lookup, prompt};
 use lmc_backend::MemoryBackend;
@@ -87,7 +87,7 @@ fn memory_that_is_taken_out_of_use_is_touched_no_more() {
     const WIDE: usize = 4096;
     const CHUNKS: usize = BLOCKS * BLOCK / CHUNK;
     let server = Server::with(64 << 20, |_| {}, |_| {});
-    let worker = WorkerAdapter::start(endpoint(&server), engine("i", true), 0, 1);
+    let worker = WorkerAdapter::start_with(endpoint(&server), engine("i", true), 0, 1, PATIENT);
     let worker = worker.expect("a worker");
     let shape = [2, BLOCKS, HEADS, BLOCK, WIDE];
     let len = shape.iter().product();

@@ -302,6 +302,7 @@ fn memory_that_is_taken_away_is_left_alone_and_used_again_when_it_is_back() {
         assert!(began.elapsed() < Duration::from_secs(40));
         let live = machine.live(std::process::id());
         assert_eq!((live.registrations, live.streams, live.modules), (0, 1, 0));
+        assert_eq!(live.allocations, LAYERS as u64, "the engine's own");
         until(|| engine.loaded("b").then_some(()));
         let failed = engine.worker.get_block_ids_with_load_errors();
         assert_eq!(failed, blocks(2, 20).into_iter().collect());
@@ -324,6 +325,7 @@ fn memory_that_is_taken_away_is_left_alone_and_used_again_when_it_is_back() {
         assert_eq!(failed, blocks(2, 20).into_iter().collect());
 
         engine.register().expect("as before");
+        until(|| engine.worker.server().is_healthy.then_some(()));
         assert_eq!(machine.live(std::process::id()).streams, lanes);
         assert_eq!(engine.lookup("e", &next), 0, "it was not stored");
         engine.begin_store("f", 5, &next, 40);

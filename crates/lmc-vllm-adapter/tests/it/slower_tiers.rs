@@ -12,7 +12,9 @@ use lmc_backend::{
 };
 use lmc_engine::{ClearLog, EngineConfig};
 use lmc_key::ChunkKey;
-use lmc_vllm_adapter::{CacheKey, Client, KvEvent, KvEventKind, Operation, Origin, Reply, Request};
+use lmc_vllm_adapter::{
+    CacheKey, Client, KvEvent, KvEventKind, Operation, Reply, Request, TierChunks,
+};
 
 type Tier = Arc<Gated<MemoryBackend>>;
 
@@ -129,11 +131,11 @@ fn a_lookup_says_which_tiers_its_chunks_came_from() {
         request_id: request.to_owned(),
         timeout: 20.0,
     };
-    let found = |chunks, origins: &[(&str, u64)]| Reply::Found {
+    let found = |chunks, tiers: &[(&str, u64)]| Reply::Found {
         chunks,
-        origins: origins
+        tiers: tiers
             .iter()
-            .map(|&(tier, chunks)| Origin {
+            .map(|&(tier, chunks)| TierChunks {
                 tier: tier.to_owned(),
                 chunks,
             })
@@ -155,8 +157,25 @@ fn a_lookup_says_which_tiers_its_chunks_came_from() {
     let reply = scheduler.receive(uid, Operation::WaitLookup);
     assert_eq!(reply.expect("an answer"), both);
     assert_eq!(scheduler.answer(&wait("b")), both, "it is known by now");
+    // The request ends while its client waits, and the time of a wait is over.
+    let wait_for = |request: &str, timeout| Request::WaitLookup {
+        request_id: request.to_owned(),
+        timeout,
+    };
+    evict_to_lower_tier(&server);
+    tier.shut();
+    begin_lookup(&mut scheduler, &whole);
+    let uid = scheduler.send(&wait_for("b", 20.0)).expect("sent");
+    let late = scheduler.send(&wait_for("b", 0.001)).expect("sent");
+    assert_eq!(status(&mut scheduler, "b"), Reply::None);
+    server.service.tick(Instant::now() + Duration::from_secs(1));
+    let reply = scheduler.receive(late, Operation::WaitLookup);
+    assert_eq!(reply.expect("an answer"), Reply::None);
     end_session(&mut scheduler, "b");
+    let reply = scheduler.receive(uid, Operation::WaitLookup);
+    assert_eq!(reply.expect("an answer"), found(0, &[]));
     assert_eq!(scheduler.answer(&wait("b")), found(0, &[]), "it has ended");
+    tier.open();
 }
 
 #[test]

@@ -9,8 +9,8 @@ use crate::protocol::codec::{
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, KvEvent,
-    KvEventBatch, KvEventKind, Operation, Origin, Reply, Request, RequestConfigs, SlotDescriptor,
-    Sources, UnknownFields,
+    KvEventBatch, KvEventKind, Operation, Reply, Request, RequestConfigs, SlotDescriptor, Sources,
+    TierChunks, UnknownFields,
 };
 
 const MAX_SLOTS: usize = 1 << 20;
@@ -277,31 +277,31 @@ pub(crate) fn decode_reply(operation: Operation, frames: &[Bytes]) -> Result<Rep
 }
 
 fn found(r: &mut Reader<'_>) -> Result<Reply, ValueError> {
-    let (mut chunks, mut origins) = (0, Vec::new());
+    let (mut chunks, mut tiers) = (0, Vec::new());
     for _ in 0..r.map("reply", MAX_NAME)? {
         match r.str("field", MAX_NAME)? {
             "chunks" => chunks = r.number("chunks")?,
-            "origins" => {
-                origins = (0..r.array("origins", Origin::MAX)?)
-                    .map(|_| origin(r))
+            "tiers" => {
+                tiers = (0..r.array("tiers", TierChunks::MAX)?)
+                    .map(|_| tier_chunks(r))
                     .collect::<Result<_, _>>()?;
             }
             _ => r.skip()?,
         }
     }
-    Ok(Reply::Found { chunks, origins })
+    Ok(Reply::Found { chunks, tiers })
 }
 
-fn origin(r: &mut Reader<'_>) -> Result<Origin, ValueError> {
-    let mut origin = Origin::default();
-    for _ in 0..r.map("origin", MAX_NAME)? {
+fn tier_chunks(r: &mut Reader<'_>) -> Result<TierChunks, ValueError> {
+    let mut found = TierChunks::default();
+    for _ in 0..r.map("tier", MAX_NAME)? {
         match r.str("field", MAX_NAME)? {
-            "tier" => origin.tier = r.str("tier", MAX_NAME)?.to_owned(),
-            "chunks" => origin.chunks = r.number("chunks")?,
+            "tier" => found.tier = r.str("tier", MAX_NAME)?.to_owned(),
+            "chunks" => found.chunks = r.number("chunks")?,
             _ => r.skip()?,
         }
     }
-    Ok(origin)
+    Ok(found)
 }
 
 fn registered(r: &mut Reader<'_>) -> Result<Reply, ValueError> {

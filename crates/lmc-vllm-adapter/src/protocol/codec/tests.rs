@@ -1,7 +1,7 @@
 use lmc_key::ChunkHash;
 
 use super::*;
-use crate::protocol::{ConfigValue, CpuShm, KvEvent, Origin, TensorMeta, UnknownFields};
+use crate::protocol::{ConfigValue, CpuShm, KvEvent, TensorMeta, TierChunks, UnknownFields};
 
 fn key() -> CacheKey {
     CacheKey {
@@ -316,13 +316,13 @@ fn a_reply_of_each_kind_survives_the_round_trip() {
         slots: vec![slot.clone()],
         chunk_indices: vec![1],
     };
-    let origin = Origin {
+    let tier = TierChunks {
         tier: "disk".to_owned(),
         chunks: 2,
     };
     let found = Reply::Found {
         chunks: 2,
-        origins: vec![origin],
+        tiers: vec![tier],
     };
     for (operation, reply) in [
         (Operation::Lookup, Reply::None),

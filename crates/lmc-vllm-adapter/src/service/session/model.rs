@@ -276,7 +276,9 @@ impl Rig {
                     false => self.sessions.looking_up(NAMES[who.1], number),
                 };
                 let promoted = match session {
-                    Some(session) => session.promoted(number, hits as u64, holds, instant(expires)),
+                    Some(session) => {
+                        session.promoted(number, (hits as u64, Vec::new()), holds, instant(expires))
+                    }
                     None => Err(holds),
                 };
                 let counts = !is_earlier && request.hits.is_none();
@@ -296,7 +298,13 @@ impl Rig {
                 self.waiters += 1;
                 let answers = Arc::clone(&self.answers);
                 let tell = move |reply| answers.lock().entry(waiter).or_default().push(reply);
-                let wait = Wait::new(client(who.0), NAMES[who.1].to_owned(), seconds as f64, now);
+                let wait = Wait::new(
+                    client(who.0),
+                    NAMES[who.1].to_owned(),
+                    seconds as f64,
+                    false,
+                    now,
+                );
                 let asked = Waiter::new(&wait, Box::new(tell));
                 let session = self.sessions.of(client(who.0), NAMES[who.1]);
                 let refused = match session {

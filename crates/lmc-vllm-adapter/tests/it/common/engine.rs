@@ -21,6 +21,12 @@ pub(crate) const BLOCKS: usize = 64;
 /// Elements of one layer: `[2, BLOCKS, HEADS, BLOCK, HEAD]`.
 pub(crate) const LAYER: usize = 2 * BLOCKS * HEADS * BLOCK * HEAD;
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
+/// Timeouts for tests of other things than a busy machine.
+pub(crate) const PATIENT: Timeouts = Timeouts {
+    start: TIMEOUT,
+    answer: TIMEOUT,
+    ping: TIMEOUT,
+};
 
 pub(crate) fn engine(identity: &str, hash_mode: bool) -> EngineDescription {
     EngineDescription {
@@ -52,13 +58,7 @@ impl Engine {
     }
 
     pub(crate) fn at(endpoint: &Endpoint, engine: EngineDescription) -> Self {
-        // A busy machine is not what is tested.
-        let timeouts = Timeouts {
-            start: TIMEOUT,
-            answer: TIMEOUT,
-            ping: TIMEOUT,
-        };
-        Self::with(endpoint, engine, timeouts)
+        Self::with(endpoint, engine, PATIENT)
     }
 
     pub(crate) fn with(endpoint: &Endpoint, engine: EngineDescription, timeouts: Timeouts) -> Self {
@@ -204,8 +204,8 @@ pub(crate) fn group_at(addresses: impl Iterator<Item = usize>) -> LayerGroup {
 
 /// Describes groups of layers in the paged memory of a worker.
 pub(crate) fn described(groups: Vec<LayerGroup>) -> KvLayers {
-    // SAFETY: the memory outlives the worker, which is shut down first, and tests look at it only
-    // while nothing is copied.
+    // SAFETY: the memory outlives the worker, which is shut down first, and tests look at it while
+    // nothing is copied, or by atomics, whose values they then do not rely on.
     unsafe { KvLayers::new(groups, false, BLOCK as u32) }
 }
 
