@@ -157,9 +157,10 @@ impl Lookups {
                 });
                 self.count_hits(&found);
                 let expires = now + context.config.lookup_lease;
-                let hits = found.hits as u64;
+                let (hits, runs) = (found.hits as u64, runs(&found));
                 let holds = rank_holds(found, first, readers);
-                (Lookup::known(number, hits, holds, expires), None)
+                let lookup = Lookup::known(number, hits, holds, expires);
+                (lookup.with_runs(runs), None)
             }
             // No engine waits longer for a tier, whatever became of it.
             Err(lookup) => {
@@ -289,11 +290,7 @@ impl Lookups {
             promoting.chunks.clone()
         });
         self.count_hits(&found);
-        let hits = found.hits as u64;
-        let runs = match found.was_read() {
-            true => found.runs(),
-            false => Vec::new(),
-        };
+        let (hits, runs) = (found.hits as u64, runs(&found));
         let holds = rank_holds(found, promoting.first, promoting.readers);
         let expires = Instant::now() + context.config.lookup_lease;
         let waiting = {
@@ -556,6 +553,14 @@ impl Lookups {
             sessions: self.sessions.lock().len(),
             promoting: self.promoting.load(Ordering::Relaxed),
         }
+    }
+}
+
+/// Returns the tiers that chunks came from; none where all were in DRAM.
+fn runs(found: &Found) -> Vec<TierRun> {
+    match found.was_read() {
+        true => found.runs(),
+        false => Vec::new(),
     }
 }
 

@@ -235,6 +235,12 @@ impl Lookup {
         }
     }
 
+    /// Names the tiers that the chunks came from, where not all were in DRAM.
+    pub(crate) fn with_runs(mut self, runs: Vec<TierRun>) -> Self {
+        self.runs = runs;
+        self
+    }
+
     /// Ends the lookup; to be called where nothing is locked. The promotion ends before its waiters
     /// are answered, so that nothing is promoted for a lookup whose end was reported. A waiter that
     /// is left learns that no chunk was found, and the leases go back.
@@ -511,8 +517,8 @@ impl Session {
         }
         let held = lookup.holds.iter().map(RankHold::held).sum();
         let hits = lookup.hits.unwrap_or(0);
-        let mut over = Lookup::known(lookup.number, hits, Vec::new(), lookup.expires);
-        over.runs = mem::take(&mut lookup.runs);
+        let over = Lookup::known(lookup.number, hits, Vec::new(), lookup.expires);
+        let over = over.with_runs(mem::take(&mut lookup.runs));
         Some((held, mem::replace(lookup, over)))
     }
 }
