@@ -300,6 +300,7 @@ def configuration(**changed):
         "windows": None,
         "hf": hf,
         "rope": None,
+        "overrides": {},
         "text": "",
         "lora": None,
         "device": "cuda 9.0",
@@ -315,6 +316,8 @@ def configuration(**changed):
             to_dict=lambda: values["hf"], _commit_hash=values["commit"]
         ),
         hf_text_config=SimpleNamespace(rope_parameters=values["rope"]),
+        hf_config_path=None,
+        hf_overrides=values["overrides"],
         max_model_len=4096,
     )
     cache = SimpleNamespace(
@@ -360,6 +363,26 @@ class Identity(unittest.TestCase):
         moved = configuration(hf={"hidden_size": 8, "_name_or_path": "/b", "text_config": {}})
         self.assertEqual(moved, record)
 
+    def test_what_a_model_changes_when_it_is_built_has_no_part_in_the_record(self):
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder, "config.json")
+
+            def record(written, built):
+                config.write_text(written)
+                return configuration(model=folder, hf=built)
+
+            yarn = '{"hidden_size": 8, "rope_parameters": {"type": "yarn"}, "_name_or_path": "x"}'
+            before = record(yarn, {"rope_parameters": {"type": "yarn"}})
+            built = {"rope_parameters": {"type": "yarn", "rope_type": "deepseek_yarn"}}
+            self.assertEqual(record(yarn, built), before)
+            self.assertEqual(record(yarn.replace('"x"', '"y"'), built), before)
+            others = {record(yarn.replace(*change), built) for change in (("8", "9"), ("yarn", "n"))}
+            others.add(record("no json", built))
+            others.add(record("no JSON", built))
+            self.assertEqual(len(others - {before}), 4)
+        # Of a model without files here, what models change is left out.
+        self.assertEqual(configuration(hf=built), configuration(hf={"rope_parameters": {}}))
+
     def test_what_changes_kv_data_changes_the_record(self):
         lora = SimpleNamespace(max_lora_rank=8, lora_dtype="auto", target_modules=None)
         records = [
@@ -380,6 +403,8 @@ class Identity(unittest.TestCase):
                 {"windows": [None, 512]},
                 {"windows": [None, 1024]},
                 {"hf": {"hidden_size": 9}},
+                {"overrides": {"rope_theta": 7}},
+                {"overrides": configuration},
                 {"rope": {"rope_type": "longrope"}},
                 {"text": "mine"},
                 {"lora": lora},

@@ -4,6 +4,7 @@ Scheduler and workers of one engine make the same text, and so do engines that m
 holds no paths and nothing that differs between processes of one engine.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -18,13 +19,16 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-VERSION = 2
+VERSION = 3
 # Hash algorithms whose seed vLLM fixes, so that engines agree on hashes without PYTHONHASHSEED.
 CRYPTOGRAPHIC = frozenset(("sha256", "sha256_cbor"))
 # vLLM's default for PYTHONHASHSEED with these.
 DEFAULT_SEED = "vllm-none-hash"
 # Fields of a model's config that name where it lies or which library wrote it.
 NOT_IN_DIGEST = frozenset(("_name_or_path", "name_or_path", "transformers_version", "_commit_hash"))
+# Fields that vLLM's models change when they are built, in the worker's process alone.
+CHANGED_BY_MODELS = frozenset(("rope_parameters", "rope_scaling"))
+CONFIG_FILES = ("config.json", "params.json")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Bytes at each end of a file of weights that have a part in its digest.
 SAMPLE = 64 << 10
@@ -99,7 +103,7 @@ def identity_record(
         "commit": getattr(model.hf_config, "_commit_hash", None),
         "dtype": str(model.dtype),
         "quantization": model.quantization,
-        "config": digest(_config_without_paths(model)),
+        "config": digest(_config(model)),
         "max_model_len": _length_that_matters(model),
         "kv_cache_dtype": cache.cache_dtype,
         "kv_cache_dtype_skip_layers": sorted(map(str, cache.kv_cache_dtype_skip_layers)),
@@ -205,15 +209,49 @@ def _sample(path: str) -> tuple[int, str]:
     return size, hashlib.sha256(sample).hexdigest()
 
 
-def _config_without_paths(model: "ModelConfig") -> object:
-    def strip(value: object) -> object:
-        if isinstance(value, dict):
-            return {k: strip(v) for k, v in value.items() if k not in NOT_IN_DIGEST}
-        if isinstance(value, (list, tuple)):
-            return [strip(item) for item in value]
-        return value
+def _config(model: "ModelConfig") -> object:
+    """Returns a model's config without paths, and what the user has set in it.
 
-    return strip(model.hf_config.to_dict())
+    It is that of the files, where there are some: a model may change the config when it is built,
+    as DeepSeek's do, and the scheduler may be in a process that builds none.
+    """
+    source = getattr(model, "hf_config_path", None) or model.model
+    found = {name: _config_file(source, name, model.revision) for name in CONFIG_FILES}
+    config: object = {name: _without(NOT_IN_DIGEST, text) for name, text in found.items() if text}
+    if not config:
+        config = _without(NOT_IN_DIGEST | CHANGED_BY_MODELS, model.hf_config.to_dict())
+    overrides = getattr(model, "hf_overrides", None)
+    if callable(overrides):
+        overrides = getattr(overrides, "__qualname__", type(overrides).__qualname__)
+    return [config, overrides or None]
+
+
+def _config_file(source: str, name: str, revision: str | None) -> object:
+    """Returns what a file of a model's folder or of a hub snapshot here holds; `None` without one."""
+    path: object = os.path.join(source, name)
+    if not os.path.exists(source):
+        # No hub name, or no library that knows the snapshots.
+        with contextlib.suppress(ImportError, ValueError):
+            from huggingface_hub import try_to_load_from_cache
+
+            path = try_to_load_from_cache(source, name, revision=revision)
+    if not isinstance(path, str) or not os.path.isfile(path):
+        return None
+    with open(path, "rb") as file:
+        text = file.read()
+    try:
+        return json.loads(text)
+    except ValueError:
+        return hashlib.sha256(text).hexdigest()
+
+
+def _without(fields: frozenset[str], value: object) -> object:
+    """Returns a config without fields of these names, at any depth."""
+    if isinstance(value, dict):
+        return {k: _without(fields, v) for k, v in value.items() if k not in fields}
+    if isinstance(value, (list, tuple)):
+        return [_without(fields, item) for item in value]
+    return value
 
 
 def _length_that_matters(model: "ModelConfig") -> int | None:
@@ -236,5 +274,5 @@ def _speculative(config: "VllmConfig") -> object:
     return {
         "method": speculative.method,
         "model": None if draft is None else model_name(draft.model),
-        "config": None if draft is None else digest(_config_without_paths(draft)),
+        "config": None if draft is None else digest(_config(draft)),
     }
