@@ -26,6 +26,7 @@ class SchedulerAdapter:
         num_kv_readers: int = 1,
         identity: str = "",
         hash_mode: bool = True,
+        tails: bool = True,
         block_size: int,
     ) -> None:
         """Starts one thread and waits at most 5 s for the server at `endpoint`.
@@ -47,6 +48,10 @@ class SchedulerAdapter:
     @property
     def hash_mode(self) -> bool:
         """Whether lookups may name block hashes: the server must know them."""
+
+    @property
+    def tails(self) -> bool:
+        """Whether the blocks after a prompt's last whole chunk are kept: the server must know them."""
 
     @property
     def healthy(self) -> bool:
@@ -107,6 +112,7 @@ class WorkerAdapter:
         num_kv_readers: int = 1,
         identity: str = "",
         hash_mode: bool = True,
+        tails: bool = True,
         block_size: int,
         copy_threads: int = 1,
     ) -> None: ...
@@ -116,6 +122,8 @@ class WorkerAdapter:
     def num_blocks_per_chunk(self) -> int: ...
     @property
     def hash_mode(self) -> bool: ...
+    @property
+    def tails(self) -> bool: ...
     @property
     def healthy(self) -> bool: ...
     def register_kv_caches(

@@ -7,11 +7,14 @@ ConfigValue = str | int | float | bool | None
 
 @dataclass(slots=True)
 class LoadStoreOp:
-    """Store or load of whole chunks of one request.
+    """Store or load of whole chunks of one request, or of blocks after the last of them.
 
     `start` and `end` count tokens and are multiples of the chunk size; `block_ids` are the blocks
     of these tokens, for each KV group. `token_ids` are the prompt's tokens up to `end`, or
     `chunk_hashes` the hashes of its chunks up to `end`, 32 bytes each.
+
+    Of a tail (`is_tail`) `start` is a multiple of the chunk size and `end` one of the block size, and
+    `chunk_hashes` are those of the blocks from `start` on.
     """
 
     request_id: str
@@ -20,6 +23,7 @@ class LoadStoreOp:
     end: int
     token_ids: list[int] | None = None
     chunk_hashes: bytes | None = None
+    is_tail: bool = False
     cache_salt: str = ""
     configs: dict[str, ConfigValue] | None = None
     # Tokens at the start of a load that are not written: their blocks are shared.

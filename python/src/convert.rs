@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use lmc_vllm_adapter::adapters::{self, AdapterError, Endpoint, Level, LogLine, Prompt};
+use lmc_vllm_adapter::adapters::{self, AdapterError, ChunkHash, Endpoint, Level, LogLine, Prompt};
 use lmc_vllm_adapter::{ConfigValue, RequestConfigs};
 use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
@@ -47,18 +47,26 @@ pub(crate) fn configs(entries: &Configs<'_>) -> RequestConfigs {
     configs
 }
 
-/// Returns a prompt from its tokens or from the hashes of its chunks, of which exactly one is given.
-pub(crate) fn prompt(tokens: Option<Vec<u32>>, hashes: Option<&[u8]>) -> PyResult<Prompt> {
+/// Returns a prompt from its tokens or from the hashes of its chunks, of which exactly one is given. With
+/// `is_tail` the hashes are those of the blocks of its tail.
+pub(crate) fn prompt(
+    tokens: Option<Vec<u32>>,
+    hashes: Option<&[u8]>,
+    is_tail: bool,
+) -> PyResult<Prompt> {
     match (tokens, hashes) {
-        (Some(tokens), None) => Ok(Prompt::Tokens(tokens.into())),
+        (Some(tokens), None) if !is_tail => Ok(Prompt::Tokens(tokens.into())),
         (None, Some(hashes)) => {
             let (hashes, []) = hashes.as_chunks::<HASH>() else {
                 return Err(PyValueError::new_err(
                     "chunk hashes must have 32 bytes for each chunk",
                 ));
             };
-            let hashes = hashes.iter().map(|hash| &hash[..]);
-            Ok(Prompt::Chunks(adapters::chunk_hashes(hashes, 1).into()))
+            let hashes = adapters::chunk_hashes(hashes.iter().map(|hash| &hash[..]), 1);
+            Ok(match is_tail {
+                true => Prompt::Tail(hashes.into()),
+                false => Prompt::Chunks(hashes.into()),
+            })
         }
         _ => Err(PyValueError::new_err(
             "exactly one of tokens and hashes must be given",
@@ -67,11 +75,11 @@ pub(crate) fn prompt(tokens: Option<Vec<u32>>, hashes: Option<&[u8]>) -> PyResul
 }
 
 /// Returns the last block hash of each of the first `chunks` chunks.
-pub(crate) fn named_by_blocks(
+pub(crate) fn last_hashes(
     block_hashes: &Bound<'_, PySequence>,
     blocks_per_chunk: usize,
     chunks: usize,
-) -> PyResult<Prompt> {
+) -> PyResult<Vec<ChunkHash>> {
     if blocks_per_chunk == 0 || block_hashes.len()? / blocks_per_chunk < chunks {
         return Err(PyValueError::new_err(
             "there are fewer block hashes than the chunks need",
@@ -83,8 +91,8 @@ pub(crate) fn named_by_blocks(
             Ok(hash.cast_into::<PyBytes>()?)
         })
         .collect::<PyResult<Vec<_>>>()?;
-    let hashes = adapters::chunk_hashes(last.iter().map(|hash| hash.as_bytes()), 1);
-    Ok(Prompt::Chunks(hashes.into()))
+    let last = last.iter().map(|hash| hash.as_bytes());
+    Ok(adapters::chunk_hashes(last, 1))
 }
 
 /// Returns the last block hash of each of the first `chunks` chunks, 32 bytes each. A hash of
@@ -96,14 +104,9 @@ pub(crate) fn chunk_hashes<'py>(
     chunks: usize,
 ) -> PyResult<Bound<'py, PyBytes>> {
     let py = block_hashes.py();
-    let Prompt::Chunks(hashes) = named_by_blocks(block_hashes, blocks_per_chunk, chunks)? else {
-        return Ok(PyBytes::new(py, &[]));
-    };
-    let mut bytes = Vec::with_capacity(hashes.len() * HASH);
-    for hash in hashes.iter() {
-        bytes.extend_from_slice(hash.as_bytes());
-    }
-    Ok(PyBytes::new(py, &bytes))
+    let hashes = last_hashes(block_hashes, blocks_per_chunk, chunks)?;
+    let bytes = hashes.iter().flat_map(|hash| *hash.as_bytes());
+    Ok(PyBytes::new(py, &bytes.collect::<Vec<u8>>()))
 }
 
 /// Returns lines for the log: level of Python's `logging`, text.

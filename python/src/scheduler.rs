@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use lmc_vllm_adapter::adapters::{self, EngineDescription};
+use lmc_vllm_adapter::adapters::{self, EngineDescription, Prompt};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PySequence;
@@ -16,7 +16,7 @@ pub(crate) struct SchedulerAdapter(adapters::SchedulerAdapter);
 #[pymethods]
 impl SchedulerAdapter {
     #[new]
-    #[pyo3(signature = (endpoint, *, model, world_size, block_size, num_kv_readers = 1, identity = String::new(), hash_mode = true))]
+    #[pyo3(signature = (endpoint, *, model, world_size, block_size, num_kv_readers = 1, identity = String::new(), hash_mode = true, tails = true))]
     #[allow(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -27,6 +27,7 @@ impl SchedulerAdapter {
         num_kv_readers: u32,
         identity: String,
         hash_mode: bool,
+        tails: bool,
     ) -> PyResult<Self> {
         let endpoint = convert::endpoint(endpoint)?;
         let engine = EngineDescription {
@@ -36,6 +37,7 @@ impl SchedulerAdapter {
             identity,
             hash_mode,
             block_size,
+            tails,
         };
         py.detach(|| adapters::SchedulerAdapter::start(endpoint, engine))
             .map(Self)
@@ -58,6 +60,11 @@ impl SchedulerAdapter {
     }
 
     #[getter]
+    fn tails(&self) -> bool {
+        self.0.server().tails
+    }
+
+    #[getter]
     fn healthy(&self) -> bool {
         self.0.server().is_healthy
     }
@@ -72,11 +79,15 @@ impl SchedulerAdapter {
         configs: Configs<'_>,
     ) -> PyResult<()> {
         let prompt = match (token_ids, block_hashes) {
-            (Some(tokens), None) => convert::prompt(Some(tokens), None)?,
+            (Some(tokens), None) => convert::prompt(Some(tokens), None, false)?,
+            (None, Some(hashes)) if self.0.server().tails => {
+                Prompt::Blocks(convert::last_hashes(&hashes, 1, hashes.len()?)?.into())
+            }
             (None, Some(hashes)) => {
                 let per_chunk = self.0.server().num_blocks_per_chunk as usize;
                 let chunks = hashes.len()?.checked_div(per_chunk).unwrap_or(0);
-                convert::named_by_blocks(&hashes, per_chunk.max(1), chunks)?
+                let hashes = convert::last_hashes(&hashes, per_chunk.max(1), chunks)?;
+                Prompt::Chunks(hashes.into())
             }
             _ => {
                 return Err(PyValueError::new_err(

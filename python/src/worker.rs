@@ -21,6 +21,7 @@ struct LoadStoreOp<'py> {
     end: usize,
     token_ids: Option<Vec<u32>>,
     chunk_hashes: Option<Bound<'py, PyBytes>>,
+    is_tail: bool,
     cache_salt: String,
     configs: Configs<'py>,
     skip_first_n_tokens: usize,
@@ -34,7 +35,7 @@ impl LoadStoreOp<'_> {
         }
         let hashes = self.chunk_hashes.as_ref().map(|hashes| hashes.as_bytes());
         Ok(adapters::LoadStoreOp {
-            prompt: convert::prompt(self.token_ids, hashes)?,
+            prompt: convert::prompt(self.token_ids, hashes, self.is_tail)?,
             request_id: self.request_id,
             tokens: self.start..self.end,
             block_ids: self.block_ids,
@@ -70,7 +71,7 @@ pub(crate) struct WorkerAdapter(adapters::WorkerAdapter);
 #[pymethods]
 impl WorkerAdapter {
     #[new]
-    #[pyo3(signature = (endpoint, *, model, world_size, kv_rank, block_size, num_kv_readers = 1, identity = String::new(), hash_mode = true, copy_threads = 1))]
+    #[pyo3(signature = (endpoint, *, model, world_size, kv_rank, block_size, num_kv_readers = 1, identity = String::new(), hash_mode = true, tails = true, copy_threads = 1))]
     #[allow(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn new(
         py: Python<'_>,
@@ -82,6 +83,7 @@ impl WorkerAdapter {
         num_kv_readers: u32,
         identity: String,
         hash_mode: bool,
+        tails: bool,
         copy_threads: usize,
     ) -> PyResult<Self> {
         let endpoint = convert::endpoint(endpoint)?;
@@ -92,6 +94,7 @@ impl WorkerAdapter {
             identity,
             hash_mode,
             block_size,
+            tails,
         };
         py.detach(|| adapters::WorkerAdapter::start(endpoint, engine, kv_rank, copy_threads))
             .map(Self)
@@ -111,6 +114,11 @@ impl WorkerAdapter {
     #[getter]
     fn hash_mode(&self) -> bool {
         self.0.server().hash_mode
+    }
+
+    #[getter]
+    fn tails(&self) -> bool {
+        self.0.server().tails
     }
 
     #[getter]

@@ -22,6 +22,7 @@ class Request:
     resumable: bool = False
     skip_reading_prefix_cache: bool = False
     session_id: str | None = None
+    max_tokens: int = 100
 
     @property
     def num_tokens(self):
@@ -36,12 +37,13 @@ class Request:
 class Adapter:
     """A scheduler adapter whose server finds what `found` says."""
 
-    def __init__(self, found=None, tiers=()):
+    def __init__(self, found=None, tiers=(), tails=False):
         self.found = found or {}
         self.tiers = list(tiers)
         self.chunk_size = CHUNK
         self.hash_mode = True
         self.healthy = True
+        self.tails = tails
         self.calls = []
 
     def maybe_submit_lookup_request(self, request_id, **named):

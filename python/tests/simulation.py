@@ -10,6 +10,7 @@ order that no hash of a text changes, so that a seed replays exactly.
 
 import pickle
 import random
+from itertools import takewhile
 from types import SimpleNamespace
 
 from lmc.vllm.scheduler import SchedulerSide
@@ -39,6 +40,7 @@ class Request:
         for token in tokens:
             self.append(token)
         self.length = length
+        self.max_tokens = length - len(tokens)
         self.skip_reading_prefix_cache = skips_reading
         self.num_computed_tokens = self.num_preemptions = self.num_in_flight_tokens = 0
         self.status = "waiting"
@@ -76,9 +78,11 @@ class Server:
                 del self.chunks[key]
 
 
-def names_of(prompt, configs):
+def names_of(prompt, configs, is_tail=False):
     """The names of a prompt's chunks, from block hashes or tokens, with those of the weights."""
-    if isinstance(prompt, bytes):
+    if is_tail:
+        hashes = [("tail", prompt[at : at + 32]) for at in range(0, len(prompt), 32)]
+    elif isinstance(prompt, bytes):
         hashes = [prompt[at : at + 32] for at in range(0, len(prompt), 32)]
     else:
         hashes = Request("", prompt, 0, False).block_hashes[PER_CHUNK - 1 :: PER_CHUNK]
@@ -90,9 +94,9 @@ class SchedulerAdapter:
 
     chunk_size = CHUNK
 
-    def __init__(self, rng, server, ranks, hash_mode):
+    def __init__(self, rng, server, ranks, hash_mode, tails):
         self.rng, self.server, self.ranks = rng, server, ranks
-        self.hash_mode, self.healthy = hash_mode, True
+        self.hash_mode, self.healthy, self.tails = hash_mode, True, tails
         self.pending, self.found = {}, {}
 
     def maybe_submit_lookup_request(
@@ -100,20 +104,23 @@ class SchedulerAdapter:
     ):
         assert (token_ids is None) != (block_hashes is None)
         assert request_id not in self.pending and request_id not in self.found
-        prompt = token_ids
+        prompt, blocks = token_ids, []
         if block_hashes is not None:
             prompt = b"".join(block_hashes[PER_CHUNK - 1 :: PER_CHUNK])
-        self.pending[request_id] = names_of(prompt, configs)
+            blocks = names_of(b"".join(block_hashes), configs, is_tail=True) if self.tails else []
+        self.pending[request_id] = names_of(prompt, configs), blocks
 
     def answer(self):
         for request_id in list(self.pending):
             if self.rng.random() < 0.5:
-                names = self.pending.pop(request_id)
-                count = 0
-                while count < len(names) and self.server.holds(names[count], self.ranks):
-                    count += 1
-                self.found[request_id] = count * CHUNK
-                self.server.leases[request_id] = names[:count]
+                names, blocks = self.pending.pop(request_id)
+                chunks = self.leading(names)
+                tail = self.leading(blocks[len(chunks) * PER_CHUNK :][: PER_CHUNK - 1])
+                self.found[request_id] = len(chunks) * CHUNK + len(tail) * BLOCK
+                self.server.leases[request_id] = chunks + tail
+
+    def leading(self, names):
+        return list(takewhile(lambda name: self.server.holds(name, self.ranks), names))
 
     def check_lookup_result(self, request_id):
         assert request_id in self.pending or request_id in self.found
@@ -171,23 +178,28 @@ class WorkerAdapter:
         assert read == self.read(op), f"blocks of {op.request_id} changed while they were stored"
         if self.model.rng.random() < 0.1:
             return
-        names = self.names(op)[op.start // CHUNK :]
-        for at, name in enumerate(names):
-            chunk = [tags[at * CHUNK : (at + 1) * CHUNK] for tags in read]
+        unit = BLOCK if op.is_tail else CHUNK
+        for at, name in enumerate(self.names(op)):
+            chunk = [tags[at * unit : (at + 1) * unit] for tags in read]
             wanted = self.model.held_by(name)
             for tags, window in zip(chunk, self.model.windows, strict=True):
                 for token, tag in enumerate(tags):
-                    is_needed = window is None or token >= CHUNK - window
+                    is_needed = window is None or token >= unit - window
                     assert tag == wanted[token] or (tag is None and not is_needed), (
                         f"{op.request_id} stored other data: {tags}"
                     )
             self.model.server.chunks[self.stored_rank, name] = chunk
+            self.model.tails += op.is_tail
 
     def names(self, op):
         prompt = op.token_ids if op.chunk_hashes is None else op.chunk_hashes
-        names = names_of(prompt, op.configs)
+        names = names_of(prompt, op.configs, op.is_tail)
+        if op.is_tail:
+            assert self.model.adapter.tails and op.start % CHUNK == 0
+            assert 0 < op.end - op.start == len(names) * BLOCK < CHUNK
+            return names
         assert len(names) == op.end // CHUNK
-        return names
+        return names[op.start // CHUNK :]
 
     def read(self, op):
         """Returns what lies in the blocks of a store, for each group."""
@@ -206,7 +218,7 @@ class WorkerAdapter:
             assert block == NULL or model.holders[block] == [op.request_id], (
                 f"{op.request_id} loads into block {block} of {model.holders[block]}"
             )
-        names = self.names(op)[op.start // CHUNK :]
+        names = self.names(op)
         leased = set(model.server.leases.get(op.request_id, ()))
         has_all = all(
             name in leased and (self.stored_rank, name) in model.server.chunks for name in names
@@ -222,10 +234,12 @@ class WorkerAdapter:
                     self.failed.add(block)
                     self.memory[block] = ["torn"] * BLOCK
                 else:
-                    chunk = model.server.chunks[self.stored_rank, names[at // PER_CHUNK]]
-                    start = at % PER_CHUNK * BLOCK
+                    index, start = (at, 0) if op.is_tail else divmod(at, PER_CHUNK)
+                    start *= BLOCK
+                    chunk = model.server.chunks[self.stored_rank, names[index]]
                     self.memory[block] = chunk[group][start : start + BLOCK]
         self.retrieved.add(op.request_id)
+        model.tail_loads += op.is_tail
 
     def wait_for_stores(self, request_ids, timeout):
         return self.wait_for_stores_before(dict.fromkeys(request_ids, 1 << 30), timeout)
@@ -270,7 +284,7 @@ class Model:
         self.ranks = rng.choice((1, 1, 2))
         # Ranks of latent layers hold the same data, which the first stores.
         is_latent = self.ranks == 2 and rng.random() < 0.5
-        self.windows = rng.choice(WINDOWS)
+        self.windows = rng.choice(WINDOWS) if rng.random() < 0.6 else (None,)
         self.fails_by_block = self.windows == (None,)
         # As with asynchronous scheduling: a step's tokens count when the next one was scheduled.
         self.lags = rng.random() < 0.5
@@ -280,7 +294,8 @@ class Model:
         self.server = Server()
         by_hash = rng.random() < 0.7
         stored_ranks = 1 if is_latent else self.ranks
-        self.adapter = SchedulerAdapter(rng, self.server, stored_ranks, by_hash)
+        tails = by_hash and self.fails_by_block and rng.random() < 0.7
+        self.adapter = SchedulerAdapter(rng, self.server, stored_ranks, by_hash, tails)
         names = Weights("")
         self.scheduler = SchedulerSide(
             self.adapter,
@@ -302,6 +317,8 @@ class Model:
             for rank in range(self.ranks)
         ]
         self.prefixes = [[rng.randrange(4) for _ in range(60)] for _ in range(3)]
+        # Tokens of requests that have ended.
+        self.past = []
         self.requests, self.waiting, self.running = {}, [], []
         self.free = list(range(NULL + 1, self.blocks))
         self.holders = [[] for _ in range(self.blocks)]
@@ -314,14 +331,18 @@ class Model:
         self.loaded, self.failed_loads, self.failed_whole = set(), set(), set()
         self.reset_preempted = []
         self.reports = {"sending": {}, "recving": {}}
+        self.tails = self.tail_loads = 0
         self.made = self.loads = self.saves = self.preemptions = self.resets = self.slides = 0
 
     # The scheduler.
 
-    def add(self):
+    def add(self, follows=False):
         rng = self.rng
         prefix = rng.choice(self.prefixes)
         tokens = prefix[: rng.randrange(1, len(prefix))]
+        if self.past and (follows or rng.random() < 0.3):
+            # A further turn, or the same prompt.
+            tokens = list(rng.choice(self.past))
         tokens += [rng.randrange(4) for _ in range(rng.randrange(12))]
         # A request must fit.
         fits = (self.blocks - 1) // len(self.windows) * BLOCK
@@ -347,9 +368,11 @@ class Model:
             if request in queue:
                 queue.remove(request)
         request.status = "finished"
+        self.past = [*self.past[-5:], request.all_token_ids]
         if request.tables:
             self.slide(request, request.num_computed_tokens)
-        if not self.scheduler.request_finished(request) and not is_loading:
+        kept = self.scheduler.request_finished(request, [list(table) for table in request.tables])
+        if not kept and not is_loading:
             self.release(request)
 
     def release(self, request):
@@ -614,9 +637,10 @@ class Model:
 
     def expect(self, request):
         """Notes what the chunks of a request must hold."""
-        names = request.block_hashes[PER_CHUNK - 1 :: PER_CHUNK]
-        for at, name in enumerate(names):
-            self.expected[name] = request.tags[at * CHUNK : (at + 1) * CHUNK]
+        for at, name in enumerate(request.block_hashes, start=1):
+            self.expected["tail", name] = request.tags[(at - 1) * BLOCK : at * BLOCK]
+            if at % PER_CHUNK == 0:
+                self.expected[name] = request.tags[at * BLOCK - CHUNK : at * BLOCK]
 
     # The workers.
 
@@ -674,11 +698,21 @@ class Model:
             if rng.random() < 0.05:
                 self.adapter.healthy = not self.adapter.healthy
             self.step()
+        self.drain()
+        for _ in range(14):
+            self.add(follows=True)
+            self.expect(list(self.requests.values())[-1])
+            self.step()
+            self.step()
+        self.drain()
+        self.check_idle()
+
+    def drain(self):
+        """Goes on until all requests have ended."""
         for _ in range(3000):
             if not self.requests:
                 break
             self.step()
-        self.check_idle()
 
     def check_idle(self):
         """Nothing is left of requests that have all ended."""

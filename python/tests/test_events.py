@@ -57,8 +57,8 @@ class Described(unittest.TestCase):
         lora = SimpleNamespace(adapter_id=3, name="lora")
         request = Request("a", list(range(70)), lora_request=lora, session_id="s")
         events = source()
-        number, first = events.describe(request, 0, 32)
-        following, second = events.describe(request, 32, 64)
+        number, first = events.describe(request, 0, 32, is_tail=False)
+        following, second = events.describe(request, 32, 64, is_tail=False)
         self.assertNotEqual(number, following)
         self.assertEqual((first.parent, first.hashes), (None, list(range(8))))
         self.assertEqual((second.parent, second.hashes), (7, list(range(8, 16))))
@@ -95,9 +95,9 @@ class Stored(unittest.TestCase):
         described = []
         for number in range(max(numbers) + 1):
             request.session_id = str(number)
-            described.append(events.describe(request, 16, 64))
+            described.append(events.describe(request, 16, 64, is_tail=False))
         blocks = {number: blocks for number, blocks in described if number in numbers}
-        return SimpleNamespace(stores=list(blocks), blocks=blocks)
+        return SimpleNamespace(stores=list(blocks), tails=[], blocks=blocks)
 
     def test_each_committed_chunk_is_an_event_of_its_blocks(self):
         side, adapter, made = worker()
@@ -111,6 +111,22 @@ class Stored(unittest.TestCase):
         self.assertEqual(first["token_ids"], list(range(16, 32)))
         self.assertEqual(last["token_ids"], list(range(48, 64)))
         self.assertEqual((first["block_size"], first["session_id"]), (BLOCK, "0"))
+
+    def test_each_block_of_a_tail_is_an_event(self):
+        side, adapter, made = worker()
+        request = Request("a", list(range(60)))
+        number, blocks = source().describe(request, 48, 60, is_tail=True)
+        op = SimpleNamespace(store_number=number)
+        step = SimpleNamespace(stores=[], loads=[], tails=[op], blocks={number: blocks})
+        side.start_load(step)
+        side.submit_stores(step)
+        self.assertEqual(adapter.stores, [op])
+        adapter.ended = [(number, [0, 2])]
+        self.assertEqual(len(side.take_events()), 2)
+        hashes = [(event["parent_block_hash"], event["block_hashes"]) for event in made]
+        self.assertEqual(hashes, [(11, [12]), (13, [14])])
+        self.assertEqual(made[1]["token_ids"], list(range(56, 60)))
+        self.assertEqual(side._events._submitted, {})
 
     def test_what_was_not_committed_is_no_event_and_is_not_kept(self):
         side, adapter, _ = worker()

@@ -23,8 +23,9 @@ class Native(unittest.TestCase):
         cls.addClassCleanup(running.__exit__, None, None, None)
         cls.native = native.load()
 
-    def scheduler(self, hash_mode=True):
-        made = self.native.SchedulerAdapter(self.endpoint, **native.engine(hash_mode))
+    def scheduler(self, hash_mode=True, tails=True):
+        engine = native.engine(hash_mode) | {"tails": tails}
+        made = self.native.SchedulerAdapter(self.endpoint, **engine)
         self.addCleanup(made.shutdown)
         self.assertTrue(made.healthy, made.take_log())
         return made
@@ -37,8 +38,14 @@ class Native(unittest.TestCase):
         self.assertEqual(scheduler.check_lookup_result("a"), 0)
         self.assertEqual(scheduler.stats()["lookups"], 0)
 
-    def test_without_a_whole_chunk_nothing_is_submitted(self):
+    def test_without_a_whole_chunk_or_block_nothing_is_submitted(self):
         scheduler = self.scheduler()
+        self.assertTrue(scheduler.tails)
+        scheduler.maybe_submit_lookup_request("d", block_hashes=[])
+        self.assertEqual(scheduler.check_lookup_result("d"), 0)
+        self.assertEqual(scheduler.stats()["lookups"], 0)
+        scheduler = self.scheduler(tails=False)
+        self.assertFalse(scheduler.tails)
         scheduler.maybe_submit_lookup_request("a", token_ids=[1] * (native.CHUNK - 1))
         scheduler.maybe_submit_lookup_request("b", block_hashes=[bytes(32)] * (PER_CHUNK - 1))
         scheduler.maybe_submit_lookup_request("c", token_ids=[])

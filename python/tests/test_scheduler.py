@@ -10,6 +10,10 @@ from lmc.vllm.weights import TAG, Weights
 from tests.engine import BLOCK, Adapter, Blocks, Request, chunk_hashes, output
 
 
+# Blocks of a request that the scheduler does not look at.
+NONE = [[]]
+
+
 def side(adapter, **options):
     options = {"by_hash": True, "can_store": True} | options
     weights = options.pop("weights", Weights(""))
@@ -111,7 +115,7 @@ class Lookup(unittest.TestCase):
                 self.assertEqual(scheduler.counts["refused_requests"], int(is_refused))
                 request.num_computed_tokens = 32
                 step = scheduler.build_connector_meta(output({"a": 20}, {"a": [blocks]}))
-                self.assertEqual((step.stores, scheduler.request_finished(request)), ([], False))
+                self.assertEqual((step.stores, scheduler.request_finished(request, NONE)), ([], False))
 
     def test_a_request_whose_adapter_has_no_name_is_refused_and_counted_once(self):
         lora = SimpleNamespace(
@@ -132,7 +136,7 @@ class Lookup(unittest.TestCase):
             tokens, blocks = admit(scheduler, request)
             step = scheduler.build_connector_meta(output({"a": 40}, {"a": [blocks]}))
             self.assertEqual((step.stores, adapter.calls), ([], []))
-            self.assertFalse(scheduler.request_finished(request))
+            self.assertFalse(scheduler.request_finished(request, NONE))
             self.assertEqual(scheduler._refused, set())
 
     def test_a_running_request_stores_nothing_more_when_its_adapter_changed(self):
@@ -160,7 +164,7 @@ class Lookup(unittest.TestCase):
             running.num_preemptions = 1
             self.assertEqual(scheduler.get_num_new_matched_tokens(running, 0), (0, False))
             # The worker knows its first store.
-            self.assertTrue(scheduler.request_finished(running))
+            self.assertTrue(scheduler.request_finished(running, NONE))
 
     def test_a_request_is_looked_up_when_it_arrives_where_that_is_wanted(self):
         for is_early, wanted in ((False, []), (True, ["a"])):
@@ -172,7 +176,7 @@ class Lookup(unittest.TestCase):
             self.assertEqual(admit(scheduler, request)[0], 32)
             self.assertEqual(adapter.named("lookup"), ["a"])
             scheduler.on_new_request(Request("b", list(range(40))))
-            self.assertFalse(scheduler.request_finished(Request("b", [])))
+            self.assertFalse(scheduler.request_finished(Request("b", []), NONE))
             self.assertEqual(adapter.named("end"), wanted and ["b"])
 
     def test_requests_that_read_no_cache_store_all_the_same(self):
@@ -214,7 +218,7 @@ class Load(unittest.TestCase):
         loaded(scheduler, "a")
         self.assertEqual(adapter.named("end"), ["b", "a"])
         for request in (first, second):
-            scheduler.request_finished(request)
+            scheduler.request_finished(request, NONE)
         self.assertEqual(adapter.named("end"), ["b", "a"])
 
     def test_another_connector_may_load_instead(self):
@@ -264,7 +268,7 @@ class Load(unittest.TestCase):
         # It has stored, is preempted, and loads again when it is aborted.
         request.num_preemptions, request.num_computed_tokens = 1, 0
         admit(scheduler, request)
-        self.assertFalse(scheduler.request_finished(request))
+        self.assertFalse(scheduler.request_finished(request, NONE))
         self.assertEqual(scheduler.build_connector_meta(output({}, {})).finished, set())
         # vLLM reports the load afterwards.
         loaded(scheduler, "a")
@@ -309,7 +313,7 @@ class Store(unittest.TestCase):
             request = Request("a", list(range(40)))
             _, blocks = admit(scheduler, request)
             step = scheduler.build_connector_meta(output({"a": 40}, {"a": [blocks]}))
-            self.assertEqual((step.stores, scheduler.request_finished(request)), ([], False))
+            self.assertEqual((step.stores, scheduler.request_finished(request, NONE)), ([], False))
 
     def test_blocks_are_kept_for_a_request_that_has_stored(self):
         adapter = Adapter()
@@ -317,8 +321,8 @@ class Store(unittest.TestCase):
         stores, small = Request("a", list(range(40))), Request("b", list(range(10)))
         tables = {request.request_id: [admit(scheduler, request)[1]] for request in (stores, small)}
         scheduler.build_connector_meta(output({"a": 40, "b": 10}, tables))
-        self.assertTrue(scheduler.request_finished(stores))
-        self.assertFalse(scheduler.request_finished(small))
+        self.assertTrue(scheduler.request_finished(stores, NONE))
+        self.assertFalse(scheduler.request_finished(small, NONE))
         self.assertEqual(scheduler.build_connector_meta(output({}, {})).finished, {"a"})
         self.assertEqual(scheduler.build_connector_meta(output({}, {})).finished, set())
 
@@ -327,9 +331,9 @@ class Store(unittest.TestCase):
         scheduler = side(adapter)
         request = Request("a", list(range(40)))
         scheduler.get_num_new_matched_tokens(request, 0)
-        self.assertFalse(scheduler.request_finished(request))
+        self.assertFalse(scheduler.request_finished(request, NONE))
         self.assertEqual(adapter.calls[1:], [("cleanup", "a"), ("end", "a")])
-        self.assertFalse(scheduler.request_finished(request))
+        self.assertFalse(scheduler.request_finished(request, NONE))
 
 
 class Window(unittest.TestCase):
@@ -380,7 +384,7 @@ class Window(unittest.TestCase):
             scheduler.build_connector_meta(output({"a": 32}, tables))
             # vLLM takes blocks when the request ends, and does not schedule it again.
             request.num_computed_tokens = computed
-            self.assertTrue(scheduler.request_finished(request))
+            self.assertTrue(scheduler.request_finished(request, NONE))
             for expected in (wanted, {}):
                 step = scheduler.build_connector_meta(output({}, {}))
                 self.assertEqual(step.freed, expected)
@@ -416,6 +420,125 @@ class Window(unittest.TestCase):
             loads = scheduler.build_connector_meta(output({}, {})).loads
             wanted = [list(tables.tables)] if taken else []
             self.assertEqual([load.block_ids for load in loads], wanted)
+
+
+class Tail(unittest.TestCase):
+    def request(self, tokens, computed=None, **options):
+        request = Request("a", list(range(tokens)), **options)
+        request.num_computed_tokens = tokens - 1 if computed is None else computed
+        return request
+
+    def test_the_blocks_after_the_last_whole_chunk_are_stored_when_a_request_ends(self):
+        for tokens, computed, stored, wanted in (
+            (46, 45, 32, [(32, 44)]),
+            # The last token is not computed, also where a step that runs ahead counts it.
+            (48, 47, 32, [(32, 44)]),
+            (48, 48, 32, [(32, 44)]),
+            (45, 44, 32, [(32, 44)]),
+            # Without a whole block, and without a whole chunk.
+            (36, 35, 32, []),
+            (33, 32, 32, []),
+            (10, 9, 0, [(0, 8)]),
+            (4, 3, 0, []),
+            # An aborted prefill.
+            (46, 39, 32, [(32, 36)]),
+            (46, 0, 0, []),
+        ):
+            adapter = Adapter(tails=True)
+            request = self.request(tokens, None)
+            scheduler = side(adapter)
+            admit(scheduler, request)
+            request.num_computed_tokens = computed
+            state = scheduler._requests["a"]
+            state.stored, state.has_stored = stored, stored > 0
+            is_kept = scheduler.request_finished(request, [list(range(50, 62))])
+            step = scheduler.build_connector_meta(output({}, {}))
+            found = [(op.start, op.end) for op in step.tails]
+            self.assertEqual((found, is_kept), (wanted, stored > 0 or bool(wanted)), tokens)
+            for op in step.tails:
+                first, last = op.start // BLOCK, op.end // BLOCK
+                self.assertTrue(op.is_tail)
+                self.assertEqual(op.block_ids, [list(range(50 + first, 50 + last))])
+                hashes = b"".join(request.block_hashes[first:last])
+                self.assertEqual((op.chunk_hashes, op.token_ids), (hashes, None))
+            self.assertEqual(scheduler.build_connector_meta(output({}, {})).tails, [])
+
+    def test_no_tail_is_stored_that_could_not_be_found_or_is_not_known(self):
+        def tails(tokens=46, *, found=0, blocks=12, change=None, tails=True, **options):
+            adapter = Adapter({"a": found}, tails=tails)
+            request = self.request(tokens)
+            scheduler = side(adapter, **options)
+            admit(scheduler, request)
+            loaded(scheduler, "a")
+            request.num_computed_tokens = tokens - 1
+            state = scheduler._requests["a"]
+            state.stored = 32
+            if change is not None:
+                change(adapter, request, state)
+            scheduler.request_finished(request, [list(range(blocks))])
+            step = scheduler.build_connector_meta(output({}, {}))
+            return [(op.start, op.end) for op in step.tails]
+
+        def changed(which, name, value):
+            def change(*parts):
+                setattr(parts[which], name, value)
+
+            return change
+
+        self.assertEqual(tails(), [(32, 44)])
+        self.assertEqual(tails(found=40), [(32, 44)])
+        self.assertEqual(tails(found=44), [], "it was found")
+        self.assertEqual(tails(tails=False), [])
+        self.assertEqual(tails(by_hash=False), [], "tokens name no blocks")
+        self.assertEqual(tails(can_store=False), [])
+        self.assertEqual(tails(blocks=10), [], "the blocks are gone")
+        self.assertEqual(tails(volatile_tokens=3), [(32, 40)])
+        self.assertEqual(tails(change=changed(2, "stored", 16)), [], "a chunk before it is missing")
+        self.assertEqual(tails(change=changed(1, "num_preemptions", 1)), [])
+        self.assertEqual(tails(change=changed(2, "is_mixed", True)), [])
+        self.assertEqual(tails(change=changed(2, "is_loading", True)), [])
+        self.assertEqual(tails(change=changed(0, "healthy", False)), [])
+
+    def test_chunks_and_tail_are_loaded_by_one_request(self):
+        for computed, found, wanted in (
+            (0, 44, [(0, 32, 0), (32, 44, 0)]),
+            (0, 32, [(0, 32, 0)]),
+            (0, 8, [(0, 8, 0)]),
+            (20, 44, [(16, 32, 4), (32, 44, 0)]),
+            (32, 44, [(32, 44, 0)]),
+            (36, 44, [(32, 44, 4)]),
+        ):
+            scheduler = side(Adapter({"a": found}, tails=True))
+            request = Request("a", list(range(46)))
+            tokens, _ = admit(scheduler, request, computed)
+            self.assertEqual(tokens, found - computed)
+            loads = scheduler.build_connector_meta(output({}, {})).loads
+            made = [(op.start, op.end, op.skip_first_n_tokens) for op in loads]
+            self.assertEqual(made, wanted)
+            self.assertEqual([op.is_tail for op in loads], [op.end % 16 > 0 for op in loads])
+            # A chunk that becomes whole is stored as such.
+            self.assertEqual(scheduler._requests["a"].stored, found // 16 * 16)
+
+    def test_a_prompt_without_a_whole_chunk_is_looked_up_if_it_has_a_block(self):
+        for tokens, tails, wanted in ((10, True, ["a"]), (3, True, []), (10, False, [])):
+            adapter = Adapter(tails=tails)
+            admit(side(adapter), Request("a", list(range(tokens))))
+            self.assertEqual(adapter.named("lookup"), wanted)
+
+    def test_the_tail_of_a_prompt_for_one_token_is_stored_with_its_chunks(self):
+        adapter = Adapter(tails=True)
+        scheduler = side(adapter)
+        request = Request("a", list(range(46)), max_tokens=1)
+        _, table = admit(scheduler, request)
+        step = scheduler.build_connector_meta(output({"a": 40}, {"a": [table]}))
+        self.assertEqual([(op.start, op.end) for op in step.stores], [(0, 32)])
+        request.num_computed_tokens = 40
+        step = scheduler.build_connector_meta(output({"a": 6}, {"a": [table]}))
+        self.assertEqual([(op.start, op.end) for op in step.stores], [(32, 44)])
+        request.num_computed_tokens = 46
+        request.all_token_ids.append(1)
+        self.assertTrue(scheduler.request_finished(request, [table]))
+        self.assertEqual(scheduler.build_connector_meta(output({}, {})).tails, [])
 
 
 class Reset(unittest.TestCase):
@@ -481,4 +604,4 @@ class Preemption(unittest.TestCase):
         (store,) = scheduler.build_connector_meta(output({"a": 32}, {"a": [moved]})).stores
         self.assertEqual((store.start, store.block_ids), (32, [moved[8:16]]))
         # The earlier stores count: a worker that knows them reports the request.
-        self.assertTrue(scheduler.request_finished(request))
+        self.assertTrue(scheduler.request_finished(request, NONE))

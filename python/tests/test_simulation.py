@@ -18,7 +18,7 @@ class Simulation(unittest.TestCase):
     def test_no_schedule_of_vllm_and_the_copies_breaks_a_rule(self):
         chosen = os.environ.get("LMC_SEED")
         seeds = range(SEEDS) if chosen is None else [int(chosen)]
-        seen = dict.fromkeys(("loads", "saves", "preemptions", "resets", "slides"), 0)
+        seen = dict.fromkeys(("loads", "saves", "preemptions", "resets", "slides", "tails", "tail_loads"), 0)
         for seed in seeds:
             model = Model(seed)
             try:

@@ -60,6 +60,7 @@ def connector(args):
             kv_connector_extra_config={
                 "lmc.server": args.server or f"tcp://127.0.0.1:{args.port}",
                 "lmc.hash_mode": args.naming == "hashes",
+                "lmc.tails": args.tails,
                 **({"lmc.weights": args.weights} if args.weights else {}),
             },
         )
@@ -197,6 +198,7 @@ def main():
     parser.add_argument("--block-size", type=int, help="in tokens")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="in one step at most")
     parser.add_argument("--server", help="lmc.server of lmc's own connector, instead of the port")
+    parser.add_argument("--tails", action="store_true", help="lmc.tails of lmc's own connector")
     parser.add_argument("--weights", help="lmc.weights of lmc's own connector")
     parser.add_argument("--port", type=int, default=0, help="0: no connector")
     parser.add_argument("--mode", default="engine_driven")

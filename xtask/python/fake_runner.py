@@ -200,10 +200,15 @@ class Runner:
         """Runs a step. `blocks`: what vLLM has given out and freed until it had scheduled it."""
         self.blocks = blocks
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
+        loads = collections.defaultdict(list)
         for op in output.kv_connector_metadata.loads:
-            if op.request_id in self.loads:
-                raise Fault(f"{op.request_id} is loaded twice at once")
-            self.loads[op.request_id] = op
+            loads[op.request_id].append(op)
+        for name, ops in loads.items():
+            ends = [op.end for op in ops]
+            # Whole chunks, and then their tail.
+            if name in self.loads or [op.start for op in ops[1:]] != ends[:-1]:
+                raise Fault(f"{name} is loaded twice at once")
+            self.loads[name] = ops
         result = self.execute_v2(output) if self.plan.v2 else self.execute_v1(output)
         if result.kv_connector_output is not None:
             self.check_loads(result.kv_connector_output)
@@ -351,23 +356,24 @@ class Runner:
         # They may be reported before their load.
         self.failed |= reported.invalid_block_ids
         for name in reported.finished_recving or ():
-            op = self.loads.pop(name, None)
-            if op is None:
+            ops = self.loads.pop(name, None)
+            if ops is None:
                 raise Fault(f"the load of {name} is reported, and there is none")
-            text = Text(self.tokens_of(name)[: op.end])
-            first = op.start + op.skip_first_n_tokens
-            before = [NULL] * (op.start // BLOCK)
-            tables = [before + list(blocks) for blocks in op.block_ids]
             has_failed = name in reported.failed_recving
-            if self.memory.windows == [None]:
-                assert not has_failed
-                failed = self.failed.intersection(*tables)
-                self.failed -= failed
-                tables = [[NULL if block in failed else block for block in tables[0]]]
-                has_failed = bool(failed)
-            elif has_failed:
-                tables = [[] for _ in tables]
-            self.memory.check(f"{name} has loaded", tables, text, first, op.end, self.layers)
+            for op in ops:
+                text = Text(self.tokens_of(name)[: op.end])
+                first = op.start + op.skip_first_n_tokens
+                before = [NULL] * (op.start // BLOCK)
+                tables = [before + list(blocks) for blocks in op.block_ids]
+                if self.memory.windows == [None]:
+                    failed = self.failed.intersection(*tables)
+                    self.failed -= failed
+                    tables = [[NULL if block in failed else block for block in tables[0]]]
+                    has_failed |= bool(failed)
+                elif has_failed:
+                    tables = [[] for _ in tables]
+                self.memory.check(f"{name} has loaded", tables, text, first, op.end, self.layers)
+            self.counts["loads_of_tails"] += ops[-1].is_tail
             self.counts["failed_loads" if has_failed else "loads"] += 1
             windows = [window for window in self.memory.windows if window is not None]
             self.counts["loads_with_windows"] += bool(windows)

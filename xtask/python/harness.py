@@ -96,7 +96,8 @@ class Engine(Child):
     def __init__(self, name, model, prefix=(), **options):
         command = [*prefix, sys.executable, os.path.join(HERE, "engine.py"), "--model", model]
         for key, value in options.items():
-            command += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
+            if value is not False:
+                command += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])
         env = dict(os.environ, OMP_NUM_THREADS=Engine.threads, VLLM_CPU_OMP_THREADS_BIND="nobind",
                    PYTHONPATH=Engine.package or "")
         super().__init__(

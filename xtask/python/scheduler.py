@@ -26,7 +26,7 @@ WANTED = {
     "loads": 200, "loads_at_end": 100, "loads_of_two_ranks": 50, "failed_loads": 2, "saves": 500,
     "preemptions": 200, "finished": 500, "aborted": 200, "aborted_while_loading": 20, "resets": 40,
     "refused_resets": 40, "drafts_accepted": 1000, "drafts_rejected": 1000, "kills": 5, "stops": 20,
-    "ahead": 1000, "loads_with_windows": 500,
+    "ahead": 1000, "loads_with_windows": 500, "loads_of_tails": 100,
     "loads_with_two_windows": 50, "loads_with_one_window_alone": 50,
 }
 

@@ -22,12 +22,13 @@ use crate::late_filter::LateFilter;
 /// Time that the store has to answer before the server goes on without it.
 const START: Duration = Duration::from_millis(500);
 
-/// The tier of a store with its policy, the spaces whose chunks it takes, and the key of the digests
-/// of salts.
+/// The tier of a store with its policy, the spaces whose chunks it takes and is asked for, and the key
+/// of the digests of salts.
 pub(crate) struct Remote {
     tier: Arc<RemoteTier>,
     policy: TierPolicy,
     spaces: LateFilter,
+    asked: LateFilter,
     keys: Option<Keys>,
 }
 
@@ -45,10 +46,13 @@ impl Remote {
         Arc::clone(&self.tier)
     }
 
-    /// Serves this service from now on: takes the chunks that can be found again later, of these
-    /// tenants if any are given, and describes the spaces of its engines in the store.
+    /// Serves this service from now on: takes the whole chunks that can be found again later, of
+    /// these tenants if any are given, and describes the spaces of its engines in the store. Each
+    /// block after the last whole chunk of a prompt would be an object of its own.
     pub(crate) fn serve(self, service: &Service, tenants: Option<HashSet<TenantId>>) {
-        let lasting = service.lasting_spaces();
+        self.asked.decide(service.whole_chunk_spaces());
+        let (lasting, whole) = (service.lasting_spaces(), service.whole_chunk_spaces());
+        let lasting = move |space| lasting(space) && whole(space);
         match tenants {
             None => self.spaces.decide(lasting),
             Some(tenants) => {
@@ -117,12 +121,13 @@ fn open_one(
     tier.absent_ttl = config.remote_negative_ttl;
     tier.timeout = config.remote_timeout;
     let tier = RemoteTier::start(tier, store.store(), clears.clears(), Handle::current());
-    let spaces = LateFilter::default();
+    let (spaces, asked) = (LateFilter::default(), LateFilter::default());
     let mut policy = TierPolicy::default();
     policy.write = config.remote_write;
     policy.admit = config.remote_admit;
     policy.fill = config.remote_fill;
     policy.spaces = spaces.filter();
+    policy.asked = asked.filter();
     policy.locate_timeout = config.remote_locate_timeout;
     policy.read_timeout = Some(config.remote_timeout);
     info!("{name}: {url}");
@@ -130,6 +135,7 @@ fn open_one(
         tier: Arc::new(tier),
         policy,
         spaces,
+        asked,
         keys,
     })
 }

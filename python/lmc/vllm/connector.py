@@ -107,6 +107,8 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
                 settings.identity,
             ),
             "hash_mode": mode.by_hash,
+            # Layers that look back less far keep other blocks than a tail has.
+            "tails": settings.tails and self._fails_by_block,
             "block_size": cache.block_size,
         }
         can_store = self._kv_transfer_config.is_kv_producer
@@ -301,13 +303,13 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
-        return self._scheduler.request_finished(request), None
+        return self._scheduler.request_finished(request, (block_ids,)), None
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
-        return self._scheduler.request_finished(request), None
+        return self._scheduler.request_finished(request, block_ids), None
 
     def reset_cache(self) -> bool | None:
         """Finds nothing of what was stored before; other engines go on finding it.

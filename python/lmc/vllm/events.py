@@ -33,6 +33,8 @@ class StoredBlocks:
     lora_name: str | None
     # Session of the request whose store this is.
     session_id: str | None
+    # Each block is a chunk by itself: those after a prompt's last whole chunk.
+    is_tail: bool
 
 
 class EventSource:
@@ -50,7 +52,9 @@ class EventSource:
         self._extra_keys = extra_keys
         self._next_number = 0
 
-    def describe(self, request: "Request", start: int, end: int) -> tuple[int, StoredBlocks]:
+    def describe(
+        self, request: "Request", start: int, end: int, *, is_tail: bool
+    ) -> tuple[int, StoredBlocks]:
         """Returns a number for the store of these tokens, and its blocks."""
         size, lora = self._block_size, request.lora_request
         first, last = start // size, end // size
@@ -65,6 +69,7 @@ class EventSource:
             lora_id=None if lora is None else lora.adapter_id,
             lora_name=None if lora is None else lora.name,
             session_id=request.session_id,
+            is_tail=is_tail,
         )
 
 
@@ -92,11 +97,11 @@ class StoredChunks:
         """Returns the events of the chunks that were committed since the last call."""
         # A chunk that was evicted and stored again within a step is named once.
         events: dict[tuple[BlockHash, ...], Hashable] = {}
-        per_chunk = self._adapter.num_blocks_per_chunk
         for number, chunks in self._adapter.take_ended_stores():
             stored = self._submitted.pop(number, None)
             if stored is None:
                 continue
+            per_chunk = 1 if stored.is_tail else self._adapter.num_blocks_per_chunk
             for first in (chunk * per_chunk for chunk in chunks):
                 name = tuple(stored.hashes[first : first + per_chunk])
                 events[name] = self._of_chunk(stored, first, per_chunk)

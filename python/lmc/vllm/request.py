@@ -55,6 +55,8 @@ class RequestState:
     has_session: bool = False
     # Tokens that were found or whose store was sent to the workers.
     stored: int = 0
+    # Tokens up to the end of the tail whose store was sent to the workers.
+    tail: int = 0
     # A store was sent to the workers at some time; outlives preemptions.
     has_stored: bool = False
     # Tokens at the start whose blocks vLLM has freed, since a window has left them, for each window.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lmc.ops import LoadStoreOp
 from lmc.vllm.adapters import Adapters
-from lmc.vllm.events import EventSource
+from lmc.vllm.events import EventSource, StoredBlocks
 from lmc.vllm.metadata import Step
 from lmc.vllm.request import RequestState, effective_salt, transfer_configs
 from lmc.vllm.weights import Weights
@@ -70,6 +70,8 @@ class SchedulerSide:
         # For the next step.
         self._loads: list[LoadStoreOp] = []
         self._finished: set[str] = set()
+        self._tails: list[LoadStoreOp] = []
+        self._tail_blocks: dict[int, StoredBlocks] = {}
         self._freed: dict[str, int] = {}
 
     def on_new_request(self, request: "Request") -> None:
@@ -110,7 +112,8 @@ class SchedulerSide:
         if state is None or state.is_allocated:
             return
         state.is_allocated = True
-        matched = state.stored = state.matched or 0
+        matched = state.matched or 0
+        state.stored = matched // self.adapter.chunk_size * self.adapter.chunk_size
         if num_external_tokens == 0:
             self._end_session(state)
             return
@@ -129,10 +132,13 @@ class SchedulerSide:
                 f"request {request.request_id}"
             )
         chunk = self.adapter.chunk_size
-        start = state.computed // chunk * chunk
-        load = self._op(state, tables, start, matched)
-        load.skip_first_n_tokens = state.computed - start
-        self._loads.append(load)
+        start, end = (tokens // chunk * chunk for tokens in (state.computed, matched))
+        # Whole chunks, and the tail.
+        for first, last in ((start, end), (end, matched)):
+            if max(first, state.computed) < last:
+                load = self._op(state, tables, first, last)
+                load.skip_first_n_tokens = max(state.computed - first, 0)
+                self._loads.append(load)
         state.is_loading = True
         self.counts["load_tokens"] += matched - state.computed
 
@@ -154,6 +160,8 @@ class SchedulerSide:
         """Returns what the workers shall do in this step."""
         step = Step(loads=self._loads, finished=self._finished)
         step.freed, self._freed = self._freed, {}
+        step.tails, self._tails = self._tails, []
+        step.blocks, self._tail_blocks = self._tail_blocks, {}
         self._loads, self._finished = [], set()
         if self._sizes:
             for known in self._requests.values():
@@ -176,29 +184,47 @@ class SchedulerSide:
             request = state.request
             # vLLM counts the tokens of a step as computed once it is scheduled.
             end = request.num_computed_tokens + scheduled
-            if end < state.stored + chunk:
+            # Of a request for one token, which is computed elsewhere, the tail is wanted at once.
+            is_prefilled = request.max_tokens == 1 and end >= request.num_tokens
+            if end < state.stored + chunk and not is_prefilled:
                 continue
             # Draft tokens that are scheduled may be rejected; those in the request are not.
-            end = min(end, request.num_tokens) - self._volatile_tokens
+            computed = min(end, request.num_tokens)
+            end = computed - self._volatile_tokens
             end -= end % chunk
-            if end <= state.stored or self._adapters.are_refused(request.lora_request):
+            if end <= state.stored and not is_prefilled:
                 continue
             table = output.kv_connector_block_state
             tables = table.get_block_ids(request_id) if table is not None else None
-            if tables is None:
+            if tables is None or self._adapters.are_refused(request.lora_request):
                 continue
-            start = self._first_to_store(tables, state.stored, end)
-            self.counts["unstorable_tokens"] += start - state.stored
-            state.stored = end
-            if start == end:
-                continue
-            store = self._op(state, tables, start, end)
-            if self._events is not None:
-                store.store_number, blocks = self._events.describe(request, start, end)
-                step.blocks[store.store_number] = blocks
-            step.stores.append(store)
-            self.counts["store_tokens"] += end - start
-            state.has_stored = True
+            if end > state.stored:
+                start = self._first_to_store(tables, state.stored, end)
+                self.counts["unstorable_tokens"] += start - state.stored
+                state.stored = end
+                if start < end:
+                    step.stores.append(self._store(state, tables, start, end, step.blocks))
+            if is_prefilled:
+                step.stores += self._tail(state, tables, computed, step.blocks)
+
+    def _store(
+        self,
+        state: RequestState,
+        tables: Sequence[list[int]],
+        start: int,
+        end: int,
+        blocks: dict[int, StoredBlocks],
+    ) -> LoadStoreOp:
+        """Returns a store, and adds its blocks to `blocks` where vLLM's KV events are on."""
+        store = self._op(state, tables, start, end)
+        if self._events is not None:
+            store.store_number, blocks_of_it = self._events.describe(
+                state.request, start, end, is_tail=store.is_tail
+            )
+            blocks[store.store_number] = blocks_of_it
+        self.counts["store_tokens"] += end - start
+        state.has_stored = True
+        return store
 
     def _first_to_store(self, tables: Sequence[list[int]], start: int, end: int) -> int:
         """Returns the start of the first chunk that can be stored.
@@ -242,8 +268,11 @@ class SchedulerSide:
             state.stored = min(state.stored, kept - kept % chunk)
             self._end_session(state)
 
-    def request_finished(self, request: "Request") -> bool:
-        """Removes a request. Returns whether vLLM must keep its blocks until a worker names it."""
+    def request_finished(self, request: "Request", tables: Sequence[list[int]]) -> bool:
+        """Removes a request. Returns whether vLLM must keep its blocks until a worker names it.
+
+        `tables` are the blocks that it has, for each KV group.
+        """
         self._refused.discard(request.request_id)
         state = self._requests.pop(request.request_id, None)
         if state is None:
@@ -253,11 +282,39 @@ class SchedulerSide:
         self._end_session(state)
         # vLLM keeps the blocks of an aborted request that loads until the load is reported, and
         # would not know the request a second time. It has had no blocks to store since then.
-        if state.is_loading or not state.has_stored:
+        if state.is_loading:
+            return False
+        # Its last token is not computed; a step that runs ahead may compute more than it has.
+        end = min(request.num_computed_tokens, request.num_tokens - 1)
+        if self._can_store and self.adapter.healthy:
+            self._tails += self._tail(state, tables, end, self._tail_blocks)
+        if not state.has_stored:
             return False
         self._finished.add(request.request_id)
         self._note_freed(state, self._freed)
         return True
+
+    def _tail(
+        self,
+        state: RequestState,
+        tables: Sequence[list[int]],
+        computed: int,
+        blocks: dict[int, StoredBlocks],
+    ) -> list[LoadStoreOp]:
+        """Returns the store of the computed blocks after a request's last whole chunk, if there are
+        any that were not found or stored before."""
+        request, size, chunk = state.request, self._block_size, self.adapter.chunk_size
+        if not (self._has_tails(state.by_hash) and state.is_allocated) or state.is_mixed:
+            return []
+        end = (computed - self._volatile_tokens) // size * size
+        start = end // chunk * chunk
+        # Without the chunks before it, it is never found.
+        is_wanted = state.stored >= start and end > max(state.matched or 0, state.tail, start)
+        has_blocks = state.preemptions == request.num_preemptions and len(tables[0]) * size >= end
+        if not (is_wanted and has_blocks) or self._adapters.are_refused(request.lora_request):
+            return []
+        state.tail = end
+        return [self._store(state, tables, start, end, blocks)]
 
     def shutdown(self) -> None:
         """Ends the adapter's thread."""
@@ -299,7 +356,8 @@ class SchedulerSide:
             has_stored=has_stored,
         )
         self._requests[request.request_id] = state
-        if request.skip_reading_prefix_cache or request.num_tokens < self.adapter.chunk_size:
+        shortest = self._block_size if self._has_tails(by_hash) else self.adapter.chunk_size
+        if request.skip_reading_prefix_cache or request.num_tokens < shortest:
             state.matched = 0
             return state
         self.adapter.maybe_submit_lookup_request(
@@ -311,6 +369,9 @@ class SchedulerSide:
         )
         state.has_session = True
         return state
+
+    def _has_tails(self, by_hash: bool) -> bool:
+        return by_hash and self.adapter.tails
 
     def _refuse(self, request: "Request") -> None:
         if request.request_id not in self._refused:
@@ -336,8 +397,12 @@ class SchedulerSide:
             cache_salt=state.salt,
             configs=state.configs,
         )
-        if state.by_hash:
-            chunk = self.adapter.chunk_size
+        chunk = self.adapter.chunk_size
+        if end % chunk:
+            op.is_tail = True
+            hashes = request.block_hashes[start // size : end // size]
+            op.chunk_hashes = self._chunk_hashes(hashes, 1, len(hashes))
+        elif state.by_hash:
             op.chunk_hashes = self._chunk_hashes(request.block_hashes, chunk // size, end // chunk)
         else:
             op.token_ids = request.all_token_ids[:end]

@@ -9,8 +9,9 @@ HASH_MODE = "lmc.hash_mode"
 COPY_THREADS = "lmc.copy_threads"
 WEIGHTS = "lmc.weights"
 EARLY = "lmc.lookup_on_arrival"
+TAILS = "lmc.tails"
 
-KNOWN = (SERVER, IDENTITY, WEIGHTS, HASH_MODE, EARLY, COPY_THREADS)
+KNOWN = (SERVER, IDENTITY, WEIGHTS, HASH_MODE, TAILS, EARLY, COPY_THREADS)
 # Beginning of the settings of a server that the connector starts.
 SERVE = "lmc.serve."
 
@@ -31,6 +32,8 @@ class Settings:
     weights: str = ""
     # Chunks are named by vLLM's block hashes instead of by their tokens.
     hash_mode: bool = True
+    # The whole blocks after a request's last whole chunk are kept too.
+    tails: bool = True
     # A request is looked up when it arrives instead of when it is scheduled for the first time.
     lookup_on_arrival: bool = False
     copy_threads: int = 1
@@ -88,6 +91,7 @@ class Settings:
             identity=str(get(IDENTITY, str, "")),
             weights=str(get(WEIGHTS, str, "")),
             hash_mode=bool(get(HASH_MODE, bool, True)),
+            tails=bool(get(TAILS, bool, True)),
             lookup_on_arrival=bool(get(EARLY, bool, False)),
             copy_threads=threads,  # type: ignore[arg-type]
         )

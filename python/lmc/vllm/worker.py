@@ -150,7 +150,15 @@ class WorkerSide:
         )
 
     def start_load(self, step: Step) -> None:
-        """Begins the loads of a step."""
+        """Begins the loads of a step, and the stores of what was written before it.
+
+        vLLM calls this also for a step that computes nothing.
+        """
+        if step.tails and self._can_store:
+            if self._events is not None:
+                numbers = [op.store_number for op in step.tails if op.store_number is not None]
+                self._events.submitted({number: step.blocks.pop(number) for number in numbers})
+            self.adapter.batched_submit_store_requests(step.tails, stream=self._stream())
         if step.loads:
             self.adapter.batched_submit_retrieve_requests(step.loads, stream=self._stream())
 

@@ -297,11 +297,16 @@ impl Tiers {
         except: Option<usize>,
     ) -> Vec<Answer> {
         let mut answers = vec![Answer::Absent; keys.len()];
-        if keys.is_empty() {
+        let Some(first) = keys.first() else {
             return answers;
-        }
-        let is_asked =
-            |index: &usize| self.tiers[*index].backend.index().is_none() && Some(*index) != except;
+        };
+        // All keys of a question are of one space.
+        let space = self.clears.current_space_of(first.space);
+        let is_asked = |index: &usize| {
+            let tier = &self.tiers[*index];
+            let has_space = space.is_none_or(|space| tier.policy.asked.picks(space));
+            tier.backend.index().is_none() && Some(*index) != except && has_space
+        };
         let mut awaited: BTreeSet<usize> = (0..self.tiers.len()).filter(is_asked).collect();
         let asked = awaited.iter().map(|&index| (index, &self.tiers[index]));
         let mut located: FuturesUnordered<_> = asked

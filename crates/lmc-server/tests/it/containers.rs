@@ -140,6 +140,7 @@ fn description() -> EngineDescription {
         identity: "containers".to_owned(),
         hash_mode: true,
         block_size: BLOCK as u32,
+        tails: true,
     }
 }
 

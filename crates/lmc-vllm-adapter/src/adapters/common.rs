@@ -9,7 +9,7 @@ use crate::adapters::link::Link;
 use crate::adapters::log::{Level, Log};
 use crate::adapters::{AdapterError, EngineDescription, Prompt, Timeouts};
 use crate::protocol::{
-    CacheKey, ENGINE_KEYS, IdentityDigest, POOL_DESCRIPTOR, Reply, Request, RequestConfigs,
+    CacheKey, ENGINE_KEYS, IdentityDigest, POOL_DESCRIPTOR, Reply, Request, RequestConfigs, UNITS,
     WAIT_LOOKUP,
 };
 
@@ -23,6 +23,8 @@ pub(crate) struct Server {
     pub(crate) pool_descriptor: bool,
     /// True if it says where the chunks of a lookup came from.
     pub(crate) wait_lookup: bool,
+    /// True if it takes single blocks for chunks, and a chunk has several.
+    pub(crate) units: bool,
 }
 
 /// State of the connection to a server.
@@ -37,6 +39,8 @@ pub struct ServerState {
     pub num_blocks_per_chunk: u32,
     /// True if prompts are named by the engine's block hashes.
     pub hash_mode: bool,
+    /// True if the blocks after a prompt's last whole chunk are kept too.
+    pub tails: bool,
 }
 
 /// The engine's description and the server that is connected.
@@ -86,6 +90,7 @@ impl Common {
             chunk_size,
             num_blocks_per_chunk: chunk_size / self.engine.block_size,
             hash_mode: self.engine.hash_mode && server.is_some_and(|server| server.engine_keys),
+            tails: self.engine.hash_mode && server.is_some_and(|server| server.units),
         }
     }
 
@@ -100,8 +105,10 @@ impl Common {
             [Reply::Int(chunk_size), Reply::Strings(capabilities)] => {
                 let chunk_size = u32::try_from(*chunk_size).unwrap_or(0);
                 let knows = |name| capabilities.iter().any(|known| known == name);
+                let has_blocks = chunk_size > self.engine.block_size;
                 self.connected(Server {
                     chunk_size,
+                    units: self.engine.tails && has_blocks && knows(ENGINE_KEYS) && knows(UNITS),
                     engine_keys: knows(ENGINE_KEYS),
                     pool_descriptor: knows(POOL_DESCRIPTOR),
                     wait_lookup: knows(WAIT_LOOKUP),
@@ -171,7 +178,7 @@ impl Common {
         }
     }
 
-    /// Returns a key for the first `end` tokens of a prompt.
+    /// Returns a key for a range of a prompt's tokens.
     pub(crate) fn key(
         &self,
         server: Server,
@@ -184,8 +191,6 @@ impl Common {
         let mut key = CacheKey {
             model_name: self.model(server).to_owned(),
             world_size: self.engine.world_size,
-            start: range.start as u64,
-            end: range.end as u64,
             request_id: request_id.to_owned(),
             cache_salt: cache_salt.to_owned(),
             num_kv_readers: self.engine.num_kv_readers,
@@ -193,7 +198,7 @@ impl Common {
             configs: configs.clone(),
             ..CacheKey::default()
         };
-        prompt.name(&mut key, range.end, server.chunk_size);
+        prompt.name(&mut key, range, server.chunk_size, self.engine.block_size);
         key
     }
 }

@@ -15,11 +15,13 @@ mod mover;
 mod prompt;
 mod scheduler;
 mod tensors;
+mod work;
 mod worker;
 
 pub use common::ServerState;
 pub use endpoint::{Endpoint, EndpointError};
 pub use link::local_server;
+pub use lmc_key::ChunkHash;
 pub use log::{Level, LogLine};
 pub use prompt::{Prompt, chunk_hashes};
 pub use scheduler::{SchedulerAdapter, SchedulerStats};
@@ -49,6 +51,9 @@ pub struct EngineDescription {
     pub hash_mode: bool,
     /// Tokens of one block of the engine.
     pub block_size: u32,
+    /// True if the blocks after a prompt's last whole chunk are to be kept too, each by itself. Takes
+    /// effect where chunks are named by block hashes.
+    pub tails: bool,
 }
 
 /// Longest waits of an adapter.

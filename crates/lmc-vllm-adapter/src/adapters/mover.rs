@@ -15,7 +15,8 @@ use crate::adapters::LoadStoreOp;
 use crate::adapters::link::{Awaited, Link, LinkError, SessionId};
 use crate::adapters::log::shown;
 use crate::adapters::tensors::DescribedGroup;
-use crate::adapters::worker::{Direction, Pool, Shared, Transfer, Work, add};
+use crate::adapters::work::{Direction, Transfer, Work};
+use crate::adapters::worker::{Pool, Shared, add};
 use crate::protocol::{CacheKey, Reply, Request, SlotDescriptor};
 
 /// Transfers whose requests are under way at the same time.
@@ -176,8 +177,9 @@ impl Mover {
                 self.end(&transfer, Err(Failure::OtherServer));
                 return None;
             }
-            let key = self.shared.key(pool.server, &transfer.op);
-            let instance_id = self.shared.instance_id;
+            let (direction, op) = (transfer.direction, &transfer.op);
+            let key = self.shared.key(pool.server, direction, op);
+            let instance_id = self.shared.instance_id(&op.prompt);
             let request = match transfer.direction {
                 Direction::Store => Request::PrepareStore {
                     key: key.clone(),
@@ -243,7 +245,13 @@ impl Mover {
             answer,
         } = prepared;
         let direction = transfer.direction;
-        let chunks = transfer.op.tokens.len() / pool.server.chunk_size as usize;
+        let prompt = &transfer.op.prompt;
+        let instance_id = self.shared.instance_id(prompt);
+        let unit = match prompt.is_tail() {
+            true => self.shared.common.engine.block_size,
+            false => pool.server.chunk_size,
+        };
+        let chunks = transfer.op.tokens.len() / unit as usize;
         let (slots, indices) = match (direction, answer.wait()) {
             (
                 Direction::Store,
@@ -265,7 +273,7 @@ impl Mover {
                 );
                 if !is_refusal {
                     // The server may have given slots, or may give them yet.
-                    self.release(pool, direction, key);
+                    self.release(pool, direction, key, instance_id);
                 }
                 let failure = match answer {
                     Ok(Reply::RetrieveSlots(None)) => Failure::Gone,
@@ -297,11 +305,10 @@ impl Mover {
             self.shared.changed.notify_all();
         }
         if let Err(failure) = copied {
-            self.release(pool, direction, key);
+            self.release(pool, direction, key, instance_id);
             self.end(&transfer, Err(failure));
             return None;
         }
-        let instance_id = self.shared.instance_id;
         let request = match direction {
             Direction::Store => Request::CommitStore {
                 key,
@@ -320,7 +327,7 @@ impl Mover {
     /// Waits until the GPU has done what the engine gave it before the transfer, where the engine's
     /// memory lies on a GPU.
     fn wait_for_engine(&self, pool: &Pool, transfer: &Transfer) -> Result<(), Failure> {
-        if !pool.described.is_on_gpu() {
+        if !pool.layouts.of(&transfer.op.prompt).is_on_gpu() {
             return Ok(());
         }
         let failed = |why: &str| Err(Failure::Copy(why.to_owned()));
@@ -343,8 +350,7 @@ impl Mover {
     /// Gives back slots of a transfer that was not copied. A store that was not written is never
     /// committed: LMCache's server, which knows no other way, keeps its slots until the connection
     /// ends.
-    fn release(&self, pool: &Pool, direction: Direction, key: CacheKey) {
-        let instance_id = self.shared.instance_id;
+    fn release(&self, pool: &Pool, direction: Direction, key: CacheKey, instance_id: u64) {
         let request = match direction {
             Direction::Store if !pool.server.engine_keys => return,
             Direction::Store => Request::AbandonStore { key, instance_id },
@@ -377,7 +383,7 @@ impl Mover {
         slots: &[SlotDescriptor],
         indices: &[u64],
     ) -> Result<(), String> {
-        let described = &pool.described;
+        let described = pool.layouts.of(&op.prompt);
         let per_chunk = described.blocks_per_chunk();
         let first_blocks: Option<Vec<u64>> = indices
             .iter()
@@ -464,8 +470,9 @@ impl Mover {
             });
         }
         let counters = &shared.counters;
-        let chunk_bytes =
-            (shared.pool.lock().as_ref()).map_or(0, |pool| pool.described.chunk.chunk_bytes());
+        let chunk_bytes = (shared.pool.lock().as_ref()).map_or(0, |pool| {
+            pool.layouts.of(&transfer.op.prompt).chunk.chunk_bytes()
+        });
         let (chunks, bytes, failed) = match transfer.direction {
             Direction::Store => (
                 &counters.stored_chunks,

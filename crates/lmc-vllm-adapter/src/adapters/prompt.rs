@@ -1,5 +1,9 @@
 //! A prompt as an engine names it: by its tokens, or by hashes of its blocks.
+//!
+//! The *tail* of a prompt are its blocks after the last whole chunk. Each is a chunk by itself, of one
+//! block, where the engine hashes its blocks and the server knows chunks of that size.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use lmc_key::ChunkHash;
@@ -14,32 +18,71 @@ pub enum Prompt {
     Tokens(Arc<[u32]>),
     /// Hashes that the engine made: those of [`chunk_hashes`].
     Chunks(Arc<[ChunkHash]>),
+    /// Hashes of all whole blocks, which name whole chunks and the tail.
+    Blocks(Arc<[ChunkHash]>),
+    /// Hashes of blocks that begin with a chunk and do not fill it, from the first on.
+    Tail(Arc<[ChunkHash]>),
 }
 
 impl Prompt {
-    /// Returns the number of whole chunks.
-    pub fn chunks(&self, chunk_size: u32) -> usize {
+    /// Returns the number of whole chunks, of an engine with blocks of this size.
+    pub fn chunks(&self, chunk_size: u32, block_size: u32) -> usize {
+        let chunk_size = chunk_size.max(1) as usize;
         match self {
-            Self::Tokens(tokens) => tokens.len() / chunk_size.max(1) as usize,
+            Self::Tokens(tokens) => tokens.len() / chunk_size,
             Self::Chunks(hashes) => hashes.len(),
+            Self::Blocks(hashes) => hashes.len() * block_size as usize / chunk_size,
+            Self::Tail(_) => 0,
         }
     }
 
     /// Returns true if a server understands the prompt's name.
     pub(crate) fn is_known_to(&self, server: Server) -> bool {
-        server.engine_keys || matches!(self, Self::Tokens(_))
+        match self {
+            Self::Tokens(_) => true,
+            Self::Chunks(_) | Self::Blocks(_) => server.engine_keys,
+            Self::Tail(_) => server.units,
+        }
     }
 
-    /// Names the first `end` tokens of the prompt in a key.
-    pub(crate) fn name(&self, key: &mut CacheKey, end: usize, chunk_size: u32) {
+    /// Returns true if the prompt's name is that of single blocks.
+    pub(crate) fn is_tail(&self) -> bool {
+        matches!(self, Self::Tail(_))
+    }
+
+    /// Names a range of the prompt's tokens in a key.
+    pub(crate) fn name(
+        &self,
+        key: &mut CacheKey,
+        tokens: Range<usize>,
+        chunk_size: u32,
+        block_size: u32,
+    ) {
+        (key.start, key.end) = (tokens.start as u64, tokens.end as u64);
+        let (chunk_size, unit) = (chunk_size.max(1) as usize, block_size.max(1) as usize);
+        let chunks = tokens.end / chunk_size;
+        let first = |hashes: &[ChunkHash], count: usize| hashes[..count.min(hashes.len())].to_vec();
         match self {
-            Self::Tokens(tokens) => key.token_ids = tokens[..end.min(tokens.len())].to_vec(),
-            Self::Chunks(hashes) => {
-                let chunks = (end / chunk_size.max(1) as usize).min(hashes.len());
-                key.chunk_hashes = hashes[..chunks].to_vec();
+            Self::Tokens(ids) => key.token_ids = ids[..tokens.end.min(ids.len())].to_vec(),
+            Self::Chunks(hashes) => key.chunk_hashes = first(hashes, chunks),
+            Self::Blocks(hashes) => {
+                let per_chunk = (chunk_size / unit).max(1);
+                let last = hashes.iter().skip(per_chunk - 1).step_by(per_chunk);
+                key.chunk_hashes = last.take(chunks).copied().collect();
+            }
+            Self::Tail(hashes) => {
+                (key.start, key.end) = (0, tokens.len() as u64);
+                key.chunk_hashes = first(hashes, tokens.len() / unit);
+                key.unit = Some(block_size);
             }
         }
     }
+}
+
+/// Returns the name under which a request's tail is looked up and retrieved: the server keeps one
+/// lookup for each name.
+pub(crate) fn tail_request_id(request_id: &str) -> String {
+    format!("{request_id}/tail")
 }
 
 /// Returns the hashes of a prompt's whole chunks: the hash of the last block of each.

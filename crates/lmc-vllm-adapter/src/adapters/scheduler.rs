@@ -1,16 +1,18 @@
 //! The scheduler's side: looks prompts up.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use lmc_key::ChunkHash;
 use parking_lot::Mutex;
 
-use crate::adapters::common::{Common, ServerState};
+use crate::adapters::common::{Common, Server, ServerState};
 use crate::adapters::link::{Answer, Link, LinkError, SessionId, Setup};
 use crate::adapters::log::{Level, shown};
+use crate::adapters::prompt::tail_request_id;
 use crate::adapters::{AdapterError, Endpoint, EngineDescription, LogLine, Prompt, Timeouts};
 use crate::protocol::{Reply, Request, RequestConfigs};
 
@@ -72,50 +74,75 @@ struct FoundTokens {
 }
 
 impl FoundTokens {
-    /// Reads the answer to a lookup of this many tokens.
-    fn read(answer: &Answer, chunk_size: u32, most: u64) -> Result<Self, &Answer> {
-        let tokens = |chunks: u64| chunks.saturating_mul(u64::from(chunk_size));
+    /// Reads the answer to a lookup of this many tokens, `unit` in each chunk.
+    fn read(answer: Answer, unit: u32, most: u64) -> Result<Self, Answer> {
+        let tokens = |chunks: u64| chunks.saturating_mul(u64::from(unit));
         let (chunks, tiers) = match answer {
-            Ok(Reply::Int(chunks)) => (*chunks, &[][..]),
-            Ok(Reply::Found { chunks, tiers }) => (*chunks, &tiers[..]),
+            Ok(Reply::Int(chunks)) => (chunks, Vec::new()),
+            Ok(Reply::Found { chunks, tiers }) => (chunks, tiers),
             _ => return Err(answer),
         };
         let named = tiers.iter().map(|tier| tier.chunks);
         let named = named.fold(0_u64, u64::saturating_add);
-        let tiers = tiers.iter().filter(|_| named == chunks);
+        let tiers = tiers.into_iter().filter(|_| named == chunks);
         Ok(Self {
             // No more than was asked for, whatever the server says.
             tokens: tokens(chunks).min(most),
             tiers: tiers
-                .map(|found| (found.tier.clone(), tokens(found.chunks)))
+                .map(|found| (found.tier, tokens(found.chunks)))
                 .collect(),
         })
     }
+
+    /// Adds the tokens after them. Where the tiers of some are not known, none is named.
+    fn and(mut self, after: Self) -> Self {
+        let is_named = |found: &Self| found.tokens == 0 || !found.tiers.is_empty();
+        let are_named = is_named(&self) && is_named(&after);
+        self.tokens += after.tokens;
+        self.tiers.extend(after.tiers);
+        self.tiers.retain(|_| are_named);
+        self
+    }
+}
+
+/// The lookups of requests.
+#[derive(Debug, Default)]
+struct Lookups {
+    results: HashMap<String, Lookup>,
+    /// Requests whose tails were looked up, until they end.
+    tails: HashSet<String>,
 }
 
 #[derive(Debug)]
 struct Shared {
     common: Arc<Common>,
-    lookups: Mutex<HashMap<String, Lookup>>,
+    lookups: Mutex<Lookups>,
     counters: Counters,
 }
 
 impl Shared {
     /// Notes the result of a lookup, unless the engine has no use for it any more.
-    fn found(&self, request_id: &str, number: u64, found: Result<FoundTokens, &Answer>) {
-        let counters = &self.counters;
-        let found = found.unwrap_or_else(|answer| {
-            counters.failed.fetch_add(1, Ordering::Relaxed);
-            self.log_failure("lookup", request_id, answer);
-            FoundTokens::default()
-        });
-        counters.hits.fetch_add(found.tokens, Ordering::Relaxed);
+    fn found(&self, request_id: &str, number: u64, found: FoundTokens) {
+        (self.counters.hits).fetch_add(found.tokens, Ordering::Relaxed);
         let mut lookups = self.lookups.lock();
-        if let Some(lookup) = lookups.get_mut(request_id)
+        if let Some(lookup) = lookups.results.get_mut(request_id)
             && matches!(lookup, Lookup::Pending(pending) if *pending == number)
         {
             *lookup = Lookup::Known(found);
         }
+    }
+
+    /// Tells the server that what it has kept under a name is used no more.
+    fn end_session(self: &Arc<Self>, link: &Link, name: String) {
+        let shared = Arc::clone(self);
+        let end = Request::EndSession {
+            request_id: name.clone(),
+        };
+        link.ask(end, self.common.timeouts.answer, move |answer| {
+            if answer.is_err() {
+                shared.log_failure("end of the session", &name, &answer);
+            }
+        });
     }
 
     /// Logs why the server did not do what it was asked for. That it is away is the link's to say.
@@ -128,6 +155,134 @@ impl Shared {
         self.common.log.failed((kind, ""), Instant::now(), || {
             format!("{kind} failed for request {}: {why}", shown(request_id))
         });
+    }
+}
+
+/// A lookup under way: first of the whole chunks, then of the tail after those that were found.
+struct UnderWay {
+    shared: Arc<Shared>,
+    link: Weak<Link>,
+    request_id: String,
+    number: u64,
+    server: Server,
+    cache_salt: String,
+    configs: RequestConfigs,
+    /// Hashes of all whole blocks of the prompt, where its tail is looked up too.
+    blocks: Arc<[ChunkHash]>,
+}
+
+impl UnderWay {
+    fn find_chunks(self, prompt: &Prompt, tokens: usize) {
+        let (name, unit) = (self.request_id.clone(), self.server.chunk_size);
+        self.ask(name, prompt, tokens, unit, |this, found| match found {
+            Ok(found) => this.find_tail(found),
+            Err(answer) => {
+                this.failed(&answer);
+                this.end(FoundTokens::default());
+            }
+        });
+    }
+
+    fn find_tail(self, found: FoundTokens) {
+        let Some(tail) = self.tail(found.tokens).filter(|_| self.begin_tail()) else {
+            return self.end(found);
+        };
+        let (name, unit) = (
+            tail_request_id(&self.request_id),
+            self.shared.common.engine.block_size,
+        );
+        let tokens = tail.len() * unit as usize;
+        let prompt = Prompt::Tail(tail);
+        self.ask(name, &prompt, tokens, unit, |this, tail| {
+            let tail = tail.unwrap_or_else(|answer| {
+                this.failed(&answer);
+                FoundTokens::default()
+            });
+            this.give_back_if_over();
+            this.end(found.and(tail));
+        });
+    }
+
+    /// Gives back the tail of a request that ended before the tail was looked up.
+    fn give_back_if_over(&self) {
+        let is_over = !self.shared.lookups.lock().tails.contains(&self.request_id);
+        if let (true, Some(link)) = (is_over, self.link.upgrade()) {
+            (self.shared).end_session(&link, tail_request_id(&self.request_id));
+        }
+    }
+
+    /// Returns the blocks that a tail after the tokens that were found may have.
+    fn tail(&self, found: u64) -> Option<Arc<[ChunkHash]>> {
+        let block_size = self.shared.common.engine.block_size;
+        // All blocks of a chunk are a whole chunk.
+        let most = (self.server.chunk_size / block_size).saturating_sub(1) as usize;
+        let first = usize::try_from(found / u64::from(block_size)).ok()?;
+        let rest = self.blocks.get(first..)?;
+        let tail = &rest[..rest.len().min(most)];
+        (self.server.units && !tail.is_empty()).then(|| tail.into())
+    }
+
+    /// Notes that the tail is looked up; returns false if the engine has no use for it any more.
+    fn begin_tail(&self) -> bool {
+        let mut lookups = self.shared.lookups.lock();
+        let is_pending = self.is_pending(&lookups);
+        if is_pending {
+            lookups.tails.insert(self.request_id.clone());
+        }
+        is_pending
+    }
+
+    fn is_pending(&self, lookups: &Lookups) -> bool {
+        let lookup = lookups.results.get(&self.request_id);
+        matches!(lookup, Some(Lookup::Pending(number)) if *number == self.number)
+    }
+
+    /// Looks up a range that begins with the prompt, or with its tail, under a name, and passes on what
+    /// was found.
+    fn ask(
+        self,
+        name: String,
+        prompt: &Prompt,
+        tokens: usize,
+        unit: u32,
+        then: impl FnOnce(Self, Result<FoundTokens, Answer>) + Send + 'static,
+    ) {
+        let common = &self.shared.common;
+        let (salt, configs, timeout) = (&self.cache_salt, &self.configs, common.timeouts.answer);
+        let key = common.key(self.server, &name, prompt, 0..tokens, salt, configs);
+        let Some(link) = self.link.upgrade() else {
+            return then(self, Err(Err(LinkError::Down)));
+        };
+        link.ask(Request::Lookup(key), timeout, move |sent| {
+            let link = match (sent, self.link.upgrade()) {
+                (Ok(_), Some(link)) => link,
+                (Ok(_), None) => return then(self, Err(Err(LinkError::Down))),
+                (refused, _) => return then(self, Err(refused)),
+            };
+            let (request_id, seconds) = (name, PROMOTION_TIMEOUT.as_secs_f64());
+            let wait = match self.server.wait_lookup {
+                true => Request::WaitLookup {
+                    request_id,
+                    timeout: seconds,
+                },
+                false => Request::WaitPrefetchStatus {
+                    request_id,
+                    timeout: seconds,
+                },
+            };
+            link.ask(wait, PROMOTION_TIMEOUT + timeout, move |answer| {
+                then(self, FoundTokens::read(answer, unit, tokens as u64));
+            });
+        });
+    }
+
+    fn failed(&self, answer: &Answer) {
+        self.shared.counters.failed.fetch_add(1, Ordering::Relaxed);
+        self.shared.log_failure("lookup", &self.request_id, answer);
+    }
+
+    fn end(self, found: FoundTokens) {
+        self.shared.found(&self.request_id, self.number, found);
     }
 }
 
@@ -174,8 +329,9 @@ impl SchedulerAdapter {
         })
     }
 
-    /// Sends a lookup of a prompt's whole chunks, unless the request has one already or the prompt
-    /// has no whole chunk.
+    /// Sends a lookup of a prompt's whole chunks, unless the request has one already. Of a
+    /// [`Prompt::Blocks`], the tail after the chunks that are found is looked up next. A prompt of
+    /// which nothing can be found is a miss.
     pub fn maybe_submit_lookup_request(
         &self,
         request_id: &str,
@@ -186,60 +342,53 @@ impl SchedulerAdapter {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         // A prompt that was named for another server is a miss.
         let server = (self.shared.common.server()).filter(|&server| prompt.is_known_to(server));
-        let chunk_size = server.map_or(0, |server| server.chunk_size);
-        let chunks = match chunk_size {
-            0 => 0,
-            size => prompt.chunks(size),
+        let block_size = self.shared.common.engine.block_size;
+        let chunks = server.map_or(0, |server| prompt.chunks(server.chunk_size, block_size));
+        let blocks = match prompt {
+            Prompt::Blocks(hashes) => Arc::clone(hashes),
+            _ => Arc::default(),
         };
+        let has_tails = server.is_some_and(|server| server.units) && !blocks.is_empty();
         {
             let mut lookups = self.shared.lookups.lock();
-            if lookups.contains_key(request_id) {
+            if lookups.results.contains_key(request_id) {
                 return;
             }
-            let lookup = match chunks {
-                0 => Lookup::Known(FoundTokens::default()),
-                _ => Lookup::Pending(number),
+            let lookup = match chunks > 0 || has_tails {
+                false => Lookup::Known(FoundTokens::default()),
+                true => Lookup::Pending(number),
             };
-            lookups.insert(request_id.to_owned(), lookup);
+            lookups.results.insert(request_id.to_owned(), lookup);
         }
-        let Some(server) = server.filter(|_| chunks > 0) else {
+        let Some(server) = server.filter(|_| chunks > 0 || has_tails) else {
             return;
         };
-        let tokens = chunks * chunk_size as usize;
-        let common = &self.shared.common;
-        let key = common.key(server, request_id, prompt, 0..tokens, cache_salt, configs);
-        let timeout = common.timeouts.answer;
+        let tokens = chunks * server.chunk_size as usize;
+        let named = blocks.len() * block_size as usize;
         let counters = &self.shared.counters;
         counters.lookups.fetch_add(1, Ordering::Relaxed);
-        counters.tokens.fetch_add(tokens as u64, Ordering::Relaxed);
-        let (shared, link) = (Arc::clone(&self.shared), Arc::downgrade(&self.link));
-        let request_id = request_id.to_owned();
-        self.link.ask(Request::Lookup(key), timeout, move |sent| {
-            let (Ok(_), Some(link)) = (&sent, link.upgrade()) else {
-                return shared.found(&request_id, number, Err(&sent));
-            };
-            let (id, seconds) = (request_id.clone(), PROMOTION_TIMEOUT.as_secs_f64());
-            let wait = match server.wait_lookup {
-                true => Request::WaitLookup {
-                    request_id: id,
-                    timeout: seconds,
-                },
-                false => Request::WaitPrefetchStatus {
-                    request_id: id,
-                    timeout: seconds,
-                },
-            };
-            link.ask(wait, PROMOTION_TIMEOUT + timeout, move |answer| {
-                let found = FoundTokens::read(&answer, chunk_size, tokens as u64);
-                shared.found(&request_id, number, found);
-            });
-        });
+        let asked = if has_tails { tokens.max(named) } else { tokens };
+        counters.tokens.fetch_add(asked as u64, Ordering::Relaxed);
+        let under_way = UnderWay {
+            shared: Arc::clone(&self.shared),
+            link: Arc::downgrade(&self.link),
+            request_id: request_id.to_owned(),
+            number,
+            server,
+            cache_salt: cache_salt.to_owned(),
+            configs: configs.clone(),
+            blocks,
+        };
+        match chunks {
+            0 => under_way.find_tail(FoundTokens::default()),
+            _ => under_way.find_chunks(prompt, tokens),
+        }
     }
 
     /// Returns the tokens that a lookup found, or `None` while it is pending. 0 for a request
     /// without a lookup.
     pub fn check_lookup_result(&self, request_id: &str) -> Option<u64> {
-        match self.shared.lookups.lock().get(request_id) {
+        match self.shared.lookups.lock().results.get(request_id) {
             None => Some(0),
             Some(Lookup::Known(found)) => Some(found.tokens),
             Some(Lookup::Pending(_)) => None,
@@ -249,7 +398,7 @@ impl SchedulerAdapter {
     /// Returns the tiers that the tokens of a lookup came from, in the order of the tokens: `dram`,
     /// or a lower tier's name, and the number of tokens. Empty where the server does not say.
     pub fn lookup_tiers(&self, request_id: &str) -> Vec<(String, u64)> {
-        match self.shared.lookups.lock().get(request_id) {
+        match self.shared.lookups.lock().results.get(request_id) {
             Some(Lookup::Known(found)) => found.tiers.clone(),
             _ => Vec::new(),
         }
@@ -258,22 +407,20 @@ impl SchedulerAdapter {
     /// Removes the result of a request's lookup. The server keeps the chunks for the request until
     /// they were retrieved or the session ends.
     pub fn cleanup_lookup_result(&self, request_id: &str) {
-        self.shared.lookups.lock().remove(request_id);
+        self.shared.lookups.lock().results.remove(request_id);
     }
 
     /// Ends a request: the server may evict what it kept for it.
     pub fn end_session(&self, request_id: &str) {
-        self.cleanup_lookup_result(request_id);
-        let (shared, request_id) = (Arc::clone(&self.shared), request_id.to_owned());
-        let end = Request::EndSession {
-            request_id: request_id.clone(),
+        let had_tail = {
+            let mut lookups = self.shared.lookups.lock();
+            lookups.results.remove(request_id);
+            lookups.tails.remove(request_id)
         };
-        let timeout = self.shared.common.timeouts.answer;
-        self.link.ask(end, timeout, move |answer| {
-            if answer.is_err() {
-                shared.log_failure("end of the session", &request_id, &answer);
-            }
-        });
+        let tail = had_tail.then(|| tail_request_id(request_id));
+        for name in [Some(request_id.to_owned()), tail].into_iter().flatten() {
+            self.shared.end_session(&self.link, name);
+        }
     }
 
     /// Clears the server's cache, but for chunks in use, and waits for it, at most 10 s. Returns

@@ -2,7 +2,7 @@
 //!
 //! The engine's thread only queues what is to be moved, for the threads of [`Mover`].
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::HashSet;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_memory::cuda::{CudaError, Gpu, Gpus, Mark, Registration};
+use lmc_memory::cuda::{CudaError, Gpu, Gpus, Registration};
 use lmc_memory::{CopyPool, MappedSegment, Planes, SharedName};
 use parking_lot::{Condvar, Mutex};
 
@@ -18,7 +18,9 @@ use crate::adapters::common::{Common, Server, ServerState};
 use crate::adapters::link::{Link, OwnThread, SessionId, Setup};
 use crate::adapters::log::Level;
 use crate::adapters::mover::Mover;
+use crate::adapters::prompt::tail_request_id;
 use crate::adapters::tensors::Described;
+use crate::adapters::work::{Direction, Work};
 use crate::adapters::{
     AdapterError, Endpoint, EngineDescription, KvLayers, LogLine, Prompt, Timeouts,
 };
@@ -33,7 +35,7 @@ pub struct LoadStoreOp {
     pub request_id: String,
     /// The prompt up to the end of the range, at least.
     pub prompt: Prompt,
-    /// The range in tokens, in whole chunks.
+    /// The range in tokens: whole chunks, or the blocks of a [`Prompt::Tail`].
     pub tokens: Range<usize>,
     /// The blocks of the range in each group of layers, in the order in which the groups are
     /// registered.
@@ -106,12 +108,6 @@ pub(crate) fn add(counter: &AtomicU64, count: u64) {
     counter.fetch_add(count, Ordering::Relaxed);
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Direction {
-    Store,
-    Retrieve,
-}
-
 /// A stream of an engine's work on a GPU.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineStream(u64);
@@ -127,195 +123,34 @@ impl EngineStream {
     }
 }
 
-/// A transfer that is queued or under way, with its number.
-#[derive(Debug)]
-pub(crate) struct Transfer {
-    pub(crate) number: u64,
-    pub(crate) direction: Direction,
-    pub(crate) op: LoadStoreOp,
-    /// Work of the engine on its GPU that comes before the copy; `None` for memory of the host.
-    pub(crate) after: Option<Result<Arc<Mark>, CudaError>>,
+/// The layout of the engine's memory in the two kinds of chunks.
+#[derive(Debug, Clone)]
+pub(crate) struct Layouts {
+    /// Whole chunks, of the server's size.
+    chunk: Arc<Described>,
+    /// Chunks of one block, for tails.
+    block: Arc<Described>,
 }
 
-/// Progress of a store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Progress {
-    Queued,
-    Copying,
-    /// The blocks may be written again; the server has not confirmed the store yet.
-    Copied,
-}
-
-/// A store that has not ended.
-#[derive(Debug, Clone, Copy)]
-struct Store {
-    progress: Progress,
-    /// First token of its range.
-    start: usize,
-}
-
-/// Transfers of one request that have not ended.
-#[derive(Debug, Default)]
-struct OfRequest {
-    /// Stores by their numbers.
-    stores: HashMap<u64, Store>,
-    retrieves: usize,
-    /// True if the request had a store, and its end was not reported yet.
-    had_stores: bool,
-    /// True once the engine has named the request finished.
-    finished: bool,
-}
-
-#[derive(Debug, Default)]
-pub(crate) struct Work {
-    pub(crate) retrieves: VecDeque<Transfer>,
-    pub(crate) stores: VecDeque<Transfer>,
-    requests: HashMap<String, OfRequest>,
-    /// Requests whose retrieves have ended since the last report.
-    retrieved: HashSet<String>,
-    /// Requests with a retrieve that failed, until they are reported.
-    pub(crate) failed: HashSet<String>,
-    pub(crate) failed_blocks: HashSet<u32>,
-    /// Stores with a number that have ended since the last report.
-    ended: Vec<EndedStore>,
-    pub(crate) stopped: bool,
-    /// True while the engine takes its memory back: no copy begins.
-    withdrawing: bool,
-    /// Threads that carry transfers out now.
-    pub(crate) carrying: usize,
-    /// True once another thread carries out the retrieves.
-    pub(crate) has_loader: bool,
-    next_number: u64,
-}
-
-impl Work {
-    fn queue(
-        &mut self,
-        direction: Direction,
-        op: LoadStoreOp,
-        after: Option<Result<Arc<Mark>, CudaError>>,
-    ) {
-        let number = self.next_number;
-        self.next_number += 1;
-        let request = self.requests.entry(op.request_id.clone()).or_default();
-        let queue = match direction {
-            Direction::Store => {
-                let store = Store {
-                    progress: Progress::Queued,
-                    start: op.tokens.start,
-                };
-                request.stores.insert(number, store);
-                request.had_stores = true;
-                &mut self.stores
-            }
-            Direction::Retrieve => {
-                request.retrieves += 1;
-                &mut self.retrieves
-            }
-        };
-        queue.push_back(Transfer {
-            number,
-            direction,
-            op,
-            after,
-        });
+impl Layouts {
+    fn describe(
+        layers: &KvLayers,
+        chunk_size: u32,
+        gpu: Option<&Arc<Gpu>>,
+    ) -> Result<Self, AdapterError> {
+        let describe = |tokens| layers.describe(tokens, gpu).map(Arc::new);
+        Ok(Self {
+            chunk: describe(chunk_size)?,
+            block: describe(layers.tokens_per_block())?,
+        })
     }
 
-    /// Returns true while transfers are carried out, or queued for threads that run.
-    fn is_busy(&self) -> bool {
-        let is_queued = !self.stores.is_empty() || !self.retrieves.is_empty();
-        self.carrying > 0 || (is_queued && !self.stopped)
-    }
-
-    /// Returns true if a transfer is still to be carried out.
-    pub(crate) fn is_wanted(&self, transfer: &Transfer) -> bool {
-        let request = self.requests.get(&transfer.op.request_id);
-        let has_store = |request: &OfRequest| request.stores.contains_key(&transfer.number);
-        !self.stopped
-            && !self.withdrawing
-            && (transfer.direction == Direction::Retrieve || request.is_some_and(has_store))
-    }
-
-    /// Returns true if a transfer may be copied now: it was not dropped meanwhile.
-    pub(crate) fn begin_copy(&mut self, transfer: &Transfer) -> bool {
-        if self.withdrawing {
-            return false;
+    /// Returns the layout of the chunks that a prompt's name is of.
+    pub(crate) fn of(&self, prompt: &Prompt) -> &Described {
+        match prompt.is_tail() {
+            true => &self.block,
+            false => &self.chunk,
         }
-        let request = self.requests.get_mut(&transfer.op.request_id);
-        match transfer.direction {
-            Direction::Retrieve => true,
-            Direction::Store => request
-                .and_then(|request| request.stores.get_mut(&transfer.number))
-                .is_some_and(|store| {
-                    store.progress = Progress::Copying;
-                    true
-                }),
-        }
-    }
-
-    /// Notes that a store needs its blocks no more.
-    pub(crate) fn end_copy(&mut self, transfer: &Transfer) {
-        if let Some(request) = self.requests.get_mut(&transfer.op.request_id)
-            && let Some(store) = request.stores.get_mut(&transfer.number)
-        {
-            store.progress = Progress::Copied;
-        }
-    }
-
-    /// Notes the end of a transfer, and the chunks that it moved. Returns false for a store that was
-    /// dropped before.
-    pub(crate) fn end(&mut self, transfer: &Transfer, chunks: &[u64]) -> bool {
-        let request_id = &transfer.op.request_id;
-        if let (Direction::Store, Some(number)) = (transfer.direction, transfer.op.store_number) {
-            let chunks = chunks.to_vec();
-            self.ended.push(EndedStore { number, chunks });
-        }
-        let Some(request) = self.requests.get_mut(request_id) else {
-            return false;
-        };
-        match transfer.direction {
-            Direction::Store => request.stores.remove(&transfer.number).is_some(),
-            Direction::Retrieve => {
-                request.retrieves -= 1;
-                if request.retrieves == 0 {
-                    self.retrieved.insert(request_id.clone());
-                    if !request.had_stores {
-                        self.requests.remove(request_id);
-                    }
-                }
-                true
-            }
-        }
-    }
-
-    /// Returns true while a store of the request needs blocks of tokens before this one.
-    fn has_stores(&self, request_id: &str, before: usize) -> bool {
-        let request = self.requests.get(request_id);
-        let needs_blocks =
-            |store: &Store| store.start < before && store.progress != Progress::Copied;
-        request.is_some_and(|request| request.stores.values().any(needs_blocks))
-    }
-
-    /// Drops the stores of a request that need blocks of tokens before this one and are not being
-    /// copied, and returns their number.
-    fn drop_stores(&mut self, request_id: &str, before: usize) -> usize {
-        let Some(request) = self.requests.get_mut(request_id) else {
-            return 0;
-        };
-        let count = request.stores.len();
-        let stays = |store: &Store| store.start >= before || store.progress != Progress::Queued;
-        request.stores.retain(|_, store| stays(store));
-        let stores = &request.stores;
-        self.stores.retain(|transfer| {
-            let stays =
-                transfer.op.request_id != request_id || stores.contains_key(&transfer.number);
-            if let (false, Some(number)) = (stays, transfer.op.store_number) {
-                let chunks = Vec::new();
-                self.ended.push(EndedStore { number, chunks });
-            }
-            stays
-        });
-        count - stores.len()
     }
 }
 
@@ -323,7 +158,7 @@ impl Work {
 #[derive(Debug)]
 struct Registered {
     layers: KvLayers,
-    described: Arc<Described>,
+    layouts: Layouts,
     chunk_size: u32,
 }
 
@@ -332,7 +167,7 @@ struct Registered {
 pub(crate) struct Pool {
     pub(crate) session: SessionId,
     pub(crate) memory: Arc<MappedSegment>,
-    pub(crate) described: Arc<Described>,
+    pub(crate) layouts: Layouts,
     pub(crate) server: Server,
     /// Keeps the memory registered with the driver, where the engine's lies on a GPU.
     _registration: Option<Arc<Registration>>,
@@ -341,7 +176,10 @@ pub(crate) struct Pool {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) common: Arc<Common>,
-    pub(crate) instance_id: u64,
+    /// Ids under which the server knows this worker: of whole chunks, and of single blocks.
+    instance_ids: [u64; 2],
+    /// True if the next ping is about the second id.
+    pings_second: AtomicBool,
     pub(crate) kv_rank: u32,
     registered: Mutex<Option<Registered>>,
     gpus: Gpus,
@@ -378,11 +216,11 @@ impl Setup for WorkerSetup {
         let gpu = shared.gpu.lock().clone();
         if registered.chunk_size != server.chunk_size {
             // Registered while no server was there.
-            let described = registered.layers.describe(server.chunk_size, gpu.as_ref());
-            registered.described = Arc::new(described.map_err(|error| error.to_string())?);
+            let layouts = Layouts::describe(&registered.layers, server.chunk_size, gpu.as_ref());
+            registered.layouts = layouts.map_err(|error| error.to_string())?;
             registered.chunk_size = server.chunk_size;
         }
-        let described = &registered.described;
+        let layouts = &registered.layouts;
         let registration = match replies.get(2..).unwrap_or_default() {
             [] if server.pool_descriptor && !shared.by_name.swap(false, Ordering::Relaxed) => {
                 return Ok(Some(Request::PoolDescriptor));
@@ -394,7 +232,15 @@ impl Setup for WorkerSetup {
                 return Err("no descriptor of its pool has arrived, as through a proxy".to_owned());
             }
             // The descriptor is kept until the registration is answered.
-            [] | [Reply::Int(_)] => return Ok(Some(shared.registration(server, described))),
+            [] | [Reply::Int(_)] => {
+                return Ok(Some(shared.registration(server, &layouts.chunk, None)));
+            }
+            [Reply::Registered { .. }] | [Reply::Int(_), Reply::Registered { .. }]
+                if server.units =>
+            {
+                let unit = Some(shared.common.engine.block_size);
+                return Ok(Some(shared.registration(server, &layouts.block, unit)));
+            }
             [.., last] => last,
         };
         let Reply::Registered {
@@ -415,7 +261,7 @@ impl Setup for WorkerSetup {
         *shared.pool.lock() = Some(Pool {
             session,
             memory,
-            described: Arc::clone(described),
+            layouts: layouts.clone(),
             server,
             _registration: registration,
         });
@@ -423,9 +269,12 @@ impl Setup for WorkerSetup {
     }
 
     fn ping(&self) -> Request {
-        let registered = self.0.registered.lock().is_some();
+        let shared = &self.0;
+        let registered = shared.registered.lock().is_some();
+        let units = shared.common.server().is_some_and(|server| server.units);
+        let second = shared.pings_second.fetch_xor(true, Ordering::Relaxed) && units;
         Request::Ping {
-            instance_id: registered.then_some(self.0.instance_id),
+            instance_id: registered.then_some(shared.instance_ids[usize::from(second)]),
         }
     }
 }
@@ -500,11 +349,12 @@ fn enter_pages(memory: &Arc<MappedSegment>) {
 }
 
 impl Shared {
-    fn registration(&self, server: Server, described: &Described) -> Request {
+    /// Returns the registration of chunks, which have `unit` tokens where not the server's.
+    fn registration(&self, server: Server, described: &Described, unit: Option<u32>) -> Request {
         let engine = &self.common.engine;
         let chunk = &described.chunk;
         Request::RegisterEngineDriven(EngineDrivenContext {
-            instance_id: self.instance_id,
+            instance_id: self.instance_ids[usize::from(unit.is_some())],
             model_name: self.common.model(server).to_owned(),
             world_size: engine.world_size,
             block_size: engine.block_size,
@@ -516,6 +366,7 @@ impl Shared {
             record: server.engine_keys.then(|| EngineRecord {
                 identity: engine.identity.clone(),
                 layout: described.layout.clone(),
+                unit,
             }),
             unknown: UnknownFields::default(),
         })
@@ -534,15 +385,29 @@ impl Shared {
         Arc::new(gpu.register(Arc::clone(memory), failed))
     }
 
-    pub(crate) fn key(&self, server: Server, op: &LoadStoreOp) -> CacheKey {
+    pub(crate) fn key(&self, server: Server, direction: Direction, op: &LoadStoreOp) -> CacheKey {
         let (range, salt) = (op.tokens.clone(), &op.cache_salt);
+        let tail_id;
+        let request_id = match direction {
+            // The request under which the scheduler has looked it up.
+            Direction::Retrieve if op.prompt.is_tail() => {
+                tail_id = tail_request_id(&op.request_id);
+                &tail_id
+            }
+            _ => &op.request_id,
+        };
         let key = self
             .common
-            .key(server, &op.request_id, &op.prompt, range, salt, &op.configs);
+            .key(server, request_id, &op.prompt, range, salt, &op.configs);
         CacheKey {
             worker_id: Some(self.kv_rank),
             ..key
         }
+    }
+
+    /// Returns the id under which the server knows the chunks of a prompt's name.
+    pub(crate) fn instance_id(&self, prompt: &Prompt) -> u64 {
+        self.instance_ids[usize::from(prompt.is_tail())]
     }
 
     /// Returns the pool of the connection that is up.
@@ -597,12 +462,14 @@ impl WorkerAdapter {
             );
             return Err(AdapterError::Invalid(text));
         }
-        let mut id = [0; 8];
-        getrandom::fill(&mut id).map_err(std::io::Error::from)?;
+        let mut ids = [0; 16];
+        getrandom::fill(&mut ids).map_err(std::io::Error::from)?;
+        let ids = u128::from_le_bytes(ids);
         let shared = Arc::new(Shared {
             common: Arc::clone(&common),
             // LMCache's server reads a signed number.
-            instance_id: u64::from_le_bytes(id) >> 1,
+            instance_ids: [ids as u64, (ids >> 64) as u64].map(|id| id >> 1),
+            pings_second: AtomicBool::new(false),
             kv_rank,
             registered: Mutex::default(),
             gpus: Gpus::without_pool(),
@@ -654,14 +521,14 @@ impl WorkerAdapter {
             .gpu()
             .map(|uuid| shared.gpus.open(uuid))
             .transpose()?;
-        let described = layers.describe(chunk_size, gpu.as_ref())?;
+        let layouts = Layouts::describe(&layers, chunk_size, gpu.as_ref())?;
         if gpu.is_some() {
             self.start_loader()?;
         }
         *shared.gpu.lock() = gpu;
         *shared.registered.lock() = Some(Registered {
             layers,
-            described: Arc::new(described),
+            layouts,
             chunk_size,
         });
         self.link.reconnect();
@@ -784,29 +651,7 @@ impl WorkerAdapter {
     /// the engine has named it finished, in this call or before; one with retrieves when they have
     /// ended.
     pub fn get_finished(&self, finished: impl IntoIterator<Item = String>) -> Finished {
-        let mut work = self.shared.work.lock();
-        for request_id in finished {
-            if let Some(request) = work.requests.get_mut(&request_id) {
-                request.finished = true;
-            }
-        }
-        let mut stores = HashSet::new();
-        work.requests.retain(|request_id, request| {
-            if request.had_stores && request.finished && request.stores.is_empty() {
-                request.had_stores = false;
-                stores.insert(request_id.clone());
-            }
-            request.had_stores || request.retrieves > 0
-        });
-        let retrieves = std::mem::take(&mut work.retrieved);
-        let failed = (work.failed)
-            .extract_if(|request_id| retrieves.contains(request_id))
-            .collect();
-        Finished {
-            stores,
-            retrieves,
-            failed,
-        }
+        self.shared.work.lock().report(finished)
     }
 
     /// Returns the blocks that retrieves failed to fill since the last call, for engines with one
@@ -927,38 +772,5 @@ impl WorkerAdapter {
 impl Drop for WorkerAdapter {
     fn drop(&mut self) {
         self.shutdown();
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn no_copy_begins_while_the_memory_is_being_taken_out_of_use() {
-        let mut work = Work::default();
-        let op = LoadStoreOp {
-            request_id: "a".to_owned(),
-            prompt: Prompt::Chunks(Arc::from([])),
-            tokens: 0..0,
-            block_ids: Vec::new(),
-            skip_first_n_tokens: 0,
-            cache_salt: String::new(),
-            configs: RequestConfigs::default(),
-            store_number: None,
-        };
-        work.queue(Direction::Store, op.clone(), None);
-        work.queue(Direction::Retrieve, op, None);
-        let transfers = [work.stores.pop_front(), work.retrieves.pop_front()].map(Option::unwrap);
-        for withdrawing in [false, true] {
-            work.withdrawing = withdrawing;
-            for transfer in &transfers {
-                let what = (transfer.direction, withdrawing);
-                assert_eq!(work.is_wanted(transfer), !withdrawing, "{what:?}");
-                assert_eq!(work.begin_copy(transfer), !withdrawing, "{what:?}");
-            }
-        }
-        work.carrying = 1;
-        assert!(work.is_busy());
     }
 }

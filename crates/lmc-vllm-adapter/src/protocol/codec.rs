@@ -38,6 +38,8 @@ const MAX_CHUNKS: usize = 1 << 18;
 const IDENTITY: &str = "lmc_identity";
 /// Field of a key for the hashes of a prompt's chunks.
 const CHUNK_HASHES: &str = "lmc_chunk_hashes";
+/// Field of a key and of a registration for the tokens of a chunk that are not the server's.
+const UNIT: &str = "lmc_unit";
 /// Field of a registration for the order of the elements in a chunk.
 const LAYOUT: &str = "lmc_layout";
 /// Most ranks that one chunk's KV cache may be split over; a lookup checks each.
@@ -419,8 +421,12 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
                 key.identity = Some(IdentityDigest(digest));
             }
             CHUNK_HASHES => key.chunk_hashes = chunk_hashes(reader)?,
+            UNIT => key.unit = Some(unit(reader)?),
             _ => reader.skip()?,
         }
+    }
+    if key.unit.is_some() && key.chunk_hashes.is_empty() {
+        return Err(invalid("lmc_unit needs lmc_chunk_hashes"));
     }
     if !key.chunk_hashes.is_empty() && (key.identity.is_none() || !key.token_ids.is_empty()) {
         return Err(invalid(
@@ -452,6 +458,14 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
 
 fn invalid(text: &str) -> ValueError {
     ValueError::Invalid(text.to_owned())
+}
+
+/// Reads the tokens of a chunk.
+fn unit(reader: &mut Reader<'_>) -> Result<u32, ValueError> {
+    match reader.number(UNIT)? {
+        0 => Err(invalid("lmc_unit must be 1 or more")),
+        unit => Ok(unit),
+    }
 }
 
 /// Reads the hashes of a prompt's chunks: 32 bytes each, in one byte string.
@@ -573,7 +587,7 @@ fn engine_group(reader: &mut Reader<'_>) -> Result<EngineGroup, ValueError> {
 fn engine_driven_context(reader: &mut Reader<'_>) -> Result<EngineDrivenContext, ValueError> {
     let (mut instance_id, mut model_name, mut world, mut block_size) = (None, None, None, None);
     let (mut num_layers, mut hidden, mut dtype, mut use_mla) = (None, None, None, None);
-    let (mut num_physical_slots, mut identity, mut layout) = (None, None, None);
+    let (mut num_physical_slots, mut identity, mut layout, mut own_unit) = (None, None, None, None);
     let mut unknown = UnknownFields::default();
     for _ in 0..reader.map("registration", 64)? {
         match reader.str("registration field", MAX_NAME)? {
@@ -591,15 +605,20 @@ fn engine_driven_context(reader: &mut Reader<'_>) -> Result<EngineDrivenContext,
             "num_physical_slots" => {}
             IDENTITY => identity = Some(reader.str(IDENTITY, MAX_RECORD)?.to_owned()),
             LAYOUT => layout = Some(reader.str(LAYOUT, MAX_RECORD)?.to_owned()),
+            UNIT => own_unit = Some(unit(reader)?),
             other => unknown_field(&mut unknown, other, reader)?,
         }
     }
     let record = match (identity, layout) {
-        (Some(identity), Some(layout)) => Some(EngineRecord { identity, layout }),
-        (None, None) => None,
+        (Some(identity), Some(layout)) => Some(EngineRecord {
+            identity,
+            layout,
+            unit: own_unit,
+        }),
+        (None, None) if own_unit.is_none() => None,
         _ => {
             return Err(invalid(
-                "lmc_identity and lmc_layout must be given together",
+                "lmc_identity and lmc_layout must be given together, and lmc_unit only with them",
             ));
         }
     };

@@ -18,4 +18,4 @@ pub use operation::{
     RequestConfigs, SlotDescriptor, Sources, TierChunks, UnknownFields,
 };
 #[cfg(any(feature = "adapters", feature = "service"))]
-pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, WAIT_LOOKUP};
+pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, UNITS, WAIT_LOOKUP};

@@ -151,6 +151,9 @@ pub(crate) const POOL_DESCRIPTOR: &str = "lmc_pool_descriptor";
 /// Capability of a server that knows [`Operation::WaitLookup`].
 pub(crate) const WAIT_LOOKUP: &str = "lmc_wait_lookup";
 
+/// Capability of a server that knows chunks of other sizes than its own, where the engine names them.
+pub(crate) const UNITS: &str = "lmc_units";
+
 /// A range of a prompt, with the model, rank and tenant whose KV cache it is (`IPCCacheServerKey`
 /// on the wire).
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -166,6 +169,9 @@ pub struct CacheKey {
     /// Hashes of the prompt's chunks, from its first, where the engine hashes its prompts itself.
     /// Only valid with an `identity`, which names how they are made.
     pub chunk_hashes: Vec<ChunkHash>,
+    /// Tokens that each of `chunk_hashes` stands for, where they are not the server's chunk size. The
+    /// range is counted from the first that they name then.
+    pub unit: Option<u32>,
     /// Identity of the engine, where its client states one.
     pub identity: Option<IdentityDigest>,
     /// Index of the first token of the range; a multiple of the chunk size.
@@ -202,6 +208,9 @@ pub struct EngineRecord {
     pub identity: String,
     /// Order of the elements in a chunk.
     pub layout: String,
+    /// Tokens of a chunk, where they are not the server's chunk size. Only keys with the same
+    /// [`CacheKey::unit`] name such chunks.
+    pub unit: Option<u32>,
 }
 
 /// Settings of one request, from the entries of its `kv_transfer_params` that begin with

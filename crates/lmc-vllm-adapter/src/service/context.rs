@@ -44,7 +44,8 @@ impl fmt::Debug for Context {
 impl Context {
     pub(super) fn new(config: ServiceConfig, engine: CacheEngine) -> Self {
         let events = Arc::new(EventLog::new(config.kv_event_log_size, config.incarnation));
-        let spaces = Arc::new(Spaces::new(Arc::clone(&events)));
+        let chunk_size = config.hasher.chunk_size();
+        let spaces = Arc::new(Spaces::new(Arc::clone(&events), chunk_size));
         engine.set_events(Arc::clone(&spaces) as _);
         Self {
             memo: HashMemo::new(config.hash_memo_bytes),
@@ -70,7 +71,7 @@ impl Context {
     /// # Errors
     /// The refusal of a request whose range or salt is not possible.
     pub(super) fn hash(&self, key: &CacheKey) -> Result<Hashed, Reply> {
-        let chunk = u64::from(self.config.hasher.chunk_size());
+        let chunk = self.chunk_tokens_of(key);
         if !key.start.is_multiple_of(chunk) {
             return Err(refuse(&format!(
                 "start {} is not a multiple of the chunk size {chunk}",
@@ -97,8 +98,14 @@ impl Context {
         Ok(Hashed {
             hashes,
             chunks: start..end,
+            chunk_tokens: chunk,
             salt,
         })
+    }
+
+    /// Returns the number of tokens in each chunk that a key names.
+    pub(super) fn chunk_tokens_of(&self, key: &CacheKey) -> u64 {
+        u64::from(key.unit.unwrap_or(self.config.hasher.chunk_size()))
     }
 
     /// Returns the tokens of a chunk, for the event that announces it; none without subscribers.
@@ -130,6 +137,8 @@ pub(super) struct Hashed {
     pub(super) hashes: Vec<ChunkHash>,
     /// The range, in chunks.
     pub(super) chunks: Range<usize>,
+    /// Tokens of each chunk.
+    pub(super) chunk_tokens: u64,
     pub(super) salt: Salt,
 }
 

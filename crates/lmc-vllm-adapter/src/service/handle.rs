@@ -11,7 +11,9 @@ use lmc_memory::CopyPool;
 use tokio::sync::watch;
 
 use crate::peer::{Peer, Witness};
-use crate::protocol::{ENGINE_KEYS, Operation, POOL_DESCRIPTOR, Reply, Request, WAIT_LOOKUP};
+use crate::protocol::{
+    ENGINE_KEYS, Operation, POOL_DESCRIPTOR, Reply, Request, UNITS, WAIT_LOOKUP,
+};
 use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::connections::Connections;
 use crate::service::context::{Context, refuse};
@@ -226,7 +228,8 @@ impl Service {
             Request::GetExperimental => {
                 let events = parts.context.events.enabled().then_some(KV_EVENT_STREAM);
                 let pool = (parts.registry.can_pass_pool(client)).then_some(POOL_DESCRIPTOR);
-                let capabilities = events.into_iter().chain([ENGINE_KEYS, WAIT_LOOKUP]);
+                let own = [ENGINE_KEYS, WAIT_LOOKUP, UNITS];
+                let capabilities = events.into_iter().chain(own);
                 let capabilities = capabilities.chain(pool);
                 Reply::Strings(capabilities.map(str::to_owned).collect())
             }
@@ -427,6 +430,13 @@ impl Service {
     pub fn lasting_spaces(&self) -> impl Fn(lmc_key::SpaceId) -> bool + Send + Sync + 'static {
         let spaces = Arc::clone(&self.0.context.spaces);
         move |space| spaces.is_lasting(space)
+    }
+
+    /// Returns a function that is true for spaces whose chunks have the server's chunk size, as far as
+    /// is known.
+    pub fn whole_chunk_spaces(&self) -> impl Fn(lmc_key::SpaceId) -> bool + Send + Sync + 'static {
+        let spaces = Arc::clone(&self.0.context.spaces);
+        move |space| spaces.has_whole_chunks(space)
     }
 
     /// Returns the tenant of a space; the common one where no engine has named the space.

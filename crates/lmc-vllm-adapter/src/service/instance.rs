@@ -100,6 +100,8 @@ pub(crate) struct Instance {
     pub(crate) world_size: u32,
     /// Identity that the engine's own client stated; requests of it name the same.
     pub(crate) identity: Option<IdentityDigest>,
+    /// Tokens of a chunk, where they are not the server's chunk size; requests name the same.
+    pub(crate) unit: Option<u32>,
     /// Names the layout in keys: the registered one, or its generation where that is opaque.
     pub(crate) fingerprint: LayoutFingerprint,
     /// Names of the first fields of its registration that this version does not know, to be shown.
@@ -162,6 +164,7 @@ impl Instance {
             model: context.model_name.parse().map_err(invalid)?,
             world_size: context.world_size,
             identity,
+            unit: context.record.as_ref().and_then(|record| record.unit),
             fingerprint,
             unknown_fields: unknown_fields(context.unknown.names())?,
             // A record names the format of the elements.
@@ -226,6 +229,7 @@ impl Instance {
             model: registration.model_name.parse().map_err(invalid)?,
             world_size: registration.world_size,
             identity: None,
+            unit: None,
             fingerprint,
             unknown_fields: unknown_fields(unknown_names(registration))?,
             opaque: Opaque::of(fingerprint, &dtypes, &shape),
@@ -270,7 +274,7 @@ impl Instance {
     ) -> KeySpace {
         KeySpace {
             algorithm: config.hasher.algorithm(),
-            chunk_size: config.hasher.chunk_size(),
+            chunk_size: self.unit.unwrap_or(config.hasher.chunk_size()),
             model: self.model.clone(),
             world_size: self.world_size,
             layout: self.fingerprint,
@@ -721,6 +725,7 @@ mod tests {
                 c.record = Some(EngineRecord {
                     identity: String::new(),
                     layout: String::new(),
+                    unit: None,
                 });
             }),
             ("an unknown field", |c| c.unknown = unknown(1)),
@@ -747,6 +752,7 @@ mod tests {
                 record: Some(EngineRecord {
                     identity: identity.to_owned(),
                     layout: layout.to_owned(),
+                    unit: None,
                 }),
                 block_size,
                 ..context()

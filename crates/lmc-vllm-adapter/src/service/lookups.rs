@@ -37,6 +37,8 @@ struct Promoting {
     /// First chunk of the range that was looked up.
     first: usize,
     readers: u32,
+    /// Tokens of a chunk, where they are not the server's chunk size.
+    unit: Option<u32>,
     /// The chunks of the range, for the event of those that are promoted; none without
     /// subscribers.
     chunks: Vec<StoredChunk>,
@@ -145,17 +147,19 @@ impl Lookups {
             .with_limit(share_of(context, client));
         let lookup = engine.lookup(request);
         let clears = lookup.clears();
-        let chunk = u64::from(context.config.hasher.chunk_size());
-        add(&counters.lookups, 1);
-        add(&counters.lookup_tokens, hashed.chunks.len() as u64 * chunk);
+        if key.unit.is_none() {
+            let tokens = hashed.chunks.len() as u64 * hashed.chunk_tokens;
+            add(&counters.lookups, 1);
+            add(&counters.lookup_tokens, tokens);
+        }
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         let readers = key.num_kv_readers;
         let (known, promoted) = match lookup.try_found() {
             Ok(found) => {
-                self.announce(&found, clears, &key.model_name, || {
+                self.announce(&found, clears, &key.model_name, key.unit, || {
                     self.announcements(key, &hashed)
                 });
-                self.count_hits(&found);
+                self.count_hits(&found, key.unit);
                 let expires = now + context.config.lookup_lease;
                 let (hits, runs) = (found.hits as u64, runs(&found));
                 let holds = rank_holds(found, first, readers);
@@ -186,6 +190,7 @@ impl Lookups {
                 model: key.model_name.clone(),
                 first,
                 readers,
+                unit: key.unit,
                 chunks: self.announcements(key, &hashed),
             };
             self.finish_when_promoted(lookup, promoting);
@@ -226,17 +231,18 @@ impl Lookups {
             .collect()
     }
 
-    /// Tells subscribers which chunks are in DRAM again; none of before a clear.
+    /// Tells subscribers which whole chunks are in DRAM again; none of before a clear.
     fn announce(
         &self,
         found: &Found,
         clears: ClearsId,
         model: &str,
+        unit: Option<u32>,
         chunks: impl Fn() -> Vec<StoredChunk>,
     ) {
         let context = &self.context;
         let is_current = || clears == context.engine.clears_id();
-        for rank in &found.ranks {
+        for rank in found.ranks.iter().filter(|_| unit.is_none()) {
             if rank.promoted > rank.resident && context.events.enabled() && is_current() {
                 let promoted: Vec<StoredChunk> = chunks()
                     .drain(..rank.promoted)
@@ -274,8 +280,15 @@ impl Lookups {
     }
 
     /// Counts the chunks that a lookup found, and how many of them DRAM had without lower tiers.
-    fn count_hits(&self, found: &Found) {
+    fn count_hits(&self, found: &Found, unit: Option<u32>) {
         let counters = &self.context.stats.service;
+        if let Some(unit) = unit {
+            add(
+                &counters.hit_tokens_tail,
+                found.hits as u64 * u64::from(unit),
+            );
+            return;
+        }
         let chunk = u64::from(self.context.config.hasher.chunk_size());
         let (hits, resident) = (found.hits as u64, found.resident as u64);
         add(&counters.hit_tokens, hits * chunk);
@@ -286,10 +299,11 @@ impl Lookups {
     /// Answers a lookup whose promotion has ended.
     fn promoted(&self, promoting: &Promoting, found: Found) {
         let context = &self.context;
-        self.announce(&found, promoting.clears, &promoting.model, || {
+        let (model, unit) = (&promoting.model, promoting.unit);
+        self.announce(&found, promoting.clears, model, unit, || {
             promoting.chunks.clone()
         });
-        self.count_hits(&found);
+        self.count_hits(&found, unit);
         let (hits, runs) = (found.hits as u64, runs(&found));
         let holds = rank_holds(found, promoting.first, promoting.readers);
         let expires = Instant::now() + context.config.lookup_lease;
@@ -385,7 +399,7 @@ impl Lookups {
         key: &CacheKey,
         now: Instant,
     ) -> Reply {
-        let chunk = u64::from(self.context.config.hasher.chunk_size());
+        let chunk = self.context.chunk_tokens_of(key);
         // A partial chunk at the start goes with its whole chunk, one at the end stays.
         let chunks = (key.start / chunk) as usize..(key.end / chunk) as usize;
         let kv_rank = key.worker_id.map(|rank| rank as u16);
@@ -470,13 +484,13 @@ impl Lookups {
     pub(super) fn retrieved(
         &self,
         client: ClientId,
-        request_id: &str,
+        key: &CacheKey,
         space: SpaceId,
         kv_rank: u16,
         chunks: &Range<usize>,
     ) {
         let mut sessions = self.sessions.lock();
-        let session = sessions.of_worker(client, request_id);
+        let session = sessions.of_worker(client, &key.request_id);
         let (new, released) = match session {
             Some(session) => (
                 session.retrieve(chunks),
@@ -487,7 +501,7 @@ impl Lookups {
         };
         drop(sessions);
         drop(released);
-        let chunk = u64::from(self.context.config.hasher.chunk_size());
+        let chunk = self.context.chunk_tokens_of(key);
         add(
             &self.context.counters().retrieved_tokens,
             new as u64 * chunk,

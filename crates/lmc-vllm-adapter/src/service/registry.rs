@@ -58,7 +58,7 @@ impl Workers {
         OwnerId(self.next_owner)
     }
 
-    /// The layouts that workers of this model and identity have, each once. One whose workers' connections all
+    /// The layouts that workers of this model, identity and size of chunks have, each once. One whose workers' connections all
     /// ended counts only when there is no other: the engine behind it is most likely dead, and
     /// what it lacked or had says nothing about the living.
     pub(crate) fn layouts(
@@ -66,9 +66,11 @@ impl Workers {
         model: &str,
         world_size: u32,
         identity: Option<IdentityDigest>,
+        unit: Option<u32>,
     ) -> Vec<LayoutOf<'_>> {
         let is_meant = |i: &&Instance| {
-            i.world_size == world_size && i.identity == identity && i.model.as_str() == model
+            let is_named = (i.identity, i.unit) == (identity, unit);
+            i.world_size == world_size && is_named && i.model.as_str() == model
         };
         let mut found: Vec<LayoutOf<'_>> = Vec::new();
         for instance in self.instances.values().filter(is_meant) {
@@ -328,7 +330,7 @@ impl Registry {
         self.context.spaces.describe(space.id(), space, false);
         let (model, shape) = (instance.model.clone(), instance.shape.clone());
         let (world_size, mode) = (instance.world_size, instance.mode());
-        let (dtype, chunk_bytes) = (instance.dtype, instance.chunk_bytes);
+        let (dtype, chunk_bytes, unit) = (instance.dtype, instance.chunk_bytes, instance.unit);
         let (unknown, declares_order) =
             (instance.unknown_fields.clone(), instance.declares_order());
         workers.refused.remove(&instance_id);
@@ -345,16 +347,24 @@ impl Registry {
         if let Some(replaced) = replaced {
             replaced.close();
         }
-        tracing::info!(
-            instance = instance_id,
-            model = model.as_str(),
-            world_size,
-            mode,
-            ?shape,
-            %dtype,
-            chunk_bytes,
-            "worker registered"
-        );
+        match unit {
+            None => tracing::info!(
+                instance = instance_id,
+                model = model.as_str(),
+                world_size,
+                mode,
+                ?shape,
+                %dtype,
+                chunk_bytes,
+                "worker registered"
+            ),
+            Some(tokens) => tracing::debug!(
+                instance = instance_id,
+                tokens,
+                chunk_bytes,
+                "chunks of another size registered"
+            ),
+        }
         if !unknown.is_empty() {
             tracing::warn!(
                 instance = instance_id,
@@ -475,7 +485,7 @@ impl Registry {
         salt: &Salt,
     ) -> Vec<Candidate> {
         let workers = self.workers.lock();
-        let mut layouts = workers.layouts(&key.model_name, key.world_size, key.identity);
+        let mut layouts = workers.layouts(&key.model_name, key.world_size, key.identity, key.unit);
         if let Some(Binding::One(bound)) = workers.bindings.get(&client)
             && layouts
                 .iter()
@@ -548,7 +558,7 @@ impl Registry {
             if instance.client == client {
                 instance.gate.cut();
                 let first = instance.orphaned.replace(now).is_none();
-                silent.push((instance_id, first));
+                silent.push((instance_id, first && instance.unit.is_none()));
             }
         }
         for (instance, first) in silent {
@@ -582,7 +592,7 @@ impl Registry {
         for instance_id in &silent {
             if let Some(instance) = workers.instances.remove(instance_id) {
                 ended_generations.extend(workers.ended_generation(&instance));
-                removed.push(instance);
+                removed.push((*instance_id, instance));
             }
         }
         workers
@@ -590,15 +600,16 @@ impl Registry {
             .retain(|_, refused| now.saturating_duration_since(*refused) < REFUSED_TTL);
         drop(workers);
         // Unmapping an engine's memory takes long, so no lock is held.
-        let disconnected: Vec<bool> = removed
-            .iter()
-            .map(|instance| instance.orphaned.is_some())
+        let gone: Vec<(u64, bool)> = (removed.iter())
+            .filter(|(_, instance)| instance.unit.is_none())
+            .map(|(id, instance)| (*id, instance.orphaned.is_some()))
             .collect();
         drop(removed);
         self.end_generations(ended_generations);
-        for (instance, disconnected) in silent.iter().zip(disconnected) {
+        add(&context.counters().workers_reaped, gone.len() as u64);
+        for (instance, disconnected) in gone {
             // Its transfers stay: silence does not prove that it has stopped copying.
-            context.events.unsubscribe(*instance);
+            context.events.unsubscribe(instance);
             match disconnected {
                 true => tracing::info!(
                     instance,
@@ -607,7 +618,6 @@ impl Registry {
                 false => tracing::warn!(instance, "worker removed: it was silent for too long"),
             }
         }
-        add(&context.counters().workers_reaped, silent.len() as u64);
     }
 
     /// Returns the memory of a worker whose bytes the server copies, and the bytes of a chunk.
@@ -626,12 +636,14 @@ impl Registry {
         }
     }
 
-    /// Returns the workers, the oldest first, without their transfers.
+    /// Returns the workers, the oldest first, without their transfers. A worker's registration of
+    /// chunks of another size is no worker by itself.
     pub(super) fn status(&self, now: Instant) -> Vec<InstanceStatus> {
         let workers = self.workers.lock();
         let mut instances: Vec<_> = workers
             .instances
             .iter()
+            .filter(|(_, instance)| instance.unit.is_none())
             .map(|(&instance_id, instance)| InstanceStatus {
                 instance_id,
                 model: instance.model.to_string(),

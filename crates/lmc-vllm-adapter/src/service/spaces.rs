@@ -69,14 +69,23 @@ impl Table {
 pub(crate) struct Spaces {
     table: Mutex<Table>,
     log: Arc<EventLog>,
+    /// Tokens of a whole chunk.
+    chunk_size: u32,
 }
 
 impl Spaces {
-    pub(crate) fn new(log: Arc<EventLog>) -> Self {
+    pub(crate) fn new(log: Arc<EventLog>, chunk_size: u32) -> Self {
         Self {
             table: Mutex::default(),
             log,
+            chunk_size,
         }
+    }
+
+    /// Returns false for a space whose chunks are known to be of another size than the server's.
+    pub(crate) fn has_whole_chunks(&self, space: SpaceId) -> bool {
+        let known = self.description(space);
+        known.is_none_or(|space| space.chunk_size == self.chunk_size)
     }
 
     /// Remembers the model of a space that is about to be stored into.
@@ -210,6 +219,11 @@ impl EventSink for Spaces {
                 return;
             };
             space.chunks = space.chunks.saturating_sub(1);
+            let size = space.description.as_ref().map(|space| space.chunk_size);
+            if size.is_some_and(|size| size != self.chunk_size) {
+                // Nor was it announced.
+                return;
+            }
             Arc::clone(&space.model)
         };
         self.log.removed(&model, key.hash);

@@ -149,6 +149,8 @@ counters! {
     hit_tokens_dram,
     /// Tokens that lookups found and lower tiers added to what DRAM had.
     hit_tokens_lower,
+    /// Tokens that were found by blocks after a prompt's last whole chunk; `hit_tokens` has none of them.
+    hit_tokens_tail,
     /// Lookups for a model that no engine has registered.
     lookups_unregistered,
     /// Stores that ended well, in either mode.

@@ -123,9 +123,10 @@ impl Transfers {
                     instance.model, instance.world_size, key.model_name, key.world_size
                 ))));
             }
-            if instance.identity != key.identity {
+            if (instance.identity, instance.unit) != (key.identity, key.unit) {
                 return Err(Declined::Refused(refuse(&format!(
-                    "worker {instance_id} registered another identity than the request names"
+                    "worker {instance_id} registered another identity, or chunks of another size, \
+                     than the request names"
                 ))));
             }
             if !instance.belongs_to(client) {
@@ -161,7 +162,12 @@ impl Transfers {
         let (mut worker, fingerprint, rank, shows_rank) =
             served.unwrap_or(Err(Declined::NotServed))?;
         let registry = &self.registry;
-        let bind = |scheduler| registry.bind(scheduler, fingerprint);
+        // A scheduler stands for the layout of its whole chunks.
+        let bind = |scheduler| {
+            if key.unit.is_none() {
+                registry.bind(scheduler, fingerprint);
+            }
+        };
         let now_cleared = self.context.engine.clears_id();
         let followed = self.lookups.served(client, &key.request_id, now, bind);
         worker.reads_after = followed.reads.unwrap_or(now_cleared);
@@ -271,7 +277,8 @@ impl Transfers {
             .collect()
     }
 
-    /// Makes written chunks findable and announces them.
+    /// Makes written chunks findable and announces them, but for those of another size than the
+    /// server's, which subscribers do not know.
     pub(super) fn commit(&self, space: SpaceId, key: &CacheKey, chunks: Vec<PendingChunk>) {
         let context = &self.context;
         let counters = &context.stats.service;
@@ -279,11 +286,13 @@ impl Transfers {
         let mut bytes = 0;
         for chunk in chunks {
             bytes += chunk.ticket.len();
-            events.push(StoredChunk {
-                hash: chunk.hash,
-                parent: chunk.parent,
-                tokens: self.context.chunk_tokens(key, chunk.index),
-            });
+            if key.unit.is_none() {
+                events.push(StoredChunk {
+                    hash: chunk.hash,
+                    parent: chunk.parent,
+                    tokens: self.context.chunk_tokens(key, chunk.index),
+                });
+            }
             tickets.push(chunk.ticket);
         }
         add(&counters.stored_chunks, tickets.len() as u64);
@@ -557,8 +566,7 @@ impl Transfers {
         add(&counters.retrieves, 1);
         add(&counters.retrieved_chunks, chunks.len() as u64);
         add(&counters.retrieved_bytes, bytes);
-        self.lookups
-            .retrieved(client, &key.request_id, space, kv_rank, chunks);
+        self.lookups.retrieved(client, key, space, kv_rank, chunks);
     }
 
     pub(super) fn prepare_retrieve(

@@ -145,6 +145,23 @@ fn invalid_requests_are_refused_with_a_reason() {
         k.chunk_hashes = vec![hash; 4];
     });
     check(Request::Lookup(twice), "no token_ids");
+    let in_blocks = |unit| {
+        with(&|k| {
+            k.identity = Some(IdentityDigest::of("i"));
+            (k.token_ids, k.chunk_hashes) = (Vec::new(), vec![hash; 4]);
+            k.unit = Some(unit);
+        })
+    };
+    check(Request::Lookup(in_blocks(0)), "lmc_unit must be 1 or more");
+    check(
+        Request::Lookup(with(&|k| k.unit = Some(4))),
+        "lmc_unit needs lmc_chunk_hashes",
+    );
+    let key = in_blocks(4);
+    check(
+        Request::PrepareStore { key, instance_id },
+        "chunks of another size",
+    );
     let foreign = with(&|k| k.identity = Some(IdentityDigest::of("i")));
     check(
         Request::PrepareStore {

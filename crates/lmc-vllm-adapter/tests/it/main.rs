@@ -20,3 +20,5 @@ mod on_gpu;
 mod orders;
 mod server_driven;
 mod slower_tiers;
+#[cfg(feature = "adapters")]
+mod tails;

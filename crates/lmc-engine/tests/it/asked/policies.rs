@@ -88,6 +88,21 @@ fn a_prompt_that_a_near_tier_has_waits_for_no_slower_one() {
 }
 
 #[test]
+fn a_tier_is_not_asked_about_spaces_that_are_not_picked() {
+    let tier = Arc::new(Scripted::new());
+    put(&*tier, SPACE, 0..4);
+    put(&*tier, OTHER, 0..4);
+    for picked in [SPACE, OTHER] {
+        let engine = engine_with(64, vec![Arc::clone(&tier) as _], |_, policy| {
+            policy.asked = SpaceFilter::new(move |space| space == picked);
+        });
+        let hits = if picked == SPACE { 4 } else { 0 };
+        assert_eq!(found(&engine, 0..4).hits, hits);
+        assert_idle(&engine);
+    }
+}
+
+#[test]
 fn chunks_of_spaces_that_are_not_picked_are_not_written() {
     let tier = Arc::new(Gated::new(MemoryBackend::default()));
     let engine = engine_with(64, vec![Arc::clone(&tier) as _], |_, policy| {

@@ -4,7 +4,7 @@
 use bytes::Bytes;
 
 use crate::protocol::codec::{
-    CHUNK_HASHES, IDENTITY, LAYOUT, MAX_GROUPS, MAX_NAME, decode_operation,
+    CHUNK_HASHES, IDENTITY, LAYOUT, MAX_GROUPS, MAX_NAME, UNIT, decode_operation,
 };
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
@@ -146,6 +146,9 @@ impl Encode for EngineDrivenContext {
         if let Some(record) = &self.record {
             fields.push((IDENTITY, &record.identity));
             fields.push((LAYOUT, &record.layout));
+            if let Some(unit) = &record.unit {
+                fields.push((UNIT, unit));
+            }
         }
         With(&fields, &self.unknown).encode(out);
     }
@@ -217,6 +220,9 @@ impl Encode for CacheKey {
                 .collect();
             bin = Bin(&hashes);
             fields.push((CHUNK_HASHES, &bin));
+        }
+        if let Some(unit) = &self.unit {
+            fields.push((UNIT, unit));
         }
         Record(&fields).encode(out);
     }

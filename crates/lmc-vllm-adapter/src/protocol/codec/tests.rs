@@ -91,6 +91,7 @@ fn requests() -> Vec<Request> {
             token_ids: Vec::new(),
             chunk_hashes: vec![ChunkHash::new([7; 32]), ChunkHash::new([8; 32])],
             identity: Some(IdentityDigest::of("a record")),
+            unit: Some(16),
             ..key()
         }),
         Request::RegisterEngineDriven(EngineDrivenContext {
@@ -106,6 +107,7 @@ fn requests() -> Vec<Request> {
             record: Some(EngineRecord {
                 identity: "a record".to_owned(),
                 layout: "tokens".to_owned(),
+                unit: Some(16),
             }),
             unknown: UnknownFields::default(),
         }),

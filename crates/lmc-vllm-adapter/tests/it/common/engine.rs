@@ -36,6 +36,7 @@ pub(crate) fn engine(identity: &str, hash_mode: bool) -> EngineDescription {
         identity: identity.to_owned(),
         hash_mode,
         block_size: BLOCK as u32,
+        tails: true,
     }
 }
 
@@ -123,8 +124,7 @@ impl Engine {
     ) -> bool {
         self.worker
             .submit_retrieve_request(op(request, prompt, chunks, at));
-        let finished = self.finished(&[]);
-        assert_eq!(finished.retrieves, HashSet::from([request.to_owned()]));
+        finished_loads(self, request);
         self.worker.get_block_ids_with_load_errors().is_empty()
     }
 
@@ -247,6 +247,19 @@ pub(crate) fn tokens(seed: u32, chunks: usize) -> Prompt {
 pub(crate) fn hashes(seed: u8, chunks: usize) -> Prompt {
     let hash = |chunk| ChunkHash::new([seed.wrapping_mul(31).wrapping_add(chunk); 32]);
     Prompt::Chunks((0..chunks as u8).map(hash).collect())
+}
+
+/// Hash of a block of a prompt.
+pub(crate) fn hash_of(seed: u8, block: usize) -> ChunkHash {
+    let mut hash = [seed; 32];
+    hash[0] = block as u8;
+    ChunkHash::new(hash)
+}
+
+/// Waits until the loads of a request have ended.
+pub(crate) fn finished_loads(engine: &Engine, request: &str) {
+    let finished = engine.finished(&[]);
+    assert_eq!(finished.retrieves, HashSet::from([request.to_owned()]));
 }
 
 /// Runs `work` in a forked process, and returns true if it ends there without a panic.

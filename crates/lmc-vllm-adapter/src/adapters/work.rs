@@ -1,0 +1,268 @@
+//! The transfers of a worker that are queued or under way.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+
+use lmc_memory::cuda::{CudaError, Mark};
+
+use crate::adapters::{EndedStore, Finished, LoadStoreOp};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Direction {
+    Store,
+    Retrieve,
+}
+
+/// A transfer that is queued or under way, with its number.
+#[derive(Debug)]
+pub(super) struct Transfer {
+    pub(super) number: u64,
+    pub(super) direction: Direction,
+    pub(super) op: LoadStoreOp,
+    /// Work of the engine on its GPU that comes before the copy; `None` for memory of the host.
+    pub(super) after: Option<Result<Arc<Mark>, CudaError>>,
+}
+
+/// Progress of a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Progress {
+    Queued,
+    Copying,
+    /// The blocks may be written again; the server has not confirmed the store yet.
+    Copied,
+}
+
+/// A store that has not ended.
+#[derive(Debug, Clone, Copy)]
+struct Store {
+    progress: Progress,
+    /// First token of its range.
+    start: usize,
+}
+
+/// Transfers of one request that have not ended.
+#[derive(Debug, Default)]
+struct OfRequest {
+    /// Stores by their numbers.
+    stores: HashMap<u64, Store>,
+    retrieves: usize,
+    /// True if the request had a store, and its end was not reported yet.
+    had_stores: bool,
+    /// True once the engine has named the request finished.
+    finished: bool,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Work {
+    pub(super) retrieves: VecDeque<Transfer>,
+    pub(super) stores: VecDeque<Transfer>,
+    requests: HashMap<String, OfRequest>,
+    /// Requests whose retrieves have ended since the last report.
+    retrieved: HashSet<String>,
+    /// Requests with a retrieve that failed, until they are reported.
+    pub(super) failed: HashSet<String>,
+    pub(super) failed_blocks: HashSet<u32>,
+    /// Stores with a number that have ended since the last report.
+    pub(super) ended: Vec<EndedStore>,
+    pub(super) stopped: bool,
+    /// True while the engine takes its memory back: no copy begins.
+    pub(super) withdrawing: bool,
+    /// Threads that carry transfers out now.
+    pub(super) carrying: usize,
+    /// True once another thread carries out the retrieves.
+    pub(super) has_loader: bool,
+    next_number: u64,
+}
+
+impl Work {
+    pub(super) fn queue(
+        &mut self,
+        direction: Direction,
+        op: LoadStoreOp,
+        after: Option<Result<Arc<Mark>, CudaError>>,
+    ) {
+        let number = self.next_number;
+        self.next_number += 1;
+        let request = self.requests.entry(op.request_id.clone()).or_default();
+        let queue = match direction {
+            Direction::Store => {
+                let store = Store {
+                    progress: Progress::Queued,
+                    start: op.tokens.start,
+                };
+                request.stores.insert(number, store);
+                request.had_stores = true;
+                &mut self.stores
+            }
+            Direction::Retrieve => {
+                request.retrieves += 1;
+                &mut self.retrieves
+            }
+        };
+        queue.push_back(Transfer {
+            number,
+            direction,
+            op,
+            after,
+        });
+    }
+
+    /// Returns true while transfers are carried out, or queued for threads that run.
+    pub(super) fn is_busy(&self) -> bool {
+        let is_queued = !self.stores.is_empty() || !self.retrieves.is_empty();
+        self.carrying > 0 || (is_queued && !self.stopped)
+    }
+
+    /// Returns true if a transfer is still to be carried out.
+    pub(super) fn is_wanted(&self, transfer: &Transfer) -> bool {
+        let request = self.requests.get(&transfer.op.request_id);
+        let has_store = |request: &OfRequest| request.stores.contains_key(&transfer.number);
+        !self.stopped
+            && !self.withdrawing
+            && (transfer.direction == Direction::Retrieve || request.is_some_and(has_store))
+    }
+
+    /// Returns true if a transfer may be copied now: it was not dropped meanwhile.
+    pub(super) fn begin_copy(&mut self, transfer: &Transfer) -> bool {
+        if self.withdrawing {
+            return false;
+        }
+        let request = self.requests.get_mut(&transfer.op.request_id);
+        match transfer.direction {
+            Direction::Retrieve => true,
+            Direction::Store => request
+                .and_then(|request| request.stores.get_mut(&transfer.number))
+                .is_some_and(|store| {
+                    store.progress = Progress::Copying;
+                    true
+                }),
+        }
+    }
+
+    /// Notes that a store needs its blocks no more.
+    pub(super) fn end_copy(&mut self, transfer: &Transfer) {
+        if let Some(request) = self.requests.get_mut(&transfer.op.request_id)
+            && let Some(store) = request.stores.get_mut(&transfer.number)
+        {
+            store.progress = Progress::Copied;
+        }
+    }
+
+    /// Notes the end of a transfer, and the chunks that it moved. Returns false for a store that was
+    /// dropped before.
+    pub(super) fn end(&mut self, transfer: &Transfer, chunks: &[u64]) -> bool {
+        let request_id = &transfer.op.request_id;
+        if let (Direction::Store, Some(number)) = (transfer.direction, transfer.op.store_number) {
+            let chunks = chunks.to_vec();
+            self.ended.push(EndedStore { number, chunks });
+        }
+        let Some(request) = self.requests.get_mut(request_id) else {
+            return false;
+        };
+        match transfer.direction {
+            Direction::Store => request.stores.remove(&transfer.number).is_some(),
+            Direction::Retrieve => {
+                request.retrieves -= 1;
+                if request.retrieves == 0 {
+                    self.retrieved.insert(request_id.clone());
+                    if !request.had_stores {
+                        self.requests.remove(request_id);
+                    }
+                }
+                true
+            }
+        }
+    }
+
+    /// Notes the requests that the engine has named finished, and returns those whose transfers have
+    /// ended.
+    pub(super) fn report(&mut self, finished: impl IntoIterator<Item = String>) -> Finished {
+        for request_id in finished {
+            if let Some(request) = self.requests.get_mut(&request_id) {
+                request.finished = true;
+            }
+        }
+        let mut stores = HashSet::new();
+        self.requests.retain(|request_id, request| {
+            if request.had_stores && request.finished && request.stores.is_empty() {
+                request.had_stores = false;
+                stores.insert(request_id.clone());
+            }
+            request.had_stores || request.retrieves > 0
+        });
+        let retrieves = std::mem::take(&mut self.retrieved);
+        let failed = (self.failed)
+            .extract_if(|request_id| retrieves.contains(request_id))
+            .collect();
+        Finished {
+            stores,
+            retrieves,
+            failed,
+        }
+    }
+
+    /// Returns true while a store of the request needs blocks of tokens before this one.
+    pub(super) fn has_stores(&self, request_id: &str, before: usize) -> bool {
+        let request = self.requests.get(request_id);
+        let needs_blocks =
+            |store: &Store| store.start < before && store.progress != Progress::Copied;
+        request.is_some_and(|request| request.stores.values().any(needs_blocks))
+    }
+
+    /// Drops the stores of a request that need blocks of tokens before this one and are not being
+    /// copied, and returns their number.
+    pub(super) fn drop_stores(&mut self, request_id: &str, before: usize) -> usize {
+        let Some(request) = self.requests.get_mut(request_id) else {
+            return 0;
+        };
+        let count = request.stores.len();
+        let stays = |store: &Store| store.start >= before || store.progress != Progress::Queued;
+        request.stores.retain(|_, store| stays(store));
+        let stores = &request.stores;
+        self.stores.retain(|transfer| {
+            let stays =
+                transfer.op.request_id != request_id || stores.contains_key(&transfer.number);
+            if let (false, Some(number)) = (stays, transfer.op.store_number) {
+                let chunks = Vec::new();
+                self.ended.push(EndedStore { number, chunks });
+            }
+            stays
+        });
+        count - stores.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::adapters::Prompt;
+    use crate::protocol::RequestConfigs;
+
+    #[test]
+    fn no_copy_begins_while_the_memory_is_being_taken_out_of_use() {
+        let mut work = Work::default();
+        let op = LoadStoreOp {
+            request_id: "a".to_owned(),
+            prompt: Prompt::Chunks(Arc::from([])),
+            tokens: 0..0,
+            block_ids: Vec::new(),
+            skip_first_n_tokens: 0,
+            cache_salt: String::new(),
+            configs: RequestConfigs::default(),
+            store_number: None,
+        };
+        work.queue(Direction::Store, op.clone(), None);
+        work.queue(Direction::Retrieve, op, None);
+        let transfers = [work.stores.pop_front(), work.retrieves.pop_front()].map(Option::unwrap);
+        for withdrawing in [false, true] {
+            work.withdrawing = withdrawing;
+            for transfer in &transfers {
+                let what = (transfer.direction, withdrawing);
+                assert_eq!(work.is_wanted(transfer), !withdrawing, "{what:?}");
+                assert_eq!(work.begin_copy(transfer), !withdrawing, "{what:?}");
+            }
+        }
+        work.carrying = 1;
+        assert!(work.is_busy());
+    }
+}

@@ -1,0 +1,227 @@
+//! Tails: the blocks after a prompt's last whole chunk, each a chunk by itself.
+
+use std::ops::Range;
+
+use crate::common::engine::{
+    BLOCK, BLOCKS, Engine, HEAD, HEADS, LAYERS, endpoint, engine, finished_loads, hash_of,
+};
+use crate::common::{CHUNK, Server};
+use lmc_vllm_adapter::RequestConfigs;
+use lmc_vllm_adapter::adapters::{EngineDescription, LoadStoreOp, Prompt};
+
+const PER_CHUNK: usize = CHUNK / BLOCK;
+
+/// A prompt of whole blocks.
+fn named(seed: u8, blocks: usize) -> Prompt {
+    Prompt::Blocks((0..blocks).map(|block| hash_of(seed, block)).collect())
+}
+
+/// A transfer of blocks of a prompt: of whole chunks, or of a tail.
+fn op(request: &str, seed: u8, blocks: Range<usize>, at: u32) -> LoadStoreOp {
+    let is_tail = !blocks.end.is_multiple_of(PER_CHUNK);
+    let prompt = match is_tail {
+        true => Prompt::Tail(blocks.clone().map(|block| hash_of(seed, block)).collect()),
+        false => named(seed, blocks.end),
+    };
+    LoadStoreOp {
+        request_id: request.to_owned(),
+        prompt,
+        tokens: blocks.start * BLOCK..blocks.end * BLOCK,
+        block_ids: vec![(blocks.map(|block| (at + 3 * block as u32) % BLOCKS as u32)).collect()],
+        skip_first_n_tokens: 0,
+        cache_salt: String::new(),
+        configs: RequestConfigs::default(),
+        store_number: None,
+    }
+}
+
+/// Stores the first blocks of a prompt: whole chunks, and the tail after them.
+fn store(engine: &mut Engine, request: &str, seed: u8, blocks: usize) {
+    let whole = blocks / PER_CHUNK * PER_CHUNK;
+    for range in [0..whole, whole..blocks] {
+        if !range.is_empty() {
+            let op = op(request, seed, range.clone(), 7);
+            engine.content(u32::from(seed), &op.block_ids[0], range.start, false);
+            engine.worker.submit_store_request(op);
+        }
+    }
+    let finished = engine.finished(&[request]);
+    assert!(finished.stores.contains(request));
+}
+
+/// Loads blocks of a prompt, and returns true if their bytes are those that were stored.
+fn load(engine: &mut Engine, request: &str, seed: u8, blocks: Range<usize>) -> bool {
+    let whole = blocks.end / PER_CHUNK * PER_CHUNK;
+    let ranges = [blocks.start..whole, whole..blocks.end];
+    let ranges = ranges.into_iter().filter(|range| !range.is_empty());
+    let ops: Vec<_> = ranges.map(|range| op(request, seed, range, 2)).collect();
+    (engine.worker).batched_submit_retrieve_requests(ops.clone(), None);
+    finished_loads(engine, request);
+    let failed = engine.worker.get_block_ids_with_load_errors();
+    let is_same = ops.iter().all(|op| {
+        let first = op.tokens.start / BLOCK;
+        engine.content(u32::from(seed), &op.block_ids[0], first, true)
+    });
+    failed.is_empty() && is_same
+}
+
+fn found(engine: &Engine, request: &str, prompt: &Prompt) -> usize {
+    let found = engine.lookup(request, prompt) as usize;
+    assert_eq!(found % BLOCK, 0);
+    found / BLOCK
+}
+
+#[test]
+fn blocks_after_the_last_whole_chunk_are_found_and_loaded() {
+    let server = Server::start();
+    // Prompts without a whole chunk, with a tail after some, and without a tail.
+    for (seed, stored) in [(1, 2), (2, 11), (3, 8)] {
+        let mut first = Engine::start(&server, "i", true);
+        store(&mut first, "a", seed, stored);
+        let mut second = Engine::start(&server, "i", true);
+        // Longer prompts than that which was stored, shorter ones, and the same.
+        for asked in [stored, stored + 1, stored + 9, stored - 1] {
+            // The blocks of a whole chunk are not found one by one.
+            let whole = |blocks: usize| blocks / PER_CHUNK * PER_CHUNK;
+            let wanted = match whole(asked) < whole(stored) {
+                true => whole(asked),
+                false => stored.min(asked),
+            };
+            let request = format!("{asked}");
+            assert_eq!(found(&second, &request, &named(seed, asked)), wanted);
+            if wanted > 0 {
+                assert!(load(&mut second, &request, seed, 0..wanted));
+            }
+            second.scheduler.end_session(&request);
+        }
+    }
+    server.assert_idle();
+    let counts = server.status().counts;
+    assert!(counts.hit_tokens_tail > 0);
+    assert_eq!(counts.hit_tokens % CHUNK as u64, 0);
+}
+
+#[test]
+fn a_tail_ends_where_another_prompt_goes_on_otherwise() {
+    let server = Server::start();
+    let mut engine = Engine::start(&server, "i", true);
+    store(&mut engine, "a", 1, 7);
+    // Blocks 0 to 4 are the same.
+    let hashes = (0..9).map(|block| hash_of(if block < 5 { 1 } else { 9 }, block));
+    let prompt = Prompt::Blocks(hashes.collect());
+    assert_eq!(found(&engine, "b", &prompt), 5);
+    assert!(load(&mut engine, "b", 1, 0..5));
+    engine.scheduler.end_session("b");
+    server.assert_idle();
+}
+
+#[test]
+fn a_tail_in_the_middle_of_a_chunk_that_is_there_is_not_looked_up() {
+    let server = Server::start();
+    let mut engine = Engine::start(&server, "i", true);
+    store(&mut engine, "a", 1, 7);
+    store(&mut engine, "b", 1, 12);
+    assert_eq!(found(&engine, "c", &named(1, 13)), 12);
+    assert!(load(&mut engine, "c", 1, 0..12));
+    engine.scheduler.end_session("c");
+    server.assert_idle();
+}
+
+#[test]
+fn an_engine_without_tails_shares_whole_chunks_with_one_that_has_them() {
+    let server = Server::start();
+    let without = EngineDescription {
+        tails: false,
+        ..engine("i", true)
+    };
+    let mut with = Engine::start(&server, "i", true);
+    let mut without = Engine::at(&endpoint(&server), without);
+    assert_eq!(
+        [
+            with.scheduler.server().tails,
+            without.scheduler.server().tails
+        ],
+        [true, false]
+    );
+    store(&mut with, "a", 1, 7);
+    assert_eq!(found(&without, "b", &named(1, 7)), 4);
+    assert!(load(&mut without, "b", 1, 0..4));
+    without.scheduler.end_session("b");
+    store(&mut without, "c", 2, 4);
+    assert_eq!(found(&with, "d", &named(2, 7)), 4);
+    with.scheduler.end_session("d");
+    server.assert_idle();
+}
+
+#[test]
+fn a_tail_of_another_tenant_or_identity_is_not_found() {
+    let server = Server::start();
+    let mut engine = Engine::start(&server, "i", true);
+    store(&mut engine, "a", 1, 3);
+    let other = Engine::start(&server, "other", true);
+    assert_eq!(found(&other, "b", &named(1, 3)), 0);
+    assert_eq!(engine.lookup_of("c", &named(1, 3), "tenant"), 0);
+    assert_eq!(found(&engine, "d", &named(1, 3)), 3);
+    for (engine, request) in [(&other, "b"), (&engine, "c"), (&engine, "d")] {
+        engine.scheduler.end_session(request);
+    }
+    server.assert_idle();
+}
+
+#[test]
+fn a_tail_that_was_cleared_is_not_found() {
+    let server = Server::start();
+    let mut engine = Engine::start(&server, "i", true);
+    store(&mut engine, "a", 1, 7);
+    assert_eq!(found(&engine, "b", &named(1, 7)), 7);
+    assert!(engine.scheduler.reset_cache());
+    assert!(load(&mut engine, "b", 1, 0..7), "it was found before");
+    engine.scheduler.end_session("b");
+    assert_eq!(found(&engine, "c", &named(1, 7)), 0);
+    engine.scheduler.end_session("c");
+    server.assert_idle();
+}
+
+/// A request may end while its chunks, or its tail, are being looked up.
+#[test]
+fn nothing_is_kept_for_a_request_that_ended_in_its_lookup() {
+    let server = Server::start();
+    let mut engine = Engine::start(&server, "i", true);
+    store(&mut engine, "a", 1, 7);
+    for round in 0..200 {
+        let request = format!("r{round}");
+        let configs = RequestConfigs::default();
+        (engine.scheduler).maybe_submit_lookup_request(&request, &named(1, 7), "", &configs);
+        for _ in 0..round * 20 {
+            std::hint::spin_loop();
+        }
+        engine.scheduler.end_session(&request);
+    }
+    server.assert_idle();
+}
+
+#[test]
+fn blocks_are_announced_to_no_subscriber_of_chunks() {
+    let server = Server::start();
+    let mut engine = Engine::start(&server, "i", true);
+    let depth = || server.status().events.depth;
+    store(&mut engine, "a", 1, 3);
+    assert_eq!((server.status().usage.chunks, depth()), (3, 0));
+    assert!(engine.scheduler.reset_cache());
+    assert_eq!((server.status().usage.chunks, depth()), (0, 0));
+    // After a clear only what was looked up since is stored.
+    assert_eq!(found(&engine, "b", &named(2, PER_CHUNK + 1)), 0);
+    store(&mut engine, "b", 2, PER_CHUNK + 1);
+    assert_eq!((server.status().usage.chunks, depth()), (2, 1));
+}
+
+#[test]
+fn a_block_takes_the_memory_of_a_block() {
+    let server = Server::start();
+    let mut engine = Engine::start(&server, "i", true);
+    store(&mut engine, "a", 1, 3);
+    let block = 2 * LAYERS * HEADS * BLOCK * HEAD * size_of::<f32>();
+    let status = server.status();
+    assert_eq!(status.counts.stored_bytes, 3 * block as u64);
+    assert_eq!(status.usage.chunks, 3);
+}
