@@ -55,7 +55,10 @@ pub(crate) fn prompt(
     is_tail: bool,
 ) -> PyResult<Prompt> {
     match (tokens, hashes) {
-        (Some(tokens), None) if !is_tail => Ok(Prompt::Tokens(tokens.into())),
+        (Some(_), None) if is_tail => Err(PyValueError::new_err(
+            "a tail is named by chunk_hashes: give these instead of token_ids",
+        )),
+        (Some(tokens), None) => Ok(Prompt::Tokens(tokens.into())),
         (None, Some(hashes)) => {
             let (hashes, []) = hashes.as_chunks::<HASH>() else {
                 return Err(PyValueError::new_err(

@@ -115,6 +115,8 @@ class SchedulerAdapter:
             if self.rng.random() < 0.5:
                 names, blocks = self.pending.pop(request_id)
                 chunks = self.leading(names)
+                # Where no chunk is found, a tail is looked for only in prompts without one.
+                blocks = blocks if chunks or not names else []
                 tail = self.leading(blocks[len(chunks) * PER_CHUNK :][: PER_CHUNK - 1])
                 self.found[request_id] = len(chunks) * CHUNK + len(tail) * BLOCK
                 self.server.leases[request_id] = chunks + tail
@@ -239,7 +241,7 @@ class WorkerAdapter:
                     chunk = model.server.chunks[self.stored_rank, names[index]]
                     self.memory[block] = chunk[group][start : start + BLOCK]
         self.retrieved.add(op.request_id)
-        model.tail_loads += op.is_tail
+        model.tail_loads += op.is_tail and not fails
 
     def wait_for_stores(self, request_ids, timeout):
         return self.wait_for_stores_before(dict.fromkeys(request_ids, 1 << 30), timeout)
@@ -664,7 +666,7 @@ class Model:
                         assert memory[block][offset] == tag, (
                             f"{request_id} computes with {memory[block][offset]} at token {at}"
                         )
-        worker.start_load(step)
+        worker.begin_step(step)
         worker.submit_stores(step)
         worker.adapter.work()
         # As the connector has it.
@@ -699,7 +701,7 @@ class Model:
                 self.adapter.healthy = not self.adapter.healthy
             self.step()
         self.drain()
-        for _ in range(14):
+        for _ in range(18):
             self.add(follows=True)
             self.expect(list(self.requests.values())[-1])
             self.step()

@@ -52,6 +52,12 @@ def worker(can_store=True):
     return side, adapter, made
 
 
+def begin(side, step):
+    """Begins a step and its stores, as vLLM's worker does."""
+    side.begin_step(step)
+    side.submit_stores(step)
+
+
 class Described(unittest.TestCase):
     def test_a_store_is_described_by_its_blocks_and_the_one_before(self):
         lora = SimpleNamespace(adapter_id=3, name="lora")
@@ -97,11 +103,11 @@ class Stored(unittest.TestCase):
             request.session_id = str(number)
             described.append(events.describe(request, 16, 64, is_tail=False))
         blocks = {number: blocks for number, blocks in described if number in numbers}
-        return SimpleNamespace(stores=list(blocks), tails=[], blocks=blocks)
+        return SimpleNamespace(stores=list(blocks), loads=[], tails=[], blocks=blocks)
 
     def test_each_committed_chunk_is_an_event_of_its_blocks(self):
         side, adapter, made = worker()
-        side.submit_stores(self.step(0))
+        begin(side, self.step(0))
         self.assertEqual(side.take_events(), [])
         adapter.ended = [(0, [0, 2])]
         self.assertEqual(len(side.take_events()), 2)
@@ -118,8 +124,7 @@ class Stored(unittest.TestCase):
         number, blocks = source().describe(request, 48, 60, is_tail=True)
         op = SimpleNamespace(store_number=number)
         step = SimpleNamespace(stores=[], loads=[], tails=[op], blocks={number: blocks})
-        side.start_load(step)
-        side.submit_stores(step)
+        begin(side, step)
         self.assertEqual(adapter.stores, [op])
         adapter.ended = [(number, [0, 2])]
         self.assertEqual(len(side.take_events()), 2)
@@ -130,20 +135,20 @@ class Stored(unittest.TestCase):
 
     def test_what_was_not_committed_is_no_event_and_is_not_kept(self):
         side, adapter, _ = worker()
-        side.submit_stores(self.step(0, 1))
+        begin(side, self.step(0, 1))
         adapter.ended = [(0, []), (1, []), (7, [0])]
         self.assertEqual(side.take_events(), [])
         self.assertEqual(side._events._submitted, {})
 
     def test_a_chunk_is_named_once_a_step(self):
         side, adapter, _ = worker()
-        side.submit_stores(self.step(0, 1))
+        begin(side, self.step(0, 1))
         adapter.ended = [(0, [1]), (1, [1])]
         self.assertEqual(len(side.take_events()), 1)
 
     def test_a_rank_that_stores_nothing_has_no_events(self):
         side, adapter, _ = worker(can_store=False)
-        side.submit_stores(self.step(0))
+        begin(side, self.step(0))
         adapter.ended = [(0, [0])]
         self.assertEqual((adapter.stores, side.take_events()), ([], []))
 

@@ -623,7 +623,7 @@ class Worker(unittest.TestCase):
                 [(tensors, None)], (0, 1, 2, 3), blocks=7, block_size=4, is_latent=False
             )
             self.assertEqual(adapter.register_kv_caches.call_args.kwargs["gpu"], "uuid of cuda")
-            worker.start_load(Step(loads=["l"]))
+            worker.begin_step(Step(loads=["l"]))
             worker.submit_stores(Step(stores=["s"]))
         adapter.batched_submit_retrieve_requests.assert_called_once_with(["l"], stream=77)
         adapter.batched_submit_store_requests.assert_called_once_with(["s"], stream=77)

@@ -423,11 +423,6 @@ class Window(unittest.TestCase):
 
 
 class Tail(unittest.TestCase):
-    def request(self, tokens, computed=None, **options):
-        request = Request("a", list(range(tokens)), **options)
-        request.num_computed_tokens = tokens - 1 if computed is None else computed
-        return request
-
     def test_the_blocks_after_the_last_whole_chunk_are_stored_when_a_request_ends(self):
         for tokens, computed, stored, wanted in (
             (46, 45, 32, [(32, 44)]),
@@ -445,7 +440,7 @@ class Tail(unittest.TestCase):
             (46, 0, 0, []),
         ):
             adapter = Adapter(tails=True)
-            request = self.request(tokens, None)
+            request = Request("a", list(range(tokens)))
             scheduler = side(adapter)
             admit(scheduler, request)
             request.num_computed_tokens = computed
@@ -466,7 +461,7 @@ class Tail(unittest.TestCase):
     def test_no_tail_is_stored_that_could_not_be_found_or_is_not_known(self):
         def tails(tokens=46, *, found=0, blocks=12, change=None, tails=True, **options):
             adapter = Adapter({"a": found}, tails=tails)
-            request = self.request(tokens)
+            request = Request("a", list(range(tokens)))
             scheduler = side(adapter, **options)
             admit(scheduler, request)
             loaded(scheduler, "a")
@@ -499,6 +494,17 @@ class Tail(unittest.TestCase):
         self.assertEqual(tails(change=changed(2, "is_loading", True)), [])
         self.assertEqual(tails(change=changed(0, "healthy", False)), [])
 
+    def test_a_tail_has_its_blocks_described_where_events_are_wanted(self):
+        events = SimpleNamespace(describe=lambda *span, is_tail: (7, (span[1:], is_tail)))
+        scheduler = side(Adapter(tails=True), events=events)
+        request = Request("a", list(range(10)))
+        admit(scheduler, request)
+        request.num_computed_tokens = 9
+        scheduler.request_finished(request, [[1, 2, 3]])
+        step = scheduler.build_connector_meta(output({}, {}))
+        self.assertEqual([op.store_number for op in step.tails], [7])
+        self.assertEqual(step.blocks, {7: ((0, 8), True)})
+
     def test_chunks_and_tail_are_loaded_by_one_request(self):
         for computed, found, wanted in (
             (0, 44, [(0, 32, 0), (32, 44, 0)]),
@@ -518,6 +524,21 @@ class Tail(unittest.TestCase):
             self.assertEqual([op.is_tail for op in loads], [op.end % 16 > 0 for op in loads])
             # A chunk that becomes whole is stored as such.
             self.assertEqual(scheduler._requests["a"].stored, found // 16 * 16)
+
+    def test_a_tail_whose_load_failed_is_stored_again(self):
+        for kept, wanted in ((44, []), (36, [(32, 44)]), (0, [])):
+            scheduler = side(Adapter({"a": 44}, tails=True))
+            request = Request("a", list(range(46)))
+            admit(scheduler, request)
+            scheduler.build_connector_meta(output({}, {}))
+            # What failed is computed again.
+            request.num_computed_tokens = kept
+            loaded(scheduler, "a")
+            request.num_computed_tokens = 45
+            scheduler.request_finished(request, [list(range(12))])
+            step = scheduler.build_connector_meta(output({}, {}))
+            # Without the chunks before it, which no step has stored here, it is not found.
+            self.assertEqual([(op.start, op.end) for op in step.tails], wanted, kept)
 
     def test_a_prompt_without_a_whole_chunk_is_looked_up_if_it_has_a_block(self):
         for tokens, tails, wanted in ((10, True, ["a"]), (3, True, []), (10, False, [])):

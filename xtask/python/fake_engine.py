@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
+from lmc.vllm.metadata import Step
 from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
@@ -382,7 +383,7 @@ class Engine:
         free = self.pool.get_num_free_blocks()
         assert free == self.free_at_start, f"{free} of {self.free_at_start} blocks are free"
         side = self.scheduler.connector._scheduler
-        assert not (side._requests or side._loads or side._finished or side._refused), vars(side)
+        assert not (side._requests or side._refused) and side._next == Step(), vars(side)
         lost = [list(runner.loads) for runner in self.runners]
         assert not any(lost), f"loads without a report: {lost}"
         held = eventually(lambda: not any(self.server.held().values()))

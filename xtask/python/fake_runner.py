@@ -205,9 +205,11 @@ class Runner:
             loads[op.request_id].append(op)
         for name, ops in loads.items():
             ends = [op.end for op in ops]
-            # Whole chunks, and then their tail.
-            if name in self.loads or [op.start for op in ops[1:]] != ends[:-1]:
+            if name in self.loads:
                 raise Fault(f"{name} is loaded twice at once")
+            # Whole chunks, and then their tail.
+            if [op.start for op in ops[1:]] != ends[:-1]:
+                raise Fault(f"the loads of {name} do not join: {ops}")
             self.loads[name] = ops
         result = self.execute_v2(output) if self.plan.v2 else self.execute_v1(output)
         if result.kv_connector_output is not None:
@@ -360,6 +362,7 @@ class Runner:
             if ops is None:
                 raise Fault(f"the load of {name} is reported, and there is none")
             has_failed = name in reported.failed_recving
+            assert not has_failed or self.memory.windows != [None]
             for op in ops:
                 text = Text(self.tokens_of(name)[: op.end])
                 first = op.start + op.skip_first_n_tokens

@@ -26,9 +26,12 @@ class FaultyConnector(LmcConnector):
     def start_load_kv(self, forward_context, **kwargs):
         step = self._connector_metadata
         if self.has_faults:
+            named = set()
             for op in list(step.loads):
                 fault = (op.configs or {}).get("lmc.fault", "")
-                if fault:
+                # Whole chunks and a tail are one load of a request.
+                if fault and op.request_id not in named:
+                    named.add(op.request_id)
                     logger.warning("fault: %s, %s", fault, op.request_id)
                 if fault.endswith("fails"):
                     op.chunk_hashes = bytes(byte ^ 0xFF for byte in op.chunk_hashes)

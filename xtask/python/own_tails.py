@@ -29,14 +29,14 @@ def tails(run):
                     "--remote", f"file://{folder}/store", "--remote-locate-timeout", "5s")
     try:
         server.start()
-        check_tails(run, server)
+        check_tails(run, server, os.path.join(folder, "store"))
     finally:
         if server.child and server.child.process.poll() is None:
             server.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_tails(run, server):
+def check_tails(run, server, store):
     plain = run.engine("tails-plain", port=0, block_size=BLOCK)
     own = {"port": server.port, "connector": "lmc", "block_size": BLOCK, "tails": True}
     one = run.engine("tails-one", **own, poison=True)
@@ -81,7 +81,7 @@ def check_tails(run, server):
     crowd(run, plain, server)
     for engine in (one, two):
         own_poison(f"tails, {engine.name}", engine, server)
-    store_and_drive(server, one, answers, batch)
+    store_and_drive(server, store, one, answers, batch)
     for engine in (plain, one, two, without):
         engine.kill()
     free = eventually(lambda: not any(server.held().values()))
@@ -111,7 +111,7 @@ def crowd(run, plain, server):
     small.kill()
 
 
-def store_and_drive(server, engine, answers, batch):
+def store_and_drive(server, store, engine, answers, batch):
     """A drive keeps tails over the death of the server; a store has none."""
     def lower():
         tiers = server.status()["lmc"]["lower"]
@@ -119,8 +119,13 @@ def store_and_drive(server, engine, answers, batch):
 
     settled = eventually(lambda: all(tier["queued_bytes"] == 0 for tier in lower().values()))
     written = {name: tier["written"] for name, tier in lower().items()}
-    check("tails: the drive has them and the store has not",
-          settled and 0 < written["remote"] < written["disk"], str(written))
+    (whole,) = {worker["chunk_bytes"] for worker in server.status()["lmc"]["instances"]}
+    sizes = [os.path.getsize(os.path.join(at, name))
+             for at, _, names in os.walk(store) for name in names]
+    objects = [size for size in sizes if size > whole // 8]
+    check("tails: the drive has them, and the store has whole chunks only",
+          settled and written["disk"] > written["remote"] == len(objects) > 0
+          and min(objects) >= whole, f"{written}, {len(objects)} objects")
     server.child.kill(signal.SIGKILL)
     server.start()
     # The engine notices that the server is another by what it stores next.

@@ -52,7 +52,7 @@ class Poison:
             (self.connector, "handle_preemptions"),
             (self.connector, "get_transfer_results"),
             (self.connector, "get_block_ids_with_load_errors"),
-            (self.worker, "start_load"),
+            (self.worker, "begin_step"),
             (self.worker, "submit_stores"),
         ):
             self.wrap(owner, name)
@@ -141,12 +141,13 @@ class Poison:
             self.free.update(b for b in self.due if self.pool.blocks[b].ref_cnt == 0)
             self.due.clear()
 
-    def start_load(self, call, step):
+    def begin_step(self, call, step):
         size = self.scheduler.block_size
+        self.loads |= {op.request_id: [] for op in step.loads}
         for op in step.loads:
             skipped = -(-op.skip_first_n_tokens // size)
             # Block 0 stands for those that a window has left.
-            self.loads[op.request_id] = [
+            self.loads[op.request_id] += [
                 block for blocks in op.block_ids for block in blocks[skipped:] if block]
         call(step)
 
@@ -193,9 +194,9 @@ class Poison:
         side = self.scheduler.connector._scheduler
         call = side.request_finished
 
-        def request_finished(request):
-            call(request)
-            side._finished.discard(request.request_id)
+        def request_finished(request, tables):
+            call(request, tables)
+            side._next.finished.discard(request.request_id)
             return False
 
         side.request_finished = request_finished

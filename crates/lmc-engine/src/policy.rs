@@ -38,7 +38,7 @@ pub struct TierPolicy {
     pub admit: Admission,
     /// Spaces whose chunks are written to the tier. Default: all.
     pub spaces: SpaceFilter,
-    /// Spaces whose chunks are looked for in the tier, where it has to be asked. Default: all.
+    /// Spaces that the tier is asked about, if it has no local index. Default: all.
     pub asked: SpaceFilter,
     /// Writes to this tier what is promoted from the tiers after it, so that it is nearer the next
     /// time. Default: false.

@@ -42,7 +42,8 @@ metrics! {
     "lmcache_mp_lookup_hit_tokens_total" counter "Tokens that lookups found, in any tier. Engines need not retrieve them: see lmc_retrieved_tokens_total." = |s| s.counts.hit_tokens;
     "lmcache_mp_lookup_hit_l1_tokens_total" counter "Tokens that lookups found and memory had on its own." = |s| s.counts.hit_tokens_dram;
     "lmcache_mp_lookup_hit_l2_tokens_total" counter "Tokens that lookups found and lower tiers added to what memory had." = |s| s.counts.hit_tokens_lower;
-    "lmc_tail_hit_tokens_total" counter "Tokens that were found by blocks after a prompt's last whole chunk, for lmc's own connector. The lookups' hits have none of them." = |s| s.counts.hit_tokens_tail;
+    "lmc_tail_hit_tokens_total" counter "Tokens of tails, the blocks after a prompt's last whole chunk, that lookups of lmc's own connector found. Not in lmcache_mp_lookup_hit_tokens_total." = |s| s.counts.hit_tokens_tail;
+    "lmc_tail_retrieved_tokens_total" counter "Tokens of tails that engines retrieved. Not in lmc_retrieved_tokens_total." = |s| s.counts.retrieved_tokens_tail;
     "lmc_retrieved_tokens_total" counter "Tokens of chunks that engines retrieved: hits. Each is counted once, however many workers an engine has." = |s| s.counts.retrieved_tokens;
     "lmcache_mp_l1_read_chunks_total" counter "Chunks read from memory: by engines, and to copy them to lower tiers." = |s| s.counts.retrieved_chunks + s.lower.iter().map(|tier| tier.written).sum::<u64>();
     "lmcache_mp_l1_write_chunks_total" counter "Chunks written to memory: by engines, and promoted from lower tiers." = |s| s.counts.stored_chunks + s.lower.iter().map(|tier| tier.promoted).sum::<u64>();

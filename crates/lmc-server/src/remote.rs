@@ -47,20 +47,20 @@ impl Remote {
     }
 
     /// Serves this service from now on: takes the whole chunks that can be found again later, of
-    /// these tenants if any are given, and describes the spaces of its engines in the store. Each
-    /// block after the last whole chunk of a prompt would be an object of its own.
+    /// these tenants if any are given, and describes the spaces of its engines in the store. Tails
+    /// are left out: each of their blocks would be an object of its own.
     pub(crate) fn serve(self, service: &Service, tenants: Option<HashSet<TenantId>>) {
         self.asked.decide(service.whole_chunk_spaces());
         let (lasting, whole) = (service.lasting_spaces(), service.whole_chunk_spaces());
-        let lasting = move |space| lasting(space) && whole(space);
+        let picked = move |space| lasting(space) && whole(space);
         match tenants {
-            None => self.spaces.decide(lasting),
+            None => self.spaces.decide(picked),
             Some(tenants) => {
                 let service = service.downgrade();
                 self.spaces.decide(move |space| {
                     let service = service.upgrade();
                     let is_of = |service: Service| tenants.contains(&service.tenant_of(space));
-                    lasting(space) && service.is_some_and(is_of)
+                    picked(space) && service.is_some_and(is_of)
                 });
             }
         }

@@ -107,8 +107,8 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
                 settings.identity,
             ),
             "hash_mode": mode.by_hash,
-            # Layers that look back less far keep other blocks than a tail has.
-            "tails": settings.tails and self._fails_by_block,
+            # Of a window vLLM has freed blocks of the tail by then.
+            "tails": settings.tails and self._windows == [None],
             "block_size": cache.block_size,
         }
         can_store = self._kv_transfer_config.is_kv_producer
@@ -201,7 +201,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         assert self._worker is not None
-        self._worker.start_load(_step(self._connector_metadata))
+        self._worker.begin_step(_step(self._connector_metadata))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: loads end before vLLM schedules their request."""

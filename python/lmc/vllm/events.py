@@ -90,7 +90,7 @@ class StoredChunks:
         self._submitted: dict[int, StoredBlocks] = {}
 
     def submitted(self, stores: dict[int, StoredBlocks]) -> None:
-        """Notes the stores of a step."""
+        """Notes the stores that a step begins."""
         self._submitted |= stores
 
     def take(self) -> list[Hashable]:

@@ -55,7 +55,7 @@ class RequestState:
     has_session: bool = False
     # Tokens that were found or whose store was sent to the workers.
     stored: int = 0
-    # Tokens up to the end of the tail whose store was sent to the workers.
+    # Tokens whose blocks were found, or whose store as a tail was sent to the workers.
     tail: int = 0
     # A store was sent to the workers at some time; outlives preemptions.
     has_stored: bool = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lmc.ops import LoadStoreOp
 from lmc.vllm.adapters import Adapters
-from lmc.vllm.events import EventSource, StoredBlocks
+from lmc.vllm.events import EventSource
 from lmc.vllm.metadata import Step
 from lmc.vllm.request import RequestState, effective_salt, transfer_configs
 from lmc.vllm.weights import Weights
@@ -67,12 +67,7 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         # Requests that are not cached, each of which is counted once.
         self._refused: set[str] = set()
-        # For the next step.
-        self._loads: list[LoadStoreOp] = []
-        self._finished: set[str] = set()
-        self._tails: list[LoadStoreOp] = []
-        self._tail_blocks: dict[int, StoredBlocks] = {}
-        self._freed: dict[str, int] = {}
+        self._next = Step()
 
     def on_new_request(self, request: "Request") -> None:
         """Counts a request that will not be cached; looks others up where that is wanted."""
@@ -112,8 +107,9 @@ class SchedulerSide:
         if state is None or state.is_allocated:
             return
         state.is_allocated = True
-        matched = state.matched or 0
-        state.stored = matched // self.adapter.chunk_size * self.adapter.chunk_size
+        chunk = self.adapter.chunk_size
+        matched = state.tail = state.matched or 0
+        state.stored = matched - matched % chunk
         if num_external_tokens == 0:
             self._end_session(state)
             return
@@ -131,14 +127,13 @@ class SchedulerSide:
                 f"vLLM takes {num_external_tokens} of the {wanted} tokens that there are for "
                 f"request {request.request_id}"
             )
-        chunk = self.adapter.chunk_size
-        start, end = (tokens // chunk * chunk for tokens in (state.computed, matched))
+        start = state.computed - state.computed % chunk
         # Whole chunks, and the tail.
-        for first, last in ((start, end), (end, matched)):
+        for first, last in ((start, state.stored), (state.stored, matched)):
             if max(first, state.computed) < last:
                 load = self._op(state, tables, first, last)
                 load.skip_first_n_tokens = max(state.computed - first, 0)
-                self._loads.append(load)
+                self._next.loads.append(load)
         state.is_loading = True
         self.counts["load_tokens"] += matched - state.computed
 
@@ -158,11 +153,7 @@ class SchedulerSide:
 
     def build_connector_meta(self, output: "SchedulerOutput") -> Step:
         """Returns what the workers shall do in this step."""
-        step = Step(loads=self._loads, finished=self._finished)
-        step.freed, self._freed = self._freed, {}
-        step.tails, self._tails = self._tails, []
-        step.blocks, self._tail_blocks = self._tail_blocks, {}
-        self._loads, self._finished = [], set()
+        step, self._next = self._next, Step()
         if self._sizes:
             for known in self._requests.values():
                 self._note_freed(known, step.freed)
@@ -184,15 +175,15 @@ class SchedulerSide:
             request = state.request
             # vLLM counts the tokens of a step as computed once it is scheduled.
             end = request.num_computed_tokens + scheduled
-            # Of a request for one token, which is computed elsewhere, the tail is wanted at once.
-            is_prefilled = request.max_tokens == 1 and end >= request.num_tokens
-            if end < state.stored + chunk and not is_prefilled:
+            # With one token, another engine computes the answer: its prompt's tail is wanted at once.
+            ends_after_prefill = request.max_tokens == 1 and end >= request.num_tokens
+            if end < state.stored + chunk and not ends_after_prefill:
                 continue
             # Draft tokens that are scheduled may be rejected; those in the request are not.
             computed = min(end, request.num_tokens)
             end = computed - self._volatile_tokens
             end -= end % chunk
-            if end <= state.stored and not is_prefilled:
+            if end <= state.stored and not ends_after_prefill:
                 continue
             table = output.kv_connector_block_state
             tables = table.get_block_ids(request_id) if table is not None else None
@@ -203,9 +194,9 @@ class SchedulerSide:
                 self.counts["unstorable_tokens"] += start - state.stored
                 state.stored = end
                 if start < end:
-                    step.stores.append(self._store(state, tables, start, end, step.blocks))
-            if is_prefilled:
-                step.stores += self._tail(state, tables, computed, step.blocks)
+                    step.stores.append(self._store(state, tables, start, end, step))
+            if ends_after_prefill:
+                step.stores += self._tail(state, tables, computed, step)
 
     def _store(
         self,
@@ -213,15 +204,15 @@ class SchedulerSide:
         tables: Sequence[list[int]],
         start: int,
         end: int,
-        blocks: dict[int, StoredBlocks],
+        step: Step,
     ) -> LoadStoreOp:
-        """Returns a store, and adds its blocks to `blocks` where vLLM's KV events are on."""
+        """Returns a store of a step, and adds its blocks to it where vLLM's KV events are on."""
         store = self._op(state, tables, start, end)
         if self._events is not None:
-            store.store_number, blocks_of_it = self._events.describe(
+            store.store_number, blocks = self._events.describe(
                 state.request, start, end, is_tail=store.is_tail
             )
-            blocks[store.store_number] = blocks_of_it
+            step.blocks[store.store_number] = blocks
         self.counts["store_tokens"] += end - start
         state.has_stored = True
         return store
@@ -266,6 +257,7 @@ class SchedulerSide:
             chunk = self.adapter.chunk_size
             kept = state.request.num_computed_tokens + 1
             state.stored = min(state.stored, kept - kept % chunk)
+            state.tail = min(state.tail, kept)
             self._end_session(state)
 
     def request_finished(self, request: "Request", tables: Sequence[list[int]]) -> bool:
@@ -287,11 +279,11 @@ class SchedulerSide:
         # Its last token is not computed; a step that runs ahead may compute more than it has.
         end = min(request.num_computed_tokens, request.num_tokens - 1)
         if self._can_store and self.adapter.healthy:
-            self._tails += self._tail(state, tables, end, self._tail_blocks)
+            self._next.tails += self._tail(state, tables, end, self._next)
         if not state.has_stored:
             return False
-        self._finished.add(request.request_id)
-        self._note_freed(state, self._freed)
+        self._next.finished.add(request.request_id)
+        self._note_freed(state, self._next.freed)
         return True
 
     def _tail(
@@ -299,7 +291,7 @@ class SchedulerSide:
         state: RequestState,
         tables: Sequence[list[int]],
         computed: int,
-        blocks: dict[int, StoredBlocks],
+        step: Step,
     ) -> list[LoadStoreOp]:
         """Returns the store of the computed blocks after a request's last whole chunk, if there are
         any that were not found or stored before."""
@@ -309,12 +301,12 @@ class SchedulerSide:
         end = (computed - self._volatile_tokens) // size * size
         start = end // chunk * chunk
         # Without the chunks before it, it is never found.
-        is_wanted = state.stored >= start and end > max(state.matched or 0, state.tail, start)
+        is_wanted = state.stored >= start and end > max(state.tail, start)
         has_blocks = state.preemptions == request.num_preemptions and len(tables[0]) * size >= end
         if not (is_wanted and has_blocks) or self._adapters.are_refused(request.lora_request):
             return []
         state.tail = end
-        return [self._store(state, tables, start, end, blocks)]
+        return [self._store(state, tables, start, end, step)]
 
     def shutdown(self) -> None:
         """Ends the adapter's thread."""

@@ -149,15 +149,14 @@ class WorkerSide:
             timeout,
         )
 
-    def start_load(self, step: Step) -> None:
-        """Begins the loads of a step, and the stores of what was written before it.
+    def begin_step(self, step: Step) -> None:
+        """Begins the loads of a step, and the stores of blocks that steps before have written.
 
         vLLM calls this also for a step that computes nothing.
         """
+        if self._events is not None:
+            self._events.submitted(step.blocks)
         if step.tails and self._can_store:
-            if self._events is not None:
-                numbers = [op.store_number for op in step.tails if op.store_number is not None]
-                self._events.submitted({number: step.blocks.pop(number) for number in numbers})
             self.adapter.batched_submit_store_requests(step.tails, stream=self._stream())
         if step.loads:
             self.adapter.batched_submit_retrieve_requests(step.loads, stream=self._stream())
@@ -165,8 +164,6 @@ class WorkerSide:
     def submit_stores(self, step: Step) -> None:
         """Begins the stores of a step, which has written their blocks."""
         if step.stores and self._can_store:
-            if self._events is not None:
-                self._events.submitted(step.blocks)
             self.adapter.batched_submit_store_requests(step.stores, stream=self._stream())
 
     def _stream(self) -> int | None:

@@ -95,7 +95,7 @@ class Engine:
         return self.scheduler.check_lookup_result(name)
 
     def load(self, name, tokens, ids):
-        self.worker.start_load(Step(loads=[self.op(name, tokens, ids)]))
+        self.worker.begin_step(Step(loads=[self.op(name, tokens, ids)]))
 
     def loaded(self, name):
         return name in self.worker.get_finished(None)[1]

@@ -102,16 +102,25 @@ impl Tiers {
         self.not_removing(std::slice::from_ref(key)).is_empty()
     }
 
-    /// Returns true if there is a tier that has to be asked.
-    fn has_to_ask(&self) -> bool {
-        self.tiers.iter().any(|tier| tier.backend.index().is_none())
+    /// Returns true if a tier has to be asked about keys of this one's space.
+    fn is_asked(&self, index: usize, key: &ChunkKey) -> bool {
+        let tier = &self.tiers[index];
+        let picks = |space| tier.policy.asked.picks(space);
+        tier.backend.index().is_none()
+            && (self.clears.current_space_of(key.space)).is_none_or(picks)
+    }
+
+    /// Returns true if there is a tier that has to be asked about these keys, which are of one space.
+    fn has_to_ask(&self, keys: &[ChunkKey]) -> bool {
+        let first = keys.first();
+        first.is_some_and(|first| (0..self.tiers.len()).any(|index| self.is_asked(index, first)))
     }
 
     /// Finds the sources of the leading keys in DRAM and in the tiers whose index is in this
     /// process, as far as the chunks have this length.
     pub(crate) fn locate_now(&self, keys: &[ChunkKey], chunk_bytes: Option<u64>) -> Sources {
         let known = self.not_removing(keys);
-        let is_final = known.len() < keys.len() || !self.has_to_ask();
+        let is_final = known.len() < keys.len() || !self.has_to_ask(keys);
         // Most prompts that DRAM does not know are known to no tier.
         let found = match known {
             [] => Vec::new(),
@@ -287,7 +296,8 @@ impl Tiers {
         answers.into_iter().map(Answer::source).collect()
     }
 
-    /// Asks all tiers that have no index in this process at once, each under its deadline. Ends when
+    /// Asks all tiers that have no index in this process at once about keys of one space, each under its
+    /// deadline. Ends when
     /// all chunks are found, and the nearer tiers have answered or are late. A tier that fails is
     /// counted, and cannot be used for this prompt.
     async fn ask(
@@ -300,13 +310,7 @@ impl Tiers {
         let Some(first) = keys.first() else {
             return answers;
         };
-        // All keys of a question are of one space.
-        let space = self.clears.current_space_of(first.space);
-        let is_asked = |index: &usize| {
-            let tier = &self.tiers[*index];
-            let has_space = space.is_none_or(|space| tier.policy.asked.picks(space));
-            tier.backend.index().is_none() && Some(*index) != except && has_space
-        };
+        let is_asked = |index: &usize| Some(*index) != except && self.is_asked(*index, first);
         let mut awaited: BTreeSet<usize> = (0..self.tiers.len()).filter(is_asked).collect();
         let asked = awaited.iter().map(|&index| (index, &self.tiers[index]));
         let mut located: FuturesUnordered<_> = asked

@@ -50,7 +50,7 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
     line(
         "hits",
         format!(
-            "{} of tokens looked up were retrieved by engines, {} were found; {} lookups",
+            "{} of tokens looked up were retrieved by engines, {} were found; {} lookups{}",
             percent(
                 number(&counts["retrieved_tokens"]),
                 number(&counts["lookup_tokens"])
@@ -59,7 +59,11 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
                 number(&counts["hit_tokens"]),
                 number(&counts["lookup_tokens"])
             ),
-            counts["lookups"]
+            counts["lookups"],
+            match number(&counts["retrieved_tokens_tail"]) {
+                0.0 => String::new(),
+                tokens => format!("; {tokens} tokens of tails were retrieved besides"),
+            }
         ),
     );
     for tier in status["lower"].as_array().into_iter().flatten() {

@@ -23,8 +23,8 @@ pub(crate) struct Server {
     pub(crate) pool_descriptor: bool,
     /// True if it says where the chunks of a lookup came from.
     pub(crate) wait_lookup: bool,
-    /// True if it takes single blocks for chunks, and a chunk has several.
-    pub(crate) units: bool,
+    /// True if the engine keeps tails and this server takes them.
+    pub(crate) tails: bool,
 }
 
 /// State of the connection to a server.
@@ -39,7 +39,7 @@ pub struct ServerState {
     pub num_blocks_per_chunk: u32,
     /// True if prompts are named by the engine's block hashes.
     pub hash_mode: bool,
-    /// True if the blocks after a prompt's last whole chunk are kept too.
+    /// True if the engine keeps tails and the server takes them.
     pub tails: bool,
 }
 
@@ -90,7 +90,7 @@ impl Common {
             chunk_size,
             num_blocks_per_chunk: chunk_size / self.engine.block_size,
             hash_mode: self.engine.hash_mode && server.is_some_and(|server| server.engine_keys),
-            tails: self.engine.hash_mode && server.is_some_and(|server| server.units),
+            tails: server.is_some_and(|server| server.tails),
         }
     }
 
@@ -105,10 +105,12 @@ impl Common {
             [Reply::Int(chunk_size), Reply::Strings(capabilities)] => {
                 let chunk_size = u32::try_from(*chunk_size).unwrap_or(0);
                 let knows = |name| capabilities.iter().any(|known| known == name);
-                let has_blocks = chunk_size > self.engine.block_size;
+                let engine = &self.engine;
+                let wants_tails =
+                    engine.tails && engine.hash_mode && chunk_size > engine.block_size;
                 self.connected(Server {
                     chunk_size,
-                    units: self.engine.tails && has_blocks && knows(ENGINE_KEYS) && knows(UNITS),
+                    tails: wants_tails && knows(ENGINE_KEYS) && knows(UNITS),
                     engine_keys: knows(ENGINE_KEYS),
                     pool_descriptor: knows(POOL_DESCRIPTOR),
                     wait_lookup: knows(WAIT_LOOKUP),

@@ -51,8 +51,8 @@ pub struct EngineDescription {
     pub hash_mode: bool,
     /// Tokens of one block of the engine.
     pub block_size: u32,
-    /// True if the blocks after a prompt's last whole chunk are to be kept too, each by itself. Takes
-    /// effect where chunks are named by block hashes.
+    /// True if the blocks after a prompt's last whole chunk, its *tail*, are to be kept too. They are
+    /// where chunks are named by block hashes and have several blocks, and the server takes tails.
     pub tails: bool,
 }
 

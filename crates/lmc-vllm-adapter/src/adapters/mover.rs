@@ -29,6 +29,8 @@ const ENGINE_WORK: Duration = Duration::from_secs(60);
 struct Prepared {
     transfer: Transfer,
     key: CacheKey,
+    /// Id of the worker that the key goes with.
+    instance_id: u64,
     answer: Awaited,
 }
 
@@ -193,6 +195,7 @@ impl Mover {
             Some(Prepared {
                 transfer,
                 key,
+                instance_id,
                 answer: self.ask(session, request),
             })
         };
@@ -242,16 +245,13 @@ impl Mover {
         let Prepared {
             transfer,
             key,
+            instance_id,
             answer,
         } = prepared;
         let direction = transfer.direction;
-        let prompt = &transfer.op.prompt;
-        let instance_id = self.shared.instance_id(prompt);
-        let unit = match prompt.is_tail() {
-            true => self.shared.common.engine.block_size,
-            false => pool.server.chunk_size,
-        };
-        let chunks = transfer.op.tokens.len() / unit as usize;
+        let per_chunk = pool.layouts.of(&transfer.op.prompt).blocks_per_chunk();
+        let blocks = transfer.op.tokens.len() / self.shared.common.engine.block_size as usize;
+        let chunks = blocks / per_chunk.max(1) as usize;
         let (slots, indices) = match (direction, answer.wait()) {
             (
                 Direction::Store,

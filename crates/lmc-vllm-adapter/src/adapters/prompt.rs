@@ -1,7 +1,7 @@
 //! A prompt as an engine names it: by its tokens, or by hashes of its blocks.
 //!
-//! The *tail* of a prompt are its blocks after the last whole chunk. Each is a chunk by itself, of one
-//! block, where the engine hashes its blocks and the server knows chunks of that size.
+//! The *tail* of a prompt is its whole blocks after the last whole chunk. Each is stored as a chunk of
+//! one block.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub enum Prompt {
     Chunks(Arc<[ChunkHash]>),
     /// Hashes of all whole blocks, which name whole chunks and the tail.
     Blocks(Arc<[ChunkHash]>),
-    /// Hashes of blocks that begin with a chunk and do not fill it, from the first on.
+    /// Hashes of a tail's blocks. The first block starts where a chunk would start.
     Tail(Arc<[ChunkHash]>),
 }
 
@@ -41,11 +41,11 @@ impl Prompt {
         match self {
             Self::Tokens(_) => true,
             Self::Chunks(_) | Self::Blocks(_) => server.engine_keys,
-            Self::Tail(_) => server.units,
+            Self::Tail(_) => server.tails,
         }
     }
 
-    /// Returns true if the prompt's name is that of single blocks.
+    /// Returns true for a tail, whose hashes name single blocks.
     pub(crate) fn is_tail(&self) -> bool {
         matches!(self, Self::Tail(_))
     }

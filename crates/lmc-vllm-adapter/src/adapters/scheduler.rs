@@ -94,8 +94,8 @@ impl FoundTokens {
         })
     }
 
-    /// Adds the tokens after them. Where the tiers of some are not known, none is named.
-    fn and(mut self, after: Self) -> Self {
+    /// Appends the tokens that follow. Names no tier unless the tiers of all tokens are known.
+    fn followed_by(mut self, after: Self) -> Self {
         let is_named = |found: &Self| found.tokens == 0 || !found.tiers.is_empty();
         let are_named = is_named(&self) && is_named(&after);
         self.tokens += after.tokens;
@@ -159,7 +159,7 @@ impl Shared {
 }
 
 /// A lookup under way: first of the whole chunks, then of the tail after those that were found.
-struct UnderWay {
+struct PendingLookup {
     shared: Arc<Shared>,
     link: Weak<Link>,
     request_id: String,
@@ -167,14 +167,17 @@ struct UnderWay {
     server: Server,
     cache_salt: String,
     configs: RequestConfigs,
-    /// Hashes of all whole blocks of the prompt, where its tail is looked up too.
+    /// Hashes of all whole blocks of the prompt; none where its tail is not looked up.
     blocks: Arc<[ChunkHash]>,
 }
 
-impl UnderWay {
+impl PendingLookup {
+    /// Looks the whole chunks up, and the tail next.
     fn find_chunks(self, prompt: &Prompt, tokens: usize) {
         let (name, unit) = (self.request_id.clone(), self.server.chunk_size);
         self.ask(name, prompt, tokens, unit, |this, found| match found {
+            // A prompt of which nothing is there costs one question.
+            Ok(found) if found.tokens == 0 => this.end(found),
             Ok(found) => this.find_tail(found),
             Err(answer) => {
                 this.failed(&answer);
@@ -183,6 +186,7 @@ impl UnderWay {
         });
     }
 
+    /// Looks up the tail after the tokens that were found, and ends with both.
     fn find_tail(self, found: FoundTokens) {
         let Some(tail) = self.tail(found.tokens).filter(|_| self.begin_tail()) else {
             return self.end(found);
@@ -199,11 +203,11 @@ impl UnderWay {
                 FoundTokens::default()
             });
             this.give_back_if_over();
-            this.end(found.and(tail));
+            this.end(found.followed_by(tail));
         });
     }
 
-    /// Gives back the tail of a request that ended before the tail was looked up.
+    /// Ends the tail's session again if the request ended while its tail was being looked up.
     fn give_back_if_over(&self) {
         let is_over = !self.shared.lookups.lock().tails.contains(&self.request_id);
         if let (true, Some(link)) = (is_over, self.link.upgrade()) {
@@ -219,7 +223,7 @@ impl UnderWay {
         let first = usize::try_from(found / u64::from(block_size)).ok()?;
         let rest = self.blocks.get(first..)?;
         let tail = &rest[..rest.len().min(most)];
-        (self.server.units && !tail.is_empty()).then(|| tail.into())
+        (!tail.is_empty()).then(|| tail.into())
     }
 
     /// Notes that the tail is looked up; returns false if the engine has no use for it any more.
@@ -237,8 +241,8 @@ impl UnderWay {
         matches!(lookup, Some(Lookup::Pending(number)) if *number == self.number)
     }
 
-    /// Looks up a range that begins with the prompt, or with its tail, under a name, and passes on what
-    /// was found.
+    /// Sends a lookup of the first `tokens` tokens of `prompt` under `name`, and passes the result to
+    /// `then`.
     fn ask(
         self,
         name: String,
@@ -276,11 +280,13 @@ impl UnderWay {
         });
     }
 
+    /// Counts and logs a question without an answer.
     fn failed(&self, answer: &Answer) {
         self.shared.counters.failed.fetch_add(1, Ordering::Relaxed);
         self.shared.log_failure("lookup", &self.request_id, answer);
     }
 
+    /// Notes the result.
     fn end(self, found: FoundTokens) {
         self.shared.found(&self.request_id, self.number, found);
     }
@@ -344,32 +350,31 @@ impl SchedulerAdapter {
         let server = (self.shared.common.server()).filter(|&server| prompt.is_known_to(server));
         let block_size = self.shared.common.engine.block_size;
         let chunks = server.map_or(0, |server| prompt.chunks(server.chunk_size, block_size));
-        let blocks = match prompt {
-            Prompt::Blocks(hashes) => Arc::clone(hashes),
+        let blocks = match (prompt, server) {
+            (Prompt::Blocks(hashes), Some(Server { tails: true, .. })) => Arc::clone(hashes),
             _ => Arc::default(),
         };
-        let has_tails = server.is_some_and(|server| server.units) && !blocks.is_empty();
+        let is_asked = chunks > 0 || !blocks.is_empty();
         {
             let mut lookups = self.shared.lookups.lock();
             if lookups.results.contains_key(request_id) {
                 return;
             }
-            let lookup = match chunks > 0 || has_tails {
+            let lookup = match is_asked {
                 false => Lookup::Known(FoundTokens::default()),
                 true => Lookup::Pending(number),
             };
             lookups.results.insert(request_id.to_owned(), lookup);
         }
-        let Some(server) = server.filter(|_| chunks > 0 || has_tails) else {
+        let Some(server) = server.filter(|_| is_asked) else {
             return;
         };
         let tokens = chunks * server.chunk_size as usize;
-        let named = blocks.len() * block_size as usize;
         let counters = &self.shared.counters;
         counters.lookups.fetch_add(1, Ordering::Relaxed);
-        let asked = if has_tails { tokens.max(named) } else { tokens };
-        counters.tokens.fetch_add(asked as u64, Ordering::Relaxed);
-        let under_way = UnderWay {
+        let named = tokens.max(blocks.len() * block_size as usize);
+        counters.tokens.fetch_add(named as u64, Ordering::Relaxed);
+        let lookup = PendingLookup {
             shared: Arc::clone(&self.shared),
             link: Arc::downgrade(&self.link),
             request_id: request_id.to_owned(),
@@ -380,8 +385,8 @@ impl SchedulerAdapter {
             blocks,
         };
         match chunks {
-            0 => under_way.find_tail(FoundTokens::default()),
-            _ => under_way.find_chunks(prompt, tokens),
+            0 => lookup.find_tail(FoundTokens::default()),
+            _ => lookup.find_chunks(prompt, tokens),
         }
     }
 

@@ -236,7 +236,7 @@ impl Setup for WorkerSetup {
                 return Ok(Some(shared.registration(server, &layouts.chunk, None)));
             }
             [Reply::Registered { .. }] | [Reply::Int(_), Reply::Registered { .. }]
-                if server.units =>
+                if server.tails =>
             {
                 let unit = Some(shared.common.engine.block_size);
                 return Ok(Some(shared.registration(server, &layouts.block, unit)));
@@ -271,8 +271,8 @@ impl Setup for WorkerSetup {
     fn ping(&self) -> Request {
         let shared = &self.0;
         let registered = shared.registered.lock().is_some();
-        let units = shared.common.server().is_some_and(|server| server.units);
-        let second = shared.pings_second.fetch_xor(true, Ordering::Relaxed) && units;
+        let tails = shared.common.server().is_some_and(|server| server.tails);
+        let second = shared.pings_second.fetch_xor(true, Ordering::Relaxed) && tails;
         Request::Ping {
             instance_id: registered.then_some(shared.instance_ids[usize::from(second)]),
         }

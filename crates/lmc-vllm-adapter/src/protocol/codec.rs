@@ -460,7 +460,7 @@ fn invalid(text: &str) -> ValueError {
     ValueError::Invalid(text.to_owned())
 }
 
-/// Reads the tokens of a chunk.
+/// Reads the number of tokens in a chunk, 1 or more.
 fn unit(reader: &mut Reader<'_>) -> Result<u32, ValueError> {
     match reader.number(UNIT)? {
         0 => Err(invalid("lmc_unit must be 1 or more")),

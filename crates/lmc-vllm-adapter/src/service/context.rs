@@ -71,7 +71,7 @@ impl Context {
     /// # Errors
     /// The refusal of a request whose range or salt is not possible.
     pub(super) fn hash(&self, key: &CacheKey) -> Result<Hashed, Reply> {
-        let chunk = self.chunk_tokens_of(key);
+        let chunk = self.tokens_per_chunk(key);
         if !key.start.is_multiple_of(chunk) {
             return Err(refuse(&format!(
                 "start {} is not a multiple of the chunk size {chunk}",
@@ -98,13 +98,12 @@ impl Context {
         Ok(Hashed {
             hashes,
             chunks: start..end,
-            chunk_tokens: chunk,
             salt,
         })
     }
 
     /// Returns the number of tokens in each chunk that a key names.
-    pub(super) fn chunk_tokens_of(&self, key: &CacheKey) -> u64 {
+    pub(super) fn tokens_per_chunk(&self, key: &CacheKey) -> u64 {
         u64::from(key.unit.unwrap_or(self.config.hasher.chunk_size()))
     }
 
@@ -137,8 +136,6 @@ pub(super) struct Hashed {
     pub(super) hashes: Vec<ChunkHash>,
     /// The range, in chunks.
     pub(super) chunks: Range<usize>,
-    /// Tokens of each chunk.
-    pub(super) chunk_tokens: u64,
     pub(super) salt: Salt,
 }
 

@@ -148,7 +148,7 @@ impl Lookups {
         let lookup = engine.lookup(request);
         let clears = lookup.clears();
         if key.unit.is_none() {
-            let tokens = hashed.chunks.len() as u64 * hashed.chunk_tokens;
+            let tokens = hashed.chunks.len() as u64 * context.tokens_per_chunk(key);
             add(&counters.lookups, 1);
             add(&counters.lookup_tokens, tokens);
         }
@@ -156,10 +156,9 @@ impl Lookups {
         let readers = key.num_kv_readers;
         let (known, promoted) = match lookup.try_found() {
             Ok(found) => {
-                self.announce(&found, clears, &key.model_name, key.unit, || {
+                self.note_found(&found, clears, &key.model_name, key.unit, || {
                     self.announcements(key, &hashed)
                 });
-                self.count_hits(&found, key.unit);
                 let expires = now + context.config.lookup_lease;
                 let (hits, runs) = (found.hits as u64, runs(&found));
                 let holds = rank_holds(found, first, readers);
@@ -213,9 +212,10 @@ impl Lookups {
         held >= max || (held >= max / 2 && engine.leases_of(owner) >= max / 4)
     }
 
-    /// Returns the chunks of a range for the event that they are in DRAM; none without subscribers.
+    /// Returns the chunks of a range for the event that they are in DRAM; none without subscribers, who
+    /// know only chunks of the server's size.
     fn announcements(&self, key: &CacheKey, hashed: &Hashed) -> Vec<StoredChunk> {
-        if !self.context.events.enabled() {
+        if !self.context.events.enabled() || key.unit.is_some() {
             return Vec::new();
         }
         let announcement = |(index, chunk): (usize, usize)| StoredChunk {
@@ -231,8 +231,9 @@ impl Lookups {
             .collect()
     }
 
-    /// Tells subscribers which whole chunks are in DRAM again; none of before a clear.
-    fn announce(
+    /// Counts what a lookup found, and tells subscribers which of it is in DRAM again; none of before a
+    /// clear. Chunks of another size than the server's are counted apart and not announced.
+    fn note_found(
         &self,
         found: &Found,
         clears: ClearsId,
@@ -240,9 +241,14 @@ impl Lookups {
         unit: Option<u32>,
         chunks: impl Fn() -> Vec<StoredChunk>,
     ) {
+        if let Some(unit) = unit {
+            let tokens = found.hits as u64 * u64::from(unit);
+            return add(&self.context.stats.service.hit_tokens_tail, tokens);
+        }
+        self.count_hits(found);
         let context = &self.context;
         let is_current = || clears == context.engine.clears_id();
-        for rank in found.ranks.iter().filter(|_| unit.is_none()) {
+        for rank in &found.ranks {
             if rank.promoted > rank.resident && context.events.enabled() && is_current() {
                 let promoted: Vec<StoredChunk> = chunks()
                     .drain(..rank.promoted)
@@ -280,15 +286,8 @@ impl Lookups {
     }
 
     /// Counts the chunks that a lookup found, and how many of them DRAM had without lower tiers.
-    fn count_hits(&self, found: &Found, unit: Option<u32>) {
+    fn count_hits(&self, found: &Found) {
         let counters = &self.context.stats.service;
-        if let Some(unit) = unit {
-            add(
-                &counters.hit_tokens_tail,
-                found.hits as u64 * u64::from(unit),
-            );
-            return;
-        }
         let chunk = u64::from(self.context.config.hasher.chunk_size());
         let (hits, resident) = (found.hits as u64, found.resident as u64);
         add(&counters.hit_tokens, hits * chunk);
@@ -300,10 +299,9 @@ impl Lookups {
     fn promoted(&self, promoting: &Promoting, found: Found) {
         let context = &self.context;
         let (model, unit) = (&promoting.model, promoting.unit);
-        self.announce(&found, promoting.clears, model, unit, || {
+        self.note_found(&found, promoting.clears, model, unit, || {
             promoting.chunks.clone()
         });
-        self.count_hits(&found, unit);
         let (hits, runs) = (found.hits as u64, runs(&found));
         let holds = rank_holds(found, promoting.first, promoting.readers);
         let expires = Instant::now() + context.config.lookup_lease;
@@ -399,7 +397,7 @@ impl Lookups {
         key: &CacheKey,
         now: Instant,
     ) -> Reply {
-        let chunk = self.context.chunk_tokens_of(key);
+        let chunk = self.context.tokens_per_chunk(key);
         // A partial chunk at the start goes with its whole chunk, one at the end stays.
         let chunks = (key.start / chunk) as usize..(key.end / chunk) as usize;
         let kv_rank = key.worker_id.map(|rank| rank as u16);
@@ -501,11 +499,12 @@ impl Lookups {
         };
         drop(sessions);
         drop(released);
-        let chunk = self.context.chunk_tokens_of(key);
-        add(
-            &self.context.counters().retrieved_tokens,
-            new as u64 * chunk,
-        );
+        let counters = self.context.counters();
+        let counter = match key.unit {
+            None => &counters.retrieved_tokens,
+            Some(_) => &counters.retrieved_tokens_tail,
+        };
+        add(counter, new as u64 * self.context.tokens_per_chunk(key));
     }
 
     /// Ends the requests of a connection, a share at a time: others are served in between.

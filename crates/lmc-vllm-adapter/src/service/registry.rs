@@ -58,7 +58,7 @@ impl Workers {
         OwnerId(self.next_owner)
     }
 
-    /// The layouts that workers of this model, identity and size of chunks have, each once. One whose workers' connections all
+    /// The layouts that workers of this model, identity and tokens per chunk have, each once. One whose workers' connections all
     /// ended counts only when there is no other: the engine behind it is most likely dead, and
     /// what it lacked or had says nothing about the living.
     pub(crate) fn layouts(
@@ -383,7 +383,9 @@ impl Registry {
             self.warn_of_two_engines(&two);
         }
         self.end_generations(ended);
-        add(&counters.registrations, 1);
+        if unit.is_none() {
+            add(&counters.registrations, 1);
+        }
         registered
     }
 

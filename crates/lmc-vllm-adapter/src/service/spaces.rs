@@ -25,6 +25,13 @@ struct Space {
     chunks: u64,
 }
 
+impl Space {
+    fn has_whole_chunks(&self, chunk_size: u32) -> bool {
+        let description = self.description.as_ref();
+        description.is_none_or(|space| space.chunk_size == chunk_size)
+    }
+}
+
 #[derive(Debug)]
 struct Table {
     spaces: HashMap<SpaceId, Space>,
@@ -84,8 +91,9 @@ impl Spaces {
 
     /// Returns false for a space whose chunks are known to be of another size than the server's.
     pub(crate) fn has_whole_chunks(&self, space: SpaceId) -> bool {
-        let known = self.description(space);
-        known.is_none_or(|space| space.chunk_size == self.chunk_size)
+        let table = self.table.lock();
+        let known = table.spaces.get(&space);
+        known.is_none_or(|space| space.has_whole_chunks(self.chunk_size))
     }
 
     /// Remembers the model of a space that is about to be stored into.
@@ -219,8 +227,7 @@ impl EventSink for Spaces {
                 return;
             };
             space.chunks = space.chunks.saturating_sub(1);
-            let size = space.description.as_ref().map(|space| space.chunk_size);
-            if size.is_some_and(|size| size != self.chunk_size) {
+            if !space.has_whole_chunks(self.chunk_size) {
                 // Nor was it announced.
                 return;
             }

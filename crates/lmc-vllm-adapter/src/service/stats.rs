@@ -149,7 +149,7 @@ counters! {
     hit_tokens_dram,
     /// Tokens that lookups found and lower tiers added to what DRAM had.
     hit_tokens_lower,
-    /// Tokens that were found by blocks after a prompt's last whole chunk; `hit_tokens` has none of them.
+    /// Tokens of tails that lookups found; not in `hit_tokens`.
     hit_tokens_tail,
     /// Lookups for a model that no engine has registered.
     lookups_unregistered,
@@ -177,6 +177,8 @@ counters! {
     retrieves_missed,
     /// Tokens that engines retrieved, each once however many workers an engine has.
     retrieved_tokens,
+    /// Tokens of tails that engines retrieved; not in `retrieved_tokens`.
+    retrieved_tokens_tail,
     /// Chunks handed back.
     retrieved_chunks,
     /// Bytes handed back.

@@ -1,11 +1,14 @@
 //! Tails: the blocks after a prompt's last whole chunk, each a chunk by itself.
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::common::engine::{
-    BLOCK, BLOCKS, Engine, HEAD, HEADS, LAYERS, endpoint, engine, finished_loads, hash_of,
+    BLOCK, BLOCKS, Engine, HEAD, HEADS, LAYERS, endpoint, engine, finished_loads, hash_of, until,
 };
 use crate::common::{CHUNK, Server};
+use lmc_backend::MemoryBackend;
 use lmc_vllm_adapter::RequestConfigs;
 use lmc_vllm_adapter::adapters::{EngineDescription, LoadStoreOp, Prompt};
 
@@ -71,9 +74,22 @@ fn found(engine: &Engine, request: &str, prompt: &Prompt) -> usize {
     found / BLOCK
 }
 
+/// Blocks that a lookup finds of a prompt whose first `stored` blocks were stored, if it has `asked`.
+fn findable(stored: usize, asked: usize) -> usize {
+    let whole = |blocks: usize| blocks / PER_CHUNK * PER_CHUNK;
+    match (whole(stored), whole(asked)) {
+        // The blocks of a whole chunk are not found one by one.
+        (has, wants) if wants < has => wants,
+        // A tail is looked for after a whole chunk, and in prompts that have none.
+        (0, 1..) => 0,
+        _ => stored.min(asked),
+    }
+}
+
 #[test]
 fn blocks_after_the_last_whole_chunk_are_found_and_loaded() {
     let server = Server::start();
+    let (mut chunks, mut tails) = (0, 0);
     // Prompts without a whole chunk, with a tail after some, and without a tail.
     for (seed, stored) in [(1, 2), (2, 11), (3, 8)] {
         let mut first = Engine::start(&server, "i", true);
@@ -81,24 +97,93 @@ fn blocks_after_the_last_whole_chunk_are_found_and_loaded() {
         let mut second = Engine::start(&server, "i", true);
         // Longer prompts than that which was stored, shorter ones, and the same.
         for asked in [stored, stored + 1, stored + 9, stored - 1] {
-            // The blocks of a whole chunk are not found one by one.
-            let whole = |blocks: usize| blocks / PER_CHUNK * PER_CHUNK;
-            let wanted = match whole(asked) < whole(stored) {
-                true => whole(asked),
-                false => stored.min(asked),
-            };
+            let wanted = findable(stored, asked);
             let request = format!("{asked}");
             assert_eq!(found(&second, &request, &named(seed, asked)), wanted);
             if wanted > 0 {
                 assert!(load(&mut second, &request, seed, 0..wanted));
             }
             second.scheduler.end_session(&request);
+            chunks += wanted / PER_CHUNK * CHUNK;
+            tails += wanted % PER_CHUNK * BLOCK;
         }
     }
     server.assert_idle();
     let counts = server.status().counts;
-    assert!(counts.hit_tokens_tail > 0);
-    assert_eq!(counts.hit_tokens % CHUNK as u64, 0);
+    let whole = [counts.hit_tokens, counts.retrieved_tokens];
+    let of_tails = [counts.hit_tokens_tail, counts.retrieved_tokens_tail];
+    assert_eq!(whole, [chunks as u64; 2]);
+    assert_eq!(of_tails, [tails as u64; 2]);
+    assert!(counts.retrieved_tokens <= counts.lookup_tokens);
+    assert!(chunks > 0 && tails > 0);
+}
+
+#[test]
+fn a_prompt_of_which_nothing_is_there_costs_one_lookup() {
+    let server = Server::start();
+    let engine = Engine::start(&server, "i", true);
+    let lookups = || {
+        let operations = server.status().operations.into_iter();
+        let mut lookups = operations.filter(|operation| operation.operation == "lookup");
+        lookups.next().map_or(0, |lookups| lookups.latency.count())
+    };
+    assert_eq!(found(&engine, "a", &named(1, 7)), 0);
+    assert_eq!(lookups(), 1);
+    engine.scheduler.end_session("a");
+    server.assert_idle();
+}
+
+#[test]
+fn tokens_of_chunks_and_tail_are_named_by_their_tiers() {
+    let lower = Arc::new(MemoryBackend::default());
+    let server = Server::with_tiers(vec![lower], 1 << 20, |_| {}, |_| {});
+    let mut engine = Engine::start(&server, "i", true);
+    let tiers = |engine: &Engine, request: &str, blocks: usize| {
+        let configs = RequestConfigs::default();
+        let scheduler = &engine.scheduler;
+        scheduler.maybe_submit_lookup_request(request, &named(1, blocks), "", &configs);
+        let found = until(|| scheduler.check_lookup_result(request));
+        assert_eq!(found, (blocks * BLOCK) as u64);
+        scheduler.lookup_tiers(request)
+    };
+    let from = |tier: &str, blocks: usize| (tier.to_owned(), (blocks * BLOCK) as u64);
+    store(&mut engine, "a", 1, 7);
+    server.eventually("all copies are written", |status| {
+        status.lower[0].queued_bytes == 0
+    });
+    server.service.engine().clear_dram(true);
+    assert_eq!(tiers(&engine, "b", 4), [from("memory", 4)]);
+    assert_eq!(tiers(&engine, "c", 6), [from("dram", 4), from("memory", 2)]);
+    assert!(load(&mut engine, "c", 1, 0..6));
+    assert_eq!(
+        tiers(&engine, "d", 7),
+        [from("dram", 4), from("dram", 2), from("memory", 1)]
+    );
+    for request in ["b", "c", "d"] {
+        engine.scheduler.end_session(request);
+    }
+    server.assert_idle();
+}
+
+/// Each of a worker's registrations would end by itself if nothing were heard of it.
+#[test]
+fn an_idle_worker_keeps_its_chunks_and_its_tails() {
+    const GRACE: Duration = Duration::from_secs(600);
+    let server = Server::with(
+        1 << 20,
+        |config| (config.registration_grace, config.reap_timeout) = (GRACE, 100 * GRACE),
+        |_| {},
+    );
+    let mut engine = Engine::start(&server, "i", true);
+    store(&mut engine, "a", 1, 7);
+    // The scheduler pings as well.
+    server.eventually("the worker has pinged four times", |status| {
+        status.counts.pings >= 8
+    });
+    assert_eq!(server.status().instances.len(), 1, "a worker is shown once");
+    server.service.tick(Instant::now() + 2 * GRACE);
+    assert_eq!(found(&engine, "b", &named(1, 7)), 7);
+    assert!(load(&mut engine, "b", 1, 0..7));
 }
 
 #[test]
@@ -116,7 +201,7 @@ fn a_tail_ends_where_another_prompt_goes_on_otherwise() {
 }
 
 #[test]
-fn a_tail_in_the_middle_of_a_chunk_that_is_there_is_not_looked_up() {
+fn a_whole_chunk_is_found_instead_of_an_older_tail() {
     let server = Server::start();
     let mut engine = Engine::start(&server, "i", true);
     store(&mut engine, "a", 1, 7);
@@ -188,16 +273,26 @@ fn nothing_is_kept_for_a_request_that_ended_in_its_lookup() {
     let server = Server::start();
     let mut engine = Engine::start(&server, "i", true);
     store(&mut engine, "a", 1, 7);
-    for round in 0..200 {
-        let request = format!("r{round}");
-        let configs = RequestConfigs::default();
+    let ends_after = |round: u32, spins: u32| {
+        let (request, configs) = (format!("{round}"), RequestConfigs::default());
         (engine.scheduler).maybe_submit_lookup_request(&request, &named(1, 7), "", &configs);
-        for _ in 0..round * 20 {
-            std::hint::spin_loop();
-        }
+        (0..spins).for_each(|_| std::hint::spin_loop());
+        let is_known = engine.scheduler.check_lookup_result(&request).is_some();
         engine.scheduler.end_session(&request);
+        is_known
+    };
+    // Ends at every moment, until the last requests know their result.
+    let mut spins = 0;
+    let mut known = 0;
+    for round in 0.. {
+        known += u32::from(ends_after(round, spins));
+        spins += 1 + spins / 64;
+        if known > 20 {
+            break;
+        }
     }
     server.assert_idle();
+    assert!(server.status().counts.hit_tokens_tail > 0);
 }
 
 #[test]
