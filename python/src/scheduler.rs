@@ -81,7 +81,7 @@ impl SchedulerAdapter {
         let prompt = match (token_ids, block_hashes) {
             (Some(tokens), None) => convert::prompt(Some(tokens), None, false)?,
             (None, Some(hashes)) if self.0.server().tails => {
-                Prompt::Blocks(convert::last_hashes(&hashes, 1, hashes.len()?)?.into())
+                Prompt::Blocks(convert::all_hashes(&hashes)?.into())
             }
             (None, Some(hashes)) => {
                 let per_chunk = self.0.server().num_blocks_per_chunk as usize;

@@ -488,7 +488,8 @@ class Tail(unittest.TestCase):
         self.assertEqual(tails(can_store=False), [])
         self.assertEqual(tails(blocks=10), [], "the blocks are gone")
         self.assertEqual(tails(volatile_tokens=3), [(32, 40)])
-        self.assertEqual(tails(change=changed(2, "stored", 16)), [], "a chunk before it is missing")
+        # A chunk that no step has stored is stored with it.
+        self.assertEqual(tails(change=changed(2, "stored", 16)), [(16, 32), (32, 44)])
         self.assertEqual(tails(change=changed(1, "num_preemptions", 1)), [])
         self.assertEqual(tails(change=changed(2, "is_mixed", True)), [])
         self.assertEqual(tails(change=changed(2, "is_loading", True)), [])
@@ -526,7 +527,7 @@ class Tail(unittest.TestCase):
             self.assertEqual(scheduler._requests["a"].stored, found // 16 * 16)
 
     def test_a_tail_whose_load_failed_is_stored_again(self):
-        for kept, wanted in ((44, []), (36, [(32, 44)]), (0, [])):
+        for kept, wanted in ((44, []), (36, [(32, 44)]), (0, [(0, 32), (32, 44)])):
             scheduler = side(Adapter({"a": 44}, tails=True))
             request = Request("a", list(range(46)))
             admit(scheduler, request)
@@ -537,8 +538,28 @@ class Tail(unittest.TestCase):
             request.num_computed_tokens = 45
             scheduler.request_finished(request, [list(range(12))])
             step = scheduler.build_connector_meta(output({}, {}))
-            # Without the chunks before it, which no step has stored here, it is not found.
             self.assertEqual([(op.start, op.end) for op in step.tails], wanted, kept)
+
+    def test_what_is_not_worth_a_load_is_computed(self):
+        for found, computed, wanted in ((12, 0, 12), (8, 0, 0), (32, 24, 0), (44, 24, 20)):
+            adapter = Adapter({"a": found}, tails=True)
+            scheduler = side(adapter, min_load_tokens=12)
+            tokens, _ = admit(scheduler, Request("a", list(range(46))), computed)
+            self.assertEqual(tokens, wanted, (found, computed))
+            self.assertEqual(adapter.named("end"), [] if wanted else ["a"])
+        adapter = Adapter(tails=True)
+        admit(side(adapter, min_load_tokens=12), Request("a", list(range(11))))
+        self.assertEqual(adapter.named("lookup"), [])
+
+    def test_a_chunk_that_the_last_step_has_filled_is_stored_at_the_end(self):
+        for by_hash in (True, False):
+            scheduler = side(Adapter(), by_hash=by_hash)
+            request = Request("a", list(range(33)))
+            admit(scheduler, request)
+            request.num_computed_tokens = 32
+            self.assertTrue(scheduler.request_finished(request, [list(range(8))]))
+            (op,) = scheduler.build_connector_meta(output({}, {})).tails
+            self.assertEqual((op.start, op.end, op.is_tail), (0, 32, False))
 
     def test_a_prompt_without_a_whole_chunk_is_looked_up_if_it_has_a_block(self):
         for tokens, tails, wanted in ((10, True, ["a"]), (3, True, []), (10, False, [])):

@@ -59,7 +59,7 @@ pub use item::{
 };
 
 mod locate;
-pub use locate::{LocateHint, Located, Location, Medium, Sharing};
+pub use locate::{LocateHint, Located, Location, Medium, Parts, Sharing};
 
 mod memory;
 pub use memory::MemoryBackend;

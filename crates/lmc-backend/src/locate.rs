@@ -1,7 +1,33 @@
 //! Answers to "does this tier have the chunk, and what would it cost to load it?".
 
+use std::num::NonZeroU32;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
+
+/// Number of chunks that make a whole one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Parts(NonZeroU32);
+
+impl Parts {
+    /// Whole chunks.
+    pub const WHOLE: Self = Self(NonZeroU32::MIN);
+
+    /// Chunks of `tokens` where a whole one has `whole` tokens; at least 1.
+    pub fn of(whole: u32, tokens: u32) -> Self {
+        Self(NonZeroU32::new(whole / tokens.max(1)).unwrap_or(NonZeroU32::MIN))
+    }
+
+    /// Returns the number.
+    pub fn get(self) -> u32 {
+        self.0.get()
+    }
+}
+
+impl Default for Parts {
+    fn default() -> Self {
+        Self::WHOLE
+    }
+}
 
 /// Advice for a lookup. A tier may ignore it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -13,6 +39,9 @@ pub struct LocateHint {
     /// Payload bytes that each chunk has, where that is known: a source that claims another length
     /// does not have the chunk. Default: none.
     pub chunk_bytes: Option<u64>,
+    /// Chunks that make a whole one: more than 1 for the blocks of a tail, which tiers may not have at
+    /// all. Default: 1.
+    pub parts: Parts,
     /// Time that each tier may take for its answer, where no prompt waits for it; the engine makes
     /// the deadline of it. Default: none, which leaves each tier its own timeout.
     pub timeout: Option<Duration>,
@@ -36,6 +65,13 @@ impl LocateHint {
     #[must_use]
     pub fn with_chunk_bytes(mut self, chunk_bytes: Option<u64>) -> Self {
         self.chunk_bytes = chunk_bytes;
+        self
+    }
+
+    /// Sets the number of chunks that make a whole one.
+    #[must_use]
+    pub fn with_parts(mut self, parts: Parts) -> Self {
+        self.parts = parts;
         self
     }
 

@@ -66,7 +66,7 @@ mod store;
 pub use store::{StoreRequest, StoreStart, StoreTicket};
 
 #[doc(no_inline)]
-pub use lmc_backend::{Clears, LocateHint, TooManyClears};
+pub use lmc_backend::{Clears, LocateHint, Parts, TooManyClears};
 #[doc(no_inline)]
 pub use lmc_backend_local::{
     EventSink, Inserted, Leases, MarkId, OwnerId, PolicyKind, Removal, RemovedEvent, StoredEvent,

@@ -365,7 +365,8 @@ impl CacheEngine {
             let sources = match self.lower() {
                 Some(lower) => {
                     let rest = &keys[leases.len()..];
-                    lower.tiers().locate_now(rest, rank.chunk_bytes)
+                    let parts = request.hint.parts;
+                    lower.tiers().locate_now(rest, rank.chunk_bytes, parts)
                 }
                 None => Sources {
                     found: Vec::new(),
@@ -468,7 +469,7 @@ async fn promote(
         .min()
         .unwrap_or(0);
     let sources: Vec<&[Source]> = known.iter().map(|rank| &rank.sources.found[..]).collect();
-    reach = tiers.worth_reading(&sources, resident, reach);
+    reach = tiers.worth_reading(&sources, resident, reach, request.hint.parts);
     if reach > resident && !request.is_named {
         for rank in &known {
             tiers.clears().name(rank.rank.space, clears);

@@ -38,8 +38,8 @@ pub struct TierPolicy {
     pub admit: Admission,
     /// Spaces whose chunks are written to the tier. Default: all.
     pub spaces: SpaceFilter,
-    /// Spaces that the tier is asked about, if it has no local index. Default: all.
-    pub asked: SpaceFilter,
+    /// Asks the tier for the blocks of tails too, if it has no local index. Default: true.
+    pub asks_for_parts: bool,
     /// Writes to this tier what is promoted from the tiers after it, so that it is nearer the next
     /// time. Default: false.
     pub fill: bool,
@@ -61,7 +61,7 @@ impl Default for TierPolicy {
             write: WritePolicy::default(),
             admit: Admission::default(),
             spaces: SpaceFilter::default(),
-            asked: SpaceFilter::default(),
+            asks_for_parts: true,
             fill: false,
             write_queue_bytes: None,
             write_timeout: Duration::from_secs(30),
@@ -77,7 +77,7 @@ pub struct SpaceFilter(Option<Arc<dyn Fn(SpaceId) -> bool + Send + Sync>>);
 
 impl SpaceFilter {
     /// A filter that picks the spaces for which `picks` returns true. It is called for each chunk
-    /// that is stored, and for each question to a tier, and must not wait.
+    /// that is stored, and must not wait.
     pub fn new(picks: impl Fn(SpaceId) -> bool + Send + Sync + 'static) -> Self {
         Self(Some(Arc::new(picks)))
     }

@@ -22,13 +22,12 @@ use crate::late_filter::LateFilter;
 /// Time that the store has to answer before the server goes on without it.
 const START: Duration = Duration::from_millis(500);
 
-/// The tier of a store with its policy, the spaces whose chunks it takes and is asked for, and the key
-/// of the digests of salts.
+/// The tier of a store with its policy, the spaces whose chunks it takes, and the key of the digests
+/// of salts.
 pub(crate) struct Remote {
     tier: Arc<RemoteTier>,
     policy: TierPolicy,
     spaces: LateFilter,
-    asked: LateFilter,
     keys: Option<Keys>,
 }
 
@@ -50,7 +49,6 @@ impl Remote {
     /// these tenants if any are given, and describes the spaces of its engines in the store. Tails
     /// are left out: each of their blocks would be an object of its own.
     pub(crate) fn serve(self, service: &Service, tenants: Option<HashSet<TenantId>>) {
-        self.asked.decide(service.whole_chunk_spaces());
         let (lasting, whole) = (service.lasting_spaces(), service.whole_chunk_spaces());
         let picked = move |space| lasting(space) && whole(space);
         match tenants {
@@ -121,13 +119,13 @@ fn open_one(
     tier.absent_ttl = config.remote_negative_ttl;
     tier.timeout = config.remote_timeout;
     let tier = RemoteTier::start(tier, store.store(), clears.clears(), Handle::current());
-    let (spaces, asked) = (LateFilter::default(), LateFilter::default());
+    let spaces = LateFilter::default();
     let mut policy = TierPolicy::default();
     policy.write = config.remote_write;
     policy.admit = config.remote_admit;
     policy.fill = config.remote_fill;
     policy.spaces = spaces.filter();
-    policy.asked = asked.filter();
+    policy.asks_for_parts = false;
     policy.locate_timeout = config.remote_locate_timeout;
     policy.read_timeout = Some(config.remote_timeout);
     info!("{name}: {url}");
@@ -135,7 +133,6 @@ fn open_one(
         tier: Arc::new(tier),
         policy,
         spaces,
-        asked,
         keys,
     })
 }

@@ -143,6 +143,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
                 volatile_tokens=0
                 if speculative is None
                 else 1 + speculative.num_speculative_tokens,
+                min_load_tokens=settings.min_load_tokens,
                 windows=self._windows,
                 events=event_source(cache.block_size) if has_events else None,
             )

@@ -42,12 +42,14 @@ class SchedulerSide:
         can_store: bool,
         looks_up_early: bool = False,
         volatile_tokens: int = 0,
+        min_load_tokens: int = 1,
         windows: Sequence[int | None] = (None,),
         events: EventSource | None = None,
     ) -> None:
         """`looks_up_early`: when requests arrive.
 
-        `volatile_tokens` at a request's end may be computed again (speculative decoding).
+        `volatile_tokens` at a request's end may be computed again (speculative decoding). Fewer than
+        `min_load_tokens` are not loaded: a load takes some steps.
         `windows` are the tokens that the layers of each KV group look back; `None`: all of them.
         `events` describes stores where vLLM's KV events are on.
         """
@@ -60,6 +62,7 @@ class SchedulerSide:
         self._can_store = can_store
         self._looks_up_early = looks_up_early
         self._volatile_tokens = volatile_tokens
+        self._min_load_tokens = min_load_tokens
         self._windows = windows
         self._sizes = sorted({window for window in windows if window is not None})
         self._events = events
@@ -96,7 +99,7 @@ class SchedulerSide:
         state.computed = num_computed_tokens
         # vLLM computes at least one token, which it takes its first output from.
         new_tokens = min(state.matched, request.num_tokens - 1) - num_computed_tokens
-        return (new_tokens, True) if new_tokens > 0 else (0, False)
+        return (new_tokens, True) if new_tokens >= self._min_load_tokens else (0, False)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -196,7 +199,7 @@ class SchedulerSide:
                 if start < end:
                     step.stores.append(self._store(state, tables, start, end, step))
             if ends_after_prefill:
-                step.stores += self._tail(state, tables, computed, step)
+                step.stores += self._rest(state, tables, computed, step)
 
     def _store(
         self,
@@ -276,37 +279,44 @@ class SchedulerSide:
         # would not know the request a second time. It has had no blocks to store since then.
         if state.is_loading:
             return False
-        # Its last token is not computed; a step that runs ahead may compute more than it has.
-        end = min(request.num_computed_tokens, request.num_tokens - 1)
         if self._can_store and self.adapter.healthy:
-            self._next.tails += self._tail(state, tables, end, self._next)
+            # Its last token is not computed; a step that runs ahead may compute more than it has.
+            end = min(request.num_computed_tokens, request.num_tokens - 1)
+            self._next.tails += self._rest(state, tables, end, self._next)
         if not state.has_stored:
             return False
         self._next.finished.add(request.request_id)
         self._note_freed(state, self._next.freed)
         return True
 
-    def _tail(
+    def _rest(
         self,
         state: RequestState,
         tables: Sequence[list[int]],
         computed: int,
         step: Step,
     ) -> list[LoadStoreOp]:
-        """Returns the store of the computed blocks after a request's last whole chunk, if there are
-        any that were not found or stored before."""
+        """Returns the stores of the computed blocks of a request of which nothing more is computed:
+        whole chunks that no step has stored, and the tail."""
         request, size, chunk = state.request, self._block_size, self.adapter.chunk_size
-        if not (self._has_tails(state.by_hash) and state.is_allocated) or state.is_mixed:
-            return []
         end = (computed - self._volatile_tokens) // size * size
-        start = end // chunk * chunk
-        # Without the chunks before it, it is never found.
-        is_wanted = state.stored >= start and end > max(state.tail, start)
-        has_blocks = state.preemptions == request.num_preemptions and len(tables[0]) * size >= end
-        if not (is_wanted and has_blocks) or self._adapters.are_refused(request.lora_request):
+        whole = end - end % chunk
+        has_blocks = state.is_allocated and state.preemptions == request.num_preemptions
+        has_blocks = has_blocks and all(len(table) * size >= end for table in tables)
+        # What a window has left is gone.
+        if not has_blocks or state.is_mixed or self._sizes:
             return []
-        state.tail = end
-        return [self._store(state, tables, start, end, step)]
+        if self._adapters.are_refused(request.lora_request):
+            return []
+        stores = []
+        if whole > state.stored:
+            stores.append(self._store(state, tables, state.stored, whole, step))
+            state.stored = whole
+        # Without the chunks before it, a tail is never found.
+        if self._has_tails(state.by_hash) and end > max(state.tail, whole) and state.stored == whole:
+            stores.append(self._store(state, tables, whole, end, step))
+            state.tail = end
+        return stores
 
     def shutdown(self) -> None:
         """Ends the adapter's thread."""
@@ -349,6 +359,7 @@ class SchedulerSide:
         )
         self._requests[request.request_id] = state
         shortest = self._block_size if self._has_tails(by_hash) else self.adapter.chunk_size
+        shortest = max(shortest, self._min_load_tokens)
         if request.skip_reading_prefix_cache or request.num_tokens < shortest:
             state.matched = 0
             return state

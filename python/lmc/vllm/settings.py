@@ -10,8 +10,9 @@ COPY_THREADS = "lmc.copy_threads"
 WEIGHTS = "lmc.weights"
 EARLY = "lmc.lookup_on_arrival"
 TAILS = "lmc.tails"
+MIN_LOAD = "lmc.min_load_tokens"
 
-KNOWN = (SERVER, IDENTITY, WEIGHTS, HASH_MODE, TAILS, EARLY, COPY_THREADS)
+KNOWN = (SERVER, IDENTITY, WEIGHTS, HASH_MODE, TAILS, MIN_LOAD, EARLY, COPY_THREADS)
 # Beginning of the settings of a server that the connector starts.
 SERVE = "lmc.serve."
 
@@ -34,6 +35,8 @@ class Settings:
     hash_mode: bool = True
     # The whole blocks after a request's last whole chunk are kept too.
     tails: bool = True
+    # Fewer tokens are computed instead of being loaded.
+    min_load_tokens: int = 64
     # A request is looked up when it arrives instead of when it is scheduled for the first time.
     lookup_on_arrival: bool = False
     copy_threads: int = 1
@@ -62,6 +65,9 @@ class Settings:
                 return default
             return value
 
+        least = get(MIN_LOAD, int, 64)
+        if least < 1:  # type: ignore[operator]
+            wrong.append(f"{MIN_LOAD} must be 1 or more, found {least}")
         threads = get(COPY_THREADS, int, 1)
         if not 1 <= threads <= 64:  # type: ignore[operator]
             wrong.append(f"{COPY_THREADS} must be 1 to 64, found {threads}")
@@ -92,6 +98,7 @@ class Settings:
             weights=str(get(WEIGHTS, str, "")),
             hash_mode=bool(get(HASH_MODE, bool, True)),
             tails=bool(get(TAILS, bool, True)),
+            min_load_tokens=least,  # type: ignore[arg-type]
             lookup_on_arrival=bool(get(EARLY, bool, False)),
             copy_threads=threads,  # type: ignore[arg-type]
         )

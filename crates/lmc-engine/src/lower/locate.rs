@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use lmc_backend::{BackendError, Cursor, LocateHint, Located, Location};
+use lmc_backend::{BackendError, Cursor, LocateHint, Located, Location, Parts};
 use lmc_key::ChunkKey;
 
 use super::{Tiers, count};
@@ -102,25 +102,23 @@ impl Tiers {
         self.not_removing(std::slice::from_ref(key)).is_empty()
     }
 
-    /// Returns true if a tier has to be asked about keys of this one's space.
-    fn is_asked(&self, index: usize, key: &ChunkKey) -> bool {
+    /// Returns true if a tier has to be asked for such chunks.
+    fn is_asked(&self, index: usize, parts: Parts) -> bool {
         let tier = &self.tiers[index];
-        let picks = |space| tier.policy.asked.picks(space);
-        tier.backend.index().is_none()
-            && (self.clears.current_space_of(key.space)).is_none_or(picks)
-    }
-
-    /// Returns true if there is a tier that has to be asked about these keys, which are of one space.
-    fn has_to_ask(&self, keys: &[ChunkKey]) -> bool {
-        let first = keys.first();
-        first.is_some_and(|first| (0..self.tiers.len()).any(|index| self.is_asked(index, first)))
+        tier.backend.index().is_none() && (parts == Parts::WHOLE || tier.policy.asks_for_parts)
     }
 
     /// Finds the sources of the leading keys in DRAM and in the tiers whose index is in this
     /// process, as far as the chunks have this length.
-    pub(crate) fn locate_now(&self, keys: &[ChunkKey], chunk_bytes: Option<u64>) -> Sources {
+    pub(crate) fn locate_now(
+        &self,
+        keys: &[ChunkKey],
+        chunk_bytes: Option<u64>,
+        parts: Parts,
+    ) -> Sources {
         let known = self.not_removing(keys);
-        let is_final = known.len() < keys.len() || !self.has_to_ask(keys);
+        let has_to_ask = (0..self.tiers.len()).any(|index| self.is_asked(index, parts));
+        let is_final = known.len() < keys.len() || !has_to_ask;
         // Most prompts that DRAM does not know are known to no tier.
         let found = match known {
             [] => Vec::new(),
@@ -296,8 +294,7 @@ impl Tiers {
         answers.into_iter().map(Answer::source).collect()
     }
 
-    /// Asks all tiers that have no index in this process at once about keys of one space, each under its
-    /// deadline. Ends when
+    /// Asks all tiers that have no index in this process at once, each under its deadline. Ends when
     /// all chunks are found, and the nearer tiers have answered or are late. A tier that fails is
     /// counted, and cannot be used for this prompt.
     async fn ask(
@@ -307,10 +304,10 @@ impl Tiers {
         except: Option<usize>,
     ) -> Vec<Answer> {
         let mut answers = vec![Answer::Absent; keys.len()];
-        let Some(first) = keys.first() else {
+        if keys.is_empty() {
             return answers;
-        };
-        let is_asked = |index: &usize| Some(*index) != except && self.is_asked(*index, first);
+        }
+        let is_asked = |index: &usize| Some(*index) != except && self.is_asked(*index, hint.parts);
         let mut awaited: BTreeSet<usize> = (0..self.tiers.len()).filter(is_asked).collect();
         let asked = awaited.iter().map(|&index| (index, &self.tiers[index]));
         let mut located: FuturesUnordered<_> = asked
@@ -376,6 +373,7 @@ impl Tiers {
         ranks: &[&[Source]],
         resident: usize,
         reach: usize,
+        parts: Parts,
     ) -> usize {
         let Some(recompute_time) = self.limits.recompute_time else {
             return reach;
@@ -385,7 +383,8 @@ impl Tiers {
             .flat_map(|rank| rank.iter())
             .map(Source::cost)
             .sum();
-        let recompute = recompute_time * u32::try_from(reach - resident).unwrap_or(u32::MAX);
+        let chunks = u32::try_from(reach - resident).unwrap_or(u32::MAX);
+        let recompute = recompute_time * chunks / parts.get();
         if cost < recompute {
             return reach;
         }

@@ -79,10 +79,10 @@ impl Prompt {
     }
 }
 
-/// Returns the name under which a request's tail is looked up and retrieved: the server keeps one
-/// lookup for each name.
+/// Returns the name under which a tail after whole chunks is looked up and retrieved: the server keeps
+/// one lookup for each name. No user can give a request this one.
 pub(crate) fn tail_request_id(request_id: &str) -> String {
-    format!("{request_id}/tail")
+    format!("{request_id}\u{1f}tail")
 }
 
 /// Returns the hashes of a prompt's whole chunks: the hash of the last block of each.

@@ -109,7 +109,7 @@ impl FoundTokens {
 #[derive(Debug, Default)]
 struct Lookups {
     results: HashMap<String, Lookup>,
-    /// Requests whose tails were looked up, until they end.
+    /// Requests whose tails were looked up under names of their own, until they end.
     tails: HashSet<String>,
 }
 
@@ -188,21 +188,27 @@ impl PendingLookup {
 
     /// Looks up the tail after the tokens that were found, and ends with both.
     fn find_tail(self, found: FoundTokens) {
-        let Some(tail) = self.tail(found.tokens).filter(|_| self.begin_tail()) else {
+        // One without whole chunks before it is the request's only lookup.
+        let is_only = found.tokens == 0;
+        let tail = self.tail(found.tokens);
+        let Some(tail) = tail.filter(|_| is_only || self.begin_tail()) else {
             return self.end(found);
         };
-        let (name, unit) = (
-            tail_request_id(&self.request_id),
-            self.shared.common.engine.block_size,
-        );
+        let name = match is_only {
+            true => self.request_id.clone(),
+            false => tail_request_id(&self.request_id),
+        };
+        let unit = self.shared.common.engine.block_size;
         let tokens = tail.len() * unit as usize;
         let prompt = Prompt::Tail(tail);
-        self.ask(name, &prompt, tokens, unit, |this, tail| {
+        self.ask(name, &prompt, tokens, unit, move |this, tail| {
             let tail = tail.unwrap_or_else(|answer| {
                 this.failed(&answer);
                 FoundTokens::default()
             });
-            this.give_back_if_over();
+            if !is_only {
+                this.give_back_if_over();
+            }
             this.end(found.followed_by(tail));
         });
     }
@@ -226,7 +232,8 @@ impl PendingLookup {
         (!tail.is_empty()).then(|| tail.into())
     }
 
-    /// Notes that the tail is looked up; returns false if the engine has no use for it any more.
+    /// Notes that the tail is looked up under a name of its own; returns false if the engine has no use
+    /// for it any more.
     fn begin_tail(&self) -> bool {
         let mut lookups = self.shared.lookups.lock();
         let is_pending = self.is_pending(&lookups);

@@ -389,8 +389,8 @@ impl Shared {
         let (range, salt) = (op.tokens.clone(), &op.cache_salt);
         let tail_id;
         let request_id = match direction {
-            // The request under which the scheduler has looked it up.
-            Direction::Retrieve if op.prompt.is_tail() => {
+            // The name under which the scheduler has looked it up.
+            Direction::Retrieve if op.prompt.is_tail() && op.tokens.start > 0 => {
                 tail_id = tail_request_id(&op.request_id);
                 &tail_id
             }

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use lmc_engine::{Found, FoundRank, LocateHint, LookupRequest, OwnerId, Rank, TenantId, TierRun};
+use lmc_engine::{
+    Found, FoundRank, LocateHint, LookupRequest, OwnerId, Parts, Rank, TenantId, TierRun,
+};
 use lmc_key::{ChunkHash, ClearsId, SpaceId};
 use parking_lot::Mutex;
 
@@ -141,9 +143,14 @@ impl Lookups {
             // Nothing is promoted, so nothing counts against a quota.
             false => TenantId::default(),
         };
+        let chunk_size = context.config.hasher.chunk_size();
+        let parts = Parts::of(chunk_size, key.unit.unwrap_or(chunk_size));
+        let hint = LocateHint::default()
+            .with_sources(sources)
+            .with_parts(parts);
         let request = LookupRequest::new(owner, hashes, ranks)
             .with_tenant(tenant)
-            .with_hint(LocateHint::default().with_sources(sources))
+            .with_hint(hint)
             .with_limit(share_of(context, client));
         let lookup = engine.lookup(request);
         let clears = lookup.clears();

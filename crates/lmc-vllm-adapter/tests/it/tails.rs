@@ -267,6 +267,30 @@ fn a_tail_that_was_cleared_is_not_found() {
     server.assert_idle();
 }
 
+/// A store follows the clears that its request was looked up after, with whole chunks and without.
+#[test]
+fn a_tail_is_stored_after_a_clear_and_not_of_a_request_from_before() {
+    let server = Server::start();
+    let mut engine = Engine::start(&server, "i", true);
+    for (seed, blocks) in [(1, 3), (2, 7)] {
+        let prompt = named(seed, blocks);
+        let before = format!("before {seed}");
+        let after = format!("after {seed}");
+        assert_eq!(found(&engine, &before, &prompt), 0);
+        engine.scheduler.end_session(&before);
+        assert!(engine.scheduler.reset_cache());
+        store(&mut engine, &before, seed, blocks);
+        assert_eq!(found(&engine, &after, &prompt), 0, "{blocks} blocks");
+        store(&mut engine, &after, seed, blocks);
+        assert_eq!(found(&engine, "again", &prompt), blocks);
+        assert!(load(&mut engine, "again", seed, 0..blocks));
+        for request in [&after[..], "again"] {
+            engine.scheduler.end_session(request);
+        }
+    }
+    server.assert_idle();
+}
+
 /// A request may end while its chunks, or its tail, are being looked up.
 #[test]
 fn nothing_is_kept_for_a_request_that_ended_in_its_lookup() {

@@ -1,6 +1,6 @@
 //! Policies of single tiers.
 
-use lmc_engine::SpaceFilter;
+use lmc_engine::{Parts, SpaceFilter};
 
 use super::*;
 
@@ -88,16 +88,26 @@ fn a_prompt_that_a_near_tier_has_waits_for_no_slower_one() {
 }
 
 #[test]
-fn a_tier_is_not_asked_about_spaces_that_are_not_picked() {
+fn a_tier_is_asked_for_parts_of_chunks_where_its_policy_says_so() {
     let tier = Arc::new(Scripted::new());
     put(&*tier, SPACE, 0..4);
-    put(&*tier, OTHER, 0..4);
-    for picked in [SPACE, OTHER] {
+    for asks in [true, false] {
         let engine = engine_with(64, vec![Arc::clone(&tier) as _], |_, policy| {
-            policy.asked = SpaceFilter::new(move |space| space == picked);
+            policy.asks_for_parts = asks;
         });
-        let hits = if picked == SPACE { 4 } else { 0 };
-        assert_eq!(found(&engine, 0..4).hits, hits);
+        for (parts, hits) in [
+            (Parts::of(256, 16), if asks { 4 } else { 0 }),
+            (Parts::WHOLE, 4),
+        ] {
+            let before = tier.asked.load(Ordering::Relaxed);
+            let request = request(&[RANK], 0..4);
+            let hint = request.hint.clone().with_parts(parts);
+            let lookup = engine.lookup(request.with_hint(hint));
+            assert_eq!(lookup.wait_blocking().hits, hits);
+            let is_asked = tier.asked.load(Ordering::Relaxed) > before;
+            assert_eq!(is_asked, hits > 0, "{parts:?}");
+            engine.clear_dram(true);
+        }
         assert_idle(&engine);
     }
 }
