@@ -195,6 +195,10 @@ class WorkerAdapter:
         `wait_for_stores` has dropped.
         """
 
+    def wait_until_reserved(self, request_ids: Sequence[str], timeout: float) -> bool:
+        """Waits until the server has slots for all stores of these requests: from then on a lookup
+        learns that their chunks are being written. Returns `False` if the time is over."""
+
     def has_stores(self, request_id: str) -> bool:
         """Whether a store of this request is under way."""
 

@@ -217,6 +217,16 @@ impl WorkerAdapter {
         ended.map(|store| (store.number, store.chunks)).collect()
     }
 
+    fn wait_until_reserved(
+        &self,
+        py: Python<'_>,
+        request_ids: Vec<String>,
+        timeout: f64,
+    ) -> PyResult<bool> {
+        let timeout = seconds(timeout)?;
+        Ok(py.detach(|| self.0.wait_until_reserved(&request_ids, timeout)))
+    }
+
     fn has_stores(&self, request_id: &str) -> bool {
         self.0.has_stores(request_id)
     }

@@ -243,6 +243,9 @@ class WorkerAdapter:
         self.retrieved.add(op.request_id)
         model.tail_loads += op.is_tail and not fails
 
+    def wait_until_reserved(self, request_ids, timeout):
+        return True
+
     def wait_for_stores(self, request_ids, timeout):
         return self.wait_for_stores_before(dict.fromkeys(request_ids, 1 << 30), timeout)
 

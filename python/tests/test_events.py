@@ -103,7 +103,7 @@ class Stored(unittest.TestCase):
             request.session_id = str(number)
             described.append(events.describe(request, 16, 64, is_tail=False))
         blocks = {number: blocks for number, blocks in described if number in numbers}
-        return SimpleNamespace(stores=list(blocks), loads=[], tails=[], blocks=blocks)
+        return SimpleNamespace(stores=list(blocks), loads=[], tails=[], handed_over=[], blocks=blocks)
 
     def test_each_committed_chunk_is_an_event_of_its_blocks(self):
         side, adapter, made = worker()
@@ -123,7 +123,7 @@ class Stored(unittest.TestCase):
         request = Request("a", list(range(60)))
         number, blocks = source().describe(request, 48, 60, is_tail=True)
         op = SimpleNamespace(store_number=number)
-        step = SimpleNamespace(stores=[], loads=[], tails=[op], blocks={number: blocks})
+        step = SimpleNamespace(stores=[], loads=[], tails=[op], handed_over=[], blocks={number: blocks})
         begin(side, step)
         self.assertEqual(adapter.stores, [op])
         adapter.ended = [(number, [0, 2])]

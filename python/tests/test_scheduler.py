@@ -577,6 +577,7 @@ class Tail(unittest.TestCase):
         request.num_computed_tokens = 40
         step = scheduler.build_connector_meta(output({"a": 6}, {"a": [table]}))
         self.assertEqual([(op.start, op.end) for op in step.stores], [(32, 44)])
+        self.assertEqual(step.handed_over, ["a"])
         request.num_computed_tokens = 46
         request.all_token_ids.append(1)
         self.assertTrue(scheduler.request_finished(request, [table]))

@@ -17,6 +17,8 @@ class Step:
     stores: list[LoadStoreOp] = field(default_factory=list)
     # Stores of blocks that steps before have written.
     tails: list[LoadStoreOp] = field(default_factory=list)
+    # Requests whose chunks another engine asks for as soon as the step has their answer.
+    handed_over: list[str] = field(default_factory=list)
     # Finished requests whose blocks vLLM keeps until `get_finished` names them.
     finished: set[str] = field(default_factory=set)
     # Requests that lost their blocks; their stores must have ended before the step runs.

@@ -200,6 +200,7 @@ class SchedulerSide:
                     step.stores.append(self._store(state, tables, start, end, step))
             if ends_after_prefill:
                 step.stores += self._rest(state, tables, computed, step)
+                step.handed_over.append(request_id)
 
     def _store(
         self,

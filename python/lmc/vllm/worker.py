@@ -21,6 +21,8 @@ LAYOUTS: dict[tuple[int, ...], str] = {(0, 1, 2, 3): "HND", (0, 2, 1, 3): "NHD"}
 # those that lost blocks that a window has left, which comes more often.
 PREEMPTION_TIMEOUT = 5.0
 WINDOW_TIMEOUT = 0.5
+# Longest time that a step waits until others can learn what it stores for another engine, in seconds.
+HAND_OVER_TIMEOUT = 0.05
 # Time after such a wait that was too long in which no other is waited for, in seconds.
 HURRY = 10.0
 
@@ -162,9 +164,14 @@ class WorkerSide:
             self.adapter.batched_submit_retrieve_requests(step.loads, stream=self._stream())
 
     def submit_stores(self, step: Step) -> None:
-        """Begins the stores of a step, which has written their blocks."""
+        """Begins the stores of a step, which has written their blocks.
+
+        An engine that is to decode may ask for them as soon as vLLM has answered.
+        """
         if step.stores and self._can_store:
             self.adapter.batched_submit_store_requests(step.stores, stream=self._stream())
+        if step.handed_over and self._can_store:
+            self.adapter.wait_until_reserved(step.handed_over, HAND_OVER_TIMEOUT)
 
     def _stream(self) -> int | None:
         """Returns the stream of the step's work on the GPU, after which copies begin.

@@ -252,7 +252,12 @@ impl Mover {
         let per_chunk = pool.layouts.of(&transfer.op.prompt).blocks_per_chunk();
         let blocks = transfer.op.tokens.len() / self.shared.common.engine.block_size as usize;
         let chunks = blocks / per_chunk.max(1) as usize;
-        let (slots, indices) = match (direction, answer.wait()) {
+        let answer = answer.wait();
+        if direction == Direction::Store {
+            self.shared.work.lock().reserved(&transfer);
+            self.shared.changed.notify_all();
+        }
+        let (slots, indices) = match (direction, answer) {
             (
                 Direction::Store,
                 Ok(Reply::StoreSlots {

@@ -27,6 +27,8 @@ pub(super) struct Transfer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Progress {
     Queued,
+    /// The server has answered for its slots: others learn that its chunks are being written.
+    Reserved,
     Copying,
     /// The blocks may be written again; the server has not confirmed the store yet.
     Copied,
@@ -120,6 +122,24 @@ impl Work {
         !self.stopped
             && !self.withdrawing
             && (transfer.direction == Direction::Retrieve || request.is_some_and(has_store))
+    }
+
+    /// Notes that the server has answered for the slots of a store.
+    pub(super) fn reserved(&mut self, transfer: &Transfer) {
+        if let Some(request) = self.requests.get_mut(&transfer.op.request_id)
+            && let Some(store) = request.stores.get_mut(&transfer.number)
+        {
+            store.progress = Progress::Reserved;
+        }
+    }
+
+    /// Returns true if the server has not answered yet for the slots of a store of these requests.
+    pub(super) fn is_unreserved(&self, request_ids: &[String]) -> bool {
+        let is_queued = |store: &Store| store.progress == Progress::Queued;
+        let requests = request_ids.iter().filter_map(|id| self.requests.get(id));
+        requests
+            .flat_map(|request| request.stores.values())
+            .any(is_queued)
     }
 
     /// Returns true if a transfer may be copied now: it was not dropped meanwhile.
@@ -216,7 +236,10 @@ impl Work {
             return 0;
         };
         let count = request.stores.len();
-        let stays = |store: &Store| store.start >= before || store.progress != Progress::Queued;
+        let stays = |store: &Store| {
+            let has_begun = matches!(store.progress, Progress::Copying | Progress::Copied);
+            store.start >= before || has_begun
+        };
         request.stores.retain(|_, store| stays(store));
         let stores = &request.stores;
         self.stores.retain(|transfer| {

@@ -669,6 +669,21 @@ impl WorkerAdapter {
         std::mem::take(&mut self.shared.work.lock().ended)
     }
 
+    /// Waits, at most for `time`, until the server has answered for the slots of all stores of these
+    /// requests that are queued: from then on a lookup, also of another server's engine, learns that
+    /// their chunks are being written. Returns false if the time is over.
+    pub fn wait_until_reserved(&self, request_ids: &[String], time: Duration) -> bool {
+        let shared = &self.shared;
+        let deadline = Instant::now() + time;
+        let mut work = shared.work.lock();
+        while work.is_unreserved(request_ids) {
+            if shared.changed.wait_until(&mut work, deadline).timed_out() {
+                return !work.is_unreserved(request_ids);
+            }
+        }
+        true
+    }
+
     /// Returns true while a store of the request needs its blocks.
     pub fn has_stores(&self, request_id: &str) -> bool {
         self.shared.work.lock().has_stores(request_id, usize::MAX)

@@ -24,7 +24,7 @@ use lmc_vllm_adapter::adapters::{
     AdapterError, Endpoint, EngineDescription, Finished, LayerGroup, LayerTensor, LoadStoreOp,
     LogLine, Prompt, SchedulerAdapter, Timeouts, WorkerAdapter,
 };
-use lmc_vllm_adapter::{CacheKey, Reply, Request, RequestConfigs, ZmqConfig};
+use lmc_vllm_adapter::{CacheKey, OperationCounts, Reply, Request, RequestConfigs, ZmqConfig};
 use rustix::cmsg_space;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -51,6 +51,46 @@ fn what_one_engine_stores_another_loads_byte_for_byte() {
         assert_eq!((stats.retrieved_chunks, stats.retrieves_failed), (4, 0));
     }
     server.assert_idle();
+}
+
+/// A step of a prefill engine waits for that before it answers.
+#[test]
+fn a_store_is_known_to_the_server_once_its_slots_are_reserved() {
+    let server = Server::start();
+    let mut engine = Engine::start(&server, "i", true);
+    let ids = ["a".to_owned()];
+    assert!(
+        engine.worker.wait_until_reserved(&ids, Duration::ZERO),
+        "it has no store"
+    );
+    for round in 0..20 {
+        let prompt = hashes(round, 2);
+        let op = op("a", &prompt, 0..2, 0);
+        engine.content(1, &op.block_ids[0].clone(), 0, false);
+        let before = server.status().operations;
+        engine.worker.submit_store_request(op);
+        assert!(engine.worker.wait_until_reserved(&ids, TIMEOUT));
+        let asked = |operations: &[OperationCounts]| {
+            let of = |one: &&OperationCounts| one.operation == "prepare_store";
+            operations
+                .iter()
+                .find(of)
+                .map_or(0, |one| one.latency.count())
+        };
+        assert_eq!(asked(&server.status().operations), asked(&before) + 1);
+    }
+    engine.finished(&["a"]);
+    // Without a server nothing is waited for.
+    drop(server);
+    until(|| (!engine.worker.server().is_healthy).then_some(()));
+    engine
+        .worker
+        .submit_store_request(op("b", &hashes(1, 2), 0..2, 0));
+    assert!(
+        engine
+            .worker
+            .wait_until_reserved(&["b".to_owned()], TIMEOUT)
+    );
 }
 
 #[test]
