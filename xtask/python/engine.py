@@ -205,7 +205,6 @@ def main():
     parser.add_argument("--policy", default="recompute", help="kv_load_failure_policy")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--lora", metavar="FOLDER", help="of LoRA adapters, a folder each")
     parser.add_argument("--one-group", action="store_true",
                         help="of layers with and without a sliding window")
@@ -218,7 +217,7 @@ def main():
     os.dup2(2, 1)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if args.tp * args.pp == 1:
+    if args.tp == 1:
         # One process, so that killing it kills all of the engine at once.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if args.connector == "lmc":
@@ -238,7 +237,6 @@ def main():
         block_size=args.block_size,
         max_model_len=4096,
         tensor_parallel_size=args.tp,
-        pipeline_parallel_size=args.pp,
         kv_transfer_config=connector(args),
         kv_events_config=args.events and KVEventsConfig(
             enable_kv_cache_events=True, endpoint=f"tcp://*:{args.events}"),
@@ -257,7 +255,7 @@ def main():
         "weights": engine.weights,
         "connections lost": engine.connections_lost,
     }
-    if args.tp * args.pp == 1:
+    if args.tp == 1:
         operations |= engine.timing.operations()
     if args.poison:
         from poison import Poison

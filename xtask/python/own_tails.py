@@ -115,7 +115,7 @@ def store_and_drive(server, store, engine, answers, batch):
     """A drive keeps tails over the death of the server; a store has none."""
     def lower():
         tiers = server.status()["lmc"]["lower"]
-        return {tier["name"]: tier for tier in tiers}
+        return {tier["tier"]: tier for tier in tiers}
 
     settled = eventually(lambda: all(tier["queued_bytes"] == 0 for tier in lower().values()))
     written = {name: tier["written"] for name, tier in lower().items()}

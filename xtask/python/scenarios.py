@@ -832,31 +832,6 @@ def tensor_parallel_of(run, connector, subscriber):
     run.nothing_held(name)
 
 
-def pipeline_parallel(run):
-    """Two ranks, each with its layers of every chunk."""
-    for connector in run.connectors:
-        name = f"pipeline parallel, {connector}"
-        stages = run.engine(f"stages-{connector}", pp=2, heartbeat=10, timeout=60,
-                            connector=connector, block_size=64,
-                            tails=connector == "lmc").ready()
-        batch, plain = prompts(1, *LENGTHS), run.plain["float32", 1]
-        answers = [stages.generate(batch)]
-        wanted = [expected_hits(*LENGTHS), [256, 640, 1024, 511, 64]][connector == "lmc"]
-
-        def found():
-            # A rank that gets no core stores its chunks after the answer.
-            answers.append(stages.generate(batch))
-            return answers[-1][1] == wanted
-
-        check(f"{name}: both ranks' chunks are found",
-              eventually(found, 90) and not any(answers[0][1]),
-              str([cached for _, cached in answers]))
-        check(f"{name}: ids are those of one rank without a connector",
-              all(ids == plain for ids, _ in answers))
-        stages.quit()
-        run.nothing_held(name)
-
-
 def rank_faults(run, name, pair):
     """The second rank fails to load some requests, and loads others steps later than the first."""
     batch, plain = prompts(1, *LENGTHS), run.plain["float32", 1]
@@ -895,8 +870,7 @@ def rank_faults(run, name, pair):
 
 # `connector` is the last: it kills the server, whose chunks `sharing_and_death` finds.
 SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart, peers,
-             remote, skip_save, wrong_dtype, block_sizes, serve, tensor_parallel,
-             pipeline_parallel, events, containers,
+             remote, skip_save, wrong_dtype, block_sizes, serve, tensor_parallel, events, containers,
              lora, hybrid, latent, lmcache_server, weights, pd, tails, connector]
 
 
