@@ -292,11 +292,18 @@ impl Link {
     }
 
     /// Sends a request over one connection only, as [`Self::ask_in`], for a thread that waits for
-    /// the answer.
-    pub(crate) fn begin_in(&self, session: SessionId, request: Request, time: Duration) -> Awaited {
+    /// the answer. `note` is called once it is there, before that thread goes on.
+    pub(crate) fn begin_in(
+        &self,
+        session: SessionId,
+        request: Request,
+        time: Duration,
+        note: impl FnOnce() + Send + 'static,
+    ) -> Awaited {
         let (answer, answered) = std::sync::mpsc::sync_channel(1);
         let deadline = Instant::now() + time;
         self.ask_in(session, request, time, move |reply| {
+            note();
             let _ = answer.send(reply);
         });
         Awaited { answered, deadline }
@@ -304,7 +311,7 @@ impl Link {
 
     /// Sends a request and waits for its answer.
     pub(crate) fn call(&self, request: Request, time: Duration) -> Answer {
-        self.begin_in(0, request, time).wait()
+        self.begin_in(0, request, time, || ()).wait()
     }
 
     /// Ends the connection and makes a new one, with a new setup.

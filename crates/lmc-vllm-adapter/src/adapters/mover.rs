@@ -182,7 +182,7 @@ impl Mover {
             let (direction, op) = (transfer.direction, &transfer.op);
             let key = self.shared.key(pool.server, direction, op);
             let instance_id = self.shared.instance_id(&op.prompt);
-            let request = match transfer.direction {
+            let request = match direction {
                 Direction::Store => Request::PrepareStore {
                     key: key.clone(),
                     instance_id,
@@ -192,11 +192,19 @@ impl Mover {
                     instance_id,
                 },
             };
+            let shared = Arc::clone(&self.shared);
+            let (request_id, number) = (op.request_id.clone(), transfer.number);
+            let answer = self.ask(session, request, move || {
+                if direction == Direction::Store {
+                    shared.work.lock().reserved(&request_id, number);
+                    shared.changed.notify_all();
+                }
+            });
             Some(Prepared {
                 transfer,
                 key,
                 instance_id,
-                answer: self.ask(session, request),
+                answer,
             })
         };
         let prepared: Vec<Prepared> = batch.into_iter().filter_map(prepare).collect();
@@ -235,9 +243,14 @@ impl Mover {
         }
     }
 
-    fn ask(&self, session: SessionId, request: Request) -> Awaited {
+    fn ask(
+        &self,
+        session: SessionId,
+        request: Request,
+        note: impl FnOnce() + Send + 'static,
+    ) -> Awaited {
         let timeout = self.shared.common.timeouts.answer;
-        self.link.begin_in(session, request, timeout)
+        self.link.begin_in(session, request, timeout, note)
     }
 
     /// Copies a prepared transfer and sends its commit. Ends it here where there is nothing to copy.
@@ -252,12 +265,7 @@ impl Mover {
         let per_chunk = pool.layouts.of(&transfer.op.prompt).blocks_per_chunk();
         let blocks = transfer.op.tokens.len() / self.shared.common.engine.block_size as usize;
         let chunks = blocks / per_chunk.max(1) as usize;
-        let answer = answer.wait();
-        if direction == Direction::Store {
-            self.shared.work.lock().reserved(&transfer);
-            self.shared.changed.notify_all();
-        }
-        let (slots, indices) = match (direction, answer) {
+        let (slots, indices) = match (direction, answer.wait()) {
             (
                 Direction::Store,
                 Ok(Reply::StoreSlots {
@@ -325,7 +333,7 @@ impl Mover {
         Some(Committed {
             transfer,
             chunks: indices,
-            answer: self.ask(pool.session, request),
+            answer: self.ask(pool.session, request, || ()),
         })
     }
 

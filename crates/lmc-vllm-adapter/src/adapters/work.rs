@@ -125,9 +125,10 @@ impl Work {
     }
 
     /// Notes that the server has answered for the slots of a store.
-    pub(super) fn reserved(&mut self, transfer: &Transfer) {
-        if let Some(request) = self.requests.get_mut(&transfer.op.request_id)
-            && let Some(store) = request.stores.get_mut(&transfer.number)
+    pub(super) fn reserved(&mut self, request_id: &str, number: u64) {
+        if let Some(request) = self.requests.get_mut(request_id)
+            && let Some(store) = request.stores.get_mut(&number)
+            && store.progress == Progress::Queued
         {
             store.progress = Progress::Reserved;
         }

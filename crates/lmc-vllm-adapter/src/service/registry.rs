@@ -58,9 +58,9 @@ impl Workers {
         OwnerId(self.next_owner)
     }
 
-    /// The layouts that workers of this model, identity and tokens per chunk have, each once. One whose workers' connections all
-    /// ended counts only when there is no other: the engine behind it is most likely dead, and
-    /// what it lacked or had says nothing about the living.
+    /// The layouts that workers of this model, identity and tokens per chunk have, each once. One
+    /// whose workers' connections all ended counts only when there is no other: the engine behind it
+    /// is most likely dead, and what it lacked or had says nothing about the living.
     pub(crate) fn layouts(
         &self,
         model: &str,

@@ -240,6 +240,31 @@ fn copies_come_after_the_engines_work_and_loads_do_not_wait_for_stores() {
     });
 }
 
+/// Those of one step, however long the first of them waits.
+#[test]
+fn stores_are_known_to_the_server_before_the_engines_work_is_done() {
+    let test = own_test(stores_are_known_to_the_server_before_the_engines_work_is_done);
+    Machine::in_own_process(1, test, |machine| {
+        let (server, other) = (Server::start(), fake::Engine::new(machine, 0));
+        let engine = OnGpu::start(&server, "i");
+        let stall = other.stall();
+        hold(engine.stream, &other);
+        let requests = ["a", "b", "c"];
+        let store = |(seed, request)| op(request, &hashes(seed, 2), 0..2, u32::from(seed));
+        let stores = (0..).step_by(4).zip(requests).map(store).collect();
+        (engine.worker).batched_submit_store_requests(stores, after(engine.stream));
+        let ids = requests.map(str::to_owned);
+        assert!(engine.worker.wait_until_reserved(&ids, TIMEOUT));
+        for request in requests {
+            assert!(engine.worker.has_stores(request), "not copied yet");
+        }
+        drop(stall);
+        for request in requests {
+            until(|| engine.stored(request).then_some(()));
+        }
+    });
+}
+
 #[test]
 fn a_store_that_waits_for_the_engine_is_dropped_when_its_blocks_are_needed() {
     let test = own_test(a_store_that_waits_for_the_engine_is_dropped_when_its_blocks_are_needed);
