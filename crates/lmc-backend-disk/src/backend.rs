@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, Health, Listed,
-    LoadItem, Loaded, LocalIndex, LocateHint, Located, Location, Medium, Page, StoreItem, Stored,
-    Usage, ready,
+    LoadItem, Loaded, LocalIndex, LocateHint, Located, Location, Page, StoreItem, Stored, Usage,
+    ready,
 };
 use lmc_key::ChunkKey;
 
@@ -292,10 +292,8 @@ impl LocalIndex for DiskBackend {
             (false, Some(out)) => Err(out.clone().into()),
             (false, None) => Ok(self.find(key).map_or(Located::Absent, |(number, len)| {
                 let drive = &self.drives[number];
-                let location = Location::new(len, Medium::Disk);
-                let stored = (1 + blocks(len)) * BLOCK;
-                let cost = drive.read_time(stored);
-                Located::Present(location.with_stored_len(stored).with_cost(cost))
+                let cost = drive.read_time((1 + blocks(len)) * BLOCK);
+                Located::Present(Location::new(len).with_cost(cost))
             })),
         };
         keys.iter().map(located).collect()

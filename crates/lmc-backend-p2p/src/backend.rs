@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::FutureExt;
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, Health, LoadItem, Loaded,
-    LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, ChangeSink, Cleared, Clears, Cursor, Health, Host,
+    LoadItem, Loaded, LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage, ready,
 };
 use lmc_key::ChunkKey;
 use lmc_transfer::{Address, PeerEvent, PeerId, SocketConfig, SocketError, TransferChannel};
@@ -19,13 +19,13 @@ use tokio::runtime::Handle;
 use tokio::task::JoinSet;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::chunks::Chunks;
 use crate::daemon_link::DaemonLink;
 use crate::dial::{Dialer, Named, NamedPeer};
 use crate::link::{Link, now};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
 use crate::peers::{GonePeer, Peers};
+use crate::reading::ASKED_AT_ONCE;
 use crate::status::PeersStatus;
 
 /// Time that a clear waits for peers: slower ones are named as unconfirmed, and learn of it
@@ -83,25 +83,29 @@ pub(crate) fn random() -> std::io::Result<u64> {
     Ok(u64::from_le_bytes(bytes))
 }
 
-pub(crate) type DaemonNode<C> = Node<DaemonLink, C>;
+pub(crate) type DaemonNode = Node<DaemonLink>;
 
 /// The chunks of peers, as a tier of the engine.
 ///
 /// Read only: peers read what this daemon computes from its memory.
-pub struct P2pBackend<C: Chunks> {
-    node: Arc<DaemonNode<C>>,
+pub struct P2pBackend {
+    node: Arc<DaemonNode>,
     runtime: Handle,
     /// Ends with the tier.
     tasks: Mutex<Option<JoinSet<()>>>,
     named: Named,
 }
 
-impl<C: Chunks> P2pBackend<C> {
-    /// Starts to listen for peers, and to connect to those that are named.
+impl P2pBackend {
+    /// Starts to listen for peers, and to connect to those that are named. Lends what the host has.
     ///
     /// # Errors
     /// [`SocketError`].
-    pub fn start(config: P2pConfig, chunks: C, runtime: Handle) -> Result<Self, SocketError> {
+    pub fn start(
+        config: P2pConfig,
+        host: Arc<dyn Host>,
+        runtime: Handle,
+    ) -> Result<Self, SocketError> {
         let P2pConfig {
             mut node,
             mut channel,
@@ -110,8 +114,9 @@ impl<C: Chunks> P2pBackend<C> {
             directories,
         } = config;
         node.uses_directories = !directories.is_empty();
+        node.salt_keys = channel.channel.keys.clone();
         // The channel's handlers know the node by this, once there is one.
-        let shared: Arc<Mutex<Weak<DaemonNode<C>>>> = Arc::new(Mutex::new(Weak::new()));
+        let shared: Arc<Mutex<Weak<DaemonNode>>> = Arc::new(Mutex::new(Weak::new()));
         let (at, on) = (Arc::clone(&shared), runtime.clone());
         channel.channel.on_ask = Some(Arc::new(move |peer, incarnation, question| {
             let session = Session {
@@ -140,7 +145,7 @@ impl<C: Chunks> P2pBackend<C> {
             let address = channel.address().to_string();
             node.address = address.trim_start_matches("tcp://").to_owned();
         }
-        let node = Node::new(node, DaemonLink::new(channel, nixl), chunks);
+        let node = Node::new(node, DaemonLink::new(channel, nixl), host);
         *shared.lock() = Arc::downgrade(&node);
         let mut tasks = JoinSet::new();
         let expiring = Arc::clone(&node);
@@ -170,7 +175,7 @@ impl<C: Chunks> P2pBackend<C> {
     }
 
     /// Returns this daemon among its peers.
-    pub fn node(&self) -> &Arc<DaemonNode<C>> {
+    pub fn node(&self) -> &Arc<DaemonNode> {
         &self.node
     }
 
@@ -245,7 +250,7 @@ pub(crate) fn answer_on(
 }
 
 /// Notes that a peer came or went.
-fn note<C: Chunks>(node: Arc<DaemonNode<C>>, peer: &PeerId, event: &PeerEvent, on: &Handle) {
+fn note(node: Arc<DaemonNode>, peer: &PeerId, event: &PeerEvent, on: &Handle) {
     let session = |incarnation: u64| Session {
         peer: peer.clone(),
         incarnation,
@@ -277,7 +282,7 @@ fn note<C: Chunks>(node: Arc<DaemonNode<C>>, peer: &PeerId, event: &PeerEvent, o
     }
 }
 
-impl<C: Chunks> fmt::Debug for P2pBackend<C> {
+impl fmt::Debug for P2pBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("P2pBackend")
             .field("address", self.address())
@@ -285,7 +290,7 @@ impl<C: Chunks> fmt::Debug for P2pBackend<C> {
     }
 }
 
-impl<C: Chunks> Backend for P2pBackend<C> {
+impl Backend for P2pBackend {
     fn name(&self) -> &str {
         "peers"
     }
@@ -296,6 +301,15 @@ impl<C: Chunks> Backend for P2pBackend<C> {
 
     fn takes_writes(&self) -> bool {
         false
+    }
+
+    fn change_sink(&self) -> Option<Arc<dyn ChangeSink>> {
+        let changed = Arc::clone(self.node.changed());
+        self.node.config.uses_directories.then_some(changed as _)
+    }
+
+    fn asks_at_once(&self) -> usize {
+        ASKED_AT_ONCE
     }
 
     fn locate<'a>(
@@ -409,7 +423,7 @@ impl<C: Chunks> Backend for P2pBackend<C> {
     }
 }
 
-impl<C: Chunks> Drop for P2pBackend<C> {
+impl Drop for P2pBackend {
     fn drop(&mut self) {
         if let Some(tasks) = self.tasks.get_mut().take() {
             // Tasks are dropped on their runtime.

@@ -1,15 +1,16 @@
 //! Copies to a peer on an operator's order: this daemon names its chunks, the peer reads them as
 //! it reads any other.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use lmc_backend::{HostChunk, LocateHint};
 use lmc_key::ChunkKey;
 use lmc_transfer::PeerId;
 use thiserror::Error;
 
-use crate::chunks::Chunks;
 use crate::link::{Link, now, until};
-use crate::message::{ChunkState, KeyBatch, Refusal, Reply, Request, Stamped};
+use crate::message::{KeyBatch, Refusal, Reply, Request, Stamped};
 use crate::node::Node;
 use crate::owner::Session;
 
@@ -17,6 +18,8 @@ use crate::owner::Session;
 const BATCH_BYTES: u64 = 32 << 20;
 /// Time that a peer takes for one order, at most.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(20);
+/// Time in which the daemon that orders says which of the chunks it has. No prompt waits for it.
+const ORDER_LOCATE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time beyond that for the answer.
 const ANSWER_MARGIN: Duration = Duration::from_secs(2);
 
@@ -35,7 +38,7 @@ pub enum CopyError {
     NoAnswer(String),
 }
 
-impl<L: Link, C: Chunks> Node<L, C> {
+impl<L: Link> Node<L> {
     /// Reads chunks from a peer that asked for it. Answers how many of them are in memory then.
     pub(crate) async fn read_for(&self, session: &Session, keys: &Stamped<KeyBatch>) -> Reply {
         if !self.is_in_step(&session.peer, keys.clears) {
@@ -50,14 +53,13 @@ impl<L: Link, C: Chunks> Node<L, C> {
             return Reply::Refused(Refusal::TooMany);
         };
         let keys = keys.message.keys();
+        let hint = LocateHint::default()
+            .with_sources(Arc::new([session.peer.to_string()]))
+            .with_timeout(ORDER_LOCATE_TIMEOUT);
         // What was not read by then is not waited for.
-        let _ = until(
-            now() + ORDER_TIMEOUT,
-            self.chunks.fetch(&keys, &session.peer),
-        )
-        .await;
-        let states = self.chunks.states(&keys).into_iter();
-        let there = states.filter(|state| matches!(state, ChunkState::Memory { .. }));
+        let _ = until(now() + ORDER_TIMEOUT, self.host.promote(&keys, hint)).await;
+        let states = self.host.states(&keys).into_iter();
+        let there = states.filter(|state| matches!(state, HostChunk::Memory { .. }));
         Reply::Copying(there.count() as u32)
     }
 

@@ -12,7 +12,6 @@ use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::backend::DaemonNode;
-use crate::chunks::Chunks;
 use crate::link::now;
 use crate::peers::Failure;
 use crate::resolve::Names;
@@ -72,9 +71,9 @@ impl Dialer {
     }
 
     /// Keeps connections to the peers that are named. Runs until it is dropped.
-    pub(crate) async fn stay_connected<C: Chunks>(
+    pub(crate) async fn stay_connected(
         mut self,
-        node: Arc<DaemonNode<C>>,
+        node: Arc<DaemonNode>,
         peers: Vec<String>,
         directories: Vec<String>,
         named: Named,
@@ -109,7 +108,7 @@ impl Dialer {
     }
 
     /// Connects to each address whose peer is not connected.
-    pub(crate) async fn connect<C: Chunks>(&mut self, node: &DaemonNode<C>) {
+    pub(crate) async fn connect(&mut self, node: &DaemonNode) {
         let addresses: BTreeSet<SocketAddr> = self.names.addresses().collect();
         let connects = addresses.into_iter().map(|address| {
             let known = self.connected.get(&address).cloned();
@@ -189,7 +188,7 @@ impl Dialer {
 }
 
 /// Connects over NIXL as well to peers that a directory named.
-async fn connect_dialed<C: Chunks>(node: &DaemonNode<C>) {
+async fn connect_dialed(node: &DaemonNode) {
     let dialed = node.dialed().into_iter().map(|(peer, host)| async move {
         if let Err(error) = connect_nixl(node, host, &peer).await {
             tracing::debug!(%peer, %error, "no NIXL session; the peer is read over sockets");
@@ -203,8 +202,8 @@ async fn lookup(name: String) -> std::io::Result<Vec<SocketAddr>> {
 }
 
 /// Connects to the peer at an address, unless it is connected or this daemon itself.
-async fn connect<C: Chunks>(
-    node: &DaemonNode<C>,
+async fn connect(
+    node: &DaemonNode,
     address: SocketAddr,
     known: Option<PeerId>,
 ) -> Result<PeerId, ConnectError> {
@@ -226,11 +225,7 @@ async fn connect<C: Chunks>(
 
 /// Connects to a connected peer over NIXL as well, once both sides have it and their memory is
 /// registered.
-async fn connect_nixl<C: Chunks>(
-    node: &DaemonNode<C>,
-    host: String,
-    peer: &PeerId,
-) -> Result<(), ConnectError> {
+async fn connect_nixl(node: &DaemonNode, host: String, peer: &PeerId) -> Result<(), ConnectError> {
     let Some(nixl) = node.nixl_of(peer) else {
         return Ok(());
     };
@@ -253,11 +248,7 @@ fn note<K: Eq + Hash>(failures: &mut HashMap<K, Failure>, key: K, error: &str) -
 }
 
 /// Warns once of each daemon that is named as a directory and is none.
-fn warn_of_strangers<C: Chunks>(
-    node: &DaemonNode<C>,
-    directories: &[PeerId],
-    known: &mut BTreeSet<PeerId>,
-) {
+fn warn_of_strangers(node: &DaemonNode, directories: &[PeerId], known: &mut BTreeSet<PeerId>) {
     let peers = node.peers.lock();
     for peer in directories.iter().filter_map(|peer| peers.get(peer)) {
         let name = &peer.session.peer;

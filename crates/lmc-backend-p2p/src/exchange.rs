@@ -15,7 +15,6 @@ use lmc_backend::{Clears, TooManyClears};
 use lmc_key::ClearsId;
 use lmc_transfer::PeerId;
 
-use crate::chunks::Chunks;
 use crate::link::{Link, now, until};
 use crate::message::{ClearsPage, Reply, Request, Stamped};
 use crate::node::Node;
@@ -32,10 +31,10 @@ const IN_STEP_PAUSE: Duration = Duration::from_millis(50);
 /// A map of clears with its digest, so that this is computed once for each map.
 pub(crate) type KnownClears = Option<(Arc<Clears>, ClearsId)>;
 
-impl<L: Link, C: Chunks> Node<L, C> {
+impl<L: Link> Node<L> {
     /// Returns the clears that this daemon has carried out, and their digest.
     pub(crate) fn clears(&self) -> (Arc<Clears>, ClearsId) {
-        let clears = self.chunks.clears();
+        let clears = self.host.clears();
         let mut known = self.known_clears.lock();
         if let Some((map, id)) = &*known
             && Arc::ptr_eq(map, &clears)
@@ -68,7 +67,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// Returns a page of this daemon's clears, whose digest this is.
     fn page(&self, clears: &Clears, id: ClearsId, number: u16) -> ClearsPage {
         ClearsPage {
-            is_volatile: !self.chunks.clears_are_noted(),
+            is_volatile: !self.host.clears_are_noted(),
             ..ClearsPage::of(clears, id, number)
         }
     }
@@ -78,11 +77,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// # Errors
     /// [`TooManyClears`], which the peer's status shows. Nothing is taken in then.
     async fn learn(&self, session: &Session, theirs: &Clears) -> Result<(), TooManyClears> {
-        let is_known = self.chunks.clears().contains(theirs);
-        if is_known && self.chunks.clears_are_noted() {
+        let is_known = self.host.clears().contains(theirs);
+        if is_known && self.host.clears_are_noted() {
             return Ok(());
         }
-        let learned = self.chunks.learn(theirs.clone()).await;
+        let learned = self.host.learn(theirs.clone(), "a peer").await;
         match &learned {
             Ok(()) if is_known => {}
             Ok(()) => {

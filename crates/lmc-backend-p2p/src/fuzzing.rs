@@ -11,14 +11,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use lmc_backend::{BoxFuture, Clears, LoadItem, LocateHint, TooManyClears, Usage};
+use lmc_backend::{
+    BoxFuture, Clears, Host, HostChunk, HostLease, HostSpace, LoadItem, LocateHint, Located,
+    TooManyClears, Usage,
+};
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, checksum};
 use lmc_transfer::{Filled, Index, PeerId, Slot, TransferError};
 use parking_lot::Mutex;
 
-use crate::message::{ChunkState, NixlAddress, Reply, Request, SpaceNote, Transport};
-use crate::{Chunks, LeasedChunk, Link, Node, NodeConfig, Session};
+use crate::message::{NixlAddress, Reply, Request, Transport};
+use crate::{Link, Node, NodeConfig, Session};
 
 /// Bytes of a chunk.
 const LEN: u64 = 96;
@@ -54,7 +57,7 @@ async fn run(data: &[u8]) {
     config.limits.bytes = LIMITS.0;
     config.limits.peer_bytes = LIMITS.1;
     config.limits.peer_leases = PEER_LEASES;
-    let node = Node::new(config, link, chunks.clone());
+    let node = Node::new(config, link, Arc::new(chunks.clone()));
     let expiring = Arc::clone(&node);
     let expiring = tokio::spawn(async move { expiring.expire_leases().await });
     let mut rest = data;
@@ -126,14 +129,17 @@ fn parse(frame: &[u8]) {
 }
 
 /// Reads a prompt from peers, whose replies are those of the input.
-async fn read(node: &Arc<Node<Wire, Shelf>>, chunks: &Shelf) {
+async fn read(node: &Arc<Node<Wire>>, chunks: &Shelf) {
     let keys: Vec<ChunkKey> = (1..=4).map(key).collect();
     let deadline = || Instant::from(tokio::time::Instant::now()) + Duration::from_millis(100);
     node.describe_peers(deadline()).await;
     let located = node.locate(&keys, LocateHint::none(), deadline()).await;
     assert_eq!(located.len(), keys.len());
-    let slot = |key: &ChunkKey| Some(LoadItem::new(*key, chunks.pool.reserve(LEN)?));
-    let items: Vec<LoadItem> = keys.iter().filter_map(slot).collect();
+    let item = |(key, located): (&ChunkKey, Result<Located, _>)| {
+        let handle = located.ok().and_then(Located::present)?.handle;
+        Some(LoadItem::new(*key, chunks.pool.reserve(LEN)?).with_handle(handle))
+    };
+    let items: Vec<LoadItem> = keys.iter().zip(located).filter_map(item).collect();
     let mut answered = vec![0; items.len()];
     let mut answers = node.load(items, deadline());
     while let Some((index, _)) = answers.next().await {
@@ -312,13 +318,13 @@ impl Shelf {
     }
 }
 
-impl Chunks for Shelf {
-    fn states(&self, keys: &[ChunkKey]) -> Vec<ChunkState> {
+impl Host for Shelf {
+    fn states(&self, keys: &[ChunkKey]) -> Vec<HostChunk> {
         let state = self.state.lock();
         let of = |key: &ChunkKey| match key.hash.as_bytes()[0] {
-            _ if !state.resident.contains_key(key) => ChunkState::Absent,
-            RESIDENT => ChunkState::Disk { len: LEN },
-            _ => ChunkState::Memory { len: LEN },
+            _ if !state.resident.contains_key(key) => HostChunk::Absent,
+            RESIDENT => HostChunk::Lower { len: LEN },
+            _ => HostChunk::Memory { len: LEN },
         };
         keys.iter().map(of).collect()
     }
@@ -327,7 +333,7 @@ impl Chunks for Shelf {
         &'a self,
         keys: &'a [ChunkKey],
         promote_until: Instant,
-    ) -> BoxFuture<'a, Vec<Option<LeasedChunk>>> {
+    ) -> BoxFuture<'a, Vec<Option<HostLease>>> {
         Box::pin(async move {
             if keys.contains(&key(RESIDENT)) {
                 tokio::time::sleep_until(promote_until.into()).await;
@@ -336,7 +342,7 @@ impl Chunks for Shelf {
             let lease = |key: &ChunkKey| {
                 let (slot, checksum) = state.resident.get(key)?.clone();
                 let lease: Box<dyn Any + Send> = Box::new(());
-                Some(LeasedChunk {
+                Some(HostLease {
                     slot,
                     checksum: Some(checksum),
                     lease,
@@ -359,7 +365,7 @@ impl Chunks for Shelf {
         true
     }
 
-    fn learn(&self, clears: Clears) -> BoxFuture<'_, Result<(), TooManyClears>> {
+    fn learn(&self, clears: Clears, _: &'static str) -> BoxFuture<'_, Result<(), TooManyClears>> {
         Box::pin(async move {
             let mut state = self.state.lock();
             let mut joined = state.clears.as_ref().clone();
@@ -371,11 +377,11 @@ impl Chunks for Shelf {
         })
     }
 
-    fn fetch<'a>(&'a self, _: &'a [ChunkKey], _: &'a PeerId) -> BoxFuture<'a, ()> {
+    fn promote<'a>(&'a self, _: &'a [ChunkKey], _: LocateHint) -> BoxFuture<'a, ()> {
         Box::pin(tokio::time::sleep(Duration::from_millis(5)))
     }
 
-    fn spaces(&self) -> Vec<SpaceNote> {
+    fn spaces(&self) -> Vec<HostSpace> {
         Vec::new()
     }
 

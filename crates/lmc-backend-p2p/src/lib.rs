@@ -5,7 +5,7 @@
 //! memory and unchanged, the reader fetches the bytes one-sided, gives the lease back, and learns
 //! from the owner whether it stood without a gap. Only then, and with the right digest, is a
 //! chunk believed. The other way round it serves the requests of its peers ([`Node::serve`]) from
-//! the chunks of its own engine ([`Chunks`]), within bounds ([`OwnerLimits`]).
+//! the chunks of its own engine ([`Host`](lmc_backend::Host)), within bounds ([`OwnerLimits`]).
 //!
 //! LMCache's `batched_async_contains` is [`Node::locate`] here, and its `batched_get_non_blocking`
 //! is [`Node::load`]; the README has the mapping, and a program with two nodes.
@@ -16,10 +16,10 @@
 //! chunks, where there are too many to ask all.
 
 mod backend;
-mod chunks;
 mod copying;
 mod daemon_link;
 mod dial;
+mod digest;
 pub mod directory;
 mod exchange;
 #[cfg(any(test, feature = "fuzzing"))]
@@ -45,10 +45,10 @@ mod summing;
 mod unfit;
 
 pub use backend::{P2pBackend, P2pConfig, new_peer_id};
-pub use chunks::{Chunks, LeasedChunk, chunk_digest};
 pub use copying::CopyError;
 pub use daemon_link::DaemonLink;
 pub use dial::NamedPeer;
+pub use digest::chunk_digest;
 pub use link::Link;
 pub use node::{HelloError, Node, NodeConfig};
 pub use owner::{Busy, Owner, OwnerLimits, Session};

@@ -12,6 +12,7 @@
 //! [`Reply::Unsupported`]. A body grows at its end only, behind a feature bit of [`Hello`]: a side
 //! ignores what follows the fields that it knows. What changes otherwise is a new version.
 
+use lmc_backend::HostChunk;
 use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use lmc_transfer::Index;
 use serde::{Deserialize, Serialize};
@@ -304,6 +305,17 @@ pub enum ChunkState {
         /// Payload bytes.
         len: u64,
     },
+}
+
+impl From<HostChunk> for ChunkState {
+    fn from(state: HostChunk) -> Self {
+        match state {
+            HostChunk::Memory { len } => Self::Memory { len },
+            HostChunk::Lower { len } => Self::Disk { len },
+            HostChunk::Writing => Self::Writing,
+            HostChunk::Absent => Self::Absent,
+        }
+    }
 }
 
 impl ChunkState {

@@ -4,12 +4,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use lmc_backend::{Host, HostLease};
 use lmc_key::{ChunkKey, ClearsId};
-use lmc_transfer::{PeerId, TransferError};
+use lmc_transfer::{Keys, PeerId, TransferError};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use crate::chunks::{Chunks, LeasedChunk};
+use crate::digest::{digest, known_digest, unsummed};
 use crate::directory::{ChangedKeys, Contacts, Dials, Finds};
 use crate::exchange::{IN_STEP_EVERY, KnownClears};
 use crate::link::{Link, now, until};
@@ -20,9 +21,9 @@ use crate::message::{
 };
 use crate::owner::{Busy, Owner, OwnerLimits, Session};
 use crate::peers::{Failure, Peer, PeerCounters, Peers};
-use crate::reading::Routes;
 use crate::recent::Recent;
 use crate::spaces::{OwnSpaces, cut};
+use crate::summing::{self, SummingTurn};
 use crate::unfit::Unfit;
 
 /// Requests of one peer under way at a time, at most, of the kinds that take time.
@@ -64,6 +65,8 @@ pub struct NodeConfig {
     /// True if directories are asked for the peers that have chunks; otherwise every connected
     /// peer is asked. Default: false.
     pub uses_directories: bool,
+    /// Keys under which the salts of tenants are described to peers: those of the channel.
+    pub(crate) salt_keys: Option<Keys>,
     /// Oldest and newest version of the protocol to speak. Default: all that the crate knows.
     pub versions: (u16, u16),
 }
@@ -81,6 +84,7 @@ impl NodeConfig {
             max_chunk: 1 << 30,
             lease_wait: Duration::from_millis(200),
             uses_directories: false,
+            salt_keys: None,
             versions: (OLDEST_VERSION, VERSION),
         }
     }
@@ -90,16 +94,16 @@ impl NodeConfig {
 #[derive(Debug)]
 pub(crate) struct Served<G> {
     _grant: G,
-    leased: Vec<LeasedChunk>,
+    leased: Vec<HostLease>,
     /// True if digests come with the release.
     is_late: bool,
 }
 
 /// One daemon among its peers: it lends them the chunks of its engine, and reads theirs.
 #[derive(Debug)]
-pub struct Node<L: Link, C> {
+pub struct Node<L: Link> {
     pub(crate) link: L,
-    pub(crate) chunks: C,
+    pub(crate) host: Arc<dyn Host>,
     pub(crate) config: NodeConfig,
     pub(crate) owner: Mutex<Owner<Served<L::Grant>>>,
     /// Set when the next lease ends earlier than before.
@@ -112,7 +116,6 @@ pub struct Node<L: Link, C> {
     /// Set when a message has another digest of clears, or a peer lacks this side's hello.
     pub(crate) out_of_step: Notify,
     pub(crate) peers: Mutex<Peers>,
-    pub(crate) routes: Mutex<Routes>,
     pub(crate) contacts: Mutex<Contacts>,
     pub(crate) dials: Mutex<Dials>,
     /// Set when a peer's hello was accepted.
@@ -120,11 +123,12 @@ pub struct Node<L: Link, C> {
     pub(crate) changed: Arc<ChangedKeys>,
     pub(crate) finds: Finds,
     pub(crate) own_spaces: Mutex<Option<OwnSpaces>>,
+    summing: SummingTurn,
 }
 
-impl<L: Link, C: Chunks> Node<L, C> {
+impl<L: Link> Node<L> {
     /// Returns a node without peers.
-    pub fn new(config: NodeConfig, link: L, chunks: C) -> Arc<Self> {
+    pub fn new(config: NodeConfig, link: L, host: Arc<dyn Host>) -> Arc<Self> {
         Arc::new(Self {
             owner: Mutex::new(Owner::new(config.limits.clone())),
             expiry: Notify::new(),
@@ -133,15 +137,15 @@ impl<L: Link, C: Chunks> Node<L, C> {
             known_clears: Mutex::default(),
             out_of_step: Notify::new(),
             peers: Mutex::default(),
-            routes: Mutex::default(),
             contacts: Mutex::default(),
             dials: Mutex::default(),
             hello_came: Notify::new(),
             changed: Arc::default(),
             finds: Finds::default(),
             own_spaces: Mutex::default(),
+            summing: Arc::default(),
             link,
-            chunks,
+            host,
             config,
         })
     }
@@ -208,7 +212,6 @@ impl<L: Link, C: Chunks> Node<L, C> {
             holders.retain(|holder| holder != session);
             !holders.is_empty()
         });
-        self.routes.lock().end(&session.peer);
     }
 
     fn hello(&self) -> Hello {
@@ -336,18 +339,18 @@ impl<L: Link, C: Chunks> Node<L, C> {
     async fn release(&self, session: &Session, Release { lease }: Release) -> Released {
         // While the lease stands: what is summed stays within its bounds.
         let unsummed = match self.owner.lock().granted(session, lease) {
-            Some(served) if served.is_late => LeasedChunk::unsummed(served.leased.iter()),
+            Some(served) if served.is_late => unsummed(served.leased.iter()),
             _ => Vec::new(),
         };
         if !unsummed.is_empty() {
-            self.chunks.sum(unsummed).await;
+            summing::in_turn(Arc::clone(&self.summing), unsummed).await;
         }
         let released = self.owner.lock().release(session, lease, now());
         self.freed.notify_waiters();
         let Some((served, keys)) = released else {
             return Released::default();
         };
-        let digest = |(key, chunk): (&ChunkKey, &LeasedChunk)| chunk.digest(key);
+        let digest = |(key, chunk): (&ChunkKey, &HostLease)| digest(key, chunk);
         let digests = keys.iter().zip(&served.leased).map(digest);
         Released {
             held: vec![true; keys.len()],
@@ -358,6 +361,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
     }
 
+    fn states(&self, keys: &[ChunkKey]) -> Vec<ChunkState> {
+        let states = self.host.states(keys).into_iter();
+        states.map(ChunkState::from).collect()
+    }
+
     fn located(&self, session: &Session, asked: &Stamped<KeyBatch>) -> Stamped<Located> {
         let keys = asked.message.keys();
         let load = self.owner.lock().load();
@@ -365,12 +373,13 @@ impl<L: Link, C: Chunks> Node<L, C> {
             let states = vec![ChunkState::Absent; keys.len()];
             return self.stamped(Located { states, load });
         }
-        let states = self.chunks.states(&keys);
+        let states = self.states(&keys);
         if self.config.uses_directories {
-            // A directory may have named this daemon for them.
-            let absent = keys.iter().zip(&states);
-            let absent = absent.filter(|(_, state)| state.bytes().is_none());
-            absent.for_each(|(key, _)| self.changed.note(key));
+            // A directory may have named this daemon for the first that is absent.
+            let mut asked = keys.iter().zip(&states);
+            if let Some((key, _)) = asked.find(|(_, state)| state.bytes().is_none()) {
+                self.changed.note(key);
+            }
         }
         Stamped::new(asked.clears, Located { states, load })
     }
@@ -386,7 +395,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
         let wait = Duration::from_millis(lease.wait_ms.into()).min(MAX_WAIT);
         let wait_until = now() + wait;
-        let states = self.chunks.states(&keys);
+        let states = self.states(&keys);
         let present = |(key, state): (&ChunkKey, &ChunkState)| Some((*key, state.bytes()?));
         let asked: Vec<(ChunkKey, u64)> = keys.iter().zip(&states).filter_map(present).collect();
         let lens: Vec<u64> = asked.iter().map(|(_, len)| *len).collect();
@@ -395,10 +404,10 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let allowed: Vec<ChunkKey> = asked[..admitted].iter().map(|(key, _)| *key).collect();
         let is_late = self.takes_late_digests(session);
         let held = async {
-            let held = self.chunks.lease(&allowed, wait_until).await;
+            let held = self.host.lease(&allowed, wait_until).await;
             if !is_late {
-                let unsummed = LeasedChunk::unsummed(held.iter().flatten());
-                self.chunks.sum(unsummed).await;
+                let unsummed = unsummed(held.iter().flatten());
+                summing::in_turn(Arc::clone(&self.summing), unsummed).await;
             }
             held
         };
@@ -406,7 +415,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let held = until(wait_until + HOLD_MARGIN, held).await;
         let held = held.unwrap_or_default();
         let held = allowed.iter().copied().zip(held);
-        let held: Vec<(ChunkKey, LeasedChunk)> =
+        let held: Vec<(ChunkKey, HostLease)> =
             held.filter_map(|(key, held)| Some((key, held?))).collect();
         let duration = Duration::from_millis(lease.duration_ms.into());
         let wanted = (lease.transport, is_late);
@@ -490,7 +499,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     fn grant(
         &self,
         reserved: Reservation<'_, L::Grant>,
-        held: Vec<(ChunkKey, LeasedChunk)>,
+        held: Vec<(ChunkKey, HostLease)>,
         asked_at: ClearsId,
         (wanted, is_late): (Transport, bool),
         duration: Duration,
@@ -511,15 +520,15 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let over_nixl = (wanted, connected) == (Transport::Nixl, Transport::Nixl);
         let granted = over_nixl.then(|| grant(Transport::Nixl)).flatten();
         let (by, indices, grant) = granted.or_else(|| grant(Transport::Sockets))?;
-        let unsummed = LeasedChunk::unsummed(held.iter().map(|(_, chunk)| chunk));
+        let unsummed = unsummed(held.iter().map(|(_, chunk)| chunk));
         let is_late = is_late && !unsummed.is_empty();
-        let chunk = |((key, chunk), index): (&(ChunkKey, LeasedChunk), _)| {
+        let chunk = |((key, chunk), index): (&(ChunkKey, HostLease), _)| {
             let granted = ChunkLease::Granted {
                 index,
                 len: chunk.slot.len(),
                 digest: match is_late {
-                    true => chunk.known_digest(key).unwrap_or(LATE_DIGEST),
-                    false => chunk.digest(key),
+                    true => known_digest(key, chunk).unwrap_or(LATE_DIGEST),
+                    false => digest(key, chunk),
                 },
             };
             (*key, granted)
@@ -527,7 +536,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         let granted = held.iter().zip(indices).map(chunk).collect();
         if is_late && by == Transport::Nixl {
             // Sockets sum what they send.
-            tokio::spawn(self.chunks.sum(unsummed));
+            tokio::spawn(summing::in_turn(Arc::clone(&self.summing), unsummed));
         }
         let chunks = held.iter().map(|(key, chunk)| (*key, chunk.slot.len()));
         let chunks: Vec<(ChunkKey, u64)> = chunks.collect();

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use lmc_transfer::PeerId;
 
-use crate::chunks::Chunks;
 use crate::link::{Link, now};
 use crate::message::{Describe, Request};
 use crate::node::Node;
@@ -13,7 +12,7 @@ use crate::node::Node;
 /// Time that a peer has for an answer before it is taken for one that is gone.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
-impl<L: Link, C: Chunks> Node<L, C> {
+impl<L: Link> Node<L> {
     /// Asks a peer whose pause has just begun something small, in the background: its answer ends
     /// the pause, or cuts it where it comes late as well.
     pub(crate) fn probe(self: &Arc<Self>, peer: &PeerId) {

@@ -12,7 +12,7 @@ use futures_util::FutureExt;
 use futures_util::future::{join, join_all};
 use futures_util::stream::{self, FuturesUnordered, StreamExt};
 use lmc_backend::{
-    Answers, BackendError, FailedSlot, LoadItem, Loaded, LocateHint, Located, Location, Medium,
+    Answers, BackendError, FailedSlot, Handle, LoadItem, Loaded, LocateHint, Located, Location,
     Unavailable,
 };
 use lmc_key::ChunkKey;
@@ -20,7 +20,7 @@ use lmc_memory::{ReservedSlot, WrittenSlot};
 use lmc_transfer::{BoxFuture, Filled, PeerId, Slot, TransferError};
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::chunks::{Chunks, chunk_digest};
+use crate::digest::chunk_digest;
 use crate::link::{Link, now, until};
 use crate::message::{
     ChunkLease, ChunkState, KeyBatch, LATE_DIGEST, Lease, Leased, Located as LocatedMessage,
@@ -29,12 +29,11 @@ use crate::message::{
 use crate::node::{HOLD_MARGIN, Node};
 use crate::owner::LEASE_BYTES;
 use crate::peers::Peer;
-use crate::recent::Recent;
 use crate::summing::sum;
 
-/// Chunks whose holders are remembered from a `locate` to its `load`, at most.
-const ROUTES: usize = 1 << 16;
-/// Holders that are remembered of one chunk, at most.
+/// Chunks that a question may name although nothing is known to be at a peer.
+pub(crate) const ASKED_AT_ONCE: usize = 256;
+/// Holders of a chunk that are remembered from a `locate` to its `load`, at most.
 const ROUTE_PEERS: usize = 4;
 /// Peers that are tried for a chunk one after the other, at most.
 const MAX_ROUNDS: u32 = 8;
@@ -52,37 +51,25 @@ const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Peers that can be asked for a chunk, the best first.
 type Route = Vec<PeerId>;
 
-/// Peers at which chunks were found, from a `locate` to its `load`.
+/// A load whose outcome is not known.
 #[derive(Debug)]
-pub(crate) struct Routes(Recent<Route>);
-
-impl Default for Routes {
-    fn default() -> Self {
-        Self(Recent::new(ROUTES))
-    }
+struct Wanted {
+    /// Position in the batch.
+    index: usize,
+    key: ChunkKey,
+    slot: ReservedSlot,
+    /// The holders that were not asked yet, besides the one that is asked now.
+    others: Route,
 }
-
-impl Routes {
-    /// Removes a peer.
-    pub(crate) fn end(&mut self, peer: &PeerId) {
-        self.0.retain(|route| {
-            route.retain(|one| one != peer);
-            !route.is_empty()
-        });
-    }
-}
-
-/// A load whose outcome is not known, and its position in the batch.
-type IndexedItem = (usize, LoadItem);
 
 /// Outcome of one chunk of a lease.
 enum ChunkRead {
     Done(usize, Loaded),
     /// The peer did not serve it; another may.
-    Elsewhere(IndexedItem, Option<BackendError>),
+    Elsewhere(Wanted, Option<BackendError>),
 }
 
-impl<L: Link, C: Chunks> Node<L, C> {
+impl<L: Link> Node<L> {
     /// Asks peers which chunks they have: all at once, or those that a directory names. Those that
     /// the hint names are asked before, and the others only where these do not have every chunk,
     /// or after half of the time. A chunk that no peer has is absent only if every one of them
@@ -190,28 +177,29 @@ impl<L: Link, C: Chunks> Node<L, C> {
         });
         let mut answered: Vec<(PeerId, LocatedMessage)> = in_step.collect();
         self.rank(keys, &hinted, &mut answered);
-        let mut routes = self.routes.lock();
         let peers = self.peers.lock();
-        let answer = |(index, key): (usize, &ChunkKey)| {
+        // Consecutive chunks mostly have the same.
+        let mut last: Option<(Route, Handle)> = None;
+        let mut handle_of = |route: Route| match &last {
+            Some((known, handle)) if *known == route => handle.clone(),
+            _ => {
+                let handle = Handle::new(route.clone());
+                last.insert((route, handle)).1.clone()
+            }
+        };
+        let answer = |index: usize| {
             let holders = answered.iter().filter_map(|(peer, located)| {
                 let state = located.states[index];
-                Some((peer, state, self.sound(state)?))
+                Some((peer, self.sound(state)?))
             });
             let mut holders = holders.take(ROUTE_PEERS).peekable();
-            if let Some(&(best, state, len)) = holders.peek() {
+            if let Some(&(best, len)) = holders.peek() {
                 // Holders that disagree about the length do not serve one slot.
-                let agree = holders.filter(|(_, _, other)| *other == len);
-                let route: Route = agree.map(|(peer, ..)| peer.clone()).collect();
-                *routes.0.entry(*key, Vec::new) = route;
-                let medium = match state {
-                    ChunkState::Disk { .. } => Medium::Disk,
-                    _ => Medium::Memory,
-                };
+                let agree = holders.filter(|(_, other)| *other == len);
+                let route: Route = agree.map(|(peer, _)| peer.clone()).collect();
                 let cost = peers.get(best).map(|peer| peer.cost(len));
-                let location = Location::new(len, medium);
-                return Ok(Located::Present(
-                    location.with_cost(cost.unwrap_or_default()),
-                ));
+                let location = Location::new(len).with_cost(cost.unwrap_or_default());
+                return Ok(Located::Present(location.with_handle(handle_of(route))));
             }
             let mut states = answered.iter().map(|(_, located)| located.states[index]);
             if states.any(|state| state == ChunkState::Writing) {
@@ -225,7 +213,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 .into()),
             }
         };
-        keys.iter().enumerate().map(answer).collect()
+        (0..keys.len()).map(answer).collect()
     }
 
     /// Counts chunks of another length than that which is looked up as absent, and pauses the peer
@@ -299,32 +287,36 @@ impl<L: Link, C: Chunks> Node<L, C> {
         answered.sort_by_key(|(peer, located)| !hinted.contains(peer) || prefix(located) == 0);
     }
 
-    /// Reads chunks into the slots given, from the peers at which the last `locate` found them. A
-    /// chunk that was not located is a miss.
+    /// Reads chunks into the slots given, from the peers at which `locate` found them, as the handles
+    /// say. A chunk that was not located is a miss.
     pub fn load(
         self: &Arc<Self>,
         items: Vec<LoadItem>,
         deadline: Instant,
     ) -> Answers<'static, Loaded> {
-        let mut groups: Vec<(PeerId, Vec<IndexedItem>, u64)> = Vec::new();
+        let mut groups: Vec<(PeerId, Vec<Wanted>, u64)> = Vec::new();
         let mut misses = Vec::new();
-        {
-            let routes = self.routes.lock();
-            for item in items.into_iter().enumerate() {
-                let route = routes.0.get(&item.1.key);
-                let Some(peer) = route.and_then(|route| route.first()).cloned() else {
-                    misses.push((item.0, Loaded::Miss(item.1.slot)));
-                    continue;
-                };
-                let len = item.1.slot.len();
-                let group = groups.iter_mut().rev().find(|(one, ..)| *one == peer);
-                match group {
-                    Some((_, items, bytes)) if *bytes + len <= LEASE_BYTES => {
-                        items.push(item);
-                        *bytes += len;
-                    }
-                    _ => groups.push((peer, vec![item], len)),
+        for (index, item) in items.into_iter().enumerate() {
+            let LoadItem { key, slot, .. } = item;
+            let route = item.handle.as_ref().and_then(Handle::get::<Route>);
+            let Some((peer, others)) = route.and_then(|route| route.split_first()) else {
+                misses.push((index, Loaded::Miss(slot)));
+                continue;
+            };
+            let len = slot.len();
+            let wanted = Wanted {
+                index,
+                key,
+                slot,
+                others: others.to_vec(),
+            };
+            let group = groups.iter_mut().rev().find(|(one, ..)| one == peer);
+            match group {
+                Some((_, items, bytes)) if *bytes + len <= LEASE_BYTES => {
+                    items.push(wanted);
+                    *bytes += len;
                 }
+                _ => groups.push((peer.clone(), vec![wanted], len)),
             }
         }
         let read = |(peer, items, _)| self.begin_group(peer, items, deadline);
@@ -337,11 +329,11 @@ impl<L: Link, C: Chunks> Node<L, C> {
     fn begin_group(
         self: &Arc<Self>,
         peer: PeerId,
-        items: Vec<IndexedItem>,
+        items: Vec<Wanted>,
         deadline: Instant,
     ) -> BoxFuture<'static, Vec<(usize, Loaded)>> {
         let home = self.link.home(&peer);
-        let indices: Vec<usize> = items.iter().map(|(index, _)| *index).collect();
+        let indices: Vec<usize> = items.iter().map(|item| item.index).collect();
         let mut group = Box::pin(Arc::clone(self).load_group(peer, items, deadline));
         let Some(home) = home else {
             return group;
@@ -370,7 +362,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     async fn load_group(
         self: Arc<Self>,
         peer: PeerId,
-        items: Vec<IndexedItem>,
+        items: Vec<Wanted>,
         deadline: Instant,
     ) -> Vec<(usize, Loaded)> {
         let mut done = Vec::with_capacity(items.len());
@@ -378,27 +370,25 @@ impl<L: Link, C: Chunks> Node<L, C> {
         for round in 1.. {
             let asked = std::mem::take(&mut left).into_iter().map(|(peer, items)| {
                 let this = Arc::clone(&self);
-                async move {
-                    let reads = this.read_from(&peer, items, deadline).await;
-                    (peer, reads)
-                }
+                async move { this.read_from(&peer, items, deadline).await }
             });
-            for (peer, reads) in join_all(asked).await {
+            for reads in join_all(asked).await {
                 for read in reads {
-                    let ((index, item), error) = match read {
+                    let (mut item, error) = match read {
                         ChunkRead::Done(index, loaded) => {
                             done.push((index, loaded));
                             continue;
                         }
                         ChunkRead::Elsewhere(item, error) => (item, error),
                     };
-                    match self.route_after(&item.key, &peer) {
-                        Some(other) if round < MAX_ROUNDS && now() < deadline => {
-                            let items: &mut Vec<IndexedItem> = left.entry(other).or_default();
-                            items.push((index, item));
-                        }
-                        _ => done.push((index, not_loaded(item.slot, error))),
+                    self.retain_connected(&mut item.others);
+                    if item.others.is_empty() || round >= MAX_ROUNDS || now() >= deadline {
+                        done.push((item.index, not_loaded(item.slot, error)));
+                        continue;
                     }
+                    let other = item.others.remove(0);
+                    let items: &mut Vec<Wanted> = left.entry(other).or_default();
+                    items.push(item);
                 }
             }
             if left.is_empty() {
@@ -408,25 +398,25 @@ impl<L: Link, C: Chunks> Node<L, C> {
         done
     }
 
-    /// Returns the holder of a chunk that is tried after `peer`.
-    fn route_after(&self, key: &ChunkKey, peer: &PeerId) -> Option<PeerId> {
-        let mut routes = self.routes.lock();
-        let route = routes.0.entry(*key, Vec::new);
-        route.retain(|one| one != peer);
-        route.first().cloned()
+    /// Removes the peers that have gone since they were located.
+    fn retain_connected(&self, route: &mut Route) {
+        if !route.is_empty() {
+            let peers = self.peers.lock();
+            route.retain(|one| peers.get(one).is_some());
+        }
     }
 
     /// Leases chunks of one peer, reads them, and releases the lease.
     async fn read_from(
         self: &Arc<Self>,
         peer: &PeerId,
-        items: Vec<IndexedItem>,
+        items: Vec<Wanted>,
         deadline: Instant,
     ) -> Vec<ChunkRead> {
         let mut reads = Vec::with_capacity(items.len());
         let mut rest = items;
         while !rest.is_empty() {
-            let keys: Vec<ChunkKey> = rest.iter().map(|(_, item)| item.key).collect();
+            let keys: Vec<ChunkKey> = rest.iter().map(|item| item.key).collect();
             let Some((batch, len)) = KeyBatch::leading(&keys) else {
                 break;
             };
@@ -445,9 +435,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
         self: &Arc<Self>,
         peer: &PeerId,
         batch: KeyBatch,
-        items: Vec<IndexedItem>,
+        items: Vec<Wanted>,
         deadline: Instant,
-    ) -> (Vec<ChunkRead>, Vec<IndexedItem>) {
+    ) -> (Vec<ChunkRead>, Vec<Wanted>) {
         let paused = {
             let peers = self.peers.lock();
             peers.get(peer).is_none_or(|peer| !peer.lends(now()))
@@ -458,16 +448,13 @@ impl<L: Link, C: Chunks> Node<L, C> {
             return (items.into_iter().map(elsewhere).collect(), Vec::new());
         }
         // Where another has the chunks too, that one is asked before anything is waited for.
-        let other = {
-            let routes = self.routes.lock();
-            let route = routes.0.get(&items[0].1.key);
-            route.is_some_and(|route| route.iter().any(|one| one != peer))
-        };
+        let mut items = items;
+        self.retain_connected(&mut items[0].others);
         let sent = now();
-        let wait = match other {
-            true => Duration::ZERO,
+        let wait = match items[0].others.is_empty() {
+            false => Duration::ZERO,
             // The other half is for reading.
-            false => (deadline.saturating_duration_since(sent) / 2).min(self.config.lease_wait),
+            true => (deadline.saturating_duration_since(sent) / 2).min(self.config.lease_wait),
         };
         let best = self.transport(peer).unwrap_or_default();
         let request = Request::Lease(self.stamped(Lease {
@@ -516,9 +503,15 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
         let (mut slots, mut indices, mut named) = (Vec::new(), Vec::new(), Vec::new());
         for (ordinal, item, index, digest) in granted {
+            let Wanted {
+                index: position,
+                key,
+                slot,
+                others,
+            } = item;
             indices.push(index);
-            slots.push(item.1.slot);
-            named.push((ordinal, item.0, item.1.key, digest));
+            slots.push(slot);
+            named.push((ordinal, position, key, digest, others));
         }
         let bytes: u64 = slots.iter().map(ReservedSlot::len).sum();
         let begun = now();
@@ -552,7 +545,13 @@ impl<L: Link, C: Chunks> Node<L, C> {
         };
         let mut slots = slots.into_iter();
         let (mut good, mut again) = (Vec::new(), Vec::new());
-        for (ordinal, index, key, digest) in named {
+        for (ordinal, index, key, digest, others) in named {
+            let wanted = |slot| Wanted {
+                index,
+                key,
+                slot,
+                others,
+            };
             let loaded = match slots.next() {
                 Some(Slot::Written(slot)) => {
                     let held = held.get(ordinal).is_some_and(|held| *held);
@@ -563,22 +562,18 @@ impl<L: Link, C: Chunks> Node<L, C> {
                     match self.verified((peer, by), key, slot, digest, held) {
                         Ok(slot) => Loaded::Hit(slot),
                         Err(slot) => {
-                            let item = (index, LoadItem::new(key, slot));
-                            reads.push(ChunkRead::Elsewhere(item, None));
+                            reads.push(ChunkRead::Elsewhere(wanted(slot), None));
                             continue;
                         }
                     }
                 }
                 Some(Slot::Idle(slot)) if by == Transport::Nixl && error.is_some() => {
-                    again.push((index, LoadItem::new(key, slot)));
+                    again.push(wanted(slot));
                     continue;
                 }
                 Some(Slot::Idle(slot)) => {
-                    let item = (index, LoadItem::new(key, slot));
-                    reads.push(ChunkRead::Elsewhere(
-                        item,
-                        Some(self.unavailable(peer, None)),
-                    ));
+                    let error = self.unavailable(peer, None);
+                    reads.push(ChunkRead::Elsewhere(wanted(slot), Some(error)));
                     continue;
                 }
                 Some(Slot::Quarantined) | None => Loaded::Failed {
@@ -605,9 +600,9 @@ impl<L: Link, C: Chunks> Node<L, C> {
         &self,
         peer: &PeerId,
         leased: Leased,
-        items: Vec<IndexedItem>,
+        items: Vec<Wanted>,
     ) -> (
-        Vec<(usize, IndexedItem, lmc_transfer::Index, u64)>,
+        Vec<(usize, Wanted, lmc_transfer::Index, u64)>,
         Vec<ChunkRead>,
     ) {
         let (mut granted, mut reads) = (Vec::new(), Vec::new());
@@ -617,7 +612,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 ChunkLease::Granted { index, len, digest } => {
                     let ordinal = grants;
                     grants += 1;
-                    if len == item.1.slot.len() {
+                    if len == item.slot.len() {
                         granted.push((ordinal, item, index, digest));
                     } else {
                         wrong += 1;
@@ -631,7 +626,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
                 ChunkLease::Busy => {
                     busy += 1;
                     let full = BackendError::Full {
-                        needed: item.1.slot.len(),
+                        needed: item.slot.len(),
                     };
                     reads.push(ChunkRead::Elsewhere(item, Some(full)));
                 }
@@ -639,16 +634,16 @@ impl<L: Link, C: Chunks> Node<L, C> {
         }
         let named = leased.holders.iter().map(|holder| holder.address.as_str());
         let holders = self.peers_at(named);
-        let mut routes = self.routes.lock();
-        for read in &reads {
-            if let ChunkRead::Elsewhere((_, item), Some(BackendError::Full { .. })) = read {
-                let route = routes.0.entry(item.key, Vec::new);
+        for read in &mut reads {
+            if let ChunkRead::Elsewhere(item, Some(BackendError::Full { .. })) = read {
                 let new = holders.iter().filter(|holder| *holder != peer);
-                let new: Vec<PeerId> = new.filter(|one| !route.contains(one)).cloned().collect();
-                route.extend(new);
+                let new: Route = new
+                    .filter(|one| !item.others.contains(one))
+                    .cloned()
+                    .collect();
+                item.others.extend(new);
             }
         }
-        drop(routes);
         self.count_of(peer, |peer| {
             peer.counters.missed += missed + wrong;
             if wrong > 0 {
@@ -763,8 +758,8 @@ fn address_seed(address: &str) -> u64 {
 }
 
 /// A lease that this daemon has of a peer. Dropping it gives it back.
-struct Leasing<L: Link, C: Chunks> {
-    node: Arc<Node<L, C>>,
+struct Leasing<L: Link> {
+    node: Arc<Node<L>>,
     peer: PeerId,
     /// 0 once it is released, or where nothing was granted.
     number: u64,
@@ -773,7 +768,7 @@ struct Leasing<L: Link, C: Chunks> {
     sent: Instant,
 }
 
-impl<L: Link, C: Chunks> Leasing<L, C> {
+impl<L: Link> Leasing<L> {
     /// Returns when the lease may be over for its owner.
     fn trusted_until(&self) -> Instant {
         self.sent + self.duration.mul_f64(TRUSTED)
@@ -827,7 +822,7 @@ impl<L: Link, C: Chunks> Leasing<L, C> {
     }
 }
 
-impl<L: Link, C: Chunks> Drop for Leasing<L, C> {
+impl<L: Link> Drop for Leasing<L> {
     fn drop(&mut self) {
         let Ok(runtime) = tokio::runtime::Handle::try_current() else {
             return;

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
+use lmc_backend::HostSpace;
 use lmc_key::Printable;
+use lmc_transfer::Keys;
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::chunks::Chunks;
 use crate::link::{Link, now};
 use crate::message::{Describe, Described, MAX_SPACES, MAX_TEXT, Reply, Request, SpaceNote};
 use crate::node::Node;
@@ -99,6 +100,27 @@ pub(crate) fn hex(bytes: &[u8; 16]) -> String {
     format!("{:032x}", u128::from_be_bytes(*bytes))
 }
 
+/// Describes a space to peers.
+pub(crate) fn note(space: &HostSpace, keys: Option<&Keys>) -> SpaceNote {
+    let described = &space.description;
+    let salt = described.salt.as_str().as_bytes();
+    let keys = keys.filter(|_| !salt.is_empty());
+    let text = |text: &str| {
+        let mut text = text.to_owned();
+        cut(&mut text);
+        text
+    };
+    SpaceNote {
+        space: *space.id.as_bytes(),
+        model: text(described.model.as_str()),
+        world_size: described.world_size,
+        layout: *described.layout.as_bytes(),
+        dtype: text(described.dtype.as_str()),
+        salt: keys.map_or([0; 16], |keys| keys.digest(salt)),
+        identity: text(described.identity.as_str()),
+    }
+}
+
 /// Cuts a text to what a message may hold.
 pub(crate) fn cut(text: &mut String) {
     let mut end = text.len().min(MAX_TEXT);
@@ -108,7 +130,7 @@ pub(crate) fn cut(text: &mut String) {
     text.truncate(end);
 }
 
-impl<L: Link, C: Chunks> Node<L, C> {
+impl<L: Link> Node<L> {
     /// Returns the own live spaces as peers see them, at most a second old.
     pub(crate) fn own_spaces(&self) -> OwnSpaces {
         let mut known = self.own_spaces.lock();
@@ -117,13 +139,12 @@ impl<L: Link, C: Chunks> Node<L, C> {
         {
             return known.clone();
         }
-        let mut spaces = self.chunks.spaces();
-        spaces.truncate(MAX_SPACES);
+        let spaces = self.host.spaces();
+        let keys = self.config.salt_keys.as_ref();
+        let spaces = spaces.iter().take(MAX_SPACES);
+        let spaces: Vec<SpaceNote> = spaces.map(|space| note(space, keys)).collect();
         let mut bytes = Vec::new();
-        for space in &mut spaces {
-            for text in [&mut space.model, &mut space.dtype, &mut space.identity] {
-                cut(text);
-            }
+        for space in &spaces {
             // An id decides all other fields.
             bytes.extend(space.space);
         }
@@ -138,7 +159,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
 
     pub(crate) fn described(&self, asked: Describe) -> Described {
         let own = self.own_spaces();
-        let usage = self.chunks.usage();
+        let usage = self.host.usage();
         let spaces = match own.digest == asked.digest {
             true => Vec::new(),
             false => own.spaces.to_vec(),

@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use crate::chunks::Chunks;
 use crate::dial::NamedPeer;
 use crate::link::{Link, now};
 use crate::message::SpaceNote;
@@ -171,7 +170,7 @@ pub struct PeerStatus {
     pub counters: BTreeMap<&'static str, u64>,
 }
 
-impl<L: Link, C: Chunks> Node<L, C> {
+impl<L: Link> Node<L> {
     /// Returns the state of this daemon among its peers.
     pub fn status(&self) -> NodeStatus {
         let own = self.own_spaces();

@@ -8,8 +8,8 @@ use std::time::Instant;
 use lmc_key::ChunkKey;
 
 use crate::{
-    Answers, BackendError, Cleared, Clears, Cursor, Health, LoadItem, Loaded, LocateHint, Located,
-    Page, Sharing, StoreItem, Stored, Usage,
+    Answers, BackendError, ChangeSink, Cleared, Clears, Cursor, Health, LoadItem, Loaded,
+    LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage,
 };
 
 /// A boxed future that may move between threads.
@@ -56,10 +56,23 @@ pub trait Backend: fmt::Debug + Send + Sync {
         true
     }
 
+    /// Returns the tier's listener for chunks that come into the engine's DRAM and go from it. Called
+    /// once, when the engine is made. Default: there is none.
+    fn change_sink(&self) -> Option<Arc<dyn ChangeSink>> {
+        None
+    }
+
     /// Returns the tier's index if that is in this process, so that a lookup need not wait.
     /// Default: there is none, and [`Backend::locate`] has to be awaited.
     fn index(&self) -> Option<&dyn LocalIndex> {
         None
+    }
+
+    /// Returns the number of keys that a question may name at about the price of one. So many keys of a
+    /// prompt are in the first question; the others follow if all of these are found. Where several
+    /// tiers are asked, the least number counts. Default: 1.
+    fn asks_at_once(&self) -> usize {
+        1
     }
 
     /// Asks which chunks the tier has, each with its length, so that a slot can be reserved, and

@@ -3,7 +3,9 @@
 use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, SealedSlot, WrittenSlot};
 
-use crate::BackendError;
+#[cfg(doc)]
+use crate::Location;
+use crate::{BackendError, Handle};
 
 /// A chunk to load, and the slot it shall go into.
 #[derive(Debug)]
@@ -13,12 +15,26 @@ pub struct LoadItem {
     pub key: ChunkKey,
     /// Slot that the bytes are read into; as long as the chunk.
     pub slot: ReservedSlot,
+    /// Handle that the tier gave when it located the chunk ([`Location::handle`]). Its knowledge may be
+    /// outdated; `None` where the chunk was not located by this tier.
+    pub handle: Option<Handle>,
 }
 
 impl LoadItem {
     /// A chunk to load into `slot`.
     pub fn new(key: ChunkKey, slot: ReservedSlot) -> Self {
-        Self { key, slot }
+        Self {
+            key,
+            slot,
+            handle: None,
+        }
+    }
+
+    /// Sets the handle that the tier gave. Default: none.
+    #[must_use]
+    pub fn with_handle(mut self, handle: Option<Handle>) -> Self {
+        self.handle = handle;
+        self
     }
 }
 

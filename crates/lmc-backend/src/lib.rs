@@ -7,7 +7,7 @@
 //! reserved, and stores them from sealed slots, without a copy in between where the tier can do
 //! that. Loads and stores answer for each key as it ends ([`Answers`]). A key decides its bytes for
 //! good, so nothing is ever overwritten. No tier knows of clears: what was cleared has another name
-//! ([`Clears`]).
+//! ([`Clears`]). A tier that lends what the engine above it has is given a [`Host`] when it is made.
 //!
 //! Not in here: how chunks are found, leased and evicted in DRAM (`lmc-backend-local`), which tier
 //! a chunk belongs in (`lmc-engine`), and any executor or timer.
@@ -53,13 +53,16 @@ pub use clears::{Clears, ClearsDamaged, StartId, TooManyClears};
 mod error;
 pub use error::{BackendError, Unavailable};
 
+mod host;
+pub use host::{ChangeSink, Host, HostChunk, HostLease, HostSpace};
+
 mod item;
 pub use item::{
     Cleared, Cursor, FailedSlot, Health, Listed, LoadItem, Loaded, Page, StoreItem, Stored, Usage,
 };
 
 mod locate;
-pub use locate::{LocateHint, Located, Location, Medium, Parts, Sharing};
+pub use locate::{Handle, LocateHint, Located, Location, Parts, Sharing};
 
 mod memory;
 pub use memory::MemoryBackend;

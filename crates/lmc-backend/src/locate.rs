@@ -1,5 +1,7 @@
 //! Answers to "does this tier have the chunk, and what would it cost to load it?".
 
+use std::any::Any;
+use std::fmt;
 use std::num::NonZeroU32;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -86,7 +88,7 @@ impl LocateHint {
 /// The state of one key in a tier.
 ///
 /// An answer is a hint: the chunk may be gone when it is loaded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Located {
     /// The tier has the chunk.
     Present(Location),
@@ -107,37 +109,26 @@ impl Located {
     }
 }
 
-/// Location, size and cost of a chunk in a tier.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Size and cost of a chunk in a tier, and what the tier knows of it.
+#[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Location {
     /// Payload bytes of the chunk: the length of the slot to load it into.
     pub len: u64,
-    /// Bytes that the tier stores and moves for it, headers included; less than `len` where it is
-    /// compressed.
-    pub stored_len: u64,
-    /// Kind of medium that holds the bytes.
-    pub medium: Medium,
     /// Estimated time to load the chunk as one of a batch, from what the tier measured so far.
     pub cost: Duration,
+    /// Handle that comes back with the load ([`LoadItem::handle`](crate::LoadItem::handle)).
+    pub handle: Option<Handle>,
 }
 
 impl Location {
-    /// A chunk of `len` bytes, stored as it is, that costs nothing to load.
-    pub fn new(len: u64, medium: Medium) -> Self {
+    /// A chunk of `len` bytes that costs nothing to load.
+    pub fn new(len: u64) -> Self {
         Self {
             len,
-            stored_len: len,
-            medium,
             cost: Duration::ZERO,
+            handle: None,
         }
-    }
-
-    /// Sets the bytes that are stored. Default: as many as the payload has.
-    #[must_use]
-    pub fn with_stored_len(mut self, stored_len: u64) -> Self {
-        self.stored_len = stored_len;
-        self
     }
 
     /// Sets the estimated time of a load. Default: zero.
@@ -146,18 +137,45 @@ impl Location {
         self.cost = cost;
         self
     }
+
+    /// Sets the handle that comes back with the load. Default: none.
+    #[must_use]
+    pub fn with_handle(mut self, handle: Handle) -> Self {
+        self.handle = Some(handle);
+        self
+    }
 }
 
-/// Kind of medium that holds the bytes of a chunk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Medium {
-    /// Memory, of this host or of a peer.
-    Memory,
-    /// A disk of this host or of a peer.
-    Disk,
-    /// A store whose medium is not known.
-    Elsewhere,
+/// Compares all fields but the handle.
+impl PartialEq for Location {
+    fn eq(&self, other: &Self) -> bool {
+        (self.len, self.cost) == (other.len, other.cost)
+    }
+}
+
+impl Eq for Location {}
+
+/// Knowledge of a tier about a chunk that it has located, so that a load need not find the chunk
+/// again. Only the tier looks into it.
+#[derive(Clone)]
+pub struct Handle(Arc<dyn Any + Send + Sync>);
+
+impl Handle {
+    /// Returns a handle with what is known.
+    pub fn new<T: Any + Send + Sync>(known: T) -> Self {
+        Self(Arc::new(known))
+    }
+
+    /// Returns what is known; `None` where it is of another type.
+    pub fn get<T: Any>(&self) -> Option<&T> {
+        self.0.downcast_ref()
+    }
+}
+
+impl fmt::Debug for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Handle")
+    }
 }
 
 /// The owner of a tier's content.

@@ -12,8 +12,8 @@ use parking_lot::Mutex;
 
 use crate::{
     Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, Health, Listed,
-    LoadItem, Loaded, LocalIndex, LocateHint, Located, Location, Medium, Page, Sharing, StoreItem,
-    Stored, Usage, ready,
+    LoadItem, Loaded, LocalIndex, LocateHint, Located, Location, Page, Sharing, StoreItem, Stored,
+    Usage, ready,
 };
 
 /// Copies chunks into a map on the heap: the twin of every real tier in tests and examples.
@@ -77,12 +77,12 @@ impl MemoryBackend {
         if state.closed {
             return Err(BackendError::Closed);
         }
-        let location = |chunk: &Chunk| Location::new(chunk.bytes.len() as u64, Medium::Memory);
+        let location = |chunk: &Chunk| Location::new(chunk.bytes.len() as u64);
         let found = state.chunks.get(key).map(location);
         Ok(found.map_or(Located::Absent, Located::Present))
     }
 
-    fn load_one(&self, LoadItem { key, mut slot }: LoadItem) -> Loaded {
+    fn load_one(&self, LoadItem { key, mut slot, .. }: LoadItem) -> Loaded {
         let state = self.state.lock();
         if state.closed {
             let (error, slot) = (BackendError::Closed, FailedSlot::Released(slot));

@@ -8,7 +8,7 @@ use lmc_memory::PoolError;
 use thiserror::Error;
 use tokio::runtime::Handle;
 
-use crate::clears::ClearLog;
+use crate::host::EngineHost;
 
 /// Settings of a [`CacheEngine`](crate::CacheEngine).
 #[derive(Debug, Clone)]
@@ -41,9 +41,9 @@ pub struct EngineConfig {
     /// Runtime of reads from and writes to lower tiers; it needs a timer. Default: none, and an
     /// engine with lower tiers starts a runtime of its own with two threads named `lmc-engine`.
     pub runtime: Option<Handle>,
-    /// The log of clears, which the lower tiers were given too. Default: a new one without a
-    /// state file.
-    pub clears: ClearLog,
+    /// The engine as its tiers reach it, with the log of clears; tiers that need one were given the
+    /// same. Default: none, and the engine makes its own, whose log has no state file.
+    pub host: Option<EngineHost>,
 }
 
 impl Default for EngineConfig {
@@ -60,7 +60,7 @@ impl Default for EngineConfig {
             pending_timeout: Duration::from_millis(500),
             recompute_time: None,
             runtime: None,
-            clears: ClearLog::default(),
+            host: None,
         }
     }
 }
@@ -84,6 +84,9 @@ pub enum EngineError {
     /// The tiers know of too many clears.
     #[error(transparent)]
     Clears(#[from] TooManyClears),
+    /// The host is of another engine.
+    #[error("the host in the engine's settings belongs to another engine: make one for each")]
+    Host,
     /// A thread cannot be started.
     #[error("cannot start a thread: {0}")]
     Thread(#[from] std::io::Error),

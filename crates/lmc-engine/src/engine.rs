@@ -21,6 +21,7 @@ use tokio::task::AbortHandle;
 use crate::clears::{ClearError, ClearLog};
 use crate::config::{EngineConfig, EngineError};
 use crate::events::Relay;
+use crate::host::EngineHost;
 use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, POLL, Tiers};
 use crate::policy::{LowerTier, WritePolicy};
 use crate::status::{EngineStats, EngineUsage, TenantStatus};
@@ -127,7 +128,7 @@ pub struct CacheEngine(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     tier: LocalTier,
-    clears: ClearLog,
+    host: EngineHost,
     /// Chunks that clears have left in DRAM because they were leased; removed with their last lease.
     left: Mutex<Vec<ChunkKey>>,
     lower: Option<LowerTiers>,
@@ -146,7 +147,7 @@ impl Inner {
         let cleared = self.tier.clear(which);
         *left = cleared.left;
         let spaces = left.iter().map(|key| key.space).collect();
-        self.clears.forget_names(&spaces);
+        self.host.clear_log().forget_names(&spaces);
         (cleared.removed, left.len() as u64)
     }
 
@@ -213,23 +214,18 @@ impl Drop for Inner {
     }
 }
 
-/// A handle that does not keep the engine alive: for a tier that uses the engine above it.
-#[derive(Clone, Debug)]
-pub struct WeakEngine(Weak<Inner>);
+/// A handle that does not keep the engine alive.
+#[derive(Debug)]
+pub(crate) struct WeakEngine(Weak<Inner>);
 
 impl WeakEngine {
     /// Returns the engine; `None` once it is gone.
-    pub fn upgrade(&self) -> Option<CacheEngine> {
+    pub(crate) fn upgrade(&self) -> Option<CacheEngine> {
         self.0.upgrade().map(CacheEngine)
     }
 }
 
 impl CacheEngine {
-    /// Returns a handle that does not keep the engine alive.
-    pub fn downgrade(&self) -> WeakEngine {
-        WeakEngine(Arc::downgrade(&self.0))
-    }
-
     /// Makes an engine whose DRAM tier is this arena.
     ///
     /// # Errors
@@ -249,11 +245,16 @@ impl CacheEngine {
     ) -> Result<Self, EngineError> {
         let lower: Vec<LowerTier> = lower.into_iter().map(Into::into).collect();
         let pool = Pool::new(arena, PoolConfig::default().with_align(config.align))?;
-        let clears = config.clears.clone();
+        let host = config.host.clone().unwrap_or_default();
+        if host.is_taken() {
+            return Err(EngineError::Host);
+        }
+        let clears = host.clear_log();
         for tier in &lower {
             clears.learn(&tier.backend.clears(), tier.backend.name())?;
         }
-        let relay = Arc::new(Relay::new(clears.clone()));
+        let changes = lower.iter().filter_map(|tier| tier.backend.change_sink());
+        let relay = Arc::new(Relay::new(clears.clone(), changes.collect()));
         let mut local = LocalConfig::new(pool)
             .with_policy(config.policy)
             .with_watermarks(config.high_watermark, config.low_watermark)
@@ -264,7 +265,12 @@ impl CacheEngine {
         let tier = local.build()?;
         let lower = match lower.is_empty() {
             true => None,
-            false => Some(LowerTiers::start(tier.clone(), lower, &config)?),
+            false => Some(LowerTiers::start(
+                tier.clone(),
+                lower,
+                clears.clone(),
+                &config,
+            )?),
         };
         if let Some(lower) = lower.as_ref().filter(is_written_back) {
             relay.offer_evicted(lower.tiers().downgrade());
@@ -272,7 +278,7 @@ impl CacheEngine {
         let stop = Arc::new(Stop::default());
         let inner = Arc::new(Inner {
             tier,
-            clears,
+            host,
             left: Mutex::default(),
             lower,
             unoffered: AtomicU64::new(NOT_CLOSED),
@@ -280,8 +286,11 @@ impl CacheEngine {
             stop: Arc::clone(&stop),
         });
         let weak = Arc::downgrade(&inner);
+        if !inner.host.set_engine(WeakEngine(Weak::clone(&weak))) {
+            return Err(EngineError::Host);
+        }
         let learned = Weak::clone(&weak);
-        inner.clears.on_learned(move || {
+        inner.host.clear_log().on_learned(move || {
             if let Some(inner) = learned.upgrade() {
                 inner.empty_after_learning();
             }
@@ -324,10 +333,6 @@ impl CacheEngine {
         self.0.lower.as_ref()
     }
 
-    pub(crate) fn relay(&self) -> &Relay {
-        &self.0.relay
-    }
-
     pub(crate) fn local(&self) -> &LocalTier {
         &self.0.tier
     }
@@ -368,17 +373,22 @@ impl CacheEngine {
     /// it begins: what it computes from then on is stored after these clears, and what it found is
     /// read after them.
     pub fn clears_id(&self) -> ClearsId {
-        self.0.clears.id()
+        self.0.host.clear_log().id()
+    }
+
+    /// Returns the engine as its tiers reach it.
+    pub fn host(&self) -> &EngineHost {
+        &self.0.host
     }
 
     /// Returns the log of clears.
     pub fn clear_log(&self) -> &ClearLog {
-        &self.0.clears
+        self.0.host.clear_log()
     }
 
     /// Returns the space that a name in a key stands for ([`SpaceId::after`]).
     pub fn space_of(&self, name: SpaceId) -> SpaceId {
-        self.0.clears.space_of(name)
+        self.0.host.clear_log().space_of(name)
     }
 
     /// Returns keys as they are named after these clears.
@@ -415,7 +425,7 @@ impl CacheEngine {
         if clears != self.clears_id() {
             return requests.iter().map(|_| StoreStart::Cleared).collect();
         }
-        let mut namer = Namer::new(|space| self.0.clears.name(space, clears));
+        let mut namer = Namer::new(|space| self.0.host.clear_log().name(space, clears));
         let named = |r: &StoreRequest| (namer.key(r.key), r.parent.map(|parent| namer.key(parent)));
         let prompt: Vec<_> = requests.iter().map(named).collect();
         self.0.tier.touch(&prompt);
@@ -498,7 +508,7 @@ impl CacheEngine {
     /// copies to lower tiers. Returns the number of chunks removed. What lower tiers have of them
     /// stays until it is evicted there, as does what is being written or promoted now.
     pub fn end_spaces(&self, spaces: &HashSet<SpaceId>) -> u64 {
-        let spaces = &self.0.clears.names_of(spaces);
+        let spaces = &self.0.host.clear_log().names_of(spaces);
         if let Some(lower) = &self.0.lower {
             lower.drop_writes_of(spaces);
         }
@@ -522,7 +532,7 @@ impl CacheEngine {
     /// # Errors
     /// [`ClearError`]; nothing is cleared then.
     pub fn clear(&self, force: bool) -> Result<Cleared, ClearError> {
-        let (clears, is_durable) = self.0.clears.count()?;
+        let (clears, is_durable) = self.0.host.clear_log().count()?;
         let which = if force { Clear::All } else { Clear::Unleased };
         let empty = || self.0.empty(which);
         let state_file = is_durable.then(|| "state file".to_owned());
@@ -739,7 +749,7 @@ impl CacheEngine {
 
     /// Returns the counters of the DRAM tier since the engine was made.
     pub fn stats(&self) -> EngineStats {
-        EngineStats::new(self.0.tier.stats(), &self.0.clears)
+        EngineStats::new(self.0.tier.stats(), self.0.host.clear_log())
     }
 }
 

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::sync::{Arc, OnceLock, Weak};
 
+use lmc_backend::ChangeSink;
 use lmc_backend_local::{EventSink, Removal, RemovedEvent, StoredEvent};
 use lmc_key::{ChunkKey, FoldState};
 use parking_lot::Mutex;
@@ -19,17 +20,18 @@ pub(crate) struct Relay {
     listener: OnceLock<Arc<dyn EventSink>>,
     /// Chunks of before a clear that the listener takes for removed, or has not heard of.
     outdated: Mutex<HashSet<ChunkKey, FoldState>>,
-    /// Listener of those who tell peers what is here, by its name.
-    announcer: OnceLock<Arc<dyn EventSink>>,
+    /// Listeners of the lower tiers. They get keys as tiers name them.
+    changes: Vec<Arc<dyn ChangeSink>>,
     /// The tiers that evicted chunks are offered to. Weak, as they hold the DRAM tier, which holds
     /// this.
     lower: OnceLock<Weak<Tiers>>,
 }
 
 impl Relay {
-    pub(crate) fn new(clears: ClearLog) -> Self {
+    pub(crate) fn new(clears: ClearLog, changes: Vec<Arc<dyn ChangeSink>>) -> Self {
         Self {
             clears,
+            changes,
             ..Self::default()
         }
     }
@@ -57,9 +59,8 @@ impl Relay {
         self.listener.set(listener).is_ok()
     }
 
-    /// Sets the second listener. Returns false if there is one already.
-    pub(crate) fn set_announcer(&self, announcer: Arc<dyn EventSink>) -> bool {
-        self.announcer.set(announcer).is_ok()
+    fn report_changed(&self, key: &ChunkKey) {
+        self.changes.iter().for_each(|sink| sink.changed(key));
     }
 
     /// Offers what is evicted from now on.
@@ -71,6 +72,7 @@ impl Relay {
 
 impl EventSink for Relay {
     fn on_stored(&self, event: StoredEvent<'_>) {
+        self.report_changed(event.key);
         if self.clears.current_space_of(event.key.space).is_none() {
             self.outdated.lock().insert(*event.key);
         } else if let Some(listener) = self.listener.get() {
@@ -82,12 +84,10 @@ impl EventSink for Relay {
             (event.key, event.parent) = (&key, parent.as_ref());
             listener.on_stored(event);
         }
-        if let Some(announcer) = self.announcer.get() {
-            announcer.on_stored(event);
-        }
     }
 
     fn on_removed(&self, event: RemovedEvent<'_>) {
+        self.report_changed(event.key);
         let lower = self.lower.get().and_then(Weak::upgrade);
         if let (Some(lower), Removal::Watermark) = (lower, event.cause) {
             let offer = Offer {
@@ -100,9 +100,6 @@ impl EventSink for Relay {
         }
         if !self.outdated.lock().remove(event.key) {
             self.report_removed(event);
-        }
-        if let Some(announcer) = self.announcer.get() {
-            announcer.on_removed(event);
         }
     }
 

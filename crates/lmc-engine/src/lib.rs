@@ -43,12 +43,12 @@ mod config;
 pub use config::{EngineConfig, EngineError};
 
 mod engine;
-pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, Removed, TierHealth, WeakEngine};
+pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, Removed, TierHealth};
 
 mod events;
 
-mod lending;
-pub use lending::OwnChunk;
+mod host;
+pub use host::{EngineHost, SpaceBook};
 
 mod lookup;
 pub use lookup::{Found, FoundRank, LeaseLimit, Lookup, LookupRequest, Rank, TierRun};
@@ -66,7 +66,9 @@ mod store;
 pub use store::{StoreRequest, StoreStart, StoreTicket};
 
 #[doc(no_inline)]
-pub use lmc_backend::{Clears, LocateHint, Parts, TooManyClears};
+pub use lmc_backend::{
+    ChangeSink, Clears, Host, HostChunk, HostLease, HostSpace, LocateHint, Parts, TooManyClears,
+};
 #[doc(no_inline)]
 pub use lmc_backend_local::{
     EventSink, Inserted, Leases, MarkId, OwnerId, PolicyKind, Removal, RemovedEvent, StoredEvent,

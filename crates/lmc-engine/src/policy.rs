@@ -19,6 +19,11 @@ impl LowerTier {
     pub fn new(backend: Arc<dyn Backend>, policy: TierPolicy) -> Self {
         Self { backend, policy }
     }
+
+    /// Returns the tier itself.
+    pub fn backend(&self) -> &Arc<dyn Backend> {
+        &self.backend
+    }
 }
 
 impl From<Arc<dyn Backend>> for LowerTier {
@@ -53,6 +58,19 @@ pub struct TierPolicy {
     /// Time that the tier has to say which chunks it has, if it does not know at once: the delay of
     /// a prompt that no tier has. Default: 5 ms.
     pub locate_timeout: Duration,
+}
+
+impl TierPolicy {
+    /// Returns the policy of a shared store that has this time for a read: it has 50 ms to say which
+    /// chunks it has, and is asked for no blocks of tails, each of which would be an object of its own.
+    pub fn of_store(read_timeout: Duration) -> Self {
+        Self {
+            asks_for_parts: false,
+            locate_timeout: Duration::from_millis(50),
+            read_timeout: Some(read_timeout),
+            ..Self::default()
+        }
+    }
 }
 
 impl Default for TierPolicy {

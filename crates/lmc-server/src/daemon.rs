@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use lmc_backend::Backend;
+use lmc_backend_p2p::P2pBackend;
 use lmc_backend_remote::RemoteTier;
-use lmc_engine::{CacheEngine, EngineConfig, LowerTier, TierPolicy};
+use lmc_engine::{CacheEngine, EngineConfig, EngineHost, LowerTier, TierPolicy};
 use lmc_key::ChunkHasher;
 use lmc_memory::Arena;
 use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
@@ -24,7 +25,6 @@ use crate::config::{
 };
 use crate::http::{self, Http};
 use crate::late_filter::LateFilter;
-use crate::peers::Peers;
 use crate::salts::SaltDigests;
 use crate::signals::Signals;
 use crate::start::Background;
@@ -444,7 +444,7 @@ fn occupied(error: &std::io::Error, port: u16, flag: &str) -> String {
 struct Opened {
     service: Service,
     digests: SaltDigests,
-    peers: Option<Peers>,
+    peers: Option<Arc<P2pBackend>>,
     stores: Vec<Arc<RemoteTier>>,
 }
 
@@ -463,7 +463,8 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     // Before anything that may serve chunks, or asks others for theirs: the state file, then the
     // drives, which may know of more.
     let clears = state::open_clears(config)?;
-    engine.clears = clears.clone();
+    let host = EngineHost::new(clears.clone());
+    engine.host = Some(host.clone());
     let on_disk = LateFilter::default();
     let mut lower: Vec<LowerTier> = Vec::new();
     if !config.disk.is_empty() {
@@ -477,8 +478,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         clears.learn(&disk.clears(), "drives")?;
         lower.push(LowerTier::new(disk, policy));
     }
-    let lender = peers::Lender::new(clears.clone());
-    let peers = peers::open(config, arena, &lender)?;
+    let peers = peers::open(config, arena, host)?;
     if let Some(peers) = &peers {
         let mut policy = TierPolicy::default();
         policy.locate_timeout = config.p2p_locate_timeout;
@@ -489,9 +489,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     lower.extend(remotes.iter().map(remote::Remote::lower_tier));
     let stores = remotes.iter().map(remote::Remote::tier).collect();
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
-    lender.lend(&engine);
     let service = Service::new(service_config(config)?, engine)?;
-    lender.describe(&service);
     on_disk.decide(service.lasting_spaces());
     let digests = SaltDigests::new(config)?;
     quotas::set(config, &service, &digests)?;

@@ -19,6 +19,7 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
+use lmc_backend_p2p::P2pBackend;
 use lmc_backend_p2p::directory::DirectoryHost;
 use lmc_backend_remote::RemoteTier;
 use lmc_vllm_adapter::{Service, ServiceStatus, TrustedUsers};
@@ -29,7 +30,6 @@ use tower_http::compression::CompressionLayer;
 
 use crate::config::{Loaded, policy_name};
 use crate::metrics;
-use crate::peers::Peers;
 use crate::salts::SaltDigests;
 use connections::Bounds;
 use guard::{ConnectionUser, Guard};
@@ -56,7 +56,7 @@ pub struct Http {
     config: lmcache::Config,
     digests: SaltDigests,
     /// The tier of peers; none where the server has none.
-    pub(crate) peers: Option<Peers>,
+    pub(crate) peers: Option<Arc<P2pBackend>>,
     copy: peers::LastCopy,
     /// The tiers of shared stores, in their order.
     pub(crate) stores: Vec<Arc<RemoteTier>>,

@@ -30,7 +30,6 @@ mod state;
 mod tools;
 mod vllm;
 
-pub use peers::Lender;
 pub use pool_size::{CgroupLimit, FreeMemory, choose_pool_size};
 pub use vllm::transfer_config;
 

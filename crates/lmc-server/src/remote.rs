@@ -111,23 +111,18 @@ fn open_one(
     options.ttl = config.remote_ttl;
     let store = open_store(url.with_secrets(), options);
     let store = store.map_err(|error| anyhow!("--remote {url}: {error}"))?;
-    let mut tier = RemoteConfig::default();
-    if number > 0 {
-        tier.name += &(number + 1).to_string();
-    }
+    let mut tier = RemoteConfig::nth(number);
     let name = tier.name.clone();
     tier.absent_ttl = config.remote_negative_ttl;
     tier.timeout = config.remote_timeout;
     let tier = RemoteTier::start(tier, store.store(), clears.clears(), Handle::current());
     let spaces = LateFilter::default();
-    let mut policy = TierPolicy::default();
+    let mut policy = TierPolicy::of_store(config.remote_timeout);
     policy.write = config.remote_write;
     policy.admit = config.remote_admit;
     policy.fill = config.remote_fill;
     policy.spaces = spaces.filter();
-    policy.asks_for_parts = false;
     policy.locate_timeout = config.remote_locate_timeout;
-    policy.read_timeout = Some(config.remote_timeout);
     info!("{name}: {url}");
     Ok(Remote {
         tier: Arc::new(tier),

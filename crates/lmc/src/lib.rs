@@ -1,4 +1,5 @@
-//! A KV cache for LLM serving inside another program: one dependency, DRAM and disk.
+//! A KV cache for LLM serving inside another program: one dependency for DRAM, disk, peers and shared
+//! stores.
 //!
 //! [`CacheBuilder`] makes a [`PromptCache`], which stores and looks up the chunks of prompts of one
 //! model and layout. [`PromptCache::engine`] is the [`CacheEngine`] under it, and the modules are
@@ -7,6 +8,9 @@
 //! Not in here: any protocol or server (`lmc-server`).
 //!
 //! The README is an example that runs.
+
+#[cfg(feature = "shared")]
+mod shared;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,16 +21,24 @@ use thiserror::Error;
 
 pub use lmc_backend as backend;
 pub use lmc_backend_disk as disk;
+#[cfg(feature = "shared")]
+pub use lmc_backend_p2p as p2p;
+#[cfg(feature = "shared")]
+pub use lmc_backend_remote as remote;
 pub use lmc_engine as engine;
 pub use lmc_key as key;
 pub use lmc_memory as memory;
+#[cfg(feature = "shared")]
+pub use lmc_transfer as transfer;
 
 #[doc(no_inline)]
 pub use lmc_engine::{CacheEngine, CloseReport, EngineConfig, Found, Lookup, OwnerId, TenantId};
 
 use backend::Backend;
 use disk::{DiskConfig, DiskError};
-use engine::{EngineError, LookupRequest, LowerTier, Rank, StoreRequest, StoreStart};
+use engine::{
+    EngineError, HostSpace, LookupRequest, LowerTier, Rank, SpaceBook, StoreRequest, StoreStart,
+};
 use key::{ChunkHasher, ChunkKey, HashAlgorithm, KeySpace, LayoutFingerprint, SpaceId};
 use memory::{ArenaConfig, ArenaError};
 
@@ -56,6 +68,18 @@ pub enum BuildError {
     /// The disk tier cannot be opened.
     #[error("disk: {0}")]
     Disk(#[from] DiskError),
+    /// The tier of peers cannot be started.
+    #[cfg(feature = "shared")]
+    #[error("peers: {0}")]
+    Peers(String),
+    /// The URL names no shared store.
+    #[cfg(feature = "shared")]
+    #[error("store: {0}")]
+    Store(#[from] remote::OpenError),
+    /// The threads of peers and stores cannot be started.
+    #[cfg(feature = "shared")]
+    #[error("cannot start a thread: {0}")]
+    Runtime(std::io::Error),
     /// The engine refuses its settings.
     #[error(transparent)]
     Engine(#[from] EngineError),
@@ -71,6 +95,8 @@ pub struct CacheBuilder {
     chunk_size: u32,
     dram: usize,
     disk: Option<(PathBuf, u64)>,
+    #[cfg(feature = "shared")]
+    shared: shared::Settings,
     tiers: Vec<LowerTier>,
     engine: EngineConfig,
 }
@@ -87,6 +113,8 @@ impl CacheBuilder {
             chunk_size: 256,
             dram: DEFAULT_DRAM,
             disk: None,
+            #[cfg(feature = "shared")]
+            shared: shared::Settings::default(),
             tiers: Vec::new(),
             engine: EngineConfig::default(),
         }
@@ -114,7 +142,35 @@ impl CacheBuilder {
         self
     }
 
-    /// Adds a tier below DRAM, and below the disk. Default: none.
+    /// Lends the chunks to other processes with one of these keys, and reads theirs: listens at
+    /// `HOST:PORT`, at which they have to reach this process, and connects to `peers`. One process
+    /// of two names the other, or both do. Below the disk. Default: no peers.
+    #[cfg(feature = "shared")]
+    #[must_use]
+    pub fn peers(
+        mut self,
+        listen: &str,
+        keys: transfer::Keys,
+        peers: impl IntoIterator<Item = impl Into<String>>,
+    ) -> Self {
+        self.shared.peers = Some(shared::Peers {
+            listen: listen.to_owned(),
+            keys,
+            peers: peers.into_iter().map(Into::into).collect(),
+        });
+        self
+    }
+
+    /// Adds a store that other processes use too, below disk and peers: `file:///FOLDER`, and with
+    /// the features of these names `redis://HOST` or `s3://BUCKET/PREFIX`. Default: none.
+    #[cfg(feature = "shared")]
+    #[must_use]
+    pub fn store(mut self, url: &str) -> Self {
+        self.shared.stores.push(url.to_owned());
+        self
+    }
+
+    /// Adds a tier below DRAM, and below those of the other settings. Default: none.
     #[must_use]
     pub fn tier(mut self, tier: impl Into<LowerTier>) -> Self {
         self.tiers.push(tier.into());
@@ -139,7 +195,7 @@ impl CacheBuilder {
     ///
     /// # Errors
     /// [`BuildError`] names the setting that is not possible.
-    pub fn build(self) -> Result<PromptCache, BuildError> {
+    pub fn build(mut self) -> Result<PromptCache, BuildError> {
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, self.chunk_size)?;
         let space = KeySpace {
             algorithm: hasher.algorithm(),
@@ -159,14 +215,44 @@ impl CacheBuilder {
             let disk: Arc<dyn Backend> = Arc::new(config.with_arena(Arc::clone(&arena)).open()?);
             tiers.push(disk.into());
         }
+        let host = self.engine.host.get_or_insert_default();
+        // Before other processes hear of this one.
+        for tier in tiers.iter().chain(&self.tiers) {
+            let clears = tier.backend().clears();
+            let learned = host.clear_log().learn(&clears, tier.backend().name());
+            learned.map_err(EngineError::from)?;
+        }
+        host.set_book(Arc::new(OneSpace(space.clone())));
+        #[cfg(feature = "shared")]
+        let shared = (self.shared).open(&mut self.engine, &arena, &space, self.chunk_bytes)?;
+        #[cfg(feature = "shared")]
+        tiers.extend(shared.tiers());
         tiers.extend(self.tiers);
         Ok(PromptCache {
             engine: CacheEngine::with_tiers(self.engine, arena, tiers)?,
+            #[cfg(feature = "shared")]
+            shared,
             hasher,
             space: space.id(),
             chunk_bytes: self.chunk_bytes,
             callers: AtomicU64::new(1),
         })
+    }
+}
+
+/// The one space of a cache, whose chunks count for one tenant.
+#[derive(Debug)]
+struct OneSpace(KeySpace);
+
+impl SpaceBook for OneSpace {
+    fn tenant(&self, _: SpaceId) -> TenantId {
+        TenantId::default()
+    }
+
+    fn spaces(&self) -> Vec<HostSpace> {
+        let description = self.0.clone();
+        let id = description.id();
+        vec![HostSpace { id, description }]
     }
 }
 
@@ -185,6 +271,9 @@ where
 #[derive(Debug)]
 pub struct PromptCache {
     engine: CacheEngine,
+    /// Ends after the engine.
+    #[cfg(feature = "shared")]
+    shared: shared::SharedTiers,
     hasher: ChunkHasher,
     space: SpaceId,
     chunk_bytes: u64,
@@ -226,7 +315,7 @@ impl PromptCache {
         let rank = Rank {
             space: self.space,
             kv_rank: 0,
-            chunk_bytes: None,
+            chunk_bytes: Some(self.chunk_bytes),
         };
         let request = LookupRequest::new(self.owner(), hashes, vec![rank]);
         self.engine.lookup(request)
@@ -247,9 +336,16 @@ impl PromptCache {
             .collect()
     }
 
-    /// Returns the engine, for what this type does not offer.
+    /// Returns the engine, for what this type does not offer. Peers and stores end with the cache: a
+    /// clone of the engine that outlives it finds chunks in DRAM and on the disk.
     pub fn engine(&self) -> &CacheEngine {
         &self.engine
+    }
+
+    /// Returns the tier of peers: its address and its state.
+    #[cfg(feature = "shared")]
+    pub fn peers(&self) -> Option<&p2p::P2pBackend> {
+        self.shared.peers.as_deref()
     }
 
     /// Waits until all chunks are written to the lower tiers, and closes those.

@@ -52,3 +52,80 @@ fn a_setting_that_is_not_possible_is_named() {
     let text = refused.expect_err("no model").to_string();
     assert!(text.starts_with("model \"\""), "{text}");
 }
+
+#[cfg(feature = "shared")]
+mod shared {
+    use lmc::transfer::{Key, Keys};
+    use lmc_testkit::until;
+
+    use super::*;
+
+    const ANY: &str = "127.0.0.1:0";
+
+    fn keys(secret: u8) -> Keys {
+        Key::new(&[secret; 32]).expect("long enough").into()
+    }
+
+    fn alone() -> CacheBuilder {
+        CacheBuilder::new("model", "a", CHUNK)
+            .chunk_size(16)
+            .dram(1 << 20)
+    }
+
+    fn store(cache: &PromptCache, tokens: &[u32]) -> usize {
+        cache.store(tokens, |chunk, bytes| bytes.fill(chunk as u8))
+    }
+
+    #[test]
+    fn chunks_of_a_peer_are_found_and_not_without_its_key() {
+        let tokens: Vec<u32> = (0..96).collect();
+        let owner = alone().peers(ANY, keys(1), [""; 0]).build();
+        let owner = owner.expect("a port is free");
+        assert_eq!(store(&owner, &tokens), 6);
+        let address = owner.peers().expect("it has some").node().status().address;
+        let reader = |secret| alone().peers(ANY, keys(secret), [&address]).build();
+        let (stranger, friend) = (reader(2), reader(1).expect("a port is free"));
+        until("the peers are connected", || hits(&friend, &tokens) == 6);
+        let stranger = stranger.expect("a port is free");
+        let refused = |cache: &PromptCache| {
+            let status = cache.peers().expect("it has some").status();
+            let failure = status.named.iter().find_map(|peer| peer.failure.clone());
+            failure.is_some()
+        };
+        until("the stranger is refused", || refused(&stranger));
+        assert_eq!(hits(&stranger, &tokens), 0);
+        // What the friend reads from now on is its own.
+        drop(owner);
+        assert_eq!(hits(&friend, &tokens), 6);
+    }
+
+    #[test]
+    fn a_shared_folder_outlives_its_writer() {
+        let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
+        let url = format!("file://{}", folder.display());
+        let tokens: Vec<u32> = (0..96).collect();
+        let writer = alone().store(&url).build().expect("a folder");
+        until("the store answers", || {
+            let [health] = &writer.engine().health()[1..] else {
+                panic!("one tier below DRAM");
+            };
+            health.fault.is_none()
+        });
+        assert_eq!(store(&writer, &tokens), 6);
+        assert!(
+            writer
+                .close(Instant::now() + Duration::from_secs(20))
+                .is_complete()
+        );
+        drop(writer);
+        let reader = alone().store(&url).build().expect("the same folder");
+        until("the store answers", || hits(&reader, &tokens) == 6);
+    }
+
+    #[test]
+    fn a_store_without_a_scheme_is_refused() {
+        let refused = alone().store("/mnt/shared").build();
+        let text = refused.expect_err("no scheme").to_string();
+        assert!(text.starts_with("store: expected file:///FOLDER"), "{text}");
+    }
+}

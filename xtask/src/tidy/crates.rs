@@ -21,7 +21,7 @@ lmc-backend-remote: lmc-key lmc-memory lmc-backend
 lmc-testkit: lmc-memory
 lmc-fake-cuda:
 lmc-engine: lmc-key lmc-memory lmc-backend lmc-backend-local
-lmc: lmc-key lmc-memory lmc-backend lmc-backend-disk lmc-engine
+lmc: lmc-key lmc-memory lmc-backend lmc-backend-disk lmc-backend-p2p lmc-backend-remote lmc-engine lmc-transfer
 lmc-vllm-adapter: lmc-key lmc-memory lmc-backend lmc-engine
 lmc-server: lmc-key lmc-memory lmc-backend lmc-backend-disk lmc-backend-p2p lmc-backend-remote lmc-engine lmc-transfer lmc-vllm-adapter";
 

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
+use lmc_backend::ChangeSink;
 use lmc_key::ChunkKey;
 use lmc_transfer::{Address, BoxFuture, PeerId};
 use parking_lot::Mutex;
@@ -14,7 +15,6 @@ use parking_lot::Mutex;
 use super::buckets::Fingerprint;
 use super::lendable::{Lendable, Progress};
 use super::message::{Announce, Announced, Candidate, Find, Found};
-use crate::chunks::Chunks;
 use crate::daemon_link::tcp_address;
 use crate::link::{Link, now, until};
 use crate::message::{Reply, Request};
@@ -70,12 +70,12 @@ pub trait Directory: Send + Sync {
 }
 
 /// A directory that another daemon hosts.
-struct HostedDirectory<L: Link, C> {
-    node: Arc<Node<L, C>>,
+struct HostedDirectory<L: Link> {
+    node: Arc<Node<L>>,
     peer: PeerId,
 }
 
-impl<L: Link, C: Chunks> Directory for HostedDirectory<L, C> {
+impl<L: Link> Directory for HostedDirectory<L> {
     fn announce(
         &self,
         announce: Announce,
@@ -111,7 +111,7 @@ impl<L: Link, C: Chunks> Directory for HostedDirectory<L, C> {
 
 /// Keys of chunks that may have come or gone.
 #[derive(Debug, Default)]
-pub struct ChangedKeys {
+pub(crate) struct ChangedKeys {
     pub(crate) keys: Mutex<Vec<ChunkKey>>,
     /// True if there were too many.
     overflowed: AtomicBool,
@@ -119,12 +119,18 @@ pub struct ChangedKeys {
 
 impl ChangedKeys {
     /// Notes that a chunk may have come or gone. Quick: it may be called under a lock.
-    pub fn note(&self, key: &ChunkKey) {
+    pub(crate) fn note(&self, key: &ChunkKey) {
         let mut keys = self.keys.lock();
         match keys.len() < MAX_CHANGED {
             true => keys.push(*key),
             false => self.overflowed.store(true, Ordering::Relaxed),
         }
+    }
+}
+
+impl ChangeSink for ChangedKeys {
+    fn changed(&self, key: &ChunkKey) {
+        self.note(key);
     }
 }
 
@@ -177,7 +183,7 @@ pub(crate) struct ToAsk {
     pub(crate) unknown: Option<String>,
 }
 
-impl<L: Link, C: Chunks> Node<L, C> {
+impl<L: Link> Node<L> {
     /// Sets which of the connected peers are named in the configuration: those that are asked for
     /// every prompt, and directories, the first first.
     pub fn set_contacts(&self, named: HashSet<PeerId>, directories: Vec<PeerId>) {
@@ -188,7 +194,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     }
 
     /// Returns the list of chunks that may have come or gone here.
-    pub fn changed(&self) -> &Arc<ChangedKeys> {
+    pub(crate) fn changed(&self) -> &Arc<ChangedKeys> {
         &self.changed
     }
 
@@ -206,7 +212,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
         dialed.into_iter().filter_map(host).collect()
     }
 
-    fn directory(self: &Arc<Self>, peer: &PeerId) -> HostedDirectory<L, C> {
+    fn directory(self: &Arc<Self>, peer: &PeerId) -> HostedDirectory<L> {
         HostedDirectory {
             node: Arc::clone(self),
             peer: peer.clone(),
@@ -285,7 +291,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     async fn note_changed(&self, lendable: &mut Lendable) -> bool {
         let changed = std::mem::take(&mut *self.changed.keys.lock());
         for keys in changed.chunks(STATES_AT_ONCE) {
-            for (key, state) in keys.iter().zip(self.chunks.states(keys)) {
+            for (key, state) in keys.iter().zip(self.host.states(keys)) {
                 lendable.note(Fingerprint::of(key), state.bytes().is_some());
             }
             tokio::task::yield_now().await;
@@ -296,7 +302,7 @@ impl<L: Link, C: Chunks> Node<L, C> {
     /// Notes some chunks of a listing. Returns where it goes on.
     async fn list(&self, lendable: &mut Lendable, mut listing: Option<u128>) -> Option<u128> {
         for _ in 0..PAGE.1 {
-            let (keys, next) = self.chunks.list(listing?, PAGE.0).await;
+            let (keys, next) = self.host.list(listing?, PAGE.0).await;
             for key in keys {
                 lendable.note(Fingerprint::of(&key), true);
             }

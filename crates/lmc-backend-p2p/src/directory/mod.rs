@@ -17,7 +17,8 @@ mod runs;
 mod table;
 
 pub use buckets::{Fingerprint, SetDigest};
-pub use client::{ChangedKeys, Directory};
+pub(crate) use client::ChangedKeys;
+pub use client::Directory;
 pub(crate) use client::{Contacts, Dials, Finds};
 pub use host::{DirectoryCounters, DirectoryHost, DirectoryServer, DirectoryStatus};
 pub use message::{

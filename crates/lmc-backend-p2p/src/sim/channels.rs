@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::{FutureExt, StreamExt};
-use lmc_backend::{Backend, Clears, LoadItem, Loaded, LocateHint, Located};
+use lmc_backend::{Backend, Clears, LoadItem, Loaded, LocateHint};
 use lmc_key::ClearsId;
 use lmc_transfer::{
     Address, ChannelConfig, Index, PeerId, SocketChannel, SocketConfig, TransferChannel,
@@ -17,6 +17,7 @@ use tokio::runtime::{Handle, Runtime};
 
 use super::chunks::{SimChunks, StateFile};
 use super::net::Memory;
+use super::schedules::found;
 use super::{LEN, bytes, key};
 use crate::backend::{P2pBackend, P2pConfig, new_peer_id};
 use crate::dial::Dialer;
@@ -30,7 +31,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 const CHUNKS: u64 = 8;
 
 struct Daemon {
-    tier: P2pBackend<SimChunks>,
+    tier: P2pBackend,
     chunks: SimChunks,
     id: PeerId,
     nixl: Option<Arc<SocketChannel>>,
@@ -69,7 +70,7 @@ fn daemon_of(name: &str, peers: &[Address], has_nixl: bool) -> Daemon {
     let at = |peer: &Address| peer.to_string().replace("tcp://", "");
     config.peers = peers.iter().map(at).collect();
     config.nixl = nixl.clone().map(|nixl| nixl as Arc<dyn TransferChannel>);
-    let tier = P2pBackend::start(config, chunks.clone(), Handle::current());
+    let tier = P2pBackend::start(config, Arc::new(chunks.clone()), Handle::current());
     Daemon {
         tier: tier.expect("a port"),
         chunks,
@@ -104,10 +105,11 @@ impl Daemon {
         let keys: Vec<_> = (0..CHUNKS).map(|chunk| key(0, chunk)).collect();
         let deadline = Instant::now() + DEADLINE;
         let located = node.locate(&keys, LocateHint::none(), deadline).await;
-        let found = |located: &Result<Located, _>| matches!(located, Ok(Located::Present(_)));
-        assert!(located.iter().all(found), "{located:?}");
+        let found = found(&keys, located);
+        assert_eq!(found.len(), keys.len());
         let slot = || self.chunks.pool.reserve(LEN).expect("a slot");
-        let items = keys.iter().map(|&key| LoadItem::new(key, slot())).collect();
+        let item = |(key, handle)| LoadItem::new(key, slot()).with_handle(handle);
+        let items = found.into_iter().map(item).collect();
         let mut answers = node.load(items, deadline);
         let mut misses = Vec::new();
         while let Some((index, loaded)) = answers.next().await {
@@ -371,9 +373,9 @@ fn a_lease_for_a_transport_that_was_not_asked_for_is_not_asked_for_again() {
         let located = node
             .locate(&[key(0, 0)], LocateHint::none(), Instant::now() + DEADLINE)
             .await;
-        assert!(matches!(located[0], Ok(Located::Present(_))), "{located:?}");
+        let (key, handle) = found(&[key(0, 0)], located).remove(0);
         let slot = reader.chunks.pool.reserve(LEN).expect("a slot");
-        let items = vec![LoadItem::new(key(0, 0), slot)];
+        let items = vec![LoadItem::new(key, slot).with_handle(handle)];
         let mut answers = node.load(items, Instant::now() + DEADLINE);
         let answer = answers.next().await;
         assert!(

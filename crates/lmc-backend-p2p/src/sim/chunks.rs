@@ -5,18 +5,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use lmc_backend::{BoxFuture, Clears, StartId, TooManyClears, Usage};
+use lmc_backend::{
+    BoxFuture, Clears, Host, HostChunk, HostLease, HostSpace, LocateHint, StartId, TooManyClears,
+    Usage,
+};
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, WrittenSlot, checksum};
-use lmc_transfer::PeerId;
 use parking_lot::Mutex;
 
 use super::net::Memory;
 use super::{LEN, Rng, bytes, once_in, space};
-use crate::chunks::{Chunks, LeasedChunk};
 use crate::directory::ChangedKeys;
 use crate::link::now;
-use crate::message::{ChunkState, SpaceNote};
 
 /// Time that a simulated promotion from disk takes.
 const PROMOTION: Duration = Duration::from_millis(3);
@@ -36,7 +36,7 @@ struct State {
     resident: BTreeMap<ChunkKey, Entry>,
     disk: BTreeSet<ChunkKey>,
     writing: BTreeSet<ChunkKey>,
-    spaces: Vec<SpaceNote>,
+    spaces: Vec<HostSpace>,
 }
 
 /// The file in which a daemon notes its clears; a restart finds it.
@@ -231,7 +231,7 @@ impl SimChunks {
     }
 
     /// Registers an engine, as far as peers learn of it.
-    pub(super) fn add_space(&self, space: SpaceNote) {
+    pub(super) fn add_space(&self, space: HostSpace) {
         self.state.lock().spaces.push(space);
     }
 
@@ -266,15 +266,15 @@ pub(super) fn one_clear_each(processes: impl IntoIterator<Item = u64>) -> Clears
     Clears::from_entries(entries).expect("numbered once, and no more than a map holds")
 }
 
-impl Chunks for SimChunks {
-    fn states(&self, keys: &[ChunkKey]) -> Vec<ChunkState> {
+impl Host for SimChunks {
+    fn states(&self, keys: &[ChunkKey]) -> Vec<HostChunk> {
         self.any_moment();
         let state = self.state.lock();
         let of = |key: &ChunkKey| match () {
-            () if state.resident.contains_key(key) => ChunkState::Memory { len: LEN },
-            () if state.disk.contains(key) => ChunkState::Disk { len: LEN },
-            () if state.writing.contains(key) => ChunkState::Writing,
-            () => ChunkState::Absent,
+            () if state.resident.contains_key(key) => HostChunk::Memory { len: LEN },
+            () if state.disk.contains(key) => HostChunk::Lower { len: LEN },
+            () if state.writing.contains(key) => HostChunk::Writing,
+            () => HostChunk::Absent,
         };
         keys.iter().map(of).collect()
     }
@@ -283,7 +283,7 @@ impl Chunks for SimChunks {
         &'a self,
         keys: &'a [ChunkKey],
         promote_until: Instant,
-    ) -> BoxFuture<'a, Vec<Option<LeasedChunk>>> {
+    ) -> BoxFuture<'a, Vec<Option<HostLease>>> {
         Box::pin(async move {
             let on_disk = |key: &&ChunkKey| {
                 let state = self.state.lock();
@@ -303,7 +303,7 @@ impl Chunks for SimChunks {
             let state = self.state.lock();
             let hold = |key: &ChunkKey| {
                 let entry = state.resident.get(key)?;
-                Some(LeasedChunk {
+                Some(HostLease {
                     slot: entry.slot.clone(),
                     checksum: entry.checksum,
                     lease: Box::new(()),
@@ -326,7 +326,7 @@ impl Chunks for SimChunks {
         Box::pin(std::future::ready((all.into_iter().collect(), None)))
     }
 
-    fn fetch<'a>(&'a self, keys: &'a [ChunkKey], _: &'a PeerId) -> BoxFuture<'a, ()> {
+    fn promote<'a>(&'a self, keys: &'a [ChunkKey], _: LocateHint) -> BoxFuture<'a, ()> {
         Box::pin(async move {
             for key in keys {
                 tokio::time::sleep(PROMOTION).await;
@@ -344,7 +344,7 @@ impl Chunks for SimChunks {
         !self.is_volatile.load(Ordering::Relaxed)
     }
 
-    fn learn(&self, clears: Clears) -> BoxFuture<'_, Result<(), TooManyClears>> {
+    fn learn(&self, clears: Clears, _: &'static str) -> BoxFuture<'_, Result<(), TooManyClears>> {
         Box::pin(async move {
             let noting = *self.noting.lock();
             tokio::time::sleep(noting).await;
@@ -356,7 +356,7 @@ impl Chunks for SimChunks {
         })
     }
 
-    fn spaces(&self) -> Vec<SpaceNote> {
+    fn spaces(&self) -> Vec<HostSpace> {
         self.state.lock().spaces.clone()
     }
 

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use lmc_backend::{LocateHint, Located};
+use lmc_backend::{Host, LocateHint, Located};
 use lmc_key::{ChunkKey, ClearsId};
 use lmc_testkit::rounds;
 
@@ -15,7 +15,6 @@ use super::clears::count_pages;
 use super::net::{Faults, Net, name};
 use super::schedules::{LOCATE, Tally, faults, fetch, prompt};
 use super::{Rng, delay, key, run};
-use crate::chunks::Chunks;
 use crate::directory::{Announce, Announced, Find, Fingerprint, MAX_ANNOUNCED, TableLimits};
 use crate::link::now;
 use crate::message::{Hello, OLDEST_VERSION, Refusal, Reply, Request, Stamped, VERSION};

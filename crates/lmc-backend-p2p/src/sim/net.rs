@@ -21,7 +21,7 @@ use crate::message::{NixlAddress, Reply, Request, Transport};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
 
-pub(super) type SimNode = Node<SimLink, SimChunks>;
+pub(super) type SimNode = Node<SimLink>;
 
 /// Bytes of a daemon's pool as a network card sees them, whichever chunk owns them now.
 #[derive(Debug, Clone, Default)]
@@ -195,7 +195,7 @@ impl Net {
         config.limits.peer_bytes = slots * LEN / 8;
         change(&mut config);
         let announces = config.uses_directories;
-        let node = Node::new(config, link, chunks.clone());
+        let node = Node::new(config, link, Arc::new(chunks.clone()));
         // It is set once.
         let _ = chunks.changed.set(Arc::clone(node.changed()));
         let freezes = Arc::new(Notify::new());

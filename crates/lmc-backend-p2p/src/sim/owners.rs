@@ -4,25 +4,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use lmc_backend::{LocateHint, Located};
+use lmc_backend::LocateHint;
 use lmc_key::ChunkKey;
 
 use super::net::{Faults, Net};
 use super::run;
-use super::schedules::{LOCATE, Tally, begin_to_read_again, fetch, load, prompt, slow};
+use super::schedules::{
+    Found, LOCATE, Tally, begin_to_read_again, fetch, found, load, prompt, slow,
+};
 use crate::link::now;
 use crate::message::{ChunkLease, LATE_DIGEST, Released, Reply, Request};
 
 /// Time that a load may take, much longer than any owner is waited for.
 const LONG: Duration = Duration::from_secs(30);
 
-async fn locate(net: &Net, host: usize, keys: &[ChunkKey]) -> Vec<bool> {
-    let located = net
-        .node(host)
-        .locate(keys, LocateHint::none(), now() + LOCATE)
-        .await;
-    let is_present = |one: Result<Located, _>| matches!(one, Ok(Located::Present(_)));
-    located.into_iter().map(is_present).collect()
+/// Returns the chunks that peers have.
+async fn locate(net: &Net, host: usize, keys: &[ChunkKey]) -> Vec<Found> {
+    let node = net.node(host);
+    let located = node.locate(keys, LocateHint::none(), now() + LOCATE).await;
+    found(keys, located)
 }
 
 /// An owner that stops after a lookup was once waited for until the load's deadline.
@@ -39,16 +39,40 @@ fn an_owner_that_stops_before_the_lease_costs_part_of_the_deadline() {
                 .for_each(|&key| net.chunks(owner).store(key, 0));
         }
         // The first of them has the longer prefix: it is asked first.
-        assert_eq!(locate(&net, 0, &keys).await, [true; 8]);
+        let found = locate(&net, 0, &keys).await;
+        assert_eq!(found.len(), 8);
         net.freeze(1, LONG * 2);
         let begun = now();
-        let tally = load(&net, 0, &keys, LONG).await;
+        let tally = load(&net, 0, &found, LONG).await;
         assert_eq!((tally.hits, tally.failed), (7, 1), "{tally:?}");
         assert!(
             now() < begun + Duration::from_secs(1),
             "{:?}",
             now() - begun
         );
+    });
+}
+
+/// A table of 65,536 chunks once knew where they had been found, and forgot the oldest.
+#[test]
+fn what_was_located_is_read_however_much_is_located_meanwhile() {
+    run(async {
+        let net = Net::new(41, Faults::none());
+        (0..2).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(0, 4);
+        keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
+        let found = locate(&net, 0, &keys).await;
+        let others = prompt(1, (1 << 16) + 1);
+        others
+            .iter()
+            .for_each(|&key| net.chunks(1).store_on_disk(key));
+        for some in others.chunks(1024) {
+            assert_eq!(locate(&net, 0, some).await.len(), some.len());
+        }
+        assert_eq!(load(&net, 0, &found, LONG).await.hits, 4);
+        let forgotten: Vec<Found> = keys.iter().map(|key| (*key, None)).collect();
+        assert_eq!(load(&net, 0, &forgotten, LONG).await.misses, 4);
     });
 }
 
@@ -64,10 +88,11 @@ async fn begin_to_load(
     assert!(net.connect(0, 1).await);
     let keys = prompt(0, 8);
     keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
-    assert_eq!(locate(net, 1, &keys).await, [true; 8]);
+    let found = locate(net, 1, &keys).await;
+    assert_eq!(found.len(), 8);
     net.0.lock().faults.delay.1 = piece;
     let reader = net.clone();
-    let reading = tokio::spawn(async move { load(&reader, 1, &keys, LONG).await });
+    let reading = tokio::spawn(async move { load(&reader, 1, &found, LONG).await });
     while net.node(0).leased().0 == 0 {
         tokio::time::sleep(Duration::from_micros(50)).await;
     }
@@ -121,9 +146,8 @@ fn a_peer_that_has_chunks_and_lends_none_is_left_alone() {
         });
         let begun = now();
         for _ in 0..20 {
-            if locate(&net, 0, &keys).await[0] {
-                assert_eq!(load(&net, 0, &keys, LONG).await.hits, 0);
-            }
+            let found = locate(&net, 0, &keys).await;
+            assert_eq!(load(&net, 0, &found, LONG).await.hits, 0);
         }
         assert!(
             now() < begun + Duration::from_secs(2),
@@ -157,9 +181,10 @@ fn requests_that_fail_together_make_one_pause() {
         net.chunks(1).store(keys[0], 0);
         net.freeze(1, LOCATE * 2);
         let locates = (0..8).map(|_| locate(&net, 0, &keys));
-        assert_eq!(futures_util::future::join_all(locates).await, [[false]; 8]);
+        let found = futures_util::future::join_all(locates).await;
+        assert!(found.iter().all(Vec::is_empty));
         tokio::time::sleep(Duration::from_millis(200)).await;
-        assert_eq!(locate(&net, 0, &keys).await, [true]);
+        assert_eq!(locate(&net, 0, &keys).await.len(), 1);
     });
 }
 
@@ -214,19 +239,19 @@ fn a_peer_that_answers_late_is_soon_asked_again() {
         for _ in 0..12 {
             let failed = net.node(0).counters().failed;
             net.freeze(1, late);
-            assert_eq!(locate(&net, 0, &keys).await, [false]);
+            assert_eq!(locate(&net, 0, &keys).await.len(), 0);
             assert_eq!(net.node(0).counters().failed, failed + 1, "it was asked");
             // Its answer came meanwhile, too late for a lookup.
             tokio::time::sleep(late).await;
-            assert_eq!(locate(&net, 0, &keys).await, [false], "not asked");
+            assert_eq!(locate(&net, 0, &keys).await.len(), 0, "not asked");
             tokio::time::sleep(pause - late).await;
         }
-        assert_eq!(locate(&net, 0, &keys).await, [true]);
+        assert_eq!(locate(&net, 0, &keys).await.len(), 1);
         // One that answers in time again is asked at once.
         net.freeze(1, LOCATE + LOCATE / 10);
-        assert_eq!(locate(&net, 0, &keys).await, [false]);
+        assert_eq!(locate(&net, 0, &keys).await.len(), 0);
         tokio::time::sleep(pause / 10).await;
-        assert_eq!(locate(&net, 0, &keys).await, [true]);
+        assert_eq!(locate(&net, 0, &keys).await.len(), 1);
         // One that gives no answer is left alone for longer each time.
         net.freeze(1, LONG);
         for _ in 0..8 {

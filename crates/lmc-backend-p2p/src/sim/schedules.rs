@@ -6,14 +6,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt;
-use lmc_backend::{FailedSlot, LoadItem, Loaded, LocateHint, Located};
-use lmc_key::ChunkKey;
+use lmc_backend::{
+    BackendError, FailedSlot, Handle, HostSpace, LoadItem, Loaded, LocateHint, Located,
+};
+use lmc_key::{ChunkKey, HashAlgorithm, KeySpace, LayoutFingerprint};
 use lmc_testkit::rounds;
 
 use super::net::{Faults, Net, name};
 use super::{LEN, Rng, bytes, delay, key, once_in, run};
 use crate::link::now;
 use crate::message::{OLDEST_VERSION, Transport, VERSION};
+use crate::spaces::note;
 
 pub(super) const LOCATE: Duration = Duration::from_millis(20);
 const LOAD: Duration = Duration::from_millis(300);
@@ -87,21 +90,34 @@ async fn fetch_from(net: &Net, host: usize, keys: &[ChunkKey], hint: &LocateHint
         }
     }
     assert!(located.iter().all(|location| location.len == LEN));
-    tally.add(load(net, host, &keys[..located.len()], LOAD).await);
+    let handles = located.into_iter().map(|location| location.handle);
+    let found: Vec<Found> = keys.iter().copied().zip(handles).collect();
+    tally.add(load(net, host, &found, LOAD).await);
     tally
 }
 
+/// A chunk that was located, with what the tier knows of it.
+pub(super) type Found = (ChunkKey, Option<Handle>);
+
+/// Returns the chunks that peers have.
+pub(super) fn found(keys: &[ChunkKey], located: Vec<Result<Located, BackendError>>) -> Vec<Found> {
+    let located = keys.iter().zip(located);
+    let present =
+        |(key, one): (&ChunkKey, Result<Located, _>)| Some((*key, one.ok()?.present()?.handle));
+    located.filter_map(present).collect()
+}
+
 /// Loads chunks that were located within a time, checks every byte, and commits them.
-pub(super) async fn load(net: &Net, host: usize, keys: &[ChunkKey], within: Duration) -> Tally {
+pub(super) async fn load(net: &Net, host: usize, keys: &[Found], within: Duration) -> Tally {
     let mut tally = Tally::default();
     let (node, chunks) = (net.node(host), net.chunks(host));
     let mut items = Vec::new();
     let mut reserved = Vec::new();
-    for key in keys {
+    for (key, handle) in keys {
         let Some(slot) = chunks.reserve(net.below(u64::MAX)) else {
             break;
         };
-        items.push(LoadItem::new(*key, slot));
+        items.push(LoadItem::new(*key, slot).with_handle(handle.clone()));
         reserved.push(*key);
     }
     let (begun, count) = (now(), items.len());
@@ -901,16 +917,22 @@ fn the_status_names_peers_that_went_until_they_are_back() {
 
 #[test]
 fn spaces_that_appear_after_the_connect_are_described() {
-    use crate::message::SpaceNote;
-    let note = |layout: u8| SpaceNote {
-        space: [layout; 16],
-        model: "m".into(),
-        world_size: 1,
-        layout: [layout; 16],
-        dtype: "bfloat16".into(),
-        salt: [0; 16],
-        identity: String::new(),
+    let space = |world_size| {
+        let description = KeySpace {
+            algorithm: HashAlgorithm::Blake3,
+            chunk_size: 256,
+            model: "m".parse().expect("a name"),
+            world_size,
+            layout: LayoutFingerprint::of(b"any"),
+            dtype: "bfloat16".parse().expect("a name"),
+            salt: "tenant".parse().expect("a salt"),
+            identity: "".parse().expect("no text"),
+            tags: None,
+        };
+        let id = description.id();
+        HostSpace { id, description }
     };
+    let note = |world_size| note(&space(world_size), None);
     run(async {
         let net = Net::new(21, Faults::none());
         (0..2).for_each(|host| net.start(host, 64, |_| ()));
@@ -921,8 +943,8 @@ fn spaces_that_appear_after_the_connect_are_described() {
             peers.of_session(&peer).expect("connected").holds.clone()
         };
         assert_eq!(holds(&net).spaces, []);
-        net.chunks(0).add_space(note(1));
-        net.chunks(1).add_space(note(2));
+        net.chunks(0).add_space(space(1));
+        net.chunks(1).add_space(space(2));
         net.chunks(0).store(key(0, 0), 0);
         tokio::time::sleep(Duration::from_secs(6)).await;
         assert_eq!((holds(&net).chunks, holds(&net).bytes), (1, LEN));
@@ -930,7 +952,7 @@ fn spaces_that_appear_after_the_connect_are_described() {
         // Neither is lost while nothing changes, nor kept when it does.
         tokio::time::sleep(Duration::from_secs(6)).await;
         assert_eq!(holds(&net).spaces, [note(1)]);
-        net.chunks(0).add_space(note(2));
+        net.chunks(0).add_space(space(2));
         tokio::time::sleep(Duration::from_secs(6)).await;
         assert_eq!(holds(&net).spaces, [note(1), note(2)]);
     });

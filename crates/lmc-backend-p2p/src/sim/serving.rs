@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use lmc_backend::{LocateHint, Located};
+use lmc_backend::LocateHint;
 use lmc_key::{ChunkKey, ClearsId};
 use parking_lot::Mutex;
 
 use super::net::{Faults, Net};
-use super::schedules::{LOCATE, fetch, load, prompt, slow};
+use super::schedules::{LOCATE, fetch, found, load, prompt, slow};
 use super::{LEN, run};
 use crate::link::now;
 use crate::message::{
@@ -200,8 +200,8 @@ fn a_busy_owner_names_the_peers_that_have_read_its_chunks_and_those_are_read() {
         keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
         let hint = LocateHint::none();
         let located = net.node(2).locate(&keys, hint, now() + LOCATE).await;
-        let present = |one: &Result<Located, _>| matches!(one, Ok(Located::Present(_)));
-        assert!(located.iter().all(present), "{located:?}");
+        let found = found(&keys, located);
+        assert_eq!(found.len(), 4);
         assert_eq!(fetch(&net, 1, &keys).await.hits, 4);
         // By then the owner has heard of it.
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -209,7 +209,7 @@ fn a_busy_owner_names_the_peers_that_have_read_its_chunks_and_those_are_read() {
         let all = leased(&net, 3, &keys).await;
         let granted = |chunk: &ChunkLease| matches!(chunk, ChunkLease::Granted { .. });
         assert!(all.chunks.iter().all(granted), "{all:?}");
-        let tally = load(&net, 2, &keys, Duration::from_secs(1)).await;
+        let tally = load(&net, 2, &found, Duration::from_secs(1)).await;
         assert_eq!(tally.hits, 4, "{tally:?}");
         assert_eq!(net.node(1).counters().served, 4);
         assert_eq!(net.node(2).counters().busy, 4);

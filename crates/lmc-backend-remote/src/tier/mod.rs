@@ -74,6 +74,18 @@ pub struct RemoteConfig {
     pub probe_pause: (Duration, Duration),
 }
 
+impl RemoteConfig {
+    /// Returns the settings of the nth store of a program, counted from 0: named `remote`, `remote2`,
+    /// `remote3`.
+    pub fn nth(number: usize) -> Self {
+        let mut this = Self::default();
+        if number > 0 {
+            this.name += &(number + 1).to_string();
+        }
+        this
+    }
+}
+
 impl Default for RemoteConfig {
     fn default() -> Self {
         Self {

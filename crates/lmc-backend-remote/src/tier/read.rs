@@ -5,8 +5,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, stream};
 use lmc_backend::{
-    Answers, BackendError, FailedSlot, LoadItem, Loaded, Located, Location, Medium, Unavailable,
-    ready,
+    Answers, BackendError, FailedSlot, LoadItem, Loaded, Located, Location, Unavailable, ready,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, checksum};
@@ -131,10 +130,8 @@ impl Shared {
     }
 
     fn location(&self, header: &Header) -> Located {
-        let location = Location::new(header.plain_len, Medium::Elsewhere);
         let cost = self.rate.time(header.stored_len);
-        let location = location.with_cost(cost);
-        Located::Present(location.with_stored_len(header.value_len()))
+        Located::Present(Location::new(header.plain_len).with_cost(cost))
     }
 
     /// Loads a batch. The store reads several values at a time; each is verified on a task of its

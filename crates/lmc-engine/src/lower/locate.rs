@@ -1,11 +1,12 @@
 //! Finding out which tier has the chunks of a prompt.
 
 use std::collections::BTreeSet;
+use std::mem;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use lmc_backend::{BackendError, Cursor, LocateHint, Located, Location, Parts};
+use lmc_backend::{BackendError, Cursor, Handle, LocateHint, Located, Location, Parts};
 use lmc_key::ChunkKey;
 
 use super::{Tiers, count};
@@ -21,7 +22,7 @@ const GRACE: Duration = Duration::from_millis(1);
 pub(super) const LATE: Duration = Duration::from_millis(100);
 
 /// The tier that a chunk is read from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(crate) enum Source {
     /// DRAM.
     Dram,
@@ -33,6 +34,8 @@ pub(crate) enum Source {
         len: u64,
         /// Estimated time to load the chunk.
         cost: Duration,
+        /// Knowledge of the tier about the chunk.
+        handle: Option<Handle>,
     },
 }
 
@@ -77,7 +80,7 @@ impl Sources {
 }
 
 /// The answer of the asked tiers about one key.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 enum Answer {
     Found(Source),
     Pending,
@@ -122,7 +125,9 @@ impl Tiers {
         // Most prompts that DRAM does not know are known to no tier.
         let found = match known {
             [] => Vec::new(),
-            [first, _, ..] if self.each_now(&[*first], chunk_bytes, None) == [None] => Vec::new(),
+            [first, _, ..] if self.each_now(&[*first], chunk_bytes, None)[0].is_none() => {
+                Vec::new()
+            }
             _ => self
                 .each_now(known, chunk_bytes, None)
                 .into_iter()
@@ -210,12 +215,13 @@ impl Tiers {
             index,
             len: location.len,
             cost: location.cost,
+            handle: location.handle,
         })
     }
 
     /// Finds the sources of the leading keys in all tiers, `known` of which are known. Asks first
-    /// about the first key that no index in this process has: if no tier has it, the rest is not
-    /// asked for.
+    /// about the first key that no index in this process has, and about as many after it as cost
+    /// about as much: if no tier has one of them, the rest is not asked for.
     pub(crate) async fn locate(
         &self,
         keys: &[ChunkKey],
@@ -227,33 +233,43 @@ impl Tiers {
             return found;
         }
         let pending_until = Instant::now() + self.limits.pending_timeout;
-        let rest = &keys[found.len()..];
-        let first = self.ask_until_known(&rest[..1], hint, pending_until).await;
-        let [Some(first)] = first[..] else {
-            return found;
-        };
-        found.push(first);
-        let rest = &rest[1..];
-        let mut sources = self.sources_now(rest, hint.chunk_bytes, None);
-        let asked: Vec<usize> = (0..sources.len())
-            .filter(|&n| sources[n].is_none())
-            .collect();
-        let asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| rest[n]).collect();
-        let answers = self.ask_until_known(&asked_keys, hint, pending_until).await;
-        for (n, answer) in asked.into_iter().zip(answers) {
-            sources[n] = answer;
+        let asked = (0..self.tiers.len()).filter(|&index| self.is_asked(index, hint.parts));
+        let at_once = asked.map(|index| self.tiers[index].backend.asks_at_once());
+        let mut at_most = at_once.min().unwrap_or(1).max(1);
+        while found.len() < keys.len() {
+            let rest = &keys[found.len()..];
+            let part = &rest[..at_most.min(rest.len())];
+            let mut sources = self.sources_now(part, hint.chunk_bytes, None);
+            let asked: Vec<usize> = (0..sources.len())
+                .filter(|&n| sources[n].is_none())
+                .collect();
+            let asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| part[n]).collect();
+            let (answers, has_waited) =
+                self.ask_until_known(&asked_keys, hint, pending_until).await;
+            for (n, answer) in asked.into_iter().zip(answers) {
+                sources[n] = answer;
+            }
+            let before = found.len();
+            found.extend(sources.into_iter().map_while(|source| source));
+            // Meanwhile an engine may have begun to write what was absent before.
+            let goes_on = has_waited && found.len() > before;
+            if found.len() < before + part.len() && !goes_on {
+                break;
+            }
+            at_most = keys.len();
         }
-        found.extend(sources.into_iter().map_while(|source| source));
         found
     }
 
-    /// Asks the tiers about keys. Waits for chunks that an engine is writing to one of them.
+    /// Asks the tiers about keys. Waits for chunks that an engine is writing to one of them; returns
+    /// true with the answers if it did.
     async fn ask_until_known(
         &self,
         keys: &[ChunkKey],
         hint: &LocateHint,
         pending_until: Instant,
-    ) -> Vec<Option<Source>> {
+    ) -> (Vec<Option<Source>>, bool) {
+        let mut has_waited = false;
         let mut answers: Vec<Answer> = self.ask(keys, hint, None).await;
         let mut pause = ASK_AGAIN.0;
         loop {
@@ -265,6 +281,7 @@ impl Tiers {
             if pending.is_empty() || Instant::now() >= pending_until {
                 break;
             }
+            has_waited = true;
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(ASK_AGAIN.1);
             let asked: Vec<ChunkKey> = pending.iter().map(|&n| keys[n]).collect();
@@ -280,7 +297,7 @@ impl Tiers {
         }
         let mut sources: Vec<Option<Source>> = answers.into_iter().map(Answer::source).collect();
         sources.resize(keys.len(), None);
-        sources
+        (sources, has_waited)
     }
 
     /// Asks all tiers but one about keys, once.
@@ -344,7 +361,7 @@ impl Tiers {
                     Ok(Located::Pending) => Answer::Pending,
                     Ok(Located::Absent) | Err(_) => Answer::Absent,
                 };
-                *answer = answer.or(located);
+                *answer = mem::take(answer).or(located);
             }
             // Once all are found, only nearer tiers can have anything better, and cheaper where that
             // decides whether it is read at all.
@@ -405,6 +422,14 @@ impl Answer {
         }
     }
 
+    /// Returns the tier that the chunk is found in.
+    fn tier(&self) -> Option<usize> {
+        match self {
+            Self::Found(source) => source.tier(),
+            Self::Pending | Self::Absent => None,
+        }
+    }
+
     /// Joins the answers of two tiers: the nearer of those that have the chunk counts.
     fn or(self, other: Self) -> Self {
         match (self, other) {
@@ -413,16 +438,16 @@ impl Answer {
             } else {
                 other
             }),
-            (Self::Found(_), _) | (_, Self::Absent) => self,
-            (Self::Pending, Self::Pending) => self,
-            (_, other) => other,
+            (found @ Self::Found(_), _) | (_, found @ Self::Found(_)) => found,
+            (Self::Absent, Self::Absent) => Self::Absent,
+            _ => Self::Pending,
         }
     }
 }
 
 /// Returns the farthest of the tiers that the chunks are found in; `None` if one is not found.
 fn farthest(answers: &[Answer]) -> Option<usize> {
-    let mut tiers = answers.iter().map(|answer| answer.source()?.tier());
+    let mut tiers = answers.iter().map(Answer::tier);
     tiers.try_fold(0, |farthest, tier| Some(farthest.max(tier?)))
 }
 

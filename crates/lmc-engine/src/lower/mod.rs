@@ -172,6 +172,7 @@ impl LowerTiers {
     pub(crate) fn start(
         local: LocalTier,
         lower: Vec<LowerTier>,
+        clears: ClearLog,
         config: &EngineConfig,
     ) -> Result<Self, EngineError> {
         let found = lower.len();
@@ -193,7 +194,7 @@ impl LowerTiers {
         let tiers = Arc::new(Tiers {
             local,
             tiers: lower.into_iter().map(tier).collect(),
-            clears: config.clears.clone(),
+            clears,
             limits: Limits {
                 promotion_timeout: config.promotion_timeout,
                 pending_timeout: config.pending_timeout,

@@ -56,7 +56,7 @@ struct Window {
 }
 
 /// A chunk that is read after the others of its range.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 struct Rest {
     /// Index of the chunk in the prompt.
     index: usize,
@@ -288,10 +288,10 @@ impl Tiers {
     /// Returns the source that a chunk had when the prompt was located, if that is a tier that had to
     /// be asked: it is not asked again.
     fn asked_source(&self, prompt: &Prompt, index: usize) -> Option<Source> {
-        let source = *prompt.sources.get(index.checked_sub(prompt.first)?)?;
+        let source = prompt.sources.get(index.checked_sub(prompt.first)?)?;
         match source {
-            Source::Tier { index, .. } if self.tiers[index].backend.index().is_none() => {
-                Some(source)
+            Source::Tier { index, .. } if self.tiers[*index].backend.index().is_none() => {
+                Some(source.clone())
             }
             _ => None,
         }
@@ -312,7 +312,7 @@ impl Tiers {
             let asked = self.asked_source(prompt, index);
             let rest = Rest {
                 index,
-                asked,
+                asked: asked.clone(),
                 failed: None,
             };
             Some((rest, now.next()?.or(asked)?))
@@ -370,7 +370,10 @@ impl Tiers {
                 continue;
             }
             let Source::Tier {
-                index: tier, len, ..
+                index: tier,
+                len,
+                handle,
+                ..
             } = source
             else {
                 let lease = self.local.lease_uncounted(prompt.owner, &[key]);
@@ -384,7 +387,8 @@ impl Tiers {
             }
             match begin(&self.local, prompt.owner, prompt.tenant, key, len) {
                 Ok(WriteStart::Reserved(new)) => {
-                    window.loads[tier].push((index, new.mark, LoadItem::new(key, new.slot)));
+                    let item = LoadItem::new(key, new.slot).with_handle(handle);
+                    window.loads[tier].push((index, new.mark, item));
                     continue;
                 }
                 Ok(WriteStart::Present) => {}
@@ -517,7 +521,7 @@ impl Tiers {
     fn source_of(&self, prompt: &Prompt, rest: &Rest) -> Option<Source> {
         let key = [prompt.keys[rest.index]];
         let now = self.sources_now(&key, prompt.chunk_bytes(), rest.failed);
-        now.first().copied()?.or(rest.asked)
+        now.into_iter().next()?.or_else(|| rest.asked.clone())
     }
 
     /// Takes permits and memory for the first of these chunks, at most as many as a tier has for itself,
@@ -695,7 +699,7 @@ impl Prompt {
 
 /// Returns the chunk as it is read from elsewhere, if it is.
 fn moved(one: Rest, elsewhere: &Elsewhere) -> Rest {
-    elsewhere.get(&one.index).copied().unwrap_or(one)
+    elsewhere.get(&one.index).cloned().unwrap_or(one)
 }
 
 /// Returns the time when half of what is left until a deadline is over.

@@ -10,12 +10,13 @@ use lmc_backend::conformance::{
     Delayed, Gated, Operation, block_on, check_value, fill_value, test_hash,
 };
 use lmc_backend::{
-    Backend, BackendError, BoxFuture, Clears, LocateHint, Located, MemoryBackend, Sharing, StartId,
-    StoreItem, Stored,
+    Answers, Backend, BackendError, BoxFuture, Clears, Handle, LoadItem, Loaded, LocateHint,
+    Located, MemoryBackend, Sharing, StartId, StoreItem, Stored, ready,
 };
 use lmc_engine::{
-    Admission, CacheEngine, EngineConfig, Found, LeaseLimit, LookupRequest, LowerStatus, LowerTier,
-    OwnerId, PolicyKind, Rank, StoreRequest, StoreStart, TenantId, TierPolicy, WritePolicy,
+    Admission, CacheEngine, EngineConfig, Found, Host, HostSpace, LeaseLimit, LookupRequest,
+    LowerStatus, LowerTier, OwnerId, PolicyKind, Rank, SpaceBook, StoreRequest, StoreStart,
+    TenantId, TierPolicy, WritePolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
@@ -161,6 +162,11 @@ struct Scripted {
     cost: Duration,
     /// Sources that lookups were advised to ask first.
     hinted: Mutex<Vec<String>>,
+    at_once: usize,
+    /// Keys of each question.
+    questions: Mutex<Vec<usize>>,
+    /// First key that is absent while those before it are pending.
+    later: Option<ChunkKey>,
 }
 
 impl Scripted {
@@ -172,6 +178,9 @@ impl Scripted {
             longer_by: 0,
             cost: Duration::ZERO,
             hinted: Mutex::default(),
+            at_once: 1,
+            questions: Mutex::default(),
+            later: None,
         }
     }
 }
@@ -187,12 +196,17 @@ impl Backend for Scripted {
         Sharing::Shared
     }
 
+    fn asks_at_once(&self) -> usize {
+        self.at_once
+    }
+
     fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
         hint: &'a LocateHint,
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        self.questions.lock().expect("no panic").push(keys.len());
         self.asked.fetch_add(keys.len() as u64, Ordering::Relaxed);
         let mut hinted = self.hinted.lock().expect("no test panics with it");
         hinted.extend(hint.sources.iter().cloned());
@@ -201,9 +215,15 @@ impl Backend for Scripted {
         let is_pending = self.pending.fetch_update(order, order, take).is_ok();
         Box::pin(async move {
             let mut located = self.inner.locate(keys, hint, deadline).await;
-            for one in &mut located {
+            let later = keys.iter().position(|key| Some(*key) == self.later);
+            for (index, one) in located.iter_mut().enumerate() {
                 match one {
-                    Ok(one) if is_pending => *one = Located::Pending,
+                    Ok(one) if is_pending => {
+                        *one = match later.is_some_and(|later| index >= later) {
+                            true => Located::Absent,
+                            false => Located::Pending,
+                        }
+                    }
                     Ok(Located::Present(location)) => {
                         location.len += self.longer_by;
                         location.cost = self.cost;
@@ -305,7 +325,8 @@ fn where_no_prompt_waits_a_slow_tier_may_take_longer_than_its_timeout() {
     assert_eq!(found(&engine, 0..4).hits, 0);
     let hint = LocateHint::default().with_timeout(DEADLINE);
     let keys = keys(0..4);
-    block_on(engine.promote_for_peer(TenantId::default(), &keys, hint));
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    runtime.block_on(engine.host().promote(&keys, hint));
     assert_eq!(engine.usage().chunks, 4);
     assert_idle(&engine);
 }
@@ -422,6 +443,126 @@ fn a_chunk_that_is_being_written_is_waited_for_until_the_timeout() {
     });
     tier.pending.store(usize::MAX, Ordering::Relaxed);
     assert_eq!(found(&engine, 0..4).hits, 0, "it never came");
+}
+
+/// A prefill that goes on once had only those chunks found that were being written when it was asked
+/// about.
+#[test]
+fn what_an_engine_begins_to_write_while_a_lookup_waits_is_found_too() {
+    let tier = Scripted {
+        at_once: 64,
+        later: Some(key(SPACE, 0, 2)),
+        ..Scripted::new()
+    };
+    put(&tier, SPACE, 0..6);
+    tier.pending.store(1, Ordering::Relaxed);
+    let tier = Arc::new(tier);
+    let engine = engine_with(64, vec![Arc::clone(&tier) as _], |config, _| {
+        config.pending_timeout = DEADLINE;
+    });
+    assert_eq!(found(&engine, 0..6).hits, 6);
+    assert_eq!(*tier.questions.lock().expect("no panic"), [6, 2, 4]);
+    assert_idle(&engine);
+}
+
+#[test]
+fn a_first_question_names_as_many_chunks_as_every_tier_allows() {
+    let asking = |at_once| {
+        let tier = Scripted {
+            at_once,
+            ..Scripted::new()
+        };
+        Arc::new(tier)
+    };
+    let questions =
+        |tier: &Scripted| std::mem::take(&mut *tier.questions.lock().expect("no panic"));
+    let tier = asking(8);
+    put(&*tier, SPACE, 0..20);
+    // Some of them lie on a drive too, and are not asked for.
+    let drive = Arc::new(MemoryBackend::default());
+    put(&*drive, SPACE, 3..5);
+    let engine = engine(64, vec![drive, Arc::clone(&tier) as _]);
+    assert_eq!(found(&engine, 100..200).hits, 0);
+    assert_eq!(questions(&tier), [8], "no tier has it");
+    assert_eq!(found(&engine, 0..20).hits, 20);
+    assert_eq!(questions(&tier), [6, 12]);
+    assert_eq!(found(&engine, 0..24).hits, 20);
+    assert_eq!(questions(&tier), [4], "the first are in DRAM");
+    assert_idle(&engine);
+    let (tier, other) = (asking(8), asking(1));
+    put(&*tier, SPACE, 0..20);
+    let engine = self::engine(64, vec![Arc::clone(&tier) as _, Arc::clone(&other) as _]);
+    assert_eq!(found(&engine, 0..20).hits, 20);
+    assert_eq!(questions(&tier), [1, 19], "the other asks the store");
+    assert_eq!(found(&engine, 100..120).hits, 0);
+    assert_eq!(
+        (questions(&tier), questions(&other).pop()),
+        (vec![1], Some(1))
+    );
+    assert_idle(&engine);
+}
+
+/// A tier that loads only what comes with the handle that it gave.
+#[derive(Debug)]
+struct Handing {
+    inner: MemoryBackend,
+    fails: bool,
+}
+
+impl Backend for Handing {
+    lmc_backend::forward!(inner: store remove clear clears list usage health close);
+
+    fn name(&self) -> &str {
+        "handing"
+    }
+
+    fn sharing(&self) -> Sharing {
+        Sharing::Shared
+    }
+
+    fn locate<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        hint: &'a LocateHint,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        Box::pin(async move {
+            let mut located = self.inner.locate(keys, hint, deadline).await;
+            for (key, one) in keys.iter().zip(&mut located) {
+                if let Ok(Located::Present(location)) = one {
+                    location.handle = Some(Handle::new((*key, self.fails)));
+                }
+            }
+            located
+        })
+    }
+
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
+        for item in &items {
+            let handle = item.handle.as_ref().and_then(Handle::get);
+            assert_eq!(handle, Some(&(item.key, self.fails)));
+        }
+        match self.fails {
+            false => self.inner.load(items, deadline),
+            true => {
+                let missed = items.into_iter().map(|item| Loaded::Miss(item.slot));
+                ready(missed.collect::<Vec<_>>())
+            }
+        }
+    }
+}
+
+#[test]
+fn a_load_brings_the_handle_of_its_tier_also_after_another_failed() {
+    let tier = |fails| {
+        let inner = MemoryBackend::shared();
+        put(&inner, SPACE, 0..12);
+        Arc::new(Handing { inner, fails })
+    };
+    let engine = engine(64, vec![tier(true), tier(false)]);
+    assert_eq!(found(&engine, 0..12).hits, 12);
+    assert_eq!(status(&engine, 1).promoted, 12);
+    assert_idle(&engine);
 }
 
 #[test]
@@ -734,8 +875,23 @@ fn what_a_peer_orders_is_promoted_after_a_clear_too() {
     let keys: Vec<ChunkKey> = (0..4).map(|number| key(name, 0, number)).collect();
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
     let hint = LocateHint::default();
-    runtime.block_on(engine.promote_for_peer(TenantId(3), &keys, hint));
+    runtime.block_on(engine.host().promote(&keys, hint));
     assert_eq!(engine.usage().chunks, 4);
+}
+
+/// A book by which all spaces are of one tenant.
+#[derive(Debug)]
+struct OneTenant(TenantId);
+
+impl SpaceBook for OneTenant {
+    fn tenant(&self, space: SpaceId) -> TenantId {
+        assert_eq!(space, SPACE);
+        self.0
+    }
+
+    fn spaces(&self) -> Vec<HostSpace> {
+        Vec::new()
+    }
 }
 
 #[test]
@@ -746,7 +902,8 @@ fn what_is_promoted_for_others_counts_for_its_tenant() {
     let (tenant, keys) = (TenantId(3), (0..4).map(|number| key(SPACE, 0, number)));
     let keys: Vec<ChunkKey> = keys.collect();
     let runtime = tokio::runtime::Runtime::new().expect("a runtime");
-    let leased = runtime.block_on(engine.lease_own(tenant, &keys, soon()));
+    engine.host().set_book(Arc::new(OneTenant(tenant)));
+    let leased = runtime.block_on(engine.host().lease(&keys, soon()));
     assert!(leased.iter().all(Option::is_some));
     assert_eq!(engine.tenant(tenant).bytes, 4 * CHUNK);
     assert_eq!(engine.tenant(TenantId::default()).bytes, 0);

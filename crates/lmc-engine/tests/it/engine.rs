@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use lmc_backend::{Backend, ChangeSink, Host, HostChunk, NoopBackend, Usage};
 use lmc_engine::{
-    CacheEngine, Cleared, EngineConfig, EventSink, Inserted, Leases, LookupRequest, OwnerId,
-    PolicyKind, Rank, RemovedEvent, StoreRequest, StoreStart, StoreTicket, StoredEvent, TenantId,
+    CacheEngine, Cleared, EngineConfig, EngineHost, EventSink, Inserted, Leases, LookupRequest,
+    OwnerId, PolicyKind, Rank, RemovedEvent, StoreRequest, StoreStart, StoreTicket, StoredEvent,
+    TenantId,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -24,17 +26,26 @@ fn engine(chunks: usize) -> CacheEngine {
 }
 
 fn engine_with(chunks: usize, change: impl FnOnce(&mut EngineConfig)) -> CacheEngine {
+    let mut config = config();
+    change(&mut config);
+    with(config, chunks, Vec::new())
+}
+
+fn config() -> EngineConfig {
     let mut config = EngineConfig::default();
     config.shards = Some(2);
     config.high_watermark = 1.0;
     config.low_watermark = 1.0;
-    change(&mut config);
-    with(config, chunks)
+    config
 }
 
-fn with(config: EngineConfig, chunks: usize) -> CacheEngine {
-    let arena = ArenaConfig::anonymous(chunks * CHUNK).build();
-    CacheEngine::new(config, Arc::new(arena.expect("memory"))).expect("the settings are right")
+fn with(config: EngineConfig, chunks: usize, tiers: Vec<Arc<dyn Backend>>) -> CacheEngine {
+    let arena = Arc::new(
+        ArenaConfig::anonymous(chunks * CHUNK)
+            .build()
+            .expect("memory"),
+    );
+    CacheEngine::with_tiers(config, arena, tiers).expect("the settings are right")
 }
 
 fn key(number: u64) -> ChunkKey {
@@ -309,15 +320,42 @@ impl EventSink for Heard {
     }
 }
 
+/// A tier that keeps nothing and notes what comes and goes above it.
+#[derive(Debug, Default)]
+struct Listening {
+    inner: NoopBackend,
+    changed: Arc<Changed>,
+}
+
+#[derive(Debug, Default)]
+struct Changed(Mutex<Vec<ChunkKey>>);
+
+impl ChangeSink for Changed {
+    fn changed(&self, key: &ChunkKey) {
+        self.0.lock().push(*key);
+    }
+}
+
+impl Backend for Listening {
+    lmc_backend::forward!(inner: locate load store remove clear clears list usage health close);
+
+    fn name(&self) -> &str {
+        "listening"
+    }
+
+    fn change_sink(&self) -> Option<Arc<dyn ChangeSink>> {
+        Some(Arc::clone(&self.changed) as _)
+    }
+}
+
 #[test]
-fn one_listener_hears_of_all_that_comes_and_goes() {
-    let engine = engine(4);
+fn one_listener_and_the_tiers_hear_of_all_that_comes_and_goes() {
+    let tier = Arc::new(Listening::default());
+    let changed = Arc::clone(&tier.changed);
+    let engine = with(config(), 4, vec![tier]);
     let (first, second) = (Arc::new(Heard::default()), Arc::new(Heard::default()));
-    let announcer = Arc::new(Heard::default());
     assert!(engine.set_events(Arc::clone(&first) as _));
     assert!(!engine.set_events(Arc::clone(&second) as _));
-    assert!(engine.set_announcer(Arc::clone(&announcer) as _));
-    assert!(!engine.set_announcer(Arc::clone(&second) as _));
     write(&engine, &prompt(0..4));
     write(&engine, &prompt(100..101));
     engine.remove(&keys(0..1));
@@ -335,7 +373,49 @@ fn one_listener_hears_of_all_that_comes_and_goes() {
     assert_eq!(heard.len(), 10, "five came and went");
     assert!(there.is_empty());
     assert!(second.0.lock().is_empty());
-    assert_eq!(*announcer.0.lock(), *heard, "what the first hears");
+    let keys: Vec<ChunkKey> = heard.iter().map(|(_, key)| *key).collect();
+    assert_eq!(*changed.0.lock(), keys, "before a clear, names are keys");
+}
+
+#[test]
+fn tiers_hear_of_chunks_by_their_names_after_a_clear() {
+    let tier = Arc::new(Listening::default());
+    let changed = Arc::clone(&tier.changed);
+    let engine = with(config(), 4, vec![tier]);
+    clear(&engine, true);
+    write(&engine, &prompt(0..1));
+    let named = ChunkKey {
+        space: key(0).space.after(engine.clears_id()),
+        ..key(0)
+    };
+    assert_eq!(*changed.0.lock(), [named]);
+    assert_eq!(
+        engine.host().states(&[named, key(0)]),
+        [IN_DRAM, HostChunk::Absent]
+    );
+}
+
+const IN_DRAM: HostChunk = HostChunk::Memory { len: CHUNK as u64 };
+
+#[test]
+fn a_host_has_no_chunks_without_its_engine_and_serves_one_engine() {
+    let host = EngineHost::default();
+    assert_eq!(host.states(&[key(0)]), [HostChunk::Absent]);
+    assert_eq!(host.usage(), Usage::default());
+    let config = || {
+        let mut config = config();
+        config.host = Some(host.clone());
+        config
+    };
+    let engine = with(config(), 4, Vec::new());
+    write(&engine, &prompt(0..1));
+    assert_eq!(host.states(&[key(0)]), [IN_DRAM]);
+    let arena = Arc::new(ArenaConfig::anonymous(4096).build().expect("memory"));
+    let second = CacheEngine::new(config(), arena).expect_err("it has an engine");
+    assert!(second.to_string().contains("another engine"), "{second}");
+    assert_eq!(host.states(&[key(0)]), [IN_DRAM]);
+    drop(engine);
+    assert_eq!(host.states(&[key(0)]), [HostChunk::Absent]);
 }
 
 #[test]
@@ -372,7 +452,7 @@ fn above_the_watermark_chunks_go_by_themselves() {
     let mut config = EngineConfig::default();
     (config.high_watermark, config.low_watermark) = (0.75, 0.5);
     config.maintain_every = Duration::from_millis(1);
-    let engine = with(config, 64);
+    let engine = with(config, 64, Vec::new());
     write(&engine, &prompt(0..48));
     assert_eq!(engine.usage().chunks, 48, "not above the watermark");
     // One more is. Eviction begins whenever it likes, and may take that one as well.

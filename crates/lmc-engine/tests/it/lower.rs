@@ -11,7 +11,7 @@ use lmc_backend::conformance::{
 };
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
-    Admission, CacheEngine, Cleared, EngineConfig, Inserted, Leases, Lookup, LookupRequest,
+    Admission, CacheEngine, Cleared, EngineConfig, Host, Inserted, Leases, Lookup, LookupRequest,
     LowerStatus, LowerTier, OwnerId, Rank, StoreRequest, StoreStart, StoreTicket, TenantId,
     TierPolicy, WritePolicy,
 };
@@ -195,7 +195,7 @@ fn what_left_dram_comes_up_again_with_its_bytes() {
 fn listed(engine: &CacheEngine, at_once: usize) -> Vec<ChunkKey> {
     let (mut all, mut from) = (Vec::new(), Some(0));
     while let Some(at) = from {
-        let (keys, next) = block_on(engine.list_own(at, at_once));
+        let (keys, next) = block_on(engine.host().list(at, at_once));
         assert!(keys.len() <= at_once);
         all.extend(keys);
         from = next;
@@ -341,7 +341,7 @@ fn nothing_is_promoted_for_a_peer_after_its_deadline() {
         .enable_time()
         .build();
     let runtime = runtime.expect("a runtime");
-    let lease = |deadline| runtime.block_on(engine.lease_own(TENANT, &keys(0..2), deadline));
+    let lease = |deadline| runtime.block_on(engine.host().lease(&keys(0..2), deadline));
     assert!(lease(Instant::now()).iter().all(Option::is_none));
     assert_eq!(leading(&engine, &keys(8..16)), 8, "nothing was evicted");
     assert!(lease(Instant::now() + DEADLINE).iter().any(Option::is_some));

@@ -8,10 +8,9 @@ use anyhow::{Result, bail};
 use lmc_backend::Backend;
 use lmc_backend::conformance::test_key;
 use lmc_backend_p2p::{NodeConfig, P2pBackend, P2pConfig, new_peer_id};
-use lmc_engine::{CacheEngine, EngineConfig};
+use lmc_engine::{CacheEngine, EngineConfig, EngineHost};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{Arena, ArenaConfig, Demand, Prefault};
-use lmc_server::Lender;
 use lmc_transfer::{Address, ChannelConfig, Key, PeerId, SocketConfig, TransferChannel};
 use tokio::runtime::{Builder, Runtime};
 
@@ -108,7 +107,7 @@ fn nixl(_: ChannelConfig) -> Result<Arc<dyn TransferChannel>> {
 pub(crate) struct Daemon {
     pub(crate) engine: CacheEngine,
     pub(crate) memory: Arc<Arena>,
-    pub(crate) tier: Arc<P2pBackend<Lender>>,
+    pub(crate) tier: Arc<P2pBackend>,
     /// Address that peers connect to.
     pub(crate) address: String,
     _runtime: Runtime,
@@ -139,14 +138,14 @@ impl Daemon {
         tier.peers = peers;
         tier.nixl = over_nixl;
         let mut config = EngineConfig::default();
-        let lender = Lender::new(config.clears.clone());
-        let tier = P2pBackend::start(tier, lender.clone(), runtime.handle().clone())?;
+        let host = EngineHost::default();
+        config.host = Some(host.clone());
+        let tier = P2pBackend::start(tier, Arc::new(host), runtime.handle().clone())?;
         let address = tier.address().to_string();
         config.runtime = Some(runtime.handle().clone());
         let tier = Arc::new(tier);
         let tiers: Vec<Arc<dyn Backend>> = vec![Arc::clone(&tier) as Arc<dyn Backend>];
         let engine = CacheEngine::with_tiers(config, Arc::clone(&memory), tiers)?;
-        lender.lend(&engine);
         Ok(Self {
             engine,
             memory,

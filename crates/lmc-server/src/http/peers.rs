@@ -10,14 +10,13 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use lmc_backend_p2p::CopyError;
+use lmc_backend_p2p::{CopyError, P2pBackend};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_transfer::PeerId;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::{Http, Shared, refusal, state_of};
-use crate::peers::Peers;
 
 /// Pause before a peer that still reads for an earlier order is asked again, and how often it is.
 const BUSY: (Duration, u32) = (Duration::from_millis(500), 60);
@@ -149,7 +148,7 @@ async fn copy(State(http): Shared, body: Bytes) -> Response {
 type Refused = (StatusCode, String);
 
 /// Finds the one connected peer of a name, an address or an id.
-fn peer_named(peers: &Peers, name: &str) -> Result<(String, PeerId), Refused> {
+fn peer_named(peers: &P2pBackend, name: &str) -> Result<(String, PeerId), Refused> {
     match &peers.node().peers_named(name)[..] {
         [id] => Ok((name.to_owned(), id.clone())),
         [] => {
@@ -186,14 +185,19 @@ fn wanted_spaces(http: &Http, asked: &Value) -> Result<Option<HashSet<SpaceId>>,
 }
 
 /// Returns a quarter of a peer's memory: what its promotions hold at a time, at most.
-fn quarter_of_pool(peers: &Peers, id: &PeerId) -> u64 {
+fn quarter_of_pool(peers: &P2pBackend, id: &PeerId) -> u64 {
     let status = peers.node().status();
     let peer = status.peers.iter().find(|peer| peer.id == id.as_str());
     let pool = peer.and_then(|peer| peer.holds).map(|holds| holds.pool);
     pool.map_or(status.leasable_bytes, |pool| pool / 4)
 }
 
-async fn carry_out(peers: Peers, id: PeerId, runs: Vec<Vec<(ChunkKey, u64)>>, last: LastCopy) {
+async fn carry_out(
+    peers: Arc<P2pBackend>,
+    id: PeerId,
+    runs: Vec<Vec<(ChunkKey, u64)>>,
+    last: LastCopy,
+) {
     let mut end = Ok(());
     for run in runs {
         let mut tries = 0;

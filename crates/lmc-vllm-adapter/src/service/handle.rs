@@ -1,12 +1,14 @@
 //! The service's face: takes a request and says what becomes of it.
 
+use std::cmp::Reverse;
 use std::collections::HashSet;
 use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use lmc_engine::CacheEngine;
+use lmc_engine::{CacheEngine, HostSpace, SpaceBook, TenantId};
+use lmc_key::SpaceId;
 use lmc_memory::CopyPool;
 use tokio::sync::watch;
 
@@ -49,6 +51,26 @@ impl WeakService {
     /// Returns the service; `None` once it is gone.
     pub fn upgrade(&self) -> Option<Service> {
         self.0.upgrade().map(Service)
+    }
+}
+
+impl SpaceBook for WeakService {
+    fn tenant(&self, space: SpaceId) -> TenantId {
+        let service = self.upgrade();
+        service.map_or_else(TenantId::default, |service| service.tenant_of(space))
+    }
+
+    /// The first spaces are those that engines use, and those with most chunks.
+    fn spaces(&self) -> Vec<HostSpace> {
+        let mut spaces = self
+            .upgrade()
+            .map_or_else(Vec::new, |service| service.spaces());
+        spaces.sort_by_key(|space| (Reverse((space.registered, space.chunks)), space.id));
+        let described = |space: SpaceStatus| HostSpace {
+            id: space.id,
+            description: space.description,
+        };
+        spaces.into_iter().map(described).collect()
     }
 }
 
@@ -102,7 +124,7 @@ impl Service {
             Arc::clone(&transfers),
             pool,
         ));
-        Ok(Self(Arc::new(Parts {
+        let service = Self(Arc::new(Parts {
             context,
             connections,
             registry,
@@ -112,7 +134,10 @@ impl Service {
             copy_threads,
             gpu_threads: OnceLock::new(),
             clears,
-        })))
+        }));
+        let host = service.engine().host();
+        host.set_book(Arc::new(service.downgrade()));
+        Ok(service)
     }
 
     /// Returns a handle that does not keep the service alive.
@@ -420,43 +445,43 @@ impl Service {
     }
 
     /// Returns all that a space is made of; `None` where no engine has named it since the start.
-    pub fn describe_space(&self, space: lmc_key::SpaceId) -> Option<lmc_key::KeySpace> {
+    pub fn describe_space(&self, space: SpaceId) -> Option<lmc_key::KeySpace> {
         self.0.context.spaces.description(space)
     }
 
     /// Returns a function that is true for spaces whose chunks can be found after all workers of now
     /// have gone. Chunks of other spaces need not go to a tier that outlives this process. The function
     /// is false for spaces that no engine has named, and may outlive the service.
-    pub fn lasting_spaces(&self) -> impl Fn(lmc_key::SpaceId) -> bool + Send + Sync + 'static {
+    pub fn lasting_spaces(&self) -> impl Fn(SpaceId) -> bool + Send + Sync + 'static {
         let spaces = Arc::clone(&self.0.context.spaces);
         move |space| spaces.is_lasting(space)
     }
 
     /// Returns a function that is true for spaces whose chunks have the server's chunk size, as far as
     /// is known.
-    pub fn whole_chunk_spaces(&self) -> impl Fn(lmc_key::SpaceId) -> bool + Send + Sync + 'static {
+    pub fn whole_chunk_spaces(&self) -> impl Fn(SpaceId) -> bool + Send + Sync + 'static {
         let spaces = Arc::clone(&self.0.context.spaces);
         move |space| spaces.has_whole_chunks(space)
     }
 
     /// Returns the tenant of a space; the common one where no engine has named the space.
-    pub fn tenant_of(&self, space: lmc_key::SpaceId) -> lmc_engine::TenantId {
+    pub fn tenant_of(&self, space: SpaceId) -> TenantId {
         let context = &self.0.context;
         context.spaces.tenant_of(space, &context.engine)
     }
 
     /// Returns the tenants that were ever named, with their numbers in the engine.
-    pub fn tenants(&self) -> Vec<(lmc_key::Salt, lmc_engine::TenantId)> {
+    pub fn tenants(&self) -> Vec<(lmc_key::Salt, TenantId)> {
         self.0.context.spaces.tenants()
     }
 
     /// Returns the number of a tenant that was named before.
-    pub fn known_tenant(&self, salt: &lmc_key::Salt) -> Option<lmc_engine::TenantId> {
+    pub fn known_tenant(&self, salt: &lmc_key::Salt) -> Option<TenantId> {
         self.0.context.spaces.known_tenant(salt)
     }
 
     /// Returns the number of a tenant in the engine, for quotas.
-    pub fn tenant(&self, salt: &lmc_key::Salt) -> lmc_engine::TenantId {
+    pub fn tenant(&self, salt: &lmc_key::Salt) -> TenantId {
         let context = &self.0.context;
         context.spaces.tenant(salt, &context.engine)
     }

@@ -240,7 +240,7 @@ fn copies_come_after_the_engines_work_and_loads_do_not_wait_for_stores() {
     });
 }
 
-/// Those of one step, however long the first of them waits.
+/// The stores of one step, however long the first of them waits.
 #[test]
 fn stores_are_known_to_the_server_before_the_engines_work_is_done() {
     let test = own_test(stores_are_known_to_the_server_before_the_engines_work_is_done);

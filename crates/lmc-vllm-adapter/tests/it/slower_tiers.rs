@@ -10,7 +10,7 @@ use lmc_backend::conformance::Gated;
 use lmc_backend::{
     Backend, BackendError, BoxFuture, Clears, LocateHint, Located, MemoryBackend, StartId,
 };
-use lmc_engine::{ClearLog, EngineConfig};
+use lmc_engine::{ClearLog, EngineConfig, EngineHost};
 use lmc_key::ChunkKey;
 use lmc_vllm_adapter::{
     CacheKey, Client, KvEvent, KvEventKind, Operation, Reply, Request, TierChunks,
@@ -414,11 +414,12 @@ impl Backend for Clearing {
 #[test]
 fn what_is_promoted_for_a_request_of_before_a_clear_is_not_reported() {
     let mut config = EngineConfig::default();
-    config.clears = ClearLog::default();
+    let log = ClearLog::default();
+    config.host = Some(EngineHost::new(log.clone()));
     let start = StartId::random().expect("random numbers");
     let tier = Arc::new(Clearing {
         inner: MemoryBackend::shared(),
-        log: config.clears.clone(),
+        log,
         heard: Clears::from_entries([(start, 1)]).expect("one clear"),
     });
     let server = Server::with_engine(config, vec![tier], 1 << 20, |_| {}, |_| {});

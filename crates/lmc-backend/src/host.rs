@@ -1,0 +1,136 @@
+//! The engine above a tier, as the tier reaches it.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use lmc_key::{ChunkKey, KeySpace, SpaceId};
+use lmc_memory::SealedSlot;
+
+use crate::{BoxFuture, Clears, LocateHint, TooManyClears, Usage};
+
+/// State of a chunk in the engine above a tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HostChunk {
+    /// The chunk is in DRAM.
+    Memory {
+        /// Payload bytes.
+        len: u64,
+    },
+    /// The chunk is in a lower tier whose index is in this process.
+    Lower {
+        /// Payload bytes.
+        len: u64,
+    },
+    /// An engine of this host is writing it to DRAM.
+    Writing,
+    /// The engine does not have it, as far as this process knows.
+    Absent,
+}
+
+impl HostChunk {
+    /// Returns the payload bytes of a chunk that can be leased.
+    pub fn bytes(&self) -> Option<u64> {
+        match *self {
+            Self::Memory { len } | Self::Lower { len } => Some(len),
+            Self::Writing | Self::Absent => None,
+        }
+    }
+}
+
+/// A chunk that stays in memory as it is.
+pub struct HostLease {
+    /// The bytes.
+    pub slot: SealedSlot,
+    /// [`lmc_memory::checksum`] of the bytes, as they were when the chunk was committed or first
+    /// copied; `None` for that of the slot.
+    pub checksum: Option<u64>,
+    /// Keeps the chunk from eviction.
+    pub lease: Box<dyn Any + Send>,
+}
+
+impl fmt::Debug for HostLease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostLease")
+            .field("slot", &self.slot)
+            .field("checksum", &self.checksum)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A live space: engines of this host use it, or the host has chunks in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostSpace {
+    /// Name of the space.
+    pub id: SpaceId,
+    /// The parts that the name is made of.
+    pub description: KeySpace,
+}
+
+/// The engine above a tier: for tiers that lend its chunks, or tell other processes of them.
+///
+/// Keys are as tiers name them, after the clears. Nothing here asks a tier that would have to ask
+/// another process in turn, but for [`Host::promote`]: two hosts that ask each other end at once.
+/// Every method may be called before the engine is made, which has no chunks then.
+pub trait Host: fmt::Debug + Send + Sync + 'static {
+    /// Returns the state of each chunk. One that is only being promoted is absent, so that two hosts
+    /// that ask each other do not wait for each other. Never waits.
+    fn states(&self, keys: &[ChunkKey]) -> Vec<HostChunk>;
+
+    /// Leases chunks: each stays in memory unchanged until its lease is dropped. One answer for each key.
+    /// Chunks in lower tiers are promoted first, if the promotion ends by `promote_until`. Computes no
+    /// checksum.
+    fn lease<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        promote_until: Instant,
+    ) -> BoxFuture<'a, Vec<Option<HostLease>>>;
+
+    /// Returns some of the chunks that can be leased, and the position of the next call; `None` at the
+    /// end. The first position is 0. A chunk that is there all the time is listed; a chunk in several
+    /// tiers is listed for each.
+    fn list(&self, from: u128, limit: usize) -> BoxFuture<'_, (Vec<ChunkKey>, Option<u128>)>;
+
+    /// Promotes the leading chunks of one prompt, as a lookup of this host's engines would and within
+    /// the same bounds. Ends when that is done.
+    fn promote<'a>(&'a self, keys: &'a [ChunkKey], hint: LocateHint) -> BoxFuture<'a, ()>;
+
+    /// Returns the clears that this host has carried out. The map contains all that it contained
+    /// before, and is complete from the first call on: the program that makes the host has read its
+    /// state file, and the clears of its private tiers, before it makes a tier that calls this. The
+    /// digest is computed again for each other [`Arc`]. Never waits.
+    fn clears(&self) -> Arc<Clears>;
+
+    /// Returns false while a restart of this host may not find all clears that it has carried out.
+    /// Never waits.
+    fn clears_are_noted(&self) -> bool;
+
+    /// Takes in clears that were made elsewhere, and notes them durably, if that can be done
+    /// ([`Host::clears_are_noted`]); tries that again with those that are known. From the end on
+    /// [`Host::clears`] contains them, and chunks from before are not found. `origin` names
+    /// their medium for the log. The future may be dropped at any point; the clears may or may not be
+    /// taken in then.
+    ///
+    /// # Errors
+    /// [`TooManyClears`]; nothing is taken in then.
+    fn learn(
+        &self,
+        clears: Clears,
+        origin: &'static str,
+    ) -> BoxFuture<'_, Result<(), TooManyClears>>;
+
+    /// Returns the live spaces, the most important first.
+    fn spaces(&self) -> Vec<HostSpace>;
+
+    /// Returns the chunks and bytes in memory, with its capacity.
+    fn usage(&self) -> Usage;
+}
+
+/// A listener for chunks that may have come into DRAM or gone from it, which
+/// [`Backend::change_sink`](crate::Backend::change_sink) names.
+pub trait ChangeSink: fmt::Debug + Send + Sync {
+    /// Notes a key. Called under a lock of the engine: it does not wait, and calls nothing of the
+    /// engine's.
+    fn changed(&self, key: &ChunkKey);
+}

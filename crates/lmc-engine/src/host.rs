@@ -1,0 +1,328 @@
+//! The engine as its tiers reach it: what its own tiers hold, never what it would have to ask others
+//! for. Keys are as tiers name them: by the names of spaces after the clears.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use lmc_backend::{
+    BoxFuture, Clears, Host, HostChunk, HostLease, HostSpace, LocateHint, TooManyClears, Usage,
+};
+use lmc_backend_local::{Leases, OwnerId, TenantId};
+use lmc_key::{ChunkKey, SpaceId};
+use parking_lot::{Mutex, RwLock};
+
+use crate::clears::ClearLog;
+use crate::engine::{CacheEngine, WeakEngine};
+use crate::lookup::{LookupRequest, Rank};
+use crate::lower::{Prompt, Source, half_of};
+
+/// Owner of the leases that are lent to other processes.
+pub(crate) const PEERS: OwnerId = OwnerId(u64::MAX - 2);
+
+/// Bits of a location in one tier, below the tier's number in a listing.
+const TIER_SHIFT: u32 = 120;
+
+/// Names of the spaces that an engine's chunks lie in, as its user has them.
+pub trait SpaceBook: fmt::Debug + Send + Sync {
+    /// Returns the tenant that chunks of a space count for.
+    fn tenant(&self, space: SpaceId) -> TenantId;
+
+    /// Returns the live spaces, the most important first.
+    fn spaces(&self) -> Vec<HostSpace>;
+}
+
+/// An engine as its tiers reach it. Made before both: tiers that need one are given it, and
+/// [`EngineConfig::host`](crate::EngineConfig::host) is the same one.
+///
+/// A handle: clones share one host, which is of one engine.
+#[derive(Clone, Debug, Default)]
+pub struct EngineHost(Arc<Hosting>);
+
+#[derive(Debug, Default)]
+struct Hosting {
+    clears: ClearLog,
+    /// Set when the engine is made.
+    engine: OnceLock<WeakEngine>,
+    book: RwLock<Option<Arc<dyn SpaceBook>>>,
+}
+
+impl EngineHost {
+    /// Returns the host of an engine with this log of clears.
+    pub fn new(clears: ClearLog) -> Self {
+        Self(Arc::new(Hosting {
+            clears,
+            ..Hosting::default()
+        }))
+    }
+
+    /// Returns the log of clears.
+    pub fn clear_log(&self) -> &ClearLog {
+        &self.0.clears
+    }
+
+    /// Names the spaces by this book from now on.
+    pub fn set_book(&self, book: Arc<dyn SpaceBook>) {
+        *self.0.book.write() = Some(book);
+    }
+
+    /// Returns true if an engine has this host.
+    pub(crate) fn is_taken(&self) -> bool {
+        self.0.engine.get().is_some()
+    }
+
+    /// Notes the engine. Returns false for one that is not the first.
+    pub(crate) fn set_engine(&self, engine: WeakEngine) -> bool {
+        self.0.engine.set(engine).is_ok()
+    }
+
+    fn engine(&self) -> Option<CacheEngine> {
+        self.0.engine.get()?.upgrade()
+    }
+
+    fn book(&self) -> Option<Arc<dyn SpaceBook>> {
+        self.0.book.read().clone()
+    }
+
+    /// Returns the tenant of a prompt's chunks, which have one space.
+    fn tenant(&self, keys: &[ChunkKey]) -> TenantId {
+        let tenant = keys.first().zip(self.book());
+        tenant.map_or_else(TenantId::default, |(key, book)| {
+            book.tenant(self.0.clears.space_of(key.space))
+        })
+    }
+}
+
+impl Host for EngineHost {
+    fn states(&self, keys: &[ChunkKey]) -> Vec<HostChunk> {
+        match self.engine() {
+            Some(engine) => engine.states(keys),
+            None => vec![HostChunk::Absent; keys.len()],
+        }
+    }
+
+    fn lease<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        promote_until: Instant,
+    ) -> BoxFuture<'a, Vec<Option<HostLease>>> {
+        Box::pin(async move {
+            let Some(engine) = self.engine() else {
+                return keys.iter().map(|_| None).collect();
+            };
+            let leased = engine
+                .lease_own(self.tenant(keys), keys, promote_until)
+                .await;
+            let chunk = |leases: Option<Leases>| {
+                let leases = leases?;
+                Some(HostLease {
+                    slot: leases.get(0)?.clone(),
+                    checksum: None,
+                    lease: Box::new(leases),
+                })
+            };
+            let mut held: Vec<_> = leased.into_iter().map(chunk).collect();
+            if engine.pool_is_lost() {
+                held.iter_mut().for_each(|chunk| *chunk = None);
+            }
+            held
+        })
+    }
+
+    fn list(&self, from: u128, limit: usize) -> BoxFuture<'_, (Vec<ChunkKey>, Option<u128>)> {
+        Box::pin(async move {
+            match self.engine() {
+                Some(engine) => engine.list_own(from, limit).await,
+                None => (Vec::new(), None),
+            }
+        })
+    }
+
+    fn promote<'a>(&'a self, keys: &'a [ChunkKey], hint: LocateHint) -> BoxFuture<'a, ()> {
+        Box::pin(async move {
+            if let Some(engine) = self.engine() {
+                engine.promote_own(self.tenant(keys), keys, hint).await;
+            }
+        })
+    }
+
+    fn clears(&self) -> Arc<Clears> {
+        self.0.clears.clears()
+    }
+
+    fn clears_are_noted(&self) -> bool {
+        self.0.clears.is_noted()
+    }
+
+    fn learn(
+        &self,
+        clears: Clears,
+        origin: &'static str,
+    ) -> BoxFuture<'_, Result<(), TooManyClears>> {
+        let log = self.0.clears.clone();
+        Box::pin(async move {
+            // It blocks for the state file.
+            let learning = tokio::task::spawn_blocking(move || log.learn(&clears, origin));
+            // The runtime ends with the process alone.
+            learning.await.map_or(Ok(()), |learned| learned.map(drop))
+        })
+    }
+
+    fn spaces(&self) -> Vec<HostSpace> {
+        self.book().map_or_else(Vec::new, |book| book.spaces())
+    }
+
+    fn usage(&self) -> Usage {
+        let engine = self.engine();
+        engine.map_or_else(Usage::default, |engine| {
+            let usage = engine.usage();
+            Usage::new(usage.chunks, usage.chunk_bytes).with_capacity(usage.pool_bytes)
+        })
+    }
+}
+
+impl CacheEngine {
+    fn states(&self, keys: &[ChunkKey]) -> Vec<HostChunk> {
+        if self.pool_is_lost() {
+            return vec![HostChunk::Absent; keys.len()];
+        }
+        let local = self.local();
+        let resident = local.contains(keys);
+        let all_resident = resident.iter().all(Option::is_some);
+        let sources = match self.lower() {
+            Some(lower) if !all_resident => lower.tiers().sources_now(keys, None, None),
+            _ => Vec::new(),
+        };
+        let mut sources = sources.into_iter();
+        let held = |(key, resident): (&ChunkKey, Option<u64>)| {
+            let source = sources.next().flatten();
+            match (resident, source) {
+                (Some(len), _) => HostChunk::Memory { len },
+                (None, Some(Source::Tier { len, .. })) => HostChunk::Lower { len },
+                _ if local.is_writing(key) && !self.is_promoting(key) => HostChunk::Writing,
+                _ => HostChunk::Absent,
+            }
+        };
+        keys.iter().zip(resident).map(held).collect()
+    }
+
+    async fn list_own(&self, from: u128, limit: usize) -> (Vec<ChunkKey>, Option<u128>) {
+        if self.pool_is_lost() {
+            return (Vec::new(), None);
+        }
+        // The tier, DRAM first, and the location in it.
+        let (tier, from) = (
+            (from >> TIER_SHIFT) as usize,
+            from & ((1 << TIER_SHIFT) - 1),
+        );
+        let (keys, next) = match tier.checked_sub(1) {
+            None => {
+                let (keys, next) = self.local().list(from as u64, limit);
+                (keys, next.map(u128::from))
+            }
+            Some(index) => match self.lower() {
+                Some(lower) => lower.tiers().list_now(index, from, limit).await,
+                None => (Vec::new(), None),
+            },
+        };
+        let tiers = self.lower().map_or(0, |lower| lower.tiers().len());
+        let next = match next {
+            Some(next) => Some((tier as u128) << TIER_SHIFT | next),
+            None => (tier < tiers).then_some((tier as u128 + 1) << TIER_SHIFT),
+        };
+        (keys, next)
+    }
+
+    fn is_promoting(&self, key: &ChunkKey) -> bool {
+        let lower = self.lower();
+        lower.is_some_and(|lower| lower.tiers().is_promoting(key))
+    }
+
+    /// Leases chunks as [`Host::lease`] says. Those that are promoted count against the tenant's quota.
+    /// Counts neither as a lookup nor as a use.
+    async fn lease_own(
+        &self,
+        tenant: TenantId,
+        keys: &[ChunkKey],
+        deadline: Instant,
+    ) -> Vec<Option<Leases>> {
+        if self.pool_is_lost() {
+            return keys.iter().map(|_| None).collect();
+        }
+        let local = self.local();
+        // What is promoted stays until the others are leased.
+        let mut promoted = None;
+        if let Some(lower) = self.lower().filter(|_| Instant::now() < deadline) {
+            let sources = lower.tiers().sources_now(keys, None, None);
+            let sources: Vec<Source> = sources.into_iter().map_while(|source| source).collect();
+            if sources.iter().any(|source| !matches!(source, Source::Dram)) {
+                let prompt = Arc::new(Prompt {
+                    owner: PEERS,
+                    tenant,
+                    keys: keys.to_vec(),
+                    hint: None,
+                    sources,
+                    first: 0,
+                    deadline,
+                    half: half_of(deadline),
+                    read: Mutex::default(),
+                });
+                let none = local.lease_uncounted(PEERS, &[]);
+                promoted = Some(lower.tiers().promote(&prompt, none).await);
+            }
+        }
+        let lease = |key: &ChunkKey| {
+            let leases = local.lease_uncounted(PEERS, &[*key]);
+            (leases.len() == 1).then_some(leases)
+        };
+        let leases = keys.iter().map(lease).collect();
+        drop(promoted);
+        leases
+    }
+
+    async fn promote_own(&self, tenant: TenantId, keys: &[ChunkKey], hint: LocateHint) {
+        let Some(first) = keys.first() else {
+            return;
+        };
+        let rank = Rank {
+            space: first.space,
+            kv_rank: first.kv_rank,
+            chunk_bytes: hint.chunk_bytes,
+        };
+        let hashes = keys.iter().map(|key| key.hash).collect();
+        let request = LookupRequest::new(PEERS, hashes, vec![rank]).named();
+        let lookup = self.lookup(request.with_tenant(tenant).with_hint(hint));
+        drop(lookup.wait().await);
+    }
+
+    /// Returns chunks in DRAM with their payload bytes, as runs of consecutive chunks of a prompt:
+    /// of all that are wanted, the heads of prompts first, as far as `limit` bytes go.
+    pub fn dram_runs(
+        &self,
+        limit: u64,
+        wanted: impl Fn(&ChunkKey) -> bool,
+    ) -> Vec<Vec<(ChunkKey, u64)>> {
+        let mut runs: Vec<Vec<(ChunkKey, u64)>> = Vec::new();
+        // The run that a chunk is the last one of.
+        let mut ends: HashMap<ChunkKey, usize> = HashMap::new();
+        let mut left = limit;
+        for chunk in self.local().list_heads_first() {
+            if !wanted(&chunk.key) {
+                continue;
+            }
+            let Some(rest) = left.checked_sub(chunk.len) else {
+                break;
+            };
+            left = rest;
+            let follows = chunk.parent.and_then(|parent| ends.remove(&parent));
+            let run = follows.unwrap_or_else(|| {
+                runs.push(Vec::new());
+                runs.len() - 1
+            });
+            runs[run].push((chunk.key, chunk.len));
+            ends.insert(chunk.key, run);
+        }
+        runs
+    }
+}

@@ -1,0 +1,134 @@
+//! The tiers that other processes share: peers and stores.
+
+use std::fmt::Display;
+use std::sync::Arc;
+
+use lmc_backend::{Backend, Host};
+use lmc_backend_p2p::{NodeConfig, P2pBackend, P2pConfig, new_peer_id};
+use lmc_backend_remote::format::SpaceRecord;
+use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
+use lmc_engine::{EngineConfig, LowerTier, TierPolicy};
+use lmc_key::KeySpace;
+use lmc_memory::Arena;
+use lmc_transfer::{ChannelConfig, Keys, SocketConfig};
+use tokio::runtime::{Builder, Handle, Runtime};
+
+use crate::BuildError;
+
+/// The shared tiers that settings name.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Settings {
+    pub(crate) peers: Option<Peers>,
+    pub(crate) stores: Vec<String>,
+}
+
+/// Settings of the tier of peers.
+#[derive(Debug, Clone)]
+pub(crate) struct Peers {
+    pub(crate) listen: String,
+    pub(crate) keys: Keys,
+    pub(crate) peers: Vec<String>,
+}
+
+/// The shared tiers of a cache.
+#[derive(Debug, Default)]
+pub(crate) struct SharedTiers {
+    pub(crate) peers: Option<Arc<P2pBackend>>,
+    stores: Vec<Arc<RemoteTier>>,
+    /// The runtime that the tiers run on, if it is the cache's own. Its end waits for nothing.
+    runtime: Option<Runtime>,
+}
+
+impl Drop for SharedTiers {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl SharedTiers {
+    /// Returns the tiers for the engine: peers, then the stores in their order.
+    pub(crate) fn tiers(&self) -> Vec<LowerTier> {
+        let peers = self.peers.iter().map(|peers| {
+            let tier = Arc::clone(peers) as Arc<dyn Backend>;
+            LowerTier::from(tier)
+        });
+        let stores = self.stores.iter().map(|store| {
+            let tier = Arc::clone(store) as Arc<dyn Backend>;
+            LowerTier::new(tier, TierPolicy::of_store(RemoteConfig::default().timeout))
+        });
+        peers.chain(stores).collect()
+    }
+}
+
+impl Settings {
+    /// Opens the tiers, on the engine's runtime.
+    pub(crate) fn open(
+        self,
+        engine: &mut EngineConfig,
+        arena: &Arc<Arena>,
+        space: &KeySpace,
+        chunk_bytes: u64,
+    ) -> Result<SharedTiers, BuildError> {
+        let mut shared = SharedTiers::default();
+        if self.peers.is_none() && self.stores.is_empty() {
+            return Ok(shared);
+        }
+        let runtime = match &engine.runtime {
+            Some(runtime) => runtime.clone(),
+            None => {
+                let builder = &mut Builder::new_multi_thread();
+                let builder = builder.worker_threads(2).thread_name("lmc-tiers");
+                let runtime = builder.enable_all().build().map_err(BuildError::Runtime)?;
+                shared.runtime.insert(runtime).handle().clone()
+            }
+        };
+        engine.runtime = Some(runtime.clone());
+        let host = engine.host.get_or_insert_default();
+        if let Some(peers) = self.peers {
+            let mut node = NodeConfig::new("lmc", "", arena.len() as u64);
+            node.chunk_size = space.chunk_size;
+            node.max_chunk = chunk_bytes;
+            let tier = peers.start(node, arena, Arc::new(host.clone()), runtime.clone())?;
+            shared.peers = Some(Arc::new(tier));
+        }
+        for (number, url) in self.stores.iter().enumerate() {
+            let store = open_store(url, StoreOptions::default())?.store();
+            let config = RemoteConfig::nth(number);
+            let tier = RemoteTier::start(config, store, host.clears(), runtime.clone());
+            describe(&tier, space);
+            shared.stores.push(Arc::new(tier));
+        }
+        Ok(shared)
+    }
+}
+
+impl Peers {
+    fn start(
+        self,
+        node: NodeConfig,
+        arena: &Arc<Arena>,
+        host: Arc<dyn Host>,
+        runtime: Handle,
+    ) -> Result<P2pBackend, BuildError> {
+        let failed = |error: &dyn Display| BuildError::Peers(error.to_string());
+        let id = new_peer_id(&node.name).map_err(|error| failed(&error))?;
+        let mut channel = ChannelConfig::new(id, Arc::clone(arena));
+        channel.keys = Some(self.keys);
+        let listen = format!("tcp://{}", self.listen).parse();
+        let listen = listen.map_err(|error| failed(&error))?;
+        let mut config = P2pConfig::new(node, SocketConfig::new(channel, listen));
+        config.peers = self.peers;
+        P2pBackend::start(config, host, runtime).map_err(|error| failed(&error))
+    }
+}
+
+/// Lets a store describe the space, for `lmc remote`.
+fn describe(tier: &RemoteTier, space: &KeySpace) {
+    let space = space.clone();
+    tier.describe_spaces(move |name, clears| {
+        let is_it = name == space.id().after(clears);
+        is_it.then(|| SpaceRecord::new(&space, None))
+    });
+}
