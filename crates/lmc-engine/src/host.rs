@@ -68,7 +68,7 @@ impl EngineHost {
     }
 
     /// Returns true if an engine has this host.
-    pub(crate) fn is_taken(&self) -> bool {
+    pub fn is_taken(&self) -> bool {
         self.0.engine.get().is_some()
     }
 
@@ -162,10 +162,14 @@ impl Host for EngineHost {
     ) -> BoxFuture<'_, Result<(), TooManyClears>> {
         let log = self.0.clears.clone();
         Box::pin(async move {
+            let clears = Arc::new(clears);
+            let (on_thread, of_it) = (log.clone(), Arc::clone(&clears));
             // It blocks for the state file.
-            let learning = tokio::task::spawn_blocking(move || log.learn(&clears, origin));
-            // The runtime ends with the process alone.
-            learning.await.map_or(Ok(()), |learned| learned.map(drop))
+            let learning = tokio::task::spawn_blocking(move || on_thread.learn(&of_it, origin));
+            // A runtime that ends gives no thread.
+            let learned = learning.await;
+            let learned = learned.unwrap_or_else(|_| log.learn(&clears, origin));
+            learned.map(drop)
         })
     }
 

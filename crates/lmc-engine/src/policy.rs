@@ -12,12 +12,24 @@ use lmc_key::SpaceId;
 pub struct LowerTier {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) policy: TierPolicy,
+    pub(crate) kept: Option<Arc<dyn fmt::Debug + Send + Sync>>,
 }
 
 impl LowerTier {
     /// A tier that is used by a policy.
     pub fn new(backend: Arc<dyn Backend>, policy: TierPolicy) -> Self {
-        Self { backend, policy }
+        Self {
+            backend,
+            policy,
+            kept: None,
+        }
+    }
+
+    /// Keeps something, such as the runtime of the tier, until the engine has ended. Default: nothing.
+    #[must_use]
+    pub fn keeping(mut self, kept: Arc<dyn fmt::Debug + Send + Sync>) -> Self {
+        self.kept = Some(kept);
+        self
     }
 
     /// Returns the tier itself.

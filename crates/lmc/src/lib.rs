@@ -37,7 +37,8 @@ pub use lmc_engine::{CacheEngine, CloseReport, EngineConfig, Found, Lookup, Owne
 use backend::Backend;
 use disk::{DiskConfig, DiskError};
 use engine::{
-    EngineError, HostSpace, LookupRequest, LowerTier, Rank, SpaceBook, StoreRequest, StoreStart,
+    EngineError, EngineHost, HostSpace, LookupRequest, LowerTier, Rank, SpaceBook, StoreRequest,
+    StoreStart,
 };
 use key::{ChunkHasher, ChunkKey, HashAlgorithm, KeySpace, LayoutFingerprint, SpaceId};
 use memory::{ArenaConfig, ArenaError};
@@ -162,7 +163,8 @@ impl CacheBuilder {
     }
 
     /// Adds a store that other processes use too, below disk and peers: `file:///FOLDER`, and with
-    /// the features of these names `redis://HOST` or `s3://BUCKET/PREFIX`. Default: none.
+    /// the features of these names `redis://HOST` or `s3://BUCKET/PREFIX`. [`Self::build`] waits up to
+    /// 500 ms for its first answer; until then it takes no chunks. Default: none.
     #[cfg(feature = "shared")]
     #[must_use]
     pub fn store(mut self, url: &str) -> Self {
@@ -202,7 +204,10 @@ impl CacheBuilder {
             chunk_size: hasher.chunk_size(),
             model: name("model", &self.model)?,
             world_size: 1,
-            layout: LayoutFingerprint::of(self.layout.as_bytes()),
+            // Whatever the text says, chunks of another size are others.
+            layout: LayoutFingerprint::of(
+                format!("{} bytes: {}", self.chunk_bytes, self.layout).as_bytes(),
+            ),
             dtype: name("dtype", "bytes")?,
             salt: name("salt", &self.salt)?,
             identity: name("identity", "")?,
@@ -215,14 +220,21 @@ impl CacheBuilder {
             let disk: Arc<dyn Backend> = Arc::new(config.with_arena(Arc::clone(&arena)).open()?);
             tiers.push(disk.into());
         }
-        let host = self.engine.host.get_or_insert_default();
+        let host = match &self.engine.host {
+            Some(host) if host.is_taken() => return Err(EngineError::Host.into()),
+            Some(host) => host.clone(),
+            None => {
+                let host = self.engine.host.insert(EngineHost::default());
+                host.set_book(Arc::new(OneSpace(space.clone())));
+                host.clone()
+            }
+        };
         // Before other processes hear of this one.
         for tier in tiers.iter().chain(&self.tiers) {
             let clears = tier.backend().clears();
             let learned = host.clear_log().learn(&clears, tier.backend().name());
             learned.map_err(EngineError::from)?;
         }
-        host.set_book(Arc::new(OneSpace(space.clone())));
         #[cfg(feature = "shared")]
         let shared = (self.shared).open(&mut self.engine, &arena, &space, self.chunk_bytes)?;
         #[cfg(feature = "shared")]
@@ -336,8 +348,7 @@ impl PromptCache {
             .collect()
     }
 
-    /// Returns the engine, for what this type does not offer. Peers and stores end with the cache: a
-    /// clone of the engine that outlives it finds chunks in DRAM and on the disk.
+    /// Returns the engine, for what this type does not offer. All tiers end with its last clone.
     pub fn engine(&self) -> &CacheEngine {
         &self.engine
     }

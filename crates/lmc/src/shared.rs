@@ -1,7 +1,8 @@
 //! The tiers that other processes share: peers and stores.
 
 use std::fmt::Display;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
 
 use lmc_backend::{Backend, Host};
 use lmc_backend_p2p::{NodeConfig, P2pBackend, P2pConfig, new_peer_id};
@@ -14,6 +15,9 @@ use lmc_transfer::{ChannelConfig, Keys, SocketConfig};
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use crate::BuildError;
+
+/// Time that the stores have to answer before the cache goes on without them.
+const START: Duration = Duration::from_millis(500);
 
 /// The shared tiers that settings name.
 #[derive(Debug, Clone, Default)]
@@ -35,13 +39,17 @@ pub(crate) struct Peers {
 pub(crate) struct SharedTiers {
     pub(crate) peers: Option<Arc<P2pBackend>>,
     stores: Vec<Arc<RemoteTier>>,
-    /// The runtime that the tiers run on, if it is the cache's own. Its end waits for nothing.
-    runtime: Option<Runtime>,
+    /// The threads of the tiers, if they are the cache's own.
+    threads: Option<Arc<Threads>>,
 }
 
-impl Drop for SharedTiers {
+/// A runtime whose end waits for nothing.
+#[derive(Debug)]
+struct Threads(Option<Runtime>);
+
+impl Drop for Threads {
     fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
+        if let Some(runtime) = self.0.take() {
             runtime.shutdown_background();
         }
     }
@@ -58,7 +66,29 @@ impl SharedTiers {
             let tier = Arc::clone(store) as Arc<dyn Backend>;
             LowerTier::new(tier, TierPolicy::of_store(RemoteConfig::default().timeout))
         });
-        peers.chain(stores).collect()
+        let keep = |tier: LowerTier| match &self.threads {
+            Some(threads) => tier.keeping(Arc::clone(threads) as _),
+            None => tier,
+        };
+        peers.chain(stores).map(keep).collect()
+    }
+}
+
+impl SharedTiers {
+    /// Waits until the stores have answered, a moment at most: most answer at once.
+    fn await_stores(&self, runtime: &Handle) {
+        let deadline = Instant::now() + START;
+        let (done, all_done) = mpsc::channel::<()>();
+        for store in &self.stores {
+            let (store, done) = (Arc::clone(store), done.clone());
+            runtime.spawn(async move {
+                store.ready(deadline).await;
+                drop(done);
+            });
+        }
+        drop(done);
+        // Ends when each has dropped its end.
+        let _ = all_done.recv_timeout(START);
     }
 }
 
@@ -81,7 +111,9 @@ impl Settings {
                 let builder = &mut Builder::new_multi_thread();
                 let builder = builder.worker_threads(2).thread_name("lmc-tiers");
                 let runtime = builder.enable_all().build().map_err(BuildError::Runtime)?;
-                shared.runtime.insert(runtime).handle().clone()
+                let handle = runtime.handle().clone();
+                shared.threads = Some(Arc::new(Threads(Some(runtime))));
+                handle
             }
         };
         engine.runtime = Some(runtime.clone());
@@ -100,6 +132,7 @@ impl Settings {
             describe(&tier, space);
             shared.stores.push(Arc::new(tier));
         }
+        shared.await_stores(&runtime);
         Ok(shared)
     }
 }

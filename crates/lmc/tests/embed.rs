@@ -55,7 +55,9 @@ fn a_setting_that_is_not_possible_is_named() {
 
 #[cfg(feature = "shared")]
 mod shared {
+    use lmc::engine::{EngineError, EngineHost, LookupRequest, Rank};
     use lmc::transfer::{Key, Keys};
+    use lmc::{BuildError, EngineConfig, OwnerId};
     use lmc_testkit::until;
 
     use super::*;
@@ -105,12 +107,6 @@ mod shared {
         let url = format!("file://{}", folder.display());
         let tokens: Vec<u32> = (0..96).collect();
         let writer = alone().store(&url).build().expect("a folder");
-        until("the store answers", || {
-            let [health] = &writer.engine().health()[1..] else {
-                panic!("one tier below DRAM");
-            };
-            health.fault.is_none()
-        });
         assert_eq!(store(&writer, &tokens), 6);
         assert!(
             writer
@@ -119,7 +115,77 @@ mod shared {
         );
         drop(writer);
         let reader = alone().store(&url).build().expect("the same folder");
-        until("the store answers", || hits(&reader, &tokens) == 6);
+        assert_eq!(hits(&reader, &tokens), 6);
+    }
+
+    #[test]
+    fn a_clone_of_the_engine_keeps_all_tiers() {
+        let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
+        let tokens: Vec<u32> = (0..96).collect();
+        let cache = builder("a", &folder).peers(ANY, keys(1), [""; 0]).build();
+        let cache = cache.expect("a port is free");
+        assert_eq!(store(&cache, &tokens), 6);
+        let (engine, keys) = (cache.engine().clone(), cache.keys(&tokens));
+        until("all is on disk", || engine.lower_status()[0].written == 6);
+        drop(cache);
+        engine.clear_dram(true);
+        let hashes = keys.iter().map(|key| key.hash).collect();
+        let rank = Rank {
+            space: keys[0].space,
+            kv_rank: 0,
+            chunk_bytes: Some(CHUNK),
+        };
+        let request = LookupRequest::new(OwnerId(1 << 20), hashes, vec![rank]);
+        assert_eq!(engine.lookup(request).wait_blocking().hits, 6);
+        assert!(
+            engine
+                .close(Instant::now() + Duration::from_secs(20))
+                .is_complete()
+        );
+    }
+
+    #[test]
+    fn a_cache_that_is_refused_changes_nothing_of_another() {
+        let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
+        let cleared = builder("a", &folder).build().expect("a new folder");
+        cleared.engine().clear(true).expect("a first clear");
+        drop(cleared);
+        let tokens: Vec<u32> = (0..96).collect();
+        let mut engine = EngineConfig::default();
+        engine.host = Some(EngineHost::default());
+        let first = alone().engine(engine.clone()).build().expect("memory");
+        assert_eq!(store(&first, &tokens), 6);
+        let second = builder("b", &folder).engine(engine).build();
+        assert!(matches!(second, Err(BuildError::Engine(EngineError::Host))));
+        assert_eq!(hits(&first, &tokens), 6);
+    }
+
+    #[test]
+    fn chunks_of_another_size_are_others_whatever_the_layout_says() {
+        let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
+        let tokens: Vec<u32> = (0..96).collect();
+        let sized = |bytes| {
+            CacheBuilder::new("model", "a", bytes)
+                .chunk_size(16)
+                .dram(1 << 20)
+                .disk(&*folder, 64 << 20)
+        };
+        let cache = sized(CHUNK).build().expect("a new folder");
+        assert_eq!(store(&cache, &tokens), 6);
+        assert!(
+            cache
+                .close(Instant::now() + Duration::from_secs(20))
+                .is_complete()
+        );
+        drop(cache);
+        let cache = sized(CHUNK / 2).build().expect("the same folder");
+        assert_eq!(hits(&cache, &tokens), 0);
+        assert_eq!(store(&cache, &tokens), 6);
+        until("all is on disk", || {
+            cache.engine().lower_status()[0].written == 6
+        });
+        cache.engine().clear_dram(true);
+        assert_eq!(hits(&cache, &tokens), 6);
     }
 
     #[test]

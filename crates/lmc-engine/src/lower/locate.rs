@@ -205,9 +205,10 @@ impl Tiers {
     }
 
     /// Returns the source of a chunk that a tier has, unless it is of another length than it has to
-    /// be.
+    /// be, or of one that no slot has.
     fn source(&self, index: usize, location: Location, chunk_bytes: Option<u64>) -> Option<Source> {
-        if !fits(location.len, chunk_bytes) {
+        let pool = self.local.pool().arena().len() as u64;
+        if !fits(location.len, chunk_bytes) || location.len > pool {
             count(&self.tiers[index].counters.promote_missed, 1);
             return None;
         }

@@ -119,6 +119,7 @@ struct Tier {
     counters: Counters,
     /// Until then no prompt waits for the tier whose chunks other tiers have.
     late_until: Mutex<Option<Instant>>,
+    _kept: Option<Arc<dyn fmt::Debug + Send + Sync>>,
 }
 
 /// Settings of the work with lower tiers.
@@ -183,13 +184,21 @@ impl LowerTiers {
         let promotion_bytes = config.promotion_bytes.unwrap_or(u64::MAX).min(pool / 4);
         let units = promotion_bytes / promote::UNIT;
         let promotion_units = units.clamp(1, u64::from(u32::MAX >> 4)) as u32;
-        let tier = |LowerTier { backend, policy }| Tier {
-            backend,
-            uses: Uses::of_policy(policy.admit),
-            queue: WriteQueue::new(policy.write_queue_bytes.unwrap_or(pool / 8)),
-            counters: Counters::default(),
-            late_until: Mutex::default(),
-            policy,
+        let tier = |tier: LowerTier| {
+            let LowerTier {
+                backend,
+                policy,
+                kept,
+            } = tier;
+            Tier {
+                _kept: kept,
+                backend,
+                uses: Uses::of_policy(policy.admit),
+                queue: WriteQueue::new(policy.write_queue_bytes.unwrap_or(pool / 8)),
+                counters: Counters::default(),
+                late_until: Mutex::default(),
+                policy,
+            }
         };
         let tiers = Arc::new(Tiers {
             local,

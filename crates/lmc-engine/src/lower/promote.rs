@@ -474,6 +474,7 @@ impl Tiers {
         let mut rest = self.locate_elsewhere(prompt, &failed).await;
         let never = Notify::new();
         while !rest.is_empty()
+            && Instant::now() < prompt.deadline
             && let Some(permits) = self.reserve_rest(prompt, window, &mut rest).await
         {
             self.load_all(prompt, window, permits, &never).await;

@@ -331,6 +331,28 @@ fn where_no_prompt_waits_a_slow_tier_may_take_longer_than_its_timeout() {
     assert_idle(&engine);
 }
 
+/// Such a lookup once never ended, where the chunk was read after another tier had failed.
+#[test]
+fn a_tier_that_claims_a_chunk_beyond_the_pool_has_none() {
+    let tier = |longer_by| {
+        let tier = Scripted {
+            longer_by,
+            ..Scripted::new()
+        };
+        put(&tier, SPACE, 0..4);
+        Arc::new(tier)
+    };
+    let inner = MemoryBackend::shared();
+    put(&inner, SPACE, 0..4);
+    let failing = Arc::new(Handing { inner, fails: true });
+    let engine = engine(64, vec![failing, tier(1 << 40)]);
+    assert_eq!(found(&engine, 0..4).hits, 0);
+    assert!(status(&engine, 1).promote_missed >= 1);
+    let sound = engine_with(64, vec![tier(1 << 40), tier(0)], |_, _| {});
+    assert_eq!(found(&sound, 0..4).hits, 4, "the next tier has them");
+    assert_idle(&engine);
+}
+
 #[test]
 fn a_tier_that_lies_about_a_length_costs_a_miss_and_no_byte() {
     let tier = Scripted {
