@@ -304,9 +304,17 @@ def idle_worker(args, shape, rounds=5, mib=512):
         results, speeds = {"store": [], "retrieve": []}, []
         for turn in range(rounds):
             assert scheduler.reset_cache()
+            stores = ops(f"store {turn}")
+            for op in stores:
+                # After a clear the server takes what was looked up since.
+                scheduler.maybe_submit_lookup_request(op.request_id, token_ids=op.token_ids)
+            assert all(eventually(lambda: scheduler.check_lookup_result(op.request_id) == 0)
+                       for op in stores)
             results["store"].append(copied(
-                worker.batched_submit_store_requests, ops(f"store {turn}"),
+                worker.batched_submit_store_requests, stores,
                 lambda names: worker.get_finished(names)[0]))
+            for op in stores:
+                scheduler.end_session(op.request_id)
             for cache in caches:
                 cache.zero_()
             loads = ops(f"load {turn}")
