@@ -78,6 +78,7 @@ impl fmt::Debug for CopyPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CopyPool")
             .field("workers", &self.workers())
+            .field("large_copies", &Store::around_the_cache())
             .finish()
     }
 }
