@@ -4,9 +4,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use crate::built::Built;
+use crate::outcomes::{Outcomes, Wrong};
 use crate::scripts::{self, NotToBeHad};
 use crate::{packages, target, vllm};
 
@@ -15,6 +16,7 @@ use crate::{packages, target, vllm};
 /// Puts the program, lmc's Python package, the wheels that LMCache's client needs, a test of the driver
 /// and the scripts into target/test-gpu, which is all that a machine with a GPU needs besides Python
 /// and torch: copy the folder there and run its run.sh. Where this machine has a GPU, that is run here.
+/// Without one, the checks of lmc's own client that need no GPU are run on tensors in host memory.
 #[derive(Debug, clap::Args)]
 pub(crate) struct GpuArgs {
     /// Version of Python on the machine with the GPU
@@ -22,25 +24,72 @@ pub(crate) struct GpuArgs {
     python: String,
 }
 
+/// Measures on a GPU: rates of copies, and what they cost the engine's own work
+///
+/// Makes the folder of `cargo xtask test-gpu` and runs `run.sh figures` in it; on a machine without a
+/// GPU it says how to do that elsewhere.
+#[derive(Debug, clap::Args)]
+pub(crate) struct FiguresArgs {
+    #[command(flatten)]
+    gpu: GpuArgs,
+}
+
 const SCRIPTS: [&str; 4] = ["run.sh", "client.py", "load.py", "own.py"];
 
-/// Makes the folder, and runs it where there is a GPU. Returns true if nothing failed.
+/// Makes the folder, and runs its checks: on a GPU where there is one, else in host memory. Returns
+/// true if nothing failed.
 pub(crate) fn run(args: &GpuArgs) -> Result<bool> {
     let folder = match pack(&args.python) {
         Ok(folder) => folder,
         Err(why) if why.is::<NotToBeHad>() => return Ok(scripts::skipped("gpu", &why)),
         Err(fault) => return Err(fault),
     };
-    if !packages::found("nvidia-smi") {
-        let there = folder.display();
-        let why = NotToBeHad(format!(
-            "no GPU here: copy {there} to a machine that has one and run its run.sh"
-        ));
-        return Ok(scripts::skipped("gpu", &why.into()));
+    let mut outcomes = Outcomes::new(false);
+    let name = "checks on a GPU";
+    if let Some(why) = no_gpu(&folder, "tests") {
+        outcomes.skip(name, &why.into());
+        let name = "lmc's own client on tensors in host memory";
+        match vllm::environment() {
+            Ok(environment) => outcomes.ran(name, run_part(&folder, "cpu", Some(&environment))),
+            Err(why) => outcomes.cannot(name, why),
+        }
+    } else {
+        outcomes.ran(name, run_part(&folder, "tests", None));
     }
+    Ok(outcomes.finish())
+}
+
+/// Makes the folder, and measures where there is a GPU. Returns true if nothing failed.
+pub(crate) fn figures(args: &FiguresArgs) -> Result<bool> {
+    let folder = pack(&args.gpu.python)?;
+    match no_gpu(&folder, "figures") {
+        Some(why) => println!("{why}"),
+        None => drop(run_part(&folder, "figures", None)?),
+    }
+    Ok(true)
+}
+
+/// Says what to do where this machine has no GPU.
+fn no_gpu(folder: &Path, part: &str) -> Option<NotToBeHad> {
+    let there = folder.display();
+    (!packages::found("nvidia-smi")).then(|| {
+        NotToBeHad(format!(
+            "no GPU here: copy {there} to a machine that has one and run its run.sh {part}"
+        ))
+    })
+}
+
+/// Runs a part of the script, with the Python of an environment or the machine's own.
+fn run_part(folder: &Path, part: &str, environment: Option<&str>) -> Result<String> {
     let mut script = Command::new("bash");
-    let status = script.arg(folder.join("run.sh")).stdin(Stdio::null());
-    Ok(status.status().context("cannot run bash")?.success())
+    script.arg(folder.join("run.sh")).arg(part);
+    if let Some(environment) = environment {
+        script.env("PYTHON", format!("{environment}/bin/python"));
+    }
+    let status = script.stdin(Stdio::null()).status();
+    let passed = status.context("cannot run bash")?.success();
+    ensure!(passed, Wrong("see the lines with FAILED above".to_owned()));
+    Ok(format!("run.sh {part}"))
 }
 
 fn pack(python: &str) -> Result<PathBuf> {

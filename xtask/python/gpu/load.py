@@ -1,7 +1,8 @@
-"""A bf16 matrix product on a GPU: its time alone, beside lmc's copies, and beside plain large copies.
+"""A bf16 matrix product on a GPU: its time alone, beside lmc's copies, and beside what bounds these.
 
-The last are what any copy costs at this rate: pinned memory, 256 MiB at a time, one direction after
-the other as a store and a retrieve do.
+Plain large copies are what any copy costs at this rate: pinned memory, 256 MiB at a time, one
+direction after the other as a store and a retrieve do. Empty kernels are what any kernel of another
+process costs: one each millisecond, on 16 numbers.
 """
 
 import json
@@ -45,15 +46,27 @@ def copy_until(stop):
     print(json.dumps({"store_gb_s": round(count * size / (time.perf_counter() - began) / 1e9, 2)}))
 
 
+def launch_until(stop):
+    """Launches a kernel each millisecond until a file exists."""
+    numbers = torch.zeros(16, device="cuda")
+    while not os.path.exists(stop):
+        numbers.add_(1)
+        torch.cuda.synchronize()
+        time.sleep(0.001)
+
+
+BESIDE = {"copies of 256 MiB": copy_until, "empty kernels": launch_until}
+
+
 def main():
-    if sys.argv[1] == "--copy-until":
-        return copy_until(sys.argv[2])
+    if sys.argv[1] in BESIDE:
+        return BESIDE[sys.argv[1]](sys.argv[2])
     url, client = sys.argv[1], os.path.join(os.path.dirname(os.path.abspath(__file__)), "client.py")
     products(1)
-    for mode in ("copies of 256 MiB", "lmcache_driven", "engine_driven"):
+    for mode in sys.argv[2:]:
         stop = f"/tmp/stop-{os.getpid()}-{mode[:3]}"
         alone = products(2)
-        command = [client, "--url", url, "--mode", mode, "--until", stop, *LAYOUT] if "driven" in mode else [__file__, "--copy-until", stop]
+        command = [client, "--url", url, "--mode", mode, "--until", stop, *LAYOUT] if "driven" in mode else [__file__, mode, stop]
         beside = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL)
         time.sleep(9)
         loaded = products(3)

@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from lmc._native import SchedulerAdapter, WorkerAdapter
+from lmc._native import SchedulerAdapter, WorkerAdapter, chunk_hashes
 from lmc.ops import LoadStoreOp
 from lmc.vllm.metadata import Step
 from lmc.vllm.worker import WorkerSide
@@ -33,11 +33,12 @@ NUMBERS = itertools.count()
 class Engine:
     """Tensors of a worker as vLLM's runner makes them, and the two adapters."""
 
-    def __init__(self, args, layout, layers, heads, block, prompts, chunks, later=False):
-        """`later`: `register` is called by the caller."""
-        self.layout, self.block, self.chunks = layout, block, chunks
+    def __init__(self, args, layout, layers, heads, block, prompts, chunks, later=False, windows=(None,), hash_mode=False):
+        """`later`: `register` is called by the caller. The KV groups, one for each of `windows`, share
+        the tensors, and so have blocks of their own."""
+        self.layout, self.block, self.chunks, self.windows = layout, block, chunks, windows
         self.per_chunk = CHUNK // block
-        self.blocks = prompts * chunks * self.per_chunk + 9
+        self.blocks = prompts * chunks * self.per_chunk * len(windows) + 9
         axes, is_latent = LAYOUTS[layout], layout == "latent"
         shape = (self.blocks, 1, block, 576) if is_latent else (self.blocks, heads, block, 256)
         lying = [shape[axis] for axis in axes]
@@ -47,9 +48,9 @@ class Engine:
             raw = torch.randint(-30000, 30000, (count,), dtype=torch.int16, device=args.device)
             view = raw.view(torch.bfloat16).view(lying)
             self.tensors.append(view.permute([axes.index(axis) for axis in range(4)]))
-        self.chunk_bytes = count // self.blocks * 2 * layers * self.per_chunk
+        self.chunk_bytes = count // self.blocks * 2 * layers * self.per_chunk * len(windows)
         self.run_bytes = count // self.blocks * 2
-        common = {"model": f"own/{os.getpid()}/{next(NUMBERS)}", "world_size": 1, "hash_mode": False, "block_size": block}
+        common = {"model": f"own/{os.getpid()}/{next(NUMBERS)}", "world_size": 1, "hash_mode": hash_mode, "block_size": block}
         self.scheduler = SchedulerAdapter(args.endpoint, **common)
         self.adapter = WorkerAdapter(args.endpoint, kv_rank=0, **common)
         self.worker = WorkerSide(self.adapter, can_store=True)
@@ -60,7 +61,8 @@ class Engine:
     def register(self):
         axes, is_latent = LAYOUTS[self.layout], self.layout == "latent"
         began = time.perf_counter()
-        self.worker.register_kv_caches(self.tensors, axes, blocks=self.blocks, block_size=self.block, is_latent=is_latent)
+        groups = [(self.tensors, window) for window in self.windows]
+        self.worker.register_kv_caches(groups, axes, blocks=self.blocks, block_size=self.block, is_latent=is_latent)
         self.register_ms = (time.perf_counter() - began) * 1e3
 
     def prompt(self):
@@ -74,7 +76,7 @@ class Engine:
         return [ids[number * wanted : (number + 1) * wanted] for number in range(prompts)]
 
     def op(self, name, tokens, ids):
-        return LoadStoreOp(name, ids, 0, len(tokens), token_ids=tokens)
+        return LoadStoreOp(name, [ids], 0, len(tokens), token_ids=tokens)
 
     def until(self, done, what):
         end = time.perf_counter() + DEADLINE
@@ -84,18 +86,24 @@ class Engine:
             time.sleep(0.00005)
 
     def store(self, name, tokens, ids):
-        self.worker.submit_stores(Step(stores=[self.op(name, tokens, ids)]))
+        self.store_all([self.op(name, tokens, ids)])
+
+    def store_all(self, ops):
+        self.worker.submit_stores(Step(stores=ops))
 
     def stored(self, name):
         return name in self.worker.get_finished(Step(finished={name}))[0]
 
-    def lookup(self, name, tokens):
-        self.scheduler.maybe_submit_lookup_request(name, token_ids=tokens)
+    def lookup(self, name, tokens=None, hashes=None):
+        self.scheduler.maybe_submit_lookup_request(name, token_ids=tokens, block_hashes=hashes)
         self.until(lambda: self.scheduler.check_lookup_result(name) is not None, "a lookup")
         return self.scheduler.check_lookup_result(name)
 
     def load(self, name, tokens, ids):
-        self.worker.begin_step(Step(loads=[self.op(name, tokens, ids)]))
+        self.load_all([self.op(name, tokens, ids)])
+
+    def load_all(self, ops):
+        self.worker.begin_step(Step(loads=ops))
 
     def loaded(self, name):
         return name in self.worker.get_finished(None)[1]
@@ -143,6 +151,85 @@ def check_bytes(args, layout, block, heads=8, in_order=False, rounds=3):
     stats = engine.adapter.stats()
     engine.close()
     return {"run_bytes": engine.run_bytes, "register_ms": round(engine.register_ms, 1), "stored": stats["stored_chunks"], "loaded": stats["retrieved_chunks"], "faults": faults}
+
+
+def check_windows(args, block, rounds=3):
+    """Two KV groups, as of a model with sliding windows: of the second one half of each chunk's blocks
+    are stored, and the last of them loaded."""
+    chunks, window = 8, 128
+    kept = window // block
+    engine = Engine(args, "tokens_first", 8, 8, block, 2, chunks, windows=(None, window))
+    faults = []
+    for number in range(rounds):
+        full, late, into, into_late = engine.ids(4)
+        gone = engine.per_chunk - kept
+        # In a block table, 0 stands for a block that is not kept.
+        stored = [0 if at % engine.per_chunk < gone else one for at, one in enumerate(late)]
+        loaded = [0] * (len(late) - kept) + into_late[-kept:]
+        others = sorted(set(range(engine.blocks)) - set(into) - set(into_late[-kept:]))
+        tokens = engine.prompt()
+        want, rest = engine.bytes_of(full) + engine.bytes_of(late[-kept:]), engine.bytes_of(others)
+        op = engine.op(f"s{number}", tokens, full)
+        op.block_ids.append(stored)
+        engine.store_all([op])
+        engine.until(lambda: engine.stored(f"s{number}"), "a store")
+        if engine.lookup(f"l{number}", tokens) != len(tokens):
+            faults.append("not all tokens were found")
+            break
+        op = engine.op(f"l{number}", tokens, into)
+        op.block_ids.append(loaded)
+        engine.load_all([op])
+        engine.until(lambda: engine.loaded(f"l{number}"), "a load")
+        engine.end(f"l{number}")
+        if not same(engine.bytes_of(into) + engine.bytes_of(into_late[-kept:]), want):
+            faults.append(f"round {number}: wrong bytes")
+        if not same(engine.bytes_of(others), rest):
+            faults.append(f"round {number}: blocks changed that were not named")
+    faults += [text for level, text in engine.adapter.take_log() if level > 20]
+    engine.close()
+    return {"window": window, "block": block, "faults": faults}
+
+
+def check_tails(args, block, rounds=3):
+    """A prompt that is named by hashes, with blocks after its last whole chunk."""
+    chunks, blocks_of_tail = 4, (CHUNK // block) // 2 + 1
+    engine = Engine(args, "tokens_first", 8, 8, block, 2, chunks + 1, hash_mode=True)
+    whole = chunks * engine.per_chunk
+    faults = []
+
+    def ops(name, hashes, ids):
+        start, end = whole * block, (whole + blocks_of_tail) * block
+        named = chunk_hashes(hashes, engine.per_chunk, chunks)
+        tail = chunk_hashes(hashes[whole:], 1, blocks_of_tail)
+        return [
+            LoadStoreOp(name, [ids[:whole]], 0, start, chunk_hashes=named),
+            LoadStoreOp(name, [ids[whole:]], start, end, chunk_hashes=tail, is_tail=True),
+        ]
+
+    for number in range(rounds):
+        source, target = (ids[: whole + blocks_of_tail] for ids in engine.ids(2))
+        others = sorted(set(range(engine.blocks)) - set(target))
+        hashes = [engine.rng.randbytes(32) for _ in source]
+        want, rest = engine.bytes_of(source), engine.bytes_of(others)
+        engine.store_all(ops(f"s{number}", hashes, source))
+        engine.until(lambda: engine.stored(f"s{number}"), "a store")
+        # A prompt that parts from this one in the tail's last block.
+        if (found := engine.lookup(f"p{number}", hashes=[*hashes[:-1], bytes(32)])) != (len(source) - 1) * block:
+            faults.append(f"{found} tokens of a prompt with another last block were found")
+        engine.end(f"p{number}")
+        if (found := engine.lookup(f"l{number}", hashes=hashes)) != len(source) * block:
+            faults.append(f"{found} of {len(source) * block} tokens were found")
+            break
+        engine.load_all(ops(f"l{number}", hashes, target))
+        engine.until(lambda: engine.loaded(f"l{number}"), "a load")
+        engine.end(f"l{number}")
+        if not same(engine.bytes_of(target), want):
+            faults.append(f"round {number}: wrong bytes")
+        if not same(engine.bytes_of(others), rest):
+            faults.append(f"round {number}: blocks changed that were not named")
+    faults += [text for level, text in engine.adapter.take_log() if level > 20]
+    engine.close()
+    return {"tail_tokens": blocks_of_tail * block, "block": block, "faults": faults}
 
 
 def check_order(args):
@@ -263,7 +350,7 @@ def check_rates(args, heads, in_order=False, rounds=5, chunks=64):
         ended = set()
 
         def both():
-            stored, loaded = engine.worker.get_finished(Step(finished={f"t{number}"}))
+            stored, loaded, _ = engine.worker.get_finished(Step(finished={f"t{number}"}))
             ended.update(stored, loaded)
             return ended >= {f"t{number}", f"b{number}"}
 
@@ -305,6 +392,27 @@ def check_small(args, rounds=30):
     return found | {"chunk_mib": engine.chunk_bytes >> 20, "faults": []}
 
 
+def check_waits(args, tokens=8192, rounds=10):
+    """Milliseconds that the engine's thread waits, after a step's work on the GPU, for the stores of
+    blocks that a window has left in it."""
+    chunks = tokens // CHUNK
+    engine = Engine(args, "tokens_first", 32, 8, 16, 1, chunks)
+    time.sleep(4)
+    waits = []
+    for number in range(rounds):
+        (ids,) = engine.ids(1)
+        engine.store(f"s{number}", engine.prompt(), ids)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        engine.worker.handle_preemptions(Step(freed={f"s{number}": tokens}))
+        waits.append(time.perf_counter() - began)
+        engine.until(lambda: engine.stored(f"s{number}"), "a store")
+    stats = engine.adapter.stats()
+    engine.close()
+    faults = [] if stats["stored_chunks"] == rounds * chunks else [str(stats)]
+    return {"step_mib": engine.chunk_bytes * chunks >> 20, "wait_ms": round(statistics.median(waits[1:]) * 1e3, 1), "faults": faults}
+
+
 def check_price(args, heads, seconds=4):
     """What copies without a pause cost the engine's own work: a bf16 matrix product on its stream."""
     engine = Engine(args, "tokens_first", 32, heads, 16, 2, 32)
@@ -320,7 +428,7 @@ def check_price(args, heads, seconds=4):
 
     def carry_on():
         """Keeps two stores under way, and two loads of prompts that were stored before."""
-        stored, loaded = engine.worker.get_finished(Step(finished=state["stores"]))
+        stored, loaded, _ = engine.worker.get_finished(Step(finished=state["stores"]))
         state["bytes"] += size * (len(stored) + len(loaded))
         state["stores"] -= stored
         state["loads"] -= loaded
@@ -372,6 +480,7 @@ def check_price(args, heads, seconds=4):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=["tests", "figures"])
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--only", help="names of checks that contain this")
@@ -379,6 +488,10 @@ def main():
     checks = {f"bytes {layout} {block}": lambda layout=layout, block=block: check_bytes(args, layout, block) for layout in LAYOUTS for block in (16, 64)}
     checks |= {
         "bytes of 1 head": lambda: check_bytes(args, "tokens_first", 16, heads=1),
+        "bytes of windows, blocks of 16": lambda: check_windows(args, 16),
+        "bytes of windows, blocks of 64": lambda: check_windows(args, 64),
+        "bytes of tails, blocks of 16": lambda: check_tails(args, 16),
+        "bytes of tails, blocks of 64": lambda: check_tails(args, 64),
         "bytes of blocks in order": lambda: check_bytes(args, "tokens_first", 16, in_order=True),
         "order": lambda: check_order(args),
         "graphs": lambda: check_graphs(args),
@@ -388,12 +501,14 @@ def main():
         "rates of 1 head": lambda: check_rates(args, 1, chunks=128),
         "rates of blocks in order": lambda: check_rates(args, 8, in_order=True),
         "small prompts": lambda: check_small(args),
+        "waits of windows": lambda: check_waits(args),
         "price of 8 heads": lambda: check_price(args, 8),
         "price of 1 head": lambda: check_price(args, 1),
     }
     failed = False
     for name, check in checks.items():
-        if args.only and args.only not in name:
+        is_figure = name.split()[0] in ("rates", "small", "waits", "price")
+        if is_figure != (args.part == "figures") or (args.only and args.only not in name):
             continue
         result = check()
         failed |= bool(result["faults"])

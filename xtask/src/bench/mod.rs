@@ -35,6 +35,7 @@ pub(crate) enum BenchAction {
     Remote(remote::RemoteArgs),
     Adapter(adapter::AdapterArgs),
     Vllm(vllm::VllmArgs),
+    Gpu(crate::gpu::FiguresArgs),
     /// Measures a directory of chunks by itself: bytes of an entry, look-ups, 1,000 members
     Directory(ExampleArgs),
     /// Measures the hashing of prompts, beside the bare hash functions
@@ -60,6 +61,7 @@ pub(crate) fn run(action: &BenchAction) -> Result<bool> {
         BenchAction::Remote(args) => remote::run(args),
         BenchAction::Adapter(args) => adapter::run(args),
         BenchAction::Vllm(args) => vllm::run(args),
+        BenchAction::Gpu(args) => crate::gpu::figures(args),
         BenchAction::Directory(args) => examples::run("lmc-backend-p2p", "directory_scale", args),
         BenchAction::Hash(args) => examples::run("lmc-key", "hash_speed", args),
         BenchAction::Copy(args) => examples::run("lmc-memory", "copy_speed", args),
