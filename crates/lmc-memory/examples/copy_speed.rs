@@ -162,7 +162,7 @@ fn main() -> Result<()> {
     drop(whole);
 
     let copies = CopyPool::new(threads - 1)?;
-    println!("{copies:?}");
+    println!("large copies: {:?}", CopyPool::large_copies());
     println!(
         "{:<34} {:>6} {:>6} {:>5} {:>9} {:>8} {:>8} {:>8} {:>6} {:>6}",
         "engine's layout",

@@ -84,16 +84,23 @@ with_mps() { # command; processes on the GPU share it instead of taking turns
     if ! command -v nvidia-cuda-mps-control >"$XDG_STATE_HOME/mps"; then echo "skipped with MPS: no nvidia-cuda-mps-control"; return; fi
     export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) CUDA_MPS_LOG_DIRECTORY=$XDG_STATE_HOME
     nvidia-cuda-mps-control -d
+    trap 'echo quit | nvidia-cuda-mps-control' EXIT
     serve
     "$@"
     stop
     echo quit | nvidia-cuda-mps-control
+    trap - EXIT
     unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
 }
 
 cpu() { GB=2 serve; own tests --device cpu --only bytes; stop; }
 
 [ "${1:-}" = cpu ] || nvidia-smi --query-gpu=name,driver_version,uuid --format=csv,noheader
-for part in ${1:-tests figures}; do $part; done
+for part in ${1:-tests figures}; do
+    case $part in
+        tests | figures | cpu) $part ;;
+        *) echo "unknown part $part: expected tests, figures or cpu"; exit 2 ;;
+    esac
+done
 grep -h "refused\|WARN\|ERROR" "$OUT/lmc.log" | cut -c1-400 | tail -n 12
 exit $failed

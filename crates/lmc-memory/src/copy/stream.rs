@@ -19,20 +19,20 @@ const LINE: usize = 64;
 pub(super) enum Store {
     /// Through the cache.
     Plain,
-    /// Around it.
+    /// With non-temporal stores, which go around it.
     #[cfg(target_arch = "x86_64")]
     Around(Width, Order),
 }
 
-/// Bytes of a line that one instruction writes.
+/// Width of the instructions.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Width {
-    /// All of it.
+    /// 64 bytes.
     Avx512,
-    /// A half.
+    /// 32 bytes.
     Avx,
-    /// A quarter.
+    /// 16 bytes.
     Sse2,
 }
 
@@ -42,8 +42,8 @@ pub(super) enum Width {
 pub(super) enum Order {
     /// One after another.
     Ascending,
-    /// Four pages side by side, so that the hardware prefetches four streams. Some Intel processors
-    /// copy faster so; on AMD's Milan it takes 2 to 3 times as long.
+    /// Four pages side by side, so that the hardware prefetches four streams. Faster on some Intel
+    /// processors, and 2 to 3 times slower on AMD's Milan.
     FourPages,
 }
 
@@ -145,7 +145,7 @@ mod x86 {
             ascending = ascending.min(time(Order::Ascending));
             four_pages = four_pages.min(time(Order::FourPages));
         }
-        // Memory that others use as well makes both slow, not one of them faster.
+        // Other traffic slows both orders; the margin keeps noise from choosing the wrong one.
         if four_pages.mul_f64(1.1) < ascending {
             Order::FourPages
         } else {

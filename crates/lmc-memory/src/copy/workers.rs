@@ -78,7 +78,6 @@ impl fmt::Debug for CopyPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CopyPool")
             .field("workers", &self.workers())
-            .field("large_copies", &Store::around_the_cache())
             .finish()
     }
 }
@@ -107,6 +106,12 @@ impl CopyPool {
     /// Threads besides the caller.
     pub fn workers(&self) -> usize {
         self.team.threads()
+    }
+
+    /// Returns how copies of 1 MiB and more are made: as a measurement says, which the first of them in
+    /// a process makes in some 10 ms, or this call.
+    pub fn large_copies() -> impl fmt::Debug {
+        Store::around_the_cache()
     }
 
     /// Copies paged memory into chunks; `chunks[i]` is the plan's i-th. Bytes of blocks that
