@@ -194,6 +194,7 @@ def main():
     parser.add_argument("--naming", choices=["hashes", "tokens"], default="hashes",
                         help="of chunks, by lmc's connector")
     parser.add_argument("--prefix-caching", action="store_true")
+    parser.add_argument("--hash-algo", default="sha256", help="of vLLM's block hashes")
     parser.add_argument("--blocks", type=int, help="of the KV cache")
     parser.add_argument("--block-size", type=int, help="in tokens")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="in one step at most")
@@ -230,6 +231,7 @@ def main():
         model=args.model,
         skip_tokenizer_init=True,
         enable_prefix_caching=args.prefix_caching,
+        prefix_caching_hash_algo=args.hash_algo,
         enforce_eager=True,
         dtype=args.dtype,
         max_num_batched_tokens=args.batched_tokens,

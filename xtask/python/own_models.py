@@ -1,4 +1,5 @@
-"""Scenarios of lmc's own connector with LoRA adapters, and with models of several kinds of layers."""
+"""Scenarios of lmc's own connector with LoRA adapters, with models of several kinds of layers, and with
+vLLM's other hash algorithms."""
 
 import os
 import subprocess
@@ -176,3 +177,33 @@ def make(*what):
     """Saves a small model or adapters."""
     subprocess.run([sys.executable, os.path.join(HERE, "toys.py"), *what], check=True,
                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def hash_algorithms(run):
+    """Engines that hash blocks by xxhash, whose seed vLLM does not fix: without PYTHONHASHSEED lmc names
+    chunks by their tokens, and with it by the hashes."""
+    if run.args.peer or not run.args.package:
+        return
+    run.server_clear()
+
+    def engine(name, *environment):
+        return run.engine(f"own-xxhash-{name}", connector="lmc", hash_algo="xxhash",
+                          prefix=("env", *environment))
+
+    def warned(engine):
+        return engine.said("differ between processes without PYTHONHASHSEED, so lmc names")
+
+    for name, environment in (("no seed", ("-u", "PYTHONHASHSEED")), ("seed", ("PYTHONHASHSEED=7",))):
+        of = f"xxhash, {name}"
+        one, two = (engine(f"{name.replace(' ', '-')}-{n}", *environment) for n in (1, 2))
+        run.cold_and_warm(of, one.ready(), 3)
+        run.warm(f"{of}, another engine", two.ready(), 3)
+        wanted = int(name == "no seed")
+        check(f"{of}: {wanted} warnings in each engine's log",
+              warned(one) == warned(two) == wanted, f"{warned(one)}, {warned(two)}")
+        one.kill()
+        two.kill()
+    other = engine("other-seed", "PYTHONHASHSEED=8").ready()
+    run.cold_and_warm("xxhash, another seed", other, 3)
+    other.kill()
+    run.nothing_held("xxhash")

@@ -35,7 +35,7 @@ from harness import (
 )
 from own import connector, containers, lmcache_server, weights
 from own_events import Subscriber, events
-from own_models import hybrid, latent, lora
+from own_models import hash_algorithms, hybrid, latent, lora
 from own_tails import tails
 from page import Page
 from pd import pd
@@ -871,7 +871,7 @@ def rank_faults(run, name, pair):
 # `connector` is the last: it kills the server, whose chunks `sharing_and_death` finds.
 SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart, peers,
              remote, skip_save, wrong_dtype, block_sizes, serve, tensor_parallel, events, containers,
-             lora, hybrid, latent, lmcache_server, weights, pd, tails, connector]
+             lora, hash_algorithms, hybrid, latent, lmcache_server, weights, pd, tails, connector]
 
 
 # What uses `run.one`, an engine with the stock connector.
