@@ -68,9 +68,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Returns the number of keys that a question may name at about the price of one. So many keys of a
-    /// prompt are in the first question; the others follow if all of these are found. Where several
-    /// tiers are asked, the least number counts. Default: 1.
+    /// Returns the number of keys that a question may name at about the price of one. A prompt's first
+    /// question names that number of keys; the others follow if all of these are found. Where several
+    /// tiers are asked, the least number counts. Default: 1. Then the first question names the prompt's
+    /// last key too, where the length of its chunks is known: a tier that has both chunks, and names
+    /// no handle of them, is not asked about those between them, which are loaded.
     fn asks_at_once(&self) -> usize {
         1
     }
@@ -87,7 +89,10 @@ pub trait Backend: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>>;
 
-    /// Reads chunks into the slots given. The length of a slot must be that of its chunk.
+    /// Reads chunks into the slots given. The length of a slot is that of its chunk, as far as the
+    /// engine knows: it may ask for chunks that it has not located
+    /// ([`asks_at_once`](Self::asks_at_once)). One that is not there is a [`Loaded::Miss`], one of
+    /// another length a [`BackendError::Length`].
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded>;
 
     /// Writes chunks; answers when they are as durable as the tier promises. The slots are held

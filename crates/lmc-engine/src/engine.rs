@@ -249,10 +249,10 @@ impl CacheEngine {
         if host.is_taken() {
             return Err(EngineError::Host);
         }
-        let clears = host.clear_log();
         for tier in &lower {
-            clears.learn(&tier.backend.clears(), tier.backend.name())?;
+            host.learn_of(&*tier.backend)?;
         }
+        let clears = host.clear_log();
         let changes = lower.iter().filter_map(|tier| tier.backend.change_sink());
         let relay = Arc::new(Relay::new(clears.clone(), changes.collect()));
         let mut local = LocalConfig::new(pool)

@@ -3,11 +3,13 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use lmc_backend::{
-    BoxFuture, Clears, Host, HostChunk, HostLease, HostSpace, LocateHint, TooManyClears, Usage,
+    Backend, BoxFuture, Clears, Host, HostChunk, HostLease, HostSpace, LocateHint, TooManyClears,
+    Usage,
 };
 use lmc_backend_local::{Leases, OwnerId, TenantId};
 use lmc_key::{ChunkKey, SpaceId};
@@ -60,6 +62,15 @@ impl EngineHost {
     /// Returns the log of clears.
     pub fn clear_log(&self) -> &ClearLog {
         &self.0.clears
+    }
+
+    /// Notes the clears that a tier knows of: called for each private tier before this process connects
+    /// to peers and stores.
+    ///
+    /// # Errors
+    /// [`TooManyClears`].
+    pub fn learn_of(&self, tier: &dyn Backend) -> Result<(), TooManyClears> {
+        self.0.clears.learn(&tier.clears(), tier.name()).map(drop)
     }
 
     /// Names the spaces by this book from now on.
@@ -269,6 +280,7 @@ impl CacheEngine {
                     sources,
                     first: 0,
                     deadline,
+                    reach: Arc::new(AtomicUsize::new(keys.len())),
                     half: half_of(deadline),
                     read: Mutex::default(),
                 });

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
 use std::time::Instant;
 
 use lmc_backend::LocateHint;
@@ -475,6 +476,7 @@ async fn promote(
             tiers.clears().name(rank.rank.space, clears);
         }
     }
+    let shared_reach = &Arc::new(AtomicUsize::new(reach));
     let promoted = known.into_iter().map(|mut rank| async move {
         rank.truncate(reach);
         let resident = rank.leases.len();
@@ -486,6 +488,7 @@ async fn promote(
             hint: Some(hint(&rank.rank)),
             sources: rank.sources.found,
             deadline,
+            reach: Arc::clone(shared_reach),
             half: half_of(deadline),
             read: Mutex::default(),
         });

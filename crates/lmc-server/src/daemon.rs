@@ -475,7 +475,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         policy.spaces = on_disk.filter();
         policy.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
         let disk = disk::open(config, arena, clears.clears())?;
-        clears.learn(&disk.clears(), "drives")?;
+        host.learn_of(&*disk)?;
         lower.push(LowerTier::new(disk, policy));
     }
     let peers = peers::open(config, arena, host)?;

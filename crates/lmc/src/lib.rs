@@ -72,7 +72,7 @@ pub enum BuildError {
     /// The tier of peers cannot be started.
     #[cfg(feature = "shared")]
     #[error("peers: {0}")]
-    Peers(String),
+    Peers(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The URL names no shared store.
     #[cfg(feature = "shared")]
     #[error("store: {0}")]
@@ -231,8 +231,7 @@ impl CacheBuilder {
         };
         // Before other processes hear of this one.
         for tier in tiers.iter().chain(&self.tiers) {
-            let clears = tier.backend().clears();
-            let learned = host.clear_log().learn(&clears, tier.backend().name());
+            let learned = host.learn_of(&**tier.backend());
             learned.map_err(EngineError::from)?;
         }
         #[cfg(feature = "shared")]

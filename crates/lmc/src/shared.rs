@@ -1,6 +1,5 @@
 //! The tiers that other processes share: peers and stores.
 
-use std::fmt::Display;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -11,7 +10,7 @@ use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
 use lmc_engine::{EngineConfig, LowerTier, TierPolicy};
 use lmc_key::KeySpace;
 use lmc_memory::Arena;
-use lmc_transfer::{ChannelConfig, Keys, SocketConfig};
+use lmc_transfer::{AddressError, ChannelConfig, Keys, SocketConfig};
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use crate::BuildError;
@@ -145,15 +144,15 @@ impl Peers {
         host: Arc<dyn Host>,
         runtime: Handle,
     ) -> Result<P2pBackend, BuildError> {
-        let failed = |error: &dyn Display| BuildError::Peers(error.to_string());
-        let id = new_peer_id(&node.name).map_err(|error| failed(&error))?;
+        let id = new_peer_id(&node.name).map_err(|error| BuildError::Peers(error.into()))?;
         let mut channel = ChannelConfig::new(id, Arc::clone(arena));
         channel.keys = Some(self.keys);
         let listen = format!("tcp://{}", self.listen).parse();
-        let listen = listen.map_err(|error| failed(&error))?;
+        let listen = listen.map_err(|error: AddressError| BuildError::Peers(error.into()))?;
         let mut config = P2pConfig::new(node, SocketConfig::new(channel, listen));
         config.peers = self.peers;
-        P2pBackend::start(config, host, runtime).map_err(|error| failed(&error))
+        let started = P2pBackend::start(config, host, runtime);
+        started.map_err(|error| BuildError::Peers(error.into()))
     }
 }
 

@@ -336,7 +336,10 @@ impl<'a> Run<'a> {
         for key in self.some_keys() {
             let mut len = self.lens[&key];
             if self.rng.chance(50) {
-                len += 1;
+                len = match self.rng.chance(500) && len > 1 {
+                    true => len - 1,
+                    false => len + 1,
+                };
             }
             let slot = self.pool.reserve(len);
             let mut slot = slot.expect("every slot of earlier batches came back");

@@ -222,7 +222,9 @@ impl Tiers {
 
     /// Finds the sources of the leading keys in all tiers, `known` of which are known. Asks first
     /// about the first key that no index in this process has, and about as many after it as cost
-    /// about as much: if no tier has one of them, the rest is not asked for.
+    /// about as much: if no tier has one of them, the rest is not asked for. Where each key is a
+    /// question of its own, asks about the last key too: a tier that has both is assumed to have the
+    /// chunks between them.
     pub(crate) async fn locate(
         &self,
         keys: &[ChunkKey],
@@ -244,14 +246,27 @@ impl Tiers {
             let asked: Vec<usize> = (0..sources.len())
                 .filter(|&n| sources[n].is_none())
                 .collect();
-            let asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| part[n]).collect();
-            let (answers, has_waited) =
+            let mut asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| part[n]).collect();
+            asked_keys.extend(self.last_to_ask(rest, part.len(), hint));
+            let (mut answers, has_waited) =
                 self.ask_until_known(&asked_keys, hint, pending_until).await;
+            let last = answers.split_off(asked.len()).pop().flatten();
             for (n, answer) in asked.into_iter().zip(answers) {
                 sources[n] = answer;
             }
             let before = found.len();
             found.extend(sources.into_iter().map_while(|source| source));
+            if let (Some(first), Some(last)) = (found.get(before), last)
+                && !has_waited
+                && let Some(between) = assumed_between(first, &last)
+            {
+                let keys = &rest[1..rest.len() - 1];
+                let sources = self.sources_now(keys, hint.chunk_bytes, None);
+                let is_whole = sources.len() == keys.len();
+                found.extend(sources.into_iter().map(|it| it.unwrap_or(between.clone())));
+                found.extend(is_whole.then_some(last));
+                break;
+            }
             // Meanwhile an engine may have begun to write what was absent before.
             let goes_on = has_waited && found.len() > before;
             if found.len() < before + part.len() && !goes_on {
@@ -260,6 +275,15 @@ impl Tiers {
             at_most = keys.len();
         }
         found
+    }
+
+    /// Returns the last of these keys, if the first question asks about it too: where it asks about one
+    /// key, and others lie between these two, whose length is known.
+    fn last_to_ask(&self, keys: &[ChunkKey], asked: usize, hint: &LocateHint) -> Option<ChunkKey> {
+        let last = keys.last().filter(|_| asked == 1 && keys.len() > 2)?;
+        hint.chunk_bytes?;
+        let known = self.sources_now(&[keys[0], *last], hint.chunk_bytes, None);
+        matches!(known[..], [None, None]).then_some(*last)
     }
 
     /// Asks the tiers about keys. Waits for chunks that an engine is writing to one of them; returns
@@ -446,6 +470,27 @@ impl Answer {
     }
 }
 
+/// Returns the source of the chunks between two that one tier has, which tells of no chunk where it is.
+fn assumed_between(first: &Source, last: &Source) -> Option<Source> {
+    let both = (first, last);
+    let (
+        Source::Tier {
+            index,
+            handle: None,
+            ..
+        },
+        Source::Tier {
+            index: of_last,
+            handle: None,
+            ..
+        },
+    ) = both
+    else {
+        return None;
+    };
+    (index == of_last).then(|| last.clone())
+}
+
 /// Returns the farthest of the tiers that the chunks are found in; `None` if one is not found.
 fn farthest(answers: &[Answer]) -> Option<usize> {
     let mut tiers = answers.iter().map(Answer::tier);
@@ -453,6 +498,6 @@ fn farthest(answers: &[Answer]) -> Option<usize> {
 }
 
 /// Returns true if this is the length that a chunk has to have, as far as that is known.
-fn fits(len: u64, chunk_bytes: Option<u64>) -> bool {
+pub(super) fn fits(len: u64, chunk_bytes: Option<u64>) -> bool {
     chunk_bytes.is_none_or(|bytes| bytes == len)
 }

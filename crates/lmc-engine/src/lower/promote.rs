@@ -5,6 +5,7 @@ use std::mem;
 use std::ops::Range;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
@@ -14,10 +15,12 @@ use lmc_backend_local::{
     InFlight, Leases, LocalTier, Origin, OwnerId, ReserveError, TenantId, Write, WriteStart,
 };
 use lmc_key::{ChunkKey, FoldState};
+use lmc_memory::SealedSlot;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
+use super::locate::fits;
 use super::permits::Permit;
 use super::{ANSWER, Moment, Source, Tiers, count};
 
@@ -163,6 +166,9 @@ pub(crate) struct Prompt {
     pub(crate) sources: Vec<Source>,
     pub(crate) first: usize,
     pub(crate) deadline: Instant,
+    /// Number of leading chunks that all ranks of the prompt may have, which one that lacks a chunk
+    /// lowers: what follows is of no use to the others.
+    pub(crate) reach: Arc<AtomicUsize>,
     /// Time from which other tiers are asked for chunks that wait for permits.
     pub(crate) half: tokio::time::Instant,
     /// Indices of the chunks that were read for this prompt, each with its tier's.
@@ -182,7 +188,8 @@ impl Tiers {
         let mut next = prompt.first;
         let mut under_way: VecDeque<(usize, Task)> = VecDeque::new();
         loop {
-            while under_way.len() < WINDOWS && next < end {
+            while under_way.len() < WINDOWS && next < end.min(prompt.reach.load(Ordering::Relaxed))
+            {
                 let range = prompt.window(next..end, self.most());
                 let units = self.units(prompt.sources(&range));
                 let mut elsewhere = Elsewhere::new();
@@ -213,7 +220,7 @@ impl Tiers {
                 }
             }
             let Some((len, mut task)) = under_way.pop_front() else {
-                return held;
+                break;
             };
             let Ok(leases) = (&mut task.0).await else {
                 break;
@@ -224,6 +231,7 @@ impl Tiers {
             }
         }
         // What follows a gap is of no use to this prompt: its tasks end here.
+        prompt.reach.fetch_min(held.len(), Ordering::Relaxed);
         held
     }
 
@@ -416,8 +424,13 @@ impl Tiers {
         }
         drop(window.promoting);
         // Not a lookup of its own, and no second use: the lookup that asked for it was counted.
-        self.local
-            .lease_uncounted(prompt.owner, &prompt.keys[window.range])
+        let keys = &prompt.keys[window.range];
+        let mut leases = self.local.lease_uncounted(prompt.owner, keys);
+        // DRAM may have one of another length, which its tier was not asked about.
+        let is_wrong = |slot: &SealedSlot| !fits(slot.len(), prompt.chunk_bytes());
+        let wrong = leases.iter().position(is_wrong);
+        leases.truncate(wrong.unwrap_or(leases.len()));
+        leases
     }
 
     /// Reads the chunks that have slots, and once more from the next tiers that have them: those whose

@@ -24,6 +24,7 @@ use lmc_testkit::{DEADLINE, soon, until};
 use tokio::runtime::Builder;
 use tokio::task::yield_now;
 
+mod assumed;
 mod isolation;
 mod late;
 mod policies;
@@ -93,12 +94,16 @@ fn write(engine: &CacheEngine, space: SpaceId, kv_rank: u16, numbers: Range<u64>
     engine.commit(tickets).len()
 }
 
-/// Puts chunks into a tier as another process would.
+/// Puts chunks of the first rank into a tier as another process would.
 fn put(tier: &dyn Backend, space: SpaceId, numbers: Range<u64>) {
+    put_rank(tier, space, 0, numbers);
+}
+
+fn put_rank(tier: &dyn Backend, space: SpaceId, kv_rank: u16, numbers: Range<u64>) {
     let arena = ArenaConfig::anonymous(1 << 20).build().expect("memory");
     let pool = Pool::new(Arc::new(arena), PoolConfig::default()).expect("a pool");
     for number in numbers {
-        let key = key(space, 0, number);
+        let key = key(space, kv_rank, number);
         let mut slot = pool.reserve(CHUNK).expect("an empty pool");
         fill_value(&key, slot.bytes_mut());
         let item = StoreItem::new(key, slot.written().seal());

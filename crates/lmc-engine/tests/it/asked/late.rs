@@ -75,12 +75,18 @@ fn found_in(tiers: [Arc<dyn Backend>; 2], held: Range<u64>) -> (f64, [(u64, u64)
     for (slot, key) in found.ranks[0].leases.iter().zip(keys(0..8)) {
         check_value(&key, slot.bytes()).expect("the bytes that were stored");
     }
+    let runs = found.runs();
     drop(found);
     assert_idle(&engine);
     let promoted = [0, 1].map(|tier| {
         let status = status(&engine, tier);
         (status.promoted, status.promote_failed)
     });
+    let by_tier = |tier: usize| {
+        let of_it = runs.iter().filter(|run| run.tier == Some(tier));
+        of_it.map(|run| run.chunks as u64).sum()
+    };
+    assert_eq!(promoted.map(|(chunks, _)| chunks), [0, 1].map(by_tier));
     (time.div_duration_f64(TIMEOUT), promoted)
 }
 
@@ -107,6 +113,22 @@ fn the_first_answer_counts_where_two_tiers_load_a_chunk() {
     assert!((0.4..0.6).contains(&time), "{time}");
     assert!(next.inner.loads() > 0);
     assert_eq!(promoted, [(8, 0), (0, 0)]);
+}
+
+/// The answer of a lookup once named the tier whose bytes were dropped.
+#[test]
+fn a_chunk_that_two_tiers_load_is_named_by_the_one_whose_bytes_are_kept() {
+    let late = Arc::new(shut(MemoryBackend::default()));
+    let sound = Gated::new(MemoryBackend::shared());
+    put(&sound, SPACE, 0..8);
+    let next = Opening {
+        inner: sound,
+        other: Arc::clone(&late),
+        at_load: true,
+    };
+    let (_, promoted) = found_in([Arc::clone(&late) as _, Arc::new(next)], 0..0);
+    assert_eq!(late.loads(), 8);
+    assert_eq!(promoted.iter().map(|(chunks, _)| chunks).sum::<u64>(), 8);
 }
 
 #[test]
