@@ -68,11 +68,21 @@ impl Idle {
     }
 }
 
+/// Bytes of small values that are on the way on one connection: a link of 10 Gbit/s takes as long for
+/// those of four connections as a round trip of 7 ms.
+const MANY_SMALL: usize = 2 << 20;
+
 /// A value to be read or written, or a question.
 pub(super) trait Job: Sized + Send + Sync {
     type Answer: Send;
-    /// Requests on one connection that are not answered yet, at most.
+    /// Requests on one connection that are not answered yet, at most; more while the bytes of their
+    /// answers are [`MANY_SMALL`] at most, which is what a distant server has on the way.
     const WINDOW: usize;
+
+    /// Returns the bytes of the answer, where requests beyond the window may be sent.
+    fn answer_bytes(&self) -> Option<usize> {
+        None
+    }
 
     fn key(&self, store: &RedisStore) -> String;
 
@@ -101,6 +111,10 @@ impl Job for GetItem {
     type Answer = Got;
     /// The next request is on the way while the bytes of the first answer arrive.
     const WINDOW: usize = 2;
+
+    fn answer_bytes(&self) -> Option<usize> {
+        Some(self.slot.len() as usize)
+    }
 
     fn key(&self, store: &RedisStore) -> String {
         store.key(self.name.into())
@@ -424,8 +438,9 @@ impl<J: Job> Batch<'_, J> {
             sent,
             is_proven,
         } = driving;
-        let free = match sent.len() <= J::WINDOW / 2 {
-            true => J::WINDOW - sent.len(),
+        let window = self.window(queue, sent);
+        let free = match sent.len() <= window / 2 {
+            true => window - sent.len(),
             false => 0,
         };
         for _ in 0..free {
@@ -478,6 +493,17 @@ impl<J: Job> Batch<'_, J> {
             (_, None) => {}
         }
         Ok(true)
+    }
+
+    /// Returns the number of requests that may be on the way on a connection: of small answers this
+    /// connection's share of all.
+    fn window(&self, queue: &Queue<J>, sent: &VecDeque<Sent<J>>) -> usize {
+        let queue = queue.lock();
+        let Some(bytes) = queue.front().and_then(|next| next.job.answer_bytes()) else {
+            return J::WINDOW;
+        };
+        let share = (queue.len() + sent.len()).div_ceil(self.store.config.connections.max(1));
+        share.min(MANY_SMALL / bytes.max(1)).max(J::WINDOW)
     }
 
     /// Ends the use of a connection that failed: with all that was sent on it, unless the connection

@@ -25,6 +25,8 @@ use parking_lot::Mutex;
 
 use crate::common::{clears_object, passes_the_kit, passes_the_lossy_kit, runtime};
 
+mod distant;
+
 const SECRET: &str = "marked-secret-7c1f";
 
 /// A server with a folder of its own.
