@@ -48,6 +48,8 @@ pub(crate) enum BenchAction {
     Index(ExampleArgs),
     /// Measures lookups in a sound tier beside tiers that are slow or hang
     Tiers(ExampleArgs),
+    /// Measures how long a prompt takes to come from a shared store into memory
+    StoreHit(ExampleArgs),
     /// Measures the hit rates of eviction policies on a folder of Mooncake's traces
     HitRate(ExampleArgs),
 }
@@ -68,6 +70,7 @@ pub(crate) fn run(action: &BenchAction) -> Result<bool> {
         BenchAction::Prefault(args) => examples::run("lmc-memory", "prefault_speed", args),
         BenchAction::Index(args) => examples::run("lmc-backend-local", "index_speed", args),
         BenchAction::Tiers(args) => examples::run("lmc-engine", "tiers_beside", args),
+        BenchAction::StoreHit(args) => examples::run("lmc --all-features", "store_hit", args),
         BenchAction::HitRate(args) => examples::run("lmc-backend-local", "hit_rate", args),
     }
 }

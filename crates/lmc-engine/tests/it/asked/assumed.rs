@@ -21,10 +21,11 @@ fn found_sized(engine: &CacheEngine, ranks: Range<u16>, numbers: Range<u64>) -> 
     found
 }
 
-fn tier(has: &[Range<u64>]) -> Arc<Scripted> {
+/// A tier with these ranges of chunks, each named by its first and the one after its last.
+fn tier(has: &[(u64, u64)]) -> Arc<Scripted> {
     let tier = Scripted::new();
-    for numbers in has {
-        put(&tier, SPACE, numbers.clone());
+    for &(first, end) in has {
+        put(&tier, SPACE, first..end);
     }
     Arc::new(tier)
 }
@@ -48,7 +49,7 @@ fn a_tier_that_has_the_first_and_the_last_chunk_is_not_asked_about_those_between
         (0..12, 8, &[2, 11]),
         (20..30, 0, &[2]),
     ] {
-        let tier = tier(&[0..8]);
+        let tier = tier(&[(0, 8)]);
         let engine = above(&[&tier]);
         let found = found_sized(&engine, 0..1, numbers.clone());
         assert_eq!(
@@ -60,7 +61,7 @@ fn a_tier_that_has_the_first_and_the_last_chunk_is_not_asked_about_those_between
         drop(found);
         assert_idle(&engine);
     }
-    let tier = tier(&[0..8]);
+    let tier = tier(&[(0, 8)]);
     let engine = above(&[&tier]);
     assert_eq!(found(&engine, 0..8).hits, 8);
     assert_eq!(questions(&tier), [1, 7], "no length is known");
@@ -68,8 +69,8 @@ fn a_tier_that_has_the_first_and_the_last_chunk_is_not_asked_about_those_between
 
 #[test]
 fn a_chunk_that_is_missing_between_ends_what_is_found_unless_another_tier_has_it() {
-    for (far_has, hits) in [(3..4, 8), (20..21, 3)] {
-        let (near, far) = (tier(&[0..3, 4..8]), tier(&[far_has]));
+    for (far_has, hits) in [((3, 4), 8), ((20, 21), 3)] {
+        let (near, far) = (tier(&[(0, 3), (4, 8)]), tier(&[far_has]));
         let engine = above(&[&near, &far]);
         assert_eq!(found_sized(&engine, 0..1, 0..8).hits, hits);
         // The farther one may have been asked about the two as well.
@@ -84,7 +85,7 @@ fn a_chunk_that_is_missing_between_ends_what_is_found_unless_another_tier_has_it
 #[test]
 fn nothing_is_assumed_of_two_tiers_of_pending_chunks_and_of_handles() {
     // The first and the last chunk are in two tiers.
-    let (near, far) = (tier(&[0..4]), tier(&[4..8]));
+    let (near, far) = (tier(&[(0, 4)]), tier(&[(4, 8)]));
     let engine = above(&[&near, &far]);
     assert_eq!(found_sized(&engine, 0..1, 0..8).hits, 8);
     assert_eq!(
@@ -92,7 +93,7 @@ fn nothing_is_assumed_of_two_tiers_of_pending_chunks_and_of_handles() {
         (vec![2, 7], vec![2, 7])
     );
     // An engine was writing them.
-    let writing = tier(&[0..8]);
+    let writing = tier(&[(0, 8)]);
     writing.pending.store(1, Ordering::Relaxed);
     let engine = above(&[&writing]);
     assert_eq!(found_sized(&engine, 0..1, 0..8).hits, 8);
@@ -133,13 +134,13 @@ fn a_chunk_of_another_length_ends_what_is_found() {
     slot.bytes_mut().fill(9);
     let longer = StoreItem::new(key(SPACE, 0, 2), slot.written().seal());
     // In the tier.
-    let odd = tier(&[0..2, 3..8]);
+    let odd = tier(&[(0, 2), (3, 8)]);
     block_on(lmc_backend::in_order(odd.store(vec![longer], soon()), 1));
     let engine = above(&[&odd]);
     assert_eq!(found_sized(&engine, 0..1, 0..8).hits, 2);
     assert_idle(&engine);
     // In memory.
-    let whole = tier(&[0..8]);
+    let whole = tier(&[(0, 8)]);
     let engine = above(&[&whole]);
     let request = StoreRequest {
         key: key(SPACE, 0, 2),
