@@ -70,9 +70,9 @@ pub trait Backend: fmt::Debug + Send + Sync {
 
     /// Returns the number of keys that a question may name at about the price of one. A prompt's first
     /// question names that number of keys; the others follow if all of these are found. Where several
-    /// tiers are asked, the least number counts. Default: 1. Then the first question names the prompt's
-    /// last key too, where the length of its chunks is known: a tier that has both chunks, and names
-    /// no handle of them, is not asked about those between them, which are loaded.
+    /// tiers are asked, the least number counts. Default: 1. Then, where the length of the chunks is known,
+    /// the first question also names the prompt's last key: a tier that has both chunks and gives no
+    /// handle for them is asked to load the chunks between without a `locate`.
     fn asks_at_once(&self) -> usize {
         1
     }

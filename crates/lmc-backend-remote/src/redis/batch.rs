@@ -68,18 +68,20 @@ impl Idle {
     }
 }
 
-/// Bytes of small values that are on the way on one connection: a link of 10 Gbit/s takes as long for
-/// those of four connections as a round trip of 7 ms.
+/// Most payload bytes that are asked for and not received yet on one connection where values are small.
+/// Four connections with as much fill a link of 10 Gbit/s for 7 ms.
 const MANY_SMALL: usize = 2 << 20;
+/// Most such requests, which fit into the buffers on the way.
+const MANY: usize = 256;
 
 /// A value to be read or written, or a question.
 pub(super) trait Job: Sized + Send + Sync {
     type Answer: Send;
-    /// Requests on one connection that are not answered yet, at most; more while the bytes of their
-    /// answers are [`MANY_SMALL`] at most, which is what a distant server has on the way.
+    /// Most requests without an answer on one connection. Jobs with [`Job::answer_bytes`] may have more,
+    /// up to [`MANY_SMALL`] bytes.
     const WINDOW: usize;
 
-    /// Returns the bytes of the answer, where requests beyond the window may be sent.
+    /// Returns the payload bytes of the answer; `None` keeps the job within the window.
     fn answer_bytes(&self) -> Option<usize> {
         None
     }
@@ -495,15 +497,20 @@ impl<J: Job> Batch<'_, J> {
         Ok(true)
     }
 
-    /// Returns the number of requests that may be on the way on a connection: of small answers this
-    /// connection's share of all.
+    /// Returns the most requests without an answer on this connection: of small values its share of the
+    /// queue.
     fn window(&self, queue: &Queue<J>, sent: &VecDeque<Sent<J>>) -> usize {
         let queue = queue.lock();
         let Some(bytes) = queue.front().and_then(|next| next.job.answer_bytes()) else {
             return J::WINDOW;
         };
-        let share = (queue.len() + sent.len()).div_ceil(self.store.config.connections.max(1));
-        share.min(MANY_SMALL / bytes.max(1)).max(J::WINDOW)
+        let waits = |sent: &Sent<J>| sent.job.as_ref().and_then(Job::answer_bytes);
+        let bytes = sent.iter().filter_map(waits).fold(bytes, usize::max);
+        let share = sent.len() + queue.len().div_ceil(self.store.config.connections.max(1));
+        share
+            .min(MANY_SMALL / bytes.max(1))
+            .min(MANY)
+            .max(J::WINDOW)
     }
 
     /// Ends the use of a connection that failed: with all that was sent on it, unless the connection

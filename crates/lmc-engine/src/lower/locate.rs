@@ -248,8 +248,9 @@ impl Tiers {
                 .collect();
             let mut asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| part[n]).collect();
             asked_keys.extend(self.last_to_ask(rest, part.len(), hint));
-            let (mut answers, has_waited) =
-                self.ask_until_known(&asked_keys, hint, pending_until).await;
+            let (mut answers, has_waited) = self
+                .ask_until_known(&asked_keys, asked.len(), hint, pending_until)
+                .await;
             let last = answers.split_off(asked.len()).pop().flatten();
             for (n, answer) in asked.into_iter().zip(answers) {
                 sources[n] = answer;
@@ -277,8 +278,8 @@ impl Tiers {
         found
     }
 
-    /// Returns the last of these keys, if the first question asks about it too: where it asks about one
-    /// key, and others lie between these two, whose length is known.
+    /// Returns the last of these keys, if the first question is to name it too: it names one key, others
+    /// lie between the two, their length is known, and no index in this process has either end.
     fn last_to_ask(&self, keys: &[ChunkKey], asked: usize, hint: &LocateHint) -> Option<ChunkKey> {
         let last = keys.last().filter(|_| asked == 1 && keys.len() > 2)?;
         hint.chunk_bytes?;
@@ -286,21 +287,24 @@ impl Tiers {
         matches!(known[..], [None, None]).then_some(*last)
     }
 
-    /// Asks the tiers about keys. Waits for chunks that an engine is writing to one of them; returns
-    /// true with the answers if it did.
+    /// Asks the tiers about keys, of which the first ones are needed: the answers about the others are
+    /// those that come with these. Waits for needed chunks that an engine is writing to one of the
+    /// tiers; returns true with the answers if it did.
     async fn ask_until_known(
         &self,
         keys: &[ChunkKey],
+        needed: usize,
         hint: &LocateHint,
         pending_until: Instant,
     ) -> (Vec<Option<Source>>, bool) {
         let mut has_waited = false;
-        let mut answers: Vec<Answer> = self.ask(keys, hint, None).await;
+        let mut answers: Vec<Answer> = self.ask(keys, needed, hint, None).await;
+        let others = answers.split_off(needed);
         let mut pause = ASK_AGAIN.0;
         loop {
             // A chunk after one that is absent is of no use.
             let end = answers.iter().position(|one| matches!(one, Answer::Absent));
-            answers.truncate(end.unwrap_or(keys.len()));
+            answers.truncate(end.unwrap_or(needed));
             let is_pending = |&n: &usize| matches!(answers[n], Answer::Pending);
             let pending: Vec<usize> = (0..answers.len()).filter(is_pending).collect();
             if pending.is_empty() || Instant::now() >= pending_until {
@@ -312,7 +316,7 @@ impl Tiers {
             let asked: Vec<ChunkKey> = pending.iter().map(|&n| keys[n]).collect();
             // Meanwhile it may have come to DRAM by another prompt.
             let local = self.local.contains(&asked);
-            let again = self.ask(&asked, hint, None).await;
+            let again = self.ask(&asked, asked.len(), hint, None).await;
             for ((n, answer), local) in pending.into_iter().zip(again).zip(local) {
                 answers[n] = match local {
                     Some(_) => Answer::Found(Source::Dram),
@@ -321,7 +325,8 @@ impl Tiers {
             }
         }
         let mut sources: Vec<Option<Source>> = answers.into_iter().map(Answer::source).collect();
-        sources.resize(keys.len(), None);
+        sources.resize(needed, None);
+        sources.extend(others.into_iter().map(Answer::source));
         (sources, has_waited)
     }
 
@@ -332,16 +337,18 @@ impl Tiers {
         hint: &LocateHint,
         except: usize,
     ) -> Vec<Option<Source>> {
-        let answers = self.ask(keys, hint, Some(except)).await;
+        let answers = self.ask(keys, keys.len(), hint, Some(except)).await;
         answers.into_iter().map(Answer::source).collect()
     }
 
     /// Asks all tiers that have no index in this process at once, each under its deadline. Ends when
-    /// all chunks are found, and the nearer tiers have answered or are late. A tier that fails is
+    /// all needed chunks, the first ones, are found, and the nearer tiers have answered or are late. The
+    /// others are named to tiers that are asked about each key on its own. A tier that fails is
     /// counted, and cannot be used for this prompt.
     async fn ask(
         &self,
         keys: &[ChunkKey],
+        needed: usize,
         hint: &LocateHint,
         except: Option<usize>,
     ) -> Vec<Answer> {
@@ -354,13 +361,17 @@ impl Tiers {
         let asked = awaited.iter().map(|&index| (index, &self.tiers[index]));
         let mut located: FuturesUnordered<_> = asked
             .map(|(index, tier)| async move {
+                let keys = match tier.backend.asks_at_once() {
+                    1 => keys,
+                    _ => &keys[..needed],
+                };
                 let timeout = hint.timeout.unwrap_or(tier.policy.locate_timeout);
                 let deadline = Instant::now() + timeout;
                 let located = tier.backend.locate(keys, hint, deadline);
                 // A tier that breaks its contract must not hold the prompt up.
                 let located = tokio::time::timeout(timeout, located).await;
                 let failed = || keys.iter().map(|_| Err(BackendError::Deadline)).collect();
-                (index, located.unwrap_or_else(|_| failed()))
+                (index, keys.len(), located.unwrap_or_else(|_| failed()))
             })
             .collect();
         let mut grace = None;
@@ -370,11 +381,11 @@ impl Tiers {
                 None => next.await,
                 Some(until) => tokio::time::timeout_at(until, next).await.ok().flatten(),
             };
-            let Some((index, located)) = next else {
+            let Some((index, asked, located)) = next else {
                 break;
             };
             awaited.remove(&index);
-            if located.len() != keys.len() || located.iter().any(Result::is_err) {
+            if located.len() != asked || located.iter().any(Result::is_err) {
                 count(&self.tiers[index].counters.locate_failed, 1);
             }
             for (answer, located) in answers.iter_mut().zip(located) {
@@ -391,7 +402,7 @@ impl Tiers {
             // Once all are found, only nearer tiers can have anything better, and cheaper where that
             // decides whether it is read at all.
             let is_any_read = self.limits.recompute_time.is_none();
-            if let Some(farthest) = farthest(&answers).filter(|_| is_any_read) {
+            if let Some(farthest) = farthest(&answers[..needed]).filter(|_| is_any_read) {
                 grace.get_or_insert_with(|| tokio::time::Instant::now() + GRACE);
                 awaited.retain(|tier| *tier < farthest && !self.tiers[*tier].is_late());
             }
@@ -470,7 +481,8 @@ impl Answer {
     }
 }
 
-/// Returns the source of the chunks between two that one tier has, which tells of no chunk where it is.
+/// Returns the source to assume for the chunks between two: one tier has both, and gave no handle for
+/// either.
 fn assumed_between(first: &Source, last: &Source) -> Option<Source> {
     let both = (first, last);
     let (

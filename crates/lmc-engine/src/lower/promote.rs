@@ -166,8 +166,8 @@ pub(crate) struct Prompt {
     pub(crate) sources: Vec<Source>,
     pub(crate) first: usize,
     pub(crate) deadline: Instant,
-    /// Number of leading chunks that all ranks of the prompt may have, which one that lacks a chunk
-    /// lowers: what follows is of no use to the others.
+    /// Number of leading chunks that every rank of the prompt may still have. A rank that ends earlier
+    /// lowers it; the ranks share it.
     pub(crate) reach: Arc<AtomicUsize>,
     /// Time from which other tiers are asked for chunks that wait for permits.
     pub(crate) half: tokio::time::Instant,
@@ -184,12 +184,16 @@ impl Tiers {
         prompt: &Arc<Prompt>,
         mut held: Leases,
     ) -> Leases {
-        let end = (prompt.first + prompt.sources.len()).min(prompt.keys.len());
+        let wanted = (prompt.first + prompt.sources.len()).min(prompt.keys.len());
         let mut next = prompt.first;
         let mut under_way: VecDeque<(usize, Task)> = VecDeque::new();
         loop {
-            while under_way.len() < WINDOWS && next < end.min(prompt.reach.load(Ordering::Relaxed))
-            {
+            // What follows a gap, here or in another rank, is of no use to this prompt.
+            let end = wanted.min(prompt.reach.load(Ordering::Relaxed));
+            if held.len() >= end {
+                break;
+            }
+            while under_way.len() < WINDOWS && next < end {
                 let range = prompt.window(next..end, self.most());
                 let units = self.units(prompt.sources(&range));
                 let mut elsewhere = Elsewhere::new();
@@ -210,7 +214,7 @@ impl Tiers {
                 // In the prompt's order: its tail must not take the memory of its head.
                 let window = self.prepare(prompt, range, &permits, &elsewhere);
                 if window.range.len() < len {
-                    next = end;
+                    next = wanted;
                 }
                 let (tiers, prompt) = (Arc::clone(self), Arc::clone(prompt));
                 let task = tokio::spawn(async move { tiers.read(&prompt, window, permits).await });
@@ -230,7 +234,7 @@ impl Tiers {
                 break;
             }
         }
-        // What follows a gap is of no use to this prompt: its tasks end here.
+        // Its tasks end here.
         prompt.reach.fetch_min(held.len(), Ordering::Relaxed);
         held
     }
@@ -426,7 +430,7 @@ impl Tiers {
         // Not a lookup of its own, and no second use: the lookup that asked for it was counted.
         let keys = &prompt.keys[window.range];
         let mut leases = self.local.lease_uncounted(prompt.owner, keys);
-        // DRAM may have one of another length, which its tier was not asked about.
+        // A chunk in DRAM may have another length: its tier was not asked about it.
         let is_wrong = |slot: &SealedSlot| !fits(slot.len(), prompt.chunk_bytes());
         let wrong = leases.iter().position(is_wrong);
         leases.truncate(wrong.unwrap_or(leases.len()));

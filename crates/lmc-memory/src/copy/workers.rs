@@ -108,8 +108,8 @@ impl CopyPool {
         self.team.threads()
     }
 
-    /// Returns how copies of 1 MiB and more are made: as a measurement says, which the first of them in
-    /// a process makes in some 10 ms, or this call.
+    /// Returns how copies of 1 MiB and more are made. The first call in a process, or the first such copy,
+    /// measures it in some 10 ms.
     pub fn large_copies() -> impl fmt::Debug {
         Store::around_the_cache()
     }

@@ -39,7 +39,7 @@ fn questions(tier: &Scripted) -> Vec<usize> {
     tier.questions.lock().expect("no panic").clone()
 }
 
-/// A store was asked about each chunk, and then for the chunk.
+/// A store was asked about each chunk of a prompt, and then for the chunk.
 #[test]
 fn a_tier_that_has_the_first_and_the_last_chunk_is_not_asked_about_those_between() {
     for (numbers, hits, asked) in [
@@ -84,20 +84,19 @@ fn a_chunk_that_is_missing_between_ends_what_is_found_unless_another_tier_has_it
 
 #[test]
 fn nothing_is_assumed_of_two_tiers_of_pending_chunks_and_of_handles() {
-    // The first and the last chunk are in two tiers.
-    let (near, far) = (tier(&[(0, 4)]), tier(&[(4, 8)]));
-    let engine = above(&[&near, &far]);
+    // The first and the last chunk are in two tiers, of which the farther one answers first.
+    let far = tier(&[(4, 8)]);
+    let near = Delayed::slow(MemoryBackend::shared(), Duration::from_millis(50));
+    put(near.inner(), SPACE, 0..4);
+    let engine = engine(64, vec![Arc::new(near) as _, Arc::clone(&far) as _]);
     assert_eq!(found_sized(&engine, 0..1, 0..8).hits, 8);
-    assert_eq!(
-        (questions(&near), questions(&far)),
-        (vec![2, 7], vec![2, 7])
-    );
+    assert_eq!(questions(&far), [2, 7]);
     // An engine was writing them.
     let writing = tier(&[(0, 8)]);
     writing.pending.store(1, Ordering::Relaxed);
     let engine = above(&[&writing]);
     assert_eq!(found_sized(&engine, 0..1, 0..8).hits, 8);
-    assert_eq!(questions(&writing), [2, 2, 7]);
+    assert_eq!(questions(&writing), [2, 1, 7]);
     // A tier that tells where each chunk is loads none that it was not asked about.
     let handing = Arc::new(Handing {
         inner: MemoryBackend::shared(),
@@ -108,7 +107,7 @@ fn nothing_is_assumed_of_two_tiers_of_pending_chunks_and_of_handles() {
     assert_eq!(found_sized(&engine, 0..1, 0..8).hits, 8);
 }
 
-/// The others once read all of their chunks, and held them until the last was there.
+/// The other ranks once read all of their chunks, and held them until the last was there.
 #[test]
 fn a_rank_that_lacks_a_chunk_ends_the_reading_of_the_others() {
     const MANY: u64 = 1000;
@@ -156,5 +155,26 @@ fn a_chunk_of_another_length_ends_what_is_found() {
     assert_eq!(engine.commit(tickets.collect()).len(), 1);
     settle(&engine);
     assert_eq!(found_sized(&engine, 0..1, 0..8).hits, 2);
+    assert_idle(&engine);
+}
+
+/// Both questions once waited for a store that a prompt of the peers did not need.
+#[test]
+fn a_store_that_is_silent_does_not_delay_the_first_answer_of_peers() {
+    let peers = Arc::new(Scripted {
+        at_once: 256,
+        ..Scripted::new()
+    });
+    put(&*peers, SPACE, 0..8);
+    let store = Arc::new(Gated::new(MemoryBackend::shared()));
+    let tiers = vec![Arc::clone(&peers) as _, Arc::clone(&store) as _];
+    let engine = engine(64, tiers);
+    store.hold(Operation::Locate);
+    assert_eq!(found_sized(&engine, 0..1, 0..8).hits, 8);
+    assert_eq!(
+        questions(&peers),
+        [1, 7],
+        "the peers are asked about all keys"
+    );
     assert_idle(&engine);
 }
