@@ -247,7 +247,9 @@ impl Tiers {
                 .filter(|&n| sources[n].is_none())
                 .collect();
             let mut asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| part[n]).collect();
-            asked_keys.extend(self.last_to_ask(rest, part.len(), hint));
+            if let ([_], [_]) = (part, &asked[..]) {
+                asked_keys.extend(self.last_to_ask(rest, hint));
+            }
             let (mut answers, has_waited) = self
                 .ask_until_known(&asked_keys, asked.len(), hint, pending_until)
                 .await;
@@ -278,13 +280,13 @@ impl Tiers {
         found
     }
 
-    /// Returns the last of these keys, if the first question is to name it too: it names one key, others
-    /// lie between the two, their length is known, and no index in this process has either end.
-    fn last_to_ask(&self, keys: &[ChunkKey], asked: usize, hint: &LocateHint) -> Option<ChunkKey> {
-        let last = keys.last().filter(|_| asked == 1 && keys.len() > 2)?;
+    /// Returns the last of these keys, if a question about the first one is to name it too: others lie
+    /// between the two, their length is known, and no index in this process has it.
+    fn last_to_ask(&self, keys: &[ChunkKey], hint: &LocateHint) -> Option<ChunkKey> {
+        let last = keys.last().filter(|_| keys.len() > 2)?;
         hint.chunk_bytes?;
-        let known = self.sources_now(&[keys[0], *last], hint.chunk_bytes, None);
-        matches!(known[..], [None, None]).then_some(*last)
+        let known = self.sources_now(&[*last], hint.chunk_bytes, None);
+        matches!(known[..], [None]).then_some(*last)
     }
 
     /// Asks the tiers about keys, of which the first ones are needed: the answers about the others are
