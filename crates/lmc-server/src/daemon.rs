@@ -20,8 +20,8 @@ use tracing::{error, info, warn};
 
 use crate::cli::error_text;
 use crate::config::{
-    Loaded, LogFormat, SegmentName, ServeConfig, human_bytes, human_duration, is_loopback,
-    policy_name,
+    Loaded, LogFormat, SegmentName, ServeConfig, TierSettings, human_bytes, human_duration,
+    is_loopback, policy_name,
 };
 use crate::http::{self, Http};
 use crate::late_filter::LateFilter;
@@ -455,38 +455,45 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     engine.high_watermark = config.eviction_watermark;
     let low = config.eviction_watermark - config.eviction_ratio;
     engine.low_watermark = low.max(config.eviction_watermark / 100.0);
-    engine.promotion_timeout = config.disk_read_timeout;
+    engine.promotion_timeout = config.read_timeout;
     engine.recompute_time = config.recompute_rate.map(|tokens_per_second| {
         Duration::from_secs_f64(config.chunk_size as f64 / tokens_per_second as f64)
     });
-    engine.pending_timeout = config.p2p_pending_timeout;
+    if let Some(peers) = config.peers() {
+        engine.pending_timeout = peers.pending_timeout;
+    }
     // Before anything that may serve chunks, or asks others for theirs: the state file, then the
     // drives, which may know of more.
     let clears = state::open_clears(config)?;
     let host = EngineHost::new(clears.clone());
     engine.host = Some(host.clone());
     let on_disk = LateFilter::default();
-    let mut lower: Vec<LowerTier> = Vec::new();
-    if !config.disk.is_empty() {
+    let mut drives = None;
+    if let Some(settings) = config.disk() {
         let mut policy = TierPolicy::default();
-        policy.write = config.disk_write;
-        policy.admit = config.disk_admit;
-        policy.fill = config.disk_fill;
+        policy.write = settings.write;
+        policy.admit = settings.admit;
+        policy.fill = settings.fill;
         policy.spaces = on_disk.filter();
         policy.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
-        let disk = disk::open(config, arena, clears.clears())?;
+        let disk = disk::open(config, settings, arena, clears.clears())?;
         host.learn_of(&*disk)?;
-        lower.push(LowerTier::new(disk, policy));
+        drives = Some(LowerTier::new(disk, policy));
     }
     let peers = peers::open(config, arena, host)?;
-    if let Some(peers) = &peers {
-        let mut policy = TierPolicy::default();
-        policy.locate_timeout = config.p2p_locate_timeout;
-        let tier = Arc::clone(peers) as Arc<dyn Backend>;
-        lower.push(LowerTier::new(tier, policy));
-    }
     let remotes = remote::open(config, &clears)?;
-    lower.extend(remotes.iter().map(remote::Remote::lower_tier));
+    let mut of_stores = remotes.iter().map(remote::Remote::lower_tier);
+    let lower = config.tiers.iter().filter_map(|tier| match tier {
+        TierSettings::Disk(_) => drives.take(),
+        TierSettings::Peers(settings) => {
+            let mut policy = TierPolicy::default();
+            policy.locate_timeout = settings.locate_timeout;
+            let tier = Arc::clone(peers.as_ref()?) as Arc<dyn Backend>;
+            Some(LowerTier::new(tier, policy))
+        }
+        TierSettings::Remote(_) => of_stores.next(),
+    });
+    let lower: Vec<LowerTier> = lower.collect();
     let stores = remotes.iter().map(remote::Remote::tier).collect();
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
     let service = Service::new(service_config(config)?, engine)?;
@@ -494,7 +501,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     let digests = SaltDigests::new(config)?;
     quotas::set(config, &service, &digests)?;
     for (store, remote) in config.remotes().zip(remotes) {
-        let picked = store.remote_salts.as_ref();
+        let picked = store.salts.as_ref();
         let picked = picked.map(|salts| salts.iter().map(|salt| service.tenant(salt)).collect());
         remote.serve(&service, picked);
     }

@@ -8,7 +8,7 @@ use lmc_backend_disk::{DiskConfig, usable_bytes};
 use lmc_memory::Arena;
 use tracing::{info, warn};
 
-use crate::config::{LEAST_DRIVE, PoolSize, ServeConfig, human_bytes};
+use crate::config::{DiskSettings, LEAST_DRIVE, PoolSize, ServeConfig, human_bytes};
 
 /// Bytes that may be on their way to the drives: those that stall leave most of the pool to
 /// others. All of it may be for one drive, so that none refuses what was let in.
@@ -19,29 +19,30 @@ pub(crate) fn max_writing(pool: u64) -> u64 {
 /// Opens the tier after these clears, and says what was found.
 pub(crate) fn open(
     config: &ServeConfig,
+    disk: &DiskSettings,
     arena: &Arc<Arena>,
     clears: Arc<Clears>,
 ) -> Result<Arc<dyn Backend>> {
-    let size = match config.disk_size {
+    let size = match disk.size {
         PoolSize::Bytes(bytes) => bytes,
-        PoolSize::Auto => auto_size(config)?,
+        PoolSize::Auto => auto_size(disk)?,
     };
-    let mut disk = DiskConfig::new(&config.disk, size);
-    if config.disk_create {
-        disk = disk.with_new_drives();
+    let mut tier = DiskConfig::new(&disk.folders, size);
+    if disk.create {
+        tier = tier.with_new_drives();
     }
-    let tier = disk
+    let tier = tier
         .with_clears(clears)
-        .with_keep_free(config.disk_keep_free)
-        .with_io(config.disk_io)
-        .with_depth(config.disk_depth)
+        .with_keep_free(disk.keep_free)
+        .with_io(disk.io)
+        .with_depth(disk.depth)
         .with_max_writing(max_writing(arena.len() as u64))
         .with_arena(Arc::clone(arena))
         .with_key_settings(&key_settings(config))
         .open()
         // Its text names the cause already.
         .map_err(|error| anyhow!("the disk tier cannot be opened: {error}"))?;
-    for (path, how) in config.disk.iter().zip(tier.describe()) {
+    for (path, how) in disk.folders.iter().zip(tier.describe()) {
         info!("disk: {} by {how}", path.display());
     }
     let held = tier.held();
@@ -79,22 +80,22 @@ fn key_settings(config: &ServeConfig) -> String {
 
 /// Half of what is free, the same on each drive, so that the smallest decides. What the folders
 /// hold already counts as free.
-fn auto_size(config: &ServeConfig) -> Result<u64> {
+fn auto_size(disk: &DiskSettings) -> Result<u64> {
     let mut least = u64::MAX;
-    for path in &config.disk {
+    for path in &disk.folders {
         // Its text names the folder already.
         let usable = usable_bytes(path).map_err(|error| anyhow!("{error}"))?;
-        least = least.min(usable.saturating_sub(config.disk_keep_free) / 2);
+        least = least.min(usable.saturating_sub(disk.keep_free) / 2);
     }
     if least < LEAST_DRIVE {
         bail!(
             "--disk-size auto: less than {} are free beside --disk-keep-free {}; free some, or \
              set --disk-size",
             human_bytes(2 * LEAST_DRIVE),
-            human_bytes(config.disk_keep_free)
+            human_bytes(disk.keep_free)
         );
     }
-    let size = least * config.disk.len() as u64;
+    let size = least * disk.folders.len() as u64;
     info!("disk: {}, half of what is free", human_bytes(size));
     Ok(size)
 }

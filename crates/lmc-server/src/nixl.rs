@@ -5,13 +5,12 @@ use std::sync::Arc;
 use anyhow::Result;
 use lmc_transfer::{ChannelConfig, TransferChannel};
 
-use crate::config::{HostPort, PeerTransport, ServeConfig};
+use crate::config::{HostPort, PeerTransport, PeersSettings, ServeConfig};
 
 /// Returns true if the configuration allows NIXL.
 fn is_allowed(config: &ServeConfig) -> bool {
-    config.p2p_listen.is_some()
-        && config.p2p_transport != PeerTransport::Sockets
-        && !config.p2p_encrypt
+    let peers = config.peers();
+    peers.is_some_and(|peers| peers.transport != PeerTransport::Sockets) && !config.p2p_encrypt
 }
 
 #[cfg(not(feature = "nixl"))]
@@ -21,11 +20,12 @@ pub(crate) fn set_variables(_: &ServeConfig) {}
 #[cfg(not(feature = "nixl"))]
 pub(crate) fn open(
     config: &ServeConfig,
+    peers: &PeersSettings,
     _: &ChannelConfig,
     _: &HostPort,
 ) -> Result<Option<Arc<dyn TransferChannel>>> {
     anyhow::ensure!(
-        !is_allowed(config) || config.p2p_transport != PeerTransport::Nixl,
+        !is_allowed(config) || peers.transport != PeerTransport::Nixl,
         "--p2p-transport nixl: this build of lmc has no NIXL; build it with `--features nixl`, or \
          choose sockets or auto"
     );
@@ -79,7 +79,7 @@ mod with_nixl {
             return;
         }
         let unset = |(name, _): &(&str, &str)| std::env::var_os(name).is_none();
-        let interfaces = config.p2p_interfaces.as_deref();
+        let interfaces = config.peers().and_then(|peers| peers.interfaces.as_deref());
         let interfaces = interfaces.map(|names| ("UCX_NET_DEVICES", names));
         for (name, value) in VARIABLES.into_iter().filter(unset).chain(interfaces) {
             // SAFETY: the process has one thread yet, so that no other reads the environment.
@@ -93,10 +93,11 @@ mod with_nixl {
     /// NIXL is demanded, and cannot be had.
     pub(crate) fn open(
         config: &ServeConfig,
+        peers: &PeersSettings,
         channel: &ChannelConfig,
         listen: &HostPort,
     ) -> Result<Option<Arc<dyn TransferChannel>>> {
-        let demanded = config.p2p_transport == PeerTransport::Nixl;
+        let demanded = peers.transport == PeerTransport::Nixl;
         let why_not = match () {
             () if !is_allowed(config) => return Ok(None),
             () if demanded => None,
@@ -110,7 +111,7 @@ mod with_nixl {
         }
         let at = Address::Tcp {
             host: listen.host.clone(),
-            port: config.p2p_nixl_port,
+            port: peers.nixl_port,
         };
         let channel = NixlConfig::new(channel.clone(), at);
         match nicer(|| channel.build()) {

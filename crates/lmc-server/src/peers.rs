@@ -68,26 +68,29 @@ pub(crate) fn open(
     arena: &Arc<Arena>,
     host: EngineHost,
 ) -> Result<Option<Arc<P2pBackend>>> {
-    let Some(listen) = &config.p2p_listen else {
+    let Some((peers, listen)) = config
+        .peers()
+        .and_then(|peers| Some((peers, peers.listen.as_ref()?)))
+    else {
         return Ok(None);
     };
     let name = config.p2p_name.clone().unwrap_or_else(host_name);
     let mut channel = channel(config, arena, &name, listen)?;
-    let nixl = nixl::open(config, &channel.channel, listen)?;
+    let nixl = nixl::open(config, peers, &channel.channel, listen)?;
     channel.nice = SERVING_NICE;
     let pool = arena.len() as u64;
-    let advertised = config.p2p_advertise.as_ref();
+    let advertised = peers.advertise.as_ref();
     let advertised = advertised.map_or_else(String::new, HostPort::to_string);
     let mut node = NodeConfig::new(name, advertised, pool);
     node.chunk_size = u32::try_from(config.chunk_size).context("--chunk-size")?;
     node.algorithm = config.hash_algorithm.name().to_owned();
     node.limits = OwnerLimits::for_pool(pool);
     node.max_chunk = pool / 16;
-    node.limits.bytes_per_second = config.p2p_serve_rate;
+    node.limits.bytes_per_second = peers.serve_rate;
     let mut tier = P2pConfig::new(node, channel);
     tier.nixl = nixl;
-    tier.peers = config.p2p_peers.iter().map(HostPort::to_string).collect();
-    let directories = config.p2p_directories.iter().map(HostPort::to_string);
+    tier.peers = peers.peers.iter().map(HostPort::to_string).collect();
+    let directories = peers.directories.iter().map(HostPort::to_string);
     tier.directories = directories.collect();
     if tier.peers.len() > MANY_PEERS {
         warn!(

@@ -16,7 +16,7 @@ use lmc_vllm_adapter::Service;
 use tokio::runtime::Handle;
 use tracing::info;
 
-use crate::config::ServeConfig;
+use crate::config::{RemoteSettings, ServeConfig};
 use crate::late_filter::LateFilter;
 
 /// Time that the store has to answer before the server goes on without it.
@@ -76,8 +76,9 @@ impl Remote {
 }
 
 /// Reads the key of the digests: that of the store, or else that of the peers.
-pub(crate) fn keys(config: &ServeConfig, store: &ServeConfig) -> Result<Option<Keys>> {
-    let own = store.remote_key.as_ref().map(|path| ("--remote-key", path));
+pub(crate) fn keys(config: &ServeConfig, store: Option<&RemoteSettings>) -> Result<Option<Keys>> {
+    let own = store.and_then(|store| store.key.as_ref());
+    let own = own.map(|path| ("--remote-key", path));
     let shared = config.p2p_key.as_ref().map(|path| ("--p2p-key", path));
     let read = |(flag, path): (&str, &PathBuf)| {
         Keys::read(path).map_err(|error| anyhow!("{flag}: {error}"))
@@ -89,7 +90,7 @@ pub(crate) fn keys(config: &ServeConfig, store: &ServeConfig) -> Result<Option<K
 /// A server starts without its stores, which are reached in the background.
 pub(crate) fn open(config: &ServeConfig, clears: &ClearLog) -> Result<Vec<Remote>> {
     let stores = config.remotes().enumerate();
-    let open = |(number, store)| open_one(store, number, keys(config, store)?, clears);
+    let open = |(number, store)| open_one(store, number, keys(config, Some(store))?, clears);
     let remotes: Vec<Remote> = stores.map(open).collect::<Result<_>>()?;
     // Most stores answer at once: then the engine knows from the start what was cleared.
     let starting = Instant::now() + START;
@@ -100,29 +101,29 @@ pub(crate) fn open(config: &ServeConfig, clears: &ClearLog) -> Result<Vec<Remote
 }
 
 fn open_one(
-    config: &ServeConfig,
+    config: &RemoteSettings,
     number: usize,
     keys: Option<Keys>,
     clears: &ClearLog,
 ) -> Result<Remote> {
-    let url = config.remote.as_ref().context("a store has a URL")?;
+    let url = config.url.as_ref().context("a store has a URL")?;
     let mut options = StoreOptions::default();
-    options.max_bytes = config.remote_size;
-    options.ttl = config.remote_ttl;
+    options.max_bytes = config.size;
+    options.ttl = config.ttl;
     let store = open_store(url.with_secrets(), options);
     let store = store.map_err(|error| anyhow!("--remote {url}: {error}"))?;
     let mut tier = RemoteConfig::nth(number);
     let name = tier.name.clone();
-    tier.absent_ttl = config.remote_negative_ttl;
-    tier.timeout = config.remote_timeout;
+    tier.absent_ttl = config.negative_ttl;
+    tier.timeout = config.timeout;
     let tier = RemoteTier::start(tier, store.store(), clears.clears(), Handle::current());
     let spaces = LateFilter::default();
-    let mut policy = TierPolicy::of_store(config.remote_timeout);
-    policy.write = config.remote_write;
-    policy.admit = config.remote_admit;
-    policy.fill = config.remote_fill;
+    let mut policy = TierPolicy::of_store(config.timeout);
+    policy.write = config.write;
+    policy.admit = config.admit;
+    policy.fill = config.fill;
     policy.spaces = spaces.filter();
-    policy.locate_timeout = config.remote_locate_timeout;
+    policy.locate_timeout = config.locate_timeout;
     info!("{name}: {url}");
     Ok(Remote {
         tier: Arc::new(tier),

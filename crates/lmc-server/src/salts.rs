@@ -42,7 +42,7 @@ impl SaltDigests {
     /// # Errors
     /// A key file that cannot be read, or a system without random bytes.
     pub fn new(config: &ServeConfig) -> Result<Self> {
-        let keys = match remote::keys(config, config)? {
+        let keys = match remote::keys(config, config.remotes().next())? {
             Some(keys) => keys,
             None => Key::random().context("no random bytes")?.into(),
         };

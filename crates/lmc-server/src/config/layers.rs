@@ -8,6 +8,7 @@ use super::service_links::Services;
 use super::setting::{Info, Raw, Secret, Shape};
 use super::settings::ALL;
 use super::suggest::nearest;
+use super::tiers::Kind;
 
 /// Variables that begin with `LMC_` and are not settings of the server.
 const OTHER_VARIABLES: &[&str] = &[
@@ -126,6 +127,8 @@ pub(crate) struct Layers {
     variables: Vec<(String, String)>,
     file: Option<PathBuf>,
     keys: Vec<(String, Raw)>,
+    /// Kinds of the file's tables `[[tier]]`, in order.
+    tables: Vec<Kind>,
     stores: Vec<Self>,
     problems: Vec<Problem>,
     warnings: Vec<String>,
@@ -204,6 +207,7 @@ impl Layers {
         let mut table = table;
         if let Some(tables) = table.remove("tier") {
             let tables = super::tiers::flatten(&file, &tables, &mut self.problems);
+            self.tables = tables.kinds;
             for (number, keys) in tables.further {
                 let mut store = Self {
                     file: Some(PathBuf::from(format!("{file}: tier {number}"))),
@@ -265,6 +269,11 @@ impl Layers {
         });
         self.entries.push(entry);
         value
+    }
+
+    /// Returns the kinds of the file's tables `[[tier]]`, in order.
+    pub(super) fn tables(&self) -> &[Kind] {
+        &self.tables
     }
 
     /// The layers of each store after the first: its table, over the defaults.

@@ -28,9 +28,10 @@ pub(crate) use secret::{mask_arguments, mask_password_of};
 pub(crate) use serve::{LEAST_DRIVE, is_loopback};
 pub use serve::{Loaded, print_config};
 pub use setting::{Group, Info, Raw, Secret, Shape};
-pub use settings::{ALL as ALL_SETTINGS, ServeConfig};
+pub use settings::{ALL as ALL_SETTINGS, DiskSettings, PeersSettings, RemoteSettings, ServeConfig};
 pub use size::{GIB, human_bytes, human_duration, parse_bytes, parse_duration};
 pub use suggest::nearest;
+pub use tiers::TierSettings;
 
 #[cfg(test)]
 mod tests;

@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use super::layers::{ConfigError, Entry, Layers};
-use super::parse::{PeerTransport, PoolSize, SegmentName, TransferMode};
+use super::parse::{self, PeerTransport, PoolSize, SegmentName, TransferMode};
 use super::setting::{Group, Raw, Shape};
-use super::settings::ServeConfig;
-use super::tiers::key_of_store;
+use super::settings::{DiskSettings, PeersSettings, RemoteSettings, ServeConfig};
+use super::tiers::{self, Kind, TierSettings};
 
 /// Least bytes of a drive: a smaller one holds few chunks of any model.
 pub(crate) const LEAST_DRIVE: u64 = 64 << 20;
@@ -50,18 +50,37 @@ impl ServeConfig {
         }
         let mut config = Self::take(&mut layers);
         config.cross_check(&mut layers);
+        let disk = DiskSettings::take(&mut layers);
+        disk.cross_check(&mut layers);
+        let peers = PeersSettings::take(&mut layers);
+        config.cross_check_peers(&peers, &mut layers);
+        let mut stores = vec![RemoteSettings::take(&mut layers)];
+        stores[0].cross_check(&mut layers);
         let mut further_remotes = Vec::new();
         for mut store in layers.take_stores() {
-            let remote = Self::take(&mut store);
-            if config.remotes().any(|other| other.remote == remote.remote) {
+            let remote = RemoteSettings::take(&mut store);
+            if stores.iter().any(|other| other.url == remote.url) {
                 store.refuse(
                     "remote",
                     "expected another store than those of the tables before it",
                 );
             }
-            config.further_remotes.push(remote);
+            stores.push(remote);
             further_remotes.push(layers.finish_store(store));
         }
+        let mut disk = (!disk.folders.is_empty()).then_some(TierSettings::Disk(disk));
+        let mut peers = (peers.listen.is_some()).then_some(TierSettings::Peers(peers));
+        let mut stores = stores.into_iter();
+        let next = |kind| match kind {
+            Kind::Disk => disk.take(),
+            Kind::Peers => peers.take(),
+            Kind::Remote => {
+                let store = stores.next().filter(|store| store.url.is_some());
+                store.map(TierSettings::Remote)
+            }
+        };
+        let order = tiers::order(layers.tables());
+        config.tiers = order.into_iter().filter_map(next).collect();
         let notes = layers.take_notes();
         let (entries, warnings) = layers.finish()?;
         Ok(Loaded {
@@ -73,11 +92,28 @@ impl ServeConfig {
         })
     }
 
-    /// The shared stores, the nearest first; only their settings of [`Group::Remote`] count.
-    pub fn remotes(&self) -> impl Iterator<Item = &Self> {
-        std::iter::once(self)
-            .chain(&self.further_remotes)
-            .filter(|config| config.remote.is_some())
+    /// Returns the settings of the drives, if there are any.
+    pub fn disk(&self) -> Option<&DiskSettings> {
+        self.tiers.iter().find_map(|tier| match tier {
+            TierSettings::Disk(disk) => Some(disk),
+            _ => None,
+        })
+    }
+
+    /// Returns the settings of the peers, if there are any.
+    pub fn peers(&self) -> Option<&PeersSettings> {
+        self.tiers.iter().find_map(|tier| match tier {
+            TierSettings::Peers(peers) => Some(peers),
+            _ => None,
+        })
+    }
+
+    /// Returns the shared stores, in the order in which they are asked.
+    pub fn remotes(&self) -> impl Iterator<Item = &RemoteSettings> {
+        self.tiers.iter().filter_map(|tier| match tier {
+            TierSettings::Remote(store) => Some(store),
+            _ => None,
+        })
     }
 
     fn cross_check(&self, layers: &mut Layers) {
@@ -115,66 +151,54 @@ impl ServeConfig {
                 "sealed requires --ipc-path, over which the pool is passed",
             );
         }
-        if self.disk.is_empty() && self.disk_size != PoolSize::Auto {
-            layers.refuse("disk-size", "requires --disk");
-        }
-        if let PoolSize::Bytes(bytes) = self.disk_size
-            && !self.disk.is_empty()
-            && bytes / (self.disk.len() as u64) < LEAST_DRIVE
-        {
+        if self.eviction_ratio >= self.eviction_watermark {
             layers.refuse(
-                "disk-size",
+                "eviction-ratio",
                 format!(
-                    "expected at least {} for each drive, or auto",
-                    super::size::human_bytes(LEAST_DRIVE)
+                    "expected less than eviction_trigger_watermark ({}), or nothing would stay",
+                    self.eviction_watermark
                 ),
             );
         }
-        for (name, is_set) in [
-            ("remote-size", self.remote_size.is_some()),
-            ("remote-ttl", self.remote_ttl.is_some()),
-            ("remote-salts", self.remote_salts.is_some()),
-            ("remote-key", self.remote_key.is_some()),
-        ] {
-            if is_set && self.remote.is_none() {
-                layers.refuse(name, "requires --remote");
-            }
-        }
-        if self.p2p_listen.is_none() && !self.p2p_peers.is_empty() {
+    }
+
+    /// Checks the settings of the peers, and of the directory that this server hosts.
+    fn cross_check_peers(&self, peers: &PeersSettings, layers: &mut Layers) {
+        if peers.listen.is_none() && !peers.peers.is_empty() {
             layers.refuse("p2p-peer", "requires --p2p-listen");
         }
-        if self.p2p_listen.is_none() && !self.p2p_directories.is_empty() {
+        if peers.listen.is_none() && !peers.directories.is_empty() {
             layers.refuse("p2p-directory", "requires --p2p-listen");
         }
-        if let Some(at) = &self.p2p_listen
+        if let Some(at) = &peers.listen
             && is_wildcard(&at.host)
-            && self.p2p_advertise.is_none()
+            && peers.advertise.is_none()
         {
             layers.refuse(
                 "p2p-advertise",
                 format!("expected the address under which peers reach this server, because --p2p-listen {at} is a wildcard"),
             );
         }
-        if self.p2p_listen.is_some()
+        if peers.listen.is_some()
             && self.p2p_key.is_none()
-            && self.p2p_transport == PeerTransport::Nixl
+            && peers.transport == PeerTransport::Nixl
         {
             layers.refuse(
                 "p2p-transport",
                 "expected --p2p-key with nixl: the memory is described only to peers that prove the key",
             );
         }
-        if self.p2p_encrypt && self.p2p_transport == PeerTransport::Nixl {
+        if self.p2p_encrypt && peers.transport == PeerTransport::Nixl {
             layers.refuse(
                 "p2p-encrypt",
                 "expected --p2p-transport auto or sockets: NIXL cannot encrypt",
             );
         }
-        if self.p2p_encrypt && self.p2p_listen.is_none() {
+        if self.p2p_encrypt && peers.listen.is_none() {
             layers.refuse("p2p-encrypt", "requires --p2p-listen");
         }
         let listeners = [
-            ("--p2p-listen", &self.p2p_listen, "read every chunk"),
+            ("--p2p-listen", &peers.listen, "read every chunk"),
             (
                 "--p2p-directory-listen",
                 &self.p2p_directory_listen,
@@ -191,14 +215,40 @@ impl ServeConfig {
                 format!("expected a file with a key, because {flag} {at} is not a loopback address: without a key any host could {harm}; make one with: (umask 077; openssl rand -hex 32 > FILE)"),
             );
         }
-        if self.eviction_ratio >= self.eviction_watermark {
+    }
+}
+
+impl DiskSettings {
+    fn cross_check(&self, layers: &mut Layers) {
+        if self.folders.is_empty() && self.size != PoolSize::Auto {
+            layers.refuse("disk-size", "requires --disk");
+        }
+        if let PoolSize::Bytes(bytes) = self.size
+            && !self.folders.is_empty()
+            && bytes / (self.folders.len() as u64) < LEAST_DRIVE
+        {
             layers.refuse(
-                "eviction-ratio",
+                "disk-size",
                 format!(
-                    "expected less than eviction_trigger_watermark ({}), or nothing would stay",
-                    self.eviction_watermark
+                    "expected at least {} for each drive, or auto",
+                    super::size::human_bytes(LEAST_DRIVE)
                 ),
             );
+        }
+    }
+}
+
+impl RemoteSettings {
+    fn cross_check(&self, layers: &mut Layers) {
+        for (name, is_set) in [
+            ("remote-size", self.size.is_some()),
+            ("remote-ttl", self.ttl.is_some()),
+            ("remote-salts", self.salts.is_some()),
+            ("remote-key", self.key.is_some()),
+        ] {
+            if is_set && self.url.is_none() {
+                layers.refuse(name, "requires --remote");
+            }
         }
     }
 }
@@ -236,15 +286,18 @@ pub fn print_config(loaded: &Loaded, notes: &[(&str, String)]) -> String {
         let line = format!("{key} = {}", toml_value(&entry.shown(str::to_owned)));
         format!("{line:<44} # {}{note}\n", entry.source)
     };
-    // Several stores need tables; one is written as its flags are.
-    let is_in_table = |entry: &&Entry| {
-        !loaded.further_remotes.is_empty() && key_of_store(&entry.info.key()).is_some()
+    // Several stores and another order than the usual one need tables; else flags are enough.
+    let tiers = &loaded.config.tiers;
+    let is_usual = tiers.is_sorted_by_key(TierSettings::kind) && loaded.further_remotes.is_empty();
+    let tables = if is_usual { &[] } else { tiers.as_slice() };
+    let is_flat = |entry: &&Entry| {
+        let key = entry.info.key();
+        tables.iter().all(|tier| tier.kind().key_of(&key).is_none())
     };
-    let (first, entries): (Vec<&Entry>, Vec<&Entry>) = loaded.entries.iter().partition(is_in_table);
     // A table takes every key after it, so tables come last.
-    let (pairs, values): (Vec<&Entry>, Vec<&Entry>) = entries
-        .into_iter()
-        .partition(|entry| entry.info.shape == Shape::Pairs);
+    let entries = loaded.entries.iter().filter(is_flat);
+    let (pairs, values): (Vec<&Entry>, Vec<&Entry>) =
+        entries.partition(|entry| entry.info.shape == Shape::Pairs);
     let mut group: Option<Group> = None;
     for entry in values {
         if group.replace(entry.info.group) != Some(entry.info.group) {
@@ -263,22 +316,28 @@ pub fn print_config(loaded: &Loaded, notes: &[(&str, String)]) -> String {
             out.push_str(&format!("{} = {}\n", quoted(&name), toml_value(&value)));
         }
     }
-    let further = loaded
-        .further_remotes
-        .iter()
-        .map(|store| store.iter().collect());
-    for store in std::iter::once(first)
-        .chain(further)
-        .filter(|store: &Vec<&Entry>| !store.is_empty())
-    {
-        out.push_str("\n[[tier]]\nkind = \"remote\"\n");
-        for entry in store {
-            if let Some(key) = key_of_store(&entry.info.key()) {
+    let stores = std::iter::once(&loaded.entries).chain(&loaded.further_remotes);
+    let mut stores = stores.filter(|entries| names_store(entries));
+    for tier in tables {
+        let kind = tier.kind();
+        let entries = match kind {
+            Kind::Remote => stores.next(),
+            Kind::Disk | Kind::Peers => Some(&loaded.entries),
+        };
+        out.push_str(&format!("\n[[tier]]\nkind = \"{}\"\n", kind.name()));
+        for entry in entries.into_iter().flatten() {
+            if let Some(key) = kind.key_of(&entry.info.key()) {
                 out.push_str(&line(key, entry));
             }
         }
     }
     out
+}
+
+/// Returns true if one of the entries names a store.
+fn names_store(entries: &[Entry]) -> bool {
+    let url = entries.iter().find(|entry| entry.info.name == "remote");
+    url.is_some_and(|url| matches!(parse::remote_url(&url.raw), Ok(Some(_))))
 }
 
 fn toml_value(text: &str) -> String {

@@ -15,6 +15,10 @@ pub enum Group {
     Pool,
     /// Eviction from the pool.
     Eviction,
+    /// Settings of all lower tiers together.
+    Lower,
+    /// Name and key of this daemon among others, and the directory that it hosts.
+    Links,
     /// The tier of chunks on drives.
     Disk,
     /// The tier of peers.
@@ -38,6 +42,8 @@ impl Group {
             Self::Identity => "Identity of chunks",
             Self::Pool => "Pool",
             Self::Eviction => "Eviction",
+            Self::Lower => "Lower tiers",
+            Self::Links => "Between daemons",
             Self::Disk => "Disk",
             Self::Peers => "Peers",
             Self::Remote => "Shared store",

@@ -324,7 +324,8 @@ fn a_tier_table_is_the_long_form_of_the_flags() {
     let flagged = load(&[("disk-write", "through")], &[], file)
         .unwrap()
         .config;
-    assert_eq!(flagged.disk_write, lmc_engine::WritePolicy::Through);
+    let disk = flagged.disk().expect("a tier of drives");
+    assert_eq!(disk.write, lmc_engine::WritePolicy::Through);
 }
 
 #[test]
@@ -334,13 +335,13 @@ fn further_stores_have_tables_of_their_own() {
                 [[tier]]\nkind = \"remote\"\nurl = \"file:///d\"\nsize = \"1TiB\"\n";
     let loaded = load(&[("remote-admit", "second")], &[], file).unwrap();
     let stores = |config: &ServeConfig| {
-        let store = |store: &ServeConfig| {
+        let store = |store: &RemoteSettings| {
             (
-                store.remote.as_ref().map(ToString::to_string),
-                store.remote_ttl,
-                store.remote_fill,
-                store.remote_admit,
-                store.remote_size,
+                store.url.as_ref().map(ToString::to_string),
+                store.ttl,
+                store.fill,
+                store.admit,
+                store.size,
             )
         };
         config.remotes().map(store).collect::<Vec<_>>()
@@ -373,6 +374,60 @@ fn further_stores_have_tables_of_their_own() {
     );
 }
 
+/// Of a file, and of what is printed of it: the kinds of its tiers.
+fn kinds(flags: &[(&str, &str)], file: &str) -> Vec<&'static str> {
+    let kinds = |config: &ServeConfig| {
+        let kinds = config.tiers.iter().map(|tier| match tier {
+            TierSettings::Disk(_) => "disk",
+            TierSettings::Peers(_) => "peers",
+            TierSettings::Remote(_) => "remote",
+        });
+        kinds.collect::<Vec<_>>()
+    };
+    let loaded = load(flags, &[], file).unwrap();
+    let printed = print_config(&loaded, &[]);
+    let again = load(&[], &[], &printed).unwrap();
+    assert_eq!(again.config, loaded.config, "{printed}");
+    kinds(&loaded.config)
+}
+
+#[test]
+fn tiers_are_in_the_order_of_their_tables() {
+    const DISK: &str = "[[tier]]\nkind = \"disk\"\nurl = \"/a\"\n";
+    const PEERS: &str = "[[tier]]\nkind = \"peers\"\nurl = \"none\"\nlisten = \"127.0.0.1:7700\"\n";
+    let store = |url: &str| format!("[[tier]]\nkind = \"remote\"\nurl = \"{url}\"\n");
+    let (near, far) = (store("redis://a"), store("s3://b/c"));
+    let listen = [("p2p-listen", "127.0.0.1:7700")];
+    assert_eq!(kinds(&[], ""), [""; 0]);
+    assert_eq!(
+        kinds(&[("disk", "/a"), ("remote", "redis://a"), listen[0]], ""),
+        ["disk", "peers", "remote"]
+    );
+    assert_eq!(
+        kinds(&[], &format!("{DISK}{near}{PEERS}{far}")),
+        ["disk", "remote", "peers", "remote"]
+    );
+    assert_eq!(kinds(&[], &format!("{near}{PEERS}")), ["remote", "peers"]);
+    // A flag has no order, so that its tier is where it usually is.
+    assert_eq!(
+        kinds(&listen, &format!("{DISK}{near}")),
+        ["disk", "peers", "remote"]
+    );
+    assert_eq!(kinds(&[("disk", "/a")], &near), ["disk", "remote"]);
+    // A flag can take a store out.
+    assert_eq!(
+        kinds(&[("remote", "none")], &format!("{near}{PEERS}{far}")),
+        ["peers", "remote"]
+    );
+
+    let error = load(&[], &[], &format!("{PEERS}{DISK}")).unwrap_err();
+    let [problem] = &error.problems[..] else {
+        panic!("{error}");
+    };
+    assert_eq!(problem.subject, "lmc.toml: tier 2");
+    assert!(problem.text.contains("before all others"), "{problem}");
+}
+
 #[test]
 fn admission_takes_a_number_of_reuses() {
     use lmc_engine::Admission::{Always, Reused};
@@ -399,7 +454,7 @@ fn a_wrong_tier_table_is_refused_with_what_is_known() {
         (
             "kind = \"redis\"\nurl = \"r\"",
             "lmc.toml: tier 1",
-            "[\"peers\", \"disk\", \"remote\"], found \"redis\"",
+            "[\"disk\", \"peers\", \"remote\"], found \"redis\"",
         ),
         ("kind = \"disk\"", "lmc.toml: tier 1", "expected url"),
         (

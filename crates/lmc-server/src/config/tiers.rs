@@ -1,72 +1,132 @@
-//! The tables `[[tier]]` of the configuration file: one for each tier, the fastest first. A flag is
-//! the short form for the first tier of its kind.
+//! The lower tiers: their settings in the order in which tiers are asked, and the tables `[[tier]]`
+//! of the configuration file, which give that order. A flag is the short form for the first tier of its
+//! kind.
 
 use super::layers::Problem;
+use super::settings::{DiskSettings, PeersSettings, RemoteSettings};
 use super::suggest::nearest;
+
+/// The settings of one lower tier.
+#[derive(Debug, Clone, PartialEq)]
+pub enum TierSettings {
+    /// Drives of this host.
+    Disk(DiskSettings),
+    /// Other daemons.
+    Peers(PeersSettings),
+    /// A store that daemons share.
+    Remote(RemoteSettings),
+}
+
+impl TierSettings {
+    /// Returns the kind of the tier.
+    pub(super) fn kind(&self) -> Kind {
+        match self {
+            Self::Disk(_) => Kind::Disk,
+            Self::Peers(_) => Kind::Peers,
+            Self::Remote(_) => Kind::Remote,
+        }
+    }
+}
+
+/// The kind of a tier, in the usual order of tiers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Kind {
+    Disk,
+    Peers,
+    Remote,
+}
+
+impl Kind {
+    const ALL: [Self; 3] = [Self::Disk, Self::Peers, Self::Remote];
+
+    /// Returns the name of the kind in a table.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Disk => "disk",
+            Self::Peers => "peers",
+            Self::Remote => "remote",
+        }
+    }
+
+    /// Returns the keys of a table of this kind.
+    fn keys(self) -> &'static [Key] {
+        match self {
+            Self::Disk => DISK,
+            Self::Peers => PEERS,
+            Self::Remote => REMOTE,
+        }
+    }
+
+    /// Returns the name that a setting has in a table of this kind, if it has one.
+    pub(super) fn key_of(self, setting: &str) -> Option<&'static str> {
+        let (key, _) = self.keys().iter().find(|(_, short)| *short == setting)?;
+        Some(key)
+    }
+}
+
+/// Returns the kinds of the tiers in the order in which they are asked: that of their tables. A kind
+/// without a table comes before the first table of a kind that usually follows it.
+pub(super) fn order(tables: &[Kind]) -> Vec<Kind> {
+    let mut order = tables.to_vec();
+    for kind in Kind::ALL {
+        if !order.contains(&kind) {
+            let follows = order.iter().position(|other| *other > kind);
+            order.insert(follows.unwrap_or(order.len()), kind);
+        }
+    }
+    order
+}
 
 /// A key of a tier's table, and the key that is its short form.
 type Key = (&'static str, &'static str);
 
-/// The kind that may have several tables.
-const REMOTE: &str = "remote";
+const DISK: &[Key] = &[
+    ("url", "disk"),
+    ("create", "disk_create"),
+    ("size", "disk_size"),
+    ("keep_free", "disk_keep_free"),
+    ("write", "disk_write"),
+    ("admit", "disk_admit"),
+    ("timeout", "disk_read_timeout_seconds"),
+    ("io", "disk_io"),
+    ("depth", "disk_depth"),
+    ("state_dir", "state_dir"),
+    ("fill", "disk_fill"),
+];
 
-/// The kinds of tiers, each with the keys of its table.
-const KINDS: &[(&str, &[Key])] = &[
-    (
-        "peers",
-        &[
-            ("url", "p2p_peer"),
-            ("listen", "p2p_listen"),
-            ("advertise", "p2p_advertise"),
-            ("directory", "p2p_directory"),
-            ("key", "p2p_key"),
-            ("transport", "p2p_transport"),
-            ("encrypt", "p2p_encrypt"),
-            ("nixl_port", "p2p_nixl_port"),
-            ("interfaces", "p2p_interfaces"),
-            ("name", "p2p_name"),
-            ("locate_timeout", "p2p_locate_timeout"),
-            ("pending_timeout", "p2p_pending_timeout"),
-            ("serve_rate", "p2p_serve_rate"),
-        ],
-    ),
-    (
-        "disk",
-        &[
-            ("url", "disk"),
-            ("create", "disk_create"),
-            ("size", "disk_size"),
-            ("keep_free", "disk_keep_free"),
-            ("write", "disk_write"),
-            ("admit", "disk_admit"),
-            ("timeout", "disk_read_timeout_seconds"),
-            ("io", "disk_io"),
-            ("depth", "disk_depth"),
-            ("state_dir", "state_dir"),
-            ("fill", "disk_fill"),
-        ],
-    ),
-    (
-        REMOTE,
-        &[
-            ("url", "remote"),
-            ("size", "remote_size"),
-            ("ttl", "remote_ttl"),
-            ("write", "remote_write"),
-            ("admit", "remote_admit"),
-            ("salts", "remote_salts"),
-            ("key", "remote_key"),
-            ("fill", "remote_fill"),
-            ("locate_timeout", "remote_locate_timeout"),
-            ("timeout", "remote_timeout_seconds"),
-            ("negative_ttl", "remote_negative_ttl"),
-        ],
-    ),
+const PEERS: &[Key] = &[
+    ("url", "p2p_peer"),
+    ("listen", "p2p_listen"),
+    ("advertise", "p2p_advertise"),
+    ("directory", "p2p_directory"),
+    ("key", "p2p_key"),
+    ("transport", "p2p_transport"),
+    ("encrypt", "p2p_encrypt"),
+    ("nixl_port", "p2p_nixl_port"),
+    ("interfaces", "p2p_interfaces"),
+    ("name", "p2p_name"),
+    ("locate_timeout", "p2p_locate_timeout"),
+    ("pending_timeout", "p2p_pending_timeout"),
+    ("serve_rate", "p2p_serve_rate"),
+];
+
+const REMOTE: &[Key] = &[
+    ("url", "remote"),
+    ("size", "remote_size"),
+    ("ttl", "remote_ttl"),
+    ("write", "remote_write"),
+    ("admit", "remote_admit"),
+    ("salts", "remote_salts"),
+    ("key", "remote_key"),
+    ("fill", "remote_fill"),
+    ("locate_timeout", "remote_locate_timeout"),
+    ("timeout", "remote_timeout_seconds"),
+    ("negative_ttl", "remote_negative_ttl"),
 ];
 
 /// Keys that other kinds have, and why a kind without them does not.
-const FOREIGN: &[(&str, &str, &str)] = &[(
-    "disk",
+const FOREIGN: &[(Kind, &str, &str)] = &[(
+    Kind::Disk,
     "ttl",
     "a disk evicts its oldest chunks by size; set size",
 )];
@@ -77,23 +137,17 @@ pub(super) type Keys = Vec<(String, toml::Value)>;
 /// The tables of a file, in their short forms.
 #[derive(Default)]
 pub(super) struct Tables {
+    /// Kinds of the tables, in order.
+    pub(super) kinds: Vec<Kind>,
     /// Keys of the first table of each kind.
     pub(super) first: Keys,
     /// Keys of each further store, and the number of its table, from 1.
     pub(super) further: Vec<(usize, Keys)>,
 }
 
-/// Returns the name that a setting has in a table, if it has one in a table of a further store.
-pub(super) fn key_of_store(setting: &str) -> Option<&'static str> {
-    let (_, keys) = KINDS.iter().find(|(kind, _)| *kind == REMOTE)?;
-    let (key, _) = keys.iter().find(|(_, short)| *short == setting)?;
-    Some(key)
-}
-
 /// Returns the keys of a file that has the tables in place of their short forms.
 pub(super) fn flatten(file: &str, tables: &toml::Value, problems: &mut Vec<Problem>) -> Tables {
     let mut found = Tables::default();
-    let mut seen: Vec<&str> = Vec::new();
     let mut refuse = |subject: String, text: String| problems.push(Problem { subject, text });
     let tables = match tables.as_array() {
         Some(tables) => tables.as_slice(),
@@ -113,9 +167,11 @@ pub(super) fn flatten(file: &str, tables: &toml::Value, problems: &mut Vec<Probl
             continue;
         };
         let named = table.get("kind").and_then(toml::Value::as_str);
-        let kind = KINDS.iter().find(|(kind, _)| Some(*kind) == named);
-        let Some((kind, keys)) = kind else {
-            let kinds: Vec<&str> = KINDS.iter().map(|(kind, _)| *kind).collect();
+        let kind = Kind::ALL
+            .into_iter()
+            .find(|kind| Some(kind.name()) == named);
+        let Some(kind) = kind else {
+            let kinds = Kind::ALL.map(Kind::name);
             let found = named.map_or_else(|| "none".to_owned(), |kind| format!("{kind:?}"));
             refuse(
                 subject,
@@ -123,15 +179,21 @@ pub(super) fn flatten(file: &str, tables: &toml::Value, problems: &mut Vec<Probl
             );
             continue;
         };
-        let is_first = !seen.contains(kind);
-        if !is_first && *kind != REMOTE {
+        let name = kind.name();
+        let is_first = !found.kinds.contains(&kind);
+        if !is_first && kind != Kind::Remote {
             let text = format!(
-                "expected one tier of kind {kind:?}; name all its folders or peers in its url"
+                "expected one tier of kind {name:?}; name all its folders or peers in its url"
             );
             refuse(subject, text);
             continue;
         }
-        seen.push(kind);
+        if kind == Kind::Disk && !found.kinds.is_empty() {
+            let text = "expected the table of kind \"disk\" before all others: this server knows \
+                        what its drives hold, so that they are asked first in any case";
+            refuse(subject.clone(), text.to_owned());
+        }
+        found.kinds.push(kind);
         let mut flat = Keys::new();
         if !table.contains_key("url") {
             refuse(
@@ -139,27 +201,27 @@ pub(super) fn flatten(file: &str, tables: &toml::Value, problems: &mut Vec<Probl
                 "expected url: the location of the tier".to_owned(),
             );
         }
-        for (name, value) in table {
-            if name == "kind" {
+        for (key, value) in table {
+            if key == "kind" {
                 continue;
             }
-            let subject = format!("{subject}: {name}");
-            let known = keys.iter().find(|(key, _)| key == name);
+            let subject = format!("{subject}: {key}");
+            let known = kind.keys().iter().find(|(known, _)| known == key);
             let foreign = FOREIGN
                 .iter()
-                .find(|(of, key, _)| of == kind && key == name);
+                .find(|(of, foreign, _)| *of == kind && foreign == key);
             match (known, foreign) {
                 (Some((_, short)), _) => flat.push(((*short).to_owned(), value.clone())),
                 (None, Some((_, _, why))) => {
-                    refuse(subject, format!("not possible for kind {kind:?}: {why}"));
+                    refuse(subject, format!("not possible for kind {name:?}: {why}"));
                 }
                 (None, None) => {
-                    let meant = nearest(name, keys.iter().map(|(key, _)| *key));
+                    let meant = nearest(key, kind.keys().iter().map(|(key, _)| *key));
                     let meant =
                         meant.map_or_else(String::new, |key| format!("; did you mean {key}?"));
                     refuse(
                         subject,
-                        format!("unknown key of a tier of kind {kind:?}{meant}"),
+                        format!("unknown key of a tier of kind {name:?}{meant}"),
                     );
                 }
             }
@@ -170,4 +232,24 @@ pub(super) fn flatten(file: &str, tables: &toml::Value, problems: &mut Vec<Probl
         }
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Kind::{Disk, Peers, Remote};
+    use super::*;
+
+    #[test]
+    fn tables_order_the_tiers_and_others_come_where_they_usually_are() {
+        for (tables, expected) in [
+            (&[][..], &[Disk, Peers, Remote][..]),
+            (&[Remote], &[Disk, Peers, Remote]),
+            (&[Remote, Peers], &[Disk, Remote, Peers]),
+            (&[Disk, Remote, Remote], &[Disk, Peers, Remote, Remote]),
+            (&[Remote, Peers, Remote], &[Disk, Remote, Peers, Remote]),
+            (&[Peers], &[Disk, Peers, Remote]),
+        ] {
+            assert_eq!(order(tables), expected, "{tables:?}");
+        }
+    }
 }

@@ -5,6 +5,7 @@ use std::process::Output;
 
 use lmc_testkit::{Folder, in_lab, until, write_secret};
 use lmc_vllm_adapter::Request;
+use serde_json::Value;
 
 use crate::common::Server;
 use crate::common::prompt::{CHUNKS, Prompt, register, retrieve, store};
@@ -50,6 +51,25 @@ fn a_store_is_filled_from_the_store_after_it() {
         "what came from it is not offered to it"
     );
     Daemon::start(&near).until_read();
+}
+
+#[test]
+fn tiers_are_asked_in_the_order_of_their_tables() {
+    let (folder, files) = (folder(), Folder::temporary());
+    let tables = format!(
+        "[[tier]]\nkind = \"remote\"\nurl = \"file://{}\"\n\
+         [[tier]]\nkind = \"peers\"\nurl = \"none\"\nlisten = \"127.0.0.1:0\"\n",
+        folder.text()
+    );
+    let file = files.join("lmc.toml");
+    std::fs::write(&file, tables).expect("space");
+    let server = Server::start(&["--config", file.to_str().expect("text")]);
+    let answer = server.get("/healthz");
+    let (_, body) = answer.split_once("\r\n\r\n").expect("a body");
+    let health: Value = serde_json::from_str(body).expect("JSON");
+    let tiers = health["tiers"].as_array().into_iter().flatten();
+    let tiers: Vec<_> = tiers.filter_map(|tier| tier["tier"].as_str()).collect();
+    assert_eq!(tiers, ["dram", "remote", "peers"]);
 }
 
 /// Slow: daemons look for clears in their store every 2 s.
