@@ -72,8 +72,9 @@ enum ChunkRead {
 impl<L: Link> Node<L> {
     /// Asks peers which chunks they have: all at once, or those that a directory names. Those that
     /// the hint names are asked before, and the others only where these do not have every chunk,
-    /// or after half of the time. A chunk that no peer has is absent only if every one of them
-    /// answered.
+    /// or after half of the time, and not if the question is a repeated one. A chunk that no peer has
+    /// is absent only if every one of them answered; it is pending where the prompt waits for one that
+    /// the hint names and that is connected, whether it has answered or not.
     ///
     /// # Errors
     /// [`BackendError`] for chunks that a peer may have which did not answer, or is not asked
@@ -114,8 +115,10 @@ impl<L: Link> Node<L> {
         let (mut asked, mut heard, mut silent) = (hinted.len(), 0, None);
         answers.extend(hinted.iter().cloned().map(ask));
         let mut answered: Vec<(PeerId, Stamped<LocatedMessage>)> = Vec::new();
-        let (mut asks_others, mut wait_until) = (true, begun);
-        if !hinted.is_empty() {
+        let (mut asks_others, mut wait_until) = (!hint.is_repeated, begun);
+        if hint.is_repeated {
+            wait_until = deadline;
+        } else if !hinted.is_empty() {
             wait_until += deadline.saturating_duration_since(begun) / 2;
         }
         loop {
@@ -178,6 +181,7 @@ impl<L: Link> Node<L> {
         let mut answered: Vec<(PeerId, LocatedMessage)> = in_step.collect();
         self.rank(keys, &hinted, &mut answered);
         let peers = self.peers.lock();
+        let is_expected = hint.wait.is_some() && peers.has_one_of(&hint.sources);
         // Consecutive chunks mostly have the same.
         let mut last: Option<(Route, Handle)> = None;
         let mut handle_of = |route: Route| match &last {
@@ -202,7 +206,7 @@ impl<L: Link> Node<L> {
                 return Ok(Located::Present(location.with_handle(handle_of(route))));
             }
             let mut states = answered.iter().map(|(_, located)| located.states[index]);
-            if states.any(|state| state == ChunkState::Writing) {
+            if is_expected || states.any(|state| state == ChunkState::Writing) {
                 return Ok(Located::Pending);
             }
             match &silent {

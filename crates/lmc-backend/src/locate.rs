@@ -47,6 +47,13 @@ pub struct LocateHint {
     /// Time that each tier may take for its answer, where no prompt waits for it; the engine makes
     /// the deadline of it. Default: none, which leaves each tier its own timeout.
     pub timeout: Option<Duration>,
+    /// Time for which the prompt waits for its sources to compute chunks that no tier has yet; the engine
+    /// makes the deadline of it. A tier that reaches one of them answers [`Located::Pending`] for such
+    /// chunks. Default: none, which waits for none.
+    pub wait: Option<Duration>,
+    /// True where the question is a repeated one, and others than the sources need not be asked again.
+    /// Default: false.
+    pub is_repeated: bool,
 }
 
 impl LocateHint {
@@ -77,6 +84,20 @@ impl LocateHint {
         self
     }
 
+    /// Sets the time for which the prompt waits for its sources.
+    #[must_use]
+    pub fn with_wait(mut self, wait: Option<Duration>) -> Self {
+        self.wait = wait;
+        self
+    }
+
+    /// Says that the question is a repeated one.
+    #[must_use]
+    pub fn repeated(mut self) -> Self {
+        self.is_repeated = true;
+        self
+    }
+
     /// Sets the time that each tier may take for its answer.
     #[must_use]
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
@@ -93,7 +114,8 @@ pub enum Located {
     /// The tier has the chunk.
     Present(Location),
     /// The chunk is being written to the tier by the engine that computes it, and is expected
-    /// soon. Never said of a chunk that the tier itself is only fetching from elsewhere.
+    /// soon; or one of the sources that the prompt waits for ([`LocateHint::wait`]) may write it. Never
+    /// said of a chunk that the tier itself is only fetching from elsewhere.
     Pending,
     /// The tier does not have the chunk.
     Absent,

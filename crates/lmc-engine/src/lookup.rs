@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::Instant;
@@ -98,6 +99,27 @@ impl LookupRequest {
         self
     }
 
+    /// Returns the name of a rank's space after these clears.
+    fn name(&self, rank: Rank, clears: ClearsId) -> SpaceId {
+        match self.is_named {
+            true => rank.space,
+            false => rank.space.after(clears),
+        }
+    }
+
+    /// Returns a rank that was promoted in part, with all its chunks, and what is known of the part:
+    /// the chunks that were resident, and those that were read.
+    fn after(&self, clears: ClearsId, found: FoundRank) -> (Known, (usize, ReadFrom)) {
+        let name = self.name(found.rank, clears);
+        let known = Known {
+            rank: found.rank,
+            keys: self.keys(name, found.rank, self.hashes.len()),
+            leases: found.leases,
+            sources: Sources::default(),
+        };
+        (known, (found.resident, found.read))
+    }
+
     /// Returns the keys of the first `len` chunks for one rank, under the name of its space.
     fn keys(&self, name: SpaceId, rank: Rank, len: usize) -> Vec<ChunkKey> {
         let key = |&hash: &ChunkHash| ChunkKey {
@@ -134,8 +156,11 @@ pub struct FoundRank {
     /// Number of leading chunks that are in DRAM for this rank now, which other ranks may lack.
     pub promoted: usize,
     /// Indices of the chunks that were read from lower tiers for this lookup, each with its tier's.
-    read: Vec<(usize, usize)>,
+    read: ReadFrom,
 }
+
+/// Indices of chunks, each with that of the tier that it was read from.
+type ReadFrom = Vec<(usize, usize)>;
 
 /// Consecutive chunks of a prompt that came from one tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -357,11 +382,7 @@ impl CacheEngine {
         let mut known: Vec<Known> = Vec::with_capacity(request.ranks.len());
         let mut reach = request.hashes.len();
         for &rank in &request.ranks {
-            let name = match request.is_named {
-                true => rank.space,
-                false => rank.space.after(clears),
-            };
-            let mut keys = request.keys(name, rank, reach);
+            let mut keys = request.keys(request.name(rank, clears), rank, reach);
             let leases = self.lease_fitting(request.owner, rank, &mut keys);
             let sources = match self.lower() {
                 Some(lower) => {
@@ -437,28 +458,71 @@ impl CacheEngine {
     }
 }
 
-/// Asks the tiers that have to be asked, then promotes the chunks that are worth it.
+/// Promotes the chunks of a prompt that tiers have. Where the prompt waits for its sources, reads what
+/// they have while they compute the next, until they have all or the time is over.
 async fn promote(
+    tiers: &Arc<Tiers>,
+    request: &LookupRequest,
+    clears: ClearsId,
+    known: Vec<Known>,
+    align: u64,
+) -> Found {
+    let wait = request.hint.wait;
+    let pending_until = Instant::now() + wait.unwrap_or_default().max(tiers.pending_timeout());
+    let mut found = promote_known(tiers, request, clears, known, align, pending_until).await;
+    let mut is_over = wait.is_none();
+    while !is_over && found.hits > 0 && found.hits < request.hashes.len() {
+        let before = found.hits;
+        // What came meanwhile is read also when the time is over.
+        is_over = Instant::now() >= pending_until;
+        let (known, read): (Vec<Known>, Vec<_>) = mem::take(&mut found.ranks)
+            .into_iter()
+            .map(|rank| request.after(clears, rank))
+            .unzip();
+        found = promote_known(tiers, request, clears, known, align, pending_until).await;
+        for (rank, (resident, mut read)) in found.ranks.iter_mut().zip(read) {
+            rank.resident = resident;
+            read.append(&mut rank.read);
+            rank.read = read;
+        }
+        found.resident = found
+            .ranks
+            .iter()
+            .map(|rank| rank.resident)
+            .min()
+            .unwrap_or(0);
+        is_over |= found.hits == before;
+    }
+    found
+}
+
+/// Asks the tiers that have to be asked, then promotes the chunks that are worth it.
+async fn promote_known(
     tiers: &Arc<Tiers>,
     request: &LookupRequest,
     clears: ClearsId,
     mut known: Vec<Known>,
     align: u64,
+    pending_until: Instant,
 ) -> Found {
     let ranks = known.len();
-    let deadline = Instant::now() + tiers.promotion_timeout();
+    let begun = Instant::now();
     let hint = |rank: &Rank| request.hint.clone().with_chunk_bytes(rank.chunk_bytes);
     let hint = &hint;
     let asked = known.iter_mut().map(|rank| async {
         let rest = &rank.keys[rank.leases.len()..];
-        let known = std::mem::take(&mut rank.sources);
-        let found = tiers.locate(rest, known, &hint(&rank.rank)).await;
+        let known = mem::take(&mut rank.sources);
+        let hint = hint(&rank.rank);
+        let found = tiers.locate(rest, known, &hint, pending_until).await;
         rank.sources = Sources {
             found,
             is_final: true,
         };
     });
     futures_util::future::join_all(asked).await;
+    // The time of the sources is not that of the reads.
+    let begun = request.hint.wait.map_or(begun, |_| Instant::now());
+    let deadline = begun + tiers.promotion_timeout();
     let mut reach = known.iter().map(Known::reach).min().unwrap_or(0);
     for rank in &mut known {
         rank.truncate(reach);
@@ -493,7 +557,7 @@ async fn promote(
             read: Mutex::default(),
         });
         let leases = tiers.promote(&prompt, rank.leases).await;
-        let read = std::mem::take(&mut *prompt.read.lock());
+        let read = mem::take(&mut *prompt.read.lock());
         FoundRank {
             rank: rank.rank,
             resident,

@@ -527,6 +527,9 @@ fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {
     service.orphan_grace = config.orphan_grace;
     service.slot_grace = config.slot_grace;
     service.kv_event_log_size = config.kv_event_log_size;
+    if let Some(peers) = config.peers() {
+        service.max_source_wait = peers.max_wait;
+    }
     if let Some(threads) = config.copy_threads {
         service.copy_threads = threads;
     }

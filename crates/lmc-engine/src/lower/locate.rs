@@ -12,7 +12,10 @@ use lmc_key::ChunkKey;
 use super::{Tiers, count};
 
 /// Time between two questions about chunks that are being written, at first and at most.
-const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(10));
+/// Time that a tier has to answer such a question where the prompt waits for its sources: they may be
+/// busy with the prompt.
+const ASK_AGAIN_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// Time that nearer tiers have to answer once others are known to have all chunks; a timer may make
 /// twice of it. Longer than what a peer or a store nearby takes, and shorter than what a prompt
@@ -83,9 +86,28 @@ impl Sources {
 #[derive(Debug, Clone, Default)]
 enum Answer {
     Found(Source),
-    Pending,
+    /// The tier expects it.
+    Pending(usize),
     #[default]
     Absent,
+}
+
+/// Tiers to ask, of those that have to be asked.
+#[derive(Debug, Clone, Copy)]
+enum Asked<'a> {
+    All,
+    Except(usize),
+    Only(&'a BTreeSet<usize>),
+}
+
+impl Asked<'_> {
+    fn includes(self, tier: usize) -> bool {
+        match self {
+            Self::All => true,
+            Self::Except(one) => one != tier,
+            Self::Only(these) => these.contains(&tier),
+        }
+    }
 }
 
 impl Tiers {
@@ -224,18 +246,19 @@ impl Tiers {
     /// about the first key that no index in this process has, and about as many after it as cost
     /// about as much: if no tier has one of them, the rest is not asked for. Where each key is a
     /// question of its own, asks about the last key too: a tier that has both is assumed to have the
-    /// chunks between them.
+    /// chunks between them. Waits until `pending_until` for chunks that are expected; where the prompt
+    /// waits for its sources, for the first one alone, so that it is read while the next is computed.
     pub(crate) async fn locate(
         &self,
         keys: &[ChunkKey],
         known: Sources,
         hint: &LocateHint,
+        pending_until: Instant,
     ) -> Vec<Source> {
         let mut found = known.found;
         if known.is_final || found.len() >= keys.len() {
             return found;
         }
-        let pending_until = Instant::now() + self.limits.pending_timeout;
         let asked = (0..self.tiers.len()).filter(|&index| self.is_asked(index, hint.parts));
         let at_once = asked.map(|index| self.tiers[index].backend.asks_at_once());
         let mut at_most = at_once.min().unwrap_or(1).max(1);
@@ -250,8 +273,12 @@ impl Tiers {
             if let ([_], [_]) = (part, &asked[..]) {
                 asked_keys.extend(self.last_to_ask(rest, hint));
             }
+            let until = match hint.wait {
+                Some(_) if !found.is_empty() => Instant::now(),
+                _ => pending_until,
+            };
             let (mut answers, has_waited) = self
-                .ask_until_known(&asked_keys, asked.len(), hint, pending_until)
+                .ask_until_known(&asked_keys, asked.len(), hint, until)
                 .await;
             let last = answers.split_off(asked.len()).pop().flatten();
             for (n, answer) in asked.into_iter().zip(answers) {
@@ -300,16 +327,23 @@ impl Tiers {
         pending_until: Instant,
     ) -> (Vec<Option<Source>>, bool) {
         let mut has_waited = false;
-        let mut answers: Vec<Answer> = self.ask(keys, needed, hint, None).await;
+        let mut answers: Vec<Answer> = self.ask(keys, needed, hint, Asked::All).await;
         let others = answers.split_off(needed);
+        let again = match hint.wait {
+            Some(_) => &hint.clone().repeated().with_timeout(ASK_AGAIN_TIMEOUT),
+            None => hint,
+        };
         let mut pause = ASK_AGAIN.0;
         loop {
             // A chunk after one that is absent is of no use.
             let end = answers.iter().position(|one| matches!(one, Answer::Absent));
             answers.truncate(end.unwrap_or(needed));
-            let is_pending = |&n: &usize| matches!(answers[n], Answer::Pending);
-            let pending: Vec<usize> = (0..answers.len()).filter(is_pending).collect();
-            if pending.is_empty() || Instant::now() >= pending_until {
+            let pending = answers.iter().enumerate();
+            let pending = pending.filter_map(|(n, answer)| Some((n, answer.expected_by()?)));
+            let (pending, tiers): (Vec<usize>, BTreeSet<usize>) = pending.unzip();
+            let is_first = pending.first() == Some(&0);
+            let is_awaited = is_first || (!pending.is_empty() && hint.wait.is_none());
+            if !is_awaited || Instant::now() >= pending_until {
                 break;
             }
             has_waited = true;
@@ -318,7 +352,9 @@ impl Tiers {
             let asked: Vec<ChunkKey> = pending.iter().map(|&n| keys[n]).collect();
             // Meanwhile it may have come to DRAM by another prompt.
             let local = self.local.contains(&asked);
-            let again = self.ask(&asked, asked.len(), hint, None).await;
+            let again = self
+                .ask(&asked, asked.len(), again, Asked::Only(&tiers))
+                .await;
             for ((n, answer), local) in pending.into_iter().zip(again).zip(local) {
                 answers[n] = match local {
                     Some(_) => Answer::Found(Source::Dram),
@@ -339,7 +375,9 @@ impl Tiers {
         hint: &LocateHint,
         except: usize,
     ) -> Vec<Option<Source>> {
-        let answers = self.ask(keys, keys.len(), hint, Some(except)).await;
+        let answers = self
+            .ask(keys, keys.len(), hint, Asked::Except(except))
+            .await;
         answers.into_iter().map(Answer::source).collect()
     }
 
@@ -352,13 +390,13 @@ impl Tiers {
         keys: &[ChunkKey],
         needed: usize,
         hint: &LocateHint,
-        except: Option<usize>,
+        which: Asked<'_>,
     ) -> Vec<Answer> {
         let mut answers = vec![Answer::Absent; keys.len()];
         if keys.is_empty() {
             return answers;
         }
-        let is_asked = |index: &usize| Some(*index) != except && self.is_asked(*index, hint.parts);
+        let is_asked = |index: &usize| which.includes(*index) && self.is_asked(*index, hint.parts);
         let mut awaited: BTreeSet<usize> = (0..self.tiers.len()).filter(is_asked).collect();
         let asked = awaited.iter().map(|&index| (index, &self.tiers[index]));
         let mut located: FuturesUnordered<_> = asked
@@ -396,7 +434,7 @@ impl Tiers {
                         let source = self.source(index, location, hint.chunk_bytes);
                         source.map_or(Answer::Absent, Answer::Found)
                     }
-                    Ok(Located::Pending) => Answer::Pending,
+                    Ok(Located::Pending) => Answer::Pending(index),
                     Ok(Located::Absent) | Err(_) => Answer::Absent,
                 };
                 *answer = mem::take(answer).or(located);
@@ -456,7 +494,15 @@ impl Answer {
     fn source(self) -> Option<Source> {
         match self {
             Self::Found(source) => Some(source),
-            Self::Pending | Self::Absent => None,
+            Self::Pending(_) | Self::Absent => None,
+        }
+    }
+
+    /// Returns the tier that expects the chunk.
+    fn expected_by(&self) -> Option<usize> {
+        match self {
+            Self::Pending(tier) => Some(*tier),
+            Self::Found(_) | Self::Absent => None,
         }
     }
 
@@ -464,7 +510,7 @@ impl Answer {
     fn tier(&self) -> Option<usize> {
         match self {
             Self::Found(source) => source.tier(),
-            Self::Pending | Self::Absent => None,
+            Self::Pending(_) | Self::Absent => None,
         }
     }
 
@@ -477,8 +523,10 @@ impl Answer {
                 other
             }),
             (found @ Self::Found(_), _) | (_, found @ Self::Found(_)) => found,
+            (Self::Pending(one), Self::Pending(other)) => Self::Pending(one.min(other)),
+            (pending @ Self::Pending(_), Self::Absent)
+            | (Self::Absent, pending @ Self::Pending(_)) => pending,
             (Self::Absent, Self::Absent) => Self::Absent,
-            _ => Self::Pending,
         }
     }
 }

@@ -477,6 +477,11 @@ impl Tiers {
         self.limits.promotion_timeout
     }
 
+    /// Returns the time to wait for chunks that an engine is writing.
+    pub(crate) fn pending_timeout(&self) -> Duration {
+        self.limits.pending_timeout
+    }
+
     pub(crate) fn name(&self, index: usize) -> Option<&str> {
         self.tiers.get(index).map(|tier| tier.backend.name())
     }

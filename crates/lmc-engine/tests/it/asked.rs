@@ -28,6 +28,7 @@ mod assumed;
 mod isolation;
 mod late;
 mod policies;
+mod waiting;
 
 const CHUNK: u64 = 4096;
 const SPACE: SpaceId = SpaceId::new([7; 16]);

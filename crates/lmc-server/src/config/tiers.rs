@@ -107,6 +107,7 @@ const PEERS: &[Key] = &[
     ("name", "p2p_name"),
     ("locate_timeout", "p2p_locate_timeout"),
     ("pending_timeout", "p2p_pending_timeout"),
+    ("max_wait", "p2p_max_wait"),
     ("serve_rate", "p2p_serve_rate"),
 ];
 

@@ -15,7 +15,7 @@ use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, 
 use crate::protocol::{
     BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest,
     KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
-    SlotDescriptor, Sources, TAG, TierChunks, UnknownFields,
+    SOURCES, SlotDescriptor, Sources, TAG, TierChunks, UnknownFields, WAIT, wait_of,
 };
 
 /// Most tokens that one prompt may have.
@@ -495,7 +495,17 @@ fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError
                 Some(skip) => configs.skip_save = skip,
                 None => reader.skip()?,
             },
-            "lmcache.p2p.source" => configs.sources = sources(reader)?,
+            name if SOURCES.contains(&name) => configs.sources = sources(reader)?,
+            WAIT => {
+                let before = reader.clone();
+                match reader.int() {
+                    Ok(millis) => configs.wait = wait_of(millis),
+                    Err(_) => {
+                        *reader = before;
+                        reader.skip()?;
+                    }
+                }
+            }
             tag if tag.starts_with(TAG) => _ = tags.insert(tag, reader.raw()?),
             _ => reader.skip()?,
         }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use lmc_key::{ChunkHash, TagsId};
 
@@ -220,8 +221,11 @@ pub struct EngineRecord {
 pub struct RequestConfigs {
     /// True if chunks of this request must not be stored (`lmcache.skip_save`).
     pub skip_save: bool,
-    /// Peers to ask first for chunks of this request (`lmcache.p2p.source`).
+    /// Peers to ask first for chunks of this request (`lmcache.p2p.source` or `lmcache.pd.source`).
     pub sources: Sources,
+    /// Time to wait for those peers to compute chunks that they do not have yet (`lmcache.pd.wait_ms`).
+    /// Zero waits for none.
+    pub wait: Duration,
     /// Digest of the entries whose names begin with `lmcache.tag.`; a client has them in `others`.
     pub tags: Option<TagsId>,
     /// Other entries. A client sends them; the server ignores them but for tags, so that they are
@@ -242,6 +246,16 @@ pub enum ConfigValue {
     Float(f64),
     /// A text. Lists and objects are given as their JSON.
     Text(String),
+}
+
+/// Names of the entry that names peers: the second is that of hand-overs from prefill to decode.
+pub(crate) const SOURCES: [&str; 2] = ["lmcache.p2p.source", "lmcache.pd.source"];
+/// Name of the entry with the time to wait for those peers, in milliseconds.
+pub(crate) const WAIT: &str = "lmcache.pd.wait_ms";
+
+/// Returns the time that an entry asks for; none for a negative number.
+pub(crate) fn wait_of(millis: i128) -> Duration {
+    Duration::from_millis(u64::try_from(millis.max(0)).unwrap_or(u64::MAX))
 }
 
 /// Start of the names of tags, which keep chunks apart.
@@ -265,9 +279,15 @@ impl RequestConfigs {
     pub fn set(&mut self, name: &str, value: ConfigValue) {
         match (name, value) {
             ("lmcache.skip_save", value) => self.skip_save = value == ConfigValue::Bool(true),
-            ("lmcache.p2p.source", ConfigValue::Nil) => self.sources = Sources::default(),
-            ("lmcache.p2p.source", ConfigValue::Text(text)) => self.sources = Sources::parse(&text),
-            ("lmcache.p2p.source", _) => self.sources = Sources::NO_TEXT,
+            (name, value) if SOURCES.contains(&name) => {
+                self.sources = match value {
+                    ConfigValue::Nil => Sources::default(),
+                    ConfigValue::Text(text) => Sources::parse(&text),
+                    _ => Sources::NO_TEXT,
+                };
+            }
+            (WAIT, ConfigValue::Int(millis)) => self.wait = wait_of(millis.into()),
+            (WAIT, _) => {}
             // None is left out, since what it keeps apart would be mixed.
             (name, value) if name.starts_with(TAG) => {
                 let text = |text: &str| blake3::hash(text.as_bytes()).to_string();
@@ -316,7 +336,7 @@ impl RequestConfigs {
     }
 }
 
-/// Peers that a request names: `lmcache.p2p.source`, names or addresses with commas between them.
+/// Peers that a request names (`lmcache.p2p.source`, `lmcache.pd.source`): names or addresses with commas between them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Sources {
     /// The peers; none where the request names none.
@@ -340,11 +360,11 @@ const MAX_SOURCE: usize = 256;
 impl Sources {
     /// Reason why a value that is no text is malformed.
     pub(crate) const NO_TEXT: Self = Self::Malformed(
-        "lmcache.p2p.source must be a text of at most 4096 bytes: names or addresses of peers, with \
-         commas between them",
+        "lmcache.p2p.source and lmcache.pd.source must be a text of at most 4096 bytes: names or \
+         addresses of peers, with commas between them",
     );
 
-    /// Parses the value of `lmcache.p2p.source`.
+    /// Parses the value of such an entry.
     pub fn parse(text: &str) -> Self {
         let names: Vec<&str> = text.split(',').map(str::trim).collect();
         let valid = |name: &&str| {
@@ -352,11 +372,14 @@ impl Sources {
             is_short && !name.contains(|c: char| c.is_control() || c.is_whitespace())
         };
         if names.len() > MAX_SOURCES {
-            return Self::Malformed("lmcache.p2p.source may name at most 8 peers");
+            return Self::Malformed(
+                "lmcache.p2p.source and lmcache.pd.source may name at most 8 peers",
+            );
         }
         if !names.iter().all(valid) {
             return Self::Malformed(
-                "each name in lmcache.p2p.source must have 1 to 256 bytes, without white space",
+                "each name in lmcache.p2p.source and lmcache.pd.source must have 1 to 256 bytes, without \
+                 white space",
             );
         }
         Self::Named(names.into_iter().map(str::to_owned).collect())

@@ -41,6 +41,11 @@ pub struct ServiceConfig {
     /// the process behind it is known to be dead before. Must be longer than any copy of a worker
     /// takes. Default: 120 s.
     pub slot_grace: Duration,
+    /// Longest time for which a lookup waits for peers that its request names to compute chunks; zero
+    /// waits for none. Default: 30 s.
+    pub max_source_wait: Duration,
+    /// Lookups that wait so at a time. Default: 256.
+    pub max_source_waits: usize,
     /// Events kept for subscribers; 0 switches them off. Default: 32,768.
     pub kv_event_log_size: usize,
     /// Sessions at a time. Default: 65,536.
@@ -79,6 +84,8 @@ impl ServiceConfig {
             registration_grace: Duration::from_secs(3600),
             orphan_grace: Duration::from_secs(30),
             slot_grace: Duration::from_secs(120),
+            max_source_wait: Duration::from_secs(30),
+            max_source_waits: 256,
             kv_event_log_size: 32_768,
             max_sessions: 65_536,
             max_lookup_leases: 4 << 20,

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lmc_engine::{
     Found, FoundRank, LocateHint, LookupRequest, OwnerId, Parts, Rank, TenantId, TierRun,
@@ -41,24 +41,36 @@ struct Promoting {
     readers: u32,
     /// Tokens of a chunk, where they are not the server's chunk size.
     unit: Option<u32>,
+    /// True if it may wait for peers to compute chunks.
+    waits: bool,
     /// The chunks of the range, for the event of those that are promoted; none without
     /// subscribers.
     chunks: Vec<StoredChunk>,
 }
 
 /// Counts a lookup whose chunks are being promoted, until it is dropped.
-struct PromotingGauge(Arc<Lookups>);
+struct PromotingGauge {
+    lookups: Arc<Lookups>,
+    /// True if it may wait for peers to compute chunks.
+    waits: bool,
+}
 
 impl PromotingGauge {
-    fn new(lookups: &Arc<Lookups>) -> Self {
+    fn new(lookups: &Arc<Lookups>, waits: bool) -> Self {
         lookups.promoting.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::clone(lookups))
+        lookups.waiting.fetch_add(waits.into(), Ordering::Relaxed);
+        Self {
+            lookups: Arc::clone(lookups),
+            waits,
+        }
     }
 }
 
 impl Drop for PromotingGauge {
     fn drop(&mut self) {
-        self.0.promoting.fetch_sub(1, Ordering::Relaxed);
+        self.lookups.promoting.fetch_sub(1, Ordering::Relaxed);
+        let waits = self.waits.into();
+        self.lookups.waiting.fetch_sub(waits, Ordering::Relaxed);
     }
 }
 
@@ -72,6 +84,8 @@ pub(super) struct Lookups {
     numbers: AtomicU64,
     /// Number of lookups whose chunks are being promoted.
     promoting: AtomicUsize,
+    /// Number of those that may wait for peers to compute chunks.
+    waiting: AtomicUsize,
 }
 
 impl Lookups {
@@ -82,6 +96,7 @@ impl Lookups {
             sessions: Mutex::default(),
             numbers: AtomicU64::new(0),
             promoting: AtomicUsize::new(0),
+            waiting: AtomicUsize::new(0),
         }
     }
 
@@ -145,8 +160,10 @@ impl Lookups {
         };
         let chunk_size = context.config.hasher.chunk_size();
         let parts = Parts::of(chunk_size, key.unit.unwrap_or(chunk_size));
+        let wait = self.wait_for(&sources, key);
         let hint = LocateHint::default()
             .with_sources(sources)
+            .with_wait(wait)
             .with_parts(parts);
         let request = LookupRequest::new(owner, hashes, ranks)
             .with_tenant(tenant)
@@ -174,7 +191,7 @@ impl Lookups {
             }
             // No engine waits longer for a tier, whatever became of it.
             Err(lookup) => {
-                let expires = now + 2 * engine.lookup_timeout();
+                let expires = now + wait.unwrap_or_default() + 2 * engine.lookup_timeout();
                 (Lookup::promoting(number, expires), Some(lookup))
             }
         };
@@ -197,11 +214,29 @@ impl Lookups {
                 first,
                 readers,
                 unit: key.unit,
+                waits: wait.is_some(),
                 chunks: self.announcements(key, &hashed),
             };
             self.finish_when_promoted(lookup, promoting);
         }
         Reply::None
+    }
+
+    /// Returns the time for which a lookup may wait for the peers that its request names; none where it
+    /// asks for none, for parts of chunks, which peers may never have, and where too many wait.
+    fn wait_for(&self, sources: &[String], key: &CacheKey) -> Option<Duration> {
+        let config = &self.context.config;
+        let wait = key.configs.wait.min(config.max_source_wait);
+        if wait.is_zero() || sources.is_empty() || key.unit.is_some() {
+            return None;
+        }
+        let counters = self.context.counters();
+        if self.waiting.load(Ordering::Relaxed) >= config.max_source_waits {
+            add(&counters.source_waits_refused, 1);
+            return None;
+        }
+        add(&counters.source_waits, 1);
+        Some(wait)
     }
 
     /// Returns true when a connection may begin no more requests: all have as many as they may, or
@@ -275,11 +310,11 @@ impl Lookups {
     /// Waits for a lookup's promotion in a task, which ends with the request's lookup, and then
     /// answers it.
     fn finish_when_promoted(self: &Arc<Self>, lookup: lmc_engine::Lookup, promoting: Promoting) {
-        let gauge = PromotingGauge::new(self);
+        let gauge = PromotingGauge::new(self, promoting.waits);
         let (request_id, number) = (promoting.request_id.clone(), promoting.number);
         let task = self.context.engine.spawn(async move {
             let found = lookup.wait().await;
-            gauge.0.promoted(&promoting, found);
+            gauge.lookups.promoted(&promoting, found);
         });
         let mut sessions = self.sessions.lock();
         match sessions.looking_up(&request_id, number) {

@@ -159,6 +159,10 @@ counters! {
     stores_failed,
     /// Stores not made because the request asked for that (`lmcache.skip_save`).
     stores_skipped,
+    /// Lookups that could wait for peers that their request names (`lmcache.pd.wait_ms`).
+    source_waits,
+    /// Lookups that could not wait so, because too many did already.
+    source_waits_refused,
     /// Chunks made findable.
     stored_chunks,
     /// Bytes made findable.

@@ -9,8 +9,8 @@ use crate::protocol::codec::{
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, KvEvent,
-    KvEventBatch, KvEventKind, Operation, Reply, Request, RequestConfigs, SlotDescriptor, Sources,
-    TierChunks, UnknownFields,
+    KvEventBatch, KvEventKind, Operation, Reply, Request, RequestConfigs, SOURCES, SlotDescriptor,
+    Sources, TierChunks, UnknownFields, WAIT,
 };
 
 const MAX_SLOTS: usize = 1 << 20;
@@ -183,7 +183,12 @@ impl Encode for RequestConfigs {
             entries.push(("lmcache.skip_save", &true));
         }
         if self.sources != Sources::default() {
-            entries.push(("lmcache.p2p.source", &named));
+            entries.push((SOURCES[0], &named));
+        }
+        let millis = i64::try_from(self.wait.as_millis()).unwrap_or(i64::MAX);
+        let millis = ConfigValue::Int(millis);
+        if !self.wait.is_zero() {
+            entries.push((WAIT, &millis));
         }
         let others = self.others.iter();
         entries.extend(others.map(|(name, value)| (name.as_str(), value as &dyn Encode)));

@@ -411,6 +411,39 @@ fn peers_that_a_request_names_are_read_or_malformed() {
 }
 
 #[test]
+fn a_wait_for_peers_is_read_and_anything_else_under_its_name_ignored() {
+    let with = |write: &dyn Fn(&mut Writer)| {
+        let mut w = Writer::new();
+        w.map(2);
+        w.str("lmcache.pd.source");
+        w.str("host-a");
+        w.str("lmcache.pd.wait_ms");
+        write(&mut w);
+        let bytes = w.into_bytes();
+        let configs = request_configs(&mut Reader::new(&bytes)).expect("never the decoder's error");
+        assert_eq!(configs.sources, Sources::parse("host-a"));
+        assert_eq!(configs.tags, None, "it is no part of a key");
+        configs.wait.as_millis()
+    };
+    assert_eq!(with(&|w| w.uint(2000)), 2000);
+    assert_eq!(with(&|w| w.uint(u64::MAX)), u128::from(u64::MAX));
+    for ignored in [
+        with(&|w| w.int(-5)),
+        with(&|w| w.str("2000")),
+        with(&|w| w.float(5.5)),
+        with(&|w| w.nil()),
+        with(&|w| w.map(0)),
+    ] {
+        assert_eq!(ignored, 0);
+    }
+    let mut configs = RequestConfigs::default();
+    configs.set("lmcache.pd.source", ConfigValue::Text("host-a".to_owned()));
+    configs.set("lmcache.pd.wait_ms", ConfigValue::Int(2000));
+    let read = request_configs(&mut Reader::new(&encoded(&configs)));
+    assert_eq!(read, Ok(configs));
+}
+
+#[test]
 fn settings_of_a_request_are_read_and_others_ignored() {
     let with = |write: &dyn Fn(&mut Writer)| {
         let mut w = Writer::new();
