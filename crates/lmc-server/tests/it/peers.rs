@@ -467,6 +467,59 @@ fn a_request_is_read_from_the_peer_that_it_names() {
     }
 }
 
+/// Returns the settings of a request that waits for a peer.
+fn awaiting(source: &str) -> RequestConfigs {
+    let mut configs = named(source);
+    configs.wait = Duration::from_secs(3600);
+    configs
+}
+
+#[test]
+fn a_request_waits_for_the_peer_that_computes_its_prompt() {
+    let at = free_port();
+    let prefill = start(at, &[], &["--p2p-name", "alpha"]);
+    let decode = start(free_port(), &[at], &["--p2p-max-wait", "1h"]);
+    until_connected(&decode, 1);
+    let (mut client, shm_name) = worker(&decode);
+    let reply = look_up(&mut client, "request", awaiting("alpha"));
+    assert_eq!(reply.expect("an answer"), Reply::None);
+    assert_eq!(
+        hits_so_far(&mut client, "request"),
+        None,
+        "not computed yet"
+    );
+    let (mut computing, its_shm_name) = worker(&prefill);
+    store(&mut computing, &its_shm_name);
+    assert_eq!(read_found(&mut client, &shm_name, "request"), CHUNKS as u64);
+    assert_eq!(decode.metric("lmc_source_waits_total"), 1.0);
+
+    // Another prompt, whose engine goes with its daemon.
+    let reply = Prompt(1).look_up(&mut client, "other", awaiting("alpha"));
+    assert_eq!(reply.expect("an answer"), Reply::None);
+    assert_eq!(hits_so_far(&mut client, "other"), None);
+    drop(prefill);
+    assert_eq!(await_hits(&mut client, "other"), 0);
+    // There is nothing to wait for any more.
+    let reply = Prompt(1).look_up(&mut client, "third", awaiting("alpha"));
+    assert_eq!(reply.expect("an answer"), Reply::None);
+    assert_eq!(await_hits(&mut client, "third"), 0);
+}
+
+#[test]
+fn a_server_waits_for_a_peer_no_longer_than_its_operator_allows() {
+    let at = free_port();
+    let _prefill = start(at, &[], &["--p2p-name", "alpha"]);
+    for (limit, waits) in [("0", 0.0), ("0.05", 1.0)] {
+        let decode = start(free_port(), &[at], &["--p2p-max-wait", limit]);
+        until_connected(&decode, 1);
+        let (mut client, _) = worker(&decode);
+        let reply = look_up(&mut client, "request", awaiting("alpha"));
+        assert_eq!(reply.expect("an answer"), Reply::None);
+        assert_eq!(await_hits(&mut client, "request"), 0);
+        assert_eq!(decode.metric("lmc_source_waits_total"), waits);
+    }
+}
+
 #[test]
 fn a_lookup_that_names_peers_in_a_wrong_way_is_refused_with_the_reason() {
     let server = start(free_port(), &[], &[]);

@@ -76,12 +76,7 @@ pub(crate) fn look_up(
     request: &str,
     configs: RequestConfigs,
 ) -> Result<Reply, ClientError> {
-    let lookup = CacheKey {
-        worker_id: None,
-        configs,
-        ..Prompt::default().key(request)
-    };
-    client.ask(&Request::Lookup(lookup))
+    Prompt::default().look_up(client, request, configs)
 }
 
 /// Waits for a lookup and reads back: how many chunks were there, each with its bytes.
@@ -100,6 +95,21 @@ fn pool(shm_name: &str) -> File {
 }
 
 impl Prompt {
+    /// Begins a lookup with settings of the request.
+    pub(crate) fn look_up(
+        self,
+        client: &mut Client,
+        request: &str,
+        configs: RequestConfigs,
+    ) -> Result<Reply, ClientError> {
+        let lookup = CacheKey {
+            worker_id: None,
+            configs,
+            ..self.key(request)
+        };
+        client.ask(&Request::Lookup(lookup))
+    }
+
     fn key(self, request: &str) -> CacheKey {
         let tokens = (CHUNK * CHUNKS) as u32;
         CacheKey {
