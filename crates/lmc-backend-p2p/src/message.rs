@@ -12,6 +12,8 @@
 //! [`Reply::Unsupported`]. A body grows at its end only, behind a feature bit of [`Hello`]: a side
 //! ignores what follows the fields that it knows. What changes otherwise is a new version.
 
+use std::sync::Arc;
+
 use lmc_backend::HostChunk;
 use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use lmc_transfer::Index;
@@ -85,6 +87,10 @@ pub struct KeyBatch {
     group: u16,
     /// Hashes of 32 bytes each, one behind the other.
     hashes: Vec<u8>,
+    /// Id of the request that computes the prompt and that the asking side waits for; in
+    /// [`Request::Locate`] only.
+    #[serde(skip)]
+    pub awaited: Option<Arc<str>>,
 }
 
 impl KeyBatch {
@@ -102,6 +108,7 @@ impl KeyBatch {
             kv_rank: first.kv_rank,
             group: first.group,
             hashes: fits.iter().flat_map(|key| *key.hash.as_bytes()).collect(),
+            awaited: None,
         };
         Some((batch, fits.len()))
     }
@@ -329,12 +336,16 @@ impl ChunkState {
 }
 
 /// Fields of [`Reply::Located`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Located {
     /// The state of each chunk, in the order of the keys.
     pub states: Vec<ChunkState>,
     /// Bytes that the owner has leased to peers, in parts of 255 of what it may lease.
     pub load: u8,
+    /// True if the request that the asking side waits for is over, so that nothing more is stored for
+    /// it.
+    #[serde(skip)]
+    pub is_over: bool,
 }
 
 impl Located {

@@ -371,8 +371,15 @@ impl<L: Link> Node<L> {
         let load = self.owner.lock().load();
         if !self.is_in_step(&session.peer, asked.clears) {
             let states = vec![ChunkState::Absent; keys.len()];
-            return self.stamped(Located { states, load });
+            return self.stamped(Located {
+                states,
+                load,
+                is_over: false,
+            });
         }
+        // First: what is stored before the end is there then.
+        let awaited = asked.message.awaited.as_deref();
+        let is_over = awaited.is_some_and(|request| self.host.is_over(request));
         let states = self.states(&keys);
         if self.config.uses_directories {
             // A directory may have named this daemon for the first that is absent.
@@ -381,7 +388,12 @@ impl<L: Link> Node<L> {
                 self.changed.note(key);
             }
         }
-        Stamped::new(asked.clears, Located { states, load })
+        let located = Located {
+            states,
+            load,
+            is_over,
+        };
+        Stamped::new(asked.clears, located)
     }
 
     async fn lease(&self, session: &Session, asked: &Stamped<Lease>) -> Stamped<Leased> {

@@ -492,9 +492,10 @@ impl Peers {
         self.to_ask(now).0.into_iter().filter(is_meant).collect()
     }
 
-    /// Returns true if one of the peers with these names is connected.
-    pub(crate) fn has_one_of(&self, names: &[String]) -> bool {
-        self.connected.values().any(|peer| peer.is_one_of(names))
+    /// Returns true if one of the peers with these names is connected, but for some.
+    pub(crate) fn has_one_of(&self, names: &[String], but: &[&PeerId]) -> bool {
+        let mut connected = self.connected.iter();
+        connected.any(|(id, peer)| !but.contains(&id) && peer.is_one_of(names))
     }
 
     /// Returns the counters of all peers, those that are gone included.

@@ -74,7 +74,8 @@ impl<L: Link> Node<L> {
     /// the hint names are asked before, and the others only where these do not have every chunk,
     /// or after half of the time, and not if the question is a repeated one. A chunk that no peer has
     /// is absent only if every one of them answered; it is pending where the prompt waits for one that
-    /// the hint names and that is connected, whether it has answered or not.
+    /// the hint names and that is connected, whether it has answered or not, unless it says that the
+    /// request is over.
     ///
     /// # Errors
     /// [`BackendError`] for chunks that a peer may have which did not answer, or is not asked
@@ -100,6 +101,8 @@ impl<L: Link> Node<L> {
         hint: &LocateHint,
         deadline: Instant,
     ) -> Vec<Result<Located, BackendError>> {
+        let mut batch = batch;
+        batch.awaited = hint.awaited.clone().filter(|_| hint.wait.is_some());
         let request = Request::Locate(self.stamped(batch));
         let begun = now();
         let hinted = match hint.sources.is_empty() {
@@ -181,7 +184,9 @@ impl<L: Link> Node<L> {
         let mut answered: Vec<(PeerId, LocatedMessage)> = in_step.collect();
         self.rank(keys, &hinted, &mut answered);
         let peers = self.peers.lock();
-        let is_expected = hint.wait.is_some() && peers.has_one_of(&hint.sources);
+        let over = answered.iter().filter(|(_, located)| located.is_over);
+        let over: Vec<&PeerId> = over.map(|(peer, _)| peer).collect();
+        let is_expected = hint.wait.is_some() && peers.has_one_of(&hint.sources, &over);
         // Consecutive chunks mostly have the same.
         let mut last: Option<(Route, Handle)> = None;
         let mut handle_of = |route: Route| match &last {

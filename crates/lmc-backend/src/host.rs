@@ -123,6 +123,13 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
     /// Returns the live spaces, the most important first.
     fn spaces(&self) -> Vec<HostSpace>;
 
+    /// Returns true if a request with this id was computed here and is over, so that nothing more is
+    /// stored for it. Default: false, where that is not known. Never waits.
+    fn is_over(&self, request: &str) -> bool {
+        let _ = request;
+        false
+    }
+
     /// Returns the chunks and bytes in memory, with its capacity.
     fn usage(&self) -> Usage;
 }

@@ -51,6 +51,9 @@ pub struct LocateHint {
     /// makes the deadline of it. A tier that reaches one of them answers [`Located::Pending`] for such
     /// chunks. Default: none, which waits for none.
     pub wait: Option<Duration>,
+    /// Id under which the sources know the request that computes the prompt: once it is over there,
+    /// nothing more is expected. Default: none, which expects chunks until the wait is over.
+    pub awaited: Option<Arc<str>>,
     /// True where the question is a repeated one, and others than the sources need not be asked again.
     /// Default: false.
     pub is_repeated: bool,
@@ -88,6 +91,13 @@ impl LocateHint {
     #[must_use]
     pub fn with_wait(mut self, wait: Option<Duration>) -> Self {
         self.wait = wait;
+        self
+    }
+
+    /// Sets the id of the request that computes the prompt.
+    #[must_use]
+    pub fn with_awaited(mut self, request: Option<Arc<str>>) -> Self {
+        self.awaited = request;
         self
     }
 

@@ -26,13 +26,19 @@ pub(crate) const PEERS: OwnerId = OwnerId(u64::MAX - 2);
 /// Bits of a location in one tier, below the tier's number in a listing.
 const TIER_SHIFT: u32 = 120;
 
-/// Names of the spaces that an engine's chunks lie in, as its user has them.
+/// Knowledge of an engine's user: the spaces that its chunks lie in, and its requests.
 pub trait SpaceBook: fmt::Debug + Send + Sync {
     /// Returns the tenant that chunks of a space count for.
     fn tenant(&self, space: SpaceId) -> TenantId;
 
     /// Returns the live spaces, the most important first.
     fn spaces(&self) -> Vec<HostSpace>;
+
+    /// Returns true if a request with this id is over. Default: false, where that is not known.
+    fn is_over(&self, request: &str) -> bool {
+        let _ = request;
+        false
+    }
 }
 
 /// An engine as its tiers reach it. Made before both: tiers that need one are given it, and
@@ -186,6 +192,10 @@ impl Host for EngineHost {
 
     fn spaces(&self) -> Vec<HostSpace> {
         self.book().map_or_else(Vec::new, |book| book.spaces())
+    }
+
+    fn is_over(&self, request: &str) -> bool {
+        self.book().is_some_and(|book| book.is_over(request))
     }
 
     fn usage(&self) -> Usage {

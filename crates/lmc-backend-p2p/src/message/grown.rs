@@ -31,6 +31,9 @@ pub struct NixlAddress {
     pub incarnation: u64,
 }
 
+/// Bytes of a request's id, at most; a longer one is not read.
+pub(super) const MAX_REQUEST_ID: usize = 1024;
+
 /// A transport of the bytes of leased chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Transport {
@@ -131,16 +134,52 @@ impl Body for Leased {
 
 impl Body for ClearsPage {
     fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        match self.is_volatile {
-            true => to_extend(&true, bytes),
-            false => Ok(bytes),
+        write_flag(self.is_volatile, bytes)
+    }
+
+    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
+        self.is_volatile = read_flag(tail);
+        Ok(())
+    }
+}
+
+impl Body for Located {
+    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        write_flag(self.is_over, bytes)
+    }
+
+    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
+        self.is_over = read_flag(tail);
+        Ok(())
+    }
+}
+
+impl Body for KeyBatch {
+    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        match &self.awaited {
+            Some(request) => to_extend(&**request, bytes),
+            None => Ok(bytes),
         }
     }
 
     fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
-        self.is_volatile = matches!(take_from_bytes(tail), Ok((true, _)));
+        let request = take_from_bytes::<&str>(tail).ok();
+        let request = request.filter(|(id, _)| (1..=MAX_REQUEST_ID).contains(&id.len()));
+        self.awaited = request.map(|(id, _)| id.into());
         Ok(())
     }
+}
+
+/// Writes nothing for false, so that the bytes stay as they were without the field.
+fn write_flag(flag: bool, bytes: Vec<u8>) -> Result<Vec<u8>> {
+    match flag {
+        true => to_extend(&true, bytes),
+        false => Ok(bytes),
+    }
+}
+
+fn read_flag(tail: &[u8]) -> bool {
+    matches!(take_from_bytes(tail), Ok((true, _)))
 }
 
 impl Body for Released {
@@ -164,7 +203,6 @@ macro_rules! not_grown {
 }
 
 not_grown!(
-    Located, Renew, Release, KeyBatch, Refusal, Announce, Announced, Find, Found, Describe,
-    Described
+    Renew, Release, Refusal, Announce, Announced, Find, Found, Describe, Described
 );
 not_grown!(bool, (), u32, u16);

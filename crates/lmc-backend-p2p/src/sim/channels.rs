@@ -333,7 +333,13 @@ fn one_who_insists_on_nixl(leases: &Arc<AtomicUsize>) -> SocketChannel {
         Ok(Request::Hello(hello)) => Reply::Hello(hello),
         Ok(Request::Locate(Stamped { clears, message })) => {
             let states = vec![ChunkState::Memory { len: LEN }; message.len()];
-            Reply::Located(Stamped::new(clears, LocatedMessage { states, load: 0 }))
+            Reply::Located(Stamped::new(
+                clears,
+                LocatedMessage {
+                    states,
+                    ..LocatedMessage::default()
+                },
+            ))
         }
         Ok(Request::Lease(Stamped { clears, message })) => {
             leases.fetch_add(1, Ordering::Relaxed);

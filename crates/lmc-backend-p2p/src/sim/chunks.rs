@@ -1,6 +1,6 @@
 //! The chunks of a simulated daemon: a real pool, and what an engine does with it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -62,6 +62,8 @@ pub(super) struct SimChunks {
     clears: Arc<Mutex<(Rng, u64)>>,
     /// Function to call right after the chunks of the next lease are held.
     at_lease: Arc<Mutex<Option<Hook>>>,
+    /// Ids of requests that have ended.
+    pub(super) over: Arc<Mutex<HashSet<String>>>,
 }
 
 impl std::fmt::Debug for SimChunks {
@@ -94,6 +96,7 @@ impl SimChunks {
             changed: Arc::default(),
             clears: Arc::new(Mutex::new((Rng::new(0), 0))),
             at_lease: Arc::default(),
+            over: Arc::default(),
         }
     }
 
@@ -267,6 +270,10 @@ pub(super) fn one_clear_each(processes: impl IntoIterator<Item = u64>) -> Clears
 }
 
 impl Host for SimChunks {
+    fn is_over(&self, request: &str) -> bool {
+        self.over.lock().contains(request)
+    }
+
     fn states(&self, keys: &[ChunkKey]) -> Vec<HostChunk> {
         self.any_moment();
         let state = self.state.lock();

@@ -821,6 +821,11 @@ fn a_prompt_waits_for_a_peer_that_it_names_as_long_as_that_is_connected() {
         assert_eq!(locate(waits("host-1").repeated()).await, "~~~~");
         net.chunks(1).store(keys[0], 0);
         assert_eq!(locate(waits("host-1").repeated()).await, "P~~~");
+        let named = |id: &str| waits("host-1").with_awaited(Some(id.into()));
+        net.chunks(1).over.lock().insert("other".to_owned());
+        assert_eq!(locate(named("request")).await, "P~~P");
+        net.chunks(1).over.lock().insert("request".to_owned());
+        assert_eq!(locate(named("request")).await, "P--P");
         // It is busy with the prompt.
         net.freeze(1, 2 * LOCATE);
         assert_eq!(locate(waits("host-1").repeated()).await, "~~~~");

@@ -148,7 +148,14 @@ fn requests() -> Vec<Request> {
             keys: announce().added,
         })),
         Request::Describe(Describe { digest: 300 }),
+        Request::Locate(stamped(awaiting())),
     ]
+}
+
+fn awaiting() -> KeyBatch {
+    let mut batch = batch();
+    batch.awaited = Some("request".into());
+    batch
 }
 
 fn replies() -> Vec<Reply> {
@@ -162,6 +169,7 @@ fn replies() -> Vec<Reply> {
                 ChunkState::Disk { len: 5 },
             ],
             load: 17,
+            is_over: false,
         })),
         Reply::Leased(stamped(leased())),
         Reply::Renewed(true),
@@ -210,6 +218,11 @@ fn replies() -> Vec<Reply> {
             held: vec![true, false],
             digests: vec![300, u64::MAX],
         }),
+        Reply::Located(stamped(Located {
+            states: vec![ChunkState::Absent],
+            load: 0,
+            is_over: true,
+        })),
     ]
 }
 
@@ -310,7 +323,11 @@ fn what_exceeds_a_bound_is_refused() {
     let (_, len) = KeyBatch::leading(&[key(1), other]).expect("there are keys");
     assert_eq!(len, 1, "one batch has one group");
     let states = vec![ChunkState::Absent; MAX_KEYS + 1];
-    let located = stamped(Located { states, load: 0 });
+    let located = stamped(Located {
+        states,
+        load: 0,
+        is_over: false,
+    });
     let bytes = Reply::Located(located).to_bytes().expect("it fits");
     assert_eq!(
         Reply::from_bytes(&bytes),

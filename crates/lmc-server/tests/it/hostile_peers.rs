@@ -243,7 +243,10 @@ fn stamped<T>(message: T) -> Stamped<T> {
 /// Claims to have every chunk of a request, of this length.
 fn located(locate: &Stamped<KeyBatch>, len: u64) -> Answer {
     let states = vec![ChunkState::Memory { len }; locate.message.len()];
-    let located = Located { states, load: 0 };
+    let located = Located {
+        states,
+        ..Located::default()
+    };
     Reply::Located(Stamped {
         clears: locate.clears,
         message: located,

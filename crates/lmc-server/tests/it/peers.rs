@@ -8,7 +8,7 @@ use lmc_vllm_adapter::{Client, Reply, Request, RequestConfigs, Sources};
 
 use crate::common::Server;
 use crate::common::prompt::{
-    CHUNKS, Prompt, await_hits, hits_so_far, look_up, read_found, register, register_wide,
+    CHUNKS, Prompt, await_hits, end, hits_so_far, look_up, read_found, register, register_wide,
     retrieve, store,
 };
 
@@ -503,6 +503,28 @@ fn a_request_waits_for_the_peer_that_computes_its_prompt() {
     let reply = Prompt(1).look_up(&mut client, "third", awaiting("alpha"));
     assert_eq!(reply.expect("an answer"), Reply::None);
     assert_eq!(await_hits(&mut client, "third"), 0);
+}
+
+/// A prefill that fails, or whose server has no memory for its chunks, costs no wait to its end.
+#[test]
+fn a_request_that_has_ended_at_the_peer_is_waited_for_no_longer() {
+    let at = free_port();
+    let prefill = start(at, &[], &["--p2p-name", "alpha"]);
+    let decode = start(free_port(), &[at], &["--p2p-max-wait", "1h"]);
+    until_connected(&decode, 1);
+    let (mut client, _) = worker(&decode);
+    let mut configs = awaiting("alpha");
+    configs.awaited = "a1b2".to_owned();
+    let reply = look_up(&mut client, "cmpl-a1b2-0-00000000", configs);
+    assert_eq!(reply.expect("an answer"), Reply::None);
+    let (mut computing, _) = worker(&prefill);
+    let name = "cmpl-a1b2-0-ffffffff";
+    let reply = look_up(&mut computing, name, RequestConfigs::default());
+    assert_eq!(reply.expect("an answer"), Reply::None);
+    let hits = hits_so_far(&mut client, "cmpl-a1b2-0-00000000");
+    assert_eq!(hits, None, "it may be computed");
+    end(&mut computing, name);
+    assert_eq!(await_hits(&mut client, "cmpl-a1b2-0-00000000"), 0);
 }
 
 #[test]

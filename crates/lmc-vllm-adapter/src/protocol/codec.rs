@@ -13,9 +13,10 @@ use thiserror::Error;
 use crate::protocol::descriptor::{DescriptorError, KvDescriptor, MAX_DESCRIPTOR};
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
-    BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest,
-    KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
-    SOURCES, SlotDescriptor, Sources, TAG, TierChunks, UnknownFields, WAIT, wait_of,
+    AWAITED, BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, EngineRecord,
+    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request,
+    RequestConfigs, SOURCES, SlotDescriptor, Sources, TAG, TierChunks, UnknownFields, WAIT,
+    wait_of,
 };
 
 /// Most tokens that one prompt may have.
@@ -500,6 +501,16 @@ fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError
                 let before = reader.clone();
                 match reader.int() {
                     Ok(millis) => configs.wait = wait_of(millis),
+                    Err(_) => {
+                        *reader = before;
+                        reader.skip()?;
+                    }
+                }
+            }
+            AWAITED => {
+                let before = reader.clone();
+                match reader.str(AWAITED, MAX_NAME) {
+                    Ok(id) => configs.awaited = id.to_owned(),
                     Err(_) => {
                         *reader = before;
                         reader.skip()?;

@@ -11,6 +11,7 @@ pub(crate) use codec::decode_request;
 pub(crate) use codec::{decode_reply, encode_request};
 pub use descriptor::{CpuShm, Cuda, DescriptorError, IpcHandle, KvDescriptor, TensorMeta};
 pub use msgpack::ValueError;
+pub(crate) use operation::{AWAITED, SOURCES, TAG, WAIT, wait_of};
 pub use operation::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, EngineRecord,
     IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request,
@@ -18,4 +19,3 @@ pub use operation::{
 };
 #[cfg(any(feature = "adapters", feature = "service"))]
 pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, UNITS, WAIT_LOOKUP};
-pub(crate) use operation::{SOURCES, TAG, WAIT, wait_of};

@@ -226,6 +226,9 @@ pub struct RequestConfigs {
     /// Time to wait for those peers to compute chunks that they do not have yet (`lmcache.pd.wait_ms`).
     /// Zero waits for none.
     pub wait: Duration,
+    /// Id of the request that computes the prompt there (`lmcache.pd.id`): when it has ended, nothing is
+    /// waited for any more. An empty text names none.
+    pub awaited: String,
     /// Digest of the entries whose names begin with `lmcache.tag.`; a client has them in `others`.
     pub tags: Option<TagsId>,
     /// Other entries. A client sends them; the server ignores them but for tags, so that they are
@@ -252,6 +255,9 @@ pub enum ConfigValue {
 pub(crate) const SOURCES: [&str; 2] = ["lmcache.p2p.source", "lmcache.pd.source"];
 /// Name of the entry with the time to wait for those peers, in milliseconds.
 pub(crate) const WAIT: &str = "lmcache.pd.wait_ms";
+
+/// Name of the entry with the id of the request that computes the prompt.
+pub(crate) const AWAITED: &str = "lmcache.pd.id";
 
 /// Returns the time that an entry asks for; none for a negative number.
 pub(crate) fn wait_of(millis: i128) -> Duration {
@@ -288,6 +294,8 @@ impl RequestConfigs {
             }
             (WAIT, ConfigValue::Int(millis)) => self.wait = wait_of(millis.into()),
             (WAIT, _) => {}
+            (AWAITED, ConfigValue::Text(id)) if id.len() <= MAX_OTHER_NAME => self.awaited = id,
+            (AWAITED, _) => {}
             // None is left out, since what it keeps apart would be mixed.
             (name, value) if name.starts_with(TAG) => {
                 let text = |text: &str| blake3::hash(text.as_bytes()).to_string();

@@ -72,6 +72,11 @@ impl SpaceBook for WeakService {
         };
         spaces.into_iter().map(described).collect()
     }
+
+    fn is_over(&self, request: &str) -> bool {
+        let service = self.upgrade();
+        service.is_some_and(|service| service.0.lookups.is_over(request))
+    }
 }
 
 /// The parts of a service.

@@ -161,9 +161,12 @@ impl Lookups {
         let chunk_size = context.config.hasher.chunk_size();
         let parts = Parts::of(chunk_size, key.unit.unwrap_or(chunk_size));
         let wait = self.wait_for(&sources, key);
+        let awaited = Some(&*key.configs.awaited).filter(|id| !id.is_empty());
+        let awaited = awaited.map(Arc::from);
         let hint = LocateHint::default()
             .with_sources(sources)
             .with_wait(wait)
+            .with_awaited(wait.and(awaited))
             .with_parts(parts);
         let request = LookupRequest::new(owner, hashes, ranks)
             .with_tenant(tenant)
@@ -595,6 +598,11 @@ impl Lookups {
                 .into_iter()
                 .for_each(|waiter| waiter.tell(Reply::None));
         }
+    }
+
+    /// Returns true if a request with this id of its proxy has ended.
+    pub(super) fn is_over(&self, id: &str) -> bool {
+        self.sessions.lock().is_over(id, Instant::now())
     }
 
     /// Returns the connections that have requests.

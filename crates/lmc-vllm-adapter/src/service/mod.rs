@@ -9,6 +9,7 @@ mod copies;
 mod ends;
 mod events;
 mod fingerprint;
+mod finished;
 mod gate;
 mod generation;
 mod handle;

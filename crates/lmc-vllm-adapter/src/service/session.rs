@@ -13,6 +13,7 @@ use lmc_key::{ClearsId, SpaceId};
 
 use crate::protocol::Reply;
 use crate::service::ClientId;
+use crate::service::finished::Finished;
 
 /// Chunks that one part of a hold has at most, so that a range is cut out of a long prompt without
 /// moving all of its leases.
@@ -534,9 +535,15 @@ pub(crate) struct Sessions {
     visits: VecDeque<Arc<str>>,
     len: usize,
     ended: Ended,
+    finished: Finished,
 }
 
 impl Sessions {
+    /// Returns true if a request with this id of its proxy has ended.
+    pub(crate) fn is_over(&self, id: &str, now: Instant) -> bool {
+        self.finished.has(id, now)
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.len
     }
@@ -618,6 +625,7 @@ impl Sessions {
         let index = named.iter().position(|session| session.client == client);
         let index = index.unwrap_or_else(|| {
             self.len += 1;
+            self.finished.begin(&name);
             self.by_client.entry(client).or_default().insert(name);
             named.push(new());
             named.len() - 1
@@ -637,6 +645,7 @@ impl Sessions {
         }
         self.forget(client, request_id);
         self.ended.note(request_id, &ended);
+        self.finished.note(request_id, Instant::now());
         Some(ended)
     }
 

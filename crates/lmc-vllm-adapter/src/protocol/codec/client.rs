@@ -8,7 +8,7 @@ use crate::protocol::codec::{
 };
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
-    BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, KvEvent,
+    AWAITED, BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, KvEvent,
     KvEventBatch, KvEventKind, Operation, Reply, Request, RequestConfigs, SOURCES, SlotDescriptor,
     Sources, TierChunks, UnknownFields, WAIT,
 };
@@ -189,6 +189,9 @@ impl Encode for RequestConfigs {
         let millis = ConfigValue::Int(millis);
         if !self.wait.is_zero() {
             entries.push((WAIT, &millis));
+        }
+        if !self.awaited.is_empty() {
+            entries.push((AWAITED, &self.awaited));
         }
         let others = self.others.iter();
         entries.extend(others.map(|(name, value)| (name.as_str(), value as &dyn Encode)));
