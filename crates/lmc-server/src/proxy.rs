@@ -12,7 +12,7 @@ mod engines;
 
 use std::future::poll_fn;
 use std::net::SocketAddr;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,9 +33,10 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::task::JoinHandle;
 use tracing::{info, warn};
 
-use self::body::Relayed;
+use self::body::{Begun, FirstPart, Relayed};
 use self::counters::{Counters, Prefill};
 use self::engines::{Engine, EngineUrl, Engines, InFlight};
 use crate::config::{LogFormat, check_level};
@@ -50,6 +51,7 @@ docs/pd.md has the whole set-up.
 
 Examples:
   lmc proxy --prefill http://a:8000 --decode http://b:8000
+  lmc proxy --prefill http://a:8000 --prefill-peer a:7700 --decode http://b:8000
   lmc proxy --prefill http://a1:8000 --prefill http://a2:8000 --decode http://b:8000 --listen 0.0.0.0:9000";
 
 /// Bytes of a client's request.
@@ -94,6 +96,11 @@ pub(crate) struct Arguments {
     /// An engine that computes prompts, as http://HOST:PORT; may be repeated.
     #[arg(long, value_name = "URL", required = true)]
     prefill: Vec<EngineUrl>,
+    /// Name (--p2p-name) or address (--p2p-listen) of the server beside a prefill engine, as the servers
+    /// beside the decode engines know it: one for each --prefill, in their order. Requests then go to
+    /// both engines at once, and the decode engine's server reads the prompt while it is computed.
+    #[arg(long, value_name = "NAME")]
+    prefill_peer: Vec<String>,
     /// An engine that answers, as http://HOST:PORT; may be repeated.
     #[arg(long, value_name = "URL", required = true)]
     decode: Vec<EngineUrl>,
@@ -140,6 +147,30 @@ struct ClientRequest {
     body: Bytes,
 }
 
+/// What became of the legs of a request.
+enum Legs {
+    /// The prefill has ended, and a decode engine has the request yet to come.
+    Prefill(Prefill),
+    /// A decode engine has begun to answer.
+    Answer(Response),
+}
+
+/// A prefill under way, which ends when this is dropped.
+struct Prefilling(JoinHandle<Prefill>);
+
+impl Prefilling {
+    async fn end(&mut self) -> Prefill {
+        // It fails if the proxy stops.
+        (&mut self.0).await.unwrap_or(Prefill::Failed)
+    }
+}
+
+impl Drop for Prefilling {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     log::to_stderr(&arguments.log_level, LogFormat::Text)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -153,6 +184,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
 }
 
 async fn serve(arguments: &Arguments) -> Result<()> {
+    let peers = arguments.prefill_peer.len();
+    ensure!(
+        peers == 0 || peers == arguments.prefill.len(),
+        "expected as many --prefill-peer as --prefill, or none: found {peers} for {}",
+        arguments.prefill.len()
+    );
     let mut signals = Signals::new()?;
     let socket = TcpListener::bind(arguments.listen).await;
     let socket = socket.with_context(|| format!("cannot listen on {}", arguments.listen))?;
@@ -232,7 +269,7 @@ async fn models(State(proxy): Shared, request: Request) -> Response {
         headers: forwarded(request.headers()),
         body: Bytes::new(),
     };
-    proxy.decode(&Method::GET, &asked).await
+    proxy.decode(&Method::GET, &asked, Bytes::new()).await
 }
 
 async fn health(State(proxy): Shared) -> Response {
@@ -305,8 +342,8 @@ impl Proxy {
             .build(connector);
         Self {
             client,
-            prefill: Engines::new(&arguments.prefill),
-            decode: Engines::new(&arguments.decode),
+            prefill: Engines::new(&arguments.prefill, &arguments.prefill_peer),
+            decode: Engines::new(&arguments.decode, &[]),
             min_prompt: arguments.min_prompt,
             prefill_timeout: Duration::from_secs(arguments.prefill_timeout_seconds),
             idle_timeout: Duration::from_secs(arguments.idle_timeout_seconds),
@@ -319,7 +356,7 @@ impl Proxy {
 
     /// Carries out both legs of a request. Ends them when the client leaves, since this future is
     /// dropped then.
-    async fn answer(&self, path: &'static str, request: Request) -> Response {
+    async fn answer(self: Arc<Self>, path: &'static str, request: Request) -> Response {
         let (head, body) = request.into_parts();
         // A page of another site cannot send this type without asking first, which is not granted.
         let kind = head.headers.get(header::CONTENT_TYPE);
@@ -335,15 +372,22 @@ impl Proxy {
             Ok(read) => read,
             Err((code, text)) => return refusal(code, text),
         };
-        let asked = ClientRequest {
+        let asked = Arc::new(ClientRequest {
             path,
             headers: forwarded(&head.headers),
             body,
+        });
+        let prefill = match clip::clip(asked.path, &asked.body, self.min_prompt) {
+            Ok(clipped) => match self.prefill(&asked, clipped.into()).await {
+                Legs::Prefill(prefill) => prefill,
+                Legs::Answer(answer) => return answer,
+            },
+            Err(why) => why,
         };
-        let began = Instant::now();
-        let prefill = self.prefill(&asked).await;
-        self.counters.count(prefill, began.elapsed());
-        self.decode(&Method::POST, &asked).await
+        if prefill != Prefill::Done {
+            self.counters.count(prefill);
+        }
+        self.decode(&Method::POST, &asked, asked.body.clone()).await
     }
 
     /// Reads a request, and takes memory for it as it comes.
@@ -385,29 +429,90 @@ impl Proxy {
         })
     }
 
-    /// Has a prefill engine compute the prompt.
-    async fn prefill(&self, asked: &ClientRequest) -> Prefill {
-        let clipped = match clip::clip(asked.path, &asked.body, self.min_prompt) {
-            Ok(clipped) => Bytes::from(clipped),
-            Err(why) => return why,
-        };
+    /// Has a prefill engine compute the prompt; at the same time, where the server beside that engine is
+    /// known, a decode engine begins with it. Where the prefill comes to nothing, that is ended, before
+    /// its answer has begun.
+    async fn prefill(self: &Arc<Self>, asked: &Arc<ClientRequest>, clipped: Bytes) -> Legs {
         let deadline = tokio::time::Instant::now() + self.prefill_timeout;
         for engine in self.prefill.order(Instant::now()) {
-            let computed = self.compute(&engine, asked, clipped.clone());
-            match tokio::time::timeout_at(deadline, computed).await {
-                Ok(Ok(true)) => return Prefill::Done,
-                // The decode engine says what is wrong.
-                Ok(Ok(false)) => return Prefill::Refused,
-                Ok(Err(error)) => self.failed("prefill", &engine, &error),
-                Err(_) => {
-                    let seconds = self.prefill_timeout.as_secs();
-                    let error = anyhow!("no answer within {seconds} s");
-                    self.failed("prefill", &engine, &error);
-                    return Prefill::Late;
+            let advised = self.advised(&engine, asked, deadline);
+            let mut prefilling = self.begin_prefill(&engine, asked, clipped.clone(), deadline);
+            let prefill = match advised {
+                None => prefilling.end().await,
+                Some(body) => {
+                    let decoded = async {
+                        let answer = self.decode(&Method::POST, asked, body).await;
+                        let (head, body) = answer.into_parts();
+                        (head, FirstPart::of(body).await)
+                    };
+                    let mut decoded = pin!(decoded);
+                    let ended = tokio::select! {
+                        decoded = &mut decoded => Err(decoded),
+                        prefill = prefilling.end() => Ok(prefill),
+                    };
+                    let (head, body) = match ended {
+                        Ok(Prefill::Done) => decoded.await,
+                        Ok(Prefill::Failed) => continue,
+                        Ok(prefill) => return Legs::Prefill(prefill),
+                        Err(decoded) => decoded,
+                    };
+                    let body = Body::new(Begun::new(body, prefilling));
+                    return Legs::Answer(Response::from_parts(head, body));
                 }
+            };
+            if prefill != Prefill::Failed {
+                return Legs::Prefill(prefill);
             }
         }
-        Prefill::Failed
+        Legs::Prefill(Prefill::Failed)
+    }
+
+    /// Returns the body that a decode engine gets while a prefill engine computes its prompt; `None` where
+    /// it gets the client's after that.
+    fn advised(
+        &self,
+        engine: &Engine,
+        asked: &ClientRequest,
+        deadline: tokio::time::Instant,
+    ) -> Option<Bytes> {
+        let peer = engine.peer()?;
+        let id = asked.headers.get(REQUEST_ID)?.to_str().ok()?;
+        let left = deadline.saturating_duration_since(tokio::time::Instant::now());
+        let advised = clip::advised(&asked.body, peer, id, left.as_millis() as u64)?;
+        Some(advised.into())
+    }
+
+    /// Begins to have one engine compute a prompt.
+    fn begin_prefill(
+        self: &Arc<Self>,
+        engine: &Arc<Engine>,
+        asked: &Arc<ClientRequest>,
+        body: Bytes,
+        deadline: tokio::time::Instant,
+    ) -> Prefilling {
+        let (this, engine, asked) = (Arc::clone(self), Arc::clone(engine), Arc::clone(asked));
+        Prefilling(tokio::spawn(async move {
+            let began = Instant::now();
+            let computed = this.compute(&engine, &asked, body);
+            match tokio::time::timeout_at(deadline, computed).await {
+                Ok(Ok(true)) => {
+                    this.counters.count_done(began.elapsed());
+                    Prefill::Done
+                }
+                // The decode engine says what is wrong.
+                Ok(Ok(false)) => Prefill::Refused,
+                Ok(Err(error)) => {
+                    this.failed("prefill", &engine, &error);
+                    Prefill::Failed
+                }
+                Err(_) => {
+                    let seconds = this.prefill_timeout.as_secs();
+                    let error = anyhow!("no answer within {seconds} s");
+                    this.failed("prefill", &engine, &error);
+                    Prefill::Late
+                }
+            }
+        }))
     }
 
     /// Has one engine compute a prompt. Returns false if it refuses the request.
@@ -433,11 +538,11 @@ impl Proxy {
 
     /// Passes the client's request to a decode engine, and its answer back as it comes. Where one
     /// cannot be reached, another gets it; one that may have begun with it is the last.
-    async fn decode(&self, method: &Method, asked: &ClientRequest) -> Response {
+    async fn decode(&self, method: &Method, asked: &ClientRequest, body: Bytes) -> Response {
         let mut text = "there is no decode engine".to_owned();
         for engine in self.decode.order(Instant::now()) {
             let in_flight = engine.begin();
-            let request = engine.request(method, asked.path, &asked.headers, asked.body.clone());
+            let request = engine.request(method, asked.path, &asked.headers, body.clone());
             let request = match request {
                 Ok(request) => request,
                 Err(error) => return refusal(StatusCode::BAD_REQUEST, error.to_string()),

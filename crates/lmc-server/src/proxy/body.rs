@@ -1,6 +1,7 @@
 //! The body of an answer on its way from an engine to a client.
 
 use std::fmt;
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -27,6 +28,68 @@ impl Relayed {
             idle,
             deadline: Box::pin(tokio::time::sleep(idle)),
         }
+    }
+}
+
+/// A body of which the first part has come, and what has to end with it.
+pub(super) struct Begun<T> {
+    first: Option<Result<Frame<Bytes>, axum::Error>>,
+    rest: axum::body::Body,
+    _ends_with_it: T,
+}
+
+impl<T> Begun<T> {
+    pub(super) fn new(body: FirstPart, ends_with_it: T) -> Self {
+        Self {
+            first: body.first,
+            rest: body.rest,
+            _ends_with_it: ends_with_it,
+        }
+    }
+}
+
+/// A body of which the first part has come; `None` if it is empty.
+pub(super) struct FirstPart {
+    first: Option<Result<Frame<Bytes>, axum::Error>>,
+    rest: axum::body::Body,
+}
+
+impl FirstPart {
+    /// Waits for the first part of a body.
+    pub(super) async fn of(mut rest: axum::body::Body) -> Self {
+        let first = poll_fn(|cx| Pin::new(&mut rest).poll_frame(cx)).await;
+        Self { first, rest }
+    }
+}
+
+impl<T: Unpin> Body for Begun<T> {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        match self.first.take() {
+            Some(first) => Poll::Ready(Some(first)),
+            None => Pin::new(&mut self.rest).poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.first.is_none() && self.rest.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        let first = self.first.as_ref().and_then(|first| first.as_ref().ok());
+        let first = first.and_then(Frame::data_ref).map_or(0, Bytes::len) as u64;
+        let rest = self.rest.size_hint();
+        let mut hint = SizeHint::new();
+        hint.set_lower(rest.lower() + first);
+        if let Some(upper) = rest.upper() {
+            hint.set_upper(upper + first);
+        }
+        hint
     }
 }
 

@@ -1,9 +1,10 @@
-//! Requests to prefill engines: the prompt, and one token.
+//! Requests to prefill engines: the prompt, and one token; and what a decode engine is told of them.
 
 use std::fmt;
 
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use serde_json::value::RawValue;
+use serde_json::{Map, Value};
 
 use super::counters::Prefill;
 
@@ -61,6 +62,24 @@ impl<'a> Fields<'a> {
         (self.0.iter()).any(|(known, value)| known == name && !unset(value))
     }
 
+    /// Returns the text of an object with these fields, of which some are set to other values and some
+    /// removed.
+    fn with(&self, set: &[(&str, &str)], removed: Vec<&str>) -> Vec<u8> {
+        let is_replaced =
+            |name: &str| removed.contains(&name) || set.iter().any(|(other, _)| *other == name);
+        let kept = self.0.iter().filter(|(name, _)| !is_replaced(name));
+        let kept = kept.map(|(name, value)| (&name[..], value.get()));
+        let mut text = Vec::new();
+        for (name, value) in kept.chain(set.iter().copied()) {
+            text.push(if text.is_empty() { b'{' } else { b',' });
+            text.extend_from_slice(Value::from(name).to_string().as_bytes());
+            text.push(b':');
+            text.extend_from_slice(value.as_bytes());
+        }
+        text.push(b'}');
+        text
+    }
+
     /// Bytes of the values of these fields.
     fn len(&self, names: &[&str]) -> usize {
         let fields = self.0.iter();
@@ -92,31 +111,35 @@ pub(super) fn clip(path: &str, body: &[u8], min_prompt: usize) -> Result<Vec<u8>
         // It goes before the other where an engine knows both.
         set.push(("max_completion_tokens", "1"));
     }
-    let is_replaced = |name: &str| {
-        let removed = OF_THE_ANSWER.iter().chain(&WITHOUT_CACHE);
-        removed
-            .chain(set.iter().map(|(name, _)| name))
-            .any(|other| *other == name)
+    let removed = OF_THE_ANSWER.iter().chain(&WITHOUT_CACHE);
+    Ok(fields.with(&set, removed.copied().collect()))
+}
+
+/// Name of the field that an engine passes on to its connector.
+const TRANSFER: &str = "kv_transfer_params";
+
+/// Returns the body of the request to a decode engine while another engine computes the prompt: the
+/// client's, with advice for the server beside the engine to wait `wait_ms` for the request `id` at
+/// `peer`. `None` where the client's own advice is not an object.
+pub(super) fn advised(body: &[u8], peer: &str, id: &str, wait_ms: u64) -> Option<Vec<u8>> {
+    let fields = Fields::read(body).ok()?;
+    let known = fields.0.iter().rev().find(|(name, _)| name == TRANSFER);
+    let known = known.map(|(_, value)| serde_json::from_str(value.get()));
+    let mut advice: Map<String, Value> = match known.transpose().ok()? {
+        None | Some(Value::Null) => Map::new(),
+        Some(Value::Object(known)) => known,
+        Some(_) => return None,
     };
-    let mut clipped = Vec::with_capacity(body.len() + 80);
-    clipped.push(b'{');
-    for (name, value) in fields.0.iter().filter(|(name, _)| !is_replaced(name)) {
-        let name = serde_json::to_string(name).map_err(|_| Prefill::Refused)?;
-        clipped.extend_from_slice(format!("{name}:").as_bytes());
-        clipped.extend_from_slice(value.get().as_bytes());
-        clipped.push(b',');
-    }
-    let set: Vec<String> = (set.iter())
-        .map(|(name, value)| format!("\"{name}\":{value}"))
-        .collect();
-    clipped.extend_from_slice(set.join(",").as_bytes());
-    clipped.push(b'}');
-    Ok(clipped)
+    advice.insert("lmcache.pd.source".to_owned(), peer.into());
+    advice.insert("lmcache.pd.id".to_owned(), id.into());
+    advice.insert("lmcache.pd.wait_ms".to_owned(), wait_ms.into());
+    let advice = Value::Object(advice).to_string();
+    Some(fields.with(&[(TRANSFER, &advice)], Vec::new()))
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
 
@@ -164,6 +187,34 @@ mod tests {
         assert!(clipped.contains(tools), "{clipped}");
         assert!(clipped.contains("\"ab\":-0,"), "{clipped}");
         assert_eq!(clipped.matches("\"n\":").count(), 1, "{clipped}");
+    }
+
+    #[test]
+    fn a_decode_engine_is_told_for_whom_its_server_waits_and_all_that_the_client_said() {
+        let tell = |body: &str| {
+            let body = advised(body.as_bytes(), "alpha", "a1b2", 500)?;
+            Some(String::from_utf8(body).expect("text"))
+        };
+        let advice =
+            r#""lmcache.pd.id":"a1b2","lmcache.pd.source":"alpha","lmcache.pd.wait_ms":500"#;
+        let told = |before: &str, own: &str| {
+            Some(format!(
+                "{before}\"kv_transfer_params\":{{{own}{advice}}}}}"
+            ))
+        };
+        assert_eq!(
+            tell(r#"{"a": -0, "b":[1 ,2]}"#),
+            told(r#"{"a":-0,"b":[1 ,2],"#, "")
+        );
+        assert_eq!(tell(r#"{"kv_transfer_params":null}"#), told("{", ""));
+        assert_eq!(
+            tell(r#"{"kv_transfer_params":{"a":1,"lmcache.pd.source":"other"},"n":2}"#),
+            told(r#"{"n":2,"#, r#""a":1,"#)
+        );
+        let deep = format!("{{\"kv_transfer_params\":{}", "[".repeat(100_000));
+        for body in ["", "[]", r#"{"kv_transfer_params":5}"#, &deep] {
+            assert_eq!(tell(body), None);
+        }
     }
 
     #[test]

@@ -40,12 +40,15 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    pub(super) fn count(&self, outcome: Prefill, took: Duration) {
+    pub(super) fn count(&self, outcome: Prefill) {
         self.outcomes[outcome as usize].fetch_add(1, Ordering::Relaxed);
-        if outcome == Prefill::Done {
-            let micros = took.as_micros() as u64;
-            self.prefill_micros.fetch_add(micros, Ordering::Relaxed);
-        }
+    }
+
+    /// Counts a prefill that was done in this time.
+    pub(super) fn count_done(&self, took: Duration) {
+        self.count(Prefill::Done);
+        let micros = took.as_micros() as u64;
+        self.prefill_micros.fetch_add(micros, Ordering::Relaxed);
     }
 }
 
@@ -124,7 +127,7 @@ mod tests {
     #[test]
     fn every_metric_is_documented() {
         let guide = include_str!("../../../../docs/pd.md");
-        let engines = Engines::new(&["http://a:1".parse().expect("an address")]);
+        let engines = Engines::new(&["http://a:1".parse().expect("an address")], &[]);
         let page = page(&Counters::default(), &engines, &engines);
         let names = page.lines().filter_map(|line| line.strip_prefix("# TYPE "));
         let names: Vec<&str> = names.filter_map(|line| line.split(' ').next()).collect();

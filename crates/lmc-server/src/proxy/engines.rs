@@ -41,6 +41,8 @@ impl FromStr for EngineUrl {
 #[derive(Debug)]
 pub(super) struct Engine {
     url: String,
+    /// Name or address of the server beside it, as other servers know that.
+    peer: Option<String>,
     in_flight: AtomicUsize,
     requests: AtomicU64,
     failures: AtomicU64,
@@ -86,6 +88,10 @@ impl Engine {
         Ok(request)
     }
 
+    pub(super) fn peer(&self) -> Option<&str> {
+        self.peer.as_deref()
+    }
+
     /// Notes that it has answered.
     pub(super) fn note_answer(&self) {
         *self.down_until.lock() = None;
@@ -126,10 +132,13 @@ impl fmt::Display for Engines {
 }
 
 impl Engines {
-    pub(super) fn new(urls: &[EngineUrl]) -> Self {
+    /// The engines at these addresses, the first ones with these servers beside them.
+    pub(super) fn new(urls: &[EngineUrl], peers: &[String]) -> Self {
+        let mut peers = peers.iter();
         let engine = |EngineUrl(url): &EngineUrl| {
             Arc::new(Engine {
                 url: url.clone(),
+                peer: peers.next().cloned(),
                 in_flight: AtomicUsize::new(0),
                 requests: AtomicU64::new(0),
                 failures: AtomicU64::new(0),
@@ -194,7 +203,7 @@ mod tests {
     #[test]
     fn the_least_loaded_is_asked_first_equals_by_turns_and_failed_ones_last() {
         let urls = ["http://a:1", "http://b:1", "http://c:1"].map(|url| url.parse().expect(url));
-        let (engines, now) = (Engines::new(&urls), Instant::now());
+        let (engines, now) = (Engines::new(&urls, &[]), Instant::now());
         let first = |now| engines.order(now)[0].to_string();
         let turns: Vec<String> = (0..4).map(|_| first(now)).collect();
         assert_eq!(

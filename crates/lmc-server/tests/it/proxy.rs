@@ -534,3 +534,141 @@ fn a_stop_lets_answers_under_way_end() {
     );
     assert_eq!(proxy.process.wait().code(), Some(0));
 }
+
+/// Starts a proxy that knows the servers beside these prefill engines.
+fn at_once(prefill: &[&Engine], decode: &Engine) -> Proxy {
+    let urls: Vec<String> = prefill.iter().map(|engine| engine.url()).collect();
+    let urls: Vec<&str> = urls.iter().map(String::as_str).collect();
+    let peers = ["--prefill-peer", "alpha", "--prefill-peer", "beta"];
+    Proxy::start(&urls, &[&decode.url()], &peers[..2 * prefill.len()])
+}
+
+fn outcomes(proxy: &Proxy, outcome: &str) -> f64 {
+    proxy.metric(&format!(
+        "lmc_proxy_requests_total{{prefill=\"{outcome}\"}}"
+    ))
+}
+
+#[test]
+fn both_engines_begin_at_once_where_the_server_beside_the_first_is_known() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = at_once(&[&prefill], &decode);
+    let client = proxy.post(PATH, "", &long_prompt());
+    let (first, second) = (prefill.next(), decode.next());
+    let id = first.header("x-request-id").expect("an id").to_owned();
+    assert_eq!(second.header("x-request-id"), Some(&id[..]));
+    assert_eq!(first.json()["kv_transfer_params"], Value::Null);
+    let told = second.json();
+    let advice = &told["kv_transfer_params"];
+    assert_eq!(advice["lmcache.pd.source"], "alpha");
+    assert_eq!(advice["lmcache.pd.id"], id);
+    let wait = advice["lmcache.pd.wait_ms"].as_u64().expect("a number");
+    assert!((1..=60_000).contains(&wait), "{wait}");
+    assert_eq!(told["max_tokens"], 50, "the rest is the client's");
+    first.answer(200, "{}");
+    until("it is counted", || outcomes(&proxy, "done") == 1.0);
+    second.answer(200, "answered");
+    let answer = rest(client);
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert!(
+        answer.contains("x-engine: yes") && answer.ends_with("answered"),
+        "{answer}"
+    );
+}
+
+#[test]
+fn an_answer_that_begins_before_the_prefill_has_ended_is_passed_on_and_ends_it() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = at_once(&[&prefill], &decode);
+    let mut client = proxy.post(PATH, "", &long_prompt());
+    let (first, mut second) = (prefill.next(), decode.next());
+    second.begin();
+    second.part("data: one\n\n");
+    let mut seen = Vec::new();
+    let mut byte = [0];
+    while !seen.ends_with(b"data: one\n\n") {
+        client.read_exact(&mut byte).expect("more of it");
+        seen.push(byte[0]);
+    }
+    second.part("data: two\n\n");
+    second.send("0\r\n\r\n");
+    let answer = rest(client);
+    assert!(
+        answer.contains("data: two") && answer.ends_with("0\r\n\r\n"),
+        "{answer}"
+    );
+    first.wait_for_end();
+}
+
+#[test]
+fn a_prefill_that_fails_takes_back_what_a_decode_engine_waits_for() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = at_once(&[&prefill], &decode);
+    for (status, outcome) in [(500, "failed"), (400, "refused")] {
+        let client = proxy.post(PATH, "", &long_prompt());
+        let (first, mut second) = (prefill.next(), decode.next());
+        // As vLLM does for a stream, long before its first token.
+        second.begin();
+        first.answer(status, "");
+        second.wait_for_end();
+        let alone = decode.next();
+        assert_eq!(
+            alone.body,
+            long_prompt().as_bytes(),
+            "the client's own bytes"
+        );
+        alone.answer(200, "answered");
+        let answer = rest(client);
+        assert!(answer.ends_with("answered"), "{answer}");
+        assert_eq!(answer.matches("HTTP/1.1").count(), 1, "{answer}");
+        assert_eq!(outcomes(&proxy, outcome), 1.0);
+    }
+}
+
+#[test]
+fn another_prefill_engine_is_waited_for_under_its_own_name() {
+    let (alpha, beta, decode) = (Engine::start(), Engine::start(), Engine::start());
+    let proxy = at_once(&[&alpha, &beta], &decode);
+    let client = proxy.post(PATH, "", &long_prompt());
+    let (first, second) = (alpha.next(), decode.next());
+    first.answer(503, "");
+    second.wait_for_end();
+    let (first, second) = (beta.next(), decode.next());
+    assert_eq!(
+        second.json()["kv_transfer_params"]["lmcache.pd.source"],
+        "beta"
+    );
+    first.answer(200, "{}");
+    until("it is counted", || outcomes(&proxy, "done") == 1.0);
+    second.answer(200, "answered");
+    assert!(rest(client).ends_with("answered"));
+    assert_eq!(outcomes(&proxy, "failed"), 0.0);
+}
+
+#[test]
+fn a_client_that_leaves_ends_both_legs_at_once() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = at_once(&[&prefill], &decode);
+    let client = proxy.post(PATH, "", &long_prompt());
+    let (first, second) = (prefill.next(), decode.next());
+    drop(client);
+    first.wait_for_end();
+    second.wait_for_end();
+}
+
+#[test]
+fn each_prefill_engine_has_a_server_or_none_has() {
+    let url = url(free_port());
+    let mut command = lmc();
+    command.args(["proxy", "--prefill", &url, "--decode", &url]);
+    let refused = command
+        .args(["--prefill-peer", "a", "--prefill-peer", "b"])
+        .output()
+        .expect("the binary runs");
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success());
+    assert!(
+        text.contains("as many --prefill-peer as --prefill"),
+        "{text}"
+    );
+}
