@@ -1,5 +1,6 @@
 //! The tiers that other processes share: peers and stores.
 
+use std::net::IpAddr;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
 use lmc_engine::{EngineConfig, LowerTier, TierPolicy};
 use lmc_key::KeySpace;
 use lmc_memory::Arena;
-use lmc_transfer::{AddressError, ChannelConfig, Keys, SocketConfig};
+use lmc_transfer::{Address, AddressError, ChannelConfig, Keys, SocketConfig};
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use crate::BuildError;
@@ -71,9 +72,7 @@ impl SharedTiers {
         };
         peers.chain(stores).map(keep).collect()
     }
-}
 
-impl SharedTiers {
     /// Waits until the stores have answered, a moment at most: most answer at once.
     fn await_stores(&self, runtime: &Handle) {
         let deadline = Instant::now() + START;
@@ -149,6 +148,16 @@ impl Peers {
         channel.keys = Some(self.keys);
         let listen = format!("tcp://{}", self.listen).parse();
         let listen = listen.map_err(|error: AddressError| BuildError::Peers(error.into()))?;
+        // Others are told this address.
+        if let Address::Tcp { host, .. } = &listen
+            && host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified())
+        {
+            let text = format!(
+                "expected the address at which other processes reach this one, found {host}, which \
+                 stands for every address of this host"
+            );
+            return Err(BuildError::Peers(text.into()));
+        }
         let mut config = P2pConfig::new(node, SocketConfig::new(channel, listen));
         config.peers = self.peers;
         let started = P2pBackend::start(config, host, runtime);

@@ -102,6 +102,15 @@ mod shared {
     }
 
     #[test]
+    fn an_address_that_others_cannot_use_is_refused() {
+        for listen in ["0.0.0.0:0", "[::]:0"] {
+            let refused = alone().peers(listen, keys(1), [""; 0]).build();
+            let text = refused.expect_err("a wildcard").to_string();
+            assert!(text.starts_with("peers: expected the address"), "{text}");
+        }
+    }
+
+    #[test]
     fn a_shared_folder_outlives_its_writer() {
         let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
         let url = format!("file://{}", folder.display());

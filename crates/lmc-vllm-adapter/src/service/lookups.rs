@@ -27,6 +27,10 @@ const SESSIONS_AT_A_TIME: usize = 512;
 /// Keys of one lookup, of all its ranks: those of 64 ranks and a million tokens.
 const MAX_KEYS: usize = 1 << 18;
 
+/// Time for which a lookup waits for a tail at most: its engine stores it when the request ends, and
+/// computing it takes little longer.
+const TAIL_WAIT: Duration = Duration::from_millis(50);
+
 /// Ranks whose leases are given back under one lock of the state.
 const HOLDS_AT_A_TIME: usize = 256;
 
@@ -226,11 +230,15 @@ impl Lookups {
     }
 
     /// Returns the time for which a lookup may wait for the peers that its request names; none where it
-    /// asks for none, for parts of chunks, which peers may never have, and where too many wait.
+    /// asks for none, and where too many wait.
     fn wait_for(&self, sources: &[String], key: &CacheKey) -> Option<Duration> {
         let config = &self.context.config;
-        let wait = key.configs.wait.min(config.max_source_wait);
-        if wait.is_zero() || sources.is_empty() || key.unit.is_some() {
+        let most = match key.unit {
+            None => config.max_source_wait,
+            Some(_) => config.max_source_wait.min(TAIL_WAIT),
+        };
+        let wait = key.configs.wait.min(most);
+        if wait.is_zero() || sources.is_empty() {
             return None;
         }
         let counters = self.context.counters();
