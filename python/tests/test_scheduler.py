@@ -64,6 +64,40 @@ class Lookup(unittest.TestCase):
             answer = scheduler.get_num_new_matched_tokens(request, computed)
             self.assertEqual(answer, (wanted, wanted > 0), (length, found, computed))
 
+    def test_a_request_that_another_engine_waits_for_keeps_its_session_to_its_end(self):
+        prefill, decode = {"lmcache.pd.id": "x"}, {"lmcache.pd.id": "x", "lmcache.pd.wait_ms": 5}
+        for params, found, early in (
+            (None, 0, 1),
+            (None, 16, 1),
+            (prefill, 0, 0),
+            (prefill, 16, 0),
+            (decode, 0, 1),
+            (decode, 16, 1),
+        ):
+            adapter = Adapter({"a": found})
+            scheduler = side(adapter, can_store=False)
+            request = Request("a", list(range(40)), kv_transfer_params=params)
+            _, blocks = admit(scheduler, request)
+            loaded(scheduler, *(["a"] if found else []))
+            self.assertEqual(len(adapter.named("end")), early, (params, found))
+            scheduler.request_finished(request, [blocks])
+            self.assertEqual(len(adapter.named("end")), 1, (params, found))
+
+    def test_a_preempted_request_waits_for_no_other_engine(self):
+        waits = {"lmcache.pd.id": "x", "lmcache.pd.wait_ms": 5, "lmcache.tag.a": "b"}
+        for params, kept in (
+            (waits, {"lmcache.tag.a": "b"}),
+            ({"lmcache.pd.id": "x"}, {"lmcache.pd.id": "x"}),
+        ):
+            adapter = Adapter()
+            scheduler = side(adapter)
+            request = Request("a", list(range(40)), kv_transfer_params=params)
+            admit(scheduler, request)
+            request.num_preemptions = 1
+            admit(scheduler, request)
+            asked = [call[2]["configs"] for call in lookups(adapter)]
+            self.assertEqual(asked, [params, kept])
+
     def test_tokens_that_are_loaded_are_counted_by_tier(self):
         tiers = [("dram", 16), ("disk", 16), ("dram", 8)]
         for computed, length, wanted in (

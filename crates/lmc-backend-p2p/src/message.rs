@@ -9,8 +9,9 @@
 //! ([`ClearsPage`]).
 //!
 //! The protocol grows in two ways. A kind that a side does not know is answered
-//! [`Reply::Unsupported`]. A body grows at its end only, behind a feature bit of [`Hello`]: a side
-//! ignores what follows the fields that it knows. What changes otherwise is a new version.
+//! [`Reply::Unsupported`]. A body grows at its end only, and a side ignores what follows the fields that
+//! it knows; a field that both sides must know has a feature bit of [`Hello`]. What changes otherwise is
+//! a new version.
 
 use std::sync::Arc;
 

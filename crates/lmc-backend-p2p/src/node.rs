@@ -381,7 +381,8 @@ impl<L: Link> Node<L> {
         let awaited = asked.message.awaited.as_deref();
         let is_over = awaited.is_some_and(|request| self.host.is_over(request));
         let states = self.states(&keys);
-        if self.config.uses_directories {
+        // A prefill is asked about again and again, and directories named it for nothing.
+        if self.config.uses_directories && awaited.is_none() {
             // A directory may have named this daemon for the first that is absent.
             let mut asked = keys.iter().zip(&states);
             if let Some((key, _)) = asked.find(|(_, state)| state.bytes().is_none()) {

@@ -492,10 +492,15 @@ impl Peers {
         self.to_ask(now).0.into_iter().filter(is_meant).collect()
     }
 
-    /// Returns true if one of the peers with these names is connected, but for some.
-    pub(crate) fn has_one_of(&self, names: &[String], but: &[&PeerId]) -> bool {
+    /// Returns true if a peer with one of these names is connected that may lend chunks once it has
+    /// them. Those that have refused do not count. One that is busy, so that it has not answered,
+    /// does.
+    pub(crate) fn may_lend(&self, names: &[String], refused: &[PeerId], now: Instant) -> bool {
+        let lends = |peer: &Peer| {
+            peer.hello.is_some() && !peer.is_directory() && !peer.is_unfit && peer.lends(now)
+        };
         let mut connected = self.connected.iter();
-        connected.any(|(id, peer)| !but.contains(&id) && peer.is_one_of(names))
+        connected.any(|(id, peer)| !refused.contains(id) && peer.is_one_of(names) && lends(peer))
     }
 
     /// Returns the counters of all peers, those that are gone included.

@@ -73,9 +73,8 @@ impl<L: Link> Node<L> {
     /// Asks peers which chunks they have: all at once, or those that a directory names. Those that
     /// the hint names are asked before, and the others only where these do not have every chunk,
     /// or after half of the time, and not if the question is a repeated one. A chunk that no peer has
-    /// is absent only if every one of them answered; it is pending where the prompt waits for one that
-    /// the hint names and that is connected, whether it has answered or not, unless it says that the
-    /// request is over.
+    /// is absent only if every one of them answered. It is pending where the prompt waits for a connected
+    /// peer that the hint names, unless that says that the request is over, or is out of step.
     ///
     /// # Errors
     /// [`BackendError`] for chunks that a peer may have which did not answer, or is not asked
@@ -177,16 +176,19 @@ impl<L: Link> Node<L> {
         if heard < asked {
             silent.get_or_insert_with(|| "a peer has not answered yet".to_owned());
         }
+        // Nothing is expected of these.
+        let mut refused: Vec<PeerId> = Vec::new();
         let in_step = answered.into_iter().filter_map(|(peer, answer)| {
             let same = self.is_in_step(&peer, answer.clears);
+            if !same || answer.message.is_over {
+                refused.push(peer.clone());
+            }
             same.then_some((peer, answer.message))
         });
         let mut answered: Vec<(PeerId, LocatedMessage)> = in_step.collect();
         self.rank(keys, &hinted, &mut answered);
         let peers = self.peers.lock();
-        let over = answered.iter().filter(|(_, located)| located.is_over);
-        let over: Vec<&PeerId> = over.map(|(peer, _)| peer).collect();
-        let is_expected = hint.wait.is_some() && peers.has_one_of(&hint.sources, &over);
+        let is_expected = hint.wait.is_some() && peers.may_lend(&hint.sources, &refused, now());
         // Consecutive chunks mostly have the same.
         let mut last: Option<(Route, Handle)> = None;
         let mut handle_of = |route: Route| match &last {

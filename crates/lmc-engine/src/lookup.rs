@@ -468,13 +468,13 @@ async fn promote(
     align: u64,
 ) -> Found {
     let wait = request.hint.wait;
-    let pending_until = Instant::now() + wait.unwrap_or_default().max(tiers.pending_timeout());
+    let pending_until = Instant::now() + wait.unwrap_or_else(|| tiers.pending_timeout());
     let mut found = promote_known(tiers, request, clears, known, align, pending_until).await;
     let mut is_over = wait.is_none();
     while !is_over && found.hits > 0 && found.hits < request.hashes.len() {
         let before = found.hits;
-        // What came meanwhile is read also when the time is over.
-        is_over = Instant::now() >= pending_until;
+        // What came meanwhile is read also when the time is over. After a clear nothing comes.
+        is_over = Instant::now() >= pending_until || tiers.clears().id() != clears;
         let (known, read): (Vec<Known>, Vec<_>) = mem::take(&mut found.ranks)
             .into_iter()
             .map(|rank| request.after(clears, rank))
@@ -485,13 +485,10 @@ async fn promote(
             read.append(&mut rank.read);
             rank.read = read;
         }
-        found.resident = found
-            .ranks
-            .iter()
-            .map(|rank| rank.resident)
-            .min()
-            .unwrap_or(0);
-        is_over |= found.hits == before;
+        let resident = found.ranks.iter().map(|rank| rank.resident).min();
+        found.resident = resident.unwrap_or(0).min(found.hits);
+        // Its share may have become smaller.
+        is_over |= found.hits <= before;
     }
     found
 }
@@ -520,7 +517,7 @@ async fn promote_known(
         };
     });
     futures_util::future::join_all(asked).await;
-    // The time of the sources is not that of the reads.
+    // While the sources compute, nothing is read.
     let begun = request.hint.wait.map_or(begun, |_| Instant::now());
     let deadline = begun + tiers.promotion_timeout();
     let mut reach = known.iter().map(Known::reach).min().unwrap_or(0);

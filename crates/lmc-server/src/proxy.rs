@@ -30,6 +30,7 @@ use hyper::body::Bytes;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+use lmc_vllm_adapter::Sources;
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
@@ -99,7 +100,7 @@ pub(crate) struct Arguments {
     /// Name (--p2p-name) or address (--p2p-listen) of the server beside a prefill engine, as the servers
     /// beside the decode engines know it: one for each --prefill, in their order. Requests then go to
     /// both engines at once, and the decode engine's server reads the prompt while it is computed.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = peer_name)]
     prefill_peer: Vec<String>,
     /// An engine that answers, as http://HOST:PORT; may be repeated.
     #[arg(long, value_name = "URL", required = true)]
@@ -131,6 +132,8 @@ struct Proxy {
     idle_timeout: Duration,
     /// Memory for requests, in KiB.
     memory: Arc<Semaphore>,
+    /// Copies that there are of a request at a time.
+    copies: usize,
     counters: Counters,
     /// Knows the names under which it may be asked; none where it listens for other hosts, which
     /// may know it by any.
@@ -147,12 +150,20 @@ struct ClientRequest {
     body: Bytes,
 }
 
-/// What became of the legs of a request.
+/// Result of the first step of a request.
 enum Legs {
-    /// The prefill has ended, and a decode engine has the request yet to come.
+    /// The prefill has ended; the request to a decode engine is the next step.
     Prefill(Prefill),
     /// A decode engine has begun to answer.
     Answer(Response),
+}
+
+fn peer_name(text: &str) -> Result<String, String> {
+    match Sources::parse(text) {
+        Sources::Named(names) if names.len() == 1 => Ok(names[0].clone()),
+        Sources::Named(_) => Err("expected the name of one server".to_owned()),
+        Sources::Malformed(_) => Err("expected a name or address without white space".to_owned()),
+    }
 }
 
 /// A prefill under way, which ends when this is dropped.
@@ -321,14 +332,17 @@ fn forwarded(client: &HeaderMap) -> HeaderMap {
     headers.remove(header::CONTENT_LENGTH);
     headers.remove(header::EXPECT);
     if !headers.contains_key(REQUEST_ID) {
-        let mut id = [0; 16];
         // Without random bytes the engines make their own.
-        if getrandom::fill(&mut id).is_ok() {
-            let text: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
-            headers.extend(HeaderValue::from_str(&text).map(|id| (REQUEST_ID, id)));
-        }
+        let id = random_id().and_then(|id| HeaderValue::from_str(&id).ok());
+        headers.extend(id.map(|id| (REQUEST_ID, id)));
     }
     headers
+}
+
+fn random_id() -> Option<String> {
+    let mut id = [0; 16];
+    getrandom::fill(&mut id).ok()?;
+    Some(id.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
 impl Proxy {
@@ -348,6 +362,12 @@ impl Proxy {
             prefill_timeout: Duration::from_secs(arguments.prefill_timeout_seconds),
             idle_timeout: Duration::from_secs(arguments.idle_timeout_seconds),
             memory: Arc::new(Semaphore::new(MEMORY_KIB)),
+            // The client's, a clipped one, and those for both engines.
+            copies: if arguments.prefill_peer.is_empty() {
+                2
+            } else {
+                4
+            },
             counters: Counters::default(),
             guard: (arguments.listen.ip().is_loopback())
                 .then(|| Guard::without_names("--listen on another address than loopback")),
@@ -372,11 +392,11 @@ impl Proxy {
             Ok(read) => read,
             Err((code, text)) => return refusal(code, text),
         };
-        let asked = Arc::new(ClientRequest {
+        let asked = ClientRequest {
             path,
             headers: forwarded(&head.headers),
             body,
-        });
+        };
         let prefill = match clip::clip(asked.path, &asked.body, self.min_prompt) {
             Ok(clipped) => match self.prefill(&asked, clipped.into()).await {
                 Legs::Prefill(prefill) => prefill,
@@ -414,8 +434,7 @@ impl Proxy {
                 return Err(too_large());
             }
             whole.extend_from_slice(&data);
-            // It is there twice while it is clipped.
-            let needed = (2 * whole.len()).div_ceil(1 << 10).max(kib);
+            let needed = (self.copies * whole.len()).div_ceil(1 << 10).max(kib);
             memory.merge(self.take_memory(needed - kib)?);
             kib = needed;
         }
@@ -430,16 +449,19 @@ impl Proxy {
     }
 
     /// Has a prefill engine compute the prompt; at the same time, where the server beside that engine is
-    /// known, a decode engine begins with it. Where the prefill comes to nothing, that is ended, before
+    /// known, a decode engine begins with it. That leg is ended if the prefill fails or is refused before
     /// its answer has begun.
-    async fn prefill(self: &Arc<Self>, asked: &Arc<ClientRequest>, clipped: Bytes) -> Legs {
+    async fn prefill(self: &Arc<Self>, asked: &ClientRequest, clipped: Bytes) -> Legs {
         let deadline = tokio::time::Instant::now() + self.prefill_timeout;
         for engine in self.prefill.order(Instant::now()) {
-            let advised = self.advised(&engine, asked, deadline);
-            let mut prefilling = self.begin_prefill(&engine, asked, clipped.clone(), deadline);
-            let prefill = match advised {
-                None => prefilling.end().await,
-                Some(body) => {
+            let prefill = match self.pair(&engine, asked, &clipped, deadline) {
+                None => {
+                    let mut prefilling =
+                        self.begin_prefill(&engine, asked, clipped.clone(), deadline);
+                    prefilling.end().await
+                }
+                Some((clipped, body)) => {
+                    let mut prefilling = self.begin_prefill(&engine, asked, clipped, deadline);
                     let decoded = async {
                         let answer = self.decode(&Method::POST, asked, body).await;
                         let (head, body) = answer.into_parts();
@@ -447,11 +469,18 @@ impl Proxy {
                     };
                     let mut decoded = pin!(decoded);
                     let ended = tokio::select! {
+                        biased;
                         decoded = &mut decoded => Err(decoded),
                         prefill = prefilling.end() => Ok(prefill),
                     };
                     let (head, body) = match ended {
-                        Ok(Prefill::Done) => decoded.await,
+                        Ok(prefill @ (Prefill::Done | Prefill::Late)) => {
+                            // One that is late was waited for no longer either.
+                            if prefill == Prefill::Late {
+                                self.counters.count(prefill);
+                            }
+                            decoded.await
+                        }
                         Ok(Prefill::Failed) => continue,
                         Ok(prefill) => return Legs::Prefill(prefill),
                         Err(decoded) => decoded,
@@ -467,33 +496,41 @@ impl Proxy {
         Legs::Prefill(Prefill::Failed)
     }
 
-    /// Returns the body that a decode engine gets while a prefill engine computes its prompt; `None` where
-    /// it gets the client's after that.
-    fn advised(
+    /// Returns the bodies for a prefill engine and a decode engine that get a request at once; `None`
+    /// where the second comes after the first.
+    fn pair(
         &self,
         engine: &Engine,
         asked: &ClientRequest,
+        clipped: &[u8],
         deadline: tokio::time::Instant,
-    ) -> Option<Bytes> {
+    ) -> Option<(Bytes, Bytes)> {
         let peer = engine.peer()?;
-        let id = asked.headers.get(REQUEST_ID)?.to_str().ok()?;
         let left = deadline.saturating_duration_since(tokio::time::Instant::now());
-        let advised = clip::advised(&asked.body, peer, id, left.as_millis() as u64)?;
-        Some(advised.into())
+        let pair = clip::Pair {
+            // Clients may use theirs for several requests.
+            id: &random_id()?,
+            peer,
+            wait_ms: left.as_millis() as u64,
+        };
+        let (prefill, decode) = pair.bodies(clipped, &asked.body)?;
+        Some((prefill.into(), decode.into()))
     }
 
     /// Begins to have one engine compute a prompt.
     fn begin_prefill(
         self: &Arc<Self>,
         engine: &Arc<Engine>,
-        asked: &Arc<ClientRequest>,
+        asked: &ClientRequest,
         body: Bytes,
         deadline: tokio::time::Instant,
     ) -> Prefilling {
-        let (this, engine, asked) = (Arc::clone(self), Arc::clone(engine), Arc::clone(asked));
+        let (this, engine) = (Arc::clone(self), Arc::clone(engine));
+        // Without the client's body, whose memory is given back before this ends.
+        let (path, headers) = (asked.path, asked.headers.clone());
         Prefilling(tokio::spawn(async move {
             let began = Instant::now();
-            let computed = this.compute(&engine, &asked, body);
+            let computed = this.compute(&engine, path, &headers, body);
             match tokio::time::timeout_at(deadline, computed).await {
                 Ok(Ok(true)) => {
                     this.counters.count_done(began.elapsed());
@@ -519,11 +556,12 @@ impl Proxy {
     async fn compute(
         &self,
         engine: &Arc<Engine>,
-        asked: &ClientRequest,
+        path: &str,
+        headers: &HeaderMap,
         body: Bytes,
     ) -> Result<bool> {
         let _in_flight = engine.begin();
-        let request = engine.request(&Method::POST, asked.path, &asked.headers, body)?;
+        let request = engine.request(&Method::POST, path, headers, body)?;
         let answer = self.client.request(request).await?;
         let status = answer.status();
         // Its end says that the prompt is computed.

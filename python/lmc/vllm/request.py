@@ -21,6 +21,10 @@ ALIASES = frozenset(
         "do_remote_decode",
     )
 )
+# Fields of a hand-over from a prefill engine to a decode engine: the id that both requests have, and the
+# time for which the second one waits.
+PREFILL = "lmcache.pd.id"
+WAIT = "lmcache.pd.wait_ms"
 MAX_SALT = 128
 # Salts that begin so are made here, and never taken from a request as they are.
 OWN_SALT = "lmc-"
@@ -64,6 +68,12 @@ class RequestState:
     # The weights have changed since vLLM gave it its blocks: nothing more of it is stored.
     is_mixed: bool = False
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another engine may wait until this request has ended."""
+        configs = self.configs or {}
+        return PREFILL in configs and WAIT not in configs
+
 
 def transfer_configs(
     params: dict[str, Any] | None, own: dict[str, str]
@@ -78,6 +88,14 @@ def transfer_configs(
             configs[key] = value if isinstance(value, str) else _json(value)
     configs |= own
     return configs or None
+
+
+def without_wait(configs: dict[str, ConfigValue] | None) -> dict[str, ConfigValue] | None:
+    """Returns the entries of a request that has generated tokens: no other engine computes those."""
+    if configs is None or WAIT not in configs:
+        return configs
+    kept = {key: value for key, value in configs.items() if not key.startswith("lmcache.pd.")}
+    return kept or None
 
 
 def effective_salt(request: "Request", adapters: Adapters) -> str | None:

@@ -11,7 +11,7 @@ from lmc.ops import LoadStoreOp
 from lmc.vllm.adapters import Adapters
 from lmc.vllm.events import EventSource
 from lmc.vllm.metadata import Step
-from lmc.vllm.request import RequestState, effective_salt, transfer_configs
+from lmc.vllm.request import RequestState, effective_salt, transfer_configs, without_wait
 from lmc.vllm.weights import Weights
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class SchedulerSide:
         matched = state.tail = state.matched or 0
         state.stored = matched - matched % chunk
         if num_external_tokens == 0:
-            self._end_session(state)
+            if not state.is_awaited:
+                self._end_session(state)
             return
         tables = blocks.get_block_ids()
         count = min(map(len, tables))
@@ -262,7 +263,8 @@ class SchedulerSide:
             kept = state.request.num_computed_tokens + 1
             state.stored = min(state.stored, kept - kept % chunk)
             state.tail = min(state.tail, kept)
-            self._end_session(state)
+            if not state.is_awaited:
+                self._end_session(state)
 
     def request_finished(self, request: "Request", tables: Sequence[list[int]]) -> bool:
         """Removes a request. Returns whether vLLM must keep its blocks until a worker names it.
@@ -348,12 +350,14 @@ class SchedulerSide:
             self._refuse(request)
             return None
         has_stored = state is not None and state.has_stored
+        configs = transfer_configs(request.kv_transfer_params, self._weights.tags())
         if state is not None:
             self._end_session(state)
+            configs = without_wait(configs)
         state = RequestState(
             request=request,
             salt=salt,
-            configs=transfer_configs(request.kv_transfer_params, self._weights.tags()),
+            configs=configs,
             by_hash=by_hash,
             preemptions=request.num_preemptions,
             has_stored=has_stored,

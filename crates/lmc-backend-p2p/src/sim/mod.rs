@@ -11,6 +11,7 @@ mod owners;
 mod schedules;
 mod serving;
 mod versions;
+mod waiting;
 
 use std::time::Duration;
 

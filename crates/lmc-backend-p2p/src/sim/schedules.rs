@@ -792,49 +792,6 @@ fn what_is_cleared_while_it_is_read_is_not_found_afterwards() {
     });
 }
 
-/// What a prefill has not computed yet was absent.
-#[test]
-fn a_prompt_waits_for_a_peer_that_it_names_as_long_as_that_is_connected() {
-    run(async {
-        let net = Net::new(26, Faults::none());
-        (0..3).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
-        let keys = prompt(1, 4);
-        net.chunks(2).store(keys[3], 0);
-        let wait = Some(Duration::from_secs(30));
-        let hint = |name: &str| LocateHint::default().with_sources(Arc::new([name.to_owned()]));
-        let waits = |name: &str| hint(name).with_wait(wait);
-        let locate = async |hint: LocateHint| {
-            let located = net.node(0).locate(&keys, &hint, now() + LOCATE).await;
-            let state = |one: Result<Located, BackendError>| match one {
-                Ok(Located::Present(_)) => 'P',
-                Ok(Located::Pending) => '~',
-                Ok(Located::Absent) => '-',
-                Err(_) => '?',
-            };
-            located.into_iter().map(state).collect::<String>()
-        };
-        assert_eq!(locate(hint("host-1")).await, "---P");
-        assert_eq!(locate(waits("stranger")).await, "---P");
-        assert_eq!(locate(waits("host-1")).await, "~~~P");
-        // The others were asked before.
-        assert_eq!(locate(waits("host-1").repeated()).await, "~~~~");
-        net.chunks(1).store(keys[0], 0);
-        assert_eq!(locate(waits("host-1").repeated()).await, "P~~~");
-        let named = |id: &str| waits("host-1").with_awaited(Some(id.into()));
-        net.chunks(1).over.lock().insert("other".to_owned());
-        assert_eq!(locate(named("request")).await, "P~~P");
-        net.chunks(1).over.lock().insert("request".to_owned());
-        assert_eq!(locate(named("request")).await, "P--P");
-        // It is busy with the prompt.
-        net.freeze(1, 2 * LOCATE);
-        assert_eq!(locate(waits("host-1").repeated()).await, "~~~~");
-        net.kill(1, Duration::ZERO);
-        tokio::time::sleep(Duration::from_millis(1)).await;
-        assert_eq!(locate(waits("host-1")).await, "---P");
-    });
-}
-
 #[test]
 fn hinted_peers_are_asked_alone_and_others_where_they_do_not_have_all() {
     run(async {

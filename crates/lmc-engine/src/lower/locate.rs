@@ -13,9 +13,12 @@ use super::{Tiers, count};
 
 /// Time between two questions about chunks that are being written, at first and at most.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(10));
-/// Time that a tier has to answer such a question where the prompt waits for its sources: they may be
-/// busy with the prompt.
-const ASK_AGAIN_TIMEOUT: Duration = Duration::from_millis(250);
+/// Part of the time for which a prompt has waited for its sources that it waits for until the next
+/// question, from a second on.
+const ASK_AGAIN_PART: u32 = 50;
+/// Time that a tier has to answer at least where the prompt waits for its sources: they may be busy
+/// with the prompt.
+const BUSY: Duration = Duration::from_millis(250);
 
 /// Time that nearer tiers have to answer once others are known to have all chunks; a timer may make
 /// twice of it. Longer than what a peer or a store nearby takes, and shorter than what a prompt
@@ -330,9 +333,10 @@ impl Tiers {
         let mut answers: Vec<Answer> = self.ask(keys, needed, hint, Asked::All).await;
         let others = answers.split_off(needed);
         let again = match hint.wait {
-            Some(_) => &hint.clone().repeated().with_timeout(ASK_AGAIN_TIMEOUT),
+            Some(_) => &hint.clone().repeated(),
             None => hint,
         };
+        let (begun, clears) = (Instant::now(), self.clears.id());
         let mut pause = ASK_AGAIN.0;
         loop {
             // A chunk after one that is absent is of no use.
@@ -340,15 +344,22 @@ impl Tiers {
             answers.truncate(end.unwrap_or(needed));
             let pending = answers.iter().enumerate();
             let pending = pending.filter_map(|(n, answer)| Some((n, answer.expected_by()?)));
-            let (pending, tiers): (Vec<usize>, BTreeSet<usize>) = pending.unzip();
+            let (mut pending, tiers): (Vec<usize>, BTreeSet<usize>) = pending.unzip();
             let is_first = pending.first() == Some(&0);
             let is_awaited = is_first || (!pending.is_empty() && hint.wait.is_none());
             if !is_awaited || Instant::now() >= pending_until {
                 break;
             }
+            if hint.wait.is_some() {
+                // The next ones come after it. After a clear none comes.
+                pending.truncate(1);
+                if self.clears.id() != clears {
+                    break;
+                }
+            }
             has_waited = true;
             tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(ASK_AGAIN.1);
+            pause = (pause * 2).min(ASK_AGAIN.1.max(begun.elapsed() / ASK_AGAIN_PART));
             let asked: Vec<ChunkKey> = pending.iter().map(|&n| keys[n]).collect();
             // Meanwhile it may have come to DRAM by another prompt.
             let local = self.local.contains(&asked);
@@ -405,7 +416,10 @@ impl Tiers {
                     1 => keys,
                     _ => &keys[..needed],
                 };
-                let timeout = hint.timeout.unwrap_or(tier.policy.locate_timeout);
+                let mut timeout = hint.timeout.unwrap_or(tier.policy.locate_timeout);
+                if hint.wait.is_some() {
+                    timeout = timeout.max(BUSY);
+                }
                 let deadline = Instant::now() + timeout;
                 let located = tier.backend.locate(keys, hint, deadline);
                 // A tier that breaks its contract must not hold the prompt up.

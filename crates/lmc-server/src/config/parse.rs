@@ -441,6 +441,16 @@ pub(crate) fn duration(raw: &Raw) -> Result<Duration, String> {
     size::parse_duration(raw.text()?)
 }
 
+/// Longest wait for another engine. lmc's own connector waits that much longer for its server.
+const MAX_WAIT: Duration = Duration::from_secs(300);
+
+pub(crate) fn wait(raw: &Raw) -> Result<Duration, String> {
+    match duration(raw)? {
+        wait if wait > MAX_WAIT => Err("expected at most 300 seconds".to_owned()),
+        wait => Ok(wait),
+    }
+}
+
 pub(crate) fn rate(raw: &Raw) -> Result<Option<usize>, String> {
     if raw
         .text()

@@ -233,8 +233,8 @@ settings! {
             locate_timeout: Duration = "p2p-locate-timeout", Value "SECONDS", "5ms", parse::positive_duration;
             /// Longest wait for chunks that an engine of a peer is writing.
             pending_timeout: Duration = "p2p-pending-timeout", Value "SECONDS", "500ms", parse::duration;
-            /// Longest time for which a request waits for the peers that it names to compute its prompt (lmcache.pd.wait_ms in its kv_transfer_params); 0 waits for none.
-            max_wait: Duration = "p2p-max-wait", Value "SECONDS", "30", parse::duration;
+            /// Longest time for which a request waits for a peer whose engine computes its prompt (lmcache.pd.source and lmcache.pd.wait_ms of its kv_transfer_params), at most 300; 0 waits for none.
+            max_wait: Duration = "p2p-max-wait", Value "SECONDS", "30", parse::wait;
             /// Bytes that peers may read from this server in a second; none sets no bound.
             serve_rate: Option<u64> = "p2p-serve-rate", Value "SIZE", "none", parse::bound;
         }

@@ -1,10 +1,10 @@
-//! Requests to prefill engines: the prompt, and one token; and what a decode engine is told of them.
+//! Requests to prefill engines: the prompt, and one token; and what both engines are told of each other.
 
 use std::fmt;
 
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+use serde_json::Value;
 use serde_json::value::RawValue;
-use serde_json::{Map, Value};
 
 use super::counters::Prefill;
 
@@ -117,24 +117,52 @@ pub(super) fn clip(path: &str, body: &[u8], min_prompt: usize) -> Result<Vec<u8>
 
 /// Name of the field that an engine passes on to its connector.
 const TRANSFER: &str = "kv_transfer_params";
+/// Start of the names in it that concern prefill and decode.
+const OF_LEGS: &str = "lmcache.pd.";
 
-/// Returns the body of the request to a decode engine while another engine computes the prompt: the
-/// client's, with advice for the server beside the engine to wait `wait_ms` for the request `id` at
-/// `peer`. `None` where the client's own advice is not an object.
-pub(super) fn advised(body: &[u8], peer: &str, id: &str, wait_ms: u64) -> Option<Vec<u8>> {
+/// A request to both engines at once, as the servers beside them know it.
+pub(super) struct Pair<'a> {
+    /// Id of the request at both.
+    pub(super) id: &'a str,
+    /// Name of the server beside the prefill engine.
+    pub(super) peer: &'a str,
+    /// Time for which the server beside the decode engine waits for that one.
+    pub(super) wait_ms: u64,
+}
+
+impl Pair<'_> {
+    /// Returns the body of the request to the prefill engine, given as it is clipped, and that of the
+    /// request to the decode engine, given as the client wrote it. `None` where the client's own entries
+    /// for connectors are not an object.
+    pub(super) fn bodies(&self, clipped: &[u8], body: &[u8]) -> Option<(Vec<u8>, Vec<u8>)> {
+        let name = |name: &str| format!("{OF_LEGS}{name}");
+        let (id, source, wait) = (name("id"), name("source"), name("wait_ms"));
+        let id = (&id[..], Value::from(self.id).to_string());
+        let source = (&source[..], Value::from(self.peer).to_string());
+        let wait = (&wait[..], self.wait_ms.to_string());
+        let prefill = with_entries(clipped, &[id.clone()])?;
+        Some((prefill, with_entries(body, &[id, source, wait])?))
+    }
+}
+
+/// Returns a body with these entries for the engine's connector besides those of the client, whose own
+/// ones about prefill and decode are left out.
+fn with_entries(body: &[u8], set: &[(&str, String)]) -> Option<Vec<u8>> {
     let fields = Fields::read(body).ok()?;
-    let known = fields.0.iter().rev().find(|(name, _)| name == TRANSFER);
-    let known = known.map(|(_, value)| serde_json::from_str(value.get()));
-    let mut advice: Map<String, Value> = match known.transpose().ok()? {
-        None | Some(Value::Null) => Map::new(),
-        Some(Value::Object(known)) => known,
-        Some(_) => return None,
+    let mut known = fields.0.iter().rev().filter(|(name, _)| name == TRANSFER);
+    let known = known.next().map_or("null", |(_, value)| value.get());
+    let known = match known {
+        "null" => Fields(Vec::new()),
+        known => Fields::read(known.as_bytes()).ok()?,
     };
-    advice.insert("lmcache.pd.source".to_owned(), peer.into());
-    advice.insert("lmcache.pd.id".to_owned(), id.into());
-    advice.insert("lmcache.pd.wait_ms".to_owned(), wait_ms.into());
-    let advice = Value::Object(advice).to_string();
-    Some(fields.with(&[(TRANSFER, &advice)], Vec::new()))
+    let names = known.0.iter().map(|(name, _)| &name[..]);
+    let removed = names.filter(|name| name.starts_with(OF_LEGS)).collect();
+    let set: Vec<_> = set
+        .iter()
+        .map(|(name, value)| (*name, &value[..]))
+        .collect();
+    let entries = String::from_utf8(known.with(&set, removed)).ok()?;
+    Some(fields.with(&[(TRANSFER, &entries)], Vec::new()))
 }
 
 #[cfg(test)]
@@ -190,31 +218,43 @@ mod tests {
     }
 
     #[test]
-    fn a_decode_engine_is_told_for_whom_its_server_waits_and_all_that_the_client_said() {
-        let tell = |body: &str| {
-            let body = advised(body.as_bytes(), "alpha", "a1b2", 500)?;
-            Some(String::from_utf8(body).expect("text"))
+    fn both_engines_are_given_an_id_and_one_the_others_name_besides_what_the_client_said() {
+        let pair = Pair {
+            id: "a1b2",
+            peer: "alpha",
+            wait_ms: 500,
         };
-        let advice =
-            r#""lmcache.pd.id":"a1b2","lmcache.pd.source":"alpha","lmcache.pd.wait_ms":500"#;
-        let told = |before: &str, own: &str| {
-            Some(format!(
-                "{before}\"kv_transfer_params\":{{{own}{advice}}}}}"
-            ))
+        let bodies = |body: &str| {
+            let (prefill, decode) = pair.bodies(body.as_bytes(), body.as_bytes())?;
+            let text = |body| String::from_utf8(body).expect("text");
+            Some((text(prefill), text(decode)))
+        };
+        let id = r#""lmcache.pd.id":"a1b2""#;
+        let wait = r#""lmcache.pd.source":"alpha","lmcache.pd.wait_ms":500"#;
+        let both = |before: &str, own: &str| {
+            let with =
+                |entries: &str| format!("{before}\"kv_transfer_params\":{{{own}{entries}}}}}");
+            Some((with(id), with(&format!("{id},{wait}"))))
         };
         assert_eq!(
-            tell(r#"{"a": -0, "b":[1 ,2]}"#),
-            told(r#"{"a":-0,"b":[1 ,2],"#, "")
+            bodies(r#"{"a": -0, "b":[1 ,2]}"#),
+            both(r#"{"a":-0,"b":[1 ,2],"#, "")
         );
-        assert_eq!(tell(r#"{"kv_transfer_params":null}"#), told("{", ""));
-        assert_eq!(
-            tell(r#"{"kv_transfer_params":{"a":1,"lmcache.pd.source":"other"},"n":2}"#),
-            told(r#"{"n":2,"#, r#""a":1,"#)
+        assert_eq!(bodies(r#"{"kv_transfer_params":null}"#), both("{", ""));
+        // Byte for byte: the value is a part of the names of chunks.
+        let tag = r#""lmcache.tag.a":12345678901234567890123"#;
+        let body = format!(
+            "{{\"kv_transfer_params\":{{{tag},\"lmcache.pd.source\":\"other\",\"lmcache.pd.x\":1}},\"n\":2}}"
         );
-        let deep = format!("{{\"kv_transfer_params\":{}", "[".repeat(100_000));
-        for body in ["", "[]", r#"{"kv_transfer_params":5}"#, &deep] {
-            assert_eq!(tell(body), None);
+        assert_eq!(bodies(&body), both(r#"{"n":2,"#, &format!("{tag},")));
+        let many: Vec<String> = (0..=MAX_FIELDS).map(|at| format!("\"{at}\":0")).collect();
+        let many = format!("{{\"kv_transfer_params\":{{{}}}}}", many.join(","));
+        for body in ["", "[]", r#"{"kv_transfer_params":5}"#, &many] {
+            assert_eq!(bodies(body), None);
         }
+        let deep = format!("{}1{}", "[".repeat(100_000), "]".repeat(100_000));
+        let body = format!("{{\"kv_transfer_params\":{{\"a\":{deep}}}}}");
+        assert!(bodies(&body).is_some(), "no part of it is read");
     }
 
     #[test]

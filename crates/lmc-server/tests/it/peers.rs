@@ -1,5 +1,6 @@
 //! Several daemons that read each other's chunks.
 
+use std::thread;
 use std::time::{Duration, Instant};
 
 use lmc_backend_p2p::message::VERSION;
@@ -478,7 +479,7 @@ fn awaiting(source: &str) -> RequestConfigs {
 fn a_request_waits_for_the_peer_that_computes_its_prompt() {
     let at = free_port();
     let prefill = start(at, &[], &["--p2p-name", "alpha"]);
-    let decode = start(free_port(), &[at], &["--p2p-max-wait", "1h"]);
+    let decode = start(free_port(), &[at], &["--p2p-max-wait", "5m"]);
     until_connected(&decode, 1);
     let (mut client, shm_name) = worker(&decode);
     let reply = look_up(&mut client, "request", awaiting("alpha"));
@@ -507,24 +508,34 @@ fn a_request_waits_for_the_peer_that_computes_its_prompt() {
 
 /// A prefill that fails, or whose server has no memory for its chunks, costs no wait to its end.
 #[test]
-fn a_request_that_has_ended_at_the_peer_is_waited_for_no_longer() {
+fn a_prefill_that_has_ended_is_waited_for_no_longer() {
     let at = free_port();
     let prefill = start(at, &[], &["--p2p-name", "alpha"]);
-    let decode = start(free_port(), &[at], &["--p2p-max-wait", "1h"]);
+    let decode = start(free_port(), &[at], &["--p2p-max-wait", "5m"]);
     until_connected(&decode, 1);
     let (mut client, _) = worker(&decode);
-    let mut configs = awaiting("alpha");
-    configs.awaited = "a1b2".to_owned();
-    let reply = look_up(&mut client, "cmpl-a1b2-0-00000000", configs);
+    let mut waits = awaiting("alpha");
+    waits.awaited = "a1b2".to_owned();
+    let reply = look_up(&mut client, "answer", waits.clone());
     assert_eq!(reply.expect("an answer"), Reply::None);
     let (mut computing, _) = worker(&prefill);
-    let name = "cmpl-a1b2-0-ffffffff";
-    let reply = look_up(&mut computing, name, RequestConfigs::default());
+    let mut computes = RequestConfigs::default();
+    computes.awaited = "a1b2".to_owned();
+    // One request with two prompts.
+    for name in ["prefill-0", "prefill-1"] {
+        let reply = look_up(&mut computing, name, computes.clone());
+        assert_eq!(reply.expect("an answer"), Reply::None);
+    }
+    end(&mut computing, "prefill-0");
+    thread::sleep(Duration::from_secs(1));
+    assert_eq!(hits_so_far(&mut client, "answer"), None, "one goes on");
+    end(&mut computing, "prefill-1");
+    assert_eq!(await_hits(&mut client, "answer"), 0);
+    // It is looked up once more, as after a preemption.
+    let reply = look_up(&mut client, "answer", waits);
     assert_eq!(reply.expect("an answer"), Reply::None);
-    let hits = hits_so_far(&mut client, "cmpl-a1b2-0-00000000");
-    assert_eq!(hits, None, "it may be computed");
-    end(&mut computing, name);
-    assert_eq!(await_hits(&mut client, "cmpl-a1b2-0-00000000"), 0);
+    assert_eq!(await_hits(&mut client, "answer"), 0);
+    assert_eq!(decode.metric("lmc_source_waits_total"), 1.0);
 }
 
 #[test]

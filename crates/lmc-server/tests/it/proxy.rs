@@ -557,11 +557,15 @@ fn both_engines_begin_at_once_where_the_server_beside_the_first_is_known() {
     let (first, second) = (prefill.next(), decode.next());
     let id = first.header("x-request-id").expect("an id").to_owned();
     assert_eq!(second.header("x-request-id"), Some(&id[..]));
-    assert_eq!(first.json()["kv_transfer_params"], Value::Null);
     let told = second.json();
     let advice = &told["kv_transfer_params"];
     assert_eq!(advice["lmcache.pd.source"], "alpha");
-    assert_eq!(advice["lmcache.pd.id"], id);
+    let awaited = json!({"lmcache.pd.id": advice["lmcache.pd.id"]});
+    assert_eq!(first.json()["kv_transfer_params"], awaited);
+    assert_ne!(
+        advice["lmcache.pd.id"], id,
+        "a client may use its own twice"
+    );
     let wait = advice["lmcache.pd.wait_ms"].as_u64().expect("a number");
     assert!((1..=60_000).contains(&wait), "{wait}");
     assert_eq!(told["max_tokens"], 50, "the rest is the client's");
@@ -671,4 +675,19 @@ fn each_prefill_engine_has_a_server_or_none_has() {
         text.contains("as many --prefill-peer as --prefill"),
         "{text}"
     );
+}
+
+/// Slow: a prefill has a whole second at least, and one is late.
+#[test]
+fn a_prefill_that_is_late_ends_no_answer_that_may_have_begun() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let flags = ["--prefill-peer", "alpha", "--prefill-timeout-seconds", "1"];
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &flags);
+    let client = proxy.post(PATH, "", &long_prompt());
+    let (first, second) = (prefill.next(), decode.next());
+    first.wait_for_end();
+    until("it is counted", || outcomes(&proxy, "late") == 1.0);
+    second.answer(200, "answered");
+    assert!(rest(client).ends_with("answered"));
+    assert!(decode.has_none());
 }

@@ -18,6 +18,8 @@ use crate::protocol::{Reply, Request, RequestConfigs};
 
 /// Longest promotion of a lookup's chunks; a server that is alive answers before.
 const PROMOTION_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest time for which a server waits for another engine before that.
+const MAX_WAIT: Duration = Duration::from_secs(300);
 /// Longest wait for a clear, which lower tiers note.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -270,7 +272,8 @@ impl PendingLookup {
                 (Ok(_), None) => return then(self, Err(Err(LinkError::Down))),
                 (refused, _) => return then(self, Err(refused)),
             };
-            let (request_id, seconds) = (name, PROMOTION_TIMEOUT.as_secs_f64());
+            let time = PROMOTION_TIMEOUT + self.configs.wait.min(MAX_WAIT);
+            let (request_id, seconds) = (name, time.as_secs_f64());
             let wait = match self.server.wait_lookup {
                 true => Request::WaitLookup {
                     request_id,
@@ -281,7 +284,7 @@ impl PendingLookup {
                     timeout: seconds,
                 },
             };
-            link.ask(wait, PROMOTION_TIMEOUT + timeout, move |answer| {
+            link.ask(wait, time + timeout, move |answer| {
                 then(self, FoundTokens::read(answer, unit, tokens as u64));
             });
         });

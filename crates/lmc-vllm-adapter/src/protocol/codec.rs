@@ -14,9 +14,9 @@ use crate::protocol::descriptor::{DescriptorError, KvDescriptor, MAX_DESCRIPTOR}
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
     AWAITED, BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, EngineRecord,
-    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request,
-    RequestConfigs, SOURCES, SlotDescriptor, Sources, TAG, TierChunks, UnknownFields, WAIT,
-    wait_of,
+    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, MAX_AWAITED, Operation, RegisterKvCache,
+    Reply, Request, RequestConfigs, SOURCES, SlotDescriptor, Sources, TAG, TierChunks,
+    UnknownFields, WAIT, wait_of,
 };
 
 /// Most tokens that one prompt may have.
@@ -509,7 +509,7 @@ fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError
             }
             AWAITED => {
                 let before = reader.clone();
-                match reader.str(AWAITED, MAX_NAME) {
+                match reader.str(AWAITED, MAX_AWAITED) {
                     Ok(id) => configs.awaited = id.to_owned(),
                     Err(_) => {
                         *reader = before;

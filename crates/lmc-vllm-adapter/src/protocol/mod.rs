@@ -11,7 +11,7 @@ pub(crate) use codec::decode_request;
 pub(crate) use codec::{decode_reply, encode_request};
 pub use descriptor::{CpuShm, Cuda, DescriptorError, IpcHandle, KvDescriptor, TensorMeta};
 pub use msgpack::ValueError;
-pub(crate) use operation::{AWAITED, SOURCES, TAG, WAIT, wait_of};
+pub(crate) use operation::{AWAITED, MAX_AWAITED, SOURCES, TAG, WAIT, wait_of};
 pub use operation::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, EngineRecord,
     IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request,

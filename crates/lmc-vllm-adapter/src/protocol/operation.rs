@@ -226,8 +226,8 @@ pub struct RequestConfigs {
     /// Time to wait for those peers to compute chunks that they do not have yet (`lmcache.pd.wait_ms`).
     /// Zero waits for none.
     pub wait: Duration,
-    /// Id of the request that computes the prompt there (`lmcache.pd.id`): when it has ended, nothing is
-    /// waited for any more. An empty text names none.
+    /// Id that the requests at both engines have (`lmcache.pd.id`): when the one without a wait has ended,
+    /// the other waits no more. An empty text names none.
     pub awaited: String,
     /// Digest of the entries whose names begin with `lmcache.tag.`; a client has them in `others`.
     pub tags: Option<TagsId>,
@@ -258,6 +258,8 @@ pub(crate) const WAIT: &str = "lmcache.pd.wait_ms";
 
 /// Name of the entry with the id of the request that computes the prompt.
 pub(crate) const AWAITED: &str = "lmcache.pd.id";
+/// Bytes of that id, at most.
+pub(crate) const MAX_AWAITED: usize = 256;
 
 /// Returns the time that an entry asks for; none for a negative number.
 pub(crate) fn wait_of(millis: i128) -> Duration {
@@ -294,7 +296,7 @@ impl RequestConfigs {
             }
             (WAIT, ConfigValue::Int(millis)) => self.wait = wait_of(millis.into()),
             (WAIT, _) => {}
-            (AWAITED, ConfigValue::Text(id)) if id.len() <= MAX_OTHER_NAME => self.awaited = id,
+            (AWAITED, ConfigValue::Text(id)) if id.len() <= MAX_AWAITED => self.awaited = id,
             (AWAITED, _) => {}
             // None is left out, since what it keeps apart would be mixed.
             (name, value) if name.starts_with(TAG) => {

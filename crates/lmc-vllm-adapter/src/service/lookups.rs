@@ -45,7 +45,7 @@ struct Promoting {
     readers: u32,
     /// Tokens of a chunk, where they are not the server's chunk size.
     unit: Option<u32>,
-    /// True if it may wait for peers to compute chunks.
+    /// True if the lookup may wait for a peer to compute chunks.
     waits: bool,
     /// The chunks of the range, for the event of those that are promoted; none without
     /// subscribers.
@@ -55,7 +55,7 @@ struct Promoting {
 /// Counts a lookup whose chunks are being promoted, until it is dropped.
 struct PromotingGauge {
     lookups: Arc<Lookups>,
-    /// True if it may wait for peers to compute chunks.
+    /// True if the lookup may wait for a peer to compute chunks.
     waits: bool,
 }
 
@@ -88,7 +88,7 @@ pub(super) struct Lookups {
     numbers: AtomicU64,
     /// Number of lookups whose chunks are being promoted.
     promoting: AtomicUsize,
-    /// Number of those that may wait for peers to compute chunks.
+    /// Number of lookups under way that may wait for a peer to compute chunks.
     waiting: AtomicUsize,
 }
 
@@ -132,10 +132,10 @@ impl Lookups {
             Err(refusal) => return refusal,
         };
         let owner = client.owner();
-        {
+        let is_known = {
             let mut sessions = self.sessions.lock();
-            let known = sessions.of(client, &key.request_id).is_some();
-            let full = !known && self.has_too_many_sessions(&sessions, client);
+            let is_known = sessions.of(client, &key.request_id).is_some();
+            let full = !is_known && self.has_too_many_sessions(&sessions, client);
             if full || self.holds_too_much(owner) {
                 // Unanswered would be worse: the request computes what it could have had.
                 add(&counters.over_limit, 1);
@@ -146,7 +146,8 @@ impl Lookups {
                 }
                 return Reply::None;
             }
-        }
+            is_known
+        };
         let candidates = self.registry.candidates(client, key, &hashed.salt);
         let ranks = asked_ranks(&candidates, key.world_size as u16);
         if ranks.is_empty() {
@@ -164,13 +165,19 @@ impl Lookups {
         };
         let chunk_size = context.config.hasher.chunk_size();
         let parts = Parts::of(chunk_size, key.unit.unwrap_or(chunk_size));
-        let wait = self.wait_for(&sources, key);
-        let awaited = Some(&*key.configs.awaited).filter(|id| !id.is_empty());
-        let awaited = awaited.map(Arc::from);
+        let wait = match is_known {
+            // After a preemption it has tokens of its own, which nobody else computes.
+            true => None,
+            false => self.wait_for(&sources, key),
+        };
+        let id = Some(&*key.configs.awaited).filter(|id| !id.is_empty());
+        let id: Option<Arc<str>> = id.map(Arc::from);
+        // One that waits is not waited for.
+        let prefill = id.clone().filter(|_| key.configs.wait.is_zero());
         let hint = LocateHint::default()
             .with_sources(sources)
             .with_wait(wait)
-            .with_awaited(wait.and(awaited))
+            .with_awaited(wait.and(id))
             .with_parts(parts);
         let request = LookupRequest::new(owner, hashes, ranks)
             .with_tenant(tenant)
@@ -203,7 +210,7 @@ impl Lookups {
             }
         };
         let mut sessions = self.sessions.lock();
-        let new = || Session::new(client, now, clears);
+        let new = || Session::new(client, now, clears).as_prefill(prefill);
         let session = sessions.begin(client, &key.request_id, new);
         session.last_used = now;
         let before = session.set_lookup(known, clears);
@@ -608,7 +615,7 @@ impl Lookups {
         }
     }
 
-    /// Returns true if a request with this id of its proxy has ended.
+    /// Returns true if a prefill with this id is over.
     pub(super) fn is_over(&self, id: &str) -> bool {
         self.sessions.lock().is_over(id, Instant::now())
     }

@@ -13,7 +13,7 @@ use lmc_key::{ClearsId, SpaceId};
 
 use crate::protocol::Reply;
 use crate::service::ClientId;
-use crate::service::finished::Finished;
+use crate::service::prefills::Prefills;
 
 /// Chunks that one part of a hold has at most, so that a range is cut out of a long prompt without
 /// moving all of its leases.
@@ -276,6 +276,8 @@ pub(crate) struct Session {
     retrieved: usize,
     began: Instant,
     clears: Digests,
+    /// Id under which other servers wait for what is computed for it.
+    prefill: Option<Arc<str>>,
 }
 
 /// The clears that a request follows on.
@@ -362,11 +364,18 @@ impl Session {
             lookup: None,
             retrieved: 0,
             began: now,
+            prefill: None,
             clears: Digests {
                 first: clears,
                 last: clears,
             },
         }
+    }
+
+    /// Says under which id other servers wait for what is computed for it.
+    pub(crate) fn as_prefill(mut self, id: Option<Arc<str>>) -> Self {
+        self.prefill = id;
+        self
     }
 
     /// Ends the request and its lookup; to be called where nothing is locked.
@@ -535,13 +544,13 @@ pub(crate) struct Sessions {
     visits: VecDeque<Arc<str>>,
     len: usize,
     ended: Ended,
-    finished: Finished,
+    prefills: Prefills,
 }
 
 impl Sessions {
-    /// Returns true if a request with this id of its proxy has ended.
-    pub(crate) fn is_over(&self, id: &str, now: Instant) -> bool {
-        self.finished.has(id, now)
+    /// Returns true if a prefill with this id is over.
+    pub(crate) fn is_over(&self, prefill: &str, now: Instant) -> bool {
+        self.prefills.are_over(prefill, now)
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -625,9 +634,12 @@ impl Sessions {
         let index = named.iter().position(|session| session.client == client);
         let index = index.unwrap_or_else(|| {
             self.len += 1;
-            self.finished.begin(&name);
             self.by_client.entry(client).or_default().insert(name);
-            named.push(new());
+            let session = new();
+            if let Some(id) = &session.prefill {
+                self.prefills.begin(id, session.began);
+            }
+            named.push(session);
             named.len() - 1
         });
         &mut named[index]
@@ -645,8 +657,14 @@ impl Sessions {
         }
         self.forget(client, request_id);
         self.ended.note(request_id, &ended);
-        self.finished.note(request_id, Instant::now());
+        self.end_prefill(&ended);
         Some(ended)
+    }
+
+    fn end_prefill(&mut self, session: &Session) {
+        if let Some(id) = &session.prefill {
+            self.prefills.end(id, Instant::now());
+        }
     }
 
     fn forget(&mut self, client: ClientId, request_id: &str) {
@@ -698,6 +716,7 @@ impl Sessions {
             for session in &refused {
                 self.forget(session.client, &name);
                 self.ended.note(&name, session);
+                self.end_prefill(session);
             }
             ended.extend(refused);
         }

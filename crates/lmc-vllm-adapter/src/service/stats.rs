@@ -159,9 +159,9 @@ counters! {
     stores_failed,
     /// Stores not made because the request asked for that (`lmcache.skip_save`).
     stores_skipped,
-    /// Lookups that could wait for peers that their request names (`lmcache.pd.wait_ms`).
+    /// Lookups that may wait for a peer that their request names (`lmcache.pd.wait_ms`).
     source_waits,
-    /// Lookups that could not wait so, because too many did already.
+    /// Lookups that did not wait for a peer because too many others did.
     source_waits_refused,
     /// Chunks made findable.
     stored_chunks,

@@ -55,10 +55,11 @@ struct Prefill {
 
 impl Prefill {
     fn new() -> Self {
-        Self::beside(None)
+        Self::beside(None, Duration::ZERO)
     }
 
-    fn beside(other: Option<Arc<Scripted>>) -> Self {
+    /// `pending` is the time to wait for chunks that are being written.
+    fn beside(other: Option<Arc<Scripted>>, pending: Duration) -> Self {
         let source = Arc::new(Computing {
             inner: MemoryBackend::shared(),
             is_connected: AtomicBool::new(true),
@@ -67,7 +68,7 @@ impl Prefill {
         let mut tiers: Vec<Arc<dyn Backend>> = vec![Arc::clone(&source) as _];
         tiers.extend(other.map(|other| other as Arc<dyn Backend>));
         let engine = engine_with(64, tiers, |config, _| {
-            config.pending_timeout = Duration::ZERO;
+            config.pending_timeout = pending;
         });
         Self { source, engine }
     }
@@ -134,6 +135,23 @@ fn a_wait_ends_with_its_time_and_with_its_source() {
     assert_idle(&prefill.engine);
 }
 
+/// It took as long as chunks that are being written are waited for.
+#[test]
+fn a_short_wait_is_short_whatever_other_prompts_wait_for() {
+    let prefill = Prefill::beside(None, 100 * DEADLINE);
+    let found = prefill.look_up(&[RANK], Duration::from_millis(20));
+    assert_eq!(found.wait_blocking().hits, 0);
+}
+
+#[test]
+fn a_wait_ends_with_a_clear_after_which_nothing_comes_under_these_names() {
+    let prefill = Prefill::new();
+    let lookup = prefill.in_the_middle(100 * DEADLINE);
+    prefill.engine.clear(false).expect("a first clear");
+    assert!(lookup.wait_blocking().hits <= 2);
+    assert_idle(&prefill.engine);
+}
+
 #[test]
 fn a_dropped_lookup_waits_for_nothing_and_holds_nothing() {
     let prefill = Prefill::new();
@@ -160,7 +178,7 @@ fn a_prompt_without_a_wait_takes_what_is_there() {
 #[test]
 fn while_a_source_computes_no_other_tier_is_asked_again() {
     let store = Arc::new(Scripted::new());
-    let prefill = Prefill::beside(Some(Arc::clone(&store)));
+    let prefill = Prefill::beside(Some(Arc::clone(&store)), Duration::ZERO);
     let lookup = prefill.in_the_middle(DEADLINE);
     let repeated = || prefill.source.repeated.load(Ordering::Relaxed);
     let before = repeated();

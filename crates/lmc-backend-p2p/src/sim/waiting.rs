@@ -1,0 +1,81 @@
+//! Prompts that wait for a peer whose engine computes them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use lmc_backend::{BackendError, LocateHint, Located};
+use lmc_key::ChunkKey;
+
+use super::net::{Faults, Net};
+use super::schedules::{LOCATE, prompt};
+use super::{LEN, run};
+use crate::link::now;
+
+fn hint(name: &str) -> LocateHint {
+    LocateHint::default().with_sources(Arc::new([name.to_owned()]))
+}
+
+fn waits(name: &str) -> LocateHint {
+    hint(name).with_wait(Some(Duration::from_secs(30)))
+}
+
+/// Locates chunks for the first host. Returns a letter for each: it is there, pending, absent, or not
+/// known.
+async fn locate(net: &Net, keys: &[ChunkKey], hint: LocateHint) -> String {
+    let located = net.node(0).locate(keys, &hint, now() + LOCATE).await;
+    let state = |one: Result<Located, BackendError>| match one {
+        Ok(Located::Present(_)) => 'P',
+        Ok(Located::Pending) => '~',
+        Ok(Located::Absent) => '-',
+        Err(_) => '?',
+    };
+    located.into_iter().map(state).collect()
+}
+
+/// What a prefill has not computed yet was absent.
+#[test]
+fn a_prompt_waits_for_a_peer_that_it_names_as_long_as_that_is_connected() {
+    run(async {
+        let net = Net::new(26, Faults::none());
+        (0..3).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let keys = &prompt(1, 4);
+        net.chunks(2).store(keys[3], 0);
+        let locate = async |hint| locate(&net, keys, hint).await;
+        assert_eq!(locate(hint("host-1")).await, "---P");
+        assert_eq!(locate(waits("stranger")).await, "---P");
+        assert_eq!(locate(waits("host-1")).await, "~~~P");
+        // The others were asked before.
+        assert_eq!(locate(waits("host-1").repeated()).await, "~~~~");
+        net.chunks(1).store(keys[0], 0);
+        assert_eq!(locate(waits("host-1").repeated()).await, "P~~~");
+        let named = |id: &str| waits("host-1").with_awaited(Some(id.into()));
+        net.chunks(1).over.lock().insert("other".to_owned());
+        assert_eq!(locate(named("request")).await, "P~~P");
+        net.chunks(1).over.lock().insert("request".to_owned());
+        assert_eq!(locate(named("request")).await, "P--P");
+        // It is busy with the prompt.
+        net.freeze(1, 2 * LOCATE);
+        assert_eq!(locate(waits("host-1").repeated()).await, "~~~~");
+        net.kill(1, Duration::ZERO);
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        assert_eq!(locate(waits("host-1")).await, "---P");
+    });
+}
+
+/// Such a peer is not asked, so that it could never say that the request is over.
+#[test]
+fn nothing_is_expected_of_a_peer_that_lends_badly() {
+    run(async {
+        let net = Net::new(27, Faults::none());
+        (0..2).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(1, 2);
+        assert_eq!(locate(&net, &keys, waits("host-1")).await, "~~");
+        net.chunks(1).store(keys[0], 0);
+        let other_length = waits("host-1").with_chunk_bytes(Some(LEN + 1));
+        // It may have them, and is not asked for a while.
+        assert_eq!(locate(&net, &keys, other_length).await, "??");
+        assert_eq!(locate(&net, &keys, waits("host-1")).await, "??");
+    });
+}
