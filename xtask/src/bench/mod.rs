@@ -11,6 +11,7 @@ mod link;
 mod metrics;
 mod p2p;
 mod page;
+mod pd;
 mod remote;
 mod rounds;
 mod serve;
@@ -35,6 +36,7 @@ pub(crate) enum BenchAction {
     Remote(remote::RemoteArgs),
     Adapter(adapter::AdapterArgs),
     Vllm(vllm::VllmArgs),
+    Pd(pd::PdArgs),
     Gpu(crate::gpu::FiguresArgs),
     /// Measures a directory of chunks by itself: bytes of an entry, look-ups, 1,000 members
     Directory(ExampleArgs),
@@ -63,6 +65,7 @@ pub(crate) fn run(action: &BenchAction) -> Result<bool> {
         BenchAction::Remote(args) => remote::run(args),
         BenchAction::Adapter(args) => adapter::run(args),
         BenchAction::Vllm(args) => vllm::run(args),
+        BenchAction::Pd(args) => pd::run(args),
         BenchAction::Gpu(args) => crate::gpu::figures(args),
         BenchAction::Directory(args) => examples::run("lmc-backend-p2p", "directory_scale", args),
         BenchAction::Hash(args) => examples::run("lmc-key", "hash_speed", args),

@@ -1,0 +1,96 @@
+//! `cargo xtask bench pd`: time to the first token where one engine computes a prompt and another
+//! answers it.
+
+use std::fmt::Write as _;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::conditions;
+use super::engines::Engines;
+use super::figures::median;
+
+const BENCH: &str = "bench pd";
+const JSON: &str = "docs/benchmarks/pd.json";
+const SCRIPT: &str = "xtask/python/pd_bench.py";
+/// The script's ways to a first token, each with what it is.
+const WAYS: [(&str, &str); 5] = [
+    (
+        "prefill engine",
+        "the prefill engine alone, which computes the prompt",
+    ),
+    (
+        "decode engine, cold",
+        "the decode engine alone, which computes the prompt",
+    ),
+    (
+        "decode engine, warm",
+        "the decode engine alone, whose server has the prompt in memory",
+    ),
+    (
+        "one after the other",
+        "`lmc proxy`: the prefill engine, then the decode engine",
+    ),
+    (
+        "both at once",
+        "`lmc proxy --prefill-peer`: both engines at once",
+    ),
+];
+
+/// Measures the time to the first token of a prompt that one engine computes and another answers;
+/// writes docs/benchmarks.md
+#[derive(Debug, clap::Args)]
+pub(crate) struct PdArgs {
+    /// Rounds, in each of which every way has its turn
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Write nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+pub(crate) fn run(options: &PdArgs) -> Result<bool> {
+    let engines = Engines::measure(SCRIPT, &[format!("--rounds={}", options.rounds)])?;
+    let section = section(&engines.measured, options, &engines.conditions)?;
+    engines.publish(BENCH, JSON, &section, options.dry_run)
+}
+
+/// Returns the median over all rounds of a figure of a way.
+fn figure(measured: &Value, way: &str, name: &str) -> Result<f64> {
+    let rounds = measured["rounds"].as_array().into_iter().flatten();
+    let all: Option<Vec<f64>> = rounds.map(|round| round[way][name].as_f64()).collect();
+    let all = all.filter(|all| !all.is_empty());
+    let all = all.with_context(|| format!("{SCRIPT} printed no {name} of {way}"))?;
+    Ok(median(&all))
+}
+
+fn section(
+    measured: &Value,
+    options: &PdArgs,
+    conditions: &[(&'static str, String)],
+) -> Result<String> {
+    let prefill = figure(measured, WAYS[0].0, "seconds")?;
+    let mut text = format!(
+        "## Prefill on one engine, decode on another\n\n\
+         `cargo xtask bench pd --rounds {0}`: medians of {0} rounds; a prompt of {1} tokens that is new each \
+         time, which an engine computes in eight steps; two engines ({2} thread each, the model of the tests, \
+         lmc's own connector, vLLM's own prefix cache off) with a server each, all on the same cores. \
+         All figures are in [pd.json](benchmarks/pd.json).\n\n{3}\n\
+         | | first token | beyond the prefill engine alone | tokens from the cache |\n|---|--:|--:|--:|\n",
+        options.rounds,
+        measured["tokens"],
+        measured["threads"].as_str().unwrap_or_default(),
+        conditions::lines(conditions),
+    );
+    for (way, what) in WAYS {
+        let seconds = figure(measured, way, "seconds")?;
+        writeln!(
+            text,
+            "| {what} | {:.0} ms | {:+.0} ms | {:.0} |",
+            seconds * 1e3,
+            (seconds - prefill) * 1e3,
+            figure(measured, way, "cached_tokens")?,
+        )?;
+    }
+    Ok(text)
+}
