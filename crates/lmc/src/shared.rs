@@ -148,7 +148,7 @@ impl Peers {
         channel.keys = Some(self.keys);
         let listen = format!("tcp://{}", self.listen).parse();
         let listen = listen.map_err(|error: AddressError| BuildError::Peers(error.into()))?;
-        // Others are told this address.
+        // Others reach this process by it.
         if let Address::Tcp { host, .. } = &listen
             && host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified())
         {

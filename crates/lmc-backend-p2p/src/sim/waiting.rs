@@ -32,7 +32,7 @@ async fn locate(net: &Net, keys: &[ChunkKey], hint: LocateHint) -> String {
     located.into_iter().map(state).collect()
 }
 
-/// What a prefill has not computed yet was absent.
+/// Chunks that a prefill had not computed yet were absent.
 #[test]
 fn a_prompt_waits_for_a_peer_that_it_names_as_long_as_that_is_connected() {
     run(async {

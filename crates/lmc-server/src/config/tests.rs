@@ -374,7 +374,7 @@ fn further_stores_have_tables_of_their_own() {
     );
 }
 
-/// Of a file, and of what is printed of it: the kinds of its tiers.
+/// Returns the kinds of the tiers of a file, which are those of what is printed of it.
 fn kinds(flags: &[(&str, &str)], file: &str) -> Vec<&'static str> {
     let kinds = |config: &ServeConfig| {
         let kinds = config.tiers.iter().map(|tier| match tier {

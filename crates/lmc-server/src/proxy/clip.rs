@@ -1,4 +1,4 @@
-//! Requests to prefill engines: the prompt, and one token; and what both engines are told of each other.
+//! Requests to prefill engines: the prompt, and one token; and what both engines are to know of each other.
 
 use std::fmt;
 

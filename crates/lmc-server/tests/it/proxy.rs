@@ -557,8 +557,8 @@ fn both_engines_begin_at_once_where_the_server_beside_the_first_is_known() {
     let (first, second) = (prefill.next(), decode.next());
     let id = first.header("x-request-id").expect("an id").to_owned();
     assert_eq!(second.header("x-request-id"), Some(&id[..]));
-    let told = second.json();
-    let advice = &told["kv_transfer_params"];
+    let asked = second.json();
+    let advice = &asked["kv_transfer_params"];
     assert_eq!(advice["lmcache.pd.source"], "alpha");
     let awaited = json!({"lmcache.pd.id": advice["lmcache.pd.id"]});
     assert_eq!(first.json()["kv_transfer_params"], awaited);
@@ -568,7 +568,7 @@ fn both_engines_begin_at_once_where_the_server_beside_the_first_is_known() {
     );
     let wait = advice["lmcache.pd.wait_ms"].as_u64().expect("a number");
     assert!((1..=60_000).contains(&wait), "{wait}");
-    assert_eq!(told["max_tokens"], 50, "the rest is the client's");
+    assert_eq!(asked["max_tokens"], 50, "the rest is the client's");
     first.answer(200, "{}");
     until("it is counted", || outcomes(&proxy, "done") == 1.0);
     second.answer(200, "answered");

@@ -166,7 +166,7 @@ impl Lookups {
         let chunk_size = context.config.hasher.chunk_size();
         let parts = Parts::of(chunk_size, key.unit.unwrap_or(chunk_size));
         let wait = match is_known {
-            // After a preemption it has tokens of its own, which nobody else computes.
+            // After a preemption it has tokens of its own, which no other engine computes.
             true => None,
             false => self.wait_for(&sources, key),
         };

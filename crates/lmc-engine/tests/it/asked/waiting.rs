@@ -99,7 +99,7 @@ impl Prefill {
     }
 }
 
-/// They were read once all were there.
+/// The chunks were read once all were there.
 #[test]
 fn chunks_are_read_while_the_next_are_computed() {
     let prefill = Prefill::new();
@@ -135,7 +135,7 @@ fn a_wait_ends_with_its_time_and_with_its_source() {
     assert_idle(&prefill.engine);
 }
 
-/// It took as long as chunks that are being written are waited for.
+/// Such a wait took as long as that for chunks that are being written.
 #[test]
 fn a_short_wait_is_short_whatever_other_prompts_wait_for() {
     let prefill = Prefill::beside(None, 100 * DEADLINE);
