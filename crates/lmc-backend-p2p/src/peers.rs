@@ -20,6 +20,9 @@ const ASSUMED_ROUND_TRIP: Duration = Duration::from_micros(200);
 /// Time for which a peer is not asked after its first failure in a row, and at most.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
 /// Time for which a peer is not read after a first lease or read failed, and at most. Where only
+/// Time within which a peer has to lend again for a prompt to go on waiting for it: that of two pauses
+/// in a row.
+const SOON: Duration = Duration::from_secs(3);
 /// NIXL failed, it is read over sockets for this time.
 const READ_BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 /// Time without an exchange of clears after a first one failed, and at most.
@@ -496,8 +499,10 @@ impl Peers {
     /// them. Those that have refused do not count. One that is busy, so that it has not answered,
     /// does.
     pub(crate) fn may_lend(&self, names: &[String], refused: &[PeerId], now: Instant) -> bool {
+        // A busy one fails now and then.
+        let soon = now + SOON;
         let lends = |peer: &Peer| {
-            peer.hello.is_some() && !peer.is_directory() && !peer.is_unfit && peer.lends(now)
+            peer.hello.is_some() && !peer.is_directory() && !peer.is_unfit && peer.lends(soon)
         };
         let mut connected = self.connected.iter();
         connected.any(|(id, peer)| !refused.contains(id) && peer.is_one_of(names) && lends(peer))

@@ -73,7 +73,7 @@ impl<L: Link> Node<L> {
     /// Asks peers which chunks they have: all at once, or those that a directory names. Those that
     /// the hint names are asked before, and the others only where these do not have every chunk,
     /// or after half of the time, and not if the question is a repeated one. A chunk that no peer has
-    /// is absent only if every one of them answered. It is pending where the prompt waits for a connected
+    /// is absent only if every one of them answered. It is expected where the prompt waits for a connected
     /// peer that the hint names, unless that says that the request is over, or is out of step.
     ///
     /// # Errors
@@ -100,22 +100,23 @@ impl<L: Link> Node<L> {
         hint: &LocateHint,
         deadline: Instant,
     ) -> Vec<Result<Located, BackendError>> {
-        let mut batch = batch;
-        batch.awaited = hint.awaited.clone().filter(|_| hint.wait.is_some());
+        let mut of_hinted = batch.clone();
+        of_hinted.awaited = hint.awaited.clone().filter(|_| hint.wait.is_some());
+        let of_hinted = Request::Locate(self.stamped(of_hinted));
         let request = Request::Locate(self.stamped(batch));
         let begun = now();
         let hinted = match hint.sources.is_empty() {
             true => Vec::new(),
             false => self.peers.lock().to_ask_first(&hint.sources, begun),
         };
-        let request = &request;
-        let ask = |peer: PeerId| async move {
+        let (request, of_hinted) = (&request, &of_hinted);
+        let ask = |peer: PeerId, request| async move {
             let answer = self.ask(&peer, request, deadline).await;
             (peer, answer)
         };
         let mut answers = FuturesUnordered::new();
         let (mut asked, mut heard, mut silent) = (hinted.len(), 0, None);
-        answers.extend(hinted.iter().cloned().map(ask));
+        answers.extend(hinted.iter().cloned().map(|peer| ask(peer, of_hinted)));
         let mut answered: Vec<(PeerId, Stamped<LocatedMessage>)> = Vec::new();
         let (mut asks_others, mut wait_until) = (!hint.is_repeated, begun);
         if hint.is_repeated {
@@ -137,7 +138,7 @@ impl<L: Link> Node<L> {
                 let others = to_ask.peers.into_iter();
                 let others: Vec<PeerId> = others.filter(|peer| !hinted.contains(peer)).collect();
                 asked += others.len();
-                answers.extend(others.into_iter().map(ask));
+                answers.extend(others.into_iter().map(|peer| ask(peer, request)));
                 wait_until = deadline;
                 continue;
             };
@@ -213,8 +214,11 @@ impl<L: Link> Node<L> {
                 return Ok(Located::Present(location.with_handle(handle_of(route))));
             }
             let mut states = answered.iter().map(|(_, located)| located.states[index]);
-            if is_expected || states.any(|state| state == ChunkState::Writing) {
+            if states.any(|state| state == ChunkState::Writing) {
                 return Ok(Located::Pending);
+            }
+            if is_expected {
+                return Ok(Located::Expected);
             }
             match &silent {
                 None => Ok(Located::Absent),

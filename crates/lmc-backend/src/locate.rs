@@ -48,7 +48,7 @@ pub struct LocateHint {
     /// the deadline of it. Default: none, which leaves each tier its own timeout.
     pub timeout: Option<Duration>,
     /// Time for which the prompt waits for its sources to compute chunks that no tier has yet; the engine
-    /// makes the deadline of it. A tier that reaches one of them answers [`Located::Pending`] for such
+    /// makes the deadline of it. A tier that reaches one of them answers [`Located::Expected`] for such
     /// chunks. Default: none, which waits for none.
     pub wait: Option<Duration>,
     /// Id under which the sources know the request that computes the prompt: once it is over there,
@@ -124,9 +124,11 @@ pub enum Located {
     /// The tier has the chunk.
     Present(Location),
     /// The chunk is being written to the tier by the engine that computes it, and is expected
-    /// soon; or one of the sources that the prompt waits for ([`LocateHint::wait`]) may write it. Never
-    /// said of a chunk that the tier itself is only fetching from elsewhere.
+    /// soon. Never said of a chunk that the tier itself is only fetching from elsewhere.
     Pending,
+    /// The tier does not have the chunk, and one of the sources that the prompt waits for
+    /// ([`LocateHint::wait`]) may write it.
+    Expected,
     /// The tier does not have the chunk.
     Absent,
 }
@@ -136,7 +138,7 @@ impl Located {
     pub fn present(self) -> Option<Location> {
         match self {
             Self::Present(location) => Some(location),
-            Self::Pending | Self::Absent => None,
+            Self::Pending | Self::Expected | Self::Absent => None,
         }
     }
 }

@@ -17,7 +17,7 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
 use crate::CacheEngine;
-use crate::lower::{Prompt, Source, Sources, Tiers, half_of};
+use crate::lower::{Patience, Prompt, Source, Sources, Tiers, half_of};
 
 /// One rank of a prompt: where its chunks are named, and by which KV rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -468,18 +468,34 @@ async fn promote(
     align: u64,
 ) -> Found {
     let wait = request.hint.wait;
-    let pending_until = Instant::now() + wait.unwrap_or_else(|| tiers.pending_timeout());
-    let mut found = promote_known(tiers, request, clears, known, align, pending_until).await;
-    let mut is_over = wait.is_none();
-    while !is_over && found.hits > 0 && found.hits < request.hashes.len() {
+    let begun = Instant::now();
+    let mut patience = Patience {
+        written_until: begun + tiers.pending_timeout(),
+        expected_until: begun + wait.unwrap_or_default(),
+        clears,
+    };
+    let mut found = promote_known(tiers, request, clears, known, align, patience).await;
+    if wait.is_none() || found.hits == 0 {
+        return found;
+    }
+    // Others than the sources were asked before.
+    let request = LookupRequest {
+        hint: request.hint.clone().repeated(),
+        ..request.clone()
+    };
+    let mut is_over = false;
+    while !is_over && found.hits < request.hashes.len() {
         let before = found.hits;
         // What came meanwhile is read also when the time is over. After a clear nothing comes.
-        is_over = Instant::now() >= pending_until || tiers.clears().id() != clears;
+        is_over = Instant::now() >= patience.expected_until || tiers.clears().id() != clears;
+        if is_over {
+            patience = patience.over();
+        }
         let (known, read): (Vec<Known>, Vec<_>) = mem::take(&mut found.ranks)
             .into_iter()
             .map(|rank| request.after(clears, rank))
             .unzip();
-        found = promote_known(tiers, request, clears, known, align, pending_until).await;
+        found = promote_known(tiers, &request, clears, known, align, patience).await;
         for (rank, (resident, mut read)) in found.ranks.iter_mut().zip(read) {
             rank.resident = resident;
             read.append(&mut rank.read);
@@ -500,7 +516,7 @@ async fn promote_known(
     clears: ClearsId,
     mut known: Vec<Known>,
     align: u64,
-    pending_until: Instant,
+    patience: Patience,
 ) -> Found {
     let ranks = known.len();
     let begun = Instant::now();
@@ -510,7 +526,7 @@ async fn promote_known(
         let rest = &rank.keys[rank.leases.len()..];
         let known = mem::take(&mut rank.sources);
         let hint = hint(&rank.rank);
-        let found = tiers.locate(rest, known, &hint, pending_until).await;
+        let found = tiers.locate(rest, known, &hint, patience).await;
         rank.sources = Sources {
             found,
             is_final: true,

@@ -148,6 +148,8 @@ struct ClientRequest {
     path: &'static str,
     headers: HeaderMap,
     body: Bytes,
+    /// Memory for it, if it has a body.
+    memory: Option<Arc<OwnedSemaphorePermit>>,
 }
 
 /// Result of the first step of a request.
@@ -279,6 +281,7 @@ async fn models(State(proxy): Shared, request: Request) -> Response {
         path: "/v1/models",
         headers: forwarded(request.headers()),
         body: Bytes::new(),
+        memory: None,
     };
     proxy.decode(&Method::GET, &asked, Bytes::new()).await
 }
@@ -362,11 +365,11 @@ impl Proxy {
             prefill_timeout: Duration::from_secs(arguments.prefill_timeout_seconds),
             idle_timeout: Duration::from_secs(arguments.idle_timeout_seconds),
             memory: Arc::new(Semaphore::new(MEMORY_KIB)),
-            // The client's, a clipped one, and those for both engines.
+            // The client's, a clipped one, those for both engines, and one while they are made.
             copies: if arguments.prefill_peer.is_empty() {
                 2
             } else {
-                4
+                5
             },
             counters: Counters::default(),
             guard: (arguments.listen.ip().is_loopback())
@@ -387,15 +390,17 @@ impl Proxy {
             return refusal(StatusCode::UNSUPPORTED_MEDIA_TYPE, text);
         }
         let read = tokio::time::timeout(BODY_DEADLINE, self.read(body)).await;
-        // The memory is given back when the decode engine has begun to answer.
-        let (body, _memory) = match read.unwrap_or_else(|_| Err(late())) {
-            Ok(read) => read,
+        // The memory is given back when the decode engine has begun to answer, and no prefill is under
+        // way.
+        let (body, memory) = match read.unwrap_or_else(|_| Err(late())) {
+            Ok((body, memory)) => (body, Arc::new(memory)),
             Err((code, text)) => return refusal(code, text),
         };
         let asked = ClientRequest {
             path,
             headers: forwarded(&head.headers),
             body,
+            memory: Some(memory),
         };
         let prefill = match clip::clip(asked.path, &asked.body, self.min_prompt) {
             Ok(clipped) => match self.prefill(&asked, clipped.into()).await {
@@ -475,7 +480,7 @@ impl Proxy {
                     };
                     let (head, body) = match ended {
                         Ok(prefill @ (Prefill::Done | Prefill::Late)) => {
-                            // One that is late was waited for no longer either.
+                            // The other server has waited as long.
                             if prefill == Prefill::Late {
                                 self.counters.count(prefill);
                             }
@@ -526,9 +531,10 @@ impl Proxy {
         deadline: tokio::time::Instant,
     ) -> Prefilling {
         let (this, engine) = (Arc::clone(self), Arc::clone(engine));
-        // Without the client's body, whose memory is given back before this ends.
         let (path, headers) = (asked.path, asked.headers.clone());
+        let memory = asked.memory.clone();
         Prefilling(tokio::spawn(async move {
+            let _memory = memory;
             let began = Instant::now();
             let computed = this.compute(&engine, path, &headers, body);
             match tokio::time::timeout_at(deadline, computed).await {

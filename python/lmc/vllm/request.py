@@ -25,6 +25,7 @@ ALIASES = frozenset(
 # time for which the second one waits.
 PREFILL = "lmcache.pd.id"
 WAIT = "lmcache.pd.wait_ms"
+MAX_PREFILL = 256
 MAX_SALT = 128
 # Salts that begin so are made here, and never taken from a request as they are.
 OWN_SALT = "lmc-"
@@ -70,9 +71,12 @@ class RequestState:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether another engine may wait until this request has ended."""
+        """Whether another engine may wait until this request has ended: its server keeps what the
+        lookup has found until then, so it has to be short."""
         configs = self.configs or {}
-        return PREFILL in configs and WAIT not in configs
+        prefill = configs.get(PREFILL)
+        is_named = isinstance(prefill, str) and 0 < len(prefill.encode()) <= MAX_PREFILL
+        return is_named and WAIT not in configs and self.request.max_tokens == 1
 
 
 def transfer_configs(

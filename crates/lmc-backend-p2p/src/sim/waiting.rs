@@ -19,13 +19,14 @@ fn waits(name: &str) -> LocateHint {
     hint(name).with_wait(Some(Duration::from_secs(30)))
 }
 
-/// Locates chunks for the first host. Returns a letter for each: it is there, pending, absent, or not
-/// known.
+/// Locates chunks for the first host. Returns a sign for each: it is there, written, expected, absent, or
+/// not known.
 async fn locate(net: &Net, keys: &[ChunkKey], hint: LocateHint) -> String {
     let located = net.node(0).locate(keys, &hint, now() + LOCATE).await;
     let state = |one: Result<Located, BackendError>| match one {
         Ok(Located::Present(_)) => 'P',
-        Ok(Located::Pending) => '~',
+        Ok(Located::Pending) => 'w',
+        Ok(Located::Expected) => '~',
         Ok(Located::Absent) => '-',
         Err(_) => '?',
     };
@@ -63,19 +64,24 @@ fn a_prompt_waits_for_a_peer_that_it_names_as_long_as_that_is_connected() {
     });
 }
 
-/// Such a peer is not asked, so that it could never say that the request is over.
+/// Such a peer is not asked for long, so that it could not say that the request is over.
 #[test]
-fn nothing_is_expected_of_a_peer_that_lends_badly() {
+fn nothing_is_expected_of_a_peer_that_lends_badly_again_and_again() {
     run(async {
         let net = Net::new(27, Faults::none());
         (0..2).for_each(|host| net.start(host, 64, |_| ()));
         assert!(net.connect(0, 1).await);
-        let keys = prompt(1, 2);
-        assert_eq!(locate(&net, &keys, waits("host-1")).await, "~~");
+        let keys = prompt(1, 3);
+        net.chunks(1).begin_store(keys[1]);
+        assert_eq!(locate(&net, &keys, waits("host-1")).await, "~w~");
         net.chunks(1).store(keys[0], 0);
-        let other_length = waits("host-1").with_chunk_bytes(Some(LEN + 1));
-        // It may have them, and is not asked for a while.
-        assert_eq!(locate(&net, &keys, other_length).await, "??");
-        assert_eq!(locate(&net, &keys, waits("host-1")).await, "??");
+        let mut answers = Vec::new();
+        for _ in 0..4 {
+            let other_length = waits("host-1").with_chunk_bytes(Some(LEN + 1));
+            answers.push(locate(&net, &keys, other_length).await);
+            tokio::time::sleep(Duration::from_millis(8100)).await;
+        }
+        // The pauses are of 1, 2, 4 and 8 seconds.
+        assert_eq!(answers, ["~w~", "~w~", "?w?", "?w?"]);
     });
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use lmc_backend::{BackendError, Cursor, Handle, LocateHint, Located, Location, Parts};
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, ClearsId};
 
 use super::{Tiers, count};
 
@@ -89,10 +89,45 @@ impl Sources {
 #[derive(Debug, Clone, Default)]
 enum Answer {
     Found(Source),
-    /// The tier expects it.
+    /// An engine is writing it to the tier.
     Pending(usize),
+    /// A source of the tier may write it.
+    Expected(usize),
     #[default]
     Absent,
+}
+
+/// The waits of a prompt for chunks that no tier has yet.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Patience {
+    /// End of the wait for chunks that are being written.
+    pub(crate) written_until: Instant,
+    /// End of the wait for chunks that sources may write.
+    pub(crate) expected_until: Instant,
+    /// The clears that the keys are named after: after others, nothing more comes under these names.
+    pub(crate) clears: ClearsId,
+}
+
+impl Patience {
+    /// Returns patience that is over.
+    pub(crate) fn over(self) -> Self {
+        let now = Instant::now();
+        Self {
+            written_until: now,
+            expected_until: now,
+            ..self
+        }
+    }
+
+    /// Returns the end of the wait for a chunk; `None` for one that is not waited for.
+    fn end_for(self, answer: &Answer) -> Option<Instant> {
+        match answer {
+            // A source that the prompt waits for may write for long.
+            Answer::Pending(_) => Some(self.written_until.max(self.expected_until)),
+            Answer::Expected(_) => Some(self.expected_until),
+            Answer::Found(_) | Answer::Absent => None,
+        }
+    }
 }
 
 /// Tiers to ask, of those that have to be asked.
@@ -249,14 +284,14 @@ impl Tiers {
     /// about the first key that no index in this process has, and about as many after it as cost
     /// about as much: if no tier has one of them, the rest is not asked for. Where each key is a
     /// question of its own, asks about the last key too: a tier that has both is assumed to have the
-    /// chunks between them. Waits until `pending_until` for chunks that are expected; where the prompt
-    /// waits for its sources, for the first one alone, so that it is read while the next is computed.
+    /// chunks between them. Waits for chunks that are written or expected; where the prompt waits for its
+    /// sources, for the first one alone, so that it is read while the next is computed.
     pub(crate) async fn locate(
         &self,
         keys: &[ChunkKey],
         known: Sources,
         hint: &LocateHint,
-        pending_until: Instant,
+        patience: Patience,
     ) -> Vec<Source> {
         let mut found = known.found;
         if known.is_final || found.len() >= keys.len() {
@@ -276,12 +311,12 @@ impl Tiers {
             if let ([_], [_]) = (part, &asked[..]) {
                 asked_keys.extend(self.last_to_ask(rest, hint));
             }
-            let until = match hint.wait {
-                Some(_) if !found.is_empty() => Instant::now(),
-                _ => pending_until,
+            let patience = match hint.wait {
+                Some(_) if !found.is_empty() => patience.over(),
+                _ => patience,
             };
             let (mut answers, has_waited) = self
-                .ask_until_known(&asked_keys, asked.len(), hint, until)
+                .ask_until_known(&asked_keys, asked.len(), hint, patience)
                 .await;
             let last = answers.split_off(asked.len()).pop().flatten();
             for (n, answer) in asked.into_iter().zip(answers) {
@@ -327,7 +362,7 @@ impl Tiers {
         keys: &[ChunkKey],
         needed: usize,
         hint: &LocateHint,
-        pending_until: Instant,
+        patience: Patience,
     ) -> (Vec<Option<Source>>, bool) {
         let mut has_waited = false;
         let mut answers: Vec<Answer> = self.ask(keys, needed, hint, Asked::All).await;
@@ -336,7 +371,7 @@ impl Tiers {
             Some(_) => &hint.clone().repeated(),
             None => hint,
         };
-        let (begun, clears) = (Instant::now(), self.clears.id());
+        let begun = Instant::now();
         let mut pause = ASK_AGAIN.0;
         loop {
             // A chunk after one that is absent is of no use.
@@ -345,20 +380,18 @@ impl Tiers {
             let pending = answers.iter().enumerate();
             let pending = pending.filter_map(|(n, answer)| Some((n, answer.expected_by()?)));
             let (mut pending, tiers): (Vec<usize>, BTreeSet<usize>) = pending.unzip();
-            let is_first = pending.first() == Some(&0);
-            let is_awaited = is_first || (!pending.is_empty() && hint.wait.is_none());
-            if !is_awaited || Instant::now() >= pending_until {
-                break;
-            }
             if hint.wait.is_some() {
-                // The next ones come after it. After a clear none comes.
-                pending.truncate(1);
-                if self.clears.id() != clears {
-                    break;
-                }
+                // The next ones come after the first one.
+                pending.retain(|&n| n == 0 && self.clears.id() == patience.clears);
             }
+            let first = pending.first().map(|&n| &answers[n]);
+            let until = first.and_then(|first| patience.end_for(first));
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let Some(left) = left.filter(|left| !left.is_zero()) else {
+                break;
+            };
             has_waited = true;
-            tokio::time::sleep(pause).await;
+            tokio::time::sleep(pause.min(left)).await;
             pause = (pause * 2).min(ASK_AGAIN.1.max(begun.elapsed() / ASK_AGAIN_PART));
             let asked: Vec<ChunkKey> = pending.iter().map(|&n| keys[n]).collect();
             // Meanwhile it may have come to DRAM by another prompt.
@@ -417,8 +450,8 @@ impl Tiers {
                     _ => &keys[..needed],
                 };
                 let mut timeout = hint.timeout.unwrap_or(tier.policy.locate_timeout);
-                if hint.wait.is_some() {
-                    timeout = timeout.max(BUSY);
+                if let Some(wait) = hint.wait.filter(|_| hint.is_repeated) {
+                    timeout = timeout.max(BUSY.min(wait));
                 }
                 let deadline = Instant::now() + timeout;
                 let located = tier.backend.locate(keys, hint, deadline);
@@ -449,6 +482,7 @@ impl Tiers {
                         source.map_or(Answer::Absent, Answer::Found)
                     }
                     Ok(Located::Pending) => Answer::Pending(index),
+                    Ok(Located::Expected) => Answer::Expected(index),
                     Ok(Located::Absent) | Err(_) => Answer::Absent,
                 };
                 *answer = mem::take(answer).or(located);
@@ -508,14 +542,14 @@ impl Answer {
     fn source(self) -> Option<Source> {
         match self {
             Self::Found(source) => Some(source),
-            Self::Pending(_) | Self::Absent => None,
+            Self::Pending(_) | Self::Expected(_) | Self::Absent => None,
         }
     }
 
-    /// Returns the tier that expects the chunk.
+    /// Returns the tier that the chunk is written to or expected by.
     fn expected_by(&self) -> Option<usize> {
         match self {
-            Self::Pending(tier) => Some(*tier),
+            Self::Pending(tier) | Self::Expected(tier) => Some(*tier),
             Self::Found(_) | Self::Absent => None,
         }
     }
@@ -524,7 +558,7 @@ impl Answer {
     fn tier(&self) -> Option<usize> {
         match self {
             Self::Found(source) => source.tier(),
-            Self::Pending(_) | Self::Absent => None,
+            Self::Pending(_) | Self::Expected(_) | Self::Absent => None,
         }
     }
 
@@ -538,8 +572,9 @@ impl Answer {
             }),
             (found @ Self::Found(_), _) | (_, found @ Self::Found(_)) => found,
             (Self::Pending(one), Self::Pending(other)) => Self::Pending(one.min(other)),
-            (pending @ Self::Pending(_), Self::Absent)
-            | (Self::Absent, pending @ Self::Pending(_)) => pending,
+            (pending @ Self::Pending(_), _) | (_, pending @ Self::Pending(_)) => pending,
+            (Self::Expected(one), Self::Expected(other)) => Self::Expected(one.min(other)),
+            (expected @ Self::Expected(_), _) | (_, expected @ Self::Expected(_)) => expected,
             (Self::Absent, Self::Absent) => Self::Absent,
         }
     }

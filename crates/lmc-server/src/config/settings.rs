@@ -256,7 +256,7 @@ settings! {
             salts: Option<Vec<Salt>> = "remote-salts", Value "SALTS", "all", parse::salts;
             /// File with a key, as for --p2p-key, under which a digest of each cache_salt stands in the store's descriptions of spaces, so that `lmc remote du` tells tenants apart. Give all daemons of a store the same key. none takes the key of --p2p-key; without either the descriptions say only that there is a salt.
             key: Option<PathBuf> = "remote-key", Value "FILE", "none", parse::optional_path;
-            /// Write chunks to the store that are read from stores after it, too: further tables of kind remote in the configuration file.
+            /// Write chunks to the store that are read from tiers after it, too: those of later tables in the configuration file.
             fill: bool = "remote-fill", Switch "BOOL", "false", parse::switch;
             /// Time that the store has to say which chunks it has: the delay of a prompt that no tier has.
             locate_timeout: Duration = "remote-locate-timeout", Value "SECONDS", "50ms", parse::positive_duration;

@@ -377,11 +377,7 @@ fn further_stores_have_tables_of_their_own() {
 /// Returns the kinds of the tiers of a file, which are those of what is printed of it.
 fn kinds(flags: &[(&str, &str)], file: &str) -> Vec<&'static str> {
     let kinds = |config: &ServeConfig| {
-        let kinds = config.tiers.iter().map(|tier| match tier {
-            TierSettings::Disk(_) => "disk",
-            TierSettings::Peers(_) => "peers",
-            TierSettings::Remote(_) => "remote",
-        });
+        let kinds = config.tiers.iter().map(TierSettings::name);
         kinds.collect::<Vec<_>>()
     };
     let loaded = load(flags, &[], file).unwrap();

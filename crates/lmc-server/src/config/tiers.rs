@@ -18,6 +18,11 @@ pub enum TierSettings {
 }
 
 impl TierSettings {
+    /// Returns the name of the kind of the tier.
+    pub fn name(&self) -> &'static str {
+        self.kind().name()
+    }
+
     /// Returns the kind of the tier.
     pub(super) fn kind(&self) -> Kind {
         match self {

@@ -23,7 +23,7 @@ use tokio::sync::oneshot;
 
 use super::guard::ConnectionUser;
 use super::{Http, Shared, deletion, refusal};
-use crate::config::{Entry, Loaded, SegmentName, policy_name};
+use crate::config::{Entry, Loaded, SegmentName, TierSettings, policy_name};
 use crate::salts::{self, SaltDigests};
 
 const GIB: f64 = (1u64 << 30) as f64;
@@ -174,6 +174,7 @@ fn config(service: &Service, loaded: &Loaded, shown_salt: impl Fn(&str) -> Strin
         "http": {"http_host": config.http_host, "http_port": config.http_port},
         "lmc": shown(&loaded.entries),
         "lmc_further_remotes": further,
+        "lmc_tiers": config.tiers.iter().map(TierSettings::name).collect::<Vec<_>>(),
     })
 }
 

@@ -516,9 +516,13 @@ fn a_prefill_that_has_ended_is_waited_for_no_longer() {
     let (mut client, _) = worker(&decode);
     let mut waits = awaiting("alpha");
     waits.awaited = "a1b2".to_owned();
+    let reply = look_up(&mut client, "early", waits.clone());
+    assert_eq!(reply.expect("an answer"), Reply::None);
+    let hits = await_hits(&mut client, "early");
+    assert_eq!(hits, 0, "the peer has no engine");
+    let (mut computing, _) = worker(&prefill);
     let reply = look_up(&mut client, "answer", waits.clone());
     assert_eq!(reply.expect("an answer"), Reply::None);
-    let (mut computing, _) = worker(&prefill);
     let mut computes = RequestConfigs::default();
     computes.awaited = "a1b2".to_owned();
     // One request with two prompts.
@@ -535,7 +539,7 @@ fn a_prefill_that_has_ended_is_waited_for_no_longer() {
     let reply = look_up(&mut client, "answer", waits);
     assert_eq!(reply.expect("an answer"), Reply::None);
     assert_eq!(await_hits(&mut client, "answer"), 0);
-    assert_eq!(decode.metric("lmc_source_waits_total"), 1.0);
+    assert_eq!(decode.metric("lmc_source_waits_total"), 2.0);
 }
 
 #[test]

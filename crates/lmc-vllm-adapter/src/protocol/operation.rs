@@ -226,8 +226,8 @@ pub struct RequestConfigs {
     /// Time to wait for those peers to compute chunks that they do not have yet (`lmcache.pd.wait_ms`).
     /// Zero waits for none.
     pub wait: Duration,
-    /// Id that the requests at both engines have (`lmcache.pd.id`): when the one without a wait has ended,
-    /// the other waits no more. An empty text names none.
+    /// Id that the requests at both engines have (`lmcache.pd.id`): the one with a wait waits until the one
+    /// without has ended. An empty text names none.
     pub awaited: String,
     /// Digest of the entries whose names begin with `lmcache.tag.`; a client has them in `others`.
     pub tags: Option<TagsId>,

@@ -139,6 +139,10 @@ impl Lookups {
             if full || self.holds_too_much(owner) {
                 // Unanswered would be worse: the request computes what it could have had.
                 add(&counters.over_limit, 1);
+                if let Some(id) = prefill_of(key) {
+                    // No request waits for what may never be noted as ended.
+                    sessions.forget_prefill(&id, now);
+                }
                 let before = sessions.end(client, &key.request_id);
                 drop(sessions);
                 if let Some(before) = before {
@@ -172,8 +176,6 @@ impl Lookups {
         };
         let id = Some(&*key.configs.awaited).filter(|id| !id.is_empty());
         let id: Option<Arc<str>> = id.map(Arc::from);
-        // One that waits is not waited for.
-        let prefill = id.clone().filter(|_| key.configs.wait.is_zero());
         let hint = LocateHint::default()
             .with_sources(sources)
             .with_wait(wait)
@@ -205,12 +207,14 @@ impl Lookups {
             }
             // No engine waits longer for a tier, whatever became of it.
             Err(lookup) => {
-                let expires = now + wait.unwrap_or_default() + 2 * engine.lookup_timeout();
+                // After a wait there is one more round of questions and reads.
+                let wait = wait.map_or(Duration::ZERO, |wait| wait + Duration::from_secs(1));
+                let expires = now + wait + 2 * engine.lookup_timeout();
                 (Lookup::promoting(number, expires), Some(lookup))
             }
         };
         let mut sessions = self.sessions.lock();
-        let new = || Session::new(client, now, clears).as_prefill(prefill);
+        let new = || Session::new(client, now, clears).as_prefill(prefill_of(key));
         let session = sessions.begin(client, &key.request_id, new);
         session.last_used = now;
         let before = session.set_lookup(known, clears);
@@ -617,7 +621,8 @@ impl Lookups {
 
     /// Returns true if a prefill with this id is over.
     pub(super) fn is_over(&self, id: &str) -> bool {
-        self.sessions.lock().is_over(id, Instant::now())
+        // Nothing is stored without an engine.
+        self.registry.is_empty() || self.sessions.lock().is_over(id, Instant::now())
     }
 
     /// Returns the connections that have requests.
@@ -632,6 +637,13 @@ impl Lookups {
             promoting: self.promoting.load(Ordering::Relaxed),
         }
     }
+}
+
+/// Returns the id under which other servers may wait for a request: one that waits itself has none.
+fn prefill_of(key: &CacheKey) -> Option<Arc<str>> {
+    let configs = &key.configs;
+    let is_prefill = !configs.awaited.is_empty() && configs.wait.is_zero();
+    is_prefill.then(|| configs.awaited.as_str().into())
 }
 
 /// Returns the tiers that chunks came from; none where all were in DRAM.

@@ -16,7 +16,7 @@ const LATE_STORES: Duration = Duration::from_millis(500);
 struct Prefill {
     /// Requests under way: a request with several prompts is several of them.
     running: usize,
-    /// End of the last one.
+    /// Time of the last end.
     ended: Instant,
 }
 

@@ -473,6 +473,11 @@ impl Registry {
         instances.map(|instance| instance.fingerprint).collect()
     }
 
+    /// Returns true while no worker is registered.
+    pub(super) fn is_empty(&self) -> bool {
+        self.workers.lock().instances.is_empty()
+    }
+
     /// The layouts in which a lookup must find a chunk for it to count.
     ///
     /// A scheduler names its model, not its layout. Where workers of one model differ in layout

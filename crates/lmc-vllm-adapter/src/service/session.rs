@@ -661,6 +661,12 @@ impl Sessions {
         Some(ended)
     }
 
+    /// Notes that a prefill counts as ended from now on.
+    pub(crate) fn forget_prefill(&mut self, id: &Arc<str>, now: Instant) {
+        self.prefills.begin(id, now);
+        self.prefills.end(id, now);
+    }
+
     fn end_prefill(&mut self, session: &Session) {
         if let Some(id) = &session.prefill {
             self.prefills.end(id, Instant::now());

@@ -40,7 +40,7 @@ impl Backend for Computing {
             let mut located = self.inner.locate(keys, hint, deadline).await;
             for one in &mut located {
                 if is_expected && matches!(one, Ok(Located::Absent)) {
-                    *one = Ok(Located::Pending);
+                    *one = Ok(Located::Expected);
                 }
             }
             located
