@@ -17,7 +17,7 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
 use crate::CacheEngine;
-use crate::lower::{Patience, Prompt, Source, Sources, Tiers, half_of};
+use crate::lower::{Prompt, Source, Sources, Tiers, Waits, half_of};
 
 /// One rank of a prompt: where its chunks are named, and by which KV rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -469,12 +469,12 @@ async fn promote(
 ) -> Found {
     let wait = request.hint.wait;
     let begun = Instant::now();
-    let mut patience = Patience {
+    let mut waits = Waits {
         written_until: begun + tiers.pending_timeout(),
         expected_until: begun + wait.unwrap_or_default(),
         clears,
     };
-    let mut found = promote_known(tiers, request, clears, known, align, patience).await;
+    let mut found = promote_known(tiers, request, clears, known, align, waits).await;
     if wait.is_none() || found.hits == 0 {
         return found;
     }
@@ -487,15 +487,15 @@ async fn promote(
     while !is_over && found.hits < request.hashes.len() {
         let before = found.hits;
         // What came meanwhile is read also when the time is over. After a clear nothing comes.
-        is_over = Instant::now() >= patience.expected_until || tiers.clears().id() != clears;
+        is_over = Instant::now() >= waits.expected_until || tiers.clears().id() != clears;
         if is_over {
-            patience = patience.over();
+            waits = waits.over();
         }
         let (known, read): (Vec<Known>, Vec<_>) = mem::take(&mut found.ranks)
             .into_iter()
             .map(|rank| request.after(clears, rank))
             .unzip();
-        found = promote_known(tiers, &request, clears, known, align, patience).await;
+        found = promote_known(tiers, &request, clears, known, align, waits).await;
         for (rank, (resident, mut read)) in found.ranks.iter_mut().zip(read) {
             rank.resident = resident;
             read.append(&mut rank.read);
@@ -516,7 +516,7 @@ async fn promote_known(
     clears: ClearsId,
     mut known: Vec<Known>,
     align: u64,
-    patience: Patience,
+    waits: Waits,
 ) -> Found {
     let ranks = known.len();
     let begun = Instant::now();
@@ -526,7 +526,7 @@ async fn promote_known(
         let rest = &rank.keys[rank.leases.len()..];
         let known = mem::take(&mut rank.sources);
         let hint = hint(&rank.rank);
-        let found = tiers.locate(rest, known, &hint, patience).await;
+        let found = tiers.locate(rest, known, &hint, waits).await;
         rank.sources = Sources {
             found,
             is_final: true,

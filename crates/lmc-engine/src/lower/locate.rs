@@ -99,7 +99,7 @@ enum Answer {
 
 /// The waits of a prompt for chunks that no tier has yet.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Patience {
+pub(crate) struct Waits {
     /// End of the wait for chunks that are being written.
     pub(crate) written_until: Instant,
     /// End of the wait for chunks that sources may write.
@@ -108,8 +108,8 @@ pub(crate) struct Patience {
     pub(crate) clears: ClearsId,
 }
 
-impl Patience {
-    /// Returns patience that is over.
+impl Waits {
+    /// Returns waits that are over.
     pub(crate) fn over(self) -> Self {
         let now = Instant::now();
         Self {
@@ -291,7 +291,7 @@ impl Tiers {
         keys: &[ChunkKey],
         known: Sources,
         hint: &LocateHint,
-        patience: Patience,
+        waits: Waits,
     ) -> Vec<Source> {
         let mut found = known.found;
         if known.is_final || found.len() >= keys.len() {
@@ -311,12 +311,12 @@ impl Tiers {
             if let ([_], [_]) = (part, &asked[..]) {
                 asked_keys.extend(self.last_to_ask(rest, hint));
             }
-            let patience = match hint.wait {
-                Some(_) if !found.is_empty() => patience.over(),
-                _ => patience,
+            let waits = match hint.wait {
+                Some(_) if !found.is_empty() => waits.over(),
+                _ => waits,
             };
             let (mut answers, has_waited) = self
-                .ask_until_known(&asked_keys, asked.len(), hint, patience)
+                .ask_until_known(&asked_keys, asked.len(), hint, waits)
                 .await;
             let last = answers.split_off(asked.len()).pop().flatten();
             for (n, answer) in asked.into_iter().zip(answers) {
@@ -362,7 +362,7 @@ impl Tiers {
         keys: &[ChunkKey],
         needed: usize,
         hint: &LocateHint,
-        patience: Patience,
+        waits: Waits,
     ) -> (Vec<Option<Source>>, bool) {
         let mut has_waited = false;
         let mut answers: Vec<Answer> = self.ask(keys, needed, hint, Asked::All).await;
@@ -382,10 +382,10 @@ impl Tiers {
             let (mut pending, tiers): (Vec<usize>, BTreeSet<usize>) = pending.unzip();
             if hint.wait.is_some() {
                 // The next ones come after the first one.
-                pending.retain(|&n| n == 0 && self.clears.id() == patience.clears);
+                pending.retain(|&n| n == 0 && self.clears.id() == waits.clears);
             }
             let first = pending.first().map(|&n| &answers[n]);
-            let until = first.and_then(|first| patience.end_for(first));
+            let until = first.and_then(|first| waits.end_for(first));
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));
             let Some(left) = left.filter(|left| !left.is_zero()) else {
                 break;

@@ -30,7 +30,7 @@ use crate::TierHealth;
 use crate::clears::ClearLog;
 use crate::config::{EngineConfig, EngineError};
 use crate::policy::{LowerTier, TierPolicy, WritePolicy};
-pub(crate) use locate::{Patience, Source, Sources};
+pub(crate) use locate::{Source, Sources, Waits};
 use permits::Permits;
 pub(crate) use promote::{Prompt, half_of};
 use uses::Uses;

@@ -140,7 +140,7 @@ impl Pair<'_> {
         let id = (&id[..], Value::from(self.id).to_string());
         let source = (&source[..], Value::from(self.peer).to_string());
         let wait = (&wait[..], self.wait_ms.to_string());
-        let prefill = with_entries(clipped, &[id.clone()])?;
+        let prefill = with_entries(clipped, std::slice::from_ref(&id))?;
         Some((prefill, with_entries(body, &[id, source, wait])?))
     }
 }

@@ -214,7 +214,7 @@ impl Lookups {
             }
         };
         let mut sessions = self.sessions.lock();
-        let new = || Session::new(client, now, clears).as_prefill(prefill_of(key));
+        let new = || Session::new(client, now, clears).with_prefill(prefill_of(key));
         let session = sessions.begin(client, &key.request_id, new);
         session.last_used = now;
         let before = session.set_lookup(known, clears);

@@ -373,7 +373,7 @@ impl Session {
     }
 
     /// Says under which id other servers wait for what is computed for it.
-    pub(crate) fn as_prefill(mut self, id: Option<Arc<str>>) -> Self {
+    pub(crate) fn with_prefill(mut self, id: Option<Arc<str>>) -> Self {
         self.prefill = id;
         self
     }
