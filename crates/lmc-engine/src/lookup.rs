@@ -19,6 +19,9 @@ use tokio::task::AbortHandle;
 use crate::CacheEngine;
 use crate::lower::{Prompt, Source, Sources, Tiers, Waits, half_of};
 
+/// Reads of a prompt that waits for its sources that may fail.
+const MAX_FAILURES: usize = 3;
+
 /// One rank of a prompt: where its chunks are named, and by which KV rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rank {
@@ -474,8 +477,8 @@ async fn promote(
         expected_until: begun + wait.unwrap_or_default(),
         clears,
     };
-    let mut found = promote_known(tiers, request, clears, known, align, waits).await;
-    if wait.is_none() || found.hits == 0 {
+    let (mut found, mut reach) = promote_known(tiers, request, clears, known, align, waits).await;
+    if wait.is_none() || reach == 0 {
         return found;
     }
     // Others than the sources were asked before.
@@ -483,9 +486,16 @@ async fn promote(
         hint: request.hint.clone().repeated(),
         ..request.clone()
     };
-    let mut is_over = false;
+    let (mut is_over, mut failures, mut before) = (false, 0, 0);
     while !is_over && found.hits < request.hashes.len() {
-        let before = found.hits;
+        if found.hits <= before {
+            // A source that is busy fails to lend now and then. Else nothing came.
+            failures += 1;
+            if reach <= found.hits || failures > MAX_FAILURES {
+                break;
+            }
+        }
+        before = found.hits;
         // What came meanwhile is read also when the time is over. After a clear nothing comes.
         is_over = Instant::now() >= waits.expected_until || tiers.clears().id() != clears;
         if is_over {
@@ -495,7 +505,7 @@ async fn promote(
             .into_iter()
             .map(|rank| request.after(clears, rank))
             .unzip();
-        found = promote_known(tiers, &request, clears, known, align, waits).await;
+        (found, reach) = promote_known(tiers, &request, clears, known, align, waits).await;
         for (rank, (resident, mut read)) in found.ranks.iter_mut().zip(read) {
             rank.resident = resident;
             read.append(&mut rank.read);
@@ -503,13 +513,12 @@ async fn promote(
         }
         let resident = found.ranks.iter().map(|rank| rank.resident).min();
         found.resident = resident.unwrap_or(0).min(found.hits);
-        // Its share may have become smaller.
-        is_over |= found.hits <= before;
     }
     found
 }
 
-/// Asks the tiers that have to be asked, then promotes the chunks that are worth it.
+/// Asks the tiers that have to be asked, then promotes the chunks that are worth it. Returns what is found
+/// then, and the number of leading chunks that were to be found.
 async fn promote_known(
     tiers: &Arc<Tiers>,
     request: &LookupRequest,
@@ -517,7 +526,7 @@ async fn promote_known(
     mut known: Vec<Known>,
     align: u64,
     waits: Waits,
-) -> Found {
+) -> (Found, usize) {
     let ranks = known.len();
     let begun = Instant::now();
     let hint = |rank: &Rank| request.hint.clone().with_chunk_bytes(rank.chunk_bytes);
@@ -580,5 +589,5 @@ async fn promote_known(
         }
     });
     let found = futures_util::future::join_all(promoted).await;
-    Found::join(found, ranks)
+    (Found::join(found, ranks), reach)
 }

@@ -320,7 +320,7 @@ impl Model {
 fn what_was_cleared_is_never_found() {
     let mut hits = 0;
     for harm in [Harm::Denied, Harm::Lost, Harm::RolledBack] {
-        for seed in 0..rounds(100, 2000) as u64 {
+        for seed in 0..rounds(100, 1000) as u64 {
             let run = std::panic::AssertUnwindSafe(|| {
                 let mut model = Model::new(seed, harm);
                 (0..150).for_each(|_| model.step());

@@ -10,13 +10,27 @@ struct Computing {
     inner: MemoryBackend,
     is_connected: AtomicBool,
     repeated: AtomicUsize,
+    /// Loads that fail, from the next one on.
+    failures: AtomicUsize,
 }
 
 impl Backend for Computing {
-    lmc_backend::forward!(inner: load store remove clear clears list usage health close);
+    lmc_backend::forward!(inner: store remove clear clears list usage health close);
 
     fn name(&self) -> &str {
         "computing"
+    }
+
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
+        let take = |left: usize| left.checked_sub(1);
+        let order = Ordering::Relaxed;
+        match self.failures.fetch_update(order, order, take) {
+            Ok(_) => {
+                let slots = items.into_iter().map(|item| Loaded::Miss(item.slot));
+                ready(slots.collect::<Vec<_>>())
+            }
+            Err(_) => self.inner.load(items, deadline),
+        }
     }
 
     fn sharing(&self) -> Sharing {
@@ -64,6 +78,7 @@ impl Prefill {
             inner: MemoryBackend::shared(),
             is_connected: AtomicBool::new(true),
             repeated: AtomicUsize::new(0),
+            failures: AtomicUsize::new(0),
         });
         let mut tiers: Vec<Arc<dyn Backend>> = vec![Arc::clone(&source) as _];
         tiers.extend(other.map(|other| other as Arc<dyn Backend>));
@@ -133,6 +148,19 @@ fn a_wait_ends_with_its_time_and_with_its_source() {
     assert_eq!(lookup.wait_blocking().hits, 2);
     assert_eq!(prefill.look_up(&[RANK], DEADLINE).wait_blocking().hits, 2);
     assert_idle(&prefill.engine);
+}
+
+/// On two busy cores a decode engine computed what its prefill engine's server could not lend at once.
+#[test]
+fn a_source_that_fails_to_lend_is_asked_again_a_few_times() {
+    for (failures, hits) in [(3, 6), (100, 2)] {
+        let prefill = Prefill::new();
+        let lookup = prefill.in_the_middle(DEADLINE);
+        prefill.source.failures.store(failures, Ordering::Relaxed);
+        prefill.compute(2..6);
+        assert_eq!(lookup.wait_blocking().hits, hits);
+        assert_idle(&prefill.engine);
+    }
 }
 
 /// Such a wait took as long as that for chunks that are being written.
