@@ -274,6 +274,14 @@ class Server:
         with open(self.child.log.name, errors="replace") as log:
             return log.read().split("--kv-transfer-config '")[1].split("'")[0]
 
+    def own_transfer_config(self):
+        """As `transfer_config`, for lmc's own connector."""
+        return json.dumps({
+            "kv_connector": "LmcConnector", "kv_connector_module_path": "lmc.vllm",
+            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"lmc.server": f"tcp://127.0.0.1:{self.port}"},
+        })
+
     def segments(self):
         """The pool that a server which was killed leaves behind; its name holds the port."""
         return glob.glob(f"/dev/shm/lmc*[_-]{self.port}*")

@@ -118,9 +118,10 @@ class Pair:
         for server in self.servers:
             server.start()
         own = run.args.package if connector == "lmc" else None
+        config = Server.own_transfer_config if own else Server.transfer_config
         self.prefill, self.decode = (
             self.started(VllmServe(model, *FLAGS, "--kv-transfer-config",
-                                   config(server, connector), paths=[own]))
+                                   config(server), paths=[own]))
             for server in self.servers
         )
         self.port = free_port()
@@ -269,17 +270,6 @@ class Pair:
         for server in self.servers:
             if server.child and server.child.process.poll() is None:
                 server.stop()
-
-
-def config(server, connector):
-    """The value of --kv-transfer-config."""
-    if connector == "stock":
-        return server.transfer_config()
-    return json.dumps({
-        "kv_connector": "LmcConnector", "kv_connector_module_path": "lmc.vllm",
-        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"lmc.server": f"tcp://127.0.0.1:{server.port}"},
-    })
 
 
 def vllm_router():

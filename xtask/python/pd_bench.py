@@ -4,12 +4,13 @@
 
 Two engines with a server each, which are peers, and a proxy before them that sends a prompt to one
 after the other, and one that sends it to both at once. The prefill engine computes a prompt in eight
-steps. vLLM's own prefix cache is off. Prints one line of JSON: seconds to the first token.
+steps. vLLM's own prefix cache is off. Each engine has a core of its own: one that waits polls. Prints one line of JSON: seconds to the first token.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -17,7 +18,6 @@ import types
 
 from checks import free_port
 from harness import Child, Server, VllmServe, eventually, open_http, prompts
-from page import transfer_config
 from pd import answers, text
 from toys import worded
 
@@ -52,17 +52,20 @@ class Pair:
             server = Server(options, "--p2p-listen", own, "--p2p-peer", other).start()
             stack.callback(server.discard)
             self.servers.append(server)
-        self.prefill, self.decode = (self.engine(args, model, server, stack)
-                                     for server in self.servers)
+        self.prefill, self.decode = (self.engine(args, model, server, stack, core)
+                                     for core, server in enumerate(self.servers))
         self.prefill.ready()
         self.decode.ready()
         self.one, self.both = (self.proxy(args, stack, *flags)
                                for flags in ((), ("--prefill-peer", at[0])))
 
     @staticmethod
-    def engine(args, model, server, stack):
-        engine = VllmServe(model, *FLAGS, "--kv-transfer-config", transfer_config(server.port),
+    def engine(args, model, server, stack, core):
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {sorted(cores)[core % len(cores)]})
+        engine = VllmServe(model, *FLAGS, "--kv-transfer-config", server.own_transfer_config(),
                            space=2, threads=args.threads, paths=(args.package,))
+        os.sched_setaffinity(0, cores)
         stack.callback(engine.kill)
         return engine
 

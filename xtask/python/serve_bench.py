@@ -16,7 +16,6 @@ import tempfile
 import types
 
 from harness import Server, VllmServe
-from page import transfer_config
 from toys import worded
 
 SETUPS = ("no connector", "stock, LMCache", "stock, lmc", "own, lmc")
@@ -57,7 +56,7 @@ class Setup:
             self.server = Server(options).start()
             flags = ["--kv-transfer-config", self.server.transfer_config()]
         if name.startswith("own"):
-            flags[1] = transfer_config(self.server.port)
+            flags[1] = self.server.own_transfer_config()
             package = args.package
         self.engine = VllmServe(model, "--max-model-len", "8192", *flags, space=2,
                                 threads=args.threads, paths=(package,)).ready()

@@ -74,7 +74,7 @@ fn section(
         "## Prefill on one engine, decode on another\n\n\
          `cargo xtask bench pd --rounds {0}`: medians of {0} rounds; a prompt of {1} tokens that is new each \
          time, which an engine computes in eight steps; two engines ({2} thread each, the model of the tests, \
-         lmc's own connector, vLLM's own prefix cache off) with a server each, all on the same cores. \
+         lmc's own connector, vLLM's own prefix cache off), each with a core and a server of its own. \
          All figures are in [pd.json](benchmarks/pd.json).\n\n{3}\n\
          | | first token | beyond the prefill engine alone | tokens from the cache |\n|---|--:|--:|--:|\n",
         options.rounds,
