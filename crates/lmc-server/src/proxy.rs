@@ -37,7 +37,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinHandle;
 use tracing::{info, warn};
 
-use self::body::{Begun, FirstPart, Relayed};
+use self::body::{Begun, Relayed};
 use self::counters::{Counters, Prefill};
 use self::engines::{Engine, EngineUrl, Engines, InFlight};
 use crate::config::{LogFormat, check_level};
@@ -168,19 +168,29 @@ fn peer_name(text: &str) -> Result<String, String> {
     }
 }
 
-/// A prefill under way, which ends when this is dropped.
-struct Prefilling(JoinHandle<Prefill>);
+/// A prefill under way, which ends when this is dropped, unless it is to go on.
+struct Prefilling {
+    task: JoinHandle<Prefill>,
+    goes_on: bool,
+}
 
 impl Prefilling {
     async fn end(&mut self) -> Prefill {
         // It fails if the proxy stops.
-        (&mut self.0).await.unwrap_or(Prefill::Failed)
+        (&mut self.task).await.unwrap_or(Prefill::Failed)
+    }
+
+    /// Lets the prefill go on to its end.
+    fn go_on(mut self) {
+        self.goes_on = true;
     }
 }
 
 impl Drop for Prefilling {
     fn drop(&mut self) {
-        self.0.abort();
+        if !self.goes_on {
+            self.task.abort();
+        }
     }
 }
 
@@ -470,7 +480,7 @@ impl Proxy {
                     let decoded = async {
                         let answer = self.decode(&Method::POST, asked, body).await;
                         let (head, body) = answer.into_parts();
-                        (head, FirstPart::of(body).await)
+                        (head, Begun::wait(body).await)
                     };
                     let mut decoded = pin!(decoded);
                     let ended = tokio::select! {
@@ -490,8 +500,9 @@ impl Proxy {
                         Ok(prefill) => return Legs::Prefill(prefill),
                         Err(decoded) => decoded,
                     };
-                    let body = Body::new(Begun::new(body, prefilling));
-                    return Legs::Answer(Response::from_parts(head, body));
+                    // Its end is not far, and an engine with LMCache's connector may die of an abort.
+                    prefilling.go_on();
+                    return Legs::Answer(Response::from_parts(head, Body::new(body)));
                 }
             };
             if prefill != Prefill::Failed {
@@ -533,7 +544,7 @@ impl Proxy {
         let (this, engine) = (Arc::clone(self), Arc::clone(engine));
         let (path, headers) = (asked.path, asked.headers.clone());
         let memory = asked.memory.clone();
-        Prefilling(tokio::spawn(async move {
+        let task = tokio::spawn(async move {
             let _memory = memory;
             let began = Instant::now();
             let computed = this.compute(&engine, path, &headers, body);
@@ -555,7 +566,11 @@ impl Proxy {
                     Prefill::Late
                 }
             }
-        }))
+        });
+        Prefilling {
+            task,
+            goes_on: false,
+        }
     }
 
     /// Has one engine compute a prompt. Returns false if it refuses the request.

@@ -31,38 +31,21 @@ impl Relayed {
     }
 }
 
-/// A body of which the first part has come, and what has to end with it.
-pub(super) struct Begun<T> {
-    first: Option<Result<Frame<Bytes>, axum::Error>>,
-    rest: axum::body::Body,
-    _ends_with_it: T,
-}
-
-impl<T> Begun<T> {
-    pub(super) fn new(body: FirstPart, ends_with_it: T) -> Self {
-        Self {
-            first: body.first,
-            rest: body.rest,
-            _ends_with_it: ends_with_it,
-        }
-    }
-}
-
-/// A body of which the first part has come; `None` if it is empty.
-pub(super) struct FirstPart {
+/// A body of which the first part has come; without one if it is empty.
+pub(super) struct Begun {
     first: Option<Result<Frame<Bytes>, axum::Error>>,
     rest: axum::body::Body,
 }
 
-impl FirstPart {
+impl Begun {
     /// Waits for the first part of a body.
-    pub(super) async fn of(mut rest: axum::body::Body) -> Self {
+    pub(super) async fn wait(mut rest: axum::body::Body) -> Self {
         let first = poll_fn(|cx| Pin::new(&mut rest).poll_frame(cx)).await;
         Self { first, rest }
     }
 }
 
-impl<T: Unpin> Body for Begun<T> {
+impl Body for Begun {
     type Data = Bytes;
     type Error = axum::Error;
 
