@@ -20,11 +20,11 @@ const ASSUMED_ROUND_TRIP: Duration = Duration::from_micros(200);
 /// Time for which a peer is not asked after its first failure in a row, and at most.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
 /// Time for which a peer is not read after a first lease or read failed, and at most. Where only
+/// NIXL failed, it is read over sockets for this time.
+const READ_BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 /// Time within which a peer has to lend again for a prompt to go on waiting for it: that of two pauses
 /// in a row.
 const SOON: Duration = Duration::from_secs(3);
-/// NIXL failed, it is read over sockets for this time.
-const READ_BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 /// Time without an exchange of clears after a first one failed, and at most.
 const EXCHANGE_BACK_OFF: (Duration, Duration) =
     (Duration::from_millis(100), Duration::from_secs(5));

@@ -46,8 +46,9 @@ pub use peer::Peer;
 pub use protocol::{
     BlockAllocation, CacheKey, ConfigValue, CpuShm, Cuda, DecodeError, DescriptorError,
     EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, IpcHandle, KvDescriptor,
-    KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request, RequestConfigs,
-    SlotDescriptor, Sources, TensorMeta, TierChunks, UnknownFields, ValueError,
+    KvEvent, KvEventBatch, KvEventKind, MAX_SOURCE_WAIT, Operation, RegisterKvCache, Reply,
+    Request, RequestConfigs, SlotDescriptor, Sources, TensorMeta, TierChunks, UnknownFields,
+    ValueError,
 };
 #[cfg(feature = "service")]
 pub use service::{

@@ -9,7 +9,7 @@ use lmc_backend_disk::DiskIo;
 use lmc_engine::{Admission, PolicyKind, WritePolicy};
 use lmc_key::{HashAlgorithm, IdentityText, Salt};
 use lmc_memory::{Demand, SharedName};
-use lmc_vllm_adapter::TrustedUsers;
+use lmc_vllm_adapter::{MAX_SOURCE_WAIT, TrustedUsers};
 
 use super::setting::Raw;
 use super::size::{self, GIB};
@@ -441,12 +441,9 @@ pub(crate) fn duration(raw: &Raw) -> Result<Duration, String> {
     size::parse_duration(raw.text()?)
 }
 
-/// Longest wait for another engine. lmc's own connector waits that much longer for its server.
-const MAX_WAIT: Duration = Duration::from_secs(300);
-
 pub(crate) fn wait(raw: &Raw) -> Result<Duration, String> {
     match duration(raw)? {
-        wait if wait > MAX_WAIT => Err("expected at most 300 seconds".to_owned()),
+        wait if wait > MAX_SOURCE_WAIT => Err("expected at most 300 seconds".to_owned()),
         wait => Ok(wait),
     }
 }

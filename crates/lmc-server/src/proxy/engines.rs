@@ -41,7 +41,7 @@ impl FromStr for EngineUrl {
 #[derive(Debug)]
 pub(super) struct Engine {
     url: String,
-    /// Name or address of the server beside it, as other servers know that.
+    /// Name or address of the engine's server, as other servers know it.
     peer: Option<String>,
     in_flight: AtomicUsize,
     requests: AtomicU64,

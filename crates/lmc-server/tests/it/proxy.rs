@@ -168,6 +168,13 @@ impl Proxy {
     }
 }
 
+/// Starts a prefill engine, a decode engine and a proxy for both.
+fn pair() -> (Engine, Engine, Proxy) {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    (prefill, decode, proxy)
+}
+
 fn rest(mut stream: TcpStream) -> String {
     let mut answer = String::new();
     stream.read_to_string(&mut answer).expect("an answer");
@@ -247,8 +254,7 @@ fn a_prompt_is_computed_by_one_engine_and_answered_by_another() {
 
 #[test]
 fn an_answer_is_passed_on_as_it_comes() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
-    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let (prefill, decode, proxy) = pair();
     let mut client = proxy.post(PATH, "", &long_prompt());
     prefill.next().answer(200, "{}");
     let mut streamed = decode.next();
@@ -278,8 +284,7 @@ fn in_flight(role: &str, engine: &Engine) -> String {
 
 #[test]
 fn an_answer_that_breaks_off_does_not_look_whole() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
-    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let (prefill, decode, proxy) = pair();
     let client = proxy.post(PATH, "", &long_prompt());
     prefill.next().answer(200, "{}");
     let mut streamed = decode.next();
@@ -295,8 +300,7 @@ fn an_answer_that_breaks_off_does_not_look_whole() {
 
 #[test]
 fn short_prompts_go_to_a_decode_engine_alone() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
-    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let (prefill, decode, proxy) = pair();
     for body in [r#"{"prompt": "short"}"#, "no JSON"] {
         let client = proxy.post(PATH, "", body);
         let asked = decode.next();
@@ -344,8 +348,7 @@ fn without_a_prefill_the_decode_engine_answers_all_the_same() {
 
 #[test]
 fn a_client_that_leaves_ends_both_legs() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
-    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let (prefill, decode, proxy) = pair();
     let client = proxy.post(PATH, "", &long_prompt());
     let asked = prefill.next();
     drop(client);
@@ -431,8 +434,7 @@ fn a_request_that_an_engine_has_read_is_sent_to_no_other() {
 
 #[test]
 fn requests_of_unknown_length_are_read_to_their_end_or_refused() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
-    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let (_prefill, decode, proxy) = pair();
     let sent = |body: &str| {
         let mut stream = TcpStream::connect(("127.0.0.1", proxy.port)).expect("a connection");
         stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
@@ -466,8 +468,7 @@ fn requests_of_unknown_length_are_read_to_their_end_or_refused() {
 
 #[test]
 fn pages_of_other_sites_reach_no_engine() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
-    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let (_prefill, decode, proxy) = pair();
     for headers in [
         "host: 127.0.0.1\r\nsec-fetch-site: cross-site\r\n",
         "host: 127.0.0.1\r\norigin: http://evil.example\r\n",
@@ -488,8 +489,7 @@ fn pages_of_other_sites_reach_no_engine() {
 
 #[test]
 fn what_is_no_request_for_engines_is_refused() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
-    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
+    let (prefill, decode, proxy) = pair();
     assert_eq!(ask(proxy.port, "POST", "/reset_prefix_cache", "").0, 404);
     assert_eq!(ask(proxy.port, "GET", PATH, "").0, 405);
     let sent = |head: &str| {

@@ -14,12 +14,10 @@ use crate::adapters::link::{Answer, Link, LinkError, SessionId, Setup};
 use crate::adapters::log::{Level, shown};
 use crate::adapters::prompt::tail_request_id;
 use crate::adapters::{AdapterError, Endpoint, EngineDescription, LogLine, Prompt, Timeouts};
-use crate::protocol::{Reply, Request, RequestConfigs};
+use crate::protocol::{MAX_SOURCE_WAIT, Reply, Request, RequestConfigs};
 
 /// Longest promotion of a lookup's chunks; a server that is alive answers before.
 const PROMOTION_TIMEOUT: Duration = Duration::from_secs(60);
-/// Longest time for which a server waits for another engine before that.
-const MAX_WAIT: Duration = Duration::from_secs(300);
 /// Longest wait for a clear, which lower tiers note.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -272,7 +270,7 @@ impl PendingLookup {
                 (Ok(_), None) => return then(self, Err(Err(LinkError::Down))),
                 (refused, _) => return then(self, Err(refused)),
             };
-            let time = PROMOTION_TIMEOUT + self.configs.wait.min(MAX_WAIT);
+            let time = PROMOTION_TIMEOUT + self.configs.wait.min(MAX_SOURCE_WAIT);
             let (request_id, seconds) = (name, time.as_secs_f64());
             let wait = match self.server.wait_lookup {
                 true => Request::WaitLookup {

@@ -498,23 +498,14 @@ fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError
             },
             name if SOURCES.contains(&name) => configs.sources = sources(reader)?,
             WAIT => {
-                let before = reader.clone();
-                match reader.int() {
-                    Ok(millis) => configs.wait = wait_of(millis),
-                    Err(_) => {
-                        *reader = before;
-                        reader.skip()?;
-                    }
+                if let Some(millis) = read_or_skip(reader, Reader::int)? {
+                    configs.wait = wait_of(millis);
                 }
             }
             AWAITED => {
-                let before = reader.clone();
-                match reader.str(AWAITED, MAX_AWAITED) {
-                    Ok(id) => configs.awaited = id.to_owned(),
-                    Err(_) => {
-                        *reader = before;
-                        reader.skip()?;
-                    }
+                let id = read_or_skip(reader, |reader| reader.str(AWAITED, MAX_AWAITED))?;
+                if let Some(id) = id {
+                    configs.awaited = id.to_owned();
                 }
             }
             tag if tag.starts_with(TAG) => _ = tags.insert(tag, reader.raw()?),
@@ -529,13 +520,24 @@ fn sources(reader: &mut Reader<'_>) -> Result<Sources, ValueError> {
     if reader.nil()? {
         return Ok(Sources::default());
     }
+    let text = read_or_skip(reader, |reader| {
+        reader.str("lmcache.p2p.source", MAX_SOURCES)
+    })?;
+    Ok(text.map_or(Sources::NO_TEXT, Sources::parse))
+}
+
+/// Reads a value, or passes over one that has another form.
+fn read_or_skip<'a, T>(
+    reader: &mut Reader<'a>,
+    read: impl FnOnce(&mut Reader<'a>) -> Result<T, ValueError>,
+) -> Result<Option<T>, ValueError> {
     let before = reader.clone();
-    if let Ok(text) = reader.str("lmcache.p2p.source", MAX_SOURCES) {
-        return Ok(Sources::parse(text));
+    if let Ok(value) = read(reader) {
+        return Ok(Some(value));
     }
     *reader = before;
     reader.skip()?;
-    Ok(Sources::NO_TEXT)
+    Ok(None)
 }
 
 fn salt(reader: &mut Reader<'_>) -> Result<String, ValueError> {

@@ -14,8 +14,9 @@ pub use msgpack::ValueError;
 pub(crate) use operation::{AWAITED, MAX_AWAITED, SOURCES, TAG, WAIT, wait_of};
 pub use operation::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, EngineRecord,
-    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, Operation, RegisterKvCache, Reply, Request,
-    RequestConfigs, SlotDescriptor, Sources, TierChunks, UnknownFields,
+    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, MAX_SOURCE_WAIT, Operation,
+    RegisterKvCache, Reply, Request, RequestConfigs, SlotDescriptor, Sources, TierChunks,
+    UnknownFields,
 };
 #[cfg(any(feature = "adapters", feature = "service"))]
 pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, UNITS, WAIT_LOOKUP};

@@ -261,6 +261,9 @@ pub(crate) const AWAITED: &str = "lmcache.pd.id";
 /// Bytes of that id, at most.
 pub(crate) const MAX_AWAITED: usize = 256;
 
+/// Longest time for which a server may wait for another engine, whatever it and a request ask for.
+pub const MAX_SOURCE_WAIT: Duration = Duration::from_secs(300);
+
 /// Returns the time that an entry asks for; none for a negative number.
 pub(crate) fn wait_of(millis: i128) -> Duration {
     Duration::from_millis(u64::try_from(millis.max(0)).unwrap_or(u64::MAX))

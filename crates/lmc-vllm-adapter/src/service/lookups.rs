@@ -141,7 +141,7 @@ impl Lookups {
                 add(&counters.over_limit, 1);
                 if let Some(id) = prefill_of(key) {
                     // No request waits for what may never be noted as ended.
-                    sessions.forget_prefill(&id, now);
+                    sessions.end_unbegun_prefill(&id, now);
                 }
                 let before = sessions.end(client, &key.request_id);
                 drop(sessions);

@@ -662,7 +662,7 @@ impl Sessions {
     }
 
     /// Notes that a prefill counts as ended from now on.
-    pub(crate) fn forget_prefill(&mut self, id: &Arc<str>, now: Instant) {
+    pub(crate) fn end_unbegun_prefill(&mut self, id: &Arc<str>, now: Instant) {
         self.prefills.begin(id, now);
         self.prefills.end(id, now);
     }
