@@ -22,6 +22,9 @@ use crate::spaces::Unreachable;
 use crate::timer::Timer;
 use crate::volume::BLOCK;
 
+/// Name of the tier.
+pub(crate) const TIER: &str = "disk";
+
 /// Chunks on one or more drives, found again after any kill.
 ///
 /// Made by [`crate::DiskConfig::open`]. Chunks are spread over the drives by their hash; a drive
@@ -302,7 +305,7 @@ impl LocalIndex for DiskBackend {
 
 impl Backend for DiskBackend {
     fn name(&self) -> &str {
-        "disk"
+        TIER
     }
 
     fn index(&self) -> Option<&dyn LocalIndex> {

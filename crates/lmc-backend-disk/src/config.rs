@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use lmc_backend::Clears;
+use lmc_backend::{Clears, Events};
 use lmc_memory::Arena;
 use tracing::{info, warn};
 
@@ -61,6 +61,7 @@ pub struct DiskConfig {
     probe_every: Duration,
     arena: Option<Arc<Arena>>,
     clears: Arc<Clears>,
+    events: Option<Events>,
     key_settings: Option<String>,
     /// Make a drive of a folder that is none.
     new_drives: bool,
@@ -82,6 +83,7 @@ impl DiskConfig {
             probe_every: Duration::from_secs(2),
             arena: None,
             clears: Arc::default(),
+            events: None,
             key_settings: None,
             new_drives: false,
             existing: false,
@@ -126,6 +128,13 @@ impl DiskConfig {
     /// other clears than these and those of all drives together is emptied. Default: none.
     pub fn with_clears(mut self, clears: Arc<Clears>) -> Self {
         self.clears = clears;
+        self
+    }
+
+    /// Reports there which chunks come and go once the tier is open: those of the engine's host, so that
+    /// peers' directories learn what the drives have. Default: nowhere.
+    pub fn with_events(mut self, events: Events) -> Self {
+        self.events = Some(events);
         self
     }
 
@@ -195,6 +204,9 @@ impl DiskConfig {
             true => DriveSet::of(&drives)?,
             false => DriveSet::join(&drives, &self.paths, &self.clears)?,
         };
+        if let Some(events) = &self.events {
+            drives.iter().for_each(|drive| drive.report_to(events));
+        }
         let unreachable = self.note_settings(&drives);
         let tier = DiskBackend::new(drives, set).map_err(|source| DiskError::Io {
             path: self.paths[0].clone(),

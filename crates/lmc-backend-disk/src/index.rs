@@ -5,9 +5,11 @@
 use std::collections::{HashMap, VecDeque};
 
 use hashbrown::HashTable;
+use lmc_backend::{Change, Events};
 use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::backend::TIER;
 use crate::format::{Location, PutRecord, Record, blocks};
 
 /// A chunk in the list of its segment.
@@ -118,6 +120,8 @@ pub(crate) struct Index {
     bytes: u64,
     evicted_chunks: u64,
     evicted_segments: u64,
+    /// Set when the drive is open: recovery reports nothing.
+    events: Option<Events>,
 }
 
 #[cfg(test)]
@@ -182,6 +186,18 @@ impl Index {
             bytes: 0,
             evicted_chunks: 0,
             evicted_segments: 0,
+            events: None,
+        }
+    }
+
+    /// Reports changes from now on.
+    pub(crate) fn report_to(&mut self, events: Events) {
+        self.events = Some(events);
+    }
+
+    fn report(&self, key: &ChunkKey, change: Change) {
+        if let Some(events) = &self.events {
+            events.report(TIER, key, None, change);
         }
     }
 
@@ -246,6 +262,9 @@ impl Index {
     /// Empties every segment. Each is written from its start again, with its next use.
     fn remove_all(&mut self) {
         self.entries.clear();
+        if let Some(events) = &self.events {
+            events.report_any(TIER);
+        }
         (self.chunks, self.bytes) = (0, 0);
         self.active = None;
         self.free.clear();
@@ -288,7 +307,7 @@ impl Index {
         if known.generation != generation || generation <= self.cleared_at {
             return false;
         }
-        self.remove(&put.key);
+        self.take(&put.key);
         let known = &mut self.segments[segment as usize];
         let entry = Entry {
             hash: hash_of(&put.key),
@@ -308,11 +327,20 @@ impl Index {
         known.bytes += put.len;
         self.chunks += 1;
         self.bytes += put.len;
+        self.report(&put.key, Change::Stored);
         true
     }
 
-    /// Forgets a chunk. Whether it was there.
+    /// Forgets a chunk. Returns true if it was there.
     pub(crate) fn remove(&mut self, key: &ChunkKey) -> bool {
+        let was_there = self.take(key);
+        if was_there {
+            self.report(key, Change::Removed);
+        }
+        was_there
+    }
+
+    fn take(&mut self, key: &ChunkKey) -> bool {
         let (hash, segments) = (hash_of(key), &mut self.segments);
         let found = self.entries.find_entry(hash, |entry| {
             entry.hash == hash
@@ -361,6 +389,7 @@ impl Index {
             let is_it = |entry: &Entry| (entry.segment, entry.at) == (segment, at);
             if let Ok(found) = self.entries.find_entry(hash_of(&chunk.key), is_it) {
                 found.remove();
+                self.report(&chunk.key, Change::Evicted);
             }
         }
         true

@@ -6,7 +6,7 @@ use std::thread;
 use lmc_memory::Pool;
 use thiserror::Error;
 
-use crate::{EventSink, LocalTier, PolicyKind};
+use crate::{LocalSink, LocalTier, PolicyKind};
 
 /// Configuration of a [`LocalTier`].
 #[derive(Clone, Debug)]
@@ -16,7 +16,7 @@ pub struct LocalConfig {
     pub(crate) shards: usize,
     pub(crate) high: f64,
     pub(crate) low: f64,
-    pub(crate) events: Option<Arc<dyn EventSink>>,
+    pub(crate) events: Option<Arc<dyn LocalSink>>,
 }
 
 /// A configuration that makes no tier.
@@ -76,7 +76,7 @@ impl LocalConfig {
     }
 
     /// Sets the receiver of events about stored and removed chunks. Default: none.
-    pub fn with_events(mut self, events: Arc<dyn EventSink>) -> Self {
+    pub fn with_events(mut self, events: Arc<dyn LocalSink>) -> Self {
         self.events = Some(events);
         self
     }

@@ -18,6 +18,8 @@ pub struct StoredEvent<'a> {
     pub parent: Option<&'a ChunkKey>,
     /// Tenant of the chunk.
     pub tenant: TenantId,
+    /// Origin of the chunk.
+    pub origin: Origin,
     /// Slot with the chunk's bytes.
     pub slot: &'a SealedSlot,
 }
@@ -55,11 +57,11 @@ pub enum Removal {
     Cleared,
 }
 
-/// Receives an event for every chunk that is stored or removed, for KV events and write-back.
+/// Receives an event for every chunk that is stored or removed, with its bytes.
 ///
 /// Called under the lock of the chunk's shard, so that the events of one key come in the order in
 /// which they happened: an implementation must be quick, and must not call the tier.
-pub trait EventSink: fmt::Debug + Send + Sync {
+pub trait LocalSink: fmt::Debug + Send + Sync {
     /// A chunk can be found from now on.
     fn on_stored(&self, event: StoredEvent<'_>);
 

@@ -43,7 +43,7 @@ mod config;
 pub use config::{LocalConfig, LocalConfigError};
 
 mod events;
-pub use events::{EventSink, Removal, RemovedEvent, StoredEvent};
+pub use events::{LocalSink, Removal, RemovedEvent, StoredEvent};
 
 mod lease;
 pub use lease::{Lease, Leases};

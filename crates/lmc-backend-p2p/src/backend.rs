@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::FutureExt;
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, ChangeSink, Cleared, Clears, Cursor, Health, Host,
-    LoadItem, Loaded, LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage, ready,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, Health, Host, LoadItem,
+    Loaded, LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage, ready,
 };
 use lmc_key::ChunkKey;
 use lmc_transfer::{Address, PeerEvent, PeerId, SocketConfig, SocketError, TransferChannel};
@@ -301,11 +301,6 @@ impl Backend for P2pBackend {
 
     fn takes_writes(&self) -> bool {
         false
-    }
-
-    fn change_sink(&self) -> Option<Arc<dyn ChangeSink>> {
-        let changed = Arc::clone(self.node.changed());
-        self.node.config.uses_directories.then_some(changed as _)
     }
 
     fn asks_at_once(&self) -> usize {

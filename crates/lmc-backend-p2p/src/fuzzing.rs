@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use lmc_backend::{
-    BoxFuture, Clears, Host, HostChunk, HostLease, HostSpace, LoadItem, LocateHint, Located,
-    TooManyClears, Usage,
+    BoxFuture, Clears, Events, Host, HostChunk, HostLease, HostSpace, LoadItem, LocateHint,
+    Located, TooManyClears, Usage,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, checksum};
@@ -289,6 +289,7 @@ struct ShelfState {
 #[derive(Debug, Clone)]
 struct Shelf {
     pool: Pool,
+    events: Events,
     state: Arc<Mutex<ShelfState>>,
 }
 
@@ -309,6 +310,7 @@ impl Shelf {
         };
         Self {
             pool,
+            events: Events::default(),
             state: Arc::new(Mutex::new(state)),
         }
     }
@@ -379,6 +381,10 @@ impl Host for Shelf {
 
     fn promote<'a>(&'a self, _: &'a [ChunkKey], _: LocateHint) -> BoxFuture<'a, ()> {
         Box::pin(tokio::time::sleep(Duration::from_millis(5)))
+    }
+
+    fn events(&self) -> &Events {
+        &self.events
     }
 
     fn spaces(&self) -> Vec<HostSpace> {

@@ -129,6 +129,10 @@ pub struct Node<L: Link> {
 impl<L: Link> Node<L> {
     /// Returns a node without peers.
     pub fn new(config: NodeConfig, link: L, host: Arc<dyn Host>) -> Arc<Self> {
+        let changed = Arc::<ChangedKeys>::default();
+        if config.uses_directories {
+            host.events().listen(Arc::clone(&changed) as _);
+        }
         Arc::new(Self {
             owner: Mutex::new(Owner::new(config.limits.clone())),
             expiry: Notify::new(),
@@ -140,7 +144,7 @@ impl<L: Link> Node<L> {
             contacts: Mutex::default(),
             dials: Mutex::default(),
             hello_came: Notify::new(),
-            changed: Arc::default(),
+            changed,
             finds: Finds::default(),
             own_spaces: Mutex::default(),
             summing: Arc::default(),

@@ -8,8 +8,8 @@ use std::time::Instant;
 use lmc_key::ChunkKey;
 
 use crate::{
-    Answers, BackendError, ChangeSink, Cleared, Clears, Cursor, Health, LoadItem, Loaded,
-    LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage,
+    Answers, BackendError, Cleared, Clears, Cursor, Health, LoadItem, Loaded, LocateHint, Located,
+    Page, Sharing, StoreItem, Stored, Usage,
 };
 
 /// A boxed future that may move between threads.
@@ -54,12 +54,6 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// true.
     fn takes_writes(&self) -> bool {
         true
-    }
-
-    /// Returns the tier's listener for chunks that come into the engine's DRAM and go from it. Called
-    /// once, when the engine is made. Default: there is none.
-    fn change_sink(&self) -> Option<Arc<dyn ChangeSink>> {
-        None
     }
 
     /// Returns the tier's index if that is in this process, so that a lookup need not wait.

@@ -8,7 +8,7 @@ use std::time::Instant;
 use lmc_key::{ChunkKey, KeySpace, SpaceId};
 use lmc_memory::SealedSlot;
 
-use crate::{BoxFuture, Clears, LocateHint, TooManyClears, Usage};
+use crate::{BoxFuture, Clears, Events, LocateHint, TooManyClears, Usage};
 
 /// State of a chunk in the engine above a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -120,6 +120,9 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
         origin: &'static str,
     ) -> BoxFuture<'_, Result<(), TooManyClears>>;
 
+    /// Returns the events of all tiers: those that a tier reports itself, and those that it listens to.
+    fn events(&self) -> &Events;
+
     /// Returns the live spaces, the most important first.
     fn spaces(&self) -> Vec<HostSpace>;
 
@@ -132,12 +135,4 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
 
     /// Returns the chunks and bytes in memory, with its capacity.
     fn usage(&self) -> Usage;
-}
-
-/// A listener for chunks that may have come into DRAM or gone from it, which
-/// [`Backend::change_sink`](crate::Backend::change_sink) names.
-pub trait ChangeSink: fmt::Debug + Send + Sync {
-    /// Notes a key. Called under a lock of the engine: it does not wait, and calls nothing of the
-    /// engine's.
-    fn changed(&self, key: &ChunkKey);
 }

@@ -53,8 +53,11 @@ pub use clears::{Clears, ClearsDamaged, StartId, TooManyClears};
 mod error;
 pub use error::{BackendError, Unavailable};
 
+mod events;
+pub use events::{Change, ChunkEvent, DRAM, EventSink, Events};
+
 mod host;
-pub use host::{ChangeSink, Host, HostChunk, HostLease, HostSpace};
+pub use host::{Host, HostChunk, HostLease, HostSpace};
 
 mod item;
 pub use item::{

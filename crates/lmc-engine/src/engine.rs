@@ -8,8 +8,9 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use lmc_backend::{DRAM, Host};
 use lmc_backend_local::{
-    Clear, EventSink, Inserted, Leases, ListedChunk, LocalConfig, LocalTier, MarkId, Origin,
+    Clear, Inserted, Leases, ListedChunk, LocalConfig, LocalSink, LocalTier, MarkId, Origin,
     OwnerId, TenantId, WriteStart,
 };
 use lmc_key::{ChunkKey, ClearsId, SpaceId};
@@ -134,7 +135,6 @@ struct Inner {
     lower: Option<LowerTiers>,
     /// Bytes that a close has still to offer to lower tiers, or [`NOT_CLOSED`].
     unoffered: AtomicU64,
-    relay: Arc<Relay>,
     stop: Arc<Stop>,
 }
 
@@ -253,12 +253,11 @@ impl CacheEngine {
             host.learn_of(&*tier.backend)?;
         }
         let clears = host.clear_log();
-        let changes = lower.iter().filter_map(|tier| tier.backend.change_sink());
-        let relay = Arc::new(Relay::new(clears.clone(), changes.collect()));
+        let relay = Arc::new(Relay::new(clears.clone(), host.events().clone()));
         let mut local = LocalConfig::new(pool)
             .with_policy(config.policy)
             .with_watermarks(config.high_watermark, config.low_watermark)
-            .with_events(Arc::clone(&relay) as Arc<dyn EventSink>);
+            .with_events(Arc::clone(&relay) as Arc<dyn LocalSink>);
         if let Some(shards) = config.shards {
             local = local.with_shards(shards);
         }
@@ -282,7 +281,6 @@ impl CacheEngine {
             left: Mutex::default(),
             lower,
             unoffered: AtomicU64::new(NOT_CLOSED),
-            relay,
             stop: Arc::clone(&stop),
         });
         let weak = Arc::downgrade(&inner);
@@ -299,12 +297,6 @@ impl CacheEngine {
             .name("lmc-evict".to_owned())
             .spawn(move || maintain(&weak, &stop, config.maintain_every))?;
         Ok(Self(inner))
-    }
-
-    /// Sets the listener for chunks that become findable and unfindable. Only the first listener is
-    /// taken; returns false for any other.
-    pub fn set_events(&self, listener: Arc<dyn EventSink>) -> bool {
-        self.0.relay.set(listener)
     }
 
     /// Leases the leading chunks that are in DRAM, and offers them to lower tiers that take what is
@@ -694,7 +686,7 @@ impl CacheEngine {
     /// Returns the state of each tier, the fastest first.
     pub fn health(&self) -> Vec<TierHealth> {
         let dram = TierHealth {
-            tier: "dram".to_owned(),
+            tier: DRAM.to_owned(),
             fault: self.0.tier.pool().fault(),
         };
         let lower = self.0.lower.iter().flat_map(LowerTiers::health);

@@ -1,66 +1,81 @@
-//! Passing the DRAM tier's events on to their listener, and evicted chunks to lower tiers.
+//! Passing on what comes into DRAM and goes from it: to the listeners, and to tiers that take what is
+//! evicted.
 
 use std::collections::HashSet;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{OnceLock, Weak};
 
-use lmc_backend::ChangeSink;
-use lmc_backend_local::{EventSink, Removal, RemovedEvent, StoredEvent};
-use lmc_key::{ChunkKey, FoldState};
+use lmc_backend::{Change, ChunkEvent, DRAM, Events};
+use lmc_backend_local::{LocalSink, Origin, Removal, RemovedEvent, StoredEvent};
+use lmc_key::{ChunkKey, FoldState, SpaceId};
 use parking_lot::Mutex;
 
 use crate::clears::ClearLog;
 use crate::lower::{Moment, Offer, Tiers};
 
-/// Connects the DRAM tier, which is given its listener when it is made, with the listener, which
-/// comes later.
-#[derive(Debug, Default)]
+/// The listener of the DRAM tier.
+#[derive(Debug)]
 pub(crate) struct Relay {
     clears: ClearLog,
-    /// Gets keys in their spaces, without the clears.
-    listener: OnceLock<Arc<dyn EventSink>>,
-    /// Chunks of before a clear that the listener takes for removed, or has not heard of.
-    outdated: Mutex<HashSet<ChunkKey, FoldState>>,
-    /// Listeners of the lower tiers. They get keys as tiers name them.
-    changes: Vec<Arc<dyn ChangeSink>>,
+    events: Events,
+    outdated: Outdated,
     /// The tiers that evicted chunks are offered to. Weak, as they hold the DRAM tier, which holds
     /// this.
     lower: OnceLock<Weak<Tiers>>,
 }
 
+/// Chunks in DRAM of before a clear, whose end was reported or that were not reported at all.
+#[derive(Debug, Default)]
+struct Outdated {
+    keys: Mutex<HashSet<ChunkKey, FoldState>>,
+    /// Number of keys, so that the set is seldom locked.
+    len: AtomicUsize,
+}
+
+impl Outdated {
+    fn insert(&self, key: &ChunkKey) -> bool {
+        let mut keys = self.keys.lock();
+        let is_new = keys.insert(*key);
+        self.len.store(keys.len(), Ordering::Relaxed);
+        is_new
+    }
+
+    /// A key's events come one after the other, so a key that was inserted is seen.
+    fn remove(&self, key: &ChunkKey) -> bool {
+        if self.len.load(Ordering::Relaxed) == 0 {
+            return false;
+        }
+        let mut keys = self.keys.lock();
+        let was_there = keys.remove(key);
+        self.len.store(keys.len(), Ordering::Relaxed);
+        was_there
+    }
+}
+
 impl Relay {
-    pub(crate) fn new(clears: ClearLog, changes: Vec<Arc<dyn ChangeSink>>) -> Self {
+    pub(crate) fn new(clears: ClearLog, events: Events) -> Self {
         Self {
             clears,
-            changes,
-            ..Self::default()
+            events,
+            outdated: Outdated::default(),
+            lower: OnceLock::new(),
         }
     }
 
-    /// Returns a key in its space.
-    fn unnamed(&self, key: &ChunkKey) -> ChunkKey {
-        ChunkKey {
-            space: self.clears.space_of(key.space),
-            ..*key
-        }
-    }
-
-    /// Reports that a chunk is removed.
-    fn report_removed(&self, event: RemovedEvent<'_>) {
-        if let Some(listener) = self.listener.get() {
-            let key = self.unnamed(event.key);
-            let mut event = event;
-            event.key = &key;
-            listener.on_removed(event);
-        }
-    }
-
-    /// Sets the listener. Returns false if there is one already.
-    pub(crate) fn set(&self, listener: Arc<dyn EventSink>) -> bool {
-        self.listener.set(listener).is_ok()
-    }
-
-    fn report_changed(&self, key: &ChunkKey) {
-        self.changes.iter().for_each(|sink| sink.changed(key));
+    fn report(
+        &self,
+        key: &ChunkKey,
+        parent: Option<&ChunkKey>,
+        space: Option<SpaceId>,
+        change: Change,
+    ) {
+        self.events.send(&ChunkEvent {
+            tier: DRAM,
+            key,
+            parent,
+            space,
+            change,
+        });
     }
 
     /// Offers what is evicted from now on.
@@ -70,24 +85,20 @@ impl Relay {
     }
 }
 
-impl EventSink for Relay {
+impl LocalSink for Relay {
     fn on_stored(&self, event: StoredEvent<'_>) {
-        self.report_changed(event.key);
-        if self.clears.current_space_of(event.key.space).is_none() {
-            self.outdated.lock().insert(*event.key);
-        } else if let Some(listener) = self.listener.get() {
-            let key = self.unnamed(event.key);
-            // A prompt has one space.
-            let space = key.space;
-            let parent = event.parent.map(|parent| ChunkKey { space, ..*parent });
-            let mut event = event;
-            (event.key, event.parent) = (&key, parent.as_ref());
-            listener.on_stored(event);
+        let space = self.clears.current_space_of(event.key.space);
+        if space.is_none() {
+            self.outdated.insert(event.key);
         }
+        let change = match event.origin == Origin::COMPUTED {
+            true => Change::Stored,
+            false => Change::Promoted,
+        };
+        self.report(event.key, event.parent, space, change);
     }
 
     fn on_removed(&self, event: RemovedEvent<'_>) {
-        self.report_changed(event.key);
         let lower = self.lower.get().and_then(Weak::upgrade);
         if let (Some(lower), Removal::Watermark) = (lower, event.cause) {
             let offer = Offer {
@@ -98,14 +109,20 @@ impl EventSink for Relay {
             };
             lower.offer(&[offer], Moment::Leaving);
         }
-        if !self.outdated.lock().remove(event.key) {
-            self.report_removed(event);
-        }
+        let change = match event.cause {
+            Removal::Removed => Change::Removed,
+            Removal::Cleared => Change::Cleared,
+            _ => Change::Evicted,
+        };
+        let is_known = !self.outdated.remove(event.key);
+        let space = is_known.then(|| self.clears.space_of(event.key.space));
+        self.report(event.key, None, space, change);
     }
 
     fn on_left(&self, event: RemovedEvent<'_>) {
-        if self.outdated.lock().insert(*event.key) {
-            self.report_removed(event);
+        if self.outdated.insert(event.key) {
+            let space = self.clears.space_of(event.key.space);
+            self.report(event.key, None, Some(space), Change::Cleared);
         }
     }
 }

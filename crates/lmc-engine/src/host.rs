@@ -8,8 +8,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use lmc_backend::{
-    Backend, BoxFuture, Clears, Host, HostChunk, HostLease, HostSpace, LocateHint, TooManyClears,
-    Usage,
+    Backend, BoxFuture, Clears, Events, Host, HostChunk, HostLease, HostSpace, LocateHint,
+    TooManyClears, Usage,
 };
 use lmc_backend_local::{Leases, OwnerId, TenantId};
 use lmc_key::{ChunkKey, SpaceId};
@@ -45,12 +45,19 @@ pub trait SpaceBook: fmt::Debug + Send + Sync {
 /// [`EngineConfig::host`](crate::EngineConfig::host) is the same one.
 ///
 /// A handle: clones share one host, which is of one engine.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct EngineHost(Arc<Hosting>);
 
-#[derive(Debug, Default)]
+impl Default for EngineHost {
+    fn default() -> Self {
+        Self::new(ClearLog::default())
+    }
+}
+
+#[derive(Debug)]
 struct Hosting {
     clears: ClearLog,
+    events: Events,
     /// Set when the engine is made.
     engine: OnceLock<WeakEngine>,
     book: RwLock<Option<Arc<dyn SpaceBook>>>,
@@ -59,9 +66,12 @@ struct Hosting {
 impl EngineHost {
     /// Returns the host of an engine with this log of clears.
     pub fn new(clears: ClearLog) -> Self {
+        let log = clears.clone();
         Self(Arc::new(Hosting {
             clears,
-            ..Hosting::default()
+            events: Events::new(move |name| log.current_space_of(name)),
+            engine: OnceLock::new(),
+            book: RwLock::default(),
         }))
     }
 
@@ -188,6 +198,10 @@ impl Host for EngineHost {
             let learned = learned.unwrap_or_else(|_| log.learn(&clears, origin));
             learned.map(drop)
         })
+    }
+
+    fn events(&self) -> &Events {
+        &self.0.events
     }
 
     fn spaces(&self) -> Vec<HostSpace> {

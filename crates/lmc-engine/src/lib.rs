@@ -67,13 +67,11 @@ pub use store::{StoreRequest, StoreStart, StoreTicket};
 
 #[doc(no_inline)]
 pub use lmc_backend::{
-    ChangeSink, Clears, Host, HostChunk, HostLease, HostSpace, LocateHint, Parts, TooManyClears,
+    Change, ChunkEvent, Clears, DRAM, EventSink, Events, Host, HostChunk, HostLease, HostSpace,
+    LocateHint, Parts, TooManyClears,
 };
 #[doc(no_inline)]
-pub use lmc_backend_local::{
-    EventSink, Inserted, Leases, MarkId, OwnerId, PolicyKind, Removal, RemovedEvent, StoredEvent,
-    TenantId,
-};
+pub use lmc_backend_local::{Inserted, Leases, MarkId, OwnerId, PolicyKind, TenantId};
 #[doc(no_inline)]
 pub use lmc_key::ClearsId;
 

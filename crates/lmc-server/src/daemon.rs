@@ -476,7 +476,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         policy.fill = settings.fill;
         policy.spaces = on_disk.filter();
         policy.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
-        let disk = disk::open(config, settings, arena, clears.clears())?;
+        let disk = disk::open(config, settings, arena, &host)?;
         host.learn_of(&*disk)?;
         drives = Some(LowerTier::new(disk, policy));
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
-use lmc_backend::{Backend, Clears};
+use lmc_backend::{Backend, Host};
 use lmc_backend_disk::{DiskConfig, usable_bytes};
 use lmc_memory::Arena;
 use tracing::{info, warn};
@@ -16,12 +16,12 @@ pub(crate) fn max_writing(pool: u64) -> u64 {
     (pool / 8).min(1 << 30)
 }
 
-/// Opens the tier after these clears, and says what was found.
+/// Opens the tier after the host's clears, and says what was found.
 pub(crate) fn open(
     config: &ServeConfig,
     disk: &DiskSettings,
     arena: &Arc<Arena>,
-    clears: Arc<Clears>,
+    host: &dyn Host,
 ) -> Result<Arc<dyn Backend>> {
     let size = match disk.size {
         PoolSize::Bytes(bytes) => bytes,
@@ -32,7 +32,8 @@ pub(crate) fn open(
         tier = tier.with_new_drives();
     }
     let tier = tier
-        .with_clears(clears)
+        .with_clears(host.clears())
+        .with_events(host.events().clone())
         .with_keep_free(disk.keep_free)
         .with_io(disk.io)
         .with_depth(disk.depth)

@@ -34,7 +34,7 @@ pub use lmc_transfer as transfer;
 #[doc(no_inline)]
 pub use lmc_engine::{CacheEngine, CloseReport, EngineConfig, Found, Lookup, OwnerId, TenantId};
 
-use backend::Backend;
+use backend::{Backend, Host};
 use disk::{DiskConfig, DiskError};
 use engine::{
     EngineError, EngineHost, HostSpace, LookupRequest, LowerTier, Rank, SpaceBook, StoreRequest,
@@ -214,12 +214,6 @@ impl CacheBuilder {
             tags: None,
         };
         let arena = Arc::new(ArenaConfig::anonymous(self.dram).build()?);
-        let mut tiers: Vec<LowerTier> = Vec::new();
-        if let Some((folder, bytes)) = &self.disk {
-            let config = DiskConfig::new([folder], *bytes).with_new_drives();
-            let disk: Arc<dyn Backend> = Arc::new(config.with_arena(Arc::clone(&arena)).open()?);
-            tiers.push(disk.into());
-        }
         let host = match &self.engine.host {
             Some(host) if host.is_taken() => return Err(EngineError::Host.into()),
             Some(host) => host.clone(),
@@ -229,6 +223,15 @@ impl CacheBuilder {
                 host.clone()
             }
         };
+        let mut tiers: Vec<LowerTier> = Vec::new();
+        if let Some((folder, bytes)) = &self.disk {
+            let config = DiskConfig::new([folder], *bytes)
+                .with_new_drives()
+                .with_events(host.events().clone())
+                .with_arena(Arc::clone(&arena));
+            let disk: Arc<dyn Backend> = Arc::new(config.open()?);
+            tiers.push(disk.into());
+        }
         // Before other processes hear of this one.
         for tier in tiers.iter().chain(&self.tiers) {
             let learned = host.learn_of(&**tier.backend());

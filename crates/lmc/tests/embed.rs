@@ -1,9 +1,11 @@
 //! Behaviour that an embedding program relies on.
 
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use lmc::backend::{ChunkEvent, DRAM, EventSink, Host};
 use lmc::{CacheBuilder, PromptCache};
-use lmc_testkit::Folder;
+use lmc_testkit::{Folder, until};
 
 const CHUNK: u64 = 8192;
 
@@ -44,6 +46,40 @@ fn prompts_are_found_again_after_a_restart_and_by_no_other_layout() {
     drop(cache);
     let cache = builder("a", &folder).build().expect("the same folder");
     assert_eq!(hits(&cache, &tokens), 6);
+}
+
+#[derive(Debug, Default)]
+struct Arrivals(Mutex<Vec<String>>);
+
+impl EventSink for Arrivals {
+    fn changed(&self, event: &ChunkEvent<'_>) {
+        assert!(event.change.is_arrival(), "{event:?}");
+        self.0.lock().expect("no panic").push(event.tier.to_owned());
+    }
+}
+
+#[test]
+fn a_program_hears_what_each_tier_has_stored() {
+    let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
+    let cache = builder("a", &folder).build().expect("a new folder");
+    let arrivals = Arc::<Arrivals>::default();
+    cache
+        .engine()
+        .host()
+        .events()
+        .listen(Arc::clone(&arrivals) as _);
+    let tokens: Vec<u32> = (0..96).collect();
+    assert_eq!(
+        cache.store(&tokens, |chunk, bytes| bytes.fill(chunk as u8)),
+        6
+    );
+    let of = |tier: &str| {
+        let arrivals = arrivals.0.lock().expect("no panic");
+        arrivals.iter().filter(|name| *name == tier).count()
+    };
+    until("both tiers have reported all chunks", || {
+        (of(DRAM), of("disk")) == (6, 6)
+    });
 }
 
 #[test]

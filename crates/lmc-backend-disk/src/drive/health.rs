@@ -13,11 +13,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use lmc_backend::{Health, Unavailable};
+use lmc_backend::{Events, Health, Unavailable};
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use super::{Drive, Shared};
+use crate::backend::TIER;
 use crate::counters::{Counters, count};
 use crate::format::{DriveHeader, Location, PutRecord, blocks};
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op};
@@ -50,6 +51,8 @@ struct Faults {
     growth: Option<String>,
     /// The change of the drive's files by another program.
     files: Option<String>,
+    /// Set when the drive is open.
+    events: Option<Events>,
 }
 
 /// Allocation for a chunk that could not be written or made durable.
@@ -133,7 +136,14 @@ impl Condition {
 
     fn set_out(&self, faults: &Faults) {
         let out = faults.out.is_some() || faults.files.is_some();
-        self.out.store(out, Ordering::Release);
+        let was_out = self.out.swap(out, Ordering::AcqRel);
+        if let Some(events) = faults.events.as_ref().filter(|_| was_out != out) {
+            events.report_any(TIER);
+        }
+    }
+
+    pub(super) fn report_to(&self, events: Events) {
+        self.faults.lock().events = Some(events);
     }
 
     /// Says what is wrong with the log.

@@ -19,7 +19,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use lmc_backend::{BackendError, Clears, ReadRate, StoreItem, Stored};
+use lmc_backend::{BackendError, Clears, Events, ReadRate, StoreItem, Stored};
 use lmc_key::{ChunkKey, ClearsId};
 use parking_lot::{Condvar, Mutex};
 use tracing::warn;
@@ -301,6 +301,12 @@ impl Drive {
             claim.sign();
         }
         Ok(drive)
+    }
+
+    /// Reports from now on which chunks come and go.
+    pub(crate) fn report_to(&self, events: &Events) {
+        self.shared.state.lock().index.report_to(events.clone());
+        self.shared.condition.report_to(events.clone());
     }
 
     pub(crate) fn find(&self, key: &ChunkKey) -> Option<u64> {

@@ -1,8 +1,12 @@
 //! Listing and telling an index, of any size and while it changes.
 
-use lmc_backend::conformance::{Rng, test_key};
+use std::collections::BTreeSet;
+use std::sync::Arc;
 
+use lmc_backend::conformance::{Rng, test_key};
+use lmc_backend::{ChunkEvent, EventSink};
 use lmc_testkit::rounds;
+use parking_lot::Mutex;
 
 use super::*;
 
@@ -217,4 +221,79 @@ fn a_clear_that_a_checkpoint_has_passed_removes_nothing_once_more() {
     assert_eq!(again.clears(), ClearsId::new([2; 16]));
     assert_eq!(again.usage().chunks, 1);
     assert!(again.find(&test_key(100)).is_some());
+}
+
+/// Chunks of an index, as its events tell them; `None` once any may have come or gone.
+#[derive(Debug)]
+struct Heard(Mutex<Option<BTreeSet<ChunkKey>>>);
+
+impl EventSink for Heard {
+    fn changed(&self, event: &ChunkEvent<'_>) {
+        assert_eq!(event.tier, "disk");
+        let mut heard = self.0.lock();
+        let Some(keys) = heard.as_mut() else { return };
+        match event.change.is_arrival() {
+            true => _ = keys.insert(*event.key),
+            false => assert!(keys.remove(event.key), "{event:?} of no chunk"),
+        }
+    }
+
+    fn any_changed(&self, tier: &str) {
+        assert_eq!(tier, "disk");
+        *self.0.lock() = None;
+    }
+}
+
+#[test]
+fn events_tell_which_chunks_are_there_however_they_come_and_go() {
+    let keys_of = |index: &Index| -> BTreeSet<ChunkKey> {
+        all(index, 512).into_iter().map(|put| put.key).collect()
+    };
+    for seed in 0..rounds(20, 200) as u64 {
+        let mut rng = Rng::new(seed);
+        let mut index = filled(8, 20);
+        assert_eq!(index.set_made(&(0..8).collect::<Vec<_>>()), []);
+        let events = Events::default();
+        let heard = Arc::new(Heard(Mutex::new(Some(keys_of(&index)))));
+        events.listen(Arc::clone(&heard) as _);
+        index.report_to(events);
+        for step in 0..400 {
+            let key = test_key(rng.below(300));
+            match rng.below(100) {
+                0 => {
+                    let clears = ClearsId::new([step as u8; 16]);
+                    index.clear(clears);
+                    let before = heard.0.lock().replace(BTreeSet::new());
+                    assert_eq!(before, None, "seed {seed}");
+                }
+                1..3 => drop(index.give_up()),
+                3..20 => drop(index.remove(&key)),
+                20..25 => {
+                    if let Some(found) = index.find(&key) {
+                        assert!(index.retire(&found));
+                    }
+                }
+                _ => {
+                    let extent = match index.allocate(96 << 20, false, None) {
+                        Allocation::Extent(extent) | Allocation::Begun { extent, .. } => extent,
+                        other => panic!("{other:?}"),
+                    };
+                    // Also one that is there already, as when it is moved.
+                    assert!(index.apply(&Record::Put(PutRecord {
+                        key,
+                        location: extent.location,
+                        len: 96 << 20,
+                        payload_sum: 0,
+                    })));
+                }
+            }
+            let heard = heard.0.lock();
+            assert_eq!(
+                heard.as_ref(),
+                Some(&keys_of(&index)),
+                "seed {seed}, step {step}"
+            );
+        }
+        assert!(index.usage().evicted_chunks > 0, "seed {seed}");
+    }
 }

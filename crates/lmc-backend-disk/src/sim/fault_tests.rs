@@ -1,12 +1,16 @@
 //! Faults of a drive: errors, stalls, wrong bytes, lost files. Each is a miss and a counter.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use futures_util::{FutureExt, StreamExt};
 use lmc_backend::conformance::{block_on, lens_of, load_batch, store_batch, test_key};
-use lmc_backend::{Backend, BackendError, FailedSlot, Health, LoadItem, Loaded, Stored};
+use lmc_backend::{
+    Backend, BackendError, ChunkEvent, EventSink, Events, FailedSlot, Health, LoadItem, Loaded,
+    Stored,
+};
 use lmc_testkit::{rounds, until};
 
 use super::crash_tests::{
@@ -110,13 +114,33 @@ fn bytes_of_an_earlier_use_of_a_segment_are_a_miss() {
     assert_eq!(tier.stats().bad_headers, 1);
 }
 
+/// Number of reports that any chunk may have come or gone.
+#[derive(Debug, Default)]
+struct Reports(AtomicUsize);
+
+impl EventSink for Reports {
+    fn changed(&self, event: &ChunkEvent<'_>) {
+        panic!("{event:?}");
+    }
+
+    fn any_changed(&self, _: &str) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
 #[test]
 fn reads_that_fail_are_errors_and_take_the_drive_out_until_it_answers() {
     let volume = filled();
     let pool = pool();
     let tier = open(&volume, SETTINGS).expect("as it was closed");
+    let events = Events::default();
+    let reports = Arc::<Reports>::default();
+    events.listen(Arc::clone(&reports) as _);
+    tier.drives()[0].report_to(&events);
+    let reports = || reports.0.load(Ordering::Relaxed);
     volume.fault(Kind::Read, Fault::Error(libc::EIO));
     for _ in 0..3 {
+        assert_eq!(reports(), 0);
         let Loaded::Failed {
             error: BackendError::Io(_),
             slot: FailedSlot::Released(_),
@@ -126,6 +150,7 @@ fn reads_that_fail_are_errors_and_take_the_drive_out_until_it_answers() {
         };
     }
     assert!(matches!(tier.health(), Health::Down { .. }));
+    assert_eq!(reports(), 1, "any chunk may be absent now");
     let out = load(&tier, &pool, 0, PATIENT);
     let unavailable = matches!(
         out,
@@ -140,6 +165,7 @@ fn reads_that_fail_are_errors_and_take_the_drive_out_until_it_answers() {
     assert_eq!((stats.read_errors, stats.taken_out), (3, 1));
     volume.thaw();
     until("the drive is back", || tier.health() == Health::Ready);
+    until("any chunk may be there again", || reports() == 2);
     assert!(
         (0..10).all(|number| is_there(&tier, &pool, number)),
         "nothing was forgotten"

@@ -28,7 +28,7 @@ struct Ledger {
     leased: parking_lot::Mutex<BTreeMap<u64, u32>>,
 }
 
-impl EventSink for Ledger {
+impl LocalSink for Ledger {
     fn on_stored(&self, event: StoredEvent<'_>) {
         check_value(event.key, event.slot.bytes()).expect("only whole chunks are findable");
         let mut resident = self.resident.lock();
@@ -89,7 +89,7 @@ impl Rig {
         let tier = LocalConfig::new(pool)
             .with_shards(2)
             .with_watermarks(0.9, 0.8)
-            .with_events(Arc::clone(&ledger) as Arc<dyn EventSink>)
+            .with_events(Arc::clone(&ledger) as Arc<dyn LocalSink>)
             .build()
             .expect("a configuration");
         Self {

@@ -13,7 +13,7 @@ use crate::shard::{Shard, Taken};
 use crate::slab::EntryRef;
 use crate::stats::Counters;
 use crate::sync::Mutex;
-use crate::{EventSink, LocalConfig, LocalStats, LocalUsage, OwnerId, PolicyKind, Removal};
+use crate::{LocalConfig, LocalSink, LocalStats, LocalUsage, OwnerId, PolicyKind, Removal};
 use crate::{RemovedEvent, TenantId};
 
 mod batch;
@@ -56,7 +56,7 @@ pub(crate) struct Inner {
     clock: AtomicU64,
     reservations: AtomicU64,
     counters: Counters,
-    events: Option<Arc<dyn EventSink>>,
+    events: Option<Arc<dyn LocalSink>>,
     /// Bytes of the pool in use where watermark eviction starts, and where it stops.
     watermarks: (u64, u64),
     draining: AtomicBool,

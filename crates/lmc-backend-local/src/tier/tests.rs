@@ -41,7 +41,7 @@ impl Event {
     }
 }
 
-impl EventSink for Log {
+impl LocalSink for Log {
     fn on_stored(&self, event: StoredEvent<'_>) {
         check_value(event.key, event.slot.bytes()).unwrap();
         self.0.lock().push(Event::Stored(*event.key));
@@ -192,7 +192,7 @@ impl Rig {
             .with_policy(policy)
             .with_shards(shards)
             .with_watermarks(0.9, 0.8)
-            .with_events(Arc::clone(&log) as Arc<dyn EventSink>)
+            .with_events(Arc::clone(&log) as Arc<dyn LocalSink>)
             .build()
             .unwrap();
         Self {

@@ -339,7 +339,8 @@ impl Inner {
         (key, parent): &(ChunkKey, Option<ChunkKey>),
         tenant: TenantId,
     ) {
-        let slot = &shard.entry(index).slot;
+        let entry = shard.entry(index);
+        let slot = &entry.slot;
         self.counters.inserted.add(1);
         self.counters.inserted_bytes.add(slot.len());
         if let Some(events) = &self.events {
@@ -347,6 +348,7 @@ impl Inner {
                 key,
                 parent: parent.as_ref(),
                 tenant,
+                origin: entry.origin(),
                 slot,
             });
         }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use lmc_backend::ChangeSink;
+use lmc_backend::{ChunkEvent, EventSink};
 use lmc_key::ChunkKey;
 use lmc_transfer::{Address, BoxFuture, PeerId};
 use parking_lot::Mutex;
@@ -128,9 +128,13 @@ impl ChangedKeys {
     }
 }
 
-impl ChangeSink for ChangedKeys {
-    fn changed(&self, key: &ChunkKey) {
-        self.note(key);
+impl EventSink for ChangedKeys {
+    fn changed(&self, event: &ChunkEvent<'_>) {
+        self.note(event.key);
+    }
+
+    fn any_changed(&self, _tier: &str) {
+        self.overflowed.store(true, Ordering::Relaxed);
     }
 }
 
@@ -191,11 +195,6 @@ impl<L: Link> Node<L> {
         of_directory.retain(|directory, _| directories.contains(directory));
         drop(of_directory);
         *self.contacts.lock() = Contacts { named, directories };
-    }
-
-    /// Returns the list of chunks that may have come or gone here.
-    pub(crate) fn changed(&self) -> &Arc<ChangedKeys> {
-        &self.changed
     }
 
     /// Returns the peers that are connected because a directory named them, each with its host.

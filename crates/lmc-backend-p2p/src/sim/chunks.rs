@@ -1,13 +1,13 @@
 //! The chunks of a simulated daemon: a real pool, and what an engine does with it.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use lmc_backend::{
-    BoxFuture, Clears, Host, HostChunk, HostLease, HostSpace, LocateHint, StartId, TooManyClears,
-    Usage,
+    BoxFuture, Change, Clears, Events, Host, HostChunk, HostLease, HostSpace, LocateHint, StartId,
+    TooManyClears, Usage,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, WrittenSlot, checksum};
@@ -15,7 +15,6 @@ use parking_lot::Mutex;
 
 use super::net::Memory;
 use super::{LEN, Rng, bytes, once_in, space};
-use crate::directory::ChangedKeys;
 use crate::link::now;
 
 /// Time that a simulated promotion from disk takes.
@@ -55,8 +54,7 @@ pub(super) struct SimChunks {
     /// True while its clears cannot be noted.
     pub(super) is_volatile: Arc<AtomicBool>,
     state: Arc<Mutex<State>>,
-    /// Set once there is a node.
-    pub(super) changed: Arc<OnceLock<Arc<ChangedKeys>>>,
+    events: Events,
     /// Random numbers, and the calls of the node of which one, on average, finds the chunks
     /// cleared and computed again.
     clears: Arc<Mutex<(Rng, u64)>>,
@@ -93,7 +91,7 @@ impl SimChunks {
             noting: Arc::new(Mutex::new(NOTING)),
             is_volatile: Arc::default(),
             state: Arc::new(Mutex::new(state)),
-            changed: Arc::default(),
+            events: Events::default(),
             clears: Arc::new(Mutex::new((Rng::new(0), 0))),
             at_lease: Arc::default(),
             over: Arc::default(),
@@ -101,9 +99,7 @@ impl SimChunks {
     }
 
     fn note(&self, key: &ChunkKey) {
-        if let Some(changed) = self.changed.get() {
-            changed.note(key);
-        }
+        self.events.report("sim", key, None, Change::Stored);
     }
 
     /// Clears the chunks at any moment from now on: right before one call of `calls`.
@@ -361,6 +357,10 @@ impl Host for SimChunks {
             }
             Ok(())
         })
+    }
+
+    fn events(&self) -> &Events {
+        &self.events
     }
 
     fn spaces(&self) -> Vec<HostSpace> {

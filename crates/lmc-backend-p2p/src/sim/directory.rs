@@ -114,7 +114,7 @@ fn a_daemon_that_returns_empty_attracts_no_load() {
         let directory = net.directory(0).expect("a directory");
         assert_eq!(directory.status().entries, 4);
         while net.chunks(1).evict(0).is_some() {}
-        std::mem::take(&mut *net.node(1).changed().keys.lock());
+        std::mem::take(&mut *net.node(1).changed.keys.lock());
         announced().await;
         assert_eq!(directory.status().entries, 4, "no event said so");
         assert_eq!(fetch(&net, 2, &keys[..1]).await.hits, 0);

@@ -196,8 +196,6 @@ impl Net {
         change(&mut config);
         let announces = config.uses_directories;
         let node = Node::new(config, link, Arc::new(chunks.clone()));
-        // It is set once.
-        let _ = chunks.changed.set(Arc::clone(node.changed()));
         let freezes = Arc::new(Notify::new());
         let in_step = tokio::spawn({
             let node = Arc::clone(&node);

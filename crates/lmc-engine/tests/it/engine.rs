@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use lmc_backend::{Backend, ChangeSink, Host, HostChunk, NoopBackend, Usage};
+use lmc_backend::{Backend, Host, HostChunk, Usage};
 use lmc_engine::{
-    CacheEngine, Cleared, EngineConfig, EngineHost, EventSink, Inserted, Leases, LookupRequest,
-    OwnerId, PolicyKind, Rank, RemovedEvent, StoreRequest, StoreStart, StoreTicket, StoredEvent,
+    CacheEngine, Change, ChunkEvent, Cleared, DRAM, EngineConfig, EngineHost, EventSink, Inserted,
+    Leases, LookupRequest, OwnerId, PolicyKind, Rank, StoreRequest, StoreStart, StoreTicket,
     TenantId,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
@@ -307,88 +307,79 @@ fn a_tenant_with_a_quota_displaces_only_itself() {
     assert_eq!((seen.bytes, seen.quota), (8192, Some(8192)));
 }
 
+/// A change of a chunk in DRAM, as a listener heard it: the kind, the key, and the space if it has one.
+type InDram = (Change, ChunkKey, Option<SpaceId>);
+
 #[derive(Debug, Default)]
-struct Heard(Mutex<Vec<(bool, ChunkKey)>>);
+struct Heard(Mutex<Vec<InDram>>);
 
 impl EventSink for Heard {
-    fn on_stored(&self, event: StoredEvent<'_>) {
-        self.0.lock().push((true, *event.key));
-    }
-
-    fn on_removed(&self, event: RemovedEvent<'_>) {
-        self.0.lock().push((false, *event.key));
+    fn changed(&self, event: &ChunkEvent<'_>) {
+        assert_eq!(event.tier, DRAM);
+        let heard = (event.change, *event.key, event.space);
+        self.0.lock().push(heard);
     }
 }
 
-/// A tier that keeps nothing and notes what comes and goes above it.
-#[derive(Debug, Default)]
-struct Listening {
-    inner: NoopBackend,
-    changed: Arc<Changed>,
-}
-
-#[derive(Debug, Default)]
-struct Changed(Mutex<Vec<ChunkKey>>);
-
-impl ChangeSink for Changed {
-    fn changed(&self, key: &ChunkKey) {
-        self.0.lock().push(*key);
-    }
-}
-
-impl Backend for Listening {
-    lmc_backend::forward!(inner: locate load store remove clear clears list usage health close);
-
-    fn name(&self) -> &str {
-        "listening"
+impl Heard {
+    /// Hears of an engine's chunks from now on.
+    fn of(engine: &CacheEngine) -> Arc<Self> {
+        let heard = Arc::<Self>::default();
+        engine.host().events().listen(Arc::clone(&heard) as _);
+        heard
     }
 
-    fn change_sink(&self) -> Option<Arc<dyn ChangeSink>> {
-        Some(Arc::clone(&self.changed) as _)
+    /// Returns what was heard since the last call, in the order of the keys.
+    fn take(&self) -> Vec<InDram> {
+        let mut events = std::mem::take(&mut *self.0.lock());
+        events.sort_by_key(|(_, key, _)| *key);
+        events
     }
 }
 
 #[test]
-fn one_listener_and_the_tiers_hear_of_all_that_comes_and_goes() {
-    let tier = Arc::new(Listening::default());
-    let changed = Arc::clone(&tier.changed);
-    let engine = with(config(), 4, vec![tier]);
-    let (first, second) = (Arc::new(Heard::default()), Arc::new(Heard::default()));
-    assert!(engine.set_events(Arc::clone(&first) as _));
-    assert!(!engine.set_events(Arc::clone(&second) as _));
+fn every_listener_hears_of_all_that_comes_and_goes() {
+    let engine = engine(4);
+    let (first, second) = (Heard::of(&engine), Heard::of(&engine));
     write(&engine, &prompt(0..4));
     write(&engine, &prompt(100..101));
     engine.remove(&keys(0..1));
     clear(&engine, false);
-    let heard = first.0.lock();
+    let heard = std::mem::take(&mut *first.0.lock());
+    assert_eq!(*second.0.lock(), heard);
     let mut there: Vec<ChunkKey> = Vec::new();
-    for &(stored, key) in heard.iter() {
-        if stored {
+    for &(change, key, space) in &heard {
+        assert_eq!(space, Some(key.space), "before a clear, names are spaces");
+        if change.is_arrival() {
             there.push(key);
         } else {
             let at = there.iter().position(|&known| known == key);
             there.remove(at.expect("only what was stored is removed"));
         }
     }
-    assert_eq!(heard.len(), 10, "five came and went");
     assert!(there.is_empty());
-    assert!(second.0.lock().is_empty());
-    let keys: Vec<ChunkKey> = heard.iter().map(|(_, key)| *key).collect();
-    assert_eq!(*changed.0.lock(), keys, "before a clear, names are keys");
+    let count = |kind| heard.iter().filter(|(change, ..)| *change == kind).count();
+    let kinds = [
+        Change::Stored,
+        Change::Evicted,
+        Change::Removed,
+        Change::Cleared,
+    ]
+    .map(count);
+    assert_eq!((kinds, heard.len()), ([5, 1, 1, 3], 10));
 }
 
 #[test]
-fn tiers_hear_of_chunks_by_their_names_after_a_clear() {
-    let tier = Arc::new(Listening::default());
-    let changed = Arc::clone(&tier.changed);
-    let engine = with(config(), 4, vec![tier]);
+fn chunks_after_a_clear_are_reported_by_their_names_with_their_space() {
+    let engine = engine(4);
+    let heard = Heard::of(&engine);
     clear(&engine, true);
     write(&engine, &prompt(0..1));
     let named = ChunkKey {
         space: key(0).space.after(engine.clears_id()),
         ..key(0)
     };
-    assert_eq!(*changed.0.lock(), [named]);
+    assert_eq!(heard.take(), [(Change::Stored, named, Some(key(0).space))]);
     assert_eq!(
         engine.host().states(&[named, key(0)]),
         [IN_DRAM, HostChunk::Absent]
@@ -419,22 +410,19 @@ fn a_host_has_no_chunks_without_its_engine_and_serves_one_engine() {
 }
 
 #[test]
-fn what_a_clear_leaves_for_its_readers_is_reported_removed_at_the_clear_and_once() {
+fn what_a_clear_leaves_for_its_readers_is_reported_at_the_clear_and_without_a_space_at_its_end() {
     let engine = engine(4);
-    let heard = Arc::new(Heard::default());
-    assert!(engine.set_events(Arc::clone(&heard) as _));
+    let heard = Heard::of(&engine);
+    let space = Some(key(0).space);
     write(&engine, &prompt(0..2));
     let clears = engine.clears_id();
     let held = lookup(&engine, READER, &keys(0..1));
-    let heard = || {
-        let mut events = std::mem::take(&mut *heard.0.lock());
-        events.sort();
-        events
-    };
-    assert_eq!(heard(), [(true, key(0)), (true, key(1))]);
+    let stored = [0, 1].map(|n| (Change::Stored, key(n), space));
+    assert_eq!(heard.take(), stored);
     let cleared = clear(&engine, false);
     assert_eq!((cleared.dram, cleared.leased), (1, 1));
-    assert_eq!(heard(), [(false, key(0)), (false, key(1))]);
+    let cleared = [0, 1].map(|n| (Change::Cleared, key(n), space));
+    assert_eq!(heard.take(), cleared);
     // The reader still finds it, and its end is none of the chunk that has its name now.
     let again = engine.acquire(READER, clears, &keys(0..1));
     assert!(again.is_some());
@@ -442,9 +430,17 @@ fn what_a_clear_leaves_for_its_readers_is_reported_removed_at_the_clear_and_once
     write(&engine, &prompt(0..1));
     drop((held, again));
     until("its memory is free", || engine.usage().chunks == 1);
-    assert_eq!(heard(), [(true, key(0))]);
+    let named = |clears| ChunkKey {
+        space: key(0).space.after(clears),
+        ..key(0)
+    };
+    let now = named(engine.clears_id());
+    let mut found = heard.take();
+    found.sort_by_key(|(.., space)| *space);
+    let freed = (Change::Cleared, key(0), None);
+    assert_eq!(found, [freed, (Change::Stored, now, space)]);
     clear(&engine, false);
-    assert_eq!(heard(), [(false, key(0))]);
+    assert_eq!(heard.take(), [(Change::Cleared, now, space)]);
 }
 
 #[test]

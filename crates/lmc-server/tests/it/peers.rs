@@ -664,6 +664,46 @@ fn flags_that_do_not_go_together_are_refused_with_what_to_do() {
     );
 }
 
+/// The member's index on the drive changed without the directory learning of it before the next
+/// listing, five minutes later.
+#[test]
+fn a_directory_forgets_what_a_drive_has_evicted() {
+    let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
+    let at = format!("127.0.0.1:{}", free_port());
+    let host = Server::start(&["--l1-size-gb", "64MiB", "--p2p-directory-listen", &at]);
+    let (directory, size) = (format!("lmc://{at}"), "64MiB");
+    let disk = [
+        "--disk-create",
+        "--disk",
+        folder.text(),
+        "--disk-size",
+        size,
+    ];
+    let other = ["--disk-keep-free", "0", "--state-dir", "none"];
+    let member = [
+        "--p2p-directory",
+        &directory,
+        "--eviction-trigger-watermark",
+        "0.2",
+    ];
+    let server = start(free_port(), &[], &[&disk[..], &other, &member].concat());
+    let mut client = server.client();
+    // 1 MiB a chunk: 64 fit on the drive at most, and 12 into memory below the watermark.
+    let shm_name = register_wide(&mut client, 256);
+    for number in 0..16 {
+        Prompt(number).store(&mut client, &shm_name);
+        until("its chunks are on the drive, or were", || {
+            let written = server.metric("lmc_tier_copied_chunks_total{tier=\"disk\"}");
+            written as usize >= CHUNKS * (number as usize + 1)
+        });
+    }
+    until("the directory has only what is there", || {
+        let entries = host.metric("lmc_directory_entries");
+        let there = server.metric("lmc_tier_chunks{tier=\"disk\"}");
+        there <= 64.0 && (there..there + 13.0).contains(&entries)
+    });
+}
+
 /// Starts a daemon that announces to directories, and finds peers through them alone.
 fn member(directories: &str) -> Server {
     let port = free_port();

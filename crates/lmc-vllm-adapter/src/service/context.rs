@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Instant;
 
-use lmc_engine::CacheEngine;
+use lmc_engine::{CacheEngine, Host};
 use lmc_key::{ChunkHash, ChunkKey, HashMemo, Printable, Salt, SpaceId};
 
 use crate::protocol::{CacheKey, Reply};
@@ -46,7 +46,7 @@ impl Context {
         let events = Arc::new(EventLog::new(config.kv_event_log_size, config.incarnation));
         let chunk_size = config.hasher.chunk_size();
         let spaces = Arc::new(Spaces::new(Arc::clone(&events), chunk_size));
-        engine.set_events(Arc::clone(&spaces) as _);
+        engine.host().events().listen(Arc::clone(&spaces) as _);
         Self {
             memo: HashMemo::new(config.hash_memo_bytes),
             events,

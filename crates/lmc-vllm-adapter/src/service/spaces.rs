@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use lmc_engine::{CacheEngine, EventSink, RemovedEvent, StoredEvent, TenantId};
+use lmc_engine::{CacheEngine, ChunkEvent, DRAM, EventSink, TenantId};
 use lmc_key::{KeySpace, LayoutFingerprint, Salt, SpaceId};
 use parking_lot::Mutex;
 
@@ -213,26 +213,25 @@ impl Spaces {
 }
 
 impl EventSink for Spaces {
-    fn on_stored(&self, event: StoredEvent<'_>) {
-        if let Some(space) = self.table.lock().spaces.get_mut(&event.key.space) {
-            space.chunks += 1;
-        }
-    }
-
-    fn on_removed(&self, event: RemovedEvent<'_>) {
-        let key = event.key;
-        let model = {
-            let mut table = self.table.lock();
-            let Some(space) = table.spaces.get_mut(&key.space) else {
-                return;
-            };
-            space.chunks = space.chunks.saturating_sub(1);
-            if !space.has_whole_chunks(self.chunk_size) {
-                // Nor was it announced.
-                return;
-            }
-            Arc::clone(&space.model)
+    fn changed(&self, event: &ChunkEvent<'_>) {
+        let Some(id) = event.space.filter(|_| event.tier == DRAM) else {
+            return;
         };
-        self.log.removed(&model, key.hash);
+        let mut table = self.table.lock();
+        let Some(space) = table.spaces.get_mut(&id) else {
+            return;
+        };
+        if event.change.is_arrival() {
+            space.chunks += 1;
+            return;
+        }
+        space.chunks = space.chunks.saturating_sub(1);
+        if !self.log.enabled() || !space.has_whole_chunks(self.chunk_size) {
+            // Nor was it announced.
+            return;
+        }
+        let model = Arc::clone(&space.model);
+        drop(table);
+        self.log.removed(&model, event.key.hash);
     }
 }
