@@ -10,7 +10,7 @@ use bytes::Bytes;
 use futures_util::FutureExt;
 use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, Health, Host, LoadItem,
-    Loaded, LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage, ready,
+    Loaded, LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage, now, ready,
 };
 use lmc_key::ChunkKey;
 use lmc_transfer::{Address, PeerEvent, PeerId, SocketConfig, SocketError, TransferChannel};
@@ -21,7 +21,7 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::daemon_link::DaemonLink;
 use crate::dial::{Dialer, Named, NamedPeer};
-use crate::link::{Link, now};
+use crate::link::Link;
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
 use crate::peers::{GonePeer, Peers};

@@ -4,12 +4,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use lmc_backend::{HostChunk, LocateHint};
+use lmc_backend::{HostChunk, LocateHint, now};
 use lmc_key::ChunkKey;
 use lmc_transfer::PeerId;
 use thiserror::Error;
 
-use crate::link::{Link, now, until};
+use crate::link::{Link, until};
 use crate::message::{KeyBatch, Refusal, Reply, Request, Stamped};
 use crate::node::Node;
 use crate::owner::Session;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use lmc_backend::now;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use lmc_transfer::{
     Address, AddressError, BoxFuture, ConnectError, Filled, Index, PeerId, ReadLease,
@@ -10,7 +11,7 @@ use lmc_transfer::{
 };
 use tokio::runtime::Handle;
 
-use crate::link::{Link, now};
+use crate::link::Link;
 use crate::message::{NixlAddress, Transport};
 use crate::owner::Session;
 

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use lmc_backend::now;
 use lmc_transfer::{Address, ConnectError, PeerId, TransferChannel};
 use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::backend::DaemonNode;
-use crate::link::now;
 use crate::peers::Failure;
 use crate::resolve::Names;
 

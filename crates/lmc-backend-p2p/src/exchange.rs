@@ -11,11 +11,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use lmc_backend::{Clears, TooManyClears};
+use lmc_backend::{Clears, TooManyClears, now};
 use lmc_key::ClearsId;
 use lmc_transfer::PeerId;
 
-use crate::link::{Link, now, until};
+use crate::link::{Link, until};
 use crate::message::{ClearsPage, Reply, Request, Stamped};
 use crate::node::Node;
 use crate::owner::Session;

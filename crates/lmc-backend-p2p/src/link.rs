@@ -89,8 +89,3 @@ pub(crate) async fn until<T>(deadline: Instant, future: impl Future<Output = T>)
         .map(Result::ok)
         .await
 }
-
-/// Returns the time of the runtime's clock, which tests turn by hand.
-pub(crate) fn now() -> Instant {
-    tokio::time::Instant::now().into_std()
-}

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{Host, HostLease};
+use lmc_backend::{Host, HostLease, now};
 use lmc_key::{ChunkKey, ClearsId};
 use lmc_transfer::{Keys, PeerId, TransferError};
 use parking_lot::Mutex;
@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 use crate::digest::{digest, known_digest, unsummed};
 use crate::directory::{ChangedKeys, Contacts, Dials, Finds};
 use crate::exchange::{IN_STEP_EVERY, KnownClears};
-use crate::link::{Link, now, until};
+use crate::link::{Link, until};
 use crate::message::{
     ChunkLease, ChunkState, FEATURE_LATE_DIGESTS, FEATURE_NIXL, Hello, Holder, KeyBatch,
     LATE_DIGEST, Lease, Leased, Located, MAX_HOLDERS, MessageError, NixlAddress, OLDEST_VERSION,

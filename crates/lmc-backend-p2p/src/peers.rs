@@ -5,11 +5,11 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use lmc_backend::now;
 use lmc_key::ClearsId;
 use lmc_transfer::PeerId;
 use serde::{Serialize, Serializer};
 
-use crate::link::now;
 use crate::message::{Described, FEATURE_DIRECTORY, Hello, NixlAddress, Transport};
 use crate::owner::Session;
 

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use lmc_backend::now;
 use lmc_transfer::PeerId;
 
-use crate::link::{Link, now};
+use crate::link::Link;
 use crate::message::{Describe, Request};
 use crate::node::Node;
 

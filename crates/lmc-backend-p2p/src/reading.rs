@@ -13,7 +13,7 @@ use futures_util::future::{join, join_all};
 use futures_util::stream::{self, FuturesUnordered, StreamExt};
 use lmc_backend::{
     Answers, BackendError, FailedSlot, Handle, LoadItem, Loaded, LocateHint, Located, Location,
-    Unavailable,
+    Unavailable, now,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, WrittenSlot};
@@ -21,7 +21,7 @@ use lmc_transfer::{BoxFuture, Filled, PeerId, Slot, TransferError};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::digest::chunk_digest;
-use crate::link::{Link, now, until};
+use crate::link::{Link, until};
 use crate::message::{
     ChunkLease, ChunkState, KeyBatch, LATE_DIGEST, Lease, Leased, Located as LocatedMessage,
     Refusal, Release, Released, Renew, Reply, Request, Stamped, Transport,

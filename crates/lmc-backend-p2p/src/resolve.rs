@@ -6,9 +6,10 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
+use lmc_backend::now;
 use tokio::task::JoinHandle;
 
-use crate::link::{now, until};
+use crate::link::until;
 use crate::peers::Failure;
 
 /// Time between two resolutions of a name.

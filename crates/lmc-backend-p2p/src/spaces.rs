@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use lmc_backend::HostSpace;
+use lmc_backend::{HostSpace, now};
 use lmc_key::Printable;
 use lmc_transfer::Keys;
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::link::{Link, now};
+use crate::link::Link;
 use crate::message::{Describe, Described, MAX_SPACES, MAX_TEXT, Reply, Request, SpaceNote};
 use crate::node::Node;
 

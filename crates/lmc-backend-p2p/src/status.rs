@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use crate::dial::NamedPeer;
-use crate::link::{Link, now};
+use crate::link::Link;
 use crate::message::SpaceNote;
 use crate::node::Node;
 use crate::peers::{Failure, GonePeer, Peer};
 use crate::spaces::{Mismatch, hex, mismatches};
+use lmc_backend::now;
 
 /// State of a [`P2pBackend`](crate::P2pBackend) and of every peer that it knows.
 #[derive(Debug, Clone, Serialize)]

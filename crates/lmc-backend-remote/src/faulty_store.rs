@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::{FutureExt, StreamExt};
 use lmc_backend::conformance::Rng;
-use lmc_backend::{Answers, BoxFuture, ready};
+use lmc_backend::{Answers, BoxFuture, now, ready};
 use parking_lot::Mutex;
 
 use crate::format::{Name, Scope, ValueName};
@@ -99,7 +99,7 @@ impl FaultyStore {
             Some(CallFault::Hanging) => {}
         }
         while broken.lock().0.is_some() {
-            if Instant::now() >= deadline {
+            if now() >= deadline {
                 return Err(StoreError::Deadline);
             }
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -122,7 +122,7 @@ impl FaultyStore {
     async fn delay(&self, deadline: Instant) {
         if self.chance(self.faults.delays) {
             let delay = Duration::from_micros(self.rng.lock().below(3000));
-            tokio::time::sleep_until(deadline.min(Instant::now() + delay).into()).await;
+            tokio::time::sleep_until(deadline.min(now() + delay).into()).await;
         }
     }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use lmc_backend::conformance::Rng;
-use lmc_backend::{Answers, BoxFuture};
+use lmc_backend::{Answers, BoxFuture, now};
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
@@ -85,7 +85,7 @@ struct Object {
 
 impl Object {
     fn new(bytes: Vec<u8>) -> Self {
-        let touched = Instant::now();
+        let touched = now();
         Self { bytes, touched }
     }
 }
@@ -182,7 +182,7 @@ impl MemoryStore {
     pub fn age(&self, name: Name) -> Option<Duration> {
         let objects = self.objects.lock();
         let object = objects.get(&name.to_string());
-        object.map(|object| object.touched.elapsed())
+        object.map(|object| now() - object.touched)
     }
 
     /// Returns the names of all objects.
@@ -229,16 +229,16 @@ impl MemoryStore {
             return Err(StoreError::unavailable("the store in memory is down"));
         }
         while self.is_stalled.load(Ordering::SeqCst) {
-            if Instant::now() >= deadline {
+            if now() >= deadline {
                 return Err(StoreError::Deadline);
             }
-            until(deadline.min(Instant::now() + Duration::from_millis(1))).await;
+            until(deadline.min(now() + Duration::from_millis(1))).await;
         }
         if self.chance(self.faults.delays) {
             let delay = Duration::from_micros(self.below(3000));
-            until(deadline.min(Instant::now() + delay)).await;
+            until(deadline.min(now() + delay)).await;
         }
-        match Instant::now() < deadline {
+        match now() < deadline {
             true => Ok(()),
             false => Err(StoreError::Deadline),
         }
@@ -274,7 +274,7 @@ impl MemoryStore {
         Some(Head {
             header: object.bytes.first_chunk().copied().map(Box::new),
             value_len: object.bytes.len() as u64,
-            age: Some(object.touched.elapsed()),
+            age: Some(now() - object.touched),
         })
     }
 
@@ -330,7 +330,7 @@ impl MemoryStore {
             page.objects.push(ListedObject {
                 name,
                 len: Some(object.bytes.len() as u64),
-                age: Some(object.touched.elapsed()),
+                age: Some(now() - object.touched),
             });
             last = Some(text.clone());
         }
@@ -404,7 +404,7 @@ impl Store for MemoryStore {
             begun?;
             let mut objects = self.objects.lock();
             let object = objects.get_mut(&name.to_string());
-            Ok(object.map(|o| o.touched = Instant::now()).is_some())
+            Ok(object.map(|o| o.touched = now()).is_some())
         };
         Box::pin(async move {
             if self.stalls_touches.load(Ordering::SeqCst) {

@@ -5,7 +5,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use lmc_backend::{Answers, BackendError, BoxFuture, FailedSlot, Unavailable};
+use lmc_backend::{Answers, BackendError, BoxFuture, FailedSlot, Unavailable, now};
 use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use thiserror::Error;
@@ -388,7 +388,7 @@ pub(crate) async fn until<T, E>(
 where
     StoreError: From<E>,
 {
-    if Instant::now() >= deadline {
+    if now() >= deadline {
         return Err(StoreError::Deadline);
     }
     match tokio::time::timeout_at(deadline.into(), operation).await {

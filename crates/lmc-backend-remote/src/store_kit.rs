@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{check_value, fill_value, test_key};
-use lmc_backend::{Answers, in_order};
+use lmc_backend::{Answers, in_order, now};
 use lmc_key::ChunkKey;
 use lmc_key::ClearsId;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, checksum};
@@ -51,7 +51,7 @@ pub async fn check_store(store: Arc<dyn Store>, timeout: Duration) {
 /// # Panics
 /// If none or several do.
 pub async fn check_swaps(clients: &[Arc<dyn Store>], timeout: Duration) {
-    let soon = || Instant::now() + timeout;
+    let soon = || now() + timeout;
     let mut version = None;
     for round in 0..20 {
         let text = |n: usize| format!("{n} of round {round}");
@@ -92,7 +92,7 @@ pub async fn check_replaced_values(
     let arena = ArenaConfig::anonymous(POOL).build();
     let arena = Arc::new(arena.expect("a test machine has the memory"));
     let pool = Pool::new(arena, PoolConfig::default()).expect("the default alignment");
-    let soon = || Instant::now() + timeout;
+    let soon = || now() + timeout;
     let key = keys().into_iter().max_by_key(len).expect("some keys");
     let is_written = AtomicBool::new(false);
     let rounds_read = AtomicUsize::new(0);
@@ -113,7 +113,7 @@ pub async fn check_replaced_values(
         // A busy machine may read late.
         let late = soon();
         for round in 0.. {
-            let is_enough = rounds_read.load(Ordering::SeqCst) > 1 || Instant::now() >= late;
+            let is_enough = rounds_read.load(Ordering::SeqCst) > 1 || now() >= late;
             if round >= REPLACED && is_enough {
                 break;
             }
@@ -199,7 +199,7 @@ async fn all<T>(answers: Answers<'_, T>, len: usize) -> Vec<T> {
 
 impl Kit {
     fn soon(&self) -> Instant {
-        Instant::now() + self.timeout
+        now() + self.timeout
     }
 
     fn put_item(&self, key: ChunkKey, round: u16, mode: PutMode) -> PutItem {
@@ -470,12 +470,12 @@ impl Kit {
             );
         };
         for wait in [Duration::ZERO, Duration::from_millis(1)] {
-            let ended = tokio::time::timeout(self.timeout, ends(Instant::now() + wait)).await;
+            let ended = tokio::time::timeout(self.timeout, ends(now() + wait)).await;
             ended.expect("operations end soon after their deadline");
         }
         // What something still writes to comes back when that is over.
         let deadline = self.soon();
-        while self.pool.usage().slots > 0 && Instant::now() < deadline {
+        while self.pool.usage().slots > 0 && now() < deadline {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }

@@ -50,6 +50,9 @@ pub use backend::{Backend, BoxFuture, LocalIndex};
 mod clears;
 pub use clears::{Clears, ClearsDamaged, StartId, TooManyClears};
 
+mod clock;
+pub use clock::now;
+
 mod error;
 pub use error::{BackendError, Unavailable};
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use lmc_backend::{Clears, StartId, TooManyClears};
+use lmc_backend::{Clears, StartId, TooManyClears, now};
 use lmc_key::{ClearsId, SpaceId};
 use parking_lot::{Mutex, RwLock};
 use thiserror::Error;
@@ -206,7 +206,7 @@ impl ClearLog {
     fn switch(&self, clears: Arc<Clears>) {
         let id = clears.id();
         let known: HashSet<SpaceId> = self.0.names.read().values().map(|n| n.space).collect();
-        let now = (!clears.is_empty()).then(Instant::now);
+        let now = (!clears.is_empty()).then(now);
         let first = self.first_clear().or(now);
         *self.0.current.write() = Current {
             clears,

@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{DRAM, Host};
+use lmc_backend::{DRAM, Host, now};
 use lmc_backend_local::{
     Clear, Inserted, Leases, ListedChunk, LocalConfig, LocalSink, LocalTier, MarkId, Origin,
     OwnerId, TenantId, WriteStart,
@@ -490,7 +490,7 @@ impl CacheEngine {
                 complete: true,
             };
         };
-        let deadline = Instant::now() + REMOVE_TIMEOUT;
+        let deadline = now() + REMOVE_TIMEOUT;
         let (mut found, below, complete) = lower.remove(keys, deadline, above);
         found.iter_mut().zip(below).for_each(|(a, b)| *a |= b);
         Removed { found, complete }
@@ -537,7 +537,7 @@ impl CacheEngine {
             return Ok(cleared);
         };
         (cleared.dram, cleared.leased) = lower.tiers().empty(empty);
-        let deadline = Instant::now() + REMOVE_TIMEOUT;
+        let deadline = now() + REMOVE_TIMEOUT;
         for (tier, answer) in lower.clear(clears, deadline) {
             match answer {
                 Ok(answer) => {
@@ -564,7 +564,7 @@ impl CacheEngine {
         let mut late = 0;
         if self.0.written_back().is_some() && !self.pool_is_lost() {
             // The rest of the time is for the writes that are under way then.
-            let left = deadline.saturating_duration_since(Instant::now());
+            let left = deadline.saturating_duration_since(now());
             late = self.write_all_back(lower, deadline - (left / 4).min(CLOSE_MARGIN));
         }
         let (failed, unwritten) = lower.close(deadline);
@@ -589,7 +589,7 @@ impl CacheEngine {
         loop {
             let left = next.iter().map(|(_, _, left)| *left).max().unwrap_or(0);
             self.0.unoffered.store(left, Ordering::Relaxed);
-            if left == 0 || Instant::now() >= deadline {
+            if left == 0 || now() >= deadline {
                 break;
             }
             let mut is_waiting = true;

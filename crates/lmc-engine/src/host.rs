@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use lmc_backend::{
     Backend, BoxFuture, Clears, Events, Host, HostChunk, HostLease, HostSpace, LocateHint,
-    TooManyClears, Usage,
+    TooManyClears, Usage, now,
 };
 use lmc_backend_local::{Leases, OwnerId, TenantId};
 use lmc_key::{ChunkKey, SpaceId};
@@ -292,7 +292,7 @@ impl CacheEngine {
         let local = self.local();
         // What is promoted stays until the others are leased.
         let mut promoted = None;
-        if let Some(lower) = self.lower().filter(|_| Instant::now() < deadline) {
+        if let Some(lower) = self.lower().filter(|_| now() < deadline) {
             let sources = lower.tiers().sources_now(keys, None, None);
             let sources: Vec<Source> = sources.into_iter().map_while(|source| source).collect();
             if sources.iter().any(|source| !matches!(source, Source::Dram)) {

@@ -5,9 +5,8 @@ use std::fmt;
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
-use std::time::Instant;
 
-use lmc_backend::LocateHint;
+use lmc_backend::{LocateHint, now};
 use lmc_backend_local::{Leases, OwnerId, TenantId};
 use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use lmc_memory::SealedSlot;
@@ -471,7 +470,7 @@ async fn promote(
     align: u64,
 ) -> Found {
     let wait = request.hint.wait;
-    let begun = Instant::now();
+    let begun = now();
     let mut waits = Waits {
         written_until: begun + tiers.pending_timeout(),
         expected_until: begun + wait.unwrap_or_default(),
@@ -497,7 +496,7 @@ async fn promote(
         }
         before = found.hits;
         // What came meanwhile is read also when the time is over. After a clear nothing comes.
-        is_over = Instant::now() >= waits.expected_until || tiers.clears().id() != clears;
+        is_over = now() >= waits.expected_until || tiers.clears().id() != clears;
         if is_over {
             waits = waits.over();
         }
@@ -528,7 +527,7 @@ async fn promote_known(
     waits: Waits,
 ) -> (Found, usize) {
     let ranks = known.len();
-    let begun = Instant::now();
+    let begun = now();
     let hint = |rank: &Rank| request.hint.clone().with_chunk_bytes(rank.chunk_bytes);
     let hint = &hint;
     let asked = known.iter_mut().map(|rank| async {
@@ -543,7 +542,7 @@ async fn promote_known(
     });
     futures_util::future::join_all(asked).await;
     // While the sources compute, nothing is read.
-    let begun = request.hint.wait.map_or(begun, |_| Instant::now());
+    let begun = request.hint.wait.map_or(begun, |_| now());
     let deadline = begun + tiers.promotion_timeout();
     let mut reach = known.iter().map(Known::reach).min().unwrap_or(0);
     for rank in &mut known {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use lmc_backend::{ChunkEvent, EventSink};
+use lmc_backend::{ChunkEvent, EventSink, now};
 use lmc_key::ChunkKey;
 use lmc_transfer::{Address, BoxFuture, PeerId};
 use parking_lot::Mutex;
@@ -16,7 +16,7 @@ use super::buckets::Fingerprint;
 use super::lendable::{Lendable, Progress};
 use super::message::{Announce, Announced, Candidate, Find, Found};
 use crate::daemon_link::tcp_address;
-use crate::link::{Link, now, until};
+use crate::link::{Link, until};
 use crate::message::{Reply, Request};
 use crate::node::Node;
 use crate::status::DirectoryUse;

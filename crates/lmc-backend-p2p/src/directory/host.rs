@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use lmc_backend::Clears;
+use lmc_backend::{Clears, now};
 use lmc_key::ClearsId;
 use lmc_transfer::{Address, PeerEvent, SocketChannel, SocketConfig, SocketError, TransferChannel};
 use parking_lot::{Mutex, RwLock};
@@ -20,7 +20,6 @@ use super::buckets::Fingerprint;
 use super::message::{Announce, Announced, Find, Found};
 use super::table::{Table, TableLimits};
 use crate::backend::{answer_on, random};
-use crate::link::now;
 use crate::message::{
     ClearsPage, FEATURE_DIRECTORY, Hello, MessageError, OLDEST_VERSION, Refusal, Reply, Request,
     Stamped, VERSION,

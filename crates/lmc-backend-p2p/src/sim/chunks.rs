@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::{
     BoxFuture, Change, Clears, Events, Host, HostChunk, HostLease, HostSpace, LocateHint, StartId,
-    TooManyClears, Usage,
+    TooManyClears, Usage, now,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, WrittenSlot, checksum};
@@ -15,7 +15,6 @@ use parking_lot::Mutex;
 
 use super::net::Memory;
 use super::{LEN, Rng, bytes, once_in, space};
-use crate::link::now;
 
 /// Time that a simulated promotion from disk takes.
 const PROMOTION: Duration = Duration::from_millis(3);

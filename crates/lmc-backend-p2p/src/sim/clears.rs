@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use lmc_backend::{Clears, TooManyClears};
+use lmc_backend::{Clears, TooManyClears, now};
 use lmc_key::{ChunkKey, ClearsId};
 use lmc_testkit::rounds;
 use parking_lot::Mutex;
@@ -13,7 +13,6 @@ use super::chunks::one_clear_each;
 use super::net::{Faults, Net};
 use super::schedules::{LOCATE, faults, fetch, prompt};
 use super::{LEN, Rng, delay, run};
-use crate::link::now;
 use crate::message::{
     ChunkLease, ChunkState, ClearsPage, KeyBatch, Lease, MAX_PAGES, PAGE_ENTRIES, Reply, Request,
     Stamped, Transport,

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use lmc_backend::{Host, LocateHint, Located};
+use lmc_backend::{Host, LocateHint, Located, now};
 use lmc_key::{ChunkKey, ClearsId};
 use lmc_testkit::rounds;
 
@@ -16,7 +16,6 @@ use super::net::{Faults, Net, name};
 use super::schedules::{LOCATE, Tally, faults, fetch, prompt};
 use super::{Rng, delay, key, run};
 use crate::directory::{Announce, Announced, Find, Fingerprint, MAX_ANNOUNCED, TableLimits};
-use crate::link::now;
 use crate::message::{Hello, OLDEST_VERSION, Refusal, Reply, Request, Stamped, VERSION};
 
 /// Time after which members and directories know everything of each other.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
-use lmc_backend::Clears;
+use lmc_backend::{Clears, now};
 use lmc_memory::{ReservedSlot, SealedSlot};
 use lmc_transfer::{BoxFuture, Filled, Index, PeerId, Slot, TransferError};
 use parking_lot::Mutex;
@@ -16,7 +16,7 @@ use super::chunks::{SimChunks, StateFile};
 use super::schedules::LOCATE;
 use super::{LEN, Rng, delay, once_in};
 use crate::directory::{DirectoryHost, TableLimits};
-use crate::link::{Link, now};
+use crate::link::Link;
 use crate::message::{NixlAddress, Reply, Request, Transport};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;

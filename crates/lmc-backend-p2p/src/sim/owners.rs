@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use lmc_backend::LocateHint;
+use lmc_backend::{LocateHint, now};
 use lmc_key::ChunkKey;
 
 use super::net::{Faults, Net};
@@ -12,7 +12,6 @@ use super::run;
 use super::schedules::{
     Found, LOCATE, Tally, begin_to_read_again, fetch, found, load, prompt, slow,
 };
-use crate::link::now;
 use crate::message::{ChunkLease, LATE_DIGEST, Released, Reply, Request};
 
 /// Time that a load may take, much longer than any owner is waited for.

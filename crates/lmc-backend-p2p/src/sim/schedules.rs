@@ -7,14 +7,13 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use lmc_backend::{
-    BackendError, FailedSlot, Handle, HostSpace, LoadItem, Loaded, LocateHint, Located,
+    BackendError, FailedSlot, Handle, HostSpace, LoadItem, Loaded, LocateHint, Located, now,
 };
 use lmc_key::{ChunkKey, HashAlgorithm, KeySpace, LayoutFingerprint};
 use lmc_testkit::rounds;
 
 use super::net::{Faults, Net, name};
 use super::{LEN, Rng, bytes, delay, key, once_in, run};
-use crate::link::now;
 use crate::message::{OLDEST_VERSION, Transport, VERSION};
 use crate::spaces::note;
 

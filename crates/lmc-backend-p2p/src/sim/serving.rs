@@ -5,14 +5,13 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use lmc_backend::LocateHint;
+use lmc_backend::{LocateHint, now};
 use lmc_key::{ChunkKey, ClearsId};
 use parking_lot::Mutex;
 
 use super::net::{Faults, Net};
 use super::schedules::{LOCATE, fetch, found, load, prompt, slow};
 use super::{LEN, run};
-use crate::link::now;
 use crate::message::{
     ChunkLease, Hello, KeyBatch, Lease, Leased, OLDEST_VERSION, Release, Renew, Reply, Request,
     Stamped, Transport, VERSION,

@@ -3,13 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use lmc_backend::{BackendError, LocateHint, Located};
+use lmc_backend::{BackendError, LocateHint, Located, now};
 use lmc_key::ChunkKey;
 
 use super::net::{Faults, Net};
 use super::schedules::{LOCATE, prompt};
 use super::{LEN, run};
-use crate::link::now;
 
 fn hint(name: &str) -> LocateHint {
     LocateHint::default().with_sources(Arc::new([name.to_owned()]))

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{BackendError, Cleared, Clears, TooManyClears};
+use lmc_backend::{BackendError, Cleared, Clears, TooManyClears, now};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
@@ -195,7 +195,7 @@ impl Shared {
         let (first, most) = self.config.probe_pause;
         let (mut failures, mut was_known) = (0u32, false);
         loop {
-            let pause = match self.sync_clears(Instant::now() + READ_TIMEOUT).await {
+            let pause = match self.sync_clears(now() + READ_TIMEOUT).await {
                 Ok(_) => {
                     failures = 0;
                     self.config.clears_interval
@@ -267,7 +267,7 @@ impl Shared {
 
     async fn try_sync_clears(&self, deadline: Instant) -> Result<Option<StoreError>, StoreError> {
         for _ in 0..MAX_ATTEMPTS {
-            let now = self.config.boot_clock.now();
+            let read_at = self.config.boot_clock.now();
             let read = match self.store.read_clears(MAX_CLEARS_LEN, deadline).await {
                 Err(StoreError::TooLarge { found, .. }) => {
                     return Err(self.not_understood(ClearsError::Len(found)));
@@ -284,11 +284,11 @@ impl Shared {
             };
             let is_found = object.is_some();
             let object = match object {
-                Some(object) => match self.note_object(&object, now)? {
+                Some(object) => match self.note_object(&object, read_at)? {
                     None => return Ok(None),
                     Some(newer) => newer,
                 },
-                None => self.successor(now, version.is_some(), deadline).await?,
+                None => self.successor(read_at, version.is_some(), deadline).await?,
             };
             let bytes = object.encode();
             let len = bytes.len() as u64;
@@ -298,9 +298,9 @@ impl Shared {
                 .await
             {
                 Ok(true) => {
-                    let all_are_in = self.note_object(&object, now)?.is_none();
-                    self.clears.known.lock().rewrite_at = now + REWRITES.1;
-                    self.refusals.written(len, Instant::now());
+                    let all_are_in = self.note_object(&object, read_at)?.is_none();
+                    self.clears.known.lock().rewrite_at = read_at + REWRITES.1;
+                    self.refusals.written(len, now());
                     // Clears that came meanwhile are written at once.
                     if all_are_in {
                         return Ok(None);
@@ -308,7 +308,7 @@ impl Shared {
                 }
                 Ok(false) => {}
                 Err(error) if is_found && error.is_refusal() => {
-                    self.refusals.refused(&error, len, Instant::now());
+                    self.refusals.refused(&error, len, now());
                     return Ok(Some(error));
                 }
                 Err(error) => return Err(error),

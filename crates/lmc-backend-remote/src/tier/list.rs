@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_backend::{BackendError, Cursor, Listed, Page, Unavailable};
+use lmc_backend::{BackendError, Cursor, Listed, Page, Unavailable, now};
 use parking_lot::Mutex;
 
 use super::Shared;
@@ -59,7 +59,7 @@ impl Shared {
         deadline: Instant,
     ) -> Result<Page, BackendError> {
         let folder = self.check()?;
-        self.paths.lookups.check(Instant::now())?;
+        self.paths.lookups.check(now())?;
         let token = self.listings.token(cursor)?;
         let shared = Arc::clone(self);
         let listed = self.spawn(async move {

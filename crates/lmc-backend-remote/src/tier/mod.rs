@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, Health, LoadItem, Loaded,
-    LocateHint, Located, Page, ReadRate, Sharing, StoreItem, Stored, Unavailable, Usage,
+    LocateHint, Located, Page, ReadRate, Sharing, StoreItem, Stored, Unavailable, Usage, now,
 };
 use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use parking_lot::Mutex;
@@ -255,7 +255,7 @@ impl Shared {
     }
 
     fn note_failure(&self, attempt: &mut Attempt, error: &StoreError) {
-        if attempt.failed(error, Instant::now()) {
+        if attempt.failed(error, now()) {
             self.counters.failed.add(1);
         }
     }
@@ -266,7 +266,7 @@ impl Shared {
         match error.is_refusal() {
             true => {
                 self.counters.failed.add(1);
-                self.refusals.refused(error, len, Instant::now());
+                self.refusals.refused(error, len, now());
             }
             false => self.note_failure(attempt, error),
         }
@@ -276,7 +276,7 @@ impl Shared {
     fn note_aside<T>(&self, results: &[Result<T, StoreError>]) {
         for error in results.iter().filter_map(|result| result.as_ref().err()) {
             self.counters.failed.add(1);
-            self.refusals.refused(error, 0, Instant::now());
+            self.refusals.refused(error, 0, now());
         }
     }
 }
@@ -384,7 +384,7 @@ impl Backend for RemoteTier {
                 reason: "closed".to_owned(),
             };
         }
-        let (now, paths) = (Instant::now(), &self.shared.paths);
+        let (now, paths) = (now(), &self.shared.paths);
         let unknown = self.shared.folder().err();
         if let Some(reason) = unknown.or_else(|| paths.lookups.fault(now)) {
             return Health::Down { reason };

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, stream};
 use lmc_backend::{
-    Answers, BackendError, FailedSlot, LoadItem, Loaded, Located, Location, Unavailable, ready,
+    Answers, BackendError, FailedSlot, LoadItem, Loaded, Located, Location, Unavailable, now, ready,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, checksum};
@@ -26,7 +26,7 @@ impl Shared {
         keys: &[ChunkKey],
         deadline: Instant,
     ) -> Vec<Result<Located, BackendError>> {
-        let now = Instant::now();
+        let now = now();
         // A chunk that cannot be loaded is not offered, except to the load that tries it.
         let checked = self.check().and_then(|folder| {
             self.paths.loads.check(now)?;
@@ -82,7 +82,7 @@ impl Shared {
                 return;
             };
             let asked: Vec<Asked> = keys.iter().map(|key| shared.absent.asking(key)).collect();
-            let until = deadline.max(Instant::now() + shared.config.timeout);
+            let until = deadline.max(now() + shared.config.timeout);
             let names: Vec<ValueName> = keys.iter().map(|&key| folder.value(key)).collect();
             let mut heads = shared.store.heads(&names, until);
             let in_time = tokio::time::timeout_at(deadline.into(), &mut heads).await;
@@ -111,7 +111,7 @@ impl Shared {
         heads: Heads,
     ) -> Vec<Result<Located, BackendError>> {
         self.note(attempt, &heads);
-        let now = Instant::now();
+        let now = now();
         let heads = keys.iter().zip(asked).zip(heads);
         let located = heads.map(|((key, asked), head)| {
             let Some(head) = head? else {
@@ -145,7 +145,7 @@ impl Shared {
             return ready([]);
         }
         let begun = self.check().and_then(|folder| {
-            let attempt = self.paths.loads.begin(Instant::now())?;
+            let attempt = self.paths.loads.begin(now())?;
             Ok((folder, attempt))
         });
         let (folder, attempt) = match begun {
@@ -207,7 +207,7 @@ impl Shared {
                 }
                 Got::Absent(slot) => {
                     if let (Some(key), Some((asked, _))) = (keys.get(index), asked.get(index)) {
-                        self.absent.insert(*key, *asked, Instant::now());
+                        self.absent.insert(*key, *asked, now());
                     }
                     answer(Loaded::Miss(slot));
                 }
@@ -242,13 +242,13 @@ impl Shared {
         let (Some(age), Some(touch_age)) = (age, self.store.touch_age()) else {
             return false;
         };
-        age > touch_age && !self.touched.contains(key, Instant::now())
+        age > touch_age && !self.touched.contains(key, now())
     }
 
     /// Makes values that are read as young as new ones: otherwise age would take the shared heads
     /// of prompts first, and leave tails that no prompt reaches.
     async fn touch(&self, names: Vec<ValueName>) {
-        let now = Instant::now();
+        let now = now();
         if self.paths.writes.check(now).is_err() {
             return;
         }
@@ -281,7 +281,7 @@ impl Shared {
         }
         self.counters.damaged.add(1);
         if let Some(asked) = asked {
-            self.damaged.insert(header.key, asked, Instant::now());
+            self.damaged.insert(header.key, asked, now());
         }
         Loaded::Miss(slot.into_reserved())
     }
@@ -300,13 +300,13 @@ struct Reading<'a> {
 
 impl<'a> Reading<'a> {
     fn begin(shared: &'a Shared) -> Self {
-        shared.rate.begin(Instant::now());
+        shared.rate.begin(now());
         Self { shared, bytes: 0 }
     }
 }
 
 impl Drop for Reading<'_> {
     fn drop(&mut self) {
-        self.shared.rate.end(self.bytes, Instant::now());
+        self.shared.rate.end(self.bytes, now());
     }
 }

@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use lmc_backend::now;
 use lmc_key::{ClearsId, SpaceId};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -62,7 +63,7 @@ impl Spaces {
     pub(super) fn note(&self, space: Space) {
         let mut state = self.state.lock();
         let known = state.known.get(&space);
-        if known.is_some_and(|at| at.elapsed() < KNOWN_FOR)
+        if known.is_some_and(|&at| now() - at < KNOWN_FOR)
             || state.waiting.len() >= MAX_WAITING
             || state.waiting.contains(&space)
         {
@@ -90,7 +91,7 @@ impl Spaces {
         if state.known.len() >= MAX_KNOWN {
             state.known.clear();
         }
-        state.known.insert(space, Instant::now());
+        state.known.insert(space, now());
     }
 }
 
@@ -105,7 +106,7 @@ impl Shared {
                 self.spaces.changed.notified().await;
                 continue;
             };
-            let may_write = self.paths.writes.check(Instant::now()).is_ok();
+            let may_write = self.paths.writes.check(now()).is_ok();
             if may_write && self.check().is_ok() {
                 let Err(error) = self.write_description(space, &record).await else {
                     self.spaces.described(space);
@@ -128,7 +129,7 @@ impl Shared {
         (folder, space): Space,
         record: &SpaceRecord,
     ) -> Result<(), StoreError> {
-        let deadline = Instant::now() + self.config.timeout;
+        let deadline = now() + self.config.timeout;
         let name = Name::Space(folder, space);
         let found = read_description(&*self.store, folder, space, deadline).await?;
         let has_digest = |tenant: Tenant| matches!(tenant, Tenant::Salted(Some(_)));

@@ -2,9 +2,9 @@
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use lmc_backend::{BackendError, Unavailable};
+use lmc_backend::{BackendError, Unavailable, now};
 
 use super::Shared;
 use crate::format::{ChunkFolder, Name, Scope};
@@ -35,7 +35,7 @@ impl Shared {
         let mut emptied: HashSet<ChunkFolder> = HashSet::new();
         loop {
             self.check()?;
-            let deadline = Instant::now() + TIMEOUT;
+            let deadline = now() + TIMEOUT;
             let page = self
                 .store
                 .list(Scope::Folders, token.as_deref(), PAGE, deadline);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use futures_util::{Stream, StreamExt, stream};
-use lmc_backend::{Answers, BackendError, StoreItem, Stored, ready};
+use lmc_backend::{Answers, BackendError, StoreItem, Stored, now, ready};
 use lmc_key::ChunkKey;
 use tokio::sync::{mpsc, oneshot};
 
@@ -74,7 +74,7 @@ impl Shared {
     /// As `check`, for what is written or removed.
     fn check_writes(&self) -> Result<ChunkFolder, BackendError> {
         let folder = self.check()?;
-        self.paths.writes.check(Instant::now())?;
+        self.paths.writes.check(now())?;
         Ok(folder)
     }
 
@@ -118,10 +118,10 @@ impl Shared {
         claimed: Vec<(Claim, (usize, StoreItem))>,
         deadline: Instant,
     ) {
-        let now = Instant::now();
+        let begun = now();
         // What a lookup has just not found is written without another look.
         let is_absent =
-            |(_, (_, item)): &(Claim, (usize, StoreItem))| self.absent.contains(&item.key, now);
+            |(_, (_, item)): &(Claim, (usize, StoreItem))| self.absent.contains(&item.key, begun);
         let (absent, unknown): (Vec<_>, Vec<_>) = claimed.into_iter().partition(is_absent);
         let names = unknown.iter().map(|(_, (_, item))| folder.value(item.key));
         let names: Vec<ValueName> = names.collect();
@@ -144,8 +144,8 @@ impl Shared {
             return;
         }
         let largest = puts.iter().map(|(item, _)| item.slot.len()).max();
-        let begun = self.begin_writes(folder, largest.unwrap_or(0), deadline);
-        let mut attempt = match begun.await {
+        let beginning = self.begin_writes(folder, largest.unwrap_or(0), deadline);
+        let mut attempt = match beginning.await {
             Ok(Some(attempt)) => attempt,
             declined => {
                 for (claim, index, _) in given.into_iter().flatten() {
@@ -165,7 +165,7 @@ impl Shared {
             match &put {
                 Ok(Put::Written) => {
                     attempt.succeeded();
-                    self.refusals.written(len, Instant::now());
+                    self.refusals.written(len, now());
                 }
                 // The store may have looked, and taken no value.
                 Ok(Put::Present) => {}
@@ -208,7 +208,7 @@ impl Shared {
         if names.is_empty() {
             return Vec::new();
         }
-        let attempt = match self.paths.lookups.begin(Instant::now()) {
+        let attempt = match self.paths.lookups.begin(now()) {
             Ok(attempt) => attempt,
             Err(error) => return error.each(names.len()),
         };
@@ -225,7 +225,7 @@ impl Shared {
         len: u64,
         deadline: Instant,
     ) -> Result<Option<Attempt>, StoreError> {
-        let mut attempt = self.paths.writes.begin(Instant::now())?;
+        let mut attempt = self.paths.writes.begin(now())?;
         match self.write_map(folder, deadline).await {
             Ok(is_asked_for) => Ok(is_asked_for.then_some(attempt)),
             Err(error) => {
@@ -245,7 +245,7 @@ impl Shared {
             .min(MAX_PAYLOAD_LEN);
         if found > max {
             let error = StoreError::TooLarge { max, found };
-            self.refusals.refused(&error, found, Instant::now());
+            self.refusals.refused(&error, found, now());
             return answer(Err(error.into()));
         }
         let head = match head {
@@ -254,9 +254,7 @@ impl Shared {
             Err(error) => return answer(Err(error.into())),
         };
         match head.check(&item.key) {
-            Ok(_) if self.damaged.contains(&item.key, Instant::now()) => {
-                Decision::Put(PutMode::Replace)
-            }
+            Ok(_) if self.damaged.contains(&item.key, now()) => Decision::Put(PutMode::Replace),
             Ok(_) => answer(Ok(Stored::Present)),
             Err(refusal) => {
                 self.counters.refused(refusal);

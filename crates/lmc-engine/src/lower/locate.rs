@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use lmc_backend::{BackendError, Cursor, Handle, LocateHint, Located, Location, Parts};
+use lmc_backend::{BackendError, Cursor, Handle, LocateHint, Located, Location, Parts, now};
 use lmc_key::{ChunkKey, ClearsId};
 
 use super::{Tiers, count};
@@ -111,7 +111,7 @@ pub(crate) struct Waits {
 impl Waits {
     /// Returns waits that are over.
     pub(crate) fn over(self) -> Self {
-        let now = Instant::now();
+        let now = now();
         Self {
             written_until: now,
             expected_until: now,
@@ -225,7 +225,7 @@ impl Tiers {
         let Some(tier) = tier.filter(|tier| tier.backend.index().is_some()) else {
             return (Vec::new(), None);
         };
-        let deadline = Instant::now() + tier.policy.locate_timeout;
+        let deadline = now() + tier.policy.locate_timeout;
         let page = tier.backend.list(Cursor::from_raw(from), limit, deadline);
         let page = match page.await {
             Ok(page) => page,
@@ -371,7 +371,7 @@ impl Tiers {
             Some(_) => &hint.clone().repeated(),
             None => hint,
         };
-        let begun = Instant::now();
+        let begun = now();
         let mut pause = ASK_AGAIN.0;
         loop {
             // A chunk after one that is absent is of no use.
@@ -386,13 +386,13 @@ impl Tiers {
             }
             let first = pending.first().map(|&n| &answers[n]);
             let until = first.and_then(|first| waits.end_for(first));
-            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let left = until.map(|until| until.saturating_duration_since(now()));
             let Some(left) = left.filter(|left| !left.is_zero()) else {
                 break;
             };
             has_waited = true;
             tokio::time::sleep(pause.min(left)).await;
-            pause = (pause * 2).min(ASK_AGAIN.1.max(begun.elapsed() / ASK_AGAIN_PART));
+            pause = (pause * 2).min(ASK_AGAIN.1.max((now() - begun) / ASK_AGAIN_PART));
             let asked: Vec<ChunkKey> = pending.iter().map(|&n| keys[n]).collect();
             // Meanwhile it may have come to DRAM by another prompt.
             let local = self.local.contains(&asked);
@@ -453,7 +453,7 @@ impl Tiers {
                 if let Some(wait) = hint.wait.filter(|_| hint.is_repeated) {
                     timeout = timeout.max(BUSY.min(wait));
                 }
-                let deadline = Instant::now() + timeout;
+                let deadline = now() + timeout;
                 let located = tier.backend.locate(keys, hint, deadline);
                 // A tier that breaks its contract must not hold the prompt up.
                 let located = tokio::time::timeout(timeout, located).await;

@@ -17,7 +17,7 @@ use std::sync::{Arc, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use lmc_backend::{Backend, BackendError, Cleared, Clears, Health, Sharing};
+use lmc_backend::{Backend, BackendError, Cleared, Clears, Health, Sharing, now};
 use lmc_backend_local::{LocalTier, Origin};
 use lmc_key::{ChunkKey, FoldState, SpaceId};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
@@ -370,7 +370,7 @@ impl LowerTiers {
     /// made.
     pub(crate) fn close(&self, deadline: Instant) -> (Vec<(String, String)>, Unwritten) {
         let tiers = Arc::clone(&self.tiers);
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = deadline.saturating_duration_since(now());
         // The rest of the time is for the tiers to make what was written durable.
         let writes_until = deadline - (left / 8).min(CLOSING);
         let closed = self.wait(deadline + ANSWER, async move {
@@ -407,7 +407,7 @@ impl LowerTiers {
             // The receiver may have given up.
             let _ = sender.send(work.await);
         });
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = deadline.saturating_duration_since(now());
         let done = receiver.recv_timeout(left).ok();
         if done.is_none() {
             task.abort();
@@ -420,13 +420,11 @@ impl Tier {
     /// Notes that the tier did not answer in the time that it has where others have all chunks.
     fn note_late(&self) {
         count(&self.counters.locate_failed, 1);
-        *self.late_until.lock() = Some(Instant::now() + locate::LATE);
+        *self.late_until.lock() = Some(now() + locate::LATE);
     }
 
     fn is_late(&self) -> bool {
-        self.late_until
-            .lock()
-            .is_some_and(|until| Instant::now() < until)
+        self.late_until.lock().is_some_and(|until| now() < until)
     }
 
     /// Removes chunks, also those that are being written. Returns for each whether it was there, and
@@ -465,7 +463,7 @@ impl Tier {
         let until = tokio::time::Instant::from_std(deadline + ANSWER / 2);
         let closed = tokio::time::timeout_at(until, self.backend.close(deadline)).await;
         // A tier that is closed answers the writes that it was given.
-        self.queue.idle(Instant::now() + ANSWER / 4).await;
+        self.queue.idle(now() + ANSWER / 4).await;
         let closed = closed.unwrap_or(Err(BackendError::Deadline));
         (closed, late + self.queue.left())
     }
@@ -607,8 +605,7 @@ impl Tiers {
         loop {
             self.learned.notified().await;
             // An error is seen in the tier's health.
-            self.tell(self.clears.clears(), Instant::now() + LEARN_TIMEOUT)
-                .await;
+            self.tell(self.clears.clears(), now() + LEARN_TIMEOUT).await;
         }
     }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::future::{Either, join_all, select};
-use lmc_backend::{LoadItem, Loaded, LocateHint};
+use lmc_backend::{LoadItem, Loaded, LocateHint, now};
 use lmc_backend_local::{
     InFlight, Leases, LocalTier, Origin, OwnerId, ReserveError, TenantId, Write, WriteStart,
 };
@@ -414,10 +414,10 @@ impl Tiers {
 
     /// Reads a range of a prompt, and leases its leading chunks.
     async fn read(&self, prompt: &Prompt, mut window: Window, permits: Vec<Permit>) -> Leases {
-        let writers_until = prompt.deadline.min(Instant::now() + WRITER_TIMEOUT);
+        let writers_until = prompt.deadline.min(now() + WRITER_TIMEOUT);
         // Two prompts that wait for each other's chunks both read their own first.
         self.read_anywhere(prompt, &mut window, permits).await;
-        while !window.rest.is_empty() && Instant::now() < prompt.deadline {
+        while !window.rest.is_empty() && now() < prompt.deadline {
             let mut rest = mem::take(&mut window.rest);
             self.wait_for(prompt, &rest, writers_until).await;
             let Some(permits) = self.reserve_rest(prompt, &mut window, &mut rest).await else {
@@ -485,13 +485,13 @@ impl Tiers {
         let keys = failed.iter().map(|(index, _)| prompt.keys[*index]);
         let keys: HashSet<_, FoldState> = keys.collect();
         window.promoting.retain(|key| keys.contains(key));
-        if failed.is_empty() || Instant::now() >= prompt.deadline {
+        if failed.is_empty() || now() >= prompt.deadline {
             return;
         }
         let mut rest = self.locate_elsewhere(prompt, &failed).await;
         let never = Notify::new();
         while !rest.is_empty()
-            && Instant::now() < prompt.deadline
+            && now() < prompt.deadline
             && let Some(permits) = self.reserve_rest(prompt, window, &mut rest).await
         {
             self.load_all(prompt, window, permits, &never).await;
@@ -502,7 +502,7 @@ impl Tiers {
     async fn wait_for(&self, prompt: &Prompt, busy: &[Rest], writers_until: Instant) {
         for one in busy {
             let key = &prompt.keys[one.index];
-            while self.is_awaited(key, writers_until) && Instant::now() < prompt.deadline {
+            while self.is_awaited(key, writers_until) && now() < prompt.deadline {
                 tokio::time::sleep(POLL).await;
             }
         }
@@ -511,8 +511,7 @@ impl Tiers {
     /// Returns true if a chunk is probably findable soon: another prompt promotes it, or, until
     /// `writers_until`, a worker writes it.
     fn is_awaited(&self, key: &ChunkKey, writers_until: Instant) -> bool {
-        self.promoting.lock().contains(key)
-            || (self.local.is_writing(key) && Instant::now() < writers_until)
+        self.promoting.lock().contains(key) || (self.local.is_writing(key) && now() < writers_until)
     }
 
     /// Asks the other tiers for chunks whose load failed; each is given with the tier that failed.
@@ -627,7 +626,7 @@ impl Tiers {
         let split = |(index, mark, item)| (Some((index, mark)), item);
         let (mut marks, items): (Vec<_>, Vec<_>) = loads.into_iter().map(split).unzip();
         let mut failed = Vec::new();
-        let timeout = tier.policy.read_timeout.map(|time| Instant::now() + time);
+        let timeout = tier.policy.read_timeout.map(|time| now() + time);
         let deadline = timeout.map_or(prompt.deadline, |until| until.min(prompt.deadline));
         let answers = tier.backend.load(items, deadline);
         let answers = answers.take_until(overtaken.notified());

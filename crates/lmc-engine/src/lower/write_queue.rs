@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use lmc_backend::{StoreItem, Stored};
+use lmc_backend::{StoreItem, Stored, now};
 use lmc_backend_local::{Inserted, Leases, Origin, OwnerId, Write};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::SealedSlot;
@@ -164,7 +164,7 @@ impl WriteQueue {
             oldest.is_some_and(|(&oldest, _)| oldest <= last)
         };
         while under_way() {
-            if Instant::now() >= deadline {
+            if now() >= deadline {
                 return false;
             }
             tokio::time::sleep(POLL).await;
@@ -174,7 +174,7 @@ impl WriteQueue {
 
     /// Waits until nothing waits or is being written, or until the deadline.
     pub(super) async fn idle(&self, deadline: Instant) {
-        while self.bytes() > 0 && Instant::now() < deadline {
+        while self.bytes() > 0 && now() < deadline {
             tokio::time::sleep(POLL).await;
         }
     }
@@ -304,7 +304,7 @@ async fn write(tiers: &Tiers, index: usize, batch: u64, items: Vec<StoreItem>) {
     let tier = &tiers.tiers[index];
     let counters = &tier.counters;
     let mut lens: Vec<Option<u64>> = items.iter().map(|item| Some(item.slot.len())).collect();
-    let deadline = Instant::now() + tier.policy.write_timeout;
+    let deadline = now() + tier.policy.write_timeout;
     let mut stored = tier.backend.store(items, deadline);
     while let Some((item, stored)) = stored.next().await {
         let Some(len) = lens.get_mut(item).and_then(Option::take) else {

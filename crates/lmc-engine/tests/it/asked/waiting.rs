@@ -2,6 +2,9 @@
 
 use std::sync::atomic::AtomicBool;
 
+use lmc_backend::now;
+use tokio::runtime::Runtime;
+
 use super::*;
 
 /// A tier of one source, which is expected to compute what it does not have.
@@ -72,8 +75,19 @@ impl Prefill {
         Self::beside(None, Duration::ZERO)
     }
 
+    /// All of it on this runtime, so on its clock.
+    fn on(runtime: &Runtime) -> Self {
+        Self::with(None, |config| {
+            config.runtime = Some(runtime.handle().clone())
+        })
+    }
+
     /// `pending` is the time to wait for chunks that are being written.
     fn beside(other: Option<Arc<Scripted>>, pending: Duration) -> Self {
+        Self::with(other, |config| config.pending_timeout = pending)
+    }
+
+    fn with(other: Option<Arc<Scripted>>, change: impl FnOnce(&mut EngineConfig)) -> Self {
         let source = Arc::new(Computing {
             inner: MemoryBackend::shared(),
             is_connected: AtomicBool::new(true),
@@ -82,9 +96,7 @@ impl Prefill {
         });
         let mut tiers: Vec<Arc<dyn Backend>> = vec![Arc::clone(&source) as _];
         tiers.extend(other.map(|other| other as Arc<dyn Backend>));
-        let engine = engine_with(64, tiers, |config, _| {
-            config.pending_timeout = pending;
-        });
+        let engine = engine_with(64, tiers, |config, _| change(config));
         Self { source, engine }
     }
 
@@ -148,6 +160,25 @@ fn a_wait_ends_with_its_time_and_with_its_source() {
     assert_eq!(lookup.wait_blocking().hits, 2);
     assert_eq!(prefill.look_up(&[RANK], DEADLINE).wait_blocking().hits, 2);
     assert_idle(&prefill.engine);
+}
+
+/// The longest wait that a server allows and one millisecond, on a clock that jumps.
+#[test]
+fn a_wait_of_minutes_ends_at_its_deadline() {
+    let mut runtime = Builder::new_current_thread();
+    let runtime = runtime.enable_time().start_paused(true).build();
+    let runtime = runtime.expect("a runtime");
+    for wait in [Duration::from_millis(1), Duration::from_secs(300)] {
+        let prefill = Prefill::on(&runtime);
+        let waited = runtime.block_on(async {
+            let begun = now();
+            let found = prefill.look_up(&[RANK], wait).wait().await;
+            assert_eq!(found.hits, 0);
+            now() - begun
+        });
+        // A source that answers at the end is waited for.
+        assert!(waited >= wait && waited < wait + DEADLINE, "{waited:?}");
+    }
 }
 
 /// On two busy cores a decode engine computed what its prefill engine's server could not lend at once.
