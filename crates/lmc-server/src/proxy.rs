@@ -35,6 +35,7 @@ use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinHandle;
+use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
 use self::body::{Begun, Relayed};
@@ -134,6 +135,8 @@ struct Proxy {
     memory: Arc<Semaphore>,
     /// Copies that there are of a request at a time.
     copies: usize,
+    /// Prefills under way, which may outlive the answers to their clients.
+    prefills: TaskTracker,
     counters: Counters,
     /// Knows the names under which it may be asked; none where it listens for other hosts, which
     /// may know it by any.
@@ -230,6 +233,7 @@ async fn serve(arguments: &Arguments) -> Result<()> {
         end: STOP_DEADLINE,
         unread: Some(UNREAD_DEADLINE),
     };
+    let prefills = proxy.prefills.clone();
     let serving = connections::serve(socket, router(proxy), None, stopped, bounds);
     let serving = tokio::spawn(serving);
     let name = signals.first().await;
@@ -238,8 +242,14 @@ async fn serve(arguments: &Arguments) -> Result<()> {
         STOP_DEADLINE.as_secs()
     );
     stop.send_replace(true);
+    let until = tokio::time::Instant::now() + STOP_DEADLINE;
+    let ended = async {
+        let _ = serving.await;
+        prefills.close();
+        let _ = tokio::time::timeout_at(until, prefills.wait()).await;
+    };
     tokio::select! {
-        _ = serving => {}
+        () = ended => {}
         name = signals.second() => warn!("{name}: requests under way are cut"),
     }
     Ok(())
@@ -376,6 +386,7 @@ impl Proxy {
             idle_timeout: Duration::from_secs(arguments.idle_timeout_seconds),
             memory: Arc::new(Semaphore::new(MEMORY_KIB)),
             // The client's, a clipped one, those for both engines, and one while they are made.
+            prefills: TaskTracker::new(),
             copies: if arguments.prefill_peer.is_empty() {
                 2
             } else {
@@ -544,7 +555,7 @@ impl Proxy {
         let (this, engine) = (Arc::clone(self), Arc::clone(engine));
         let (path, headers) = (asked.path, asked.headers.clone());
         let memory = asked.memory.clone();
-        let task = tokio::spawn(async move {
+        let task = self.prefills.spawn(async move {
             let _memory = memory;
             let began = Instant::now();
             let computed = this.compute(&engine, path, &headers, body);

@@ -73,6 +73,14 @@ impl Asked {
         self.connection.write_all(text.as_bytes()).expect("sent");
     }
 
+    /// Returns true if the other side does not close the connection in this time.
+    fn stays_open(&mut self, time: Duration) -> bool {
+        let timeout = self.connection.set_read_timeout(Some(time));
+        timeout.expect("a timeout");
+        let end = self.connection.read(&mut [0]);
+        end.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
+    }
+
     /// Waits until the other side has closed the connection.
     fn wait_for_end(mut self) {
         self.connection
@@ -605,6 +613,22 @@ fn an_answer_that_begins_before_the_prefill_has_ended_is_passed_on_and_leaves_it
     assert_eq!(proxy.metric(&in_flight("prefill", &prefill)), 1.0);
     first.answer(200, "{}");
     until("it is counted", || outcomes(&proxy, "done") == 1.0);
+}
+
+/// The proxy ended the prefill, of which an engine with LMCache's connector died.
+#[test]
+fn a_stop_waits_for_prefills_whose_answers_have_ended() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let mut proxy = at_once(&[&prefill], &decode);
+    let client = proxy.post(PATH, "", &long_prompt());
+    let (mut first, second) = (prefill.next(), decode.next());
+    second.answer(200, "answered");
+    assert!(rest(client).ends_with("answered"));
+    proxy.process.signal(libc::SIGTERM);
+    proxy.process.line("SIGTERM");
+    assert!(first.stays_open(Duration::from_millis(300)));
+    first.answer(200, "{}");
+    assert_eq!(proxy.process.wait().code(), Some(0));
 }
 
 #[test]
