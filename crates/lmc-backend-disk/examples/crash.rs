@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use lmc_backend::conformance::{
     Rng, block_on, check_value, fill_value, load_batch, store_batch, test_key,
 };
-use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend::{LoadItem, Loaded, StoreItem, Stored, WriteBackend};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskIo};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 

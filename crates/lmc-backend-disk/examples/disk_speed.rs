@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use lmc_backend::conformance::{Rng, block_on, store_batch, test_key};
-use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored, WriteBackend};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskIo};
 use lmc_memory::{
     Arena, ArenaConfig, Demand, Pool, PoolConfig, Prefault, ReservedSlot, SealedSlot, WrittenSlot,

@@ -8,7 +8,7 @@ use std::time::Instant;
 use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, Health, Listed,
     LoadItem, Loaded, LocalIndex, LocateHint, Located, Location, Page, StoreItem, Stored, Usage,
-    ready,
+    WriteBackend, ready,
 };
 use lmc_key::ChunkKey;
 
@@ -308,6 +308,10 @@ impl Backend for DiskBackend {
         TIER
     }
 
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
+    }
+
     fn index(&self) -> Option<&dyn LocalIndex> {
         Some(self)
     }
@@ -325,22 +329,6 @@ impl Backend for DiskBackend {
         self.load_all(items, deadline)
     }
 
-    fn store(
-        &self,
-        items: Vec<StoreItem>,
-        deadline: Instant,
-    ) -> Answers<'_, Result<Stored, BackendError>> {
-        self.store_all(items, deadline)
-    }
-
-    fn remove<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        Box::pin(self.remove_all(keys, deadline))
-    }
-
     fn clear(
         &self,
         clears: Arc<Clears>,
@@ -351,44 +339,6 @@ impl Backend for DiskBackend {
 
     fn clears(&self) -> Arc<Clears> {
         self.set.clears()
-    }
-
-    fn list(
-        &self,
-        cursor: Cursor,
-        limit: usize,
-        _deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, BackendError>> {
-        if self.closed() {
-            return Box::pin(std::future::ready(Err(BackendError::Closed)));
-        }
-        // A location: drive, segment, block; plus one, so that 0 lies before all.
-        let raw = cursor.raw();
-        let mut drive = (raw >> 64) as usize;
-        let mut after = (raw as u64)
-            .checked_sub(1)
-            .map(|location| ((location >> 32) as u32, location as u32));
-        let mut page = Page::default();
-        while drive < self.drives.len() && page.items.len() < limit {
-            let missing = limit - page.items.len();
-            let found = self.drives[drive].list(after, missing);
-            after = found
-                .last()
-                .map(|last| (last.location.segment, last.location.block));
-            let items = found.iter().map(|found| Listed::new(found.key, found.len));
-            page.items.extend(items);
-            if found.len() < missing {
-                drive += 1;
-                after = None;
-            }
-        }
-        page.next = (drive < self.drives.len()).then(|| {
-            let location = after.map_or(0, |(segment, block)| {
-                (u64::from(segment) << 32 | u64::from(block)) + 1
-            });
-            Cursor::from_raw((drive as u128) << 64 | u128::from(location))
-        });
-        Box::pin(std::future::ready(Ok(page)))
     }
 
     fn usage(&self) -> Option<Usage> {
@@ -452,6 +402,62 @@ impl Backend for DiskBackend {
             }
             ended.into_iter().collect()
         })
+    }
+}
+
+impl WriteBackend for DiskBackend {
+    fn store(
+        &self,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        self.store_all(items, deadline)
+    }
+
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
+        Box::pin(self.remove_all(keys, deadline))
+    }
+
+    fn list(
+        &self,
+        cursor: Cursor,
+        limit: usize,
+        _deadline: Instant,
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
+        if self.closed() {
+            return Box::pin(std::future::ready(Err(BackendError::Closed)));
+        }
+        // A location: drive, segment, block; plus one, so that 0 lies before all.
+        let raw = cursor.raw();
+        let mut drive = (raw >> 64) as usize;
+        let mut after = (raw as u64)
+            .checked_sub(1)
+            .map(|location| ((location >> 32) as u32, location as u32));
+        let mut page = Page::default();
+        while drive < self.drives.len() && page.items.len() < limit {
+            let missing = limit - page.items.len();
+            let found = self.drives[drive].list(after, missing);
+            after = found
+                .last()
+                .map(|last| (last.location.segment, last.location.block));
+            let items = found.iter().map(|found| Listed::new(found.key, found.len));
+            page.items.extend(items);
+            if found.len() < missing {
+                drive += 1;
+                after = None;
+            }
+        }
+        page.next = (drive < self.drives.len()).then(|| {
+            let location = after.map_or(0, |(segment, block)| {
+                (u64::from(segment) << 32 | u64::from(block)) + 1
+            });
+            Cursor::from_raw((drive as u128) << 64 | u128::from(location))
+        });
+        Box::pin(std::future::ready(Ok(page)))
     }
 }
 

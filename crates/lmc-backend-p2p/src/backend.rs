@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::FutureExt;
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, Health, Host, LoadItem,
-    Loaded, LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage, now, ready,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Health, Host, LoadItem, Loaded,
+    LocateHint, Located, Sharing, Usage, now, ready,
 };
 use lmc_key::ChunkKey;
 use lmc_transfer::{Address, PeerEvent, PeerId, SocketConfig, SocketError, TransferChannel};
@@ -299,10 +299,6 @@ impl Backend for P2pBackend {
         Sharing::Shared
     }
 
-    fn takes_writes(&self) -> bool {
-        false
-    }
-
     fn asks_at_once(&self) -> usize {
         ASKED_AT_ONCE
     }
@@ -332,30 +328,6 @@ impl Backend for P2pBackend {
         self.node.load(items, deadline)
     }
 
-    fn store(
-        &self,
-        items: Vec<StoreItem>,
-        _: Instant,
-    ) -> Answers<'_, Result<Stored, BackendError>> {
-        let answer = |_| match self.closed() {
-            Some(closed) => Err(closed),
-            None => Ok(Stored::Declined),
-        };
-        ready(items.into_iter().map(answer).collect::<Vec<_>>())
-    }
-
-    fn remove<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        _: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        let answer = |_| match self.closed() {
-            Some(closed) => Err(closed),
-            None => Ok(false),
-        };
-        Box::pin(std::future::ready(keys.iter().map(answer).collect()))
-    }
-
     fn clear(
         &self,
         clears: Arc<Clears>,
@@ -371,10 +343,6 @@ impl Backend for P2pBackend {
             let unconfirmed = self.node.pass_on(&clears, deadline, missing).await;
             Ok(Cleared::new(0).with_unconfirmed(unconfirmed))
         })
-    }
-
-    fn list(&self, _: Cursor, _: usize, _: Instant) -> BoxFuture<'_, Result<Page, BackendError>> {
-        Box::pin(std::future::ready(Ok(Page::default())))
     }
 
     fn usage(&self) -> Option<Usage> {

@@ -45,6 +45,9 @@ const AS_LONG_AGAIN: Duration = Duration::from_micros(500);
 const ANSWER_MARGIN: Duration = Duration::from_millis(250);
 /// Time after a lease's end at which a read that goes on is given up.
 const READ_MARGIN: Duration = Duration::from_millis(500);
+/// Time that a caller has to give for a lease or a read that was not in time to count against the peer:
+/// less says more about the caller.
+const PATIENT: Duration = Duration::from_millis(500);
 /// Time for a release's answer.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -466,6 +469,7 @@ impl<L: Link> Node<L> {
         let mut items = items;
         self.retain_connected(&mut items[0].others);
         let sent = now();
+        let is_patient = deadline.saturating_duration_since(sent) >= PATIENT;
         let wait = match items[0].others.is_empty() {
             false => Duration::ZERO,
             // The other half is for reading.
@@ -489,7 +493,8 @@ impl<L: Link> Node<L> {
         } = match self.ask(peer, &request, answer_by).await {
             Ok(Reply::Leased(leased)) if answers(&leased.message) => leased,
             answer => {
-                if answer != Ok(Reply::Refused(Refusal::TooMany)) {
+                let is_late = answer.is_err() && !is_patient;
+                if !is_late && answer != Ok(Reply::Refused(Refusal::TooMany)) {
                     let reason = "a lease was not answered".to_owned();
                     self.count_of(peer, |peer| _ = peer.lent_badly(reason, now()));
                 }
@@ -535,6 +540,10 @@ impl<L: Link> Node<L> {
         let took = now().saturating_duration_since(begun);
         self.count_of(peer, |peer| match &filled {
             Some(Filled { error: None, .. }) => peer.read(by, bytes, took),
+            Some(Filled {
+                error: Some(TransferError::Deadline),
+                ..
+            }) if by == Transport::Sockets && !is_patient => peer.counters.failed += 1,
             Some(Filled {
                 error: Some(error), ..
             }) => {

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use lmc_backend::conformance::{fill_value, test_key};
-use lmc_backend::{Backend, LoadItem, LocateHint, Located, StoreItem};
+use lmc_backend::{Backend, LoadItem, LocateHint, Located, StoreItem, WriteBackend};
 use lmc_backend_remote::format::PROBE_FOLDER;
 use lmc_backend_remote::redis::{RedisConfig, RedisStore};
 use lmc_backend_remote::s3::{Connector, S3Config, S3Store};

@@ -50,10 +50,9 @@ pub trait Backend: fmt::Debug + Send + Sync {
         Sharing::Private
     }
 
-    /// Returns false for a tier that keeps nothing it is given: nothing is offered to it. Default:
-    /// true.
-    fn takes_writes(&self) -> bool {
-        true
+    /// Returns the tier as one that is written to. Default: it only reads, and nothing is offered to it.
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        None
     }
 
     /// Returns the tier's index if that is in this process, so that a lookup need not wait.
@@ -89,28 +88,6 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// another length a [`BackendError::Length`].
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded>;
 
-    /// Writes chunks; answers when they are as durable as the tier promises. The slots are held
-    /// until nothing reads from them any more.
-    ///
-    /// # Errors
-    /// [`BackendError`] for each chunk; after one, the chunk may or may not be present, or
-    /// become present later.
-    fn store(
-        &self,
-        items: Vec<StoreItem>,
-        deadline: Instant,
-    ) -> Answers<'_, Result<Stored, BackendError>>;
-
-    /// Removes chunks; answers `true` for those that were there.
-    ///
-    /// # Errors
-    /// [`BackendError`] for each key; after one, the chunk may or may not be present.
-    fn remove<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>>;
-
     /// Takes in the clears that the engine has carried out, whose map contains all that it said
     /// before, and notes the map as durably as the tier notes anything. Chunks that were computed
     /// before have other names than those that are asked for from now on.
@@ -135,19 +112,6 @@ pub trait Backend: fmt::Debug + Send + Sync {
         Arc::default()
     }
 
-    /// Returns a page of the chunks that are present, in an order of the tier's own. Starts at
-    /// [`Cursor::START`] and goes on from [`Page::next`] until that is `None`. A chunk that is
-    /// there from the first page to the last is listed exactly once.
-    ///
-    /// # Errors
-    /// [`BackendError`].
-    fn list(
-        &self,
-        cursor: Cursor,
-        limit: usize,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, BackendError>>;
-
     /// Returns what the tier holds as far as this process knows; `None` where it does not, and
     /// once the tier is closed. Never waits.
     fn usage(&self) -> Option<Usage>;
@@ -167,6 +131,46 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`BackendError`] when something that was acknowledged may be lost.
     fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>>;
+}
+
+/// A tier that keeps what it is given: a disk, a remote store.
+///
+/// The rules of [`Backend`] hold here as well.
+pub trait WriteBackend: Backend {
+    /// Writes chunks; answers when they are as durable as the tier promises. The slots are held
+    /// until nothing reads from them any more.
+    ///
+    /// # Errors
+    /// [`BackendError`] for each chunk; after one, the chunk may or may not be present, or
+    /// become present later.
+    fn store(
+        &self,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+    ) -> Answers<'_, Result<Stored, BackendError>>;
+
+    /// Removes chunks; answers `true` for those that were there.
+    ///
+    /// # Errors
+    /// [`BackendError`] for each key; after one, the chunk may or may not be present.
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>>;
+
+    /// Returns a page of the chunks that are present, in an order of the tier's own. Starts at
+    /// [`Cursor::START`] and goes on from [`Page::next`] until that is `None`. A chunk that is
+    /// there from the first page to the last is listed exactly once.
+    ///
+    /// # Errors
+    /// [`BackendError`].
+    fn list(
+        &self,
+        cursor: Cursor,
+        limit: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Page, BackendError>>;
 }
 
 /// The index of a tier whose index is in this process.

@@ -45,7 +45,7 @@ mod answers;
 pub use answers::{Answers, in_order, ready};
 
 mod backend;
-pub use backend::{Backend, BoxFuture, LocalIndex};
+pub use backend::{Backend, BoxFuture, LocalIndex, WriteBackend};
 
 mod clears;
 pub use clears::{Clears, ClearsDamaged, StartId, TooManyClears};

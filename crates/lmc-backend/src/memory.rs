@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use crate::{
     Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, Health, Listed,
     LoadItem, Loaded, LocalIndex, LocateHint, Located, Location, Page, Sharing, StoreItem, Stored,
-    Usage, ready,
+    Usage, WriteBackend, ready,
 };
 
 /// Copies chunks into a map on the heap: the twin of every real tier in tests and examples.
@@ -164,6 +164,10 @@ impl Backend for MemoryBackend {
         "memory"
     }
 
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
+    }
+
     fn sharing(&self) -> Sharing {
         match self.is_shared {
             true => Sharing::Shared,
@@ -186,22 +190,6 @@ impl Backend for MemoryBackend {
 
     fn load(&self, items: Vec<LoadItem>, _deadline: Instant) -> Answers<'_, Loaded> {
         ready(items.into_iter().map(|item| self.load_one(item)))
-    }
-
-    fn store(
-        &self,
-        items: Vec<StoreItem>,
-        _deadline: Instant,
-    ) -> Answers<'_, Result<Stored, BackendError>> {
-        ready(items.iter().map(|item| self.store_one(item)))
-    }
-
-    fn remove<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        _deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        Box::pin(done(keys.iter().map(|key| self.remove_one(key)).collect()))
     }
 
     fn clear(
@@ -233,6 +221,45 @@ impl Backend for MemoryBackend {
         Arc::clone(&self.state.lock().clears)
     }
 
+    fn usage(&self) -> Option<Usage> {
+        let state = self.state.lock();
+        let mut usage = Usage::new(state.chunks.len() as u64, state.bytes);
+        usage.capacity = self.capacity;
+        (!state.closed).then_some(usage)
+    }
+
+    fn health(&self) -> Health {
+        match self.state.lock().closed {
+            true => Health::Down {
+                reason: "closed".to_owned(),
+            },
+            false => Health::Ready,
+        }
+    }
+
+    fn close(&self, _deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
+        self.state.lock().closed = true;
+        Box::pin(done(Ok(())))
+    }
+}
+
+impl WriteBackend for MemoryBackend {
+    fn store(
+        &self,
+        items: Vec<StoreItem>,
+        _deadline: Instant,
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        ready(items.iter().map(|item| self.store_one(item)))
+    }
+
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        _deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
+        Box::pin(done(keys.iter().map(|key| self.remove_one(key)).collect()))
+    }
+
     fn list(
         &self,
         cursor: Cursor,
@@ -255,26 +282,5 @@ impl Backend for MemoryBackend {
         }
         page.next = rest.next().map(|_| last);
         Box::pin(done(Ok(page)))
-    }
-
-    fn usage(&self) -> Option<Usage> {
-        let state = self.state.lock();
-        let mut usage = Usage::new(state.chunks.len() as u64, state.bytes);
-        usage.capacity = self.capacity;
-        (!state.closed).then_some(usage)
-    }
-
-    fn health(&self) -> Health {
-        match self.state.lock().closed {
-            true => Health::Down {
-                reason: "closed".to_owned(),
-            },
-            false => Health::Ready,
-        }
-    }
-
-    fn close(&self, _deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
-        self.state.lock().closed = true;
-        Box::pin(done(Ok(())))
     }
 }

@@ -8,7 +8,7 @@ use lmc_key::ChunkKey;
 
 use crate::{
     Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, Health, LoadItem, Loaded,
-    LocateHint, Located, Page, StoreItem, Stored, Usage, ready,
+    LocateHint, Located, Page, StoreItem, Stored, Usage, WriteBackend, ready,
 };
 
 /// Declines every chunk and never finds one.
@@ -18,6 +18,10 @@ pub struct NoopBackend;
 impl Backend for NoopBackend {
     fn name(&self) -> &str {
         "noop"
+    }
+
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
     }
 
     fn locate<'a>(
@@ -34,6 +38,28 @@ impl Backend for NoopBackend {
         ready(items.into_iter().map(|item| Loaded::Miss(item.slot)))
     }
 
+    fn clear(
+        &self,
+        _clears: Arc<Clears>,
+        _deadline: Instant,
+    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
+        Box::pin(future::ready(Ok(Cleared::default())))
+    }
+
+    fn usage(&self) -> Option<Usage> {
+        Some(Usage::default().with_capacity(0))
+    }
+
+    fn health(&self) -> Health {
+        Health::Ready
+    }
+
+    fn close(&self, _deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
+        Box::pin(future::ready(Ok(())))
+    }
+}
+
+impl WriteBackend for NoopBackend {
     fn store(
         &self,
         items: Vec<StoreItem>,
@@ -50,14 +76,6 @@ impl Backend for NoopBackend {
         Box::pin(future::ready(keys.iter().map(|_| Ok(false)).collect()))
     }
 
-    fn clear(
-        &self,
-        _clears: Arc<Clears>,
-        _deadline: Instant,
-    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
-        Box::pin(future::ready(Ok(Cleared::default())))
-    }
-
     fn list(
         &self,
         _cursor: Cursor,
@@ -65,17 +83,5 @@ impl Backend for NoopBackend {
         _deadline: Instant,
     ) -> BoxFuture<'_, Result<Page, BackendError>> {
         Box::pin(future::ready(Ok(Page::default())))
-    }
-
-    fn usage(&self) -> Option<Usage> {
-        Some(Usage::default().with_capacity(0))
-    }
-
-    fn health(&self) -> Health {
-        Health::Ready
-    }
-
-    fn close(&self, _deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
-        Box::pin(future::ready(Ok(())))
     }
 }

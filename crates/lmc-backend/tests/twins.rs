@@ -8,7 +8,7 @@ use futures_util::StreamExt;
 use lmc_backend::conformance::{Conformance, Delayed, Faults, Faulty, Gated, Guarantee};
 use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, LoadItem,
-    Loaded, LocateHint, Located, MemoryBackend, NoopBackend, Page,
+    Loaded, LocateHint, Located, MemoryBackend, NoopBackend, Page, WriteBackend,
 };
 use lmc_key::ChunkKey;
 use lmc_testkit::rounds;
@@ -98,10 +98,14 @@ enum Lie {
 struct Liar(MemoryBackend, Lie);
 
 impl Backend for Liar {
-    lmc_backend::forward!(0: store usage health close);
+    lmc_backend::forward!(0: usage health close);
 
     fn name(&self) -> &str {
         "liar"
+    }
+
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
     }
 
     fn locate<'a>(
@@ -149,21 +153,6 @@ impl Backend for Liar {
         Box::pin(loaded.map(lie))
     }
 
-    fn remove<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        Box::pin(async move {
-            if self.1 != Lie::Keeps {
-                return self.0.remove(keys, deadline).await;
-            }
-            let found = self.0.locate(keys, LocateHint::none(), deadline).await;
-            let is_there = |found| Ok(matches!(found, Ok(Located::Present(_))));
-            found.into_iter().map(is_there).collect()
-        })
-    }
-
     fn clear(
         &self,
         clears: Arc<Clears>,
@@ -184,6 +173,25 @@ impl Backend for Liar {
             Lie::Forgets => Arc::default(),
             _ => self.0.clears(),
         }
+    }
+}
+
+impl WriteBackend for Liar {
+    lmc_backend::forward!(0: store);
+
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
+        Box::pin(async move {
+            if self.1 != Lie::Keeps {
+                return self.0.remove(keys, deadline).await;
+            }
+            let found = self.0.locate(keys, LocateHint::none(), deadline).await;
+            let is_there = |found| Ok(matches!(found, Ok(Located::Present(_))));
+            found.into_iter().map(is_there).collect()
+        })
     }
 
     fn list(

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{Delayed, Gated, block_on, test_hash};
-use lmc_backend::{Backend, MemoryBackend, StoreItem, in_order};
+use lmc_backend::{Backend, MemoryBackend, StoreItem, WriteBackend, in_order};
 use lmc_engine::{CacheEngine, EngineConfig, LookupRequest, LowerTier, OwnerId, Rank, TierPolicy};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{block_on, clear_all, load_batch, store_batch, test_key};
-use lmc_backend::{Backend, BackendError, LoadItem, Stored};
+use lmc_backend::{Backend, BackendError, LoadItem, Stored, WriteBackend};
 use lmc_key::ClearsId;
 use lmc_testkit::{cpu_time, rounds};
 

@@ -8,7 +8,9 @@ use lmc_backend::conformance::{
     Conformance, Guarantee, Rng, block_on, check_value, fill_value, load_batch, store_batch,
     test_key,
 };
-use lmc_backend::{Backend, Cleared, Clears, LoadItem, Loaded, StartId, StoreItem, Stored};
+use lmc_backend::{
+    Backend, Cleared, Clears, LoadItem, Loaded, StartId, StoreItem, Stored, WriteBackend,
+};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::rounds;
 

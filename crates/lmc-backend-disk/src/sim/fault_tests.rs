@@ -9,7 +9,7 @@ use futures_util::{FutureExt, StreamExt};
 use lmc_backend::conformance::{block_on, lens_of, load_batch, store_batch, test_key};
 use lmc_backend::{
     Backend, BackendError, ChunkEvent, EventSink, Events, FailedSlot, Health, LoadItem, Loaded,
-    Stored,
+    Stored, WriteBackend,
 };
 use lmc_testkit::{rounds, until};
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use lmc_backend::conformance::{
     block_on, check_value, fill_value, lens_of, load_batch, store_batch, test_key,
 };
-use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored, WriteBackend};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
 use lmc_memory::Pool;
 use lmc_testkit::{Folder, pool, soon, test_arguments};

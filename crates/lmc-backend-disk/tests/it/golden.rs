@@ -9,7 +9,7 @@ use std::sync::Arc;
 use lmc_backend::conformance::{
     block_on, check_value, fill_value, load_batch, store_batch, test_key,
 };
-use lmc_backend::{Backend, Clears, LoadItem, Loaded, StartId, StoreItem};
+use lmc_backend::{Backend, Clears, LoadItem, Loaded, StartId, StoreItem, WriteBackend};
 use lmc_backend_disk::{DiskBackend, DiskConfig, FORMAT_VERSION};
 use lmc_memory::Pool;
 use lmc_testkit::{Folder, pool, soon};

@@ -13,7 +13,7 @@ use lmc_backend::conformance::{
     Conformance, Faults, Faulty, Guarantee, block_on, check_value, fill_value, load_batch,
     store_batch, test_key,
 };
-use lmc_backend::{Backend, Health, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend::{Backend, Health, LoadItem, Loaded, StoreItem, Stored, WriteBackend};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError, DiskIo};
 use lmc_memory::Pool;
 use lmc_testkit::{Folder, pool, soon, test_arguments, until};

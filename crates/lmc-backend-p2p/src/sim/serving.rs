@@ -337,3 +337,26 @@ fn a_peer_that_lacks_the_hello_is_sent_it_again_at_once() {
         assert_eq!(fetch(&net, 1, &keys).await.hits, 1);
     });
 }
+
+/// A prompt that asked shortly before its deadline took a peer from all others for a second and more.
+#[test]
+fn a_caller_without_time_says_nothing_about_the_peer() {
+    run(async {
+        for (millis, lends) in [(20, true), (600, false)] {
+            let time = Duration::from_millis(millis);
+            let net = Net::new(58, Faults::none());
+            (0..2).for_each(|host| net.start(host, 64, |_| ()));
+            assert!(net.connect(0, 1).await);
+            let keys = prompt(0, 1);
+            net.chunks(0).store(keys[0], 0);
+            let reader = net.node(1);
+            let located = reader.locate(&keys, LocateHint::none(), now() + LOCATE);
+            let found = found(&keys, located.await);
+            net.freeze(0, time + Duration::from_millis(20));
+            assert_eq!(load(&net, 1, &found, time).await.hits, 0);
+            // The pause after a question that was not answered is over, that after a lease is not.
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            assert_eq!(fetch(&net, 1, &keys).await.hits, lends.into(), "{time:?}");
+        }
+    });
+}

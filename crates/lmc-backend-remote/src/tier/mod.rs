@@ -20,7 +20,8 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, Health, LoadItem, Loaded,
-    LocateHint, Located, Page, ReadRate, Sharing, StoreItem, Stored, Unavailable, Usage, now,
+    LocateHint, Located, Page, ReadRate, Sharing, StoreItem, Stored, Unavailable, Usage,
+    WriteBackend, now,
 };
 use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use parking_lot::Mutex;
@@ -312,6 +313,10 @@ impl Backend for RemoteTier {
         &self.shared.config.name
     }
 
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
+    }
+
     fn sharing(&self) -> Sharing {
         Sharing::Shared
     }
@@ -329,22 +334,6 @@ impl Backend for RemoteTier {
         self.shared.load(items, deadline)
     }
 
-    fn store(
-        &self,
-        items: Vec<StoreItem>,
-        deadline: Instant,
-    ) -> Answers<'_, Result<Stored, BackendError>> {
-        self.shared.store(items, deadline)
-    }
-
-    fn remove<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        Box::pin(self.shared.remove(keys, deadline))
-    }
-
     /// Passes the clears on to the daemons that use the store. They count here at once, whether the
     /// store answers or not, and are passed on as soon as it does.
     fn clear(
@@ -357,15 +346,6 @@ impl Backend for RemoteTier {
 
     fn clears(&self) -> Arc<Clears> {
         self.shared.clears.all()
-    }
-
-    fn list(
-        &self,
-        cursor: Cursor,
-        limit: usize,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Page, BackendError>> {
-        Box::pin(self.shared.list(cursor, limit, deadline))
     }
 
     fn usage(&self) -> Option<Usage> {
@@ -413,6 +393,33 @@ impl Backend for RemoteTier {
             ended.map_err(|_| BackendError::Deadline)
         });
         Box::pin(async move { closing.await.unwrap_or(Err(BackendError::Closed)) })
+    }
+}
+
+impl WriteBackend for RemoteTier {
+    fn store(
+        &self,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        self.shared.store(items, deadline)
+    }
+
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
+        Box::pin(self.shared.remove(keys, deadline))
+    }
+
+    fn list(
+        &self,
+        cursor: Cursor,
+        limit: usize,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Page, BackendError>> {
+        Box::pin(self.shared.list(cursor, limit, deadline))
     }
 }
 

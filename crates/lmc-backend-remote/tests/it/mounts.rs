@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{block_on, test_key};
-use lmc_backend::{Backend, BackendError, Health, Stored};
+use lmc_backend::{Backend, BackendError, Health, Stored, WriteBackend};
 use lmc_backend_remote::{FileConfig, FileStore};
 use lmc_testkit::{Folder, Process, soon, until};
 

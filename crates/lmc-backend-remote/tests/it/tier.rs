@@ -13,7 +13,7 @@ use lmc_backend::conformance::{
 };
 use lmc_backend::{
     Backend, BackendError, Clears, Health, LoadItem, Loaded, LocateHint, Located, StartId,
-    StoreItem, Stored,
+    StoreItem, Stored, WriteBackend,
 };
 use lmc_backend_remote::conformance::{
     CallFault, Calls, Denied, FaultyStore, MemoryStore, StoreFaults,

@@ -8,7 +8,7 @@ use lmc_key::ChunkKey;
 use super::block_on;
 use crate::{
     Answers, Backend, BackendError, Clears, LoadItem, Loaded, LocateHint, Located, StartId,
-    StoreItem, Stored, in_order,
+    StoreItem, Stored, WriteBackend, in_order,
 };
 
 fn wait<T>(answers: Answers<'_, T>, len: usize) -> Vec<T> {
@@ -19,7 +19,7 @@ fn wait<T>(answers: Answers<'_, T>, len: usize) -> Vec<T> {
 
 /// Stores chunks.
 pub fn store_batch(
-    backend: &dyn Backend,
+    backend: &dyn WriteBackend,
     items: Vec<StoreItem>,
     deadline: Instant,
 ) -> Vec<Result<Stored, BackendError>> {

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use super::in_time::{load_after, store_after};
 use crate::{
     Answers, Backend, BackendError, BoxFuture, LoadItem, Loaded, LocateHint, Located, StoreItem,
-    Stored, ready,
+    Stored, WriteBackend, ready,
 };
 
 /// Waits until a moment, on a thread of its own.
@@ -79,8 +79,12 @@ impl<B: Backend> Delayed<B> {
     }
 }
 
-impl<B: Backend> Backend for Delayed<B> {
-    crate::forward!(inner: name sharing takes_writes remove clear clears list usage counters health close);
+impl<B: WriteBackend> Backend for Delayed<B> {
+    crate::forward!(inner: name sharing clear clears usage counters health close);
+
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
+    }
 
     fn locate<'a>(
         &'a self,
@@ -105,6 +109,10 @@ impl<B: Backend> Backend for Delayed<B> {
         }
         load_after(&self.inner, self.delay(deadline), items, deadline)
     }
+}
+
+impl<B: WriteBackend> WriteBackend for Delayed<B> {
+    crate::forward!(inner: remove list);
 
     fn store(
         &self,

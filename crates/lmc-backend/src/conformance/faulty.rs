@@ -13,7 +13,8 @@ use parking_lot::Mutex;
 use super::Rng;
 use crate::{
     Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, LoadItem,
-    Loaded, LocalIndex, LocateHint, Located, Page, StoreItem, Stored, Unavailable, in_order,
+    Loaded, LocalIndex, LocateHint, Located, Page, StoreItem, Stored, Unavailable, WriteBackend,
+    in_order,
 };
 
 /// Frequency of each fault, in thousandths of the keys.
@@ -155,8 +156,12 @@ impl<B: Backend> LocalIndex for Faulty<B> {
     }
 }
 
-impl<B: Backend> Backend for Faulty<B> {
-    crate::forward!(inner: name sharing takes_writes clears usage counters health close);
+impl<B: WriteBackend> Backend for Faulty<B> {
+    crate::forward!(inner: name sharing clears usage counters health close);
+
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
+    }
 
     fn index(&self) -> Option<&dyn LocalIndex> {
         self.inner.index().map(|_| self as &dyn LocalIndex)
@@ -211,6 +216,29 @@ impl<B: Backend> Backend for Faulty<B> {
         Box::pin(loaded.flatten_stream())
     }
 
+    fn clear(
+        &self,
+        clears: Arc<Clears>,
+        deadline: Instant,
+    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
+        Box::pin(async move {
+            self.delay().await;
+            match self.fault() {
+                Fault::Error(true) => {
+                    self.inner.clear(clears, deadline).await?;
+                    Err(injected().into())
+                }
+                Fault::Error(false) => Err(injected().into()),
+                Fault::Deadline => Err(BackendError::Deadline),
+                Fault::Miss | Fault::Declined | Fault::None => {
+                    self.inner.clear(clears, deadline).await
+                }
+            }
+        })
+    }
+}
+
+impl<B: WriteBackend> WriteBackend for Faulty<B> {
     fn store(
         &self,
         items: Vec<StoreItem>,
@@ -266,27 +294,6 @@ impl<B: Backend> Backend for Faulty<B> {
             }
             let through = self.inner.remove(&through, deadline).await;
             merge(faults, through.into_iter().map(Some).collect())
-        })
-    }
-
-    fn clear(
-        &self,
-        clears: Arc<Clears>,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Cleared, BackendError>> {
-        Box::pin(async move {
-            self.delay().await;
-            match self.fault() {
-                Fault::Error(true) => {
-                    self.inner.clear(clears, deadline).await?;
-                    Err(injected().into())
-                }
-                Fault::Error(false) => Err(injected().into()),
-                Fault::Deadline => Err(BackendError::Deadline),
-                Fault::Miss | Fault::Declined | Fault::None => {
-                    self.inner.clear(clears, deadline).await
-                }
-            }
         })
     }
 

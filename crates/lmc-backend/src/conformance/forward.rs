@@ -1,6 +1,7 @@
 //! Methods of a tier that wraps another.
 
-/// Implements methods of [`Backend`](crate::Backend) by the same call on a field:
+/// Implements methods of [`Backend`](crate::Backend) and [`WriteBackend`](crate::WriteBackend) by the same
+/// call on a field:
 /// `forward!(inner: name usage close);`
 #[macro_export]
 macro_rules! forward {
@@ -15,11 +16,6 @@ macro_rules! forward {
     (@sharing $inner:tt) => {
         fn sharing(&self) -> $crate::Sharing {
             self.$inner.sharing()
-        }
-    };
-    (@takes_writes $inner:tt) => {
-        fn takes_writes(&self) -> bool {
-            self.$inner.takes_writes()
         }
     };
     (@index $inner:tt) => {

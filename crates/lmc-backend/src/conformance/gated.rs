@@ -15,7 +15,7 @@ use super::delayed::sleep_until;
 use super::in_time::{load_after, store_after};
 use crate::{
     Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Health, LoadItem, Loaded,
-    LocateHint, Located, StoreItem, Stored,
+    LocateHint, Located, StoreItem, Stored, WriteBackend,
 };
 
 /// An operation that a [`Gated`] tier can hold.
@@ -140,8 +140,12 @@ impl<B: Backend> Gated<B> {
     }
 }
 
-impl<B: Backend> Backend for Gated<B> {
-    crate::forward!(inner: name sharing takes_writes index clears list usage counters);
+impl<B: WriteBackend> Backend for Gated<B> {
+    crate::forward!(inner: name sharing index clears usage counters);
+
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
+    }
 
     fn locate<'a>(
         &'a self,
@@ -157,25 +161,6 @@ impl<B: Backend> Backend for Gated<B> {
         self.loads.fetch_add(items.len() as u64, Ordering::Relaxed);
         let passed = self.pass(Operation::Load, deadline);
         load_after(&self.inner, passed, items, deadline)
-    }
-
-    fn store(
-        &self,
-        items: Vec<StoreItem>,
-        deadline: Instant,
-    ) -> Answers<'_, Result<Stored, BackendError>> {
-        self.stores.fetch_add(items.len() as u64, Ordering::Relaxed);
-        let passed = self.pass(Operation::Store, deadline);
-        store_after(&self.inner, passed, items, deadline)
-    }
-
-    fn remove<'a>(
-        &'a self,
-        keys: &'a [ChunkKey],
-        deadline: Instant,
-    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
-        let call = move || self.inner.remove(keys, deadline);
-        self.call(Operation::Remove, deadline, call, || late(keys))
     }
 
     fn clear(
@@ -201,6 +186,29 @@ impl<B: Backend> Backend for Gated<B> {
                 reason: "the gate is shut".to_owned(),
             },
         }
+    }
+}
+
+impl<B: WriteBackend> WriteBackend for Gated<B> {
+    crate::forward!(inner: list);
+
+    fn store(
+        &self,
+        items: Vec<StoreItem>,
+        deadline: Instant,
+    ) -> Answers<'_, Result<Stored, BackendError>> {
+        self.stores.fetch_add(items.len() as u64, Ordering::Relaxed);
+        let passed = self.pass(Operation::Store, deadline);
+        store_after(&self.inner, passed, items, deadline)
+    }
+
+    fn remove<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<bool, BackendError>>> {
+        let call = move || self.inner.remove(keys, deadline);
+        self.call(Operation::Remove, deadline, call, || late(keys))
     }
 }
 

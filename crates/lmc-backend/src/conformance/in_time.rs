@@ -5,7 +5,8 @@ use std::time::Instant;
 use futures_util::FutureExt;
 
 use crate::{
-    Answers, Backend, BackendError, FailedSlot, LoadItem, Loaded, StoreItem, Stored, ready,
+    Answers, Backend, BackendError, FailedSlot, LoadItem, Loaded, StoreItem, Stored, WriteBackend,
+    ready,
 };
 
 /// Loads from `inner` after `wait`, or answers [`BackendError::Deadline`] when it returns false.
@@ -29,7 +30,7 @@ pub(super) fn load_after<'a, B: Backend>(
 }
 
 /// Stores in `inner` after `wait`, or answers [`BackendError::Deadline`] when it returns false.
-pub(super) fn store_after<'a, B: Backend>(
+pub(super) fn store_after<'a, B: WriteBackend>(
     inner: &'a B,
     wait: impl Future<Output = bool> + Send + 'a,
     items: Vec<StoreItem>,

@@ -9,12 +9,12 @@ use std::task::Poll;
 use std::time::{Duration, Instant, SystemTime};
 
 use lmc_key::ChunkKey;
-use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+use lmc_memory::{Arena, ArenaConfig, Pool, PoolConfig};
 
 use super::{Rng, block_on, check_value, fill_value, test_key};
 use crate::{
     Answers, Backend, BackendError, Clears, Cursor, FailedSlot, Health, LoadItem, Loaded,
-    LocateHint, Located, Sharing, StartId, StoreItem, Stored,
+    LocateHint, Located, Sharing, StartId, StoreItem, Stored, WriteBackend,
 };
 use futures_util::{FutureExt, StreamExt};
 
@@ -43,6 +43,7 @@ pub struct Conformance {
     seed: u64,
     operations: usize,
     tolerance: Duration,
+    arena: Option<Arc<Arena>>,
 }
 
 /// Counts of a run, so that a test can tell that the run did something.
@@ -85,6 +86,7 @@ impl Conformance {
             seed: given.unwrap_or_else(fresh),
             operations: 500,
             tolerance: Duration::from_secs(30),
+            arena: None,
         }
     }
 
@@ -107,6 +109,12 @@ impl Conformance {
         self
     }
 
+    /// Sets the memory of the slots, of which nothing else is used. Default: memory of its own.
+    pub fn with_arena(mut self, arena: Arc<Arena>) -> Self {
+        self.arena = Some(arena);
+        self
+    }
+
     /// The most that the kit stores at one time, each chunk rounded up to 4,096 bytes.
     pub fn bytes_needed(&self) -> u64 {
         KEYS * MAX_LEN.next_multiple_of(4096)
@@ -116,8 +124,17 @@ impl Conformance {
     ///
     /// # Panics
     /// If the tier breaks its contract; the seed is printed first.
-    pub fn run(&self, backend: &dyn Backend) -> Tally {
-        let run = AssertUnwindSafe(|| block_on(Run::new(self, backend).all()));
+    pub fn run(&self, backend: &dyn WriteBackend) -> Tally {
+        self.run_beside(backend, backend)
+    }
+
+    /// Runs the operations on a tier that only reads, and closes it. `writer` stands for those whose
+    /// chunks the tier reads: what is stored there is there for the tier at once.
+    ///
+    /// # Panics
+    /// If the tier breaks its contract; the seed is printed first.
+    pub fn run_beside(&self, backend: &dyn Backend, writer: &dyn WriteBackend) -> Tally {
+        let run = AssertUnwindSafe(|| block_on(Run::new(self, backend, writer).all()));
         catch_unwind(run).unwrap_or_else(|panic| {
             let (name, seed) = (backend.name(), self.seed);
             eprintln!("conformance of {name} failed; again with LMC_SEED={seed}");
@@ -129,6 +146,8 @@ impl Conformance {
 struct Run<'a> {
     kit: &'a Conformance,
     backend: &'a dyn Backend,
+    /// The tier itself, or the one that it reads from.
+    writer: &'a dyn WriteBackend,
     pool: Pool,
     rng: Rng,
     model: BTreeMap<ChunkKey, Known>,
@@ -148,7 +167,7 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    fn new(kit: &'a Conformance, backend: &'a dyn Backend) -> Self {
+    fn new(kit: &'a Conformance, backend: &'a dyn Backend, writer: &'a dyn WriteBackend) -> Self {
         let mut rng = Rng::new(kit.seed);
         let len = |rng: &mut Rng| match rng.below(4) {
             0 => MAX_LEN,
@@ -158,12 +177,15 @@ impl<'a> Run<'a> {
         let lens = (0..KEYS).map(|_| len(&mut rng)).collect();
         // A batch has at most 16 chunks, and a cancelled one may hold its slots for a while.
         let bytes = MAX_LEN.next_multiple_of(4096) * 16 * 4;
-        let arena = ArenaConfig::anonymous(bytes as usize).build();
-        let arena = arena.expect("a test machine has the memory for a few batches");
-        let pool = Pool::new(Arc::new(arena), PoolConfig::default());
+        let arena = kit.arena.clone().unwrap_or_else(|| {
+            let arena = ArenaConfig::anonymous(bytes as usize).build();
+            Arc::new(arena.expect("a test machine has the memory for a few batches"))
+        });
+        let pool = Pool::new(arena, PoolConfig::default());
         let mut this = Self {
             kit,
             backend,
+            writer,
             pool: pool.expect("the default alignment fits every arena"),
             rng,
             model: BTreeMap::new(),
@@ -237,8 +259,8 @@ impl<'a> Run<'a> {
                 .is_empty()
         );
         assert!(self.backend.load(vec![], deadline).next().await.is_none());
-        assert!(self.backend.store(vec![], deadline).next().await.is_none());
-        assert!(self.backend.remove(&[], deadline).await.is_empty());
+        assert!(self.writer.store(vec![], deadline).next().await.is_none());
+        assert!(self.writer.remove(&[], deadline).await.is_empty());
     }
 
     /// Names the keys after the clears so far.
@@ -299,7 +321,7 @@ impl<'a> Run<'a> {
     async fn store(&mut self) {
         let items = self.items_to_store();
         let keys: Vec<_> = items.iter().map(|item| item.key).collect();
-        let answers = self.backend.store(items, self.deadline());
+        let answers = self.writer.store(items, self.deadline());
         let answers = self.answers(answers, keys.len()).await;
         // A tier may work on a batch in any order, so the first of two equal keys may find that
         // the second was written.
@@ -351,7 +373,10 @@ impl<'a> Run<'a> {
     }
 
     async fn load(&mut self) {
-        let items = self.items_to_load();
+        let mut items = self.items_to_load();
+        if self.rng.chance(700) {
+            self.add_handles(&mut items).await;
+        }
         let asked: Vec<_> = items
             .iter()
             .map(|i| (i.key, i.slot.len(), i.slot.offset()))
@@ -387,6 +412,23 @@ impl<'a> Run<'a> {
                 }
             }
         }
+    }
+
+    /// Locates chunks that are to be loaded.
+    async fn add_handles(&self, items: &mut [LoadItem]) {
+        let keys: Vec<ChunkKey> = items.iter().map(|item| item.key).collect();
+        let (hint, deadline) = (LocateHint::none(), self.deadline());
+        let located = self.backend.locate(&keys, hint, deadline).await;
+        for (item, located) in items.iter_mut().zip(&located) {
+            match located {
+                // Who knows the length gives a slot of that.
+                Ok(Located::Present(location)) if location.len == item.slot.len() => {
+                    item.handle.clone_from(&location.handle);
+                }
+                _ => {}
+            }
+        }
+        self.check_located(&keys, located);
     }
 
     async fn locate(&mut self) {
@@ -446,7 +488,7 @@ impl<'a> Run<'a> {
     async fn remove(&mut self) {
         let keys = self.some_keys();
         let keys = &keys[..keys.len().min(6)];
-        let removed = self.backend.remove(keys, self.deadline()).await;
+        let removed = self.writer.remove(keys, self.deadline()).await;
         assert_eq!(removed.len(), keys.len(), "one answer for each key removed");
         let before = self.model.clone();
         let mut failed = Vec::new();
@@ -497,7 +539,7 @@ impl<'a> Run<'a> {
         let (mut cursor, mut listed) = (Cursor::START, BTreeSet::new());
         // Each page may be empty, but a listing of a few keys must come to its end.
         for _ in 0..10_000 {
-            let page = match self.backend.list(cursor, limit, self.deadline()).await {
+            let page = match self.writer.list(cursor, limit, self.deadline()).await {
                 Ok(page) => page,
                 Err(error) => {
                     assert!(!self.exact(), "listing: {error}");
@@ -552,7 +594,7 @@ impl<'a> Run<'a> {
     async fn clear(&mut self) {
         let items = self.items_to_store();
         let keys: Vec<_> = items.iter().map(|item| item.key).collect();
-        let mut storing = self.backend.store(items, self.deadline());
+        let mut storing = self.writer.store(items, self.deadline());
         let mut begun = None;
         poll_fn(|context| {
             begun = Some(storing.poll_next_unpin(context).is_ready());
@@ -626,7 +668,7 @@ impl<'a> Run<'a> {
                 for item in &items {
                     self.may_be_stored(item.key);
                 }
-                once(self.backend.store(items, deadline).next().map(drop)).await;
+                once(self.writer.store(items, deadline).next().map(drop)).await;
             }
             1 => {
                 let items = self.items_to_load();
@@ -640,7 +682,7 @@ impl<'a> Run<'a> {
                         *known = Known::Unsure;
                     }
                 }
-                once(self.backend.remove(keys, deadline)).await;
+                once(self.writer.remove(keys, deadline)).await;
             }
         }
         self.slots_come_back();
@@ -661,7 +703,7 @@ impl<'a> Run<'a> {
         let mut slot = self.pool.reserve(self.lens[&key]).expect("slots came back");
         fill_value(&key, slot.bytes_mut());
         let item = StoreItem::new(key, slot.written().seal());
-        let stored = self.backend.store(vec![item], deadline);
+        let stored = self.writer.store(vec![item], deadline);
         let stored = self.answers(stored, 1).await;
         let ok = matches!(stored[..], [Err(BackendError::Closed)]);
         assert!(
@@ -677,7 +719,7 @@ impl<'a> Run<'a> {
             ok || !self.exact(),
             "looking up in a closed tier: {found:?}"
         );
-        let removed = self.backend.remove(&[key], deadline).await;
+        let removed = self.writer.remove(&[key], deadline).await;
         let ok = matches!(removed[..], [Err(BackendError::Closed)]);
         assert!(
             ok || !self.exact(),
@@ -687,7 +729,7 @@ impl<'a> Run<'a> {
         let cleared = self.backend.clear(clears, deadline).await;
         let ok = matches!(cleared, Err(BackendError::Closed));
         assert!(ok || !self.exact(), "clearing a closed tier: {cleared:?}");
-        let listed = self.backend.list(Cursor::START, 1, deadline).await;
+        let listed = self.writer.list(Cursor::START, 1, deadline).await;
         let ok = matches!(listed, Err(BackendError::Closed));
         assert!(ok || !self.exact(), "listing a closed tier: {listed:?}");
         let usage = self.backend.usage();

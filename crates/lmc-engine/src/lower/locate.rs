@@ -222,11 +222,13 @@ impl Tiers {
         limit: usize,
     ) -> (Vec<ChunkKey>, Option<u128>) {
         let tier = self.tiers.get(tier);
-        let Some(tier) = tier.filter(|tier| tier.backend.index().is_some()) else {
+        let tier = tier.filter(|tier| tier.backend.index().is_some());
+        let Some((tier, writer)) = tier.and_then(|tier| Some((tier, tier.backend.writer()?)))
+        else {
             return (Vec::new(), None);
         };
         let deadline = now() + tier.policy.locate_timeout;
-        let page = tier.backend.list(Cursor::from_raw(from), limit, deadline);
+        let page = writer.list(Cursor::from_raw(from), limit, deadline);
         let page = match page.await {
             Ok(page) => page,
             // No end of the listing, at which what was not listed counts as gone.

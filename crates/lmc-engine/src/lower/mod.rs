@@ -430,10 +430,13 @@ impl Tier {
     /// Removes chunks, also those that are being written. Returns for each whether it was there, and
     /// whether none of them is there now.
     async fn remove(&self, keys: &[ChunkKey], deadline: Instant) -> (Vec<bool>, bool) {
+        let Some(writer) = self.backend.writer() else {
+            return (vec![false; keys.len()], true);
+        };
         // A tier that breaks its contract does not hold up the answers of the others.
         let until = tokio::time::Instant::from_std(deadline + ANSWER / 2);
         let remove = || async {
-            let removed = tokio::time::timeout_at(until, self.backend.remove(keys, deadline));
+            let removed = tokio::time::timeout_at(until, writer.remove(keys, deadline));
             let late = || keys.iter().map(|_| Err(BackendError::Deadline)).collect();
             removed.await.unwrap_or_else(|_| late())
         };
@@ -498,7 +501,7 @@ impl Tiers {
     pub(crate) fn written(&self, when: WritePolicy) -> impl Iterator<Item = usize> {
         let tiers = self.tiers.iter().enumerate();
         let is_written =
-            move |tier: &Tier| tier.policy.write == when && tier.backend.takes_writes();
+            move |tier: &Tier| tier.policy.write == when && tier.backend.writer().is_some();
         tiers
             .filter(move |(_, tier)| is_written(tier))
             .map(|(index, _)| index)

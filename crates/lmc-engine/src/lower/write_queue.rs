@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use lmc_backend::{StoreItem, Stored, now};
+use lmc_backend::{StoreItem, Stored, now, ready};
 use lmc_backend_local::{Inserted, Leases, Origin, OwnerId, Write};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::SealedSlot;
@@ -236,7 +236,7 @@ impl Tiers {
     fn offer_to(&self, index: usize, space: SpaceId, offer: &Offer, moment: Moment) {
         let tier = &self.tiers[index];
         if offer.origin.is_tier(index)
-            || !tier.backend.takes_writes()
+            || tier.backend.writer().is_none()
             || !tier.policy.spaces.picks(space)
             || !tier.takes(&offer.key, moment, offer.origin.is_after(index))
         {
@@ -305,7 +305,10 @@ async fn write(tiers: &Tiers, index: usize, batch: u64, items: Vec<StoreItem>) {
     let counters = &tier.counters;
     let mut lens: Vec<Option<u64>> = items.iter().map(|item| Some(item.slot.len())).collect();
     let deadline = now() + tier.policy.write_timeout;
-    let mut stored = tier.backend.store(items, deadline);
+    let mut stored = match tier.backend.writer() {
+        Some(writer) => writer.store(items, deadline),
+        None => ready([]),
+    };
     while let Some((item, stored)) = stored.next().await {
         let Some(len) = lens.get_mut(item).and_then(Option::take) else {
             continue;

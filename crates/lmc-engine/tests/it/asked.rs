@@ -11,7 +11,7 @@ use lmc_backend::conformance::{
 };
 use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, Clears, Handle, LoadItem, Loaded, LocateHint,
-    Located, MemoryBackend, Sharing, StartId, StoreItem, Stored, ready,
+    Located, MemoryBackend, Sharing, StartId, StoreItem, Stored, WriteBackend, ready,
 };
 use lmc_engine::{
     Admission, CacheEngine, EngineConfig, Found, Host, HostSpace, LeaseLimit, LookupRequest,
@@ -96,11 +96,11 @@ fn write(engine: &CacheEngine, space: SpaceId, kv_rank: u16, numbers: Range<u64>
 }
 
 /// Puts chunks of the first rank into a tier as another process would.
-fn put(tier: &dyn Backend, space: SpaceId, numbers: Range<u64>) {
+fn put(tier: &dyn WriteBackend, space: SpaceId, numbers: Range<u64>) {
     put_rank(tier, space, 0, numbers);
 }
 
-fn put_rank(tier: &dyn Backend, space: SpaceId, kv_rank: u16, numbers: Range<u64>) {
+fn put_rank(tier: &dyn WriteBackend, space: SpaceId, kv_rank: u16, numbers: Range<u64>) {
     let arena = ArenaConfig::anonymous(1 << 20).build().expect("memory");
     let pool = Pool::new(Arc::new(arena), PoolConfig::default()).expect("a pool");
     for number in numbers {
@@ -192,10 +192,14 @@ impl Scripted {
 }
 
 impl Backend for Scripted {
-    lmc_backend::forward!(inner: load store remove clear clears list usage health close);
+    lmc_backend::forward!(inner: load clear clears usage health close);
 
     fn name(&self) -> &str {
         "scripted"
+    }
+
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
     }
 
     fn sharing(&self) -> Sharing {
@@ -240,6 +244,10 @@ impl Backend for Scripted {
             located
         })
     }
+}
+
+impl WriteBackend for Scripted {
+    lmc_backend::forward!(inner: store remove list);
 }
 
 #[test]
@@ -538,10 +546,14 @@ struct Handing {
 }
 
 impl Backend for Handing {
-    lmc_backend::forward!(inner: store remove clear clears list usage health close);
+    lmc_backend::forward!(inner: clear clears usage health close);
 
     fn name(&self) -> &str {
         "handing"
+    }
+
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
     }
 
     fn sharing(&self) -> Sharing {
@@ -578,6 +590,10 @@ impl Backend for Handing {
             }
         }
     }
+}
+
+impl WriteBackend for Handing {
+    lmc_backend::forward!(inner: store remove list);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, Subcommand};
-use lmc_backend::{Backend, Cursor, Listed, LoadItem, Loaded, in_order};
+use lmc_backend::{Backend, Cursor, Listed, LoadItem, Loaded, WriteBackend, in_order};
 use lmc_backend_disk::{
     DiskBackend, DiskConfig, DriveStatus, FORMAT_VERSION, SetMember, SpaceUsage,
 };

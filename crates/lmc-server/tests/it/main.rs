@@ -18,6 +18,7 @@ mod nixl_peers;
 mod operator;
 mod other_users;
 mod peers;
+mod peers_kit;
 mod pool;
 mod pool_lost;
 mod proxy;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::common::{Answer as _, CHUNK, MODEL, Segment, Server, Worker, prompt, segment_name};
 use bytes::Bytes;
 use lmc_backend::conformance::Gated;
-use lmc_backend::{Backend, LocalIndex, MemoryBackend};
+use lmc_backend::{Backend, LocalIndex, MemoryBackend, WriteBackend};
 use lmc_testkit::{DEADLINE, until};
 use lmc_vllm_adapter::{
     CacheKey, Client, ClientError, CpuShm, EngineGroup, KvDescriptor, Operation, RegisterKvCache,
@@ -184,12 +184,20 @@ struct Panicking {
 }
 
 impl Backend for Panicking {
-    lmc_backend::forward!(inner: name locate load store clear remove list usage health close);
+    lmc_backend::forward!(inner: name locate load clear usage health close);
+
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
+    }
 
     fn index(&self) -> Option<&dyn LocalIndex> {
         assert!(!self.armed.load(Ordering::Relaxed), "a panic on purpose");
         self.inner.index()
     }
+}
+
+impl WriteBackend for Panicking {
+    lmc_backend::forward!(inner: store remove list);
 }
 
 #[test]

@@ -9,6 +9,7 @@ use crate::common::{
 use lmc_backend::conformance::Gated;
 use lmc_backend::{
     Backend, BackendError, BoxFuture, Clears, LocateHint, Located, MemoryBackend, StartId,
+    WriteBackend,
 };
 use lmc_engine::{ClearLog, EngineConfig, EngineHost};
 use lmc_key::ChunkKey;
@@ -397,7 +398,11 @@ struct Clearing {
 }
 
 impl Backend for Clearing {
-    lmc_backend::forward!(inner: name sharing load store remove clear clears list usage health close);
+    lmc_backend::forward!(inner: name sharing load clear clears usage health close);
+
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
+    }
 
     fn locate<'a>(
         &'a self,
@@ -409,6 +414,10 @@ impl Backend for Clearing {
         learned.expect("few clears");
         self.inner.locate(keys, hint, deadline)
     }
+}
+
+impl WriteBackend for Clearing {
+    lmc_backend::forward!(inner: store remove list);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::cell::Cell;
 
 use super::*;
+use lmc_backend::WriteBackend;
 
 /// A tier over a store of which one path at a time can be broken, with a chunk in it.
 struct Paths {

@@ -18,7 +18,11 @@ struct Opening {
 }
 
 impl Backend for Opening {
-    lmc_backend::forward!(inner: name sharing store remove clear clears list usage health close);
+    lmc_backend::forward!(inner: name sharing clear clears usage health close);
+
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
+    }
 
     fn locate<'a>(
         &'a self,
@@ -36,6 +40,10 @@ impl Backend for Opening {
         self.other.open();
         self.inner.load(items, deadline)
     }
+}
+
+impl WriteBackend for Opening {
+    lmc_backend::forward!(inner: store remove list);
 }
 
 /// A tier with eight chunks whose loads wait.

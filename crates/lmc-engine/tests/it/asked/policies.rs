@@ -5,7 +5,7 @@ use lmc_engine::{Parts, SpaceFilter};
 use super::*;
 
 /// `writes_again`: whether a chunk that is written is offered once more when it is found.
-fn assert_written_when_reused(tier: impl Backend + 'static, writes_again: bool) {
+fn assert_written_when_reused(tier: impl WriteBackend + 'static, writes_again: bool) {
     let tier = Arc::new(Gated::new(tier));
     let engine = engine_with(64, vec![Arc::clone(&tier) as _], |_, policy| {
         policy.admit = Admission::Reused(2);

@@ -18,10 +18,14 @@ struct Computing {
 }
 
 impl Backend for Computing {
-    lmc_backend::forward!(inner: store remove clear clears list usage health close);
+    lmc_backend::forward!(inner: clear clears usage health close);
 
     fn name(&self) -> &str {
         "computing"
+    }
+
+    fn writer(&self) -> Option<&dyn WriteBackend> {
+        Some(self)
     }
 
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
@@ -65,6 +69,10 @@ impl Backend for Computing {
     }
 }
 
+impl WriteBackend for Computing {
+    lmc_backend::forward!(inner: store remove list);
+}
+
 struct Prefill {
     source: Arc<Computing>,
     engine: CacheEngine,
@@ -75,7 +83,7 @@ impl Prefill {
         Self::beside(None, Duration::ZERO)
     }
 
-    /// All of it on this runtime, so on its clock.
+    /// Runs everything on this runtime, so on its clock.
     fn on(runtime: &Runtime) -> Self {
         Self::with(None, |config| {
             config.runtime = Some(runtime.handle().clone())
