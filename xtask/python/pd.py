@@ -214,7 +214,7 @@ class Pair:
         proxy = self.script(LMCACHE_PROXY, "/v1/models", "--telemetry-port", str(self.telemetry))
         if proxy is None:
             return
-        # One that has no whole chunk is stored by nobody, and the proxy would wait for ever.
+        # One that has no whole chunk is never stored, and the proxy would wait for ever.
         lengths = [length for length in LENGTHS if length >= CHUNK]
         self.hand_over("LMCache's disagg_proxy_server.py", 29, lengths=lengths)
         proxy.kill()

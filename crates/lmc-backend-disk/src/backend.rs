@@ -29,7 +29,7 @@ pub(crate) const TIER: &str = "disk";
 ///
 /// Made by [`crate::DiskConfig::open`]. Chunks are spread over the drives by their hash; a drive
 /// that fails is taken out, its chunks become misses, and it is looked at again from time to
-/// time. [`Backend::store`] answers when a chunk and its index entry are durable.
+/// time. [`WriteBackend::store`] answers when a chunk and its index entry are durable.
 #[derive(Debug)]
 pub struct DiskBackend {
     drives: Arc<[Drive]>,
@@ -439,6 +439,12 @@ impl WriteBackend for DiskBackend {
             .map(|location| ((location >> 32) as u32, location as u32));
         let mut page = Page::default();
         while drive < self.drives.len() && page.items.len() < limit {
+            if self.drives[drive].unavailable().is_some() {
+                // Its chunks are misses.
+                drive += 1;
+                after = None;
+                continue;
+            }
             let missing = limit - page.items.len();
             let found = self.drives[drive].list(after, missing);
             after = found

@@ -131,8 +131,8 @@ impl DiskConfig {
         self
     }
 
-    /// Reports there which chunks come and go once the tier is open: those of the engine's host, so that
-    /// peers' directories learn what the drives have. Default: nowhere.
+    /// Sets the bus on which the open drives report which chunks come and go, so that directories of
+    /// peers learn what they have: that of the engine's host. Default: none.
     pub fn with_events(mut self, events: Events) -> Self {
         self.events = Some(events);
         self

@@ -331,7 +331,7 @@ impl Index {
         true
     }
 
-    /// Forgets a chunk. Returns true if it was there.
+    /// Removes a chunk. Returns true if it was there.
     pub(crate) fn remove(&mut self, key: &ChunkKey) -> bool {
         let was_there = self.take(key);
         if was_there {
@@ -340,6 +340,7 @@ impl Index {
         was_there
     }
 
+    /// Removes a chunk without a report. Returns true if it was there.
     fn take(&mut self, key: &ChunkKey) -> bool {
         let (hash, segments) = (hash_of(key), &mut self.segments);
         let found = self.entries.find_entry(hash, |entry| {

@@ -3,7 +3,7 @@
 //!
 //! [`DiskConfig`] opens a [`DiskBackend`], which is a [`Backend`](lmc_backend::Backend). Bytes go
 //! past the page cache by io_uring, or by threads where that is forbidden. What
-//! [`store`](lmc_backend::Backend::store) has acknowledged is durable; what a kill left half
+//! [`store`](lmc_backend::WriteBackend::store) has acknowledged is durable; what a kill left half
 //! written is never found; what is read is checked against its identity and checksum first.
 //! docs/disk-format.md describes every byte.
 //!

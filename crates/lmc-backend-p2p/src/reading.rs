@@ -45,8 +45,8 @@ const AS_LONG_AGAIN: Duration = Duration::from_micros(500);
 const ANSWER_MARGIN: Duration = Duration::from_millis(250);
 /// Time after a lease's end at which a read that goes on is given up.
 const READ_MARGIN: Duration = Duration::from_millis(500);
-/// Time that a caller has to give for a lease or a read that was not in time to count against the peer:
-/// less says more about the caller.
+/// Least time that a caller must leave for a lease or a read that came to its deadline to count against
+/// the peer.
 const PATIENT: Duration = Duration::from_millis(500);
 /// Time for a release's answer.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
@@ -469,7 +469,7 @@ impl<L: Link> Node<L> {
         let mut items = items;
         self.retain_connected(&mut items[0].others);
         let sent = now();
-        let is_patient = deadline.saturating_duration_since(sent) >= PATIENT;
+        let is_patient = |begun| deadline.saturating_duration_since(begun) >= PATIENT;
         let wait = match items[0].others.is_empty() {
             false => Duration::ZERO,
             // The other half is for reading.
@@ -493,7 +493,7 @@ impl<L: Link> Node<L> {
         } = match self.ask(peer, &request, answer_by).await {
             Ok(Reply::Leased(leased)) if answers(&leased.message) => leased,
             answer => {
-                let is_late = answer.is_err() && !is_patient;
+                let is_late = answer.is_err() && now() >= answer_by && !is_patient(sent);
                 if !is_late && answer != Ok(Reply::Refused(Refusal::TooMany)) {
                     let reason = "a lease was not answered".to_owned();
                     self.count_of(peer, |peer| _ = peer.lent_badly(reason, now()));
@@ -543,7 +543,7 @@ impl<L: Link> Node<L> {
             Some(Filled {
                 error: Some(TransferError::Deadline),
                 ..
-            }) if by == Transport::Sockets && !is_patient => peer.counters.failed += 1,
+            }) if by == Transport::Sockets && !is_patient(begun) => peer.counters.failed += 1,
             Some(Filled {
                 error: Some(error), ..
             }) => {

@@ -50,7 +50,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
         Sharing::Private
     }
 
-    /// Returns the tier as one that is written to. Default: it only reads, and nothing is offered to it.
+    /// Returns the tier again if it can be written to. Default: it cannot, and the engine offers it
+    /// nothing.
     fn writer(&self) -> Option<&dyn WriteBackend> {
         None
     }

@@ -2,8 +2,9 @@
 
 use std::time::Instant;
 
-/// Returns the time of the runtime's clock, or the system's outside a runtime. An engine and its tiers
-/// compare deadlines with no other clock, so that a test on a paused runtime turns all of them by hand.
+/// Returns the time of the runtime's clock, or the system's outside a runtime: that of an engine, of the
+/// peers' protocol and of the tier of stores. A test on a paused runtime moves it. Threads that do IO,
+/// such as those of drives and sockets, use the system's.
 pub fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }

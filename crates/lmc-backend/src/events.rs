@@ -18,8 +18,8 @@ pub struct ChunkEvent<'a> {
     pub key: &'a ChunkKey,
     /// The chunk before it in its prompt, as far as the tier knows.
     pub parent: Option<&'a ChunkKey>,
-    /// The space that the key's name stands for. `None` for a chunk from before a clear, which no
-    /// request finds: its end was reported at the clear.
+    /// The space that the key's name stands for; the name itself where that is not known. `None` for a
+    /// chunk from before a clear: no new request finds it, and listeners count it as gone.
     pub space: Option<SpaceId>,
     /// The change.
     pub change: Change,
@@ -28,16 +28,17 @@ pub struct ChunkEvent<'a> {
 /// Kind of a [`ChunkEvent`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Change {
-    /// The tier has the chunk, which an engine of this host computed.
+    /// The tier has the chunk. In memory: an engine of this host computed it. A drive reports a chunk
+    /// that it moves again.
     Stored,
-    /// The tier has the chunk, which came from a tier below it.
+    /// Memory has the chunk, which came from a tier below.
     Promoted,
     /// The chunk had to go for others.
     Evicted,
     /// The chunk was removed by its key, or its bytes were damaged.
     Removed,
-    /// The chunk was cleared. In memory it may stay for its readers; then a second event without a
-    /// space follows.
+    /// The chunk was cleared from memory. It may stay there for its readers; then a second event without a
+    /// space follows. Lower tiers report [`EventSink::any_changed`].
     Cleared,
 }
 
@@ -51,7 +52,8 @@ impl Change {
 /// A listener for the events of one engine's tiers.
 ///
 /// Called under a lock of the tier, so that the events of one chunk in one tier come in the order in
-/// which they happened: an implementation does not wait, and calls nothing of a tier or an engine.
+/// which they happened: an implementation does not wait, and calls nothing of a tier, an engine or
+/// [`Events`].
 /// What takes longer goes through a bounded queue, whose losses the listener counts or makes good.
 pub trait EventSink: fmt::Debug + Send + Sync {
     /// A chunk has come into a tier or gone from it.
@@ -62,7 +64,8 @@ pub trait EventSink: fmt::Debug + Send + Sync {
     fn any_changed(&self, _tier: &str) {}
 }
 
-/// The events of one engine: its tiers report to it, and it passes on to its listeners. Clones are one.
+/// The bus of one engine, on which its tiers report and listeners hear. Clones are one bus. Memory and
+/// drives report.
 ///
 /// ```
 /// use std::sync::{Arc, atomic::{AtomicU64, Ordering}};
@@ -115,22 +118,17 @@ impl Events {
 
     /// Reports a change of a chunk in a tier.
     pub fn report(&self, tier: &str, key: &ChunkKey, parent: Option<&ChunkKey>, change: Change) {
-        let sinks = self.0.sinks.read();
-        if sinks.is_empty() {
-            return;
-        }
         let space = match &self.0.space_of {
             Some(space_of) => space_of(key.space),
             None => Some(key.space),
         };
-        let event = ChunkEvent {
+        self.send(&ChunkEvent {
             tier,
             key,
             parent,
             space,
             change,
-        };
-        sinks.iter().for_each(|sink| sink.changed(&event));
+        });
     }
 
     /// Passes an event on as it is.
@@ -148,6 +146,7 @@ impl Events {
 
 impl fmt::Debug for Events {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Events").field(&self.0.sinks.read()).finish()
+        let sinks = self.0.sinks.read().len();
+        f.debug_struct("Events").field("sinks", &sinks).finish()
     }
 }

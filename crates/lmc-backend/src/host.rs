@@ -120,7 +120,7 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
         origin: &'static str,
     ) -> BoxFuture<'_, Result<(), TooManyClears>>;
 
-    /// Returns the events of all tiers: those that a tier reports itself, and those that it listens to.
+    /// Returns the bus on which the tiers report which chunks come and go, and on which they listen.
     fn events(&self) -> &Events;
 
     /// Returns the live spaces, the most important first.

@@ -1,7 +1,8 @@
 //! The contract of lmc's tiers: the operations that the engine asks of a disk, a peer or a remote
 //! store.
 //!
-//! [`Backend`] is one object-safe trait. Every operation takes a batch and a deadline, and answers
+//! [`Backend`] is a tier that is read, [`WriteBackend`] one that is written to as well; both can be trait
+//! objects. Every operation takes a batch and a deadline, and answers
 //! once for each key; partial success is normal. A tier says which chunks it has
 //! ([`Backend::locate`], or at once by its [`LocalIndex`]), loads them into slots that the caller
 //! reserved, and stores them from sealed slots, without a copy in between where the tier can do
@@ -10,14 +11,14 @@
 //! ([`Clears`]). A tier that lends what the engine above it has is given a [`Host`] when it is made.
 //!
 //! Not in here: how chunks are found, leased and evicted in DRAM (`lmc-backend-local`), which tier
-//! a chunk belongs in (`lmc-engine`), and any executor or timer.
+//! a chunk belongs in (`lmc-engine`), and any executor.
 //!
 //! Start from [`Backend`], [`LoadItem`] and [`Loaded`]; test a new tier with the kit in the module
 //! `conformance` (feature of the same name).
 //!
 //! ```
 //! use std::{sync::Arc, time::{Duration, Instant}};
-//! use lmc_backend::{Backend, LoadItem, Loaded, MemoryBackend, StoreItem, in_order};
+//! use lmc_backend::{LoadItem, Loaded, MemoryBackend, StoreItem, WriteBackend, in_order};
 //! use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 //! use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 //! # use lmc_backend::conformance::block_on;
@@ -26,7 +27,7 @@
 //! let pool = Pool::new(arena, PoolConfig::default())?;
 //! let space = SpaceId::new([1; 16]);
 //! let key = ChunkKey { space, kv_rank: 0, group: 0, hash: ChunkHash::new([2; 32]) };
-//! let tier: Arc<dyn Backend> = Arc::new(MemoryBackend::default());
+//! let tier: Arc<dyn WriteBackend> = Arc::new(MemoryBackend::default());
 //! let deadline = Instant::now() + Duration::from_secs(1);
 //!
 //! let mut slot = pool.reserve(5).expect("an empty pool has free capacity");

@@ -248,6 +248,17 @@ impl ClearLog {
         (named.clears == now).then_some(named.space)
     }
 
+    /// Returns [`Self::current_space_of`] as a function that does not keep the log, nor its file locked.
+    pub(crate) fn spaces_of_names(
+        &self,
+    ) -> impl Fn(SpaceId) -> Option<SpaceId> + Send + Sync + 'static {
+        let log = Arc::downgrade(&self.0);
+        move |name| match log.upgrade() {
+            Some(log) => Self(log).current_space_of(name),
+            None => Some(name),
+        }
+    }
+
     /// Returns all names that stand for some spaces.
     pub(crate) fn names_of(&self, spaces: &HashSet<SpaceId>) -> HashSet<SpaceId> {
         let names = self.0.names.read();

@@ -287,6 +287,8 @@ impl CacheEngine {
         if !inner.host.set_engine(WeakEngine(Weak::clone(&weak))) {
             return Err(EngineError::Host);
         }
+        // Until now the host had no chunks: those that drives have kept were not there.
+        inner.host.events().report_any(DRAM);
         let learned = Weak::clone(&weak);
         inner.host.clear_log().on_learned(move || {
             if let Some(inner) = learned.upgrade() {

@@ -24,7 +24,7 @@ pub(crate) struct Relay {
     lower: OnceLock<Weak<Tiers>>,
 }
 
-/// Chunks in DRAM of before a clear, whose end was reported or that were not reported at all.
+/// Chunks in DRAM from before a clear, which listeners count as gone or have never counted.
 #[derive(Debug, Default)]
 struct Outdated {
     keys: Mutex<HashSet<ChunkKey, FoldState>>,

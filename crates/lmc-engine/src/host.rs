@@ -66,10 +66,9 @@ struct Hosting {
 impl EngineHost {
     /// Returns the host of an engine with this log of clears.
     pub fn new(clears: ClearLog) -> Self {
-        let log = clears.clone();
         Self(Arc::new(Hosting {
+            events: Events::new(clears.spaces_of_names()),
             clears,
-            events: Events::new(move |name| log.current_space_of(name)),
             engine: OnceLock::new(),
             book: RwLock::default(),
         }))

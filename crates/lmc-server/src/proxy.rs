@@ -75,6 +75,8 @@ const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 /// Clients at a time, and the files that each may take: its connection, and one to either engine.
 const MAX_CONNECTIONS: usize = 4096;
 const FILES_OF_CLIENT: usize = 4;
+/// Time that prefills have after the last answer, at least.
+const STOP_PREFILLS: Duration = Duration::from_secs(5);
 /// Longest time that a stop waits for answers under way.
 const STOP_DEADLINE: Duration = Duration::from_secs(30);
 
@@ -246,7 +248,13 @@ async fn serve(arguments: &Arguments) -> Result<()> {
     let ended = async {
         let _ = serving.await;
         prefills.close();
-        let _ = tokio::time::timeout_at(until, prefills.wait()).await;
+        let until = until.max(tokio::time::Instant::now() + STOP_PREFILLS);
+        if tokio::time::timeout_at(until, prefills.wait())
+            .await
+            .is_err()
+        {
+            warn!(prefills = prefills.len(), "prefills under way are cut");
+        }
     };
     tokio::select! {
         () = ended => {}
@@ -385,8 +393,8 @@ impl Proxy {
             prefill_timeout: Duration::from_secs(arguments.prefill_timeout_seconds),
             idle_timeout: Duration::from_secs(arguments.idle_timeout_seconds),
             memory: Arc::new(Semaphore::new(MEMORY_KIB)),
-            // The client's, a clipped one, those for both engines, and one while they are made.
             prefills: TaskTracker::new(),
+            // The client's, a clipped one, those for both engines, and one while they are made.
             copies: if arguments.prefill_peer.is_empty() {
                 2
             } else {

@@ -9,7 +9,7 @@ use parking_lot::MutexGuard;
 use tracing::{info, warn};
 
 use super::files::replace_file;
-use super::{Change, Gone, Ready, SegmentFile, Shared, State, Stop, again, is_full};
+use super::{Gone, LogChange, Ready, SegmentFile, Shared, State, Stop, again, is_full};
 use crate::clears_file::{self, CLEARS_NAME};
 use crate::counters::count;
 use crate::format::{
@@ -54,7 +54,7 @@ impl Shared {
     }
 
     /// Waits for changes. None come when the drive stops, or when the log is to be tried again.
-    fn next_changes(&self) -> (Vec<Change>, Stop) {
+    fn next_changes(&self) -> (Vec<LogChange>, Stop) {
         let mut state = self.state.lock();
         if !self.condition.is_log_broken() {
             state.queue.behind = Gone::default();
@@ -82,16 +82,16 @@ impl Shared {
     }
 
     /// Ends without a trace: nothing that waits was acknowledged.
-    fn give_up(self: &Arc<Self>, changes: Vec<Change>) {
+    fn give_up(self: &Arc<Self>, changes: Vec<LogChange>) {
         for change in changes {
-            if let Change::Put(Ready { put, .. }) = change {
+            if let LogChange::Put(Ready { put, .. }) = change {
                 self.store_ended(&put.key, put.len, |_| Err(BackendError::Closed));
             }
         }
     }
 
     /// Makes changes durable: first the bytes of chunks, then the log, then what others see.
-    fn commit(self: &Arc<Self>, log: &mut Log, changes: Vec<Change>) {
+    fn commit(self: &Arc<Self>, log: &mut Log, changes: Vec<LogChange>) {
         count(&self.counters.commits, 1);
         let (changes, failed) = self.sync_segments(changes);
         for (put, error) in failed {
@@ -105,37 +105,39 @@ impl Shared {
         let most = records_of_log.min(MAX_FRAME_RECORDS);
         let mut changes = changes.into_iter();
         loop {
-            let group: Vec<Change> = changes.by_ref().take(most).collect();
+            let group: Vec<LogChange> = changes.by_ref().take(most).collect();
             if group.is_empty() {
                 return;
             }
             let logged = self.log_changes(log, &group);
             for change in group {
                 match change {
-                    Change::Put(ready) => self.committed(&ready.put, &logged),
-                    Change::Other(_, Some(((batch, index), answer))) if logged.is_ok() => {
+                    LogChange::Put(ready) => self.committed(&ready.put, &logged),
+                    LogChange::Other(_, Some(((batch, index), answer))) if logged.is_ok() => {
                         batch.answer(index, Some(answer));
                     }
                     // The chunks are gone. A restart may not know of the clear.
-                    Change::Other(Record::Cleared { .. }, Some(((batch, index), _))) => {
+                    LogChange::Other(Record::Cleared { .. }, Some(((batch, index), _))) => {
                         batch.answer(index, Some(false));
                     }
                     // A removal that is not durable is not acknowledged: its deadline comes.
-                    Change::Other(..) => {}
+                    LogChange::Other(..) => {}
                 }
             }
         }
     }
 
-    fn log_changes(&self, log: &mut Log, changes: &[Change]) -> io::Result<()> {
+    fn log_changes(&self, log: &mut Log, changes: &[LogChange]) -> io::Result<()> {
         let records: Vec<Record> = {
             // What was removed meanwhile is not put: its removal may stand before it.
             let state = self.state.lock();
             let doomed =
                 |key: &ChunkKey| state.writing.get(key).is_some_and(|writing| writing.doomed);
-            let record = |change: &Change| match change {
-                Change::Put(ready) => (!doomed(&ready.put.key)).then_some(Record::Put(ready.put)),
-                Change::Other(record, _) => Some(*record),
+            let record = |change: &LogChange| match change {
+                LogChange::Put(ready) => {
+                    (!doomed(&ready.put.key)).then_some(Record::Put(ready.put))
+                }
+                LogChange::Other(record, _) => Some(*record),
             };
             changes.iter().filter_map(record).collect()
         };
@@ -195,12 +197,15 @@ impl Shared {
     }
 
     /// Syncs the segments that chunks were written to. What could not be synced comes back.
-    fn sync_segments(&self, changes: Vec<Change>) -> (Vec<Change>, Vec<(PutRecord, io::Error)>) {
+    fn sync_segments(
+        &self,
+        changes: Vec<LogChange>,
+    ) -> (Vec<LogChange>, Vec<(PutRecord, io::Error)>) {
         let mut segments: Vec<(u32, SegmentFile)> = changes
             .iter()
             .filter_map(|change| match change {
-                Change::Put(ready) => Some((ready.put.location.segment, ready.file)),
-                Change::Other(..) => None,
+                LogChange::Put(ready) => Some((ready.put.location.segment, ready.file)),
+                LogChange::Other(..) => None,
             })
             .collect();
         segments.sort_unstable_by_key(|(segment, file)| (*segment, file.failed_syncs));
@@ -217,10 +222,12 @@ impl Shared {
         let (mut synced, mut lost) = (Vec::new(), Vec::new());
         for change in changes {
             match change {
-                Change::Put(ready) => match failed.iter().find(|(file, _)| *file == ready.file) {
-                    Some((_, error)) => lost.push((ready.put, again(error))),
-                    None => synced.push(Change::Put(ready)),
-                },
+                LogChange::Put(ready) => {
+                    match failed.iter().find(|(file, _)| *file == ready.file) {
+                        Some((_, error)) => lost.push((ready.put, again(error))),
+                        None => synced.push(LogChange::Put(ready)),
+                    }
+                }
                 other => synced.push(other),
             }
         }

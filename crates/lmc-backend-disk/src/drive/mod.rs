@@ -108,7 +108,7 @@ struct Writing {
 #[derive(Debug, Default)]
 struct Queue {
     /// Changes to log, in their order, and chunks to make durable before.
-    changes: Vec<Change>,
+    changes: Vec<LogChange>,
     /// Chunks that the unlogged changes remove.
     gone: Gone,
     /// Chunks that the changes being written remove, or do not add: the log may not hold these
@@ -138,11 +138,11 @@ impl Queue {
             Record::Begin { .. } | Record::Cleared { .. } => self.gone.any = true,
             Record::Put(_) => {}
         }
-        self.changes.push(Change::Other(record, waiter));
+        self.changes.push(LogChange::Other(record, waiter));
     }
 
     /// Takes all there is to log.
-    fn take(&mut self) -> Vec<Change> {
+    fn take(&mut self) -> Vec<LogChange> {
         let gone = mem::take(&mut self.gone);
         self.behind.keys.extend(gone.keys);
         self.behind.any |= gone.any;
@@ -156,7 +156,7 @@ impl Queue {
 }
 
 #[derive(Debug)]
-enum Change {
+enum LogChange {
     Put(Ready),
     /// Any other record, with its waiter and the answer for it.
     Other(Record, Option<(ChangeWaiter, bool)>),

@@ -8,7 +8,7 @@ use lmc_backend::{BackendError, StoreItem, Stored};
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
-use super::{Change, Ready, SegmentFile, Shared, StoreWaiter, Writing, again};
+use super::{LogChange, Ready, SegmentFile, Shared, StoreWaiter, Writing, again};
 use crate::counters::count;
 use crate::format::{ChunkHeader, PutRecord, blocks};
 use crate::index::Extent;
@@ -148,7 +148,7 @@ impl Shared {
                 self.store_ended(&put.key, put.len, |_| Err(lost()));
             }
             None => {
-                self.state.lock().queue.changes.push(Change::Put(ready));
+                self.state.lock().queue.changes.push(LogChange::Put(ready));
                 self.work.notify_one();
             }
             Some(error) => {

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use futures_util::{FutureExt, StreamExt};
 use lmc_backend::conformance::{block_on, lens_of, load_batch, store_batch, test_key};
 use lmc_backend::{
-    Backend, BackendError, ChunkEvent, EventSink, Events, FailedSlot, Health, LoadItem, Loaded,
-    Stored, WriteBackend,
+    Backend, BackendError, ChunkEvent, Cursor, EventSink, Events, FailedSlot, Health, LoadItem,
+    Loaded, Stored, WriteBackend,
 };
 use lmc_testkit::{rounds, until};
 
@@ -151,6 +151,11 @@ fn reads_that_fail_are_errors_and_take_the_drive_out_until_it_answers() {
     }
     assert!(matches!(tier.health(), Health::Down { .. }));
     assert_eq!(reports(), 1, "any chunk may be absent now");
+    let listed = || {
+        let page = block_on(tier.list(Cursor::START, 100, soon()));
+        page.expect("a page").items.len()
+    };
+    assert_eq!(listed(), 0, "none is said to be there");
     let out = load(&tier, &pool, 0, PATIENT);
     let unavailable = matches!(
         out,
@@ -166,6 +171,7 @@ fn reads_that_fail_are_errors_and_take_the_drive_out_until_it_answers() {
     volume.thaw();
     until("the drive is back", || tier.health() == Health::Ready);
     until("any chunk may be there again", || reports() == 2);
+    assert_eq!(listed(), 10);
     assert!(
         (0..10).all(|number| is_there(&tier, &pool, number)),
         "nothing was forgotten"

@@ -123,7 +123,7 @@ impl ChangedKeys {
         let mut keys = self.keys.lock();
         match keys.len() < MAX_CHANGED {
             true => keys.push(*key),
-            false => self.overflowed.store(true, Ordering::Relaxed),
+            false => self.overflowed.store(true, Ordering::Release),
         }
     }
 }
@@ -134,7 +134,7 @@ impl EventSink for ChangedKeys {
     }
 
     fn any_changed(&self, _tier: &str) {
-        self.overflowed.store(true, Ordering::Relaxed);
+        self.overflowed.store(true, Ordering::Release);
     }
 }
 
@@ -295,7 +295,7 @@ impl<L: Link> Node<L> {
             }
             tokio::task::yield_now().await;
         }
-        self.changed.overflowed.swap(false, Ordering::Relaxed)
+        self.changed.overflowed.swap(false, Ordering::Acquire)
     }
 
     /// Notes some chunks of a listing. Returns where it goes on.

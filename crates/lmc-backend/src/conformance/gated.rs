@@ -25,9 +25,9 @@ pub enum Operation {
     Locate,
     /// [`Backend::load`].
     Load,
-    /// [`Backend::store`].
+    /// [`WriteBackend::store`].
     Store,
-    /// [`Backend::remove`].
+    /// [`WriteBackend::remove`].
     Remove,
     /// [`Backend::clear`].
     Clear,

@@ -109,7 +109,7 @@ impl Conformance {
         self
     }
 
-    /// Sets the memory of the slots, of which nothing else is used. Default: memory of its own.
+    /// Sets the memory of the slots; all of it must be free. Default: memory of its own.
     pub fn with_arena(mut self, arena: Arc<Arena>) -> Self {
         self.arena = Some(arena);
         self
@@ -125,11 +125,16 @@ impl Conformance {
     /// # Panics
     /// If the tier breaks its contract; the seed is printed first.
     pub fn run(&self, backend: &dyn WriteBackend) -> Tally {
+        let is_offered = backend.writer().is_some();
+        assert!(
+            is_offered,
+            "an engine writes to a tier by `Backend::writer` only"
+        );
         self.run_beside(backend, backend)
     }
 
-    /// Runs the operations on a tier that only reads, and closes it. `writer` stands for those whose
-    /// chunks the tier reads: what is stored there is there for the tier at once.
+    /// Runs the operations on a tier that only reads, and closes it. What is stored with `writer`, or
+    /// removed there, the tier finds from then on, or does not find.
     ///
     /// # Panics
     /// If the tier breaks its contract; the seed is printed first.
@@ -421,7 +426,7 @@ impl<'a> Run<'a> {
         let located = self.backend.locate(&keys, hint, deadline).await;
         for (item, located) in items.iter_mut().zip(&located) {
             match located {
-                // Who knows the length gives a slot of that.
+                // A caller that knows the length gives a slot of that length.
                 Ok(Located::Present(location)) if location.len == item.slot.len() => {
                     item.handle.clone_from(&location.handle);
                 }
@@ -700,6 +705,30 @@ impl<'a> Run<'a> {
             return;
         }
         let key = self.keys[0];
+        let found = self
+            .backend
+            .locate(&[key], LocateHint::none(), deadline)
+            .await;
+        let ok = matches!(found[..], [Err(BackendError::Closed)]);
+        assert!(
+            ok || !self.exact(),
+            "looking up in a closed tier: {found:?}"
+        );
+        let clears = Arc::new(self.one_more_clear());
+        let cleared = self.backend.clear(clears, deadline).await;
+        let ok = matches!(cleared, Err(BackendError::Closed));
+        assert!(ok || !self.exact(), "clearing a closed tier: {cleared:?}");
+        let usage = self.backend.usage();
+        assert!(
+            usage.is_none() || !self.exact(),
+            "usage of a closed tier: {usage:?}"
+        );
+        if self.backend.writer().is_some() {
+            self.write_when_closed(key, deadline).await;
+        }
+    }
+
+    async fn write_when_closed(&self, key: ChunkKey, deadline: Instant) {
         let mut slot = self.pool.reserve(self.lens[&key]).expect("slots came back");
         fill_value(&key, slot.bytes_mut());
         let item = StoreItem::new(key, slot.written().seal());
@@ -710,33 +739,15 @@ impl<'a> Run<'a> {
             ok || !self.exact(),
             "storing into a closed tier: {stored:?}"
         );
-        let found = self
-            .backend
-            .locate(&[key], LocateHint::none(), deadline)
-            .await;
-        let ok = matches!(found[..], [Err(BackendError::Closed)]);
-        assert!(
-            ok || !self.exact(),
-            "looking up in a closed tier: {found:?}"
-        );
         let removed = self.writer.remove(&[key], deadline).await;
         let ok = matches!(removed[..], [Err(BackendError::Closed)]);
         assert!(
             ok || !self.exact(),
             "removing from a closed tier: {removed:?}"
         );
-        let clears = Arc::new(self.one_more_clear());
-        let cleared = self.backend.clear(clears, deadline).await;
-        let ok = matches!(cleared, Err(BackendError::Closed));
-        assert!(ok || !self.exact(), "clearing a closed tier: {cleared:?}");
         let listed = self.writer.list(Cursor::START, 1, deadline).await;
         let ok = matches!(listed, Err(BackendError::Closed));
         assert!(ok || !self.exact(), "listing a closed tier: {listed:?}");
-        let usage = self.backend.usage();
-        assert!(
-            usage.is_none() || !self.exact(),
-            "usage of a closed tier: {usage:?}"
-        );
     }
 
     /// Cancelled operations may hold slots until the device is done with them, not for ever.

@@ -214,7 +214,8 @@ impl Tiers {
         self.tiers.len()
     }
 
-    /// Lists some chunks of a tier whose index is in this process; none of any other.
+    /// Lists some chunks of a tier that is written to and whose index is in this process; none of any
+    /// other.
     pub(crate) async fn list_now(
         &self,
         tier: usize,

@@ -233,8 +233,10 @@ impl LowerTiers {
             runtime,
             tiers,
         };
-        for index in 0..this.tiers.tiers.len() {
-            this.spawn(write_queue::serve(Arc::clone(&this.tiers), index));
+        for (index, tier) in this.tiers.tiers.iter().enumerate() {
+            if tier.backend.writer().is_some() {
+                this.spawn(write_queue::serve(Arc::clone(&this.tiers), index));
+            }
         }
         this.spawn(Arc::clone(&this.tiers).pass_clears_on());
         // A tier may not have noted all clears that the others know of.

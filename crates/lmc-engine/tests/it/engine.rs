@@ -1,6 +1,7 @@
 //! Behaviour that callers of [`CacheEngine`] rely on, over a real pool.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -388,6 +389,18 @@ fn chunks_after_a_clear_are_reported_by_their_names_with_their_space() {
 
 const IN_DRAM: HostChunk = HostChunk::Memory { len: CHUNK as u64 };
 
+/// True once any chunk may have come.
+#[derive(Debug, Default)]
+struct Begun(AtomicBool);
+
+impl EventSink for Begun {
+    fn changed(&self, _: &ChunkEvent<'_>) {}
+
+    fn any_changed(&self, _: &str) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
 fn a_host_has_no_chunks_without_its_engine_and_serves_one_engine() {
     let host = EngineHost::default();
@@ -398,7 +411,11 @@ fn a_host_has_no_chunks_without_its_engine_and_serves_one_engine() {
         config.host = Some(host.clone());
         config
     };
+    let begun = Arc::new(Begun::default());
+    host.events().listen(Arc::clone(&begun) as _);
+    assert!(!begun.0.load(Ordering::Relaxed));
     let engine = with(config(), 4, Vec::new());
+    assert!(begun.0.load(Ordering::Relaxed), "all is to be listed again");
     write(&engine, &prompt(0..1));
     assert_eq!(host.states(&[key(0)]), [IN_DRAM]);
     let arena = Arc::new(ArenaConfig::anonymous(4096).build().expect("memory"));

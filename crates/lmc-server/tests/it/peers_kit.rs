@@ -208,6 +208,6 @@ fn peers_pass_the_kit() {
         let kit = kit.with_arena(arena);
         let tally = kit.with_operations(300).run_beside(&reader, &owner);
         println!("{tally:?}");
-        assert!(tally.hits > 100 && tally.misses > 100, "{tally:?}");
+        assert!(tally.hits > 20 && tally.misses > 20, "{tally:?}");
     }
 }
