@@ -54,7 +54,7 @@ def pd(run):
 
 
 FLAGS = ("--max-model-len", "4096")
-# Proxies that no wheel has: the archive, its SHA-256, the file, and a path that answers.
+# Proxies that no wheel has: the archive, its SHA-256 and the file.
 TOY_PROXY = ("vllm-0.33.0.tar.gz",
              "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112",
              "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py")
@@ -327,7 +327,7 @@ def vllm_router():
     return None
 
 
-def answers(port, path):
+def answers(port, path="/health"):
     with contextlib.suppress(OSError), open_http(port, path, deadline=5):
         return True
     return False

@@ -551,6 +551,13 @@ fn at_once(prefill: &[&Engine], decode: &Engine) -> Proxy {
     Proxy::start(&urls, &[&decode.url()], &peers[..2 * prefill.len()])
 }
 
+/// Starts a prefill engine whose server is known, a decode engine and a proxy for both.
+fn pair_at_once() -> (Engine, Engine, Proxy) {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let proxy = at_once(&[&prefill], &decode);
+    (prefill, decode, proxy)
+}
+
 fn outcomes(proxy: &Proxy, outcome: &str) -> f64 {
     proxy.metric(&format!(
         "lmc_proxy_requests_total{{prefill=\"{outcome}\"}}"
@@ -559,8 +566,7 @@ fn outcomes(proxy: &Proxy, outcome: &str) -> f64 {
 
 #[test]
 fn both_engines_begin_at_once_where_the_server_beside_the_first_is_known() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
-    let proxy = at_once(&[&prefill], &decode);
+    let (prefill, decode, proxy) = pair_at_once();
     let client = proxy.post(PATH, "", &long_prompt());
     let (first, second) = (prefill.next(), decode.next());
     let id = first.header("x-request-id").expect("an id").to_owned();
@@ -590,8 +596,7 @@ fn both_engines_begin_at_once_where_the_server_beside_the_first_is_known() {
 
 #[test]
 fn an_answer_that_begins_before_the_prefill_has_ended_is_passed_on_and_leaves_it_alone() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
-    let proxy = at_once(&[&prefill], &decode);
+    let (prefill, decode, proxy) = pair_at_once();
     let mut client = proxy.post(PATH, "", &long_prompt());
     let (first, mut second) = (prefill.next(), decode.next());
     second.begin();
@@ -618,8 +623,7 @@ fn an_answer_that_begins_before_the_prefill_has_ended_is_passed_on_and_leaves_it
 /// The proxy ended the prefill, of which an engine with LMCache's connector died.
 #[test]
 fn a_stop_waits_for_prefills_whose_answers_have_ended() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
-    let mut proxy = at_once(&[&prefill], &decode);
+    let (prefill, decode, mut proxy) = pair_at_once();
     let client = proxy.post(PATH, "", &long_prompt());
     let (mut first, second) = (prefill.next(), decode.next());
     second.answer(200, "answered");
@@ -633,8 +637,7 @@ fn a_stop_waits_for_prefills_whose_answers_have_ended() {
 
 #[test]
 fn a_prefill_that_fails_takes_back_what_a_decode_engine_waits_for() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
-    let proxy = at_once(&[&prefill], &decode);
+    let (prefill, decode, proxy) = pair_at_once();
     for (status, outcome) in [(500, "failed"), (400, "refused")] {
         let client = proxy.post(PATH, "", &long_prompt());
         let (first, mut second) = (prefill.next(), decode.next());
@@ -678,8 +681,7 @@ fn another_prefill_engine_is_waited_for_under_its_own_name() {
 
 #[test]
 fn a_client_that_leaves_ends_both_legs_at_once() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
-    let proxy = at_once(&[&prefill], &decode);
+    let (prefill, decode, proxy) = pair_at_once();
     let client = proxy.post(PATH, "", &long_prompt());
     let (first, second) = (prefill.next(), decode.next());
     drop(client);
