@@ -14,7 +14,7 @@ fetch() {
     for libc in 2_17 2_26 2_27 2_28 2_34; do
         platforms+=(--platform "manylinux_${libc}_x86_64")
     done
-    log "fetching $(wc -l <"$here/gpu.txt") wheels (23 MB) from PyPI"
+    log "fetching $(wc -l <"$here/gpu.txt") wheels (34 MB) from PyPI"
     "$python" -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: \
         --python-version "$version" --implementation cp "${platforms[@]}" \
         --platform manylinux2014_x86_64 --dest "$folder" -r "$here/gpu.txt" >&2 ||

@@ -519,6 +519,7 @@ fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {
     service.identity = config.identity.clone();
     service.hash_memo_bytes = usize::try_from(config.hash_memo_size).context("--hash-memo-size")?;
     service.null_block_id = config.null_block_id;
+    service.isolated_ipc = config.isolated_ipc;
     service.lookup_lease = config.read_ttl;
     service.transfer_deadline = config.write_ttl;
     service.session_ttl = config.session_ttl;
@@ -623,6 +624,10 @@ mod tests {
         assert_eq!(times(&found), times(&expected));
         assert_eq!(found.hash_memo_bytes, expected.hash_memo_bytes);
         assert_eq!(found.null_block_id, expected.null_block_id);
+        assert_eq!(found.isolated_ipc, expected.isolated_ipc);
         assert_eq!(found.kv_event_log_size, expected.kv_event_log_size);
+        let isolated = [("LMC_ISOLATED_IPC".to_owned(), "true".to_owned())];
+        let config = ServeConfig::load([], isolated, None).expect("valid").config;
+        assert!(service_config(&config).expect("valid").isolated_ipc);
     }
 }

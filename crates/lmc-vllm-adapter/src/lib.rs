@@ -45,10 +45,10 @@ pub use local::{LOCAL_ADDRESS, LOCAL_SOCKET, check_private, user_folder};
 pub use peer::Peer;
 pub use protocol::{
     BlockAllocation, CacheKey, ConfigValue, CpuShm, Cuda, DecodeError, DescriptorError,
-    EngineDrivenContext, EngineGroup, EngineRecord, IdentityDigest, IpcHandle, KvDescriptor,
-    KvEvent, KvEventBatch, KvEventKind, MAX_SOURCE_WAIT, Operation, RegisterKvCache, Reply,
-    Request, RequestConfigs, SlotDescriptor, Sources, TensorMeta, TierChunks, UnknownFields,
-    ValueError,
+    EngineDrivenContext, EngineGroup, EngineRecord, GpuEvent, IdentityDigest, IpcHandle,
+    KvDescriptor, KvEvent, KvEventBatch, KvEventKind, MAX_SOURCE_WAIT, Operation, RegisterKvCache,
+    Reply, Request, RequestConfigs, SharedBy, SlotDescriptor, Sources, TensorMeta, TierChunks,
+    UnknownFields, ValueError,
 };
 #[cfg(feature = "service")]
 pub use service::{

@@ -12,6 +12,7 @@ import signal
 import statistics
 import sys
 import time
+import uuid
 
 import lmcache.integration.vllm.vllm_multi_process_adapter as adapters
 import torch
@@ -70,6 +71,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sequential", action="store_true", help="neighbouring blocks instead of random ones")
     parser.add_argument("--until", help="go on until this file exists")
+    parser.add_argument("--isolated", action="store_true", help="share nothing with the server but the GPU")
     parser.add_argument("--die", action="store_true", help="be killed while a store waits for the GPU")
     args = parser.parse_args()
 
@@ -79,9 +81,9 @@ def main():
     caches, order, mla = tensors(args, blocks)
     size = sum(tensor.nbytes for tensor in caches.values()) // blocks * per_chunk
     context = zmq.Context()
-    model = f"gpu/{args.mode}/{args.layout}/{os.getpid()}"
+    model = f"gpu/{args.mode}/{args.layout}/{uuid.uuid4().hex}"  # ids of processes come again in containers
     parallel = adapters.ParallelStrategy(mla_only=mla, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1)
-    extra = {"lmcache.mp.mp_transfer_mode": args.mode, "lmcache.mp.mq_timeout": 30.0}
+    extra = {"lmcache.mp.mp_transfer_mode": args.mode, "lmcache.mp.mq_timeout": 30.0, "lmcache.mp.isolated_ipc": args.isolated}
     scheduler = adapters.LMCacheMPSchedulerAdapter([args.url], context, model, args.block, parallel, extra_config=dict(extra))
     worker = adapters.LMCacheMPWorkerAdapter(args.url, context, model, args.block, parallel, extra_config=dict(extra))
     began = time.perf_counter()

@@ -29,6 +29,9 @@ serve() { # environment and flags of the server
 stop() { kill "$server"; wait "$server"; }
 client() { timeout 120 "$PYTHON" "$here/client.py" --url "$url" "$@" 2>>"$OUT/client.log"; }
 load() { timeout 120 "$PYTHON" "$here/load.py" "$url" "$@" 2>>"$OUT/load.log"; }
+# A container of its own, but for the network: other shared memory, other ids of processes.
+apart() { unshare --mount --ipc --pid --fork --mount-proc bash -c 'mount -t tmpfs tmpfs /dev/shm && "$@"' _ "$@"; }
+isolated() { apart timeout 120 "$PYTHON" "$here/client.py" --url "$url" --mode lmcache_driven --isolated "$@" 2>>"$OUT/client.log"; }
 own() { PYTHONPATH=$here/package:${PYTHONPATH:-} timeout 240 "$PYTHON" "$here/own.py" --endpoint "$url" "$@" 2>>"$OUT/own.log" || failed=1; }
 check() { # name, expected status, command
     local name=$1 expected=$2; shift 2
@@ -52,6 +55,13 @@ tests() {
     check "killed while its store waits" 137 client --mode lmcache_driven --layers 32 --chunks 64 --die
     check "its memory is free within 10 s" 0 closed
     check "after the kill" 0 client --mode lmcache_driven
+    for layout in k_v_apart k_v_in_block heads_first latent bytes; do
+        check "bytes: isolated $layout" 0 isolated --layout $layout
+    done
+    before=$(free)
+    check "isolated, killed while its store waits" 137 isolated --layers 32 --chunks 64 --die
+    check "its memory is free within 10 s" 0 closed
+    check "isolated, after the kill" 0 isolated
     stop
     serve CUDA_VISIBLE_DEVICES=
     check "a GPU that the server does not see" 1 client --mode lmcache_driven
@@ -74,6 +84,7 @@ figures() {
             check "rate: $mode blocks of $block" 0 client --mode $mode --layers 32 --chunks 64 --rounds 5 --block $block
         done
     done
+    check "rate: isolated" 0 isolated --layers 32 --chunks 64 --rounds 5
     check "rate: neighbouring blocks" 0 client --mode lmcache_driven --layers 32 --chunks 64 --rounds 5 --sequential
     check "a matrix product beside copies" 0 load "copies of 256 MiB" "empty kernels" lmcache_driven engine_driven
     stop

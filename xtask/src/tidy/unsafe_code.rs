@@ -20,6 +20,7 @@ crates/lmc-memory/src/copy/team.rs: copies are handed to threads
 crates/lmc-memory/src/copy/testing.rs: paged memory for tests
 crates/lmc-memory/src/copy/workers.rs: copies between addresses, shared out among threads
 crates/lmc-memory/src/cuda/counter.rs: a counter in another process's memory
+crates/lmc-memory/src/cuda/counts.rs: a number that a GPU writes into memory of the host
 crates/lmc-memory/src/cuda/driver.rs: calls of the CUDA driver
 crates/lmc-memory/src/cuda/gpus.rs: memory and streams of an engine that this process is
 crates/lmc-memory/src/cuda/lane.rs: runs for a GPU, memory that it writes

@@ -294,10 +294,11 @@ pub(super) fn open_memory(handle: &[u8; 64]) -> Result<(u64, u64)> {
     let mut base = 0;
     let lazily = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
     call!(cuIpcOpenMemHandle_v2(&mut base, handle, lazily))?;
-    let mut len = 0;
-    let measured = call!(cuMemGetAddressRange_v2(ptr::null_mut(), &mut len, base));
+    let (mut start, mut len) = (0, 0);
+    let measured = call!(cuMemGetAddressRange_v2(&mut start, &mut len, base));
     match measured {
-        Ok(()) => Ok((base, len as u64)),
+        // A handle of memory within a larger allocation opens behind its start.
+        Ok(()) => Ok((base, (len as u64).saturating_sub(base - start))),
         Err(error) => {
             close_memory(base);
             Err(error)

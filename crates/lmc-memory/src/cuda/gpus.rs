@@ -12,11 +12,12 @@ use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::counter::StorageCounter;
+use super::counts::CountReader;
 use super::driver::{self, Context, CudaError, Event, Result};
-use super::lane::{self, HUNG, Lane, Piece};
+use super::lane::{self, HUNG, Lane, Piece, Wait};
 use super::pinned::{HostPool, Pinned};
 use crate::copy::Direction;
 use crate::{Arena, MappedSegment};
@@ -62,6 +63,8 @@ struct Device {
     to_host: Mutex<Option<Lane>>,
     to_device: Mutex<Option<Lane>>,
     opened: Mutex<HashMap<[u8; 64], OpenAllocation>>,
+    /// Locked for one look: a device that hangs stops one thread that waits for a count.
+    counts: Mutex<Option<CountReader>>,
     is_hung: AtomicBool,
 }
 
@@ -195,8 +198,61 @@ impl Device {
             to_device: Mutex::new(Some(Lane::new(Direction::Scatter)?)),
             context: Arc::clone(&context),
             opened: Mutex::default(),
+            counts: Mutex::default(),
             is_hung: AtomicBool::new(false),
         })
+    }
+}
+
+impl Device {
+    /// Fails while a copy does not end.
+    fn check_hung(&self) -> Result<()> {
+        match self.is_hung.load(Ordering::Relaxed) {
+            false => Ok(()),
+            true => Err(self.hung()),
+        }
+    }
+
+    fn hung(&self) -> CudaError {
+        CudaError::Hung {
+            uuid: self.uuid.clone(),
+            seconds: HUNG.as_secs(),
+        }
+    }
+
+    /// Locks what one thread uses at a time. Returns none soon after `proceed` has
+    /// returned false.
+    fn turn<'a, T>(
+        &self,
+        what: &'a Mutex<T>,
+        proceed: &dyn Fn() -> bool,
+    ) -> Result<Option<MutexGuard<'a, T>>> {
+        loop {
+            self.check_hung()?;
+            if !proceed() {
+                return Ok(None);
+            }
+            if let Some(locked) = what.try_lock_for(TURN) {
+                return Ok(Some(locked));
+            }
+        }
+    }
+
+    /// Does work that waits for copies. The others fail once one of its waits is late, until it ends;
+    /// then it fails itself.
+    fn within_time<T>(&self, work: impl FnOnce(&Wait<'_>) -> Result<T>) -> Result<T> {
+        let is_late = Cell::new(false);
+        let late = || {
+            is_late.set(true);
+            self.is_hung.store(true, Ordering::Relaxed);
+        };
+        let done = work(&|is_done| lane::wait_for(is_done, &late));
+        if !is_late.get() {
+            return done;
+        }
+        // The copy ended after all, too late for its caller.
+        self.is_hung.store(false, Ordering::Relaxed);
+        done.and_then(|_| Err(self.hung()))
     }
 }
 
@@ -206,6 +262,7 @@ impl Drop for Device {
         let _entered = self.context.enter();
         *self.to_host.get_mut() = None;
         *self.to_device.get_mut() = None;
+        *self.counts.get_mut() = None;
     }
 }
 
@@ -390,10 +447,6 @@ impl Gpu {
         proceed: &dyn Fn() -> bool,
     ) -> Result<bool> {
         let device = self.device();
-        let hung = || CudaError::Hung {
-            uuid: device.uuid.clone(),
-            seconds: HUNG.as_secs(),
-        };
         let pools: Vec<_> = {
             let state = self.state.lock();
             state.pools.iter().filter_map(Weak::upgrade).collect()
@@ -403,44 +456,24 @@ impl Gpu {
             Direction::Gather => &device.to_host,
             Direction::Scatter => &device.to_device,
         };
-        let mut lane = loop {
-            if device.is_hung.load(Ordering::Relaxed) {
-                return Err(hung());
-            }
-            if !proceed() {
-                return Ok(false);
-            }
-            if let Some(lane) = lane.try_lock_for(TURN) {
-                break lane;
-            }
+        let Some(mut lane) = device.turn(lane, proceed)? else {
+            return Ok(false);
         };
         if lane.is_none() {
             *lane = Some(Lane::new(direction)?);
         }
         let this = lane.as_mut().expect("made above");
         let pieces = runs.map(|(device, host, len)| Piece { device, host, len });
-        let is_late = Cell::new(false);
-        let late = || {
-            is_late.set(true);
-            device.is_hung.store(true, Ordering::Relaxed);
-        };
-        let copied = this.copy(pieces, &pools, proceed, &|is_done| {
-            lane::wait_for(is_done, &late)
-        });
+        let copied = device.within_time(|wait| this.copy(pieces, &pools, proceed, wait));
         if this.is_broken() {
             // The next copy begins with new objects of the driver.
             *lane = None;
-        }
-        if is_late.get() {
-            // The copy ended after all, too late for its caller.
-            device.is_hung.store(false, Ordering::Relaxed);
-            return copied.and(Err(hung()));
         }
         copied
     }
 }
 
-/// Time for which a copy waits for another one in its direction, before it asks whether it is still
+/// Time for which a thread waits for another one's copy or look, before it asks whether it is still
 /// wanted.
 const TURN: Duration = Duration::from_millis(20);
 
@@ -498,6 +531,40 @@ impl DeviceMemory {
     /// Number of bytes.
     pub(crate) fn len(&self) -> u64 {
         self.len
+    }
+
+    /// Waits until the number of 8 bytes at offset `at` is `least` or more: engines count what a stream
+    /// has done there. Returns false soon after `proceed` has.
+    ///
+    /// # Errors
+    /// [`CudaError::Outside`] if the memory ends before; [`CudaError::Call`] for a broken GPU;
+    /// [`CudaError::Hung`].
+    pub fn wait_for_count(&self, at: u64, least: u64, proceed: &dyn Fn() -> bool) -> Result<bool> {
+        let end = at.saturating_add(8);
+        if end > self.len {
+            return Err(CudaError::Outside {
+                start: at,
+                end,
+                len: self.len,
+            });
+        }
+        let device = self.gpu.device();
+        let _entered = device.context.enter()?;
+        let is_reached = || {
+            let Some(mut reader) = device.turn(&device.counts, proceed)? else {
+                return Ok(false);
+            };
+            let this = match reader.take() {
+                Some(this) => this,
+                None => CountReader::new()?,
+            };
+            // SAFETY: the bytes lie in this memory, which stays open until this call ends.
+            let look = |wait: &Wait<'_>| unsafe { this.look(self.base + at, wait) };
+            let count = device.within_time(look)?;
+            *reader = Some(this);
+            Ok(count >= least)
+        };
+        driver::wait(&is_reached, &|_| proceed())
     }
 }
 

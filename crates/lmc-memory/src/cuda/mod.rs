@@ -6,6 +6,7 @@
 //! tensors; [`CopyPool`](crate::CopyPool) copies between that and chunks of the pool.
 
 mod counter;
+mod counts;
 mod driver;
 mod gpus;
 mod lane;

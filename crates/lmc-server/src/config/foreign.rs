@@ -45,8 +45,6 @@ flags! {
     Refuse "engine-type" ["default"], "enable-segmented-prefix" ["no"],
         "enable-dedup-content" ["no"], "enable-blend-reorder" ["no"]:
         "lmc caches prefixes only; there is no CacheBlend.";
-    Refuse "isolated-ipc" ["no"]:
-        "engine and server must share /dev/shm here: use the same host or pod (ipc: host in containers).";
     Ignore "separate-object-groups":
         "lmc keeps every object group apart by itself; the flag is not needed.";
     Refuse "runtime-plugin-locations", "runtime-plugin-config" ["{}"], "server-module",
@@ -150,7 +148,7 @@ mod tests {
         assert_eq!(judge("transport", "zmq"), None);
         assert_eq!(judge("transport", "grpc"), Some(Verdict::Refuse));
         assert_eq!(judge("engine-type", "blend"), Some(Verdict::Refuse));
-        assert_eq!(judge("isolated-ipc", "no"), None);
+        assert_eq!(judge("enable-blend-reorder", "no"), None);
         assert_eq!(judge("l1-use-lazy", ""), Some(Verdict::Ignore));
     }
 }

@@ -107,6 +107,8 @@ settings! {
             transfer_mode: TransferMode = "supported-transfer-mode", Value "MODE", "auto", |raw| parse::choice(raw, parse::TRANSFER_MODES);
             /// Block id by which an engine marks absent KV data; -1 when every block is valid.
             null_block_id: Option<u32> = "null-block-id", Value "ID", "0", parse::block_id;
+            /// Open memory on GPUs for engines whose user this server cannot see, in containers of their own (lmcache.mp.isolated_ipc at the engine): every client that reaches the port can then have it read and overwrite memory of any process on its GPUs.
+            isolated_ipc: bool = "isolated-ipc", Switch "BOOL", "false", parse::switch;
         }
         Pool {
             /// Size of the pool, e.g. 500GiB or 20 (a bare number is GiB); auto takes a quarter of the memory that is free.

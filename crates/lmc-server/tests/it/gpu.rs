@@ -4,7 +4,7 @@
 use lmc_fake_cuda::{Engine, Live, Machine, UUIDS};
 use lmc_testkit::until;
 use lmc_vllm_adapter::{
-    Client, Cuda, EngineGroup, KvDescriptor, Operation, RegisterKvCache, Reply, Request,
+    Client, Cuda, EngineGroup, KvDescriptor, Operation, RegisterKvCache, Reply, Request, SharedBy,
     TensorMeta, UnknownFields,
 };
 
@@ -58,7 +58,7 @@ impl Worker {
                 handle,
                 offset: offset as u64,
                 nbytes: LAYER as u64,
-                counter: None,
+                shared_by: SharedBy::PyTorch { counter: None },
                 tensor: TensorMeta {
                     dtype: "bfloat16".to_owned(),
                     shape: vec![2, BLOCKS, BLOCK, HEADS, SIZE],

@@ -45,7 +45,11 @@ const VISITS: [(&str, Visit); 5] = [
 
 /// Settings with an address or a port that are no listener that every user can reach, each with the
 /// reason.
-const NO_LISTENERS: [(&str, &str); 2] = [
+const NO_LISTENERS: [(&str, &str); 3] = [
+    (
+        "isolated-ipc",
+        "it listens nowhere; connections are accepted as without it",
+    ),
     (
         "p2p-advertise",
         "the address of --p2p-listen, as peers see it",

@@ -5,7 +5,7 @@
 
 use thiserror::Error;
 
-use crate::protocol::msgpack::{Encode, Reader, Record, ValueError, Writer, encoded, record};
+use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 
 /// MessagePack extension type of a descriptor.
 pub(crate) const EXT_CODE: i8 = 1;
@@ -40,6 +40,13 @@ pub enum DescriptorError {
          mode, or use lmcache.mp.mp_transfer_mode=engine_driven"
     )]
     Expandable,
+    /// CUDA memory of vLLM's own allocator, which the engine replaces when it sleeps.
+    #[error(
+        "the engine's CUDA memory is that of vLLM's cumem allocator, which may replace it unseen by \
+         this server: start the engine without --enable-cumem-allocator, --enable-sleep-mode and \
+         lmcache.mp.use_vmm_api, or use lmcache.mp.mp_transfer_mode=engine_driven"
+    )]
+    Replaceable,
     /// A handle of CUDA memory in a form that this version does not know.
     #[error(
         "the handle of the engine's CUDA memory has {0} bytes in a form that this server does not \
@@ -98,7 +105,7 @@ pub struct CpuShm {
 /// Handle by which the CUDA driver opens memory or an event of another process.
 pub type IpcHandle = [u8; 64];
 
-/// A tensor in memory of an NVIDIA GPU, as PyTorch shares it.
+/// A tensor in memory of an NVIDIA GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cuda {
     /// Id of the GPU, such as `19d82a72-11d8-b896-53d0-54b5ef820006`.
@@ -109,13 +116,96 @@ pub struct Cuda {
     pub offset: u64,
     /// Size of the storage in bytes.
     pub nbytes: u64,
-    /// Name of the shared-memory file with the counters of the engine's shared storages, and the
-    /// number of this storage's counter. The receiver of the storage decrements the counter when it
-    /// has closed the storage.
-    pub counter: Option<(String, u64)>,
+    /// Way in which it is shared.
+    pub shared_by: SharedBy,
     /// Tensor within the storage.
     pub tensor: TensorMeta,
 }
+
+/// Way in which CUDA memory is shared with other processes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SharedBy {
+    /// As a storage of PyTorch (`cuda`).
+    PyTorch {
+        /// Name of the shared-memory file with the counters of the engine's shared storages, and the
+        /// number of this storage's counter. The receiver of the storage decrements the counter when
+        /// it has closed the storage.
+        counter: Option<(String, u64)>,
+    },
+    /// As an allocation of the driver (`cuda_raw`): engine and server need not have one `/dev/shm`.
+    Driver,
+}
+
+/// A point in an engine's work on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GpuEvent {
+    /// An event of the driver.
+    Event(IpcHandle),
+    /// A number in the engine's memory that counts what a stream has done: LMCache's timeline
+    /// semaphore, which clients with `lmcache.mp.isolated_ipc` send.
+    Count {
+        /// Handle of the allocation with the numbers.
+        handle: IpcHandle,
+        /// Bytes from the start of the allocation to the number, a multiple of 8.
+        offset: u64,
+        /// The point is reached when the number is this or more. At 0 it is reached already.
+        least: u64,
+    },
+}
+
+/// Bytes of [`GpuEvent::Count`]: version 1, handle, offset, number; the numbers are big-endian.
+const COUNT_BYTES: usize = 1 + 64 + 8 + 8;
+
+impl GpuEvent {
+    /// Decodes the handle of a store or a retrieve.
+    ///
+    /// # Errors
+    /// [`EventError`] if it has another form.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, EventError> {
+        if let Ok(handle) = bytes.try_into() {
+            return Ok(Self::Event(handle));
+        }
+        let unknown = EventError(bytes.len());
+        let [1, rest @ ..] = bytes else {
+            return Err(unknown);
+        };
+        let (handle, rest) = rest.split_first_chunk().ok_or(unknown)?;
+        let (offset, rest) = rest.split_first_chunk().ok_or(unknown)?;
+        let least = rest.try_into().map_err(|_| unknown)?;
+        let (offset, least) = (u64::from_be_bytes(*offset), u64::from_be_bytes(least));
+        if !offset.is_multiple_of(8) {
+            return Err(unknown);
+        }
+        Ok(Self::Count {
+            handle: *handle,
+            offset,
+            least,
+        })
+    }
+
+    /// Encodes the handle, for clients and tests.
+    pub fn encode(&self) -> Vec<u8> {
+        match self {
+            Self::Event(handle) => handle.to_vec(),
+            Self::Count {
+                handle,
+                offset,
+                least,
+            } => {
+                let (offset, least) = (offset.to_be_bytes(), least.to_be_bytes());
+                [&[1], &handle[..], &offset, &least].concat()
+            }
+        }
+    }
+}
+
+/// The handle of an event is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[error(
+    "the event handle has {0} bytes in a form that this server does not know, expected the 64 of a \
+     CUDA event or the {COUNT_BYTES} of a count"
+)]
+pub(crate) struct EventError(usize);
 
 /// Descriptor of one tensor in an engine's memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -125,7 +215,7 @@ pub enum KvDescriptor {
     CpuShm(CpuShm),
     /// Memory of an NVIDIA GPU.
     Cuda(Box<Cuda>),
-    /// Memory of a type that this server cannot open, by its tag (`cuda_vmm`, `npu`, …).
+    /// Memory of a type that this server cannot open, by its tag (`npu`, `musa`, …).
     Unsupported(String),
 }
 
@@ -148,6 +238,7 @@ impl KvDescriptor {
         let mut reader = Reader::new(bytes);
         let (mut tag, mut version, mut tensor) = (None, None, None);
         let (mut shm_name, mut nbytes, mut shared) = (None, None, None);
+        let (mut raw_handle, mut raw_offset) = (None, None);
         let mut unknown = None;
         for _ in 0..reader.map("descriptor", 32)? {
             match reader.str("descriptor field", 64)? {
@@ -160,6 +251,15 @@ impl KvDescriptor {
                 "handle" if tag.as_deref() == Some("cuda") => {
                     shared = Some(shared_storage(&mut reader)?);
                 }
+                "ipc_handle" if tag.as_deref() == Some("cuda_raw") => {
+                    let handle = reader.bin("ipc_handle", MAX_DESCRIPTOR)?;
+                    let len = handle.len();
+                    let handle = <IpcHandle>::try_from(handle);
+                    raw_handle = Some(handle.map_err(|_| DescriptorError::Handle(len))?);
+                }
+                "alloc_offset" if tag.as_deref() == Some("cuda_raw") => {
+                    raw_offset = Some(reader.number::<u64>("alloc_offset")?);
+                }
                 other => {
                     unknown.get_or_insert_with(|| other.to_owned());
                     reader.skip()?;
@@ -168,7 +268,10 @@ impl KvDescriptor {
         }
         reader.finish()?;
         let tag = tag.ok_or(ValueError::Missing("type"))?;
-        if tag != "cpu_shm" && tag != "cuda" {
+        if tag == "cuda_vmm" {
+            return Err(DescriptorError::Replaceable);
+        }
+        if !matches!(&*tag, "cpu_shm" | "cuda" | "cuda_raw") {
             return Ok(Self::Unsupported(tag));
         }
         match version.ok_or(ValueError::Missing("version"))? {
@@ -196,14 +299,26 @@ impl KvDescriptor {
                 });
             }
         }
-        if tag == "cuda" {
-            let storage = shared.ok_or(ValueError::Missing("handle"))?;
+        if tag != "cpu_shm" {
+            let (handle, offset, shared_by) = match shared {
+                Some(storage) => {
+                    let counter = storage.counter;
+                    let shared_by = SharedBy::PyTorch { counter };
+                    (storage.handle, storage.offset, shared_by)
+                }
+                None if tag == "cuda" => return Err(ValueError::Missing("handle").into()),
+                None => (
+                    raw_handle.ok_or(ValueError::Missing("ipc_handle"))?,
+                    raw_offset.ok_or(ValueError::Missing("alloc_offset"))?,
+                    SharedBy::Driver,
+                ),
+            };
             return Ok(Self::Cuda(Box::new(Cuda {
                 device_uuid: device_uuid.ok_or(ValueError::Missing("device_uuid"))?,
-                handle: storage.handle,
-                offset: storage.offset,
+                handle,
+                offset,
                 nbytes,
-                counter: storage.counter,
+                shared_by,
                 tensor,
             })));
         }
@@ -290,12 +405,22 @@ impl Encode for KvDescriptor {
                     ("storage_offset", &cuda.tensor.storage_offset),
                     ("device_uuid", &cuda.device_uuid),
                 ]);
-                encoded(&Record(&[
-                    ("type", &"cuda"),
-                    ("version", &1_u32),
-                    ("metadata", &metadata),
-                    ("handle", &SharedAs(cuda)),
-                ]))
+                match &cuda.shared_by {
+                    SharedBy::PyTorch { counter } => encoded(&Record(&[
+                        ("type", &"cuda"),
+                        ("version", &1_u32),
+                        ("metadata", &metadata),
+                        ("handle", &SharedAs(cuda, counter.as_ref())),
+                    ])),
+                    SharedBy::Driver => encoded(&Record(&[
+                        ("type", &"cuda_raw"),
+                        ("version", &1_u32),
+                        ("metadata", &metadata),
+                        ("ipc_handle", &Bin(&cuda.handle)),
+                        ("alloc_offset", &cuda.offset),
+                        ("nbytes", &cuda.nbytes),
+                    ])),
+                }
             }
             Self::CpuShm(shm) => encoded(&Record(&[
                 ("type", &"cpu_shm"),
@@ -311,18 +436,18 @@ impl Encode for KvDescriptor {
 }
 
 /// A storage as PyTorch shares it.
-struct SharedAs<'a>(&'a Cuda);
+struct SharedAs<'a>(&'a Cuda, Option<&'a (String, u64)>);
 
 impl Encode for SharedAs<'_> {
     fn encode(&self, out: &mut Writer) {
-        let Self(cuda) = self;
+        let Self(cuda, counter) = self;
         let frame = [&[2, FRAME_MALLOC], &cuda.handle[..]].concat();
         out.array(8);
         out.int(0);
         out.bin(&frame);
         out.uint(cuda.nbytes);
         out.uint(cuda.offset);
-        match &cuda.counter {
+        match counter {
             Some((name, number)) => {
                 out.bin(name.as_bytes());
                 out.uint(*number);
@@ -387,7 +512,6 @@ fn dims(reader: &mut Reader<'_>, what: &'static str) -> Result<Vec<u64>, ValueEr
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::protocol::msgpack::Bin;
 
     fn sample() -> CpuShm {
         CpuShm {
@@ -412,8 +536,8 @@ mod tests {
     fn a_descriptor_survives_the_round_trip() {
         let descriptor = KvDescriptor::CpuShm(sample());
         assert_eq!(round_trip(&descriptor), Ok(descriptor));
-        let cuda = KvDescriptor::Unsupported("cuda_vmm".to_owned());
-        assert_eq!(round_trip(&cuda), Ok(cuda));
+        let npu = KvDescriptor::Unsupported("npu".to_owned());
+        assert_eq!(round_trip(&npu), Ok(npu));
     }
 
     /// A descriptor of memory of `cudaMalloc` as PyTorch 2.11 shares it, recorded on an H200; the byte
@@ -459,8 +583,39 @@ mod tests {
         assert_eq!(cuda.handle[..4], [0xc0, 0xd2, 0x7a, 0x2c]);
         assert_eq!((cuda.offset, cuda.nbytes), (4_194_304, 16_777_216));
         let counter = Some(("/torch_551_863121536_0".to_owned(), 1));
-        assert_eq!(cuda.counter, counter);
+        assert_eq!(cuda.shared_by, SharedBy::PyTorch { counter });
         assert_eq!(round_trip(&found), Ok(found.clone()));
+        let mut raw = cuda.clone();
+        raw.shared_by = SharedBy::Driver;
+        let raw = KvDescriptor::Cuda(raw);
+        assert_eq!(round_trip(&raw), Ok(raw));
+    }
+
+    #[test]
+    fn the_handle_of_a_point_in_an_engines_work_has_one_of_two_forms() {
+        let count = GpuEvent::Count {
+            handle: [3; 64],
+            offset: 8,
+            least: u64::MAX - 1,
+        };
+        for event in [GpuEvent::Event([7; 64]), count] {
+            assert_eq!(GpuEvent::decode(&event.encode()), Ok(event));
+        }
+        let bytes = count.encode();
+        let other_version = [&[2], &bytes[1..]].concat();
+        let longer = [&bytes[..], &[0]].concat();
+        let mut odd = bytes.clone();
+        odd[72] = 9;
+        for bad in [
+            &[][..],
+            &[1; 63],
+            &bytes[..80],
+            &other_version,
+            &longer,
+            &odd,
+        ] {
+            assert_eq!(GpuEvent::decode(bad), Err(EventError(bad.len())));
+        }
     }
 
     #[test]
@@ -471,9 +626,15 @@ mod tests {
         let mut short = recorded(b'c');
         short.truncate(short.len() - 1);
         assert!(KvDescriptor::decode(EXT_CODE, &short).is_err());
-        let raw = encoded(&Record(&[("type", &"cuda_raw"), ("handle", &Bin(&[1]))]));
-        let kind = KvDescriptor::Unsupported("cuda_raw".to_owned());
-        assert_eq!(KvDescriptor::decode(EXT_CODE, &raw), Ok(kind));
+        let vmm = encoded(&Record(&[("type", &"cuda_vmm"), ("kind", &"fabric")]));
+        let refused = KvDescriptor::decode(EXT_CODE, &vmm);
+        assert_eq!(refused, Err(DescriptorError::Replaceable));
+        let raw = encoded(&Record(&[
+            ("type", &"cuda_raw"),
+            ("ipc_handle", &Bin(&[1; 63])),
+        ]));
+        let short = KvDescriptor::decode(EXT_CODE, &raw);
+        assert_eq!(short, Err(DescriptorError::Handle(63)));
     }
 
     #[test]

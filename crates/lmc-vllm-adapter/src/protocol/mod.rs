@@ -9,7 +9,9 @@ pub use codec::DecodeError;
 #[cfg(feature = "service")]
 pub(crate) use codec::decode_request;
 pub(crate) use codec::{decode_reply, encode_request};
-pub use descriptor::{CpuShm, Cuda, DescriptorError, IpcHandle, KvDescriptor, TensorMeta};
+pub use descriptor::{
+    CpuShm, Cuda, DescriptorError, GpuEvent, IpcHandle, KvDescriptor, SharedBy, TensorMeta,
+};
 pub use msgpack::ValueError;
 pub(crate) use operation::{AWAITED, MAX_AWAITED, SOURCES, TAG, WAIT, wait_of};
 pub use operation::{

@@ -18,6 +18,9 @@ pub struct ServiceConfig {
     pub hash_memo_bytes: usize,
     /// Block id that stands for "no data". Default: 0, as vLLM has it.
     pub null_block_id: Option<u32>,
+    /// Opens memory on GPUs for engines whose user is not known, as those in containers of their own.
+    /// Default: false.
+    pub isolated_ipc: bool,
     /// Time for which a lookup holds the chunks it found. Default: 300 s.
     pub lookup_lease: Duration,
     /// Silence after which a session ends. Default: 600 s.
@@ -76,6 +79,7 @@ impl ServiceConfig {
             identity: IdentityText::default(),
             hash_memo_bytes: 64 << 20,
             null_block_id: Some(0),
+            isolated_ipc: false,
             lookup_lease: Duration::from_secs(300),
             session_ttl: Duration::from_secs(600),
             transfer_deadline: Duration::from_secs(600),

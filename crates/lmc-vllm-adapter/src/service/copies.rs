@@ -8,11 +8,11 @@ use lmc_engine::Leases;
 use lmc_memory::{CopyError, CopyPlan, CopyPool, PlanRequest};
 use thiserror::Error;
 
-use crate::protocol::{CacheKey, Reply};
+use crate::protocol::{CacheKey, GpuEvent, Reply};
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::gate::Copying;
-use crate::service::instance::{GroupCopy, gpu_of};
 use crate::service::jobs::{Job, Lane};
+use crate::service::opened::{GroupCopy, ServerCopies};
 use crate::service::registry::Registry;
 use crate::service::stats::add;
 use crate::service::transfers::{Declined, Transfers, Worker};
@@ -100,23 +100,18 @@ impl Copies {
     /// engine's memory lies on a GPU.
     fn wait_for_engine(
         &self,
-        copies: &[GroupCopy],
+        copies: &ServerCopies,
         blocks: &Blocks,
         granted: &Granted,
     ) -> Result<(), String> {
-        let Some(gpu) = gpu_of(copies) else {
+        let Some(gpu) = copies.gpu() else {
             return Ok(());
         };
-        let Ok(event) = blocks.event.as_slice().try_into() else {
-            let found = blocks.event.len();
-            return Err(format!(
-                "the event handle has {found} bytes, expected the 64 of a CUDA event"
-            ));
-        };
+        let event = GpuEvent::decode(&blocks.event).map_err(|error| error.to_string())?;
         // An engine that answers pings and whose work never ends keeps this thread no longer.
         let deadline = self.context.config.copy_deadline;
         let proceed = || granted.asked.elapsed() < deadline && self.may_go_on(granted);
-        match gpu.wait_for(&event, &proceed) {
+        match copies.wait_for(gpu, event, &proceed) {
             Ok(true) => Ok(()),
             Ok(false) => {
                 add(&self.context.stats.service.copies_too_late, 1);
@@ -142,7 +137,7 @@ impl Copies {
         instance_id: u64,
         asks: &str,
         now: Instant,
-    ) -> Result<(Worker, Hashed, Arc<[GroupCopy]>), Declined> {
+    ) -> Result<(Worker, Hashed, Arc<ServerCopies>), Declined> {
         let (worker, hashed) = self.transfers.worker(client, key, instance_id, now)?;
         let copies = worker.copies.clone().ok_or_else(|| {
             Declined::Refused(refuse(&format!(
@@ -173,7 +168,7 @@ impl Copies {
                 }
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
-        let lane = match gpu_of(&copies) {
+        let lane = match copies.gpu() {
             Some(_) => Lane::GpuStore,
             None => Lane::Store,
         };
@@ -210,12 +205,12 @@ impl Copies {
         key: &CacheKey,
         worker: &Worker,
         hashed: &Hashed,
-        copies: &[GroupCopy],
+        copies: &ServerCopies,
         block_ids: &[Vec<u32>],
         granted: &Granted,
     ) -> bool {
         let counters = &self.context.stats.service;
-        if let Err(text) = covers(copies, block_ids, hashed.chunks.len()) {
+        if let Err(text) = covers(&copies.groups, block_ids, hashed.chunks.len()) {
             self.context
                 .warn_throttled(&format!("store of {}: {text}", key.request_id));
             return false;
@@ -223,7 +218,7 @@ impl Copies {
         // A chunk of which the engine has dropped a block has no bytes to store.
         let null = self.context.config.null_block_id;
         let whole = |index: usize| {
-            copies.iter().zip(block_ids).all(|(copy, ids)| {
+            copies.groups.iter().zip(block_ids).all(|(copy, ids)| {
                 let blocks = copy.blocks_per_chunk as usize;
                 let of_chunk = &ids[index * blocks..(index + 1) * blocks];
                 null.is_none_or(|null| !of_chunk.contains(&null))
@@ -243,7 +238,7 @@ impl Copies {
         }
         let started = Instant::now();
         let indices: Vec<usize> = chunks.iter().map(|chunk| chunk.index).collect();
-        for (copy, ids) in copies.iter().zip(block_ids) {
+        for (copy, ids) in copies.groups.iter().zip(block_ids) {
             let plan = match plan(copy, ids, &indices, 0, None) {
                 Ok(plan) => plan,
                 Err(text) => {
@@ -298,7 +293,7 @@ impl Copies {
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
         let leases = self.transfers.acquire(client, &worker, &hashed);
-        let lane = match gpu_of(&copies) {
+        let lane = match copies.gpu() {
             Some(_) => Lane::GpuRetrieve,
             None => Lane::Retrieve,
         };
@@ -341,18 +336,18 @@ impl Copies {
         &self,
         worker: &Worker,
         leases: &Leases,
-        copies: &[GroupCopy],
+        copies: &ServerCopies,
         block_ids: &[Vec<u32>],
         skip_first_n_tokens: u64,
         granted: &Granted,
     ) -> Result<(), String> {
         let counters = &self.context.stats.service;
-        covers(copies, block_ids, leases.len())?;
+        covers(&copies.groups, block_ids, leases.len())?;
         let started = Instant::now();
         let indices: Vec<usize> = (0..leases.len()).collect();
         let chunks: Vec<&[u8]> = leases.iter().map(|slot| slot.bytes()).collect();
-        let mut plans = Vec::with_capacity(copies.len());
-        for (copy, ids) in copies.iter().zip(block_ids) {
+        let mut plans = Vec::with_capacity(copies.groups.len());
+        for (copy, ids) in copies.groups.iter().zip(block_ids) {
             // Blocks that the engine shares with its own prefix cache are whole, so whole
             // blocks are skipped.
             let skip = skip_first_n_tokens / copy.tokens_per_block;
@@ -367,7 +362,7 @@ impl Copies {
         // Everything is checked by now: an engine's memory is written wholly, unless the worker
         // stops waiting meanwhile.
         let proceed = || self.may_go_on(granted);
-        for (copy, plan) in copies.iter().zip(&plans) {
+        for (copy, plan) in copies.groups.iter().zip(&plans) {
             let chunks: Vec<&[u8]> = chunks
                 .iter()
                 .map(|chunk| &chunk[copy.range.clone()])
@@ -403,6 +398,7 @@ impl Copies {
         let (copies, chunk_bytes) = self.registry.copies_of(instance_id)?;
         let blocks = |text: String| InspectError::Blocks(text);
         if let Some(copy) = copies
+            .groups
             .iter()
             .find(|copy| copy.blocks_per_chunk != blocks_per_chunk)
         {
@@ -418,7 +414,7 @@ impl Copies {
                 block_ids.len()
             )));
         }
-        let blocks_there = copies.iter().map(|copy| copy.paged.blocks());
+        let blocks_there = copies.groups.iter().map(|copy| copy.paged.blocks());
         let blocks_there = blocks_there.min().unwrap_or_default();
         if block_ids.len() > blocks_there as usize {
             return Err(blocks(format!(
@@ -430,7 +426,7 @@ impl Copies {
         block_ids
             .chunks(per_chunk)
             .map(|ids| {
-                for copy in copies.iter() {
+                for copy in copies.groups.iter() {
                     let plan = plan(copy, ids, &[0], 0, None).map_err(blocks)?;
                     let into = &mut [&mut chunk[copy.range.clone()]];
                     let gathered = self.pool.gather(&plan, into);
@@ -443,15 +439,15 @@ impl Copies {
 }
 
 /// Checks that there are block ids for each group and chunk.
-fn covers(copies: &[GroupCopy], block_ids: &[Vec<u32>], chunks: usize) -> Result<(), String> {
-    if copies.len() != block_ids.len() {
+fn covers(groups: &[GroupCopy], block_ids: &[Vec<u32>], chunks: usize) -> Result<(), String> {
+    if groups.len() != block_ids.len() {
         return Err(format!(
             "block ids for {} KV groups, {} are registered",
             block_ids.len(),
-            copies.len()
+            groups.len()
         ));
     }
-    for (copy, ids) in copies.iter().zip(block_ids) {
+    for (copy, ids) in groups.iter().zip(block_ids) {
         let needed = copy.blocks_per_chunk * chunks as u64;
         if (ids.len() as u64) < needed {
             return Err(format!(

@@ -8,20 +8,18 @@ use std::time::Instant;
 
 use lmc_engine::OwnerId;
 use lmc_key::{DtypeName, KeySpace, LayoutFingerprint, ModelName, Salt, SpaceId, TagsId};
-use lmc_memory::cuda::{CudaError, DeviceMemory, Gpu, Gpus, StorageCounter};
-use lmc_memory::{
-    ChunkOrder, DType, GroupLayout, KvGroup, KvMemory, KvOrder, KvSegments, KvTensor,
-    MappedSegment, PagedKv, Planes, SegmentError, SharedName, own_uid,
-};
+use lmc_memory::cuda::{CudaError, Gpu, Gpus};
+use lmc_memory::{ChunkOrder, DType, GroupLayout, KvGroup, KvOrder, KvTensor, Planes};
 use thiserror::Error;
 
 use crate::protocol::{
-    CpuShm, Cuda, EngineDrivenContext, EngineGroup, IdentityDigest, KvDescriptor, RegisterKvCache,
+    EngineDrivenContext, EngineGroup, IdentityDigest, KvDescriptor, RegisterKvCache,
 };
 use crate::service::context::Context;
 use crate::service::fingerprint;
 use crate::service::gate::Gate;
 use crate::service::generation::Opaque;
+use crate::service::opened::{GroupCopy, Segments, ServerCopies};
 use crate::service::{ClientId, ServiceConfig};
 
 /// Why a registration was refused.
@@ -34,7 +32,7 @@ pub(crate) enum RegisterError {
     /// Memory that this server cannot open.
     #[error(
         "engine memory of kind {0:?} cannot be opened by this server: it serves host memory \
-         (cpu_shm) and CUDA memory as PyTorch shares it (cuda); use \
+         (cpu_shm) and CUDA memory (cuda, cuda_raw); use \
          lmcache.mp.mp_transfer_mode=engine_driven"
     )]
     Memory(String),
@@ -55,30 +53,14 @@ pub(crate) enum RegisterError {
     #[error(
         "the user of this connection is not known, so this server maps no memory for it: connect \
          over loopback from the server's own network namespace, or use \
-         lmcache.mp.mp_transfer_mode=engine_driven"
+         lmcache.mp.mp_transfer_mode=engine_driven; for memory on a GPU, the server's --isolated-ipc \
+         and the engine's lmcache.mp.isolated_ipc serve containers that share nothing else"
     )]
     UnknownUser,
 }
 
-fn invalid(error: impl std::fmt::Display) -> RegisterError {
+pub(super) fn invalid(error: impl std::fmt::Display) -> RegisterError {
     RegisterError::Invalid(error.to_string())
-}
-
-/// One KV group of an engine whose memory the server copies from and to.
-#[derive(Debug)]
-pub(crate) struct GroupCopy {
-    pub(crate) paged: PagedKv,
-    /// Blocks of one chunk.
-    pub(crate) blocks_per_chunk: u64,
-    /// Tokens of one block.
-    pub(crate) tokens_per_block: u64,
-    /// First byte of this group in a chunk, and the one after its last.
-    pub(crate) range: std::ops::Range<usize>,
-}
-
-/// Returns the GPU that a worker's memory lies on.
-pub(super) fn gpu_of(copies: &[GroupCopy]) -> Option<&Arc<Gpu>> {
-    copies.first().and_then(|copy| copy.paged.gpu())
 }
 
 /// The way a worker's bytes reach the pool.
@@ -87,7 +69,7 @@ pub(crate) enum Transport {
     /// The worker maps the pool and copies by itself.
     EngineDriven,
     /// The server maps the worker's memory and copies.
-    ServerDriven(Arc<[GroupCopy]>),
+    ServerDriven(Arc<ServerCopies>),
 }
 
 /// A registered worker.
@@ -195,11 +177,12 @@ impl Instance {
         client: ClientId,
         user: Option<u32>,
         gpus: &Gpus,
-        chunk_size: u32,
+        config: &ServiceConfig,
         now: Instant,
     ) -> Result<Self, RegisterError> {
-        let groups = describe(registration, chunk_size)?;
-        let mut segments = Segments::of(&groups, user, gpus)?;
+        let groups = describe(registration, config.hasher.chunk_size())?;
+        let first = groups.iter().find_map(|group| group.tensors.first());
+        let mut segments = Segments::of(first.copied(), user, gpus, config)?;
         let mut copies = Vec::with_capacity(groups.len());
         let mut end = 0;
         for Described { tensors, kv, .. } in &groups {
@@ -237,7 +220,7 @@ impl Instance {
             shape,
             chunk_bytes: end as u64,
             mla: Some(mla),
-            transport: Transport::ServerDriven(copies.into()),
+            transport: Transport::ServerDriven(Arc::new(ServerCopies::new(copies))),
             gate: Gate::default(),
             ranks: BTreeSet::new(),
             registered: now,
@@ -324,8 +307,11 @@ impl Instance {
         let Transport::ServerDriven(copies) = &self.transport else {
             return None;
         };
-        let gpu = gpu_of(copies)?;
-        Some((gpu, copies.iter().map(|copy| copy.paged.bytes()).sum()))
+        let gpu = copies.gpu()?;
+        Some((
+            gpu,
+            copies.groups.iter().map(|copy| copy.paged.bytes()).sum(),
+        ))
     }
 
     /// `engine_driven` or `lmcache_driven`, as the client's setting calls them.
@@ -503,146 +489,12 @@ fn describe_group(
     KvGroup::describe(&tensors, order, declared, chunk_size).map_err(invalid)
 }
 
-/// Segments of one worker at most; an engine has one for each layer or fewer.
-const MAX_SEGMENTS: usize = 1024;
-
-/// The memory of one registration, all of one kind.
-enum Segments {
-    Host(HostSegments),
-    Gpu(GpuSegments),
-}
-
-impl Segments {
-    /// No segment is open yet. The kind is that of the first tensor.
-    fn of(groups: &[Described<'_>], user: Option<u32>, gpus: &Gpus) -> Result<Self, RegisterError> {
-        let first = groups.iter().find_map(|group| group.tensors.first());
-        let user = user.ok_or(RegisterError::UnknownUser)?;
-        Ok(match first {
-            Some(KvDescriptor::Cuda(_)) if user != own_uid() && user != 0 => {
-                return Err(RegisterError::OtherUser);
-            }
-            Some(KvDescriptor::Cuda(cuda)) => Self::Gpu(GpuSegments {
-                gpu: gpus.open(&cuda.device_uuid)?,
-                user,
-                opened: Vec::new(),
-            }),
-            _ => Self::Host(HostSegments {
-                user,
-                numbers: HashMap::new(),
-                mapped: Vec::new(),
-            }),
-        })
-    }
-
-    /// Returns the segments as the memory of a KV group.
-    fn memory(&self) -> KvSegments {
-        match self {
-            Self::Host(segments) => {
-                let mapped = segments.mapped.iter();
-                let mapped = mapped.map(|segment| Arc::clone(segment) as Arc<dyn KvMemory>);
-                KvSegments::Host(mapped.collect())
-            }
-            Self::Gpu(segments) => KvSegments::Device(segments.opened.clone()),
-        }
-    }
-
-    /// Opens the memory of a tensor. Returns the number of its segment.
-    fn open(&mut self, tensor: &KvDescriptor) -> Result<usize, RegisterError> {
-        match (self, tensor) {
-            (Self::Host(segments), KvDescriptor::CpuShm(shm)) => segments.open(shm),
-            (Self::Gpu(segments), KvDescriptor::Cuda(cuda)) => segments.open(cuda),
-            _ => Err(RegisterError::Invalid(
-                "the tensors lie in memory of several kinds".to_owned(),
-            )),
-        }
-    }
-}
-
-/// The segments of a registration on one GPU, one for each tensor.
-struct GpuSegments {
-    gpu: Arc<Gpu>,
-    user: u32,
-    opened: Vec<Arc<DeviceMemory>>,
-}
-
-impl GpuSegments {
-    fn open(&mut self, tensor: &Cuda) -> Result<usize, RegisterError> {
-        if tensor.device_uuid != self.gpu.uuid() {
-            return Err(RegisterError::Invalid(format!(
-                "the tensors of one worker lie on several GPUs, {} and {}",
-                self.gpu.uuid(),
-                tensor.device_uuid
-            )));
-        }
-        if self.opened.len() >= MAX_SEGMENTS {
-            return Err(RegisterError::Invalid(format!(
-                "more than {MAX_SEGMENTS} tensors in one registration"
-            )));
-        }
-        // Without the counter the engine keeps the memory until its end, which is when it has no use
-        // for it anyway.
-        let counter = tensor.counter.as_ref().and_then(|(name, number)| {
-            let name = SharedName::new(name).ok()?;
-            StorageCounter::open_for(self.user, &name, *number).ok()
-        });
-        let (handle, offset, bytes) = (tensor.handle, tensor.offset, tensor.nbytes);
-        let memory = self.gpu.memory(handle, offset, bytes, counter)?;
-        self.opened.push(Arc::new(memory));
-        Ok(self.opened.len() - 1)
-    }
-}
-
-/// The segments of one registration in host memory, each mapped once however many layers lie in it.
-struct HostSegments {
-    user: u32,
-    numbers: HashMap<SharedName, usize>,
-    mapped: Vec<Arc<MappedSegment>>,
-}
-
-impl HostSegments {
-    fn open(&mut self, tensor: &CpuShm) -> Result<usize, RegisterError> {
-        let name = SharedName::new(&tensor.shm_name).map_err(invalid)?;
-        if let Some(&number) = self.numbers.get(&name) {
-            return Ok(number);
-        }
-        if self.mapped.len() >= MAX_SEGMENTS {
-            return Err(RegisterError::Invalid(format!(
-                "more than {MAX_SEGMENTS} shared-memory segments in one registration"
-            )));
-        }
-        let mapped = MappedSegment::open_for(self.user, &name, tensor.nbytes);
-        let mapped = mapped.map_err(|error| match error {
-            SegmentError::OtherUser { .. } => invalid(error),
-            _ => invalid(format!(
-                "{error}: engine and server must run on one host and share /dev/shm"
-            )),
-        })?;
-        // Two names may lead to one file where it was renamed in between. Its bytes are then those
-        // of one segment, or copies of two layers could overlap unnoticed.
-        let is_same = |known: &Arc<MappedSegment>| known.is_same_file(&mapped);
-        let number = match self.mapped.iter().position(is_same) {
-            Some(known) if self.mapped[known].len() >= mapped.len() => known,
-            Some(_) => {
-                return Err(RegisterError::Invalid(format!(
-                    "shared-memory segment {name} has two names: register it under one"
-                )));
-            }
-            None => {
-                self.mapped.push(Arc::new(mapped));
-                self.mapped.len() - 1
-            }
-        };
-        self.numbers.insert(name, number);
-        Ok(number)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::protocol::{EngineRecord, TensorMeta, UnknownFields};
+    use crate::protocol::{CpuShm, EngineRecord, TensorMeta, UnknownFields};
 
     const CHUNK_SIZE: u32 = 32;
 

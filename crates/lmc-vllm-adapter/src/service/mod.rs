@@ -15,6 +15,7 @@ mod handle;
 mod instance;
 mod jobs;
 mod lookups;
+mod opened;
 mod prefills;
 mod prepared;
 mod pulse;

@@ -16,8 +16,9 @@ use crate::protocol::{
 use crate::service::connections::Connections;
 use crate::service::context::{Context, refuse};
 use crate::service::generation::Joined;
-use crate::service::instance::{GroupCopy, Instance, RegisterError, Transport};
+use crate::service::instance::{Instance, RegisterError, Transport};
 use crate::service::jobs::{Job, JobThreads, Lane};
+use crate::service::opened::ServerCopies;
 use crate::service::stats::add;
 use crate::service::status::InstanceStatus;
 use crate::service::throttle::Throttle;
@@ -229,10 +230,9 @@ impl Registry {
                 registration.engine_type
             ));
         }
-        let chunk_size = self.context.config.hasher.chunk_size();
+        let config = &self.context.config;
         let user = self.connections.uid_of(client);
-        let gpus = &self.gpus;
-        let instance = Instance::server_driven(registration, client, user, gpus, chunk_size, now);
+        let instance = Instance::server_driven(registration, client, user, &self.gpus, config, now);
         let id = registration.instance_id;
         let reply = self.add_instance(id, instance, Reply::None);
         self.log_refusal(client, id, &registration.model_name, &reply);
@@ -631,7 +631,7 @@ impl Registry {
     pub(super) fn copies_of(
         &self,
         instance_id: u64,
-    ) -> Result<(Arc<[GroupCopy]>, u64), InspectError> {
+    ) -> Result<(Arc<ServerCopies>, u64), InspectError> {
         let workers = self.workers.lock();
         let instance = workers
             .instances

@@ -351,8 +351,9 @@ fn layers_in_another_order_are_another_layout_and_none_comes_twice() {
         change(&mut registration);
         let now = Instant::now();
         let gpus = Gpus::new(Arc::new(ArenaConfig::anonymous(4096).build().unwrap()));
-        let (user, chunk) = (Some(0), CHUNK as u32);
-        instance::Instance::server_driven(&registration, client(1), user, &gpus, chunk, now)
+        let hasher = ChunkHasher::new(HashAlgorithm::Blake3, CHUNK as u32).unwrap();
+        let (user, config) = (Some(0), ServiceConfig::new(hasher));
+        instance::Instance::server_driven(&registration, client(1), user, &gpus, &config, now)
             .map(|instance| instance.fingerprint)
     };
     let plain = layout(&[0, 1, 2], &|_| {}).expect("three layers");

@@ -15,8 +15,9 @@ use crate::service::connections::Connections;
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::events::StoredChunk;
 use crate::service::gate::Entrance;
-use crate::service::instance::{GroupCopy, Transport};
+use crate::service::instance::Transport;
 use crate::service::lookups::Lookups;
+use crate::service::opened::ServerCopies;
 use crate::service::prepared::{
     Direction, Pending, PendingChunk, Prepared, Transfer, TransferId, TransferKey,
 };
@@ -44,7 +45,7 @@ pub(super) struct Worker {
     pub(super) chunk_bytes: u64,
     pub(super) shape: Vec<u64>,
     pub(super) dtype: &'static str,
-    pub(super) copies: Option<Arc<[GroupCopy]>>,
+    pub(super) copies: Option<Arc<ServerCopies>>,
     pub(super) entrance: Entrance,
 }
 

@@ -366,9 +366,9 @@ fn unsupported_registrations_are_refused_with_a_reason() {
     let own_pool = server.shm_name.clone();
     let cases: HashMap<&str, RegisterKvCache> = HashMap::from([
         (
-            "memory of kind \"cuda_vmm\" cannot be opened",
+            "memory of kind \"npu\" cannot be opened",
             RegisterKvCache {
-                kv_caches: vec![KvDescriptor::Unsupported("cuda_vmm".to_owned())],
+                kv_caches: vec![KvDescriptor::Unsupported("npu".to_owned())],
                 ..base.clone()
             },
         ),

@@ -187,7 +187,8 @@ fn a_gpu_that_hangs_refuses_copies_until_it_goes_on() {
         1,
         a_gpu_that_hangs_refuses_copies_until_it_goes_on,
         |machine| {
-            let (gpu, _, plan, mut slot) = copying(machine);
+            let (gpu, twin, plan, mut slot) = copying(machine);
+            let memory = twin.memory(&gpu, 0).unwrap();
             let len = plan.chunk_bytes() as usize;
             let pool = CopyPool::new(0).unwrap();
             let (first, second) = slot.bytes_mut().split_at_mut(450 << 10);
@@ -204,12 +205,15 @@ fn a_gpu_that_hangs_refuses_copies_until_it_goes_on() {
                 let first = scope.spawn(|| pool.gather(&plan, &mut chunks));
                 until("the first waits", || machine.calls("cuEventQuery") > 0);
                 is_hung(pool.gather(&plan, &mut others));
+                let counted = memory.wait_for_count(0, 0, &|| true);
+                is_hung(counted.map(drop).map_err(CopyError::Cuda));
                 assert!(!first.is_finished());
                 machine.resume(0);
                 is_hung(first.join().unwrap());
             });
             pool.gather(&plan, &mut others).unwrap();
-            drop((plan, gpu));
+            assert_eq!(memory.wait_for_count(0, 0, &|| true), Ok(true));
+            drop((memory, plan, gpu));
             assert_given_back(machine);
         },
     );
@@ -285,6 +289,40 @@ fn an_event_of_an_engine_that_ended_is_never_reached() {
             assert_given_back(machine);
         },
     );
+}
+
+/// A count that is never reached, and memory that is too short.
+#[test]
+fn a_wait_for_a_count_ends_with_its_caller() {
+    with_machine(1, a_wait_for_a_count_ends_with_its_caller, |machine| {
+        let gpus = Gpus::new(arena());
+        let gpu = gpus.open(UUIDS[0]).unwrap();
+        let engine = Engine::new(machine, 0);
+        let address = engine.allocate(&[0; 40]);
+        let (handle, _) = engine.handle(address);
+        let memory = gpu.memory(handle, 0, 40, None).unwrap();
+        let wait = |at, least| {
+            let asked = AtomicUsize::new(0);
+            let proceed = || asked.fetch_add(1, Ordering::Relaxed) < 100;
+            memory.wait_for_count(at, least, &proceed)
+        };
+        engine.write(address + 32, &7_u64.to_ne_bytes());
+        assert_eq!(wait(32, 7), Ok(true));
+        assert_eq!(wait(32, 8), Ok(false));
+        engine.write(address + 32, &u64::MAX.to_ne_bytes());
+        assert_eq!(wait(32, 8), Ok(true));
+        for at in [33, 40, u64::MAX] {
+            let (end, len) = (at.saturating_add(8), 40);
+            let outside = CudaError::Outside {
+                start: at,
+                end,
+                len,
+            };
+            assert_eq!(wait(at, 0), Err(outside));
+        }
+        drop((gpu, memory));
+        assert_given_back(machine);
+    });
 }
 
 /// The pool is registered once, for both.

@@ -22,6 +22,7 @@ fn serve(gpus: &Gpus, twin: &Twin, slot: &mut ReservedSlot) -> Result<(), Box<dy
     let gpu = gpus.open(UUIDS[0])?;
     let paged = twin.open(twin.segments(&gpu)?, 4)?;
     gpu.wait_for(&event.handle(), &|| true)?;
+    twin.memory(&gpu, 0)?.wait_for_count(0, 0, &|| true)?;
     // SAFETY: the default stream.
     unsafe { gpu.mark(0) }?.wait(&|| true)?;
     let (plan, wanted) = (plan(&paged), plan(&twin.host.paged(4)));

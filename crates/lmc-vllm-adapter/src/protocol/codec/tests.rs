@@ -33,7 +33,7 @@ fn requests() -> Vec<Request> {
     vec![
         Request::RegisterKvCache(Box::new(RegisterKvCache {
             instance_id: u64::MAX >> 1,
-            kv_caches: vec![descriptor, KvDescriptor::Unsupported("cuda_vmm".to_owned())],
+            kv_caches: vec![descriptor, KvDescriptor::Unsupported("npu".to_owned())],
             model_name: "m".to_owned(),
             world_size: 1,
             engine_type: "vllm".to_owned(),

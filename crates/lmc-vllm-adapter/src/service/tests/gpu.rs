@@ -6,7 +6,7 @@ use lmc_fake_cuda::{Engine, EngineEvent, Live, Machine, UUIDS};
 use lmc_testkit::{own_test, until};
 
 use super::*;
-use crate::protocol::Cuda;
+use crate::protocol::{Cuda, GpuEvent, SharedBy};
 
 /// Bytes of the allocation before the tensor.
 const OFFSET: usize = 48;
@@ -34,7 +34,7 @@ impl GpuMemory {
             handle,
             offset: offset as u64,
             nbytes: BLOCKS * BLOCK_BYTES,
-            counter: None,
+            shared_by: SharedBy::PyTorch { counter: None },
             tensor: shm.tensor.clone(),
         }
     }
@@ -95,11 +95,43 @@ fn assert_given_back(machine: &Machine) {
     });
 }
 
+/// The numbers by which an engine in a container of its own counts its work.
+struct Counts<'a> {
+    engine: &'a Engine,
+    address: usize,
+}
+
+impl<'a> Counts<'a> {
+    const BYTES: usize = 32 << 10;
+
+    fn new(engine: &'a Engine) -> Self {
+        let address = engine.allocate(&[0; Self::BYTES]);
+        Self { engine, address }
+    }
+
+    /// The point after what the engine's stream has been given so far.
+    fn record(&self, number: usize, least: u64) -> GpuEvent {
+        let at = self.address + 8 * number;
+        self.engine.write_later(at, &least.to_ne_bytes());
+        self.point(8 * number as u64, least)
+    }
+
+    fn point(&self, offset: u64, least: u64) -> GpuEvent {
+        let (handle, _) = self.engine.handle(self.address);
+        GpuEvent::Count {
+            handle,
+            offset,
+            least,
+        }
+    }
+}
+
 /// Waits until a job on another thread asks the driver about work that is not done.
 fn until_it_waits(machine: &Machine, job: &thread::ScopedJoinHandle<'_, Reply>) {
-    let before = machine.calls("cuEventQuery");
+    let asked = || machine.calls("cuEventQuery") + machine.calls("cuStreamQuery");
+    let before = asked();
     until("the job waits for the GPU", || {
-        job.is_finished() || machine.calls("cuEventQuery") > before + 300
+        job.is_finished() || asked() > before + 300
     });
     assert!(!job.is_finished(), "it did not wait for the GPU");
 }
@@ -170,6 +202,71 @@ fn an_event_that_cannot_be_opened_fails_its_request_only() {
     });
 }
 
+/// As LMCache's client with `lmcache.mp.isolated_ipc`.
+#[test]
+fn an_engine_that_shares_nothing_but_its_gpu_is_served() {
+    let test = own_test(an_engine_that_shares_nothing_but_its_gpu_is_served);
+    Machine::in_own_process(1, test, |machine| {
+        let memory = GpuMemory::new(machine);
+        let mut tensor = memory.tensor();
+        tensor.shared_by = SharedBy::Driver;
+        let request = Request::RegisterKvCache(Box::new(registration(&[tensor])));
+        let strict = service(|_| {});
+        strict.connected(client(1), Peer::default());
+        let refused = reply(&strict, 1, request.clone());
+        assert!(matches!(&refused, Reply::Error(_)), "{refused:?}");
+        let service = service(|config| config.isolated_ipc = true);
+        service.connected(client(1), Peer::default());
+        // Shared by PyTorch, which needs more than a GPU in common; and for another user.
+        let of_pytorch = Request::RegisterKvCache(Box::new(memory.registration()));
+        let refused = reply(&service, 1, of_pytorch);
+        assert!(matches!(&refused, Reply::Error(_)), "{refused:?}");
+        service.connected(client(20), peer(own_uid() + 1));
+        let refused = reply(&service, 20, request.clone());
+        assert!(matches!(&refused, Reply::Error(_)), "{refused:?}");
+        assert_eq!(reply(&service, 1, request), Reply::None);
+        let counts = Counts::new(&memory.engine);
+        let transferred =
+            |request, event: GpuEvent| reply(&service, 1, after(request, &event.encode()));
+        let stall = memory.engine.stall();
+        let bytes = vec![7; 2 * BLOCK_BYTES as usize];
+        memory.engine.write_later(memory.address_of(3), &bytes);
+        let written = counts.record(1, 1);
+        let store = after(store(1), &written.encode());
+        let job = job(&service, store, Instant::now());
+        thread::scope(|scope| {
+            let storing = scope.spawn(|| job.run());
+            until_it_waits(machine, &storing);
+            drop(stall);
+            assert_eq!(storing.join().expect("it ends"), Reply::Transferred(true));
+        });
+        assert_eq!(transferred(retrieve(1), written), Reply::Transferred(true));
+        for block in [5, 6] {
+            assert_eq!(memory.block(block), vec![7; BLOCK_BYTES as usize]);
+        }
+        // A number that has gone on, and a point before any work.
+        counts.record(1, 9);
+        memory.engine.synchronize();
+        assert_eq!(transferred(retrieve(1), written), Reply::Transferred(true));
+        let before = counts.point(0, 0);
+        assert_eq!(transferred(retrieve(1), before), Reply::Transferred(true));
+        let (end, never) = (Counts::BYTES as u64, u64::MAX);
+        for bad in [end, end - 4, never - 7] {
+            let refused = transferred(retrieve(1), counts.point(bad, 1));
+            assert_eq!(refused, Reply::Transferred(false), "offset {bad}");
+        }
+        let unknown = GpuEvent::Count {
+            handle: [0x5a; 64],
+            offset: 8,
+            least: 1,
+        };
+        let refused = transferred(retrieve(1), unknown);
+        assert_eq!(refused, Reply::Transferred(false));
+        unregister(&service);
+        assert_given_back(machine);
+    });
+}
+
 /// An engine whose work never ends, as in a collective that hangs, may still answer pings.
 #[test]
 fn an_event_that_is_never_reached_keeps_no_thread() {
@@ -178,21 +275,24 @@ fn an_event_that_is_never_reached_keeps_no_thread() {
         let service = service(|config| config.copy_deadline = Duration::from_millis(200));
         let memory = GpuMemory::new(machine);
         memory.register(&service);
+        let counts = Counts::new(&memory.engine);
         let _stall = memory.engine.stall();
         let never = memory.write_later(7);
-        let job = job(&service, after(store(1), &never.handle()), Instant::now());
-        thread::scope(|scope| {
-            let storing = scope.spawn(|| job.run());
-            until("the store is given up", || {
-                let instance_id = Some(1);
-                assert_eq!(
-                    reply(&service, 1, Request::Ping { instance_id }),
-                    Reply::Bool(true)
-                );
-                storing.is_finished()
+        for never in [never.handle().to_vec(), counts.record(1, 1).encode()] {
+            let job = job(&service, after(store(1), &never), Instant::now());
+            thread::scope(|scope| {
+                let storing = scope.spawn(|| job.run());
+                until("the store is given up", || {
+                    let instance_id = Some(1);
+                    assert_eq!(
+                        reply(&service, 1, Request::Ping { instance_id }),
+                        Reply::Bool(true)
+                    );
+                    storing.is_finished()
+                });
+                assert_eq!(storing.join().expect("it ends"), Reply::Transferred(false));
             });
-            assert_eq!(storing.join().expect("it ends"), Reply::Transferred(false));
-        });
+        }
         assert_eq!(found(&service, 1, "b", 2), Reply::Int(0));
         unregister(&service);
         assert_given_back(machine);

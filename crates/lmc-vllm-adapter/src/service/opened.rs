@@ -1,0 +1,248 @@
+//! Memory of workers that the server opens, to copy from and to.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use lmc_memory::cuda::{CudaError, DeviceMemory, Gpu, Gpus, StorageCounter};
+use lmc_memory::{KvMemory, KvSegments, MappedSegment, PagedKv, SegmentError, SharedName, own_uid};
+use parking_lot::Mutex;
+
+use crate::protocol::{CpuShm, Cuda, GpuEvent, IpcHandle, KvDescriptor, SharedBy};
+use crate::service::ServiceConfig;
+use crate::service::instance::{RegisterError, invalid};
+
+/// One KV group of an engine whose memory the server copies from and to.
+#[derive(Debug)]
+pub(crate) struct GroupCopy {
+    pub(crate) paged: PagedKv,
+    /// Blocks of one chunk.
+    pub(crate) blocks_per_chunk: u64,
+    /// Tokens of one block.
+    pub(crate) tokens_per_block: u64,
+    /// First byte of this group in a chunk, and the one after its last.
+    pub(crate) range: std::ops::Range<usize>,
+}
+
+/// The memory of a worker that the server copies from and to.
+#[derive(Debug)]
+pub(crate) struct ServerCopies {
+    pub(crate) groups: Vec<GroupCopy>,
+    counts: Mutex<Option<Counts>>,
+}
+
+/// The numbers that count an engine's work, as far as they were named.
+#[derive(Debug)]
+struct Counts {
+    handle: IpcHandle,
+    len: u64,
+    memory: Arc<DeviceMemory>,
+}
+
+impl ServerCopies {
+    pub(super) fn new(groups: Vec<GroupCopy>) -> Self {
+        Self {
+            groups,
+            counts: Mutex::default(),
+        }
+    }
+
+    /// The GPU that the memory lies on.
+    pub(crate) fn gpu(&self) -> Option<&Arc<Gpu>> {
+        self.groups.first().and_then(|copy| copy.paged.gpu())
+    }
+
+    /// Waits for a point in the engine's work on its GPU. Returns false as soon as `proceed` does.
+    pub(crate) fn wait_for(
+        &self,
+        gpu: &Arc<Gpu>,
+        event: GpuEvent,
+        proceed: &dyn Fn() -> bool,
+    ) -> Result<bool, CudaError> {
+        match event {
+            GpuEvent::Event(handle) => gpu.wait_for(&handle, proceed),
+            GpuEvent::Count { least: 0, .. } => Ok(true),
+            GpuEvent::Count {
+                handle,
+                offset,
+                least,
+            } => {
+                let counts = self.counts(gpu, handle, offset.saturating_add(8))?;
+                counts.wait_for_count(offset, least, proceed)
+            }
+        }
+    }
+
+    /// Returns the first `len` bytes of the numbers, which stay open for the next request.
+    fn counts(
+        &self,
+        gpu: &Arc<Gpu>,
+        handle: IpcHandle,
+        len: u64,
+    ) -> Result<Arc<DeviceMemory>, CudaError> {
+        let mut counts = self.counts.lock();
+        match &*counts {
+            Some(known) if known.handle == handle && known.len >= len => {
+                Ok(Arc::clone(&known.memory))
+            }
+            _ => {
+                let memory = Arc::new(gpu.memory(handle, 0, len, None)?);
+                *counts = Some(Counts {
+                    handle,
+                    len,
+                    memory: Arc::clone(&memory),
+                });
+                Ok(memory)
+            }
+        }
+    }
+}
+
+/// Segments of one worker at most; an engine has one for each layer or fewer.
+const MAX_SEGMENTS: usize = 1024;
+
+/// The memory of one registration, all of one kind.
+pub(super) enum Segments {
+    Host(HostSegments),
+    Gpu(GpuSegments),
+}
+
+impl Segments {
+    /// No segment is open yet. The kind is that of the first tensor.
+    pub(super) fn of(
+        first: Option<&KvDescriptor>,
+        user: Option<u32>,
+        gpus: &Gpus,
+        config: &ServiceConfig,
+    ) -> Result<Self, RegisterError> {
+        Ok(match first {
+            Some(KvDescriptor::Cuda(cuda)) => {
+                match user {
+                    Some(user) if user == own_uid() || user == 0 => {}
+                    Some(_) => return Err(RegisterError::OtherUser),
+                    None if config.isolated_ipc => {}
+                    None => return Err(RegisterError::UnknownUser),
+                }
+                Self::Gpu(GpuSegments {
+                    gpu: gpus.open(&cuda.device_uuid)?,
+                    user,
+                    opened: Vec::new(),
+                })
+            }
+            _ => Self::Host(HostSegments {
+                user: user.ok_or(RegisterError::UnknownUser)?,
+                numbers: HashMap::new(),
+                mapped: Vec::new(),
+            }),
+        })
+    }
+
+    /// Returns the segments as the memory of a KV group.
+    pub(super) fn memory(&self) -> KvSegments {
+        match self {
+            Self::Host(segments) => {
+                let mapped = segments.mapped.iter();
+                let mapped = mapped.map(|segment| Arc::clone(segment) as Arc<dyn KvMemory>);
+                KvSegments::Host(mapped.collect())
+            }
+            Self::Gpu(segments) => KvSegments::Device(segments.opened.clone()),
+        }
+    }
+
+    /// Opens the memory of a tensor. Returns the number of its segment.
+    pub(super) fn open(&mut self, tensor: &KvDescriptor) -> Result<usize, RegisterError> {
+        match (self, tensor) {
+            (Self::Host(segments), KvDescriptor::CpuShm(shm)) => segments.open(shm),
+            (Self::Gpu(segments), KvDescriptor::Cuda(cuda)) => segments.open(cuda),
+            _ => Err(RegisterError::Invalid(
+                "the tensors lie in memory of several kinds".to_owned(),
+            )),
+        }
+    }
+}
+
+/// The segments of a registration on one GPU, one for each tensor.
+pub(super) struct GpuSegments {
+    gpu: Arc<Gpu>,
+    /// None if it is not known.
+    user: Option<u32>,
+    opened: Vec<Arc<DeviceMemory>>,
+}
+
+impl GpuSegments {
+    fn open(&mut self, tensor: &Cuda) -> Result<usize, RegisterError> {
+        if tensor.device_uuid != self.gpu.uuid() {
+            return Err(RegisterError::Invalid(format!(
+                "the tensors of one worker lie on several GPUs, {} and {}",
+                self.gpu.uuid(),
+                tensor.device_uuid
+            )));
+        }
+        if self.opened.len() >= MAX_SEGMENTS {
+            return Err(RegisterError::Invalid(format!(
+                "more than {MAX_SEGMENTS} tensors in one registration"
+            )));
+        }
+        // Without the counter the engine keeps the memory until its end, which is when it has no use
+        // for it anyway.
+        let counter = match (&tensor.shared_by, self.user) {
+            (SharedBy::PyTorch { counter }, Some(user)) => {
+                counter.as_ref().and_then(|(name, number)| {
+                    let name = SharedName::new(name).ok()?;
+                    StorageCounter::open_for(user, &name, *number).ok()
+                })
+            }
+            // Neither its events nor its counters can be opened from a container of its own.
+            (SharedBy::PyTorch { .. }, None) => return Err(RegisterError::UnknownUser),
+            (SharedBy::Driver, _) => None,
+        };
+        let (handle, offset, bytes) = (tensor.handle, tensor.offset, tensor.nbytes);
+        let memory = self.gpu.memory(handle, offset, bytes, counter)?;
+        self.opened.push(Arc::new(memory));
+        Ok(self.opened.len() - 1)
+    }
+}
+
+/// The segments of one registration in host memory, each mapped once however many layers lie in it.
+pub(super) struct HostSegments {
+    user: u32,
+    numbers: HashMap<SharedName, usize>,
+    mapped: Vec<Arc<MappedSegment>>,
+}
+
+impl HostSegments {
+    fn open(&mut self, tensor: &CpuShm) -> Result<usize, RegisterError> {
+        let name = SharedName::new(&tensor.shm_name).map_err(invalid)?;
+        if let Some(&number) = self.numbers.get(&name) {
+            return Ok(number);
+        }
+        if self.mapped.len() >= MAX_SEGMENTS {
+            return Err(RegisterError::Invalid(format!(
+                "more than {MAX_SEGMENTS} shared-memory segments in one registration"
+            )));
+        }
+        let mapped = MappedSegment::open_for(self.user, &name, tensor.nbytes);
+        let mapped = mapped.map_err(|error| match error {
+            SegmentError::OtherUser { .. } => invalid(error),
+            _ => invalid(format!(
+                "{error}: engine and server must run on one host and share /dev/shm"
+            )),
+        })?;
+        // Two names may lead to one file where it was renamed in between. Its bytes are then those
+        // of one segment, or copies of two layers could overlap unnoticed.
+        let is_same = |known: &Arc<MappedSegment>| known.is_same_file(&mapped);
+        let number = match self.mapped.iter().position(is_same) {
+            Some(known) if self.mapped[known].len() >= mapped.len() => known,
+            Some(_) => {
+                return Err(RegisterError::Invalid(format!(
+                    "shared-memory segment {name} has two names: register it under one"
+                )));
+            }
+            None => {
+                self.mapped.push(Arc::new(mapped));
+                self.mapped.len() - 1
+            }
+        };
+        self.numbers.insert(name, number);
+        Ok(number)
+    }
+}
