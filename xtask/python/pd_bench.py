@@ -4,7 +4,9 @@
 
 Two engines with a server each, which are peers, and a proxy before them that sends a prompt to one
 after the other, and one that sends it to both at once. The prefill engine computes a prompt in eight
-steps. vLLM's own prefix cache is off. Each engine has a core of its own: one that waits polls. Prints one line of JSON: seconds to the first token.
+steps. vLLM's own prefix cache is off. Each engine has a core of its own: one that waits polls. The decode
+engine's server reaches the other through `--link`, a port that leads to `--listen` over a narrow link.
+Prints one line of JSON: seconds to the first token.
 """
 
 import argparse
@@ -45,11 +47,13 @@ def first_token(port, ids):
 
 class Pair:
     def __init__(self, args, model, stack):
-        at = [f"127.0.0.1:{free_port()}" for _ in range(2)]
         options = types.SimpleNamespace(server_bin=args.server_bin, peer=False)
+        at = f"127.0.0.1:{args.link}"
+        flags = (("--p2p-listen", f"127.0.0.1:{args.listen}", "--p2p-advertise", at),
+                 ("--p2p-listen", f"127.0.0.1:{free_port()}", "--p2p-peer", at))
         self.servers = []
-        for own, other in (at, at[::-1]):
-            server = Server(options, "--p2p-listen", own, "--p2p-peer", other).start()
+        for own in flags:
+            server = Server(options, *own).start()
             stack.callback(server.discard)
             self.servers.append(server)
         self.prefill, self.decode = (self.engine(args, model, server, stack, core)
@@ -57,7 +61,7 @@ class Pair:
         self.prefill.ready()
         self.decode.ready()
         self.one, self.both = (self.proxy(args, stack, *flags)
-                               for flags in ((), ("--prefill-peer", at[0])))
+                               for flags in ((), ("--prefill-peer", at)))
 
     @staticmethod
     def engine(args, model, server, stack, core):
@@ -102,6 +106,8 @@ def main():
     parser.add_argument("--server-bin", required=True)
     parser.add_argument("--package", required=True)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--listen", required=True, help="port of the prefill engine's server for peers")
+    parser.add_argument("--link", required=True, help="port under which the other server reaches it")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", default="1", help="of each engine's computation")
     args = parser.parse_args()

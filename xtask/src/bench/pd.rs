@@ -2,6 +2,7 @@
 //! answers it.
 
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -9,6 +10,8 @@ use serde_json::Value;
 use super::conditions;
 use super::engines::Engines;
 use super::figures::median;
+use super::link::Link;
+use crate::ports;
 
 const BENCH: &str = "bench pd";
 const JSON: &str = "docs/benchmarks/pd.json";
@@ -44,13 +47,25 @@ pub(crate) struct PdArgs {
     /// Rounds, in each of which every way has its turn
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
+    /// Rate of the link between the two servers, in millions of bits a second
+    #[arg(long, value_name = "MBIT", default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..))]
+    rate: u64,
     /// Write nothing
     #[arg(long)]
     dry_run: bool,
 }
 
 pub(crate) fn run(options: &PdArgs) -> Result<bool> {
-    let engines = Engines::measure(SCRIPT, &[format!("--rounds={}", options.rounds)])?;
+    let listen = ports::free()?;
+    let link = Link::to(listen, Duration::ZERO, Some(options.rate * 1_000_000 / 8))?;
+    let engines = Engines::measure(
+        SCRIPT,
+        &[
+            format!("--rounds={}", options.rounds),
+            format!("--listen={listen}"),
+            format!("--link={}", link.port),
+        ],
+    )?;
     let section = section(&engines.measured, options, &engines.conditions)?;
     engines.publish(BENCH, JSON, &section, options.dry_run)
 }
@@ -74,13 +89,15 @@ fn section(
         "## Prefill on one engine, decode on another\n\n\
          `cargo xtask bench pd --rounds {0}`: medians of {0} rounds; a prompt of {1} tokens that is new each \
          time, which an engine computes in eight steps; two engines ({2} thread each, the model of the tests, \
-         lmc's own connector, vLLM's own prefix cache off), each with a core and a server of its own. \
+         lmc's own connector, vLLM's own prefix cache off), each with a core and a server of its own, and \
+         between the servers a link of {4} Mbit/s (a relay on this host). \
          All figures are in [pd.json](benchmarks/pd.json).\n\n{3}\n\
          | | first token | beyond the prefill engine alone | tokens from the cache |\n|---|--:|--:|--:|\n",
         options.rounds,
         measured["tokens"],
         measured["threads"].as_str().unwrap_or_default(),
         conditions::lines(conditions),
+        options.rate,
     );
     for (way, what) in WAYS {
         let seconds = figure(measured, way, "seconds")?;
