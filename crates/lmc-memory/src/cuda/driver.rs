@@ -92,6 +92,12 @@ pub enum CudaError {
         /// Bytes of the allocation.
         len: u64,
     },
+    /// A handle of memory that is open for another engine. The driver would give the memory of that one.
+    #[error(
+        "memory with the same handle is open for another engine, which may have ended: its memory is \
+         closed within seconds, so register again"
+    )]
+    InUse,
     /// A copy on the device did not end in time; nothing more is copied there until it does.
     #[error(
         "a copy on GPU {uuid} did not end within {seconds} s: no more copies are made there until \

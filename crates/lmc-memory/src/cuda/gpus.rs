@@ -72,9 +72,20 @@ struct Device {
 /// of them at the first close.
 #[derive(Debug)]
 struct OpenAllocation {
+    engine: u64,
     base: u64,
     len: u64,
     users: usize,
+}
+
+/// Memory of another process, as that process names it.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedMemory {
+    /// The `CUipcMemHandle` of the allocation. A process that has ended and a later one may have the same
+    /// handle for their memory.
+    pub handle: [u8; 64],
+    /// Number of the process, which no other one has.
+    pub engine: u64,
 }
 
 impl Gpus {
@@ -329,16 +340,16 @@ impl Gpu {
         &self.device().uuid
     }
 
-    /// Opens `len` bytes of another process's memory on this GPU, `offset` bytes into the allocation
-    /// that `handle` names (a `CUipcMemHandle`). The allocation stays open, and so its bytes stay
-    /// allocated, until the value is dropped; then `counter` is decremented.
+    /// Opens `len` bytes of another process's memory on this GPU, `offset` bytes into the allocation.
+    /// The allocation stays open, and so its bytes stay allocated, until the value is dropped; then
+    /// `counter` is decremented.
     ///
     /// # Errors
     /// [`CudaError::Outside`] if the allocation is shorter; [`CudaError::Call`] for a handle that the
-    /// driver does not know.
+    /// driver does not know; [`CudaError::InUse`] for one that is open for another process.
     pub fn memory(
         self: &Arc<Self>,
-        handle: [u8; 64],
+        SharedMemory { handle, engine }: SharedMemory,
         offset: u64,
         len: u64,
         counter: Option<StorageCounter>,
@@ -346,14 +357,16 @@ impl Gpu {
         let device = self.device();
         let _entered = device.context.enter()?;
         let mut opened = device.opened.lock();
-        let found = match opened.get(&handle).map(|known| (known.base, known.len)) {
-            Some(known) => known,
+        let found = match opened.get(&handle) {
+            Some(known) if known.engine != engine => return Err(CudaError::InUse),
+            Some(known) => (known.base, known.len),
             None => driver::open_memory(&handle)?,
         };
         let (base, whole) = found;
         let end = offset.saturating_add(len);
         let fits = end <= whole;
         let known = opened.entry(handle).or_insert(OpenAllocation {
+            engine,
             base,
             len: whole,
             users: 0,

@@ -17,4 +17,4 @@ mod tests;
 
 pub use counter::StorageCounter;
 pub use driver::CudaError;
-pub use gpus::{DeviceMemory, Gpu, Gpus, Mark, Registration};
+pub use gpus::{DeviceMemory, Gpu, Gpus, Mark, Registration, SharedMemory};

@@ -182,7 +182,8 @@ impl Instance {
     ) -> Result<Self, RegisterError> {
         let groups = describe(registration, config.hasher.chunk_size())?;
         let first = groups.iter().find_map(|group| group.tensors.first());
-        let mut segments = Segments::of(first.copied(), user, gpus, config)?;
+        let mut segments =
+            Segments::of(first.copied(), registration.instance_id, user, gpus, config)?;
         let mut copies = Vec::with_capacity(groups.len());
         let mut end = 0;
         for Described { tensors, kv, .. } in &groups {
@@ -220,7 +221,10 @@ impl Instance {
             shape,
             chunk_bytes: end as u64,
             mla: Some(mla),
-            transport: Transport::ServerDriven(Arc::new(ServerCopies::new(copies))),
+            transport: Transport::ServerDriven(Arc::new(ServerCopies::new(
+                registration.instance_id,
+                copies,
+            ))),
             gate: Gate::default(),
             ranks: BTreeSet::new(),
             registered: now,

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use lmc_memory::cuda::{CudaError, DeviceMemory, Gpu, Gpus, StorageCounter};
+use lmc_memory::cuda::{CudaError, DeviceMemory, Gpu, Gpus, SharedMemory, StorageCounter};
 use lmc_memory::{KvMemory, KvSegments, MappedSegment, PagedKv, SegmentError, SharedName, own_uid};
 use parking_lot::Mutex;
 
@@ -26,6 +26,8 @@ pub(crate) struct GroupCopy {
 /// The memory of a worker that the server copies from and to.
 #[derive(Debug)]
 pub(crate) struct ServerCopies {
+    /// Number of the engine.
+    engine: u64,
     pub(crate) groups: Vec<GroupCopy>,
     counts: Mutex<Option<Counts>>,
 }
@@ -39,8 +41,9 @@ struct Counts {
 }
 
 impl ServerCopies {
-    pub(super) fn new(groups: Vec<GroupCopy>) -> Self {
+    pub(super) fn new(engine: u64, groups: Vec<GroupCopy>) -> Self {
         Self {
+            engine,
             groups,
             counts: Mutex::default(),
         }
@@ -85,7 +88,11 @@ impl ServerCopies {
                 Ok(Arc::clone(&known.memory))
             }
             _ => {
-                let memory = Arc::new(gpu.memory(handle, 0, len, None)?);
+                let shared = SharedMemory {
+                    handle,
+                    engine: self.engine,
+                };
+                let memory = Arc::new(gpu.memory(shared, 0, len, None)?);
                 *counts = Some(Counts {
                     handle,
                     len,
@@ -110,6 +117,7 @@ impl Segments {
     /// No segment is open yet. The kind is that of the first tensor.
     pub(super) fn of(
         first: Option<&KvDescriptor>,
+        engine: u64,
         user: Option<u32>,
         gpus: &Gpus,
         config: &ServiceConfig,
@@ -124,6 +132,7 @@ impl Segments {
                 }
                 Self::Gpu(GpuSegments {
                     gpu: gpus.open(&cuda.device_uuid)?,
+                    engine,
                     user,
                     opened: Vec::new(),
                 })
@@ -163,6 +172,7 @@ impl Segments {
 /// The segments of a registration on one GPU, one for each tensor.
 pub(super) struct GpuSegments {
     gpu: Arc<Gpu>,
+    engine: u64,
     /// None if it is not known.
     user: Option<u32>,
     opened: Vec<Arc<DeviceMemory>>,
@@ -196,7 +206,11 @@ impl GpuSegments {
             (SharedBy::Driver, _) => None,
         };
         let (handle, offset, bytes) = (tensor.handle, tensor.offset, tensor.nbytes);
-        let memory = self.gpu.memory(handle, offset, bytes, counter)?;
+        let shared = SharedMemory {
+            handle,
+            engine: self.engine,
+        };
+        let memory = self.gpu.memory(shared, offset, bytes, counter)?;
         self.opened.push(Arc::new(memory));
         Ok(self.opened.len() - 1)
     }

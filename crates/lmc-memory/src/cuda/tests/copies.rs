@@ -300,7 +300,7 @@ fn a_wait_for_a_count_ends_with_its_caller() {
         let engine = Engine::new(machine, 0);
         let address = engine.allocate(&[0; 40]);
         let (handle, _) = engine.handle(address);
-        let memory = gpu.memory(handle, 0, 40, None).unwrap();
+        let memory = gpu.memory(shared(handle), 0, 40, None).unwrap();
         let wait = |at, least| {
             let asked = AtomicUsize::new(0);
             let proceed = || asked.fetch_add(1, Ordering::Relaxed) < 100;

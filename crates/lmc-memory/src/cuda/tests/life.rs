@@ -55,7 +55,7 @@ fn memory_that_cannot_be_opened_leaves_nothing() {
         let engine = Engine::new(machine, 0);
         let address = engine.allocate(&[7; 1000]);
         let (handle, _) = engine.handle(address);
-        let open = |offset, len| gpu.memory(handle, offset, len, None);
+        let open = |offset, len| gpu.memory(shared(handle), offset, len, None);
         for (start, len, end) in [
             (0, 1001, 1001),
             (1000, 1, 1001),
@@ -73,7 +73,7 @@ fn memory_that_cannot_be_opened_leaves_nothing() {
             assert_eq!(live(machine).mappings, 0);
         }
         for bad in [[0; 64], [0x5a; 64], [0xff; 64]] {
-            let unknown = gpu.memory(bad, 0, 1, None);
+            let unknown = gpu.memory(shared(bad), 0, 1, None);
             assert!(
                 matches!(unknown, Err(CudaError::Call { .. })),
                 "{unknown:?}"
@@ -117,6 +117,30 @@ fn registrations_of_one_allocation_share_it() {
     });
 }
 
+/// The driver would give the memory of the first, which may have ended: engines in containers may have
+/// equal handles, one after another.
+#[test]
+fn a_handle_that_is_open_for_one_engine_is_refused_for_another() {
+    with_machine(
+        1,
+        a_handle_that_is_open_for_one_engine_is_refused_for_another,
+        |machine| {
+            let gpus = Gpus::new(arena());
+            let gpu = gpus.open(UUIDS[0]).unwrap();
+            let engine = Engine::new(machine, 0);
+            let (handle, _) = engine.handle(engine.allocate(&[7; 100]));
+            let open = |engine| gpu.memory(SharedMemory { handle, engine }, 0, 100, None);
+            let first = [open(1).unwrap(), open(1).unwrap()];
+            assert_eq!(open(2).unwrap_err(), CudaError::InUse);
+            drop(first);
+            let second = open(2).unwrap();
+            assert_eq!(open(1).unwrap_err(), CudaError::InUse);
+            drop((second, gpu));
+            assert_given_back(machine);
+        },
+    );
+}
+
 /// The pool is registered whole each time: what the thread before has not given back yet cannot be.
 #[test]
 fn a_gpu_is_opened_again_while_it_is_given_back() {
@@ -153,12 +177,13 @@ fn a_storage_is_counted_off_with_its_memory() {
         let gpu = gpus.open(UUIDS[0]).unwrap();
         let engine = Engine::new(machine, 0);
         let (handle, _) = engine.handle(engine.allocate(&[7; 10]));
-        let memory = gpu.memory(handle, 0, 10, Some(counter())).unwrap();
+        let memory = gpu.memory(shared(handle), 0, 10, Some(counter())).unwrap();
         assert_eq!(count(), 2);
         drop(memory);
         assert_eq!((count(), live(machine).mappings), (1, 0));
         // The engine shared it for this registration, which has no use for it.
-        gpu.memory(handle, 0, 11, Some(counter())).unwrap_err();
+        gpu.memory(shared(handle), 0, 11, Some(counter()))
+            .unwrap_err();
         assert_eq!(count(), 0);
         fs::remove_file(name.path()).unwrap();
         drop(gpu);

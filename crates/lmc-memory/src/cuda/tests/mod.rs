@@ -15,7 +15,7 @@ use std::thread;
 use lmc_fake_cuda::{Engine, Live, Machine, UUIDS};
 use lmc_testkit::{own_test, until};
 
-use super::{CudaError, DeviceMemory, Gpu, Gpus};
+use super::{CudaError, DeviceMemory, Gpu, Gpus, SharedMemory};
 use crate::copy::testing::{self, Format, SPLIT, Sizes, marked};
 use crate::{
     Arena, ArenaConfig, CopyPlan, DType, KvSegments, PagedError, PagedKv, PlanRequest, Pool,
@@ -30,6 +30,11 @@ const AFTER: usize = 77;
 /// calls this function.
 fn with_machine(devices: usize, test: impl Fn(), inside: impl FnOnce(&Machine)) {
     Machine::in_own_process(devices, own_test(test), inside);
+}
+
+/// Memory of the one engine of a test.
+fn shared(handle: [u8; 64]) -> SharedMemory {
+    SharedMemory { handle, engine: 1 }
 }
 
 fn arena() -> Arc<Arena> {
@@ -136,7 +141,7 @@ impl Twin {
     fn memory(&self, gpu: &Arc<Gpu>, number: usize) -> super::driver::Result<DeviceMemory> {
         let (handle, offset) = self.engine.handle(self.addresses[number] + BEFORE);
         let len = self.host.segments[number].mapped.len();
-        gpu.memory(handle, offset as u64, len, None)
+        gpu.memory(shared(handle), offset as u64, len, None)
     }
 
     fn segments(&self, gpu: &Arc<Gpu>) -> super::driver::Result<KvSegments> {
