@@ -54,7 +54,7 @@ impl ServerCopies {
         self.groups.first().and_then(|copy| copy.paged.gpu())
     }
 
-    /// Waits for a point in the engine's work on its GPU. Returns false as soon as `proceed` does.
+    /// Waits for a point in the engine's work on its GPU. Returns false soon after `proceed` has.
     pub(crate) fn wait_for(
         &self,
         gpu: &Arc<Gpu>,
