@@ -61,7 +61,7 @@ TOY_PROXY = ("vllm-0.33.0.tar.gz",
 LMCACHE_PROXY = ("lmcache-0.5.6.tar.gz",
                  "d6951e60ce8818a76aa42d0866a4ba85f1c95cd919355fff30ff24dcc3243f1e",
                  "examples/disagg_prefill_mp/disagg_proxy_server.py")
-SEEDS = 10
+SEEDS = 12
 
 
 def text(ids):
@@ -119,6 +119,8 @@ class Pair:
         at = [f"127.0.0.1:{free_port()}" for _ in range(2)]
         # Of `lmc proxy`, so that both engines get a request at once.
         self.at_once = ("--prefill-peer", at[0])
+        # The prefill engine's server then pushes what is stored to the other.
+        self.pushing = ("--decode-peer", at[1])
         self.servers = [
             Server(run.args, "--p2p-listen", own, "--p2p-peer", other, "--p2p-locate-timeout", "5s")
             for own, other in (at, at[::-1])
@@ -183,6 +185,14 @@ class Pair:
         waits = self.servers[1].status()["lmc"]["counts"]["source_waits"]
         check(f"{self.name}: the decode engine's server waits for the other", waits > 0, str(waits))
         proxy.kill(signal.SIGTERM)
+        proxy = self.own_proxy(*self.pushing)
+        before = self.pushed()
+        self.hand_over("lmc proxy, pushed", 30)
+        self.together(31)
+        pushed = self.pushed() - before
+        chunks = sum(length // CHUNK for length in LENGTHS)
+        check(f"{self.name}: every whole chunk is pushed", pushed >= 2 * chunks, str(pushed))
+        proxy.kill(signal.SIGTERM)
         proxy = self.own_proxy()
         self.hand_over("lmc proxy", 20)
         self.streams(21)
@@ -221,6 +231,11 @@ class Pair:
 
     def hits(self):
         return self.decode.metric("vllm:external_prefix_cache_hits_total")
+
+    def pushed(self):
+        """Chunks that the prefill engine's server has pushed to the other."""
+        counter = 'lmc_tier_events_total{tier="peers",what="pushed"'
+        return metric(self.servers[0].http, counter)
 
     def hand_over(self, proxy, seed, unit=None, lengths=LENGTHS):
         name = f"{self.name}, {proxy}"

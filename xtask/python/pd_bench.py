@@ -3,7 +3,7 @@
   pd_bench.py --server-bin target/release/lmc --package target/python --model FOLDER
 
 Two engines with a server each, which are peers, and a proxy before them that sends a prompt to one
-after the other, and one that sends it to both at once. The prefill engine computes a prompt in eight
+after the other, one that sends it to both at once, and one that has it pushed. The prefill engine computes a prompt in eight
 steps. vLLM's own prefix cache is off. Each engine has a core of its own: one that waits polls. The decode
 engine's server reaches the other through `--link`, a port that leads to `--listen` over a narrow link.
 Prints one line of JSON: seconds to the first token.
@@ -28,7 +28,7 @@ STEPS = 8
 FLAGS = ("--max-model-len", "8192", "--max-num-batched-tokens", str(STEP))
 DEADLINE = 120
 WAYS = ("prefill engine", "decode engine, warm", "decode engine, cold", "one after the other",
-        "both at once")
+        "both at once", "pushed")
 
 
 def first_token(port, ids):
@@ -48,9 +48,9 @@ def first_token(port, ids):
 class Pair:
     def __init__(self, args, model, stack):
         options = types.SimpleNamespace(server_bin=args.server_bin, peer=False)
-        at = f"127.0.0.1:{args.link}"
+        at, other = f"127.0.0.1:{args.link}", f"127.0.0.1:{free_port()}"
         flags = (("--p2p-listen", f"127.0.0.1:{args.listen}", "--p2p-advertise", at),
-                 ("--p2p-listen", f"127.0.0.1:{free_port()}", "--p2p-peer", at))
+                 ("--p2p-listen", other, "--p2p-peer", at))
         self.servers = []
         for own in flags:
             server = Server(options, *own).start()
@@ -60,8 +60,9 @@ class Pair:
                                      for core, server in enumerate(self.servers))
         self.prefill.ready()
         self.decode.ready()
-        self.one, self.both = (self.proxy(args, stack, *flags)
-                               for flags in ((), ("--prefill-peer", at)))
+        self.one, self.both, self.pushed = (
+            self.proxy(args, stack, *flags)
+            for flags in ((), ("--prefill-peer", at), ("--decode-peer", other)))
 
     @staticmethod
     def engine(args, model, server, stack, core):
@@ -95,7 +96,7 @@ class Pair:
             # In the memory of its own server.
             first_token(self.decode.http, ids)
         port = {"prefill engine": self.prefill.http, "one after the other": self.one,
-                "both at once": self.both}.get(way, self.decode.http)
+                "both at once": self.both, "pushed": self.pushed}.get(way, self.decode.http)
         before = self.hits()
         taken = first_token(port, ids)
         return taken, self.hits() - before

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::FutureExt;
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Health, Host, LoadItem, Loaded,
-    LocateHint, Located, Sharing, Usage, now, ready,
+    Answers, Backend, BackendError, BoxFuture, ChunkRun, Cleared, Clears, Health, Host, LoadItem,
+    Loaded, LocateHint, Located, Sharing, Usage, now, ready,
 };
 use lmc_key::ChunkKey;
 use lmc_transfer::{Address, PeerEvent, PeerId, SocketConfig, SocketError, TransferChannel};
@@ -152,6 +152,8 @@ impl P2pBackend {
         tasks.spawn_on(async move { expiring.expire_leases().await }, &runtime);
         let in_step = Arc::clone(&node);
         tasks.spawn_on(async move { in_step.stay_in_step().await }, &runtime);
+        let pushing = Arc::clone(&node);
+        tasks.spawn_on(async move { pushing.push_waiting().await }, &runtime);
         let has_names = !(peers.is_empty() && directories.is_empty());
         if node.config.uses_directories {
             let seed = random().map_err(SocketError::Start)?;
@@ -326,6 +328,10 @@ impl Backend for P2pBackend {
             return ready(items.into_iter().map(closed).collect::<Vec<_>>());
         }
         self.node.load(items, deadline)
+    }
+
+    fn push(&self, run: ChunkRun, to: &str) -> bool {
+        self.node.push(run, to)
     }
 
     fn clear(

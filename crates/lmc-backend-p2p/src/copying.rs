@@ -15,13 +15,13 @@ use crate::node::Node;
 use crate::owner::Session;
 
 /// Bytes that a peer is ordered to read at a time, at most.
-const BATCH_BYTES: u64 = 32 << 20;
+pub(crate) const BATCH_BYTES: u64 = 32 << 20;
 /// Time that a peer takes for one order, at most.
-const ORDER_TIMEOUT: Duration = Duration::from_secs(20);
+pub(crate) const ORDER_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time in which the daemon that orders says which of the chunks it has. No prompt waits for it.
-const ORDER_LOCATE_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const ORDER_LOCATE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time beyond that for the answer.
-const ANSWER_MARGIN: Duration = Duration::from_secs(2);
+pub(crate) const ANSWER_MARGIN: Duration = Duration::from_secs(2);
 
 /// A copy that did not come to its end.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use lmc_backend::{
-    BoxFuture, Clears, Events, Host, HostChunk, HostLease, HostSpace, LoadItem, LocateHint,
-    Located, TooManyClears, Usage,
+    BoxFuture, ChunkRun, Clears, Events, Host, HostChunk, HostLease, HostSpace, LoadItem,
+    LocateHint, Located, Received, TooManyClears, Usage,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, checksum};
@@ -60,6 +60,8 @@ async fn run(data: &[u8]) {
     let node = Node::new(config, link, Arc::new(chunks.clone()));
     let expiring = Arc::clone(&node);
     let expiring = tokio::spawn(async move { expiring.expire_leases().await });
+    let pushing = Arc::clone(&node);
+    let pushing = tokio::spawn(async move { pushing.push_waiting().await });
     let mut rest = data;
     while let Some((choice, frame)) = step(&mut rest) {
         parse(frame);
@@ -100,7 +102,9 @@ async fn run(data: &[u8]) {
     tokio::time::sleep(Duration::from_secs(60)).await;
     assert_eq!(node.leased(), (0, 0), "a reservation was left");
     assert_eq!(grants.load(Ordering::Relaxed), 0, "a grant was left");
+    assert!(node.pushes.is_empty(), "a push was left");
     expiring.abort();
+    pushing.abort();
     chunks.clear();
     assert_eq!(chunks.pool.usage().slots, 0, "a slot was left");
 }
@@ -128,11 +132,17 @@ fn parse(frame: &[u8]) {
     }
 }
 
-/// Reads a prompt from peers, whose replies are those of the input.
+/// Reads a prompt from peers and pushes it to one; their replies are those of the input.
 async fn read(node: &Arc<Node<Wire>>, chunks: &Shelf) {
     let keys: Vec<ChunkKey> = (1..=4).map(key).collect();
     let deadline = || Instant::from(tokio::time::Instant::now()) + Duration::from_millis(100);
     node.describe_peers(deadline()).await;
+    let run = ChunkRun {
+        keys: keys.clone(),
+        chunk_bytes: LEN,
+        parent: Some(key(0)),
+    };
+    node.push(run, session(0, 0).peer.as_str());
     let located = node.locate(&keys, LocateHint::none(), deadline()).await;
     assert_eq!(located.len(), keys.len());
     let item = |(key, located): (&ChunkKey, Result<Located, _>)| {
@@ -381,6 +391,16 @@ impl Host for Shelf {
 
     fn promote<'a>(&'a self, _: &'a [ChunkKey], _: LocateHint) -> BoxFuture<'a, ()> {
         Box::pin(tokio::time::sleep(Duration::from_millis(5)))
+    }
+
+    fn receive<'a>(&'a self, run: ChunkRun, _: &'a str, _: Duration) -> BoxFuture<'a, Received> {
+        Box::pin(async move {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            Received {
+                chunks: run.keys.len() / 2,
+                is_cut: true,
+            }
+        })
     }
 
     fn events(&self) -> &Events {

@@ -34,6 +34,7 @@ mod node;
 mod owner;
 mod peers;
 mod probe;
+mod pushing;
 mod reading;
 mod recent;
 mod resolve;

@@ -206,6 +206,8 @@ pub enum Request {
     Holds(Stamped<KeyBatch>),
     /// Asks the peer to read chunks from the asking side, on an operator's order.
     Copy(Stamped<KeyBatch>),
+    /// Asks the peer to read chunks from the asking side, for a request that will come to the peer.
+    Push(Stamped<Push>),
     /// Passes clears on, and asks for those of the peer.
     Clears(ClearsPage),
     /// Tells a directory which chunks the asking side can lend.
@@ -258,6 +260,26 @@ pub struct Released {
     pub digests: Vec<u64>,
 }
 
+/// Fields of [`Request::Push`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Push {
+    /// The chunks, in the order of the prompt.
+    pub keys: KeyBatch,
+    /// Payload bytes of each chunk.
+    pub chunk_bytes: u64,
+    /// Hash of the chunk before the first one; none for the first chunk of a prompt.
+    pub parent: Option<[u8; 32]>,
+}
+
+/// Fields of [`Reply::Pushed`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pushed {
+    /// Number of leading chunks that the peer has in memory.
+    pub chunks: u32,
+    /// True if the peer has no memory now for the others.
+    pub is_cut: bool,
+}
+
 /// Fields of [`Request::Describe`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Describe {
@@ -282,6 +304,8 @@ pub enum Reply {
     Noted(()),
     /// Number of the chunks that the peer has in memory, once it has read what it could.
     Copying(u32),
+    /// The peer has read what it could, or refuses more now.
+    Pushed(Pushed),
     /// Clears of the answering side, which has taken in those of the request.
     Cleared(ClearsPage),
     /// The directory's answer to an announcement.
@@ -543,6 +567,7 @@ kinds! {
     9 Announce Stamped<Announce>, Announced Stamped<Announced>;
     10 Find Stamped<Find>, Found Stamped<Found>;
     11 Describe Describe, Described Described;
+    12 Push Stamped<Push>, Pushed Pushed;
 }
 
 fn frame(kind: u16, body: &impl Body) -> Result<Vec<u8>, MessageError> {
@@ -620,6 +645,7 @@ impl Request {
             Self::Hello(hello) => hello.check(),
             Self::Locate(keys) | Self::Holds(keys) | Self::Copy(keys) => keys.message.check(),
             Self::Lease(lease) => lease.message.keys.check(),
+            Self::Push(push) => push.message.keys.check(),
             Self::Clears(page) => page.check(),
             Self::Announce(announce) => announce.message.check(),
             Self::Find(find) => find.message.check(),

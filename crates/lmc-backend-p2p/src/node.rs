@@ -21,6 +21,7 @@ use crate::message::{
 };
 use crate::owner::{Busy, Owner, OwnerLimits, Session};
 use crate::peers::{Failure, Peer, PeerCounters, Peers};
+use crate::pushing::Pushes;
 use crate::recent::Recent;
 use crate::spaces::{OwnSpaces, cut};
 use crate::summing::{self, SummingTurn};
@@ -122,6 +123,7 @@ pub struct Node<L: Link> {
     pub(crate) hello_came: Notify,
     pub(crate) changed: Arc<ChangedKeys>,
     pub(crate) finds: Finds,
+    pub(crate) pushes: Pushes,
     pub(crate) own_spaces: Mutex<Option<OwnSpaces>>,
     summing: SummingTurn,
 }
@@ -146,6 +148,7 @@ impl<L: Link> Node<L> {
             hello_came: Notify::new(),
             changed,
             finds: Finds::default(),
+            pushes: Pushes::default(),
             own_spaces: Mutex::default(),
             summing: Arc::default(),
             link,
@@ -322,6 +325,7 @@ impl<L: Link> Node<L> {
             }
             Request::Announce(_) | Request::Find(_) => Reply::Unsupported(request.kind()),
             Request::Copy(keys) => self.read_for(session, &keys).await,
+            Request::Push(push) => self.receive(session, &push).await,
             Request::Describe(asked) => Reply::Described(self.described(asked)),
             Request::Clears(page) => Reply::Cleared(self.answer_page(session, page).await),
         }
@@ -685,7 +689,7 @@ impl<L: Link> Node<L> {
         if let Some(peer) = self.peers.lock().get_mut(peer) {
             match &reply {
                 // The answer comes when the peer has read, or noted what it learned.
-                Ok(Reply::Copying(_) | Reply::Cleared(_)) => {}
+                Ok(Reply::Copying(_) | Reply::Pushed(_) | Reply::Cleared(_)) => {}
                 Ok(reply) => {
                     peer.answered(now().saturating_duration_since(sent), now());
                     if *reply == Reply::Refused(Refusal::NoHello) {

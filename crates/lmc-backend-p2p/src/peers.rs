@@ -12,6 +12,7 @@ use serde::{Serialize, Serializer};
 
 use crate::message::{Described, FEATURE_DIRECTORY, Hello, NixlAddress, Transport};
 use crate::owner::Session;
+use crate::pushing::MAX_PUSHES;
 
 /// Rate of reads that is assumed of a peer before the first one: 10 Gbit/s.
 const ASSUMED_RATE: f64 = 1.25e9;
@@ -75,6 +76,11 @@ counters! {
     missed,
     /// Chunks that the peer did not lease for lack of capacity.
     busy,
+    /// Chunks that were pushed to the peer, which has them in memory.
+    pushed,
+    /// Chunks that were not pushed to the peer, or that the peer did not read, for lack of memory, capacity
+    /// or time.
+    push_dropped,
     /// Chunks whose bytes were not those of their digest.
     corrupt,
     /// Chunks whose lease had a gap, or whose release was not answered.
@@ -149,6 +155,8 @@ pub(crate) struct Peer {
     pub(crate) serving: Arc<()>,
     /// Cloned while chunks are read on an order of the peer.
     copying: Arc<()>,
+    /// Cloned for each push of the peer whose chunks are being read.
+    pushing: Arc<()>,
     round_trip: f64,
     replies: u64,
     /// Bytes a second.
@@ -227,6 +235,7 @@ impl Peer {
             counters: PeerCounters::default(),
             serving: Arc::new(()),
             copying: Arc::new(()),
+            pushing: Arc::new(()),
             round_trip: ASSUMED_ROUND_TRIP.as_secs_f64(),
             replies: 0,
             rate: ASSUMED_RATE,
@@ -367,6 +376,13 @@ impl Peer {
     pub(crate) fn begin_copy(&self) -> Option<Arc<()>> {
         let is_idle = Arc::strong_count(&self.copying) == 1;
         is_idle.then(|| Arc::clone(&self.copying))
+    }
+
+    /// Notes that a push of the peer is read, until the returned value is dropped; `None` where too many
+    /// are under way.
+    pub(crate) fn begin_push(&self) -> Option<Arc<()>> {
+        let is_free = Arc::strong_count(&self.pushing) <= MAX_PUSHES;
+        is_free.then(|| Arc::clone(&self.pushing))
     }
 
     /// Returns true if one of these is the peer's name, its address or its name on the channel.

@@ -121,8 +121,8 @@ impl<L: Link> Node<L> {
         let (mut asked, mut heard, mut silent) = (hinted.len(), 0, None);
         answers.extend(hinted.iter().cloned().map(|peer| ask(peer, of_hinted)));
         let mut answered: Vec<(PeerId, Stamped<LocatedMessage>)> = Vec::new();
-        let (mut asks_others, mut wait_until) = (!hint.is_repeated, begun);
-        if hint.is_repeated {
+        let (mut asks_others, mut wait_until) = (!hint.sources_only, begun);
+        if hint.sources_only {
             wait_until = deadline;
         } else if !hinted.is_empty() {
             wait_until += deadline.saturating_duration_since(begun) / 2;

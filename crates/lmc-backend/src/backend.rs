@@ -8,8 +8,8 @@ use std::time::Instant;
 use lmc_key::ChunkKey;
 
 use crate::{
-    Answers, BackendError, Cleared, Clears, Cursor, Health, LoadItem, Loaded, LocateHint, Located,
-    Page, Sharing, StoreItem, Stored, Usage,
+    Answers, BackendError, ChunkRun, Cleared, Clears, Cursor, Health, LoadItem, Loaded, LocateHint,
+    Located, Page, Sharing, StoreItem, Stored, Usage,
 };
 
 /// A boxed future that may move between threads.
@@ -88,6 +88,15 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// ([`asks_at_once`](Self::asks_at_once)). One that is not there is a [`Loaded::Miss`], one of
     /// another length a [`BackendError::Length`].
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded>;
+
+    /// Pushes chunks, which are in DRAM here, to a process that the tier reaches, so that it has them
+    /// before a request asks for them. `to` is a name or an address as an operator knows it. Returns at
+    /// once, true if the tier reaches that process; what does not get there is read later, or computed.
+    /// Default: the tier reaches none.
+    fn push(&self, run: ChunkRun, to: &str) -> bool {
+        let _ = (run, to);
+        false
+    }
 
     /// Takes in the clears that the engine has carried out, whose map contains all that it said
     /// before, and notes the map as durably as the tier notes anything. Chunks that were computed

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lmc_key::{ChunkKey, KeySpace, SpaceId};
 use lmc_memory::SealedSlot;
@@ -59,6 +59,26 @@ impl fmt::Debug for HostLease {
     }
 }
 
+/// Consecutive chunks of one prompt, in its order, all of one length.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChunkRun {
+    /// Keys of the chunks.
+    pub keys: Vec<ChunkKey>,
+    /// Payload bytes of each chunk.
+    pub chunk_bytes: u64,
+    /// Key of the chunk before the first one; none for the first chunk of a prompt.
+    pub parent: Option<ChunkKey>,
+}
+
+/// Result of [`Host::receive`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Received {
+    /// Number of leading chunks that are in memory now.
+    pub chunks: usize,
+    /// True if the other chunks were not read for lack of memory: they may be later.
+    pub is_cut: bool,
+}
+
 /// A live space: engines of this host use it, or the host has chunks in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostSpace {
@@ -95,6 +115,20 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
     /// Promotes the leading chunks of one prompt, as a lookup of this host's engines would and within
     /// the same bounds. Ends when that is done.
     fn promote<'a>(&'a self, keys: &'a [ChunkKey], hint: LocateHint) -> BoxFuture<'a, ()>;
+
+    /// Promotes chunks that a peer has pushed, of a space that engines of this host use. `peer` is the one
+    /// source that is asked for them. Chunks that were pushed in the last minute and that no lookup has
+    /// found yet take a quarter of the memory at most, those of one peer an eighth. Default: reads
+    /// none.
+    fn receive<'a>(
+        &'a self,
+        run: ChunkRun,
+        peer: &'a str,
+        timeout: Duration,
+    ) -> BoxFuture<'a, Received> {
+        let _ = (run, peer, timeout);
+        Box::pin(std::future::ready(Received::default()))
+    }
 
     /// Returns the clears that this host has carried out. The map contains all that it contained
     /// before, and is complete from the first call on: the program that makes the host has read its

@@ -61,7 +61,7 @@ mod events;
 pub use events::{Change, ChunkEvent, DRAM, EventSink, Events};
 
 mod host;
-pub use host::{Host, HostChunk, HostLease, HostSpace};
+pub use host::{ChunkRun, Host, HostChunk, HostLease, HostSpace, Received};
 
 mod item;
 pub use item::{

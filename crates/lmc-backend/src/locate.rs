@@ -54,9 +54,9 @@ pub struct LocateHint {
     /// Id under which the sources know the request that computes the prompt: once it is over there,
     /// nothing more is expected. Default: none, which expects chunks until the wait is over.
     pub awaited: Option<Arc<str>>,
-    /// True where the question is a repeated one, and others than the sources need not be asked again.
-    /// Default: false.
-    pub is_repeated: bool,
+    /// True where others than the sources need not be asked: they were asked before, or a source has
+    /// said that it has the chunks. Default: false.
+    pub sources_only: bool,
 }
 
 impl LocateHint {
@@ -101,10 +101,10 @@ impl LocateHint {
         self
     }
 
-    /// Says that the question is a repeated one.
+    /// Says that others than the sources need not be asked.
     #[must_use]
-    pub fn repeated(mut self) -> Self {
-        self.is_repeated = true;
+    pub fn only_sources(mut self) -> Self {
+        self.sources_only = true;
         self
     }
 

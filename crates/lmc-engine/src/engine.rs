@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{DRAM, Host, now};
+use lmc_backend::{ChunkRun, DRAM, Host, now};
 use lmc_backend_local::{
     Clear, Inserted, Leases, ListedChunk, LocalConfig, LocalSink, LocalTier, MarkId, Origin,
     OwnerId, TenantId, WriteStart,
@@ -25,6 +25,7 @@ use crate::events::Relay;
 use crate::host::EngineHost;
 use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, POLL, Tiers};
 use crate::policy::{LowerTier, WritePolicy};
+use crate::pushed::PushedChunks;
 use crate::status::{EngineStats, EngineUsage, TenantStatus};
 use crate::store::{StoreRequest, StoreStart, StoreTicket};
 
@@ -133,6 +134,7 @@ struct Inner {
     /// Chunks that clears have left in DRAM because they were leased; removed with their last lease.
     left: Mutex<Vec<ChunkKey>>,
     lower: Option<LowerTiers>,
+    pushed: Arc<PushedChunks>,
     /// Bytes that a close has still to offer to lower tiers, or [`NOT_CLOSED`].
     unoffered: AtomicU64,
     stop: Arc<Stop>,
@@ -253,7 +255,9 @@ impl CacheEngine {
             host.learn_of(&*tier.backend)?;
         }
         let clears = host.clear_log();
-        let relay = Arc::new(Relay::new(clears.clone(), host.events().clone()));
+        let pushed = Arc::new(PushedChunks::new(pool.usage().capacity / 4));
+        let relay = Relay::new(clears.clone(), host.events().clone(), Arc::clone(&pushed));
+        let relay = Arc::new(relay);
         let mut local = LocalConfig::new(pool)
             .with_policy(config.policy)
             .with_watermarks(config.high_watermark, config.low_watermark)
@@ -280,6 +284,7 @@ impl CacheEngine {
             host,
             left: Mutex::default(),
             lower,
+            pushed,
             unoffered: AtomicU64::new(NOT_CLOSED),
             stop: Arc::clone(&stop),
         });
@@ -325,6 +330,10 @@ impl CacheEngine {
 
     pub(crate) fn lower(&self) -> Option<&LowerTiers> {
         self.0.lower.as_ref()
+    }
+
+    pub(crate) fn pushed(&self) -> &Arc<PushedChunks> {
+        &self.0.pushed
     }
 
     pub(crate) fn local(&self) -> &LocalTier {
@@ -398,6 +407,7 @@ impl CacheEngine {
         }
         let keys = &self.named(clears, keys);
         let leases = self.lease_and_offer(owner, keys);
+        self.0.pushed.remove(&keys[..leases.len()]);
         (leases.len() == keys.len()).then_some(leases)
     }
 
@@ -459,6 +469,49 @@ impl CacheEngine {
         let (inserted, leases) = tiers.commit_and_offer(WRITER, writes, Moment::Computed);
         drop(leases);
         inserted
+    }
+
+    /// Pushes chunks that are in DRAM to another process, by a name or an address that a tier knows it
+    /// by, so that it has them before a request asks for them. Each chunk is given with the one before it
+    /// in its prompt. Returns at once; false if no tier reaches that process.
+    pub fn push(&self, chunks: &[(ChunkKey, Option<ChunkKey>)], to: &str) -> bool {
+        let Some(lower) = self.lower().filter(|_| !self.pool_is_lost()) else {
+            return false;
+        };
+        let mut namer = Namer::new(|space: SpaceId| space.after(self.clears_id()));
+        let mut named = |key| namer.key(key);
+        let keys: Vec<ChunkKey> = chunks.iter().map(|(key, _)| named(*key)).collect();
+        let parents = chunks.iter().map(|(_, parent)| parent.map(&mut named));
+        let chunks = keys.iter().zip(parents).zip(self.0.tier.contains(&keys));
+        let mut runs: Vec<ChunkRun> = Vec::new();
+        for ((&key, parent), len) in chunks {
+            let Some(chunk_bytes) = len else {
+                continue;
+            };
+            match runs.last_mut() {
+                Some(run)
+                    if run.chunk_bytes == chunk_bytes && run.keys.last() == parent.as_ref() =>
+                {
+                    run.keys.push(key);
+                }
+                _ => runs.push(ChunkRun {
+                    keys: vec![key],
+                    chunk_bytes,
+                    parent,
+                }),
+            }
+        }
+        // Where there is nothing to push, the answer is the same.
+        let none = runs.is_empty().then(|| ChunkRun {
+            keys: Vec::new(),
+            chunk_bytes: 0,
+            parent: None,
+        });
+        let mut pushed = runs
+            .into_iter()
+            .chain(none)
+            .map(|run| lower.tiers().push(run, to));
+        pushed.all(|reached| reached)
     }
 
     /// Lets other callers reserve the chunks of these tickets too, each in memory of its own. The
@@ -763,6 +816,7 @@ fn maintain(engine: &Weak<Inner>, stop: &Stop, every: Duration) {
             return;
         };
         inner.tier.pool().recover();
+        inner.pushed.expire(now());
         inner.remove_left();
         let more = || {
             let lower = inner.lower.as_ref();

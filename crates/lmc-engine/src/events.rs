@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use lmc_backend::{Change, ChunkEvent, DRAM, Events};
 use lmc_backend_local::{LocalSink, Origin, Removal, RemovedEvent, StoredEvent};
@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 
 use crate::clears::ClearLog;
 use crate::lower::{Moment, Offer, Tiers};
+use crate::pushed::PushedChunks;
 
 /// The listener of the DRAM tier.
 #[derive(Debug)]
@@ -19,6 +20,7 @@ pub(crate) struct Relay {
     clears: ClearLog,
     events: Events,
     outdated: Outdated,
+    pushed: Arc<PushedChunks>,
     /// The tiers that evicted chunks are offered to. Weak, as they hold the DRAM tier, which holds
     /// this.
     lower: OnceLock<Weak<Tiers>>,
@@ -53,10 +55,11 @@ impl Outdated {
 }
 
 impl Relay {
-    pub(crate) fn new(clears: ClearLog, events: Events) -> Self {
+    pub(crate) fn new(clears: ClearLog, events: Events, pushed: Arc<PushedChunks>) -> Self {
         Self {
             clears,
             events,
+            pushed,
             outdated: Outdated::default(),
             lower: OnceLock::new(),
         }
@@ -99,6 +102,7 @@ impl LocalSink for Relay {
     }
 
     fn on_removed(&self, event: RemovedEvent<'_>) {
+        self.pushed.remove(std::slice::from_ref(event.key));
         let lower = self.lower.get().and_then(Weak::upgrade);
         if let (Some(lower), Removal::Watermark) = (lower, event.cause) {
             let offer = Offer {

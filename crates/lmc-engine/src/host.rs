@@ -5,14 +5,14 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lmc_backend::{
-    Backend, BoxFuture, Clears, Events, Host, HostChunk, HostLease, HostSpace, LocateHint,
-    TooManyClears, Usage, now,
+    Backend, BoxFuture, ChunkRun, Clears, Events, Host, HostChunk, HostLease, HostSpace,
+    LocateHint, Received, TooManyClears, Usage, now,
 };
 use lmc_backend_local::{Leases, OwnerId, TenantId};
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use parking_lot::{Mutex, RwLock};
 
 use crate::clears::ClearLog;
@@ -33,6 +33,11 @@ pub trait SpaceBook: fmt::Debug + Send + Sync {
 
     /// Returns the live spaces, the most important first.
     fn spaces(&self) -> Vec<HostSpace>;
+
+    /// Returns true if engines of this host use the space, or have. Default: true for the live ones.
+    fn is_used(&self, space: SpaceId) -> bool {
+        self.spaces().iter().any(|live| live.id == space)
+    }
 
     /// Returns true if a request with this id is over. Default: false, where that is not known.
     fn is_over(&self, request: &str) -> bool {
@@ -173,6 +178,29 @@ impl Host for EngineHost {
         })
     }
 
+    fn receive<'a>(
+        &'a self,
+        run: ChunkRun,
+        peer: &'a str,
+        timeout: Duration,
+    ) -> BoxFuture<'a, Received> {
+        Box::pin(async move {
+            let is_used = run.keys.first().is_some_and(|key| {
+                let (space, clears) = (self.0.clears.space_of(key.space), self.0.clears.id());
+                // Else it comes from before a clear.
+                space.after(clears) == key.space
+                    && self.book().is_none_or(|book| book.is_used(space))
+            });
+            match self.engine() {
+                Some(engine) if is_used => {
+                    let tenant = self.tenant(&run.keys);
+                    engine.receive_own(tenant, &run, peer, timeout).await
+                }
+                _ => Received::default(),
+            }
+        })
+    }
+
     fn clears(&self) -> Arc<Clears> {
         self.0.clears.clears()
     }
@@ -217,6 +245,20 @@ impl Host for EngineHost {
             let usage = engine.usage();
             Usage::new(usage.chunks, usage.chunk_bytes).with_capacity(usage.pool_bytes)
         })
+    }
+}
+
+/// Chunks that a push brings, until it ends.
+struct Receiving<'a> {
+    engine: &'a CacheEngine,
+    keys: &'a [ChunkKey],
+}
+
+impl Drop for Receiving<'_> {
+    fn drop(&mut self) {
+        let there = self.engine.local().contains(self.keys);
+        let there = there.into_iter().map(|len| len.is_some());
+        self.engine.pushed().end(self.keys.iter().zip(there));
     }
 }
 
@@ -298,6 +340,7 @@ impl CacheEngine {
                 let prompt = Arc::new(Prompt {
                     owner: PEERS,
                     tenant,
+                    before: None,
                     keys: keys.to_vec(),
                     hint: None,
                     sources,
@@ -321,6 +364,17 @@ impl CacheEngine {
     }
 
     async fn promote_own(&self, tenant: TenantId, keys: &[ChunkKey], hint: LocateHint) {
+        self.promote_after(None, tenant, keys, hint).await;
+    }
+
+    /// Promotes chunks of a prompt that follow on its chunk with this hash.
+    async fn promote_after(
+        &self,
+        parent: Option<ChunkHash>,
+        tenant: TenantId,
+        keys: &[ChunkKey],
+        hint: LocateHint,
+    ) {
         let Some(first) = keys.first() else {
             return;
         };
@@ -330,9 +384,55 @@ impl CacheEngine {
             chunk_bytes: hint.chunk_bytes,
         };
         let hashes = keys.iter().map(|key| key.hash).collect();
-        let request = LookupRequest::new(PEERS, hashes, vec![rank]).named();
+        let request = LookupRequest::new(PEERS, hashes, vec![rank]).for_peers(parent);
         let lookup = self.lookup(request.with_tenant(tenant).with_hint(hint));
         drop(lookup.wait().await);
+    }
+
+    async fn receive_own(
+        &self,
+        tenant: TenantId,
+        run: &ChunkRun,
+        peer: &str,
+        timeout: Duration,
+    ) -> Received {
+        if self.pool_is_lost() {
+            return Received::default();
+        }
+        let keys = &run.keys;
+        let slot = run.chunk_bytes.checked_next_multiple_of(self.align());
+        let absent = self.absent(keys);
+        // Before they are there, so that a lookup which finds them at once counts.
+        let begun = self
+            .pushed()
+            .begin(&absent, slot.unwrap_or(u64::MAX), peer, now());
+        let cut_at = absent.get(begun);
+        let cut_at = cut_at.and_then(|cut_at| keys.iter().position(|key| key == cut_at));
+        let fitting = &keys[..cut_at.unwrap_or(keys.len())];
+        let receiving = Receiving {
+            engine: self,
+            keys: &absent[..begun],
+        };
+        let hint = LocateHint::default()
+            .with_sources(Arc::new([peer.to_owned()]))
+            .only_sources()
+            .with_chunk_bytes(Some(run.chunk_bytes))
+            .with_timeout(timeout);
+        let parent = run.parent.map(|parent| parent.hash);
+        self.promote_after(parent, tenant, fitting, hint).await;
+        drop(receiving);
+        let there = self.local().contains(fitting);
+        Received {
+            chunks: there.iter().take_while(|len| len.is_some()).count(),
+            is_cut: cut_at.is_some(),
+        }
+    }
+
+    /// Returns the keys of chunks that are not in DRAM.
+    fn absent(&self, keys: &[ChunkKey]) -> Vec<ChunkKey> {
+        let there = self.local().contains(keys);
+        let absent = keys.iter().zip(there).filter(|(_, len)| len.is_none());
+        absent.map(|(key, _)| *key).collect()
     }
 
     /// Returns chunks in DRAM with their payload bytes, as runs of consecutive chunks of a prompt:

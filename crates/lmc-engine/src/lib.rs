@@ -59,6 +59,8 @@ pub use lower::LowerStatus;
 mod policy;
 pub use policy::{Admission, LowerTier, SpaceFilter, TierPolicy, WritePolicy};
 
+mod pushed;
+
 mod status;
 pub use status::{EngineStats, EngineUsage, TenantStatus};
 

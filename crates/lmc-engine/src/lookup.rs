@@ -56,8 +56,10 @@ pub struct LookupRequest {
     /// Advice for tiers that have to be asked.
     pub hint: LocateHint,
     limit: Option<Arc<dyn LeaseLimit>>,
-    /// True if the ranks have names of spaces after the clears.
-    is_named: bool,
+    /// True if peers ask: the ranks have names of spaces after the clears, and nothing counts as used.
+    for_peers: bool,
+    /// Hash of the chunk before the first one, where it is known.
+    parent: Option<ChunkHash>,
 }
 
 impl LookupRequest {
@@ -70,13 +72,15 @@ impl LookupRequest {
             ranks,
             hint: LocateHint::default(),
             limit: None,
-            is_named: false,
+            for_peers: false,
+            parent: None,
         }
     }
 
-    /// Says that the ranks have the names of their spaces after the clears, as peers name them.
-    pub(crate) fn named(mut self) -> Self {
-        self.is_named = true;
+    /// Says that peers ask: the ranks have the names of their spaces after the clears.
+    pub(crate) fn for_peers(mut self, parent: Option<ChunkHash>) -> Self {
+        self.for_peers = true;
+        self.parent = parent;
         self
     }
 
@@ -103,7 +107,7 @@ impl LookupRequest {
 
     /// Returns the name of a rank's space after these clears.
     fn name(&self, rank: Rank, clears: ClearsId) -> SpaceId {
-        match self.is_named {
+        match self.for_peers {
             true => rank.space,
             false => rank.space.after(clears),
         }
@@ -117,6 +121,7 @@ impl LookupRequest {
             rank: found.rank,
             keys: self.keys(name, found.rank, self.hashes.len()),
             leases: found.leases,
+            seen: found.seen,
             sources: Sources::default(),
         };
         (known, (found.resident, found.read))
@@ -157,6 +162,9 @@ pub struct FoundRank {
     pub resident: usize,
     /// Number of leading chunks that are in DRAM for this rank now, which other ranks may lack.
     pub promoted: usize,
+    /// Number of leading chunks before the first one that was in DRAM for this rank because a peer had pushed
+    /// it, and that no lookup had found; else [`Self::resident`] or more.
+    pub seen: usize,
     /// Indices of the chunks that were read from lower tiers for this lookup, each with its tier's.
     read: ReadFrom,
 }
@@ -321,6 +329,8 @@ struct Known {
     keys: Vec<ChunkKey>,
     /// Leases of the leading chunks in DRAM.
     leases: Leases,
+    /// Chunks before the first one in DRAM that was pushed and not found before.
+    seen: usize,
     /// Sources of the chunks after those.
     sources: Sources,
 }
@@ -385,7 +395,7 @@ impl CacheEngine {
         let mut reach = request.hashes.len();
         for &rank in &request.ranks {
             let mut keys = request.keys(request.name(rank, clears), rank, reach);
-            let leases = self.lease_fitting(request.owner, rank, &mut keys);
+            let (leases, pushed) = self.lease_fitting(&request, rank, &mut keys);
             let sources = match self.lower() {
                 Some(lower) => {
                     let rest = &keys[leases.len()..];
@@ -400,6 +410,7 @@ impl CacheEngine {
             let one = Known {
                 rank,
                 keys,
+                seen: pushed.unwrap_or(leases.len()),
                 leases,
                 sources,
             };
@@ -426,6 +437,7 @@ impl CacheEngine {
             let found = known.into_iter().map(|rank| FoundRank {
                 rank: rank.rank,
                 resident: rank.leases.len(),
+                seen: rank.seen,
                 promoted: 0,
                 leases: rank.leases,
                 read: Vec::new(),
@@ -433,10 +445,18 @@ impl CacheEngine {
             return Lookup::done(clears, Found::join(found.collect(), ranks));
         };
         let (sender, found) = oneshot::channel();
-        let tiers = Arc::clone(lower.tiers());
+        let (tiers, pushed) = (Arc::clone(lower.tiers()), Arc::clone(self.pushed()));
         let task = lower.spawn(async move {
+            let found = promote(&tiers, &request, clears, known, align).await;
+            if !request.for_peers {
+                // A push may have brought them meanwhile.
+                for rank in &found.ranks {
+                    let name = request.name(rank.rank, clears);
+                    pushed.remove(&request.keys(name, rank.rank, found.hits));
+                }
+            }
             // The caller may be gone.
-            let _ = sender.send(promote(&tiers, &request, clears, known, align).await);
+            let _ = sender.send(found);
         });
         Lookup {
             clears,
@@ -446,17 +466,32 @@ impl CacheEngine {
 
     /// Leases the leading chunks in DRAM. Ends `keys` at one of another length than its rank's, and
     /// removes it: such a chunk can come from a peer that copied it here before an engine of its
-    /// space was known.
-    fn lease_fitting(&self, owner: OwnerId, rank: Rank, keys: &mut Vec<ChunkKey>) -> Leases {
-        let mut leases = self.lease_and_offer(owner, keys);
+    /// space was known. Returns the index of the first one that was pushed and not found before, too.
+    fn lease_fitting(
+        &self,
+        request: &LookupRequest,
+        rank: Rank,
+        keys: &mut Vec<ChunkKey>,
+    ) -> (Leases, Option<usize>) {
+        let mut leases = match request.for_peers {
+            true => self.local().lease_uncounted(request.owner, keys),
+            false => self.lease_and_offer(request.owner, keys),
+        };
         let wrong = |slot: &SealedSlot| rank.chunk_bytes.is_some_and(|len| slot.len() != len);
         let wrong = leases.iter().position(wrong);
         if let Some(at) = wrong {
             leases.truncate(at);
-            self.local().remove(&keys[at..=at]);
+            // A peer may be wrong about the length.
+            if !request.for_peers {
+                self.local().remove(&keys[at..=at]);
+            }
             keys.truncate(at);
         }
-        leases
+        let pushed = match request.for_peers {
+            true => None,
+            false => self.pushed().remove(&keys[..leases.len()]),
+        };
+        (leases, pushed)
     }
 }
 
@@ -482,7 +517,7 @@ async fn promote(
     }
     // Others than the sources were asked before.
     let request = LookupRequest {
-        hint: request.hint.clone().repeated(),
+        hint: request.hint.clone().only_sources(),
         ..request.clone()
     };
     let (mut is_over, mut failures, mut before) = (false, 0, 0);
@@ -556,7 +591,7 @@ async fn promote_known(
         .unwrap_or(0);
     let sources: Vec<&[Source]> = known.iter().map(|rank| &rank.sources.found[..]).collect();
     reach = tiers.worth_reading(&sources, resident, reach, request.hint.parts);
-    if reach > resident && !request.is_named {
+    if reach > resident && !request.for_peers {
         for rank in &known {
             tiers.clears().name(rank.rank.space, clears);
         }
@@ -569,6 +604,10 @@ async fn promote_known(
             owner: request.owner,
             tenant: request.tenant,
             first: resident,
+            before: request
+                .parent
+                .zip(rank.keys.first())
+                .map(|(hash, first)| ChunkKey { hash, ..*first }),
             keys: rank.keys,
             hint: Some(hint(&rank.rank)),
             sources: rank.sources.found,
@@ -582,6 +621,7 @@ async fn promote_known(
         FoundRank {
             rank: rank.rank,
             resident,
+            seen: rank.seen,
             promoted: 0,
             leases,
             read,

@@ -82,6 +82,7 @@ metrics! {
     "lmc_stores_skipped_total" counter "Stores not made because the request asked for that (lmcache.skip_save)." = |s| s.counts.stores_skipped;
     "lmc_source_waits_total" counter "Lookups that may wait for a peer that their request names, until the peer's engine has computed the prompt (lmcache.pd.wait_ms)." = |s| s.counts.source_waits;
     "lmc_source_waits_refused_total" counter "Lookups that did not wait for a peer because too many others did." = |s| s.counts.source_waits_refused;
+    "lmc_pushes_unknown_total" counter "Lookups whose request names a peer to push to (lmcache.pd.to) that is not connected." = |s| s.counts.pushes_unknown;
     "lmc_stores_failed_total" counter "Stores that were dropped or failed." = |s| s.counts.stores_failed;
     "lmc_stores_abandoned_total" counter "Stores abandoned by a worker that went away." = |s| s.counts.stores_abandoned;
     "lmc_commits_foreign_total" counter "Commits and unregistrations refused because another connection owns the transfer or the worker." = |s| s.counts.commits_foreign;

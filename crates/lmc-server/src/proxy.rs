@@ -40,7 +40,7 @@ use tracing::{info, warn};
 
 use self::body::{Begun, Relayed};
 use self::counters::{Counters, Prefill};
-use self::engines::{Engine, EngineUrl, Engines, InFlight};
+use self::engines::{Chosen, Engine, EngineUrl, Engines, InFlight};
 use crate::config::{LogFormat, check_level};
 use crate::http::connections::{self, Bounds};
 use crate::http::guard::{Guard, check_site};
@@ -54,6 +54,7 @@ docs/pd.md has the whole set-up.
 Examples:
   lmc proxy --prefill http://a:8000 --decode http://b:8000
   lmc proxy --prefill http://a:8000 --prefill-peer a:7700 --decode http://b:8000
+  lmc proxy --prefill http://a:8000 --decode http://b:8000 --decode-peer b:7700
   lmc proxy --prefill http://a1:8000 --prefill http://a2:8000 --decode http://b:8000 --listen 0.0.0.0:9000";
 
 /// Bytes of a client's request.
@@ -108,6 +109,11 @@ pub(crate) struct Arguments {
     /// An engine that answers, as http://HOST:PORT; may be repeated.
     #[arg(long, value_name = "URL", required = true)]
     decode: Vec<EngineUrl>,
+    /// Name or address of the server beside a decode engine, as the servers beside the prefill engines
+    /// know it: one for each --decode, in their order. The server beside a prefill engine then pushes each
+    /// chunk of a prompt to it while the next is computed.
+    #[arg(long, value_name = "NAME", value_parser = peer_name)]
+    decode_peer: Vec<String>,
     /// Address that clients connect to.
     #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:9000")]
     listen: SocketAddr,
@@ -159,8 +165,8 @@ struct ClientRequest {
 
 /// Result of the first step of a request.
 enum Legs {
-    /// The prefill has ended; the request to a decode engine is the next step.
-    Prefill(Prefill),
+    /// The prefill has ended; the request to a decode engine, which may be chosen, is the next step.
+    Prefill(Prefill, Option<Chosen>),
     /// A decode engine has begun to answer.
     Answer(Response),
 }
@@ -212,12 +218,22 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
 }
 
 async fn serve(arguments: &Arguments) -> Result<()> {
-    let peers = arguments.prefill_peer.len();
-    ensure!(
-        peers == 0 || peers == arguments.prefill.len(),
-        "expected as many --prefill-peer as --prefill, or none: found {peers} for {}",
-        arguments.prefill.len()
-    );
+    let Arguments {
+        prefill,
+        prefill_peer,
+        decode,
+        decode_peer,
+        ..
+    } = arguments;
+    for (role, engines, peers) in [
+        ("prefill", prefill.len(), prefill_peer.len()),
+        ("decode", decode.len(), decode_peer.len()),
+    ] {
+        ensure!(
+            peers == 0 || peers == engines,
+            "expected as many --{role}-peer as --{role}, or none: found {peers} for {engines}"
+        );
+    }
     let mut signals = Signals::new()?;
     let socket = TcpListener::bind(arguments.listen).await;
     let socket = socket.with_context(|| format!("cannot listen on {}", arguments.listen))?;
@@ -311,7 +327,7 @@ async fn models(State(proxy): Shared, request: Request) -> Response {
         body: Bytes::new(),
         memory: None,
     };
-    proxy.decode(&Method::GET, &asked, Bytes::new()).await
+    proxy.decode(&Method::GET, &asked, Bytes::new(), None).await
 }
 
 async fn health(State(proxy): Shared) -> Response {
@@ -388,17 +404,17 @@ impl Proxy {
         Self {
             client,
             prefill: Engines::new(&arguments.prefill, &arguments.prefill_peer),
-            decode: Engines::new(&arguments.decode, &[]),
+            decode: Engines::new(&arguments.decode, &arguments.decode_peer),
             min_prompt: arguments.min_prompt,
             prefill_timeout: Duration::from_secs(arguments.prefill_timeout_seconds),
             idle_timeout: Duration::from_secs(arguments.idle_timeout_seconds),
             memory: Arc::new(Semaphore::new(MEMORY_KIB)),
             prefills: TaskTracker::new(),
             // The client's, a clipped one, those for both engines, and one while they are made.
-            copies: if arguments.prefill_peer.is_empty() {
-                2
-            } else {
-                5
+            copies: match (&arguments.prefill_peer[..], &arguments.decode_peer[..]) {
+                ([], []) => 2,
+                ([], _) => 4,
+                _ => 5,
             },
             counters: Counters::default(),
             guard: (arguments.listen.ip().is_loopback())
@@ -428,20 +444,21 @@ impl Proxy {
         let asked = ClientRequest {
             path,
             headers: forwarded(&head.headers),
-            body,
+            body: clip::without_hints(&body).map_or(body, Bytes::from),
             memory: Some(memory),
         };
-        let prefill = match clip::clip(asked.path, &asked.body, self.min_prompt) {
+        let (prefill, chosen) = match clip::clip(asked.path, &asked.body, self.min_prompt) {
             Ok(clipped) => match self.prefill(&asked, clipped.into()).await {
-                Legs::Prefill(prefill) => prefill,
+                Legs::Prefill(prefill, chosen) => (prefill, chosen),
                 Legs::Answer(answer) => return answer,
             },
-            Err(why) => why,
+            Err(why) => (why, None),
         };
         if prefill != Prefill::Done {
             self.counters.count(prefill);
         }
-        self.decode(&Method::POST, &asked, asked.body.clone()).await
+        self.decode(&Method::POST, &asked, asked.body.clone(), chosen)
+            .await
     }
 
     /// Reads a request, and takes memory for it as it comes.
@@ -488,16 +505,18 @@ impl Proxy {
     async fn prefill(self: &Arc<Self>, asked: &ClientRequest, clipped: Bytes) -> Legs {
         let deadline = tokio::time::Instant::now() + self.prefill_timeout;
         for engine in self.prefill.order(Instant::now()) {
-            let prefill = match self.pair(&engine, asked, &clipped, deadline) {
-                None => {
-                    let mut prefilling =
-                        self.begin_prefill(&engine, asked, clipped.clone(), deadline);
-                    prefilling.end().await
-                }
-                Some((clipped, body)) => {
-                    let mut prefilling = self.begin_prefill(&engine, asked, clipped, deadline);
+            let chosen = self.decode.choose(Instant::now());
+            let to = chosen.as_ref().and_then(Chosen::peer);
+            let (body, decode) = self.bodies(&engine, to, asked, &clipped, deadline);
+            let mut prefilling = self.begin_prefill(&engine, asked, body, deadline);
+            match decode {
+                None => match prefilling.end().await {
+                    Prefill::Failed => {}
+                    prefill => return Legs::Prefill(prefill, chosen),
+                },
+                Some(body) => {
                     let decoded = async {
-                        let answer = self.decode(&Method::POST, asked, body).await;
+                        let answer = self.decode(&Method::POST, asked, body, chosen).await;
                         let (head, body) = answer.into_parts();
                         (head, Begun::wait(body).await)
                     };
@@ -516,40 +535,47 @@ impl Proxy {
                             decoded.await
                         }
                         Ok(Prefill::Failed) => continue,
-                        Ok(prefill) => return Legs::Prefill(prefill),
+                        Ok(prefill) => return Legs::Prefill(prefill, None),
                         Err(decoded) => decoded,
                     };
                     // Its end is not far, and an engine with LMCache's connector may die of an abort.
                     prefilling.go_on();
                     return Legs::Answer(Response::from_parts(head, Body::new(body)));
                 }
-            };
-            if prefill != Prefill::Failed {
-                return Legs::Prefill(prefill);
             }
         }
-        Legs::Prefill(Prefill::Failed)
+        Legs::Prefill(Prefill::Failed, None)
     }
 
-    /// Returns the bodies for a prefill engine and a decode engine that get a request at once; `None`
-    /// where the second comes after the first.
-    fn pair(
+    /// Returns the body for a prefill engine, whose server pushes to the peer `to`, and that for a decode
+    /// engine which gets the request at the same time; none where that comes after the first.
+    fn bodies(
         &self,
         engine: &Engine,
+        to: Option<&str>,
         asked: &ClientRequest,
-        clipped: &[u8],
+        clipped: &Bytes,
         deadline: tokio::time::Instant,
-    ) -> Option<(Bytes, Bytes)> {
-        let peer = engine.peer()?;
+    ) -> (Bytes, Option<Bytes>) {
         let left = deadline.saturating_duration_since(tokio::time::Instant::now());
-        let pair = clip::Pair {
-            // Clients may use theirs for several requests.
-            id: &random_id()?,
-            peer,
-            wait_ms: left.as_millis() as u64,
+        // Clients may use theirs for several requests.
+        let id = random_id();
+        let wait = engine
+            .peer()
+            .zip(id.as_deref())
+            .map(|(peer, id)| clip::SourceWait {
+                id,
+                peer,
+                wait_ms: left.as_millis() as u64,
+            });
+        let bodies = match (to, &wait) {
+            (None, None) => None,
+            _ => clip::PairHints { to, wait }.bodies(clipped, &asked.body),
         };
-        let (prefill, decode) = pair.bodies(clipped, &asked.body)?;
-        Some((prefill.into(), decode.into()))
+        match bodies {
+            Some((prefill, decode)) => (prefill.into(), decode.map(Bytes::from)),
+            None => (clipped.clone(), None),
+        }
     }
 
     /// Begins to have one engine compute a prompt.
@@ -616,9 +642,20 @@ impl Proxy {
 
     /// Passes the client's request to a decode engine, and its answer back as it comes. Where one
     /// cannot be reached, another gets it; one that may have begun with it is the last.
-    async fn decode(&self, method: &Method, asked: &ClientRequest, body: Bytes) -> Response {
+    async fn decode(
+        &self,
+        method: &Method,
+        asked: &ClientRequest,
+        body: Bytes,
+        chosen: Option<Chosen>,
+    ) -> Response {
         let mut text = "there is no decode engine".to_owned();
-        for engine in self.decode.order(Instant::now()) {
+        let now = Instant::now();
+        let order = match chosen {
+            Some(chosen) => self.decode.order_after(chosen, now),
+            None => self.decode.order(now),
+        };
+        for engine in order {
             let in_flight = engine.begin();
             let request = engine.request(method, asked.path, &asked.headers, body.clone());
             let request = match request {

@@ -17,7 +17,7 @@ const BENCH: &str = "bench pd";
 const JSON: &str = "docs/benchmarks/pd.json";
 const SCRIPT: &str = "xtask/python/pd_bench.py";
 /// The script's ways to a first token, each with what it is.
-const WAYS: [(&str, &str); 5] = [
+const WAYS: [(&str, &str); 6] = [
     (
         "prefill engine",
         "the prefill engine alone, which computes the prompt",
@@ -37,6 +37,10 @@ const WAYS: [(&str, &str); 5] = [
     (
         "both at once",
         "`lmc proxy --prefill-peer`: both engines at once",
+    ),
+    (
+        "pushed",
+        "`lmc proxy --decode-peer`: the prefill engine, whose server pushes, then the decode engine",
     ),
 ];
 

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use crate::directory::{Announce, Announced, Find, Found};
 
 use super::{
-    ClearsPage, Describe, Described, Hello, KeyBatch, Lease, Leased, Located, Refusal, Release,
-    Released, Renew, Stamped,
+    ClearsPage, Describe, Described, Hello, KeyBatch, Lease, Leased, Located, Push, Pushed,
+    Refusal, Release, Released, Renew, Stamped,
 };
 
 /// Bit of [`Hello::features`]: the hello ends with a [`NixlAddress`], and the side understands
@@ -203,6 +203,6 @@ macro_rules! not_grown {
 }
 
 not_grown!(
-    Renew, Release, Refusal, Announce, Announced, Find, Found, Describe, Described
+    Renew, Release, Refusal, Announce, Announced, Find, Found, Describe, Described, Push, Pushed
 );
 not_grown!(bool, (), u32, u16);

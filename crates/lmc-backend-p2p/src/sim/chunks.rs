@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_backend::{
-    BoxFuture, Change, Clears, Events, Host, HostChunk, HostLease, HostSpace, LocateHint, StartId,
-    TooManyClears, Usage, now,
+    BoxFuture, Change, ChunkRun, Clears, Events, Host, HostChunk, HostLease, HostSpace, LocateHint,
+    Received, StartId, TooManyClears, Usage, now,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, WrittenSlot, checksum};
@@ -61,6 +61,9 @@ pub(super) struct SimChunks {
     at_lease: Arc<Mutex<Option<Hook>>>,
     /// Ids of requests that have ended.
     pub(super) over: Arc<Mutex<HashSet<String>>>,
+    reader: Arc<Mutex<Option<Reader>>>,
+    /// Chunks of one push that there is memory for.
+    pub(super) fitting: Arc<AtomicUsize>,
 }
 
 impl std::fmt::Debug for SimChunks {
@@ -70,6 +73,10 @@ impl std::fmt::Debug for SimChunks {
 }
 
 type Hook = Box<dyn FnOnce() + Send>;
+
+/// Reads chunks from peers.
+type Reader =
+    Arc<dyn Fn(SimChunks, Vec<ChunkKey>, LocateHint) -> BoxFuture<'static, ()> + Send + Sync>;
 
 impl SimChunks {
     pub(super) fn new(slots: u64, memory: Memory, start: u64, clears_noted: StateFile) -> Self {
@@ -94,7 +101,13 @@ impl SimChunks {
             clears: Arc::new(Mutex::new((Rng::new(0), 0))),
             at_lease: Arc::default(),
             over: Arc::default(),
+            reader: Arc::default(),
+            fitting: Arc::new(AtomicUsize::new(usize::MAX)),
         }
+    }
+
+    pub(super) fn set_reader(&self, reader: Reader) {
+        *self.reader.lock() = Some(reader);
     }
 
     fn note(&self, key: &ChunkKey) {
@@ -141,6 +154,10 @@ impl SimChunks {
 
     pub(super) fn has(&self, key: &ChunkKey) -> bool {
         self.state.lock().resident.contains_key(&self.name(key))
+    }
+
+    pub(super) fn has_named(&self, name: &ChunkKey) -> bool {
+        self.state.lock().resident.contains_key(name)
     }
 
     pub(super) fn len(&self) -> usize {
@@ -333,6 +350,35 @@ impl Host for SimChunks {
             for key in keys {
                 tokio::time::sleep(PROMOTION).await;
                 self.store(*key, key.fold());
+            }
+        })
+    }
+
+    fn receive<'a>(
+        &'a self,
+        run: ChunkRun,
+        peer: &'a str,
+        timeout: Duration,
+    ) -> BoxFuture<'a, Received> {
+        Box::pin(async move {
+            let asked = run.keys.len();
+            let keys = &run.keys[..asked.min(self.fitting.load(Ordering::Relaxed))];
+            let reader = self.reader.lock().clone();
+            if let Some(reader) = reader {
+                let hint = LocateHint::default()
+                    .with_sources(Arc::new([peer.to_owned()]))
+                    .only_sources()
+                    .with_chunk_bytes(Some(run.chunk_bytes))
+                    .with_timeout(timeout);
+                reader(self.clone(), keys.to_vec(), hint).await;
+            }
+            let state = self.state.lock();
+            let there = keys
+                .iter()
+                .take_while(|key| state.resident.contains_key(key));
+            Received {
+                chunks: there.count(),
+                is_cut: keys.len() < asked,
             }
         })
     }

@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::chunks::{SimChunks, StateFile};
-use super::schedules::LOCATE;
+use super::schedules::{LOCATE, receive};
 use super::{LEN, Rng, delay, once_in};
 use crate::directory::{DirectoryHost, TableLimits};
 use crate::link::Link;
@@ -196,6 +196,19 @@ impl Net {
         change(&mut config);
         let announces = config.uses_directories;
         let node = Node::new(config, link, Arc::new(chunks.clone()));
+        let (weak, reader) = (Arc::downgrade(&self.0), Arc::downgrade(&node));
+        chunks.set_reader(Arc::new(move |own, names, hint| {
+            let (net, node) = (weak.upgrade().map(Net), reader.upgrade());
+            Box::pin(async move {
+                if let (Some(net), Some(node)) = (net, node) {
+                    receive(&net, (&node, &own), &names, &hint).await;
+                }
+            })
+        }));
+        let pushing = tokio::spawn({
+            let node = Arc::clone(&node);
+            async move { node.push_waiting().await }
+        });
         let freezes = Arc::new(Notify::new());
         let in_step = tokio::spawn({
             let node = Arc::clone(&node);
@@ -213,7 +226,7 @@ impl Net {
                 }
             }
         });
-        let mut tasks = vec![expiring, in_step];
+        let mut tasks = vec![expiring, in_step, pushing];
         if announces {
             tasks.push(tokio::spawn(Arc::clone(&node).announce_chunks(incarnation)));
         }

@@ -3,16 +3,19 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures_util::StreamExt;
 use lmc_backend::{
-    BackendError, FailedSlot, Handle, HostSpace, LoadItem, Loaded, LocateHint, Located, now,
+    BackendError, ChunkRun, FailedSlot, Handle, HostSpace, LoadItem, Loaded, LocateHint, Located,
+    now,
 };
 use lmc_key::{ChunkKey, HashAlgorithm, KeySpace, LayoutFingerprint};
 use lmc_testkit::rounds;
 
-use super::net::{Faults, Net, name};
+use super::chunks::SimChunks;
+use super::net::{Faults, Net, SimNode, name};
 use super::{LEN, Rng, bytes, delay, key, once_in, run};
 use crate::message::{OLDEST_VERSION, Transport, VERSION};
 use crate::spaces::note;
@@ -32,6 +35,9 @@ pub(super) struct Tally {
     lapsed: u64,
     corrupt: u64,
     busy: u64,
+    /// Chunks that were pushed, and those that were to be.
+    pushed: u64,
+    push_dropped: u64,
     pub(super) quarantined: u64,
     /// Bytes that were read over NIXL, and over sockets.
     over_nixl: u64,
@@ -47,6 +53,8 @@ impl Tally {
         self.lapsed += other.lapsed;
         self.corrupt += other.corrupt;
         self.busy += other.busy;
+        self.pushed += other.pushed;
+        self.push_dropped += other.push_dropped;
         self.quarantined += other.quarantined;
         self.over_nixl += other.over_nixl;
         self.over_sockets += other.over_sockets;
@@ -61,13 +69,42 @@ pub(super) async fn fetch(net: &Net, host: usize, keys: &[ChunkKey]) -> Tally {
 
 /// As [`fetch`], with advice for the lookup.
 async fn fetch_from(net: &Net, host: usize, keys: &[ChunkKey], hint: &LocateHint) -> Tally {
-    let mut tally = Tally::default();
     let (node, chunks) = (net.node(host), net.chunks(host));
     let missing = keys.iter().position(|key| !chunks.has(key));
     let keys = &keys[missing.unwrap_or(keys.len())..];
     // A lookup names its chunks once.
     let names: Vec<ChunkKey> = keys.iter().map(|key| chunks.name(key)).collect();
-    let keys = &names[..];
+    fetch_named(net, (&node, &chunks), &names, hint).await
+}
+
+/// Returns chunks of a prompt as they are pushed.
+pub(super) fn run_of(chunks: &SimChunks, keys: &[ChunkKey]) -> ChunkRun {
+    ChunkRun {
+        keys: keys.iter().map(|key| chunks.name(key)).collect(),
+        chunk_bytes: LEN,
+        parent: None,
+    }
+}
+
+/// Reads chunks that a peer has pushed.
+pub(super) async fn receive(
+    net: &Net,
+    (node, chunks): (&Arc<SimNode>, &SimChunks),
+    names: &[ChunkKey],
+    hint: &LocateHint,
+) {
+    let missing = names.iter().position(|name| !chunks.has_named(name));
+    let names = &names[missing.unwrap_or(names.len())..];
+    fetch_named(net, (node, chunks), names, hint).await;
+}
+
+async fn fetch_named(
+    net: &Net,
+    (node, chunks): (&Arc<SimNode>, &SimChunks),
+    keys: &[ChunkKey],
+    hint: &LocateHint,
+) -> Tally {
+    let mut tally = Tally::default();
     let mut located = Vec::new();
     for some in [keys.get(..1), keys.get(1..)].into_iter().flatten() {
         let begun = now();
@@ -91,7 +128,7 @@ async fn fetch_from(net: &Net, host: usize, keys: &[ChunkKey], hint: &LocateHint
     assert!(located.iter().all(|location| location.len == LEN));
     let handles = located.into_iter().map(|location| location.handle);
     let found: Vec<Found> = keys.iter().copied().zip(handles).collect();
-    tally.add(load(net, host, &found, LOAD).await);
+    tally.add(load_on(net, (node, chunks), &found, LOAD).await);
     tally
 }
 
@@ -108,8 +145,16 @@ pub(super) fn found(keys: &[ChunkKey], located: Vec<Result<Located, BackendError
 
 /// Loads chunks that were located within a time, checks every byte, and commits them.
 pub(super) async fn load(net: &Net, host: usize, keys: &[Found], within: Duration) -> Tally {
+    load_on(net, (&net.node(host), &net.chunks(host)), keys, within).await
+}
+
+async fn load_on(
+    net: &Net,
+    (node, chunks): (&Arc<SimNode>, &SimChunks),
+    keys: &[Found],
+    within: Duration,
+) -> Tally {
     let mut tally = Tally::default();
-    let (node, chunks) = (net.node(host), net.chunks(host));
     let mut items = Vec::new();
     let mut reserved = Vec::new();
     for (key, handle) in keys {
@@ -201,7 +246,7 @@ async fn schedule(seed: u64) -> Tally {
                 let chunks = net.chunks(host);
                 let keys = prompt(rng.below(4), 1 + rng.below(10));
                 let noticed = delay(&mut rng, Duration::from_secs(2));
-                match rng.below(40) {
+                match rng.below(44) {
                     0 => {
                         net.kill(host, noticed);
                         tokio::time::sleep(delay(&mut rng, Duration::from_secs(1))).await;
@@ -245,6 +290,12 @@ async fn schedule(seed: u64) -> Tally {
                             chunks.evict(rng.next_u64());
                         }
                     }
+                    40..44 => {
+                        let fitting = [0, 1, 3, usize::MAX][rng.below(4) as usize];
+                        net.chunks(other).fitting.store(fitting, Ordering::Relaxed);
+                        let run = run_of(&chunks, &keys);
+                        net.node(host).push(run, name(other).as_str());
+                    }
                     _ => {
                         let (net, sum) = (net.clone(), Rc::clone(&sum));
                         let leaves = once_in(&mut rng, 6).then(|| delay(&mut rng, LOAD));
@@ -269,6 +320,7 @@ async fn schedule(seed: u64) -> Tally {
         let (node, chunks) = (net.node(host), net.chunks(host));
         assert_eq!(node.leased(), (0, 0), "a lease was left");
         assert_eq!(net.grants(host), 0, "a grant was left");
+        assert!(node.pushes.is_empty(), "a push was left");
         let slots = chunks.pool.usage().slots;
         assert_eq!(slots, chunks.len() as u64, "a slot was left");
         let (connected, known) = net.connected(host);
@@ -279,6 +331,8 @@ async fn schedule(seed: u64) -> Tally {
         sum.lapsed += counters.lapsed;
         sum.corrupt += counters.corrupt;
         sum.busy += counters.busy;
+        sum.pushed += counters.pushed;
+        sum.push_dropped += counters.push_dropped;
         sum.over_nixl += counters.read_nixl_bytes;
         sum.over_sockets += counters.read_bytes - counters.read_nixl_bytes;
     }
@@ -297,6 +351,7 @@ fn no_schedule_gives_a_wrong_byte_or_leaves_a_lease() {
     }
     println!("{sum:?}");
     assert!(sum.hits > 0 && sum.misses > 0 && sum.failed > 0, "{sum:?}");
+    assert!(sum.pushed > 0 && sum.push_dropped > 0, "{sum:?}");
     // A few schedules may have none of what is rare.
     if seeds < 300 {
         return;
@@ -843,40 +898,6 @@ fn hinted_peers_are_asked_alone_and_others_where_they_do_not_have_all() {
             .await;
         let present = |one: &Result<Located, _>| matches!(one, Ok(Located::Present(_)));
         assert!(located.iter().all(present), "{located:?}");
-    });
-}
-
-#[test]
-fn a_peer_reads_on_order_one_batch_after_the_other() {
-    use crate::copying::CopyError;
-    run(async {
-        let net = Net::new(27, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
-        let chunks: Vec<_> = prompt(0, 8).into_iter().map(|key| (key, LEN)).collect();
-        let node = net.node(0);
-        assert_eq!(node.peers_named("stranger"), []);
-        let named = [node.peers_named("host-1"), node.peers_named("host-1:1")];
-        assert_eq!(named[0], named[1]);
-        let peer = &named[0][0];
-        let both = tokio::join!(
-            node.copy_to(peer, &chunks),
-            node.copy_to(peer, &chunks[..4])
-        );
-        assert_eq!(both, (Ok(8), Err(CopyError::Busy)));
-        assert!(chunks.iter().all(|(key, _)| net.chunks(1).has(key)));
-        let round_trip = net.node(0).status().peers[0].round_trip_seconds;
-        let round_trip = round_trip.expect("there were hellos");
-        assert!(round_trip < 0.005, "reading is no round trip: {round_trip}");
-        // A chunk of more than a batch goes alone.
-        let large: Vec<_> = prompt(1, 3)
-            .into_iter()
-            .map(|key| (key, 40 << 20))
-            .collect();
-        assert_eq!(node.copy_to(peer, &large).await, Ok(3));
-        net.kill(1, Duration::from_millis(1));
-        let found = node.copy_to(peer, &chunks).await;
-        assert!(matches!(found, Err(CopyError::NoAnswer(_))), "{found:?}");
     });
 }
 

@@ -7,8 +7,8 @@ use lmc_backend_p2p::directory::{
 use lmc_backend_p2p::message::{
     ChunkLease, ChunkState, ClearsPage, Describe, Described, FEATURE_NIXL, Hello, Holder, KeyBatch,
     Lease, Leased, Located, MAX_BODY, MAX_KEYS, MAX_PAGES, MessageError, NixlAddress,
-    OLDEST_VERSION, PAGE_ENTRIES, Refusal, Release, Released, Renew, Reply, Request, SpaceNote,
-    Stamped, Transport, VERSION,
+    OLDEST_VERSION, PAGE_ENTRIES, Push, Pushed, Refusal, Release, Released, Renew, Reply, Request,
+    SpaceNote, Stamped, Transport, VERSION,
 };
 use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use lmc_transfer::Index;
@@ -149,6 +149,16 @@ fn requests() -> Vec<Request> {
         })),
         Request::Describe(Describe { digest: 300 }),
         Request::Locate(stamped(awaiting())),
+        Request::Push(stamped(Push {
+            keys: batch(),
+            chunk_bytes: 300,
+            parent: None,
+        })),
+        Request::Push(stamped(Push {
+            keys: batch(),
+            chunk_bytes: 300,
+            parent: Some([3; 32]),
+        })),
     ]
 }
 
@@ -223,6 +233,10 @@ fn replies() -> Vec<Reply> {
             load: 0,
             is_over: true,
         })),
+        Reply::Pushed(Pushed {
+            chunks: 2,
+            is_cut: true,
+        }),
     ]
 }
 

@@ -324,9 +324,13 @@ impl Backend for RemoteTier {
     fn locate<'a>(
         &'a self,
         keys: &'a [ChunkKey],
-        _: &'a LocateHint,
+        hint: &'a LocateHint,
         deadline: Instant,
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        if hint.sources_only {
+            let absent = keys.iter().map(|_| Ok(Located::Absent)).collect();
+            return Box::pin(std::future::ready(absent));
+        }
         Box::pin(self.shared.locate(keys, deadline))
     }
 

@@ -17,7 +17,7 @@ use std::sync::{Arc, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use lmc_backend::{Backend, BackendError, Cleared, Clears, Health, Sharing, now};
+use lmc_backend::{Backend, BackendError, ChunkRun, Cleared, Clears, Health, Sharing, now};
 use lmc_backend_local::{LocalTier, Origin};
 use lmc_key::{ChunkKey, FoldState, SpaceId};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
@@ -565,6 +565,11 @@ impl Tiers {
 
     pub(crate) fn clears(&self) -> &ClearLog {
         &self.clears
+    }
+
+    pub(crate) fn push(&self, run: ChunkRun, to: &str) -> bool {
+        let mut tiers = self.tiers.iter();
+        tiers.any(|tier| tier.backend.push(run.clone(), to))
     }
 
     /// Returns true if there is a tier through which other processes may pass clears on.

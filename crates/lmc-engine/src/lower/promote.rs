@@ -159,6 +159,8 @@ impl Drop for Task {
 pub(crate) struct Prompt {
     pub(crate) owner: OwnerId,
     pub(crate) tenant: TenantId,
+    /// The chunk before the first one, where it is known.
+    pub(crate) before: Option<ChunkKey>,
     pub(crate) keys: Vec<ChunkKey>,
     /// Advice for tiers that have to be asked. `None` where they are not to be asked.
     pub(crate) hint: Option<LocateHint>,
@@ -710,7 +712,10 @@ impl Prompt {
     }
 
     fn parent(&self, index: usize) -> Option<ChunkKey> {
-        index.checked_sub(1).map(|before| self.keys[before])
+        match index.checked_sub(1) {
+            Some(before) => Some(self.keys[before]),
+            None => self.before,
+        }
     }
 }
 

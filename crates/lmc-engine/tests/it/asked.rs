@@ -21,13 +21,13 @@ use lmc_engine::{
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{DEADLINE, soon, until};
-use tokio::runtime::Builder;
-use tokio::task::yield_now;
+use tokio::{runtime::Builder, task::yield_now};
 
 mod assumed;
 mod isolation;
 mod late;
 mod policies;
+mod pushed;
 mod waiting;
 
 const CHUNK: u64 = 4096;

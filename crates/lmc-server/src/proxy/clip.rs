@@ -120,8 +120,16 @@ const TRANSFER: &str = "kv_transfer_params";
 /// Start of the names in it that concern prefill and decode.
 const OF_LEGS: &str = "lmcache.pd.";
 
-/// A request to both engines at once, as the servers beside them know it.
-pub(super) struct Pair<'a> {
+/// Entries with which the servers beside both engines of a request know of each other.
+pub(super) struct PairHints<'a> {
+    /// Name of the server beside the decode engine, to which the other one pushes.
+    pub(super) to: Option<&'a str>,
+    /// Present where both engines get the request at once.
+    pub(super) wait: Option<SourceWait<'a>>,
+}
+
+/// A wait of the server beside the decode engine for the one beside the prefill engine.
+pub(super) struct SourceWait<'a> {
     /// Id of the request at both.
     pub(super) id: &'a str,
     /// Name of the server beside the prefill engine.
@@ -130,19 +138,44 @@ pub(super) struct Pair<'a> {
     pub(super) wait_ms: u64,
 }
 
-impl Pair<'_> {
-    /// Returns the body of the request to the prefill engine, given as it is clipped, and that of the
-    /// request to the decode engine, given as the client wrote it. `None` where the client's own entries
-    /// for connectors are not an object.
-    pub(super) fn bodies(&self, clipped: &[u8], body: &[u8]) -> Option<(Vec<u8>, Vec<u8>)> {
-        let name = |name: &str| format!("{OF_LEGS}{name}");
-        let (id, source, wait) = (name("id"), name("source"), name("wait_ms"));
-        let id = (&id[..], Value::from(self.id).to_string());
-        let source = (&source[..], Value::from(self.peer).to_string());
-        let wait = (&wait[..], self.wait_ms.to_string());
-        let prefill = with_entries(clipped, std::slice::from_ref(&id))?;
-        Some((prefill, with_entries(body, &[id, source, wait])?))
+impl PairHints<'_> {
+    /// Returns the body of the request to the prefill engine, given as it is clipped, and, where it gets
+    /// one at once, that of the request to the decode engine, given as the client wrote it. `None` where
+    /// the client's own entries for connectors are not an object.
+    pub(super) fn bodies(&self, clipped: &[u8], body: &[u8]) -> Option<(Vec<u8>, Option<Vec<u8>>)> {
+        let text = |text: &str| Value::from(text).to_string();
+        let id = self
+            .wait
+            .as_ref()
+            .map(|wait| ("lmcache.pd.id", text(wait.id)));
+        let to = self.to.map(|to| ("lmcache.pd.to", text(to)));
+        let of_prefill: Vec<_> = id.iter().cloned().chain(to).collect();
+        let prefill = with_entries(clipped, &of_prefill)?;
+        let Some(wait) = &self.wait else {
+            return Some((prefill, None));
+        };
+        let source = ("lmcache.pd.source", text(wait.peer));
+        let wait = ("lmcache.pd.wait_ms", wait.wait_ms.to_string());
+        let of_decode: Vec<_> = id.into_iter().chain([source, wait]).collect();
+        Some((prefill, Some(with_entries(body, &of_decode)?)))
     }
+}
+
+/// Returns a client's body without its entries about prefill and decode, which would make servers wait for
+/// others or push to them; `None` where it has none.
+pub(super) fn without_hints(body: &[u8]) -> Option<Vec<u8>> {
+    let fields = Fields::read(body).ok()?;
+    let has_hints = fields.0.iter().any(|(name, value)| {
+        let entries = (name == TRANSFER).then(|| Fields::read(value.get().as_bytes()));
+        let entries = entries
+            .and_then(Result::ok)
+            .map_or(Vec::new(), |entries| entries.0);
+        entries.iter().any(|(name, _)| name.starts_with(OF_LEGS))
+    });
+    if has_hints {
+        return with_entries(body, &[]);
+    }
+    None
 }
 
 /// Returns a body with these entries for the engine's connector besides those of the client, whose own
@@ -219,15 +252,18 @@ mod tests {
 
     #[test]
     fn both_engines_are_given_an_id_and_one_the_others_name_besides_what_the_client_said() {
-        let pair = Pair {
-            id: "a1b2",
-            peer: "alpha",
-            wait_ms: 500,
+        let hints = |to| PairHints {
+            to,
+            wait: Some(SourceWait {
+                id: "a1b2",
+                peer: "alpha",
+                wait_ms: 500,
+            }),
         };
+        let text = |body| String::from_utf8(body).expect("text");
         let bodies = |body: &str| {
-            let (prefill, decode) = pair.bodies(body.as_bytes(), body.as_bytes())?;
-            let text = |body| String::from_utf8(body).expect("text");
-            Some((text(prefill), text(decode)))
+            let (prefill, decode) = hints(None).bodies(body.as_bytes(), body.as_bytes())?;
+            Some((text(prefill), text(decode.expect("both are asked at once"))))
         };
         let id = r#""lmcache.pd.id":"a1b2""#;
         let wait = r#""lmcache.pd.source":"alpha","lmcache.pd.wait_ms":500"#;
@@ -255,6 +291,44 @@ mod tests {
         let deep = format!("{}1{}", "[".repeat(100_000), "]".repeat(100_000));
         let body = format!("{{\"kv_transfer_params\":{{\"a\":{deep}}}}}");
         assert!(bodies(&body).is_some(), "no part of it is read");
+        let pushed = |hints: PairHints<'_>| {
+            let (prefill, decode) = hints.bodies(b"{}", b"{}")?;
+            Some((text(prefill), decode.map(text)))
+        };
+        let to = r#""lmcache.pd.to":"beta""#;
+        let params = |entries: &str| format!("{{\"kv_transfer_params\":{{{entries}}}}}");
+        let (prefill, decode) = pushed(hints(Some("beta"))).expect("an object");
+        assert_eq!(prefill, params(&format!("{id},{to}")));
+        assert_eq!(decode, Some(params(&format!("{id},{wait}"))));
+        let alone = PairHints {
+            to: Some("beta"),
+            wait: None,
+        };
+        assert_eq!(pushed(alone), Some((params(to), None)));
+    }
+
+    #[test]
+    fn entries_of_clients_about_prefill_and_decode_are_left_out() {
+        let kept = |body: &str| {
+            let body = without_hints(body.as_bytes())?;
+            Some(String::from_utf8(body).expect("text"))
+        };
+        for unchanged in [
+            "",
+            "[]",
+            r#"{"prompt": "lmcache.pd.to"}"#,
+            r#"{"kv_transfer_params": null}"#,
+            r#"{"kv_transfer_params": "lmcache.pd.to"}"#,
+            r#"{"kv_transfer_params": {"lmcache.tag.a": 1}}"#,
+        ] {
+            assert_eq!(kept(unchanged), None, "{unchanged}");
+        }
+        let wanted = r#"{"n":2,"kv_transfer_params":{"lmcache.tag.a":-0}}"#;
+        for name in ["lmcache.pd.to", "lmcache.pd.source", "lmcache\\u002epd.id"] {
+            let body =
+                format!(r#"{{"n":2,"kv_transfer_params":{{"{name}":"x","lmcache.tag.a":-0}}}}"#);
+            assert_eq!(kept(&body).as_deref(), Some(wanted));
+        }
     }
 
     #[test]

@@ -44,6 +44,8 @@ pub(super) struct Engine {
     /// Name or address of the engine's server, as other servers know it.
     peer: Option<String>,
     in_flight: AtomicUsize,
+    /// Requests that it was chosen for, and that it was not sent yet.
+    chosen: AtomicUsize,
     requests: AtomicU64,
     failures: AtomicU64,
     /// Until then it is asked after others.
@@ -53,6 +55,23 @@ pub(super) struct Engine {
 impl fmt::Display for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.url)
+    }
+}
+
+/// An engine that will be sent a request, until this is dropped.
+#[derive(Debug)]
+pub(super) struct Chosen(Arc<Engine>);
+
+impl Chosen {
+    /// Name or address of the server beside it.
+    pub(super) fn peer(&self) -> Option<&str> {
+        self.0.peer()
+    }
+}
+
+impl Drop for Chosen {
+    fn drop(&mut self) {
+        self.0.chosen.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -140,6 +159,7 @@ impl Engines {
                 url: url.clone(),
                 peer: peers.next().cloned(),
                 in_flight: AtomicUsize::new(0),
+                chosen: AtomicUsize::new(0),
                 requests: AtomicU64::new(0),
                 failures: AtomicU64::new(0),
                 down_until: Mutex::new(None),
@@ -159,7 +179,32 @@ impl Engines {
             let turn = self.turn.fetch_add(1, Ordering::Relaxed) % order.len();
             order.rotate_left(turn);
         }
-        order.sort_by_cached_key(|engine| (engine.is_penalized(now), engine.counts().0));
+        self.sort(&mut order, now);
+        order
+    }
+
+    fn sort(&self, order: &mut [Arc<Engine>], now: Instant) {
+        let load = |engine: &Engine| engine.counts().0 + engine.chosen.load(Ordering::Relaxed);
+        order.sort_by_cached_key(|engine| (engine.is_penalized(now), load(engine)));
+    }
+
+    /// Chooses the engine that will be asked first, if the server beside it is known.
+    pub(super) fn choose(&self, now: Instant) -> Option<Chosen> {
+        let first = self.order(now).into_iter().next()?;
+        first.peer()?;
+        first.chosen.fetch_add(1, Ordering::Relaxed);
+        Some(Chosen(first))
+    }
+
+    /// Returns the engines in the order in which they are to be asked: the chosen one first, unless it has
+    /// failed since.
+    pub(super) fn order_after(&self, chosen: Chosen, now: Instant) -> Vec<Arc<Engine>> {
+        let mut order = self.all.clone();
+        self.sort(&mut order, now);
+        let first = &chosen.0;
+        if !first.is_penalized(now) {
+            order.sort_by_key(|engine| !Arc::ptr_eq(engine, first));
+        }
         order
     }
 
@@ -198,6 +243,35 @@ mod tests {
             let refusal = parsed(wrong).expect_err(wrong);
             assert!(!refusal.contains("secret"), "{refusal}");
         }
+    }
+
+    #[test]
+    fn an_engine_that_is_chosen_for_later_counts_as_loaded_and_is_asked_first_then() {
+        let urls = ["http://a:1", "http://b:1"].map(|url| url.parse().expect(url));
+        let peers = ["alpha", "beta"].map(str::to_owned);
+        let (engines, now) = (Engines::new(&urls, &peers), Instant::now());
+        let choose = || engines.choose(now).expect("its server is known");
+        let names = |engines: Vec<Arc<Engine>>| -> Vec<String> {
+            engines.iter().map(ToString::to_string).collect()
+        };
+        // One after the other, each is sent its request before the next is chosen.
+        for first in ["alpha", "beta", "alpha", "beta"] {
+            let chosen = choose();
+            assert_eq!(chosen.peer(), Some(first));
+            engines.order_after(chosen, now);
+        }
+        // Streams that go on and requests that will come count together.
+        let [a, b] = [0, 1].map(|index| &engines.all[index]);
+        let _streams = [a, a, a, b].map(Engine::begin);
+        let (one, other) = (choose(), choose());
+        assert_eq!((one.peer(), other.peer()), (Some("beta"), Some("beta")));
+        let _more = [b, b, b].map(Engine::begin);
+        let order = ["http://b:1", "http://a:1"];
+        assert_eq!(names(engines.order_after(one, now)), order);
+        b.note_failure(now);
+        let order = ["http://a:1", "http://b:1"];
+        assert_eq!(names(engines.order_after(other, now)), order);
+        assert!(Engines::new(&urls, &[]).choose(now).is_none());
     }
 
     #[test]

@@ -543,6 +543,53 @@ fn a_prefill_that_has_ended_is_waited_for_no_longer() {
 }
 
 #[test]
+fn chunks_are_pushed_to_the_peer_that_a_request_names() {
+    let at = free_port();
+    let prefill = start(at, &[], &[]);
+    let decode = ["beta", "gamma"].map(|name| start(free_port(), &[at], &["--p2p-name", name]));
+    until_connected(&prefill, 2);
+    let pushing = |to: &str| {
+        let mut configs = RequestConfigs::default();
+        configs.push_to = to.to_owned();
+        configs
+    };
+    let (mut computing, shm_name) = worker(&prefill);
+    let mut engines = decode.each_ref().map(worker);
+    let look_up = |client: &mut Client, to: &str| {
+        let reply = look_up(client, to, pushing(to));
+        assert_eq!(reply.expect("an answer"), Reply::None);
+        await_hits(client, to)
+    };
+    assert_eq!(look_up(&mut computing, "beta"), 0);
+    let prompt = Prompt::default();
+    prompt.store_with(&mut computing, &shm_name, pushing("beta"));
+    // What a lookup finds is not computed again, and is pushed as well.
+    assert_eq!(look_up(&mut computing, "gamma"), CHUNKS as u64);
+    let all = CHUNKS as f64;
+    until("all are there", || {
+        tier_counter(&prefill, "pushed") == 2.0 * all
+    });
+    for (server, (client, shm_name)) in decode.iter().zip(&mut engines) {
+        assert_eq!(tier_counter(server, "read"), all);
+        let found = retrieve(client, shm_name, "answer");
+        assert_eq!(found, CHUNKS as u64);
+        assert_eq!(tier_counter(server, "read"), all, "none is read again");
+    }
+    // A request that no engine there could make leaves nothing there.
+    let other = register_wide(&mut computing, 16);
+    prompt.store_with(&mut computing, &other, pushing("beta"));
+    until("it is dropped", || {
+        tier_counter(&prefill, "push_dropped") == all
+    });
+    assert_eq!(tier_counter(&decode[0], "read"), all);
+    register(&mut computing);
+    // Nothing is lost where no such peer is connected.
+    assert_eq!(look_up(&mut computing, "stranger"), CHUNKS as u64);
+    assert_eq!(prefill.metric("lmc_pushes_unknown_total"), 1.0);
+    prefill.line("no peer of the name or address stranger is connected");
+}
+
+#[test]
 fn a_server_waits_for_a_peer_no_longer_than_its_operator_allows() {
     let at = free_port();
     let _prefill = start(at, &[], &["--p2p-name", "alpha"]);

@@ -690,20 +690,87 @@ fn a_client_that_leaves_ends_both_legs_at_once() {
 }
 
 #[test]
-fn each_prefill_engine_has_a_server_or_none_has() {
+fn each_engine_of_a_role_has_a_server_or_none_has() {
     let url = url(free_port());
-    let mut command = lmc();
-    command.args(["proxy", "--prefill", &url, "--decode", &url]);
-    let refused = command
-        .args(["--prefill-peer", "a", "--prefill-peer", "b"])
-        .output()
-        .expect("the binary runs");
-    let text = String::from_utf8_lossy(&refused.stderr);
-    assert!(!refused.status.success());
-    assert!(
-        text.contains("as many --prefill-peer as --prefill"),
-        "{text}"
+    for role in ["prefill", "decode"] {
+        let flag = format!("--{role}-peer");
+        let mut command = lmc();
+        command.args(["proxy", "--prefill", &url, "--decode", &url]);
+        let refused = command.args([&flag, "a", &flag, "b"]).output();
+        let refused = refused.expect("the binary runs");
+        let text = String::from_utf8_lossy(&refused.stderr);
+        assert!(!refused.status.success());
+        let wanted = format!("as many {flag} as --{role}");
+        assert!(text.contains(&wanted), "{text}");
+    }
+}
+
+#[test]
+fn a_prompt_is_pushed_to_the_server_beside_the_engine_that_answers() {
+    let (prefill, first, second) = (Engine::start(), Engine::start(), Engine::start());
+    let decodes = [first.url(), second.url()];
+    let flags = ["--decode-peer", "alpha", "--decode-peer", "beta"];
+    let proxy = Proxy::start(&[&prefill.url()], &[&decodes[0], &decodes[1]], &flags);
+    let ask = || proxy.post(PATH, "", &long_prompt());
+    let hints = |asked: &Asked| asked.json()["kv_transfer_params"].clone();
+    // Both at once: the second goes to the other engine, though neither has a request yet.
+    let (one, another) = (ask(), ask());
+    let asked = [prefill.next(), prefill.next()];
+    let mut named = [hints(&asked[0]), hints(&asked[1])];
+    named.sort_by_key(ToString::to_string);
+    let wanted = ["alpha", "beta"].map(|name| json!({"lmcache.pd.to": name}));
+    assert_eq!(named, wanted);
+    assert!(first.has_none() && second.has_none());
+    asked.into_iter().for_each(|asked| asked.answer(200, "{}"));
+    for engine in [&first, &second] {
+        let asked = engine.next();
+        assert_eq!(
+            asked.body,
+            long_prompt().as_bytes(),
+            "the client's own bytes"
+        );
+        asked.answer(200, "answered");
+    }
+    assert!(rest(one).ends_with("answered") && rest(another).ends_with("answered"));
+}
+
+#[test]
+fn another_engine_answers_where_the_one_that_a_prompt_is_pushed_to_is_gone() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let decodes = [url(free_port()), decode.url()];
+    let flags = ["--decode-peer", "alpha", "--decode-peer", "beta"];
+    let proxy = Proxy::start(&[&prefill.url()], &[&decodes[0], &decodes[1]], &flags);
+    // The one that has failed is not chosen again at once.
+    for to in ["alpha", "beta"] {
+        let client = proxy.post(PATH, "", &long_prompt());
+        let asked = prefill.next();
+        let hints = asked.json()["kv_transfer_params"].clone();
+        assert_eq!(hints, json!({"lmcache.pd.to": to}));
+        asked.answer(200, "{}");
+        decode.next().answer(200, "answered");
+        assert!(rest(client).ends_with("answered"));
+    }
+}
+
+#[test]
+fn a_prompt_is_pushed_to_a_server_that_waits_for_it() {
+    let (prefill, decode) = (Engine::start(), Engine::start());
+    let flags = ["--prefill-peer", "alpha", "--decode-peer", "beta"];
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &flags);
+    let client = proxy.post(PATH, "", &long_prompt());
+    let (first, second) = (prefill.next(), decode.next());
+    let (pushes, waits) = (first.json(), second.json());
+    let (pushes, waits) = (&pushes["kv_transfer_params"], &waits["kv_transfer_params"]);
+    let id = &waits["lmcache.pd.id"];
+    assert_eq!(
+        *pushes,
+        json!({"lmcache.pd.id": id, "lmcache.pd.to": "beta"})
     );
+    assert_eq!(waits["lmcache.pd.source"], "alpha");
+    assert_eq!(waits["lmcache.pd.to"], json!(null));
+    first.answer(200, "{}");
+    second.answer(200, "answered");
+    assert!(rest(client).ends_with("answered"));
 }
 
 /// Slow: a prefill has a whole second at least, and one is late.

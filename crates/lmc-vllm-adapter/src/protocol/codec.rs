@@ -14,9 +14,9 @@ use crate::protocol::descriptor::{DescriptorError, KvDescriptor, MAX_DESCRIPTOR}
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
     AWAITED, BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, EngineRecord,
-    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, MAX_AWAITED, Operation, RegisterKvCache,
-    Reply, Request, RequestConfigs, SOURCES, SlotDescriptor, Sources, TAG, TierChunks,
-    UnknownFields, WAIT, wait_of,
+    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, MAX_AWAITED, MAX_SOURCE, Operation,
+    PUSH_TO, RegisterKvCache, Reply, Request, RequestConfigs, SOURCES, SlotDescriptor, Sources,
+    TAG, TierChunks, UnknownFields, WAIT, wait_of,
 };
 
 /// Most tokens that one prompt may have.
@@ -506,6 +506,12 @@ fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError
                 let id = read_or_skip(reader, |reader| reader.str(AWAITED, MAX_AWAITED))?;
                 if let Some(id) = id {
                     configs.awaited = id.to_owned();
+                }
+            }
+            PUSH_TO => {
+                let name = read_or_skip(reader, |reader| reader.str(PUSH_TO, MAX_SOURCE))?;
+                if let Some(name) = name {
+                    configs.push_to = name.to_owned();
                 }
             }
             tag if tag.starts_with(TAG) => _ = tags.insert(tag, reader.raw()?),

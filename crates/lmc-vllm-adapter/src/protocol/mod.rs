@@ -13,7 +13,9 @@ pub use descriptor::{
     CpuShm, Cuda, DescriptorError, GpuEvent, IpcHandle, KvDescriptor, SharedBy, TensorMeta,
 };
 pub use msgpack::ValueError;
-pub(crate) use operation::{AWAITED, MAX_AWAITED, SOURCES, TAG, WAIT, wait_of};
+pub(crate) use operation::{
+    AWAITED, MAX_AWAITED, MAX_SOURCE, PUSH_TO, SOURCES, TAG, WAIT, wait_of,
+};
 pub use operation::{
     BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, EngineRecord,
     IdentityDigest, KvEvent, KvEventBatch, KvEventKind, MAX_SOURCE_WAIT, Operation,

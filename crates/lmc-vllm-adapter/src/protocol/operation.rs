@@ -229,6 +229,9 @@ pub struct RequestConfigs {
     /// Id that the requests at both engines have (`lmcache.pd.id`): the one with a wait waits until the one
     /// without has ended. An empty text names none.
     pub awaited: String,
+    /// Peer that is to have the request's chunks as soon as they are there (`lmcache.pd.to`): a name or an
+    /// address. An empty text names none.
+    pub push_to: String,
     /// Digest of the entries whose names begin with `lmcache.tag.`; a client has them in `others`.
     pub tags: Option<TagsId>,
     /// Other entries. A client sends them; the server ignores them but for tags, so that they are
@@ -260,6 +263,8 @@ pub(crate) const WAIT: &str = "lmcache.pd.wait_ms";
 pub(crate) const AWAITED: &str = "lmcache.pd.id";
 /// Bytes of that id, at most.
 pub(crate) const MAX_AWAITED: usize = 256;
+/// Name of the entry with the peer that is to have the request's chunks.
+pub(crate) const PUSH_TO: &str = "lmcache.pd.to";
 
 /// Longest time for which a server may wait for another engine, whatever it and a request ask for.
 pub const MAX_SOURCE_WAIT: Duration = Duration::from_secs(300);
@@ -301,6 +306,8 @@ impl RequestConfigs {
             (WAIT, _) => {}
             (AWAITED, ConfigValue::Text(id)) if id.len() <= MAX_AWAITED => self.awaited = id,
             (AWAITED, _) => {}
+            (PUSH_TO, ConfigValue::Text(name)) if name.len() <= MAX_SOURCE => self.push_to = name,
+            (PUSH_TO, _) => {}
             // None is left out, since what it keeps apart would be mixed.
             (name, value) if name.starts_with(TAG) => {
                 let text = |text: &str| blake3::hash(text.as_bytes()).to_string();
@@ -368,7 +375,7 @@ impl Default for Sources {
 /// Peers that one request may name.
 const MAX_SOURCES: usize = 8;
 /// Bytes that one name may have.
-const MAX_SOURCE: usize = 256;
+pub(crate) const MAX_SOURCE: usize = 256;
 
 impl Sources {
     /// Reason why a value that is no text is malformed.

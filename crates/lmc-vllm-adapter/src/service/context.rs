@@ -14,7 +14,7 @@ use crate::service::config::ServiceConfig;
 use crate::service::events::EventLog;
 use crate::service::pulse::Pulse;
 use crate::service::spaces::Spaces;
-use crate::service::stats::{ServiceCounters, Stats};
+use crate::service::stats::{ServiceCounters, Stats, add};
 use crate::service::throttle::Throttle;
 
 /// The values that every part of the service works with. None is state of the protocol.
@@ -118,6 +118,34 @@ impl Context {
             .get(from..from + chunk)
             .unwrap_or_default()
             .into()
+    }
+
+    /// Pushes chunks that are in DRAM, each given with the one before it, to the peer that a request names;
+    /// an empty text names none.
+    pub(super) fn push<C>(&self, to: &str, chunks: impl FnOnce() -> C)
+    where
+        C: IntoIterator<Item = (ChunkKey, Option<ChunkHash>)>,
+    {
+        if to.is_empty() {
+            return;
+        }
+        let parent = |(key, parent): (ChunkKey, Option<ChunkHash>)| {
+            (key, parent.map(|hash| ChunkKey { hash, ..key }))
+        };
+        let chunks: Vec<_> = chunks().into_iter().map(parent).collect();
+        // A peer that goes meanwhile is no fault of the request.
+        let _ = self.engine.push(&chunks, to);
+    }
+
+    /// Counts and logs that a request names a peer to push to that is not connected.
+    pub(super) fn check_push(&self, to: &str) {
+        if !to.is_empty() && !self.engine.push(&[], to) {
+            add(&self.counters().pushes_unknown, 1);
+            self.warn_throttled(&format!(
+                "lmcache.pd.to: no peer of the name or address {to} is connected; `lmc peers` lists \
+                 the peers, --p2p-listen and --p2p-peer connect to them"
+            ));
+        }
     }
 
     /// Logs a warning that a peer can provoke, once a second at most, on one line whatever the

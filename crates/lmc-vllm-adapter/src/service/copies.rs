@@ -230,6 +230,7 @@ impl Copies {
         add(&counters.chunks_null, absent as u64);
         // The server ends these writes itself, so no share limits them.
         let mut chunks = self.transfers.reserve(worker, hashed, whole, usize::MAX);
+        self.transfers.push_present(key, worker, hashed);
         if worker.stores_after != Some(self.context.engine.clears_id()) {
             return false;
         }

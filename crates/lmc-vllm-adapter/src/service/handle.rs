@@ -73,6 +73,11 @@ impl SpaceBook for WeakService {
         spaces.into_iter().map(described).collect()
     }
 
+    fn is_used(&self, space: SpaceId) -> bool {
+        let service = self.upgrade();
+        service.is_some_and(|service| service.0.context.spaces.description(space).is_some())
+    }
+
     fn is_over(&self, request: &str) -> bool {
         let service = self.upgrade();
         service.is_some_and(|service| service.0.lookups.is_over(request))

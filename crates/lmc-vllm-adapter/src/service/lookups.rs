@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use lmc_engine::{
     Found, FoundRank, LocateHint, LookupRequest, OwnerId, Parts, Rank, TenantId, TierRun,
 };
-use lmc_key::{ChunkHash, ClearsId, SpaceId};
+use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use parking_lot::Mutex;
 
 use crate::protocol::{CacheKey, Reply, Sources, TierChunks};
@@ -50,6 +50,26 @@ struct Promoting {
     /// The chunks of the range, for the event of those that are promoted; none without
     /// subscribers.
     chunks: Vec<StoredChunk>,
+    push: Option<PushOfLookup>,
+}
+
+/// The chunks of a lookup, for the peer that they are pushed to as far as they are found.
+struct PushOfLookup {
+    to: String,
+    /// Hashes of the range that is looked up, and of the chunk before it.
+    hashes: Vec<ChunkHash>,
+    parent: Option<ChunkHash>,
+}
+
+impl PushOfLookup {
+    fn of(key: &CacheKey, hashed: &Hashed, hashes: &[ChunkHash]) -> Option<Self> {
+        let to = &key.configs.push_to;
+        (!to.is_empty()).then(|| Self {
+            to: to.clone(),
+            hashes: hashes.to_vec(),
+            parent: hashed.parent(hashed.chunks.start),
+        })
+    }
 }
 
 /// Counts a lookup whose chunks are being promoted, until it is dropped.
@@ -161,6 +181,8 @@ impl Lookups {
         let most = MAX_KEYS / ranks.len().max(1);
         let range = &hashed.hashes[hashed.chunks.clone()];
         let hashes = range[..range.len().min(most)].to_vec();
+        let push = PushOfLookup::of(key, &hashed, &hashes);
+        context.check_push(&key.configs.push_to);
         let engine = &context.engine;
         let tenant = match engine.has_lower_tiers() {
             true => context.spaces.tenant(&hashed.salt, engine),
@@ -199,6 +221,7 @@ impl Lookups {
                 self.note_found(&found, clears, &key.model_name, key.unit, || {
                     self.announcements(key, &hashed)
                 });
+                self.push_found(&push, &found);
                 let expires = now + context.config.lookup_lease;
                 let (hits, runs) = (found.hits as u64, runs(&found));
                 let holds = rank_holds(found, first, readers);
@@ -234,6 +257,7 @@ impl Lookups {
                 unit: key.unit,
                 waits: wait.is_some(),
                 chunks: self.announcements(key, &hashed),
+                push,
             };
             self.finish_when_promoted(lookup, promoting);
         }
@@ -313,11 +337,10 @@ impl Lookups {
         let context = &self.context;
         let is_current = || clears == context.engine.clears_id();
         for rank in &found.ranks {
-            if rank.promoted > rank.resident && context.events.enabled() && is_current() {
-                let promoted: Vec<StoredChunk> = chunks()
-                    .drain(..rank.promoted)
-                    .skip(rank.resident)
-                    .collect();
+            let known = rank.resident.min(rank.seen);
+            if rank.promoted > known && context.events.enabled() && is_current() {
+                let promoted: Vec<StoredChunk> =
+                    chunks().drain(..rank.promoted).skip(known).collect();
                 let model = context.spaces.name(rank.rank.space, model);
                 let hashes: Vec<ChunkHash> = promoted.iter().map(|chunk| chunk.hash).collect();
                 context.events.stored(&model, promoted);
@@ -326,6 +349,25 @@ impl Lookups {
                     context.events.removed(&model, hash);
                 }
             }
+        }
+    }
+
+    /// Pushes the chunks that a lookup found.
+    fn push_found(&self, push: &Option<PushOfLookup>, found: &Found) {
+        let Some(PushOfLookup { to, hashes, parent }) = push else {
+            return;
+        };
+        let parents = std::iter::once(*parent).chain(hashes.iter().copied().map(Some));
+        for rank in &found.ranks {
+            let Rank { space, kv_rank, .. } = rank.rank;
+            let key = |&hash: &ChunkHash| ChunkKey {
+                space,
+                kv_rank,
+                group: 0,
+                hash,
+            };
+            let keys = hashes.iter().take(found.hits).map(key);
+            self.context.push(to, || keys.zip(parents.clone()));
         }
     }
 
@@ -366,6 +408,7 @@ impl Lookups {
         self.note_found(&found, promoting.clears, model, unit, || {
             promoting.chunks.clone()
         });
+        self.push_found(&promoting.push, &found);
         let (hits, runs) = (found.hits as u64, runs(&found));
         let holds = rank_holds(found, promoting.first, promoting.readers);
         let expires = Instant::now() + context.config.lookup_lease;

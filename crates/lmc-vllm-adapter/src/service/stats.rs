@@ -163,6 +163,8 @@ counters! {
     source_waits,
     /// Lookups that did not wait for a peer because too many others did.
     source_waits_refused,
+    /// Lookups whose request names a peer to push to (`lmcache.pd.to`) that is not connected.
+    pushes_unknown,
     /// Chunks made findable.
     stored_chunks,
     /// Bytes made findable.

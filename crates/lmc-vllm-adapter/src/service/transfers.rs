@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use lmc_engine::{Inserted, Leases, OwnerId, StoreRequest, StoreStart, TenantId};
-use lmc_key::{ChunkHash, ClearsId, LayoutFingerprint, ModelName, SpaceId};
+use lmc_key::{ChunkHash, ChunkKey, ClearsId, LayoutFingerprint, ModelName, SpaceId};
 use parking_lot::Mutex;
 
 use crate::protocol::{CacheKey, Reply, SlotDescriptor};
@@ -257,9 +257,9 @@ impl Transfers {
         wanted: impl Fn(usize) -> bool,
     ) -> Vec<(usize, StoreRequest)> {
         let keys = hashed.keys(worker.space, worker.kv_rank);
-        let request = |(index, key): (usize, lmc_key::ChunkKey)| {
+        let request = |(index, key): (usize, ChunkKey)| {
             let parent = hashed.parent(hashed.chunks.start + index);
-            let parent = parent.map(|hash| lmc_key::ChunkKey { hash, ..key });
+            let parent = parent.map(|hash| ChunkKey { hash, ..key });
             (
                 index,
                 StoreRequest {
@@ -270,12 +270,21 @@ impl Transfers {
                 },
             )
         };
-        let wanted = |(index, _): &(usize, lmc_key::ChunkKey)| wanted(*index);
+        let wanted = |(index, _): &(usize, ChunkKey)| wanted(*index);
         keys.into_iter()
             .enumerate()
             .filter(wanted)
             .map(request)
             .collect()
+    }
+
+    /// Pushes chunks of a range that need not be stored, because they are there.
+    pub(super) fn push_present(&self, key: &CacheKey, worker: &Worker, hashed: &Hashed) {
+        self.context.push(&key.configs.push_to, || {
+            let keys = hashed.keys(worker.space, worker.kv_rank).into_iter();
+            let parents = hashed.chunks.clone().map(|chunk| hashed.parent(chunk));
+            keys.zip(parents)
+        });
     }
 
     /// Makes written chunks findable and announces them, but for those of another size than the
@@ -284,9 +293,15 @@ impl Transfers {
         let context = &self.context;
         let counters = &context.stats.service;
         let (mut tickets, mut events) = (Vec::new(), Vec::new());
+        let to = &key.configs.push_to;
+        let mut stored = Vec::new();
         let mut bytes = 0;
         for chunk in chunks {
             bytes += chunk.ticket.len();
+            if !to.is_empty() {
+                let named = chunk.ticket.key();
+                stored.push((ChunkKey { space, ..named }, chunk.parent));
+            }
             if key.unit.is_none() {
                 events.push(StoredChunk {
                     hash: chunk.hash,
@@ -303,6 +318,7 @@ impl Transfers {
         // Announced first, so that no removal is reported before it.
         context.events.stored(&model, events);
         let inserted = context.engine.commit(tickets);
+        context.push(to, || stored);
         for (hash, inserted) in hashes.into_iter().zip(inserted) {
             if inserted == Inserted::Cleared {
                 context.events.removed(&model, hash);
@@ -344,6 +360,7 @@ impl Transfers {
         }
         let most = self.writable(client, worker.chunk_bytes, hashed.chunks.len());
         let chunks = self.reserve(&worker, &hashed, |_| true, most);
+        self.push_present(key, &worker, &hashed);
         if chunks.is_empty() {
             return nothing;
         }

@@ -151,6 +151,16 @@ impl Prompt {
         assert!(stored, "the server takes nothing");
     }
 
+    /// Stores all chunks with settings of the request.
+    pub(crate) fn store_with(self, client: &mut Client, shm_name: &str, configs: RequestConfigs) {
+        let key = CacheKey {
+            configs,
+            ..self.key("store")
+        };
+        let stored = self.store_by(key, client, shm_name);
+        assert!(stored, "the server takes nothing");
+    }
+
     fn store_by(self, mut key: CacheKey, client: &mut Client, shm_name: &str) -> bool {
         let mut prepared = self.prepare_by(key.clone(), client, shm_name);
         if !prepared {

@@ -9,8 +9,8 @@ use crate::protocol::codec::{
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
     AWAITED, BlockAllocation, CacheKey, ConfigValue, EngineDrivenContext, EngineGroup, KvEvent,
-    KvEventBatch, KvEventKind, Operation, Reply, Request, RequestConfigs, SOURCES, SlotDescriptor,
-    Sources, TierChunks, UnknownFields, WAIT,
+    KvEventBatch, KvEventKind, Operation, PUSH_TO, Reply, Request, RequestConfigs, SOURCES,
+    SlotDescriptor, Sources, TierChunks, UnknownFields, WAIT,
 };
 
 const MAX_SLOTS: usize = 1 << 20;
@@ -192,6 +192,9 @@ impl Encode for RequestConfigs {
         }
         if !self.awaited.is_empty() {
             entries.push((AWAITED, &self.awaited));
+        }
+        if !self.push_to.is_empty() {
+            entries.push((PUSH_TO, &self.push_to));
         }
         let others = self.others.iter();
         entries.extend(others.map(|(name, value)| (name.as_str(), value as &dyn Encode)));

@@ -440,6 +440,7 @@ fn a_wait_for_peers_is_read_and_anything_else_under_its_name_ignored() {
     configs.set("lmcache.pd.source", ConfigValue::Text("host-a".to_owned()));
     configs.set("lmcache.pd.wait_ms", ConfigValue::Int(2000));
     configs.set("lmcache.pd.id", ConfigValue::Text("a1b2".to_owned()));
+    configs.set("lmcache.pd.to", ConfigValue::Text("host-b".to_owned()));
     let read = request_configs(&mut Reader::new(&encoded(&configs)));
     assert_eq!(read, Ok(configs));
 }

@@ -1,0 +1,204 @@
+//! Chunks that another host pushes here, and those that are pushed to others.
+
+use lmc_backend::ChunkRun;
+use tokio::runtime::Runtime;
+
+use super::*;
+
+/// A tier that has chunks, and notes those that are pushed through it.
+#[derive(Debug, Default)]
+struct Passing {
+    inner: MemoryBackend,
+    pushed: Mutex<Vec<(ChunkRun, String)>>,
+}
+
+impl Backend for Passing {
+    lmc_backend::forward!(inner: locate load clear clears usage health close);
+
+    fn name(&self) -> &str {
+        "passing"
+    }
+
+    fn sharing(&self) -> Sharing {
+        Sharing::Shared
+    }
+
+    fn push(&self, run: ChunkRun, to: &str) -> bool {
+        let mut pushed = self.pushed.lock().expect("no test failed");
+        pushed.push((run, to.to_owned()));
+        to == "known"
+    }
+}
+
+/// A book of one space.
+#[derive(Debug)]
+struct Used;
+
+impl SpaceBook for Used {
+    fn tenant(&self, _: SpaceId) -> TenantId {
+        TenantId::default()
+    }
+
+    fn spaces(&self) -> Vec<HostSpace> {
+        Vec::new()
+    }
+
+    fn is_used(&self, space: SpaceId) -> bool {
+        space == SPACE
+    }
+}
+
+/// An engine of 64 chunks, which takes 8 that one peer has pushed, and 16 of all.
+struct Receiver {
+    engine: CacheEngine,
+    runtime: Runtime,
+}
+
+impl Receiver {
+    /// Returns one whose source has the first 60 chunks.
+    fn new() -> Self {
+        let source = MemoryBackend::shared();
+        put(&source, SPACE, 0..60);
+        let runtime = Runtime::new().expect("a runtime");
+        let engine = engine(64, vec![Arc::new(source)]);
+        engine.host().set_book(Arc::new(Used));
+        Self { engine, runtime }
+    }
+
+    fn receive(&self, peer: &str, numbers: Range<u64>) -> (usize, bool) {
+        self.receive_run(peer, run_of(numbers))
+    }
+
+    fn receive_run(&self, peer: &str, run: ChunkRun) -> (usize, bool) {
+        let host = self.engine.host();
+        let received = self.runtime.block_on(host.receive(run, peer, DEADLINE));
+        (received.chunks, received.is_cut)
+    }
+}
+
+fn run_of(numbers: Range<u64>) -> ChunkRun {
+    ChunkRun {
+        parent: numbers
+            .start
+            .checked_sub(1)
+            .map(|before| key(SPACE, 0, before)),
+        keys: keys(numbers),
+        chunk_bytes: CHUNK,
+    }
+}
+
+/// Else a prefill engine whose requests never come here could take all memory.
+#[test]
+fn what_is_pushed_and_not_found_yet_takes_a_quarter_of_the_memory() {
+    let receiver = Receiver::new();
+    assert_eq!(receiver.receive("a", 0..10), (8, true));
+    // What is there already takes no more, what is found none.
+    assert_eq!(receiver.receive("a", 0..8), (8, false));
+    assert_eq!(receiver.receive("b", 10..20), (8, true));
+    assert_eq!(receiver.receive("c", 20..21), (0, true));
+    let before = receiver.engine.stats();
+    assert_eq!(found(&receiver.engine, 0..6).resident, 6);
+    assert_eq!(receiver.receive("a", 20..30), (6, true));
+    // Nor does what is gone again.
+    receiver.engine.remove(&keys(20..24));
+    assert_eq!(receiver.receive("a", 30..32), (2, false));
+    // Other promotions are not bounded by it.
+    assert_eq!(found(&receiver.engine, 32..60).hits, 28);
+    // A push is neither a lookup nor a use.
+    let after = receiver.engine.stats();
+    assert_eq!(after.hits - before.hits, 6);
+    assert_idle(&receiver.engine);
+}
+
+#[test]
+fn chunks_that_do_not_come_leave_nothing_behind() {
+    let receiver = Receiver::new();
+    let wrong = |chunk_bytes, numbers| ChunkRun {
+        chunk_bytes,
+        ..run_of(numbers)
+    };
+    assert_eq!(
+        receiver.receive_run("a", wrong(CHUNK - 1, 0..6)),
+        (0, false)
+    );
+    assert_eq!(receiver.receive("a", 58..64), (2, false));
+    assert_eq!(receiver.receive("a", 0..6), (6, false));
+    assert_eq!(receiver.receive("a", 6..8), (0, true));
+    // A peer that is wrong about the length of a chunk removes none.
+    assert_eq!(receiver.receive_run("a", wrong(u64::MAX, 0..1)), (1, false));
+    assert_eq!(receiver.receive_run("b", wrong(u64::MAX, 6..7)), (0, true));
+    // A short chunk takes a whole slot.
+    assert_eq!(receiver.receive_run("b", wrong(1, 6..20)), (0, true));
+    assert_idle(&receiver.engine);
+}
+
+/// The chunks of an unknown space once counted for the common tenant.
+#[test]
+fn what_no_engine_here_would_ask_for_is_not_read() {
+    let receiver = Receiver::new();
+    let other = ChunkRun {
+        keys: vec![key(OTHER, 0, 1)],
+        chunk_bytes: CHUNK,
+        parent: None,
+    };
+    assert_eq!(receiver.receive_run("a", other), (0, false));
+    receiver.engine.clear(true).expect("a first clear");
+    assert_eq!(receiver.receive("a", 0..4), (0, false), "of before it");
+    let source = status(&receiver.engine, 0);
+    assert_eq!((source.promoted, receiver.engine.usage().chunks), (0, 0));
+}
+
+/// A chunk that came alone had no parent, and the heads of prompts were evicted before their tails.
+#[test]
+fn chunks_that_come_one_after_the_other_are_one_prompt() {
+    let receiver = Receiver::new();
+    for number in 0..6 {
+        assert_eq!(receiver.receive("a", number..number + 1), (1, false));
+    }
+    let runs = receiver.engine.dram_runs(u64::MAX, |_| true);
+    let wanted: Vec<_> = keys(0..6).into_iter().map(|key| (key, CHUNK)).collect();
+    assert_eq!(runs, [wanted]);
+}
+
+/// Subscribers of events heard that such a chunk went, and not that it had come.
+#[test]
+fn a_lookup_says_which_of_its_chunks_no_one_has_seen() {
+    let receiver = Receiver::new();
+    write(&receiver.engine, SPACE, 0, 0..2);
+    receiver.receive("a", 0..4);
+    let seen = || {
+        let found = found(&receiver.engine, 0..4);
+        (found.ranks[0].resident, found.ranks[0].seen)
+    };
+    assert_eq!((seen(), seen()), ((4, 2), (4, 4)));
+}
+
+#[test]
+fn what_is_in_dram_is_pushed_by_its_name_after_the_clears() {
+    let passing = Arc::new(Passing::default());
+    let engine = engine(64, vec![Arc::clone(&passing) as _]);
+    engine.clear(true).expect("the first one");
+    write(&engine, SPACE, 0, 0..2);
+    write(&engine, SPACE, 0, 3..5);
+    let prompt = |numbers: Range<u64>| -> Vec<_> {
+        let parent = |number: u64| number.checked_sub(1).map(|before| key(SPACE, 0, before));
+        numbers
+            .map(|number| (key(SPACE, 0, number), parent(number)))
+            .collect()
+    };
+    assert!(engine.push(&prompt(0..6), "known"));
+    assert!(!engine.push(&prompt(0..1), "stranger"));
+    assert!(engine.push(&[], "known") && !engine.push(&[], "stranger"));
+    let named = |number: u64| key(SPACE.after(engine.clears_id()), 0, number);
+    let run = |numbers: Range<u64>, parent: Option<u64>| ChunkRun {
+        keys: numbers.map(named).collect(),
+        chunk_bytes: CHUNK,
+        parent: parent.map(named),
+    };
+    let pushed = || std::mem::take(&mut *passing.pushed.lock().expect("no test failed"));
+    let runs: Vec<ChunkRun> = pushed().into_iter().map(|(run, _)| run).collect();
+    assert_eq!(runs[..2], [run(0..2, None), run(3..5, Some(2))]);
+    engine.clear(true).expect("the second one");
+    engine.push(&prompt(0..6), "known");
+    assert_eq!(pushed()[0].0.keys, [], "they are of before it");
+}
