@@ -398,7 +398,7 @@ impl Host for Shelf {
             tokio::time::sleep(Duration::from_millis(5)).await;
             Received {
                 chunks: run.keys.len() / 2,
-                is_cut: true,
+                is_wanted: true,
             }
         })
     }

@@ -276,8 +276,8 @@ pub struct Push {
 pub struct Pushed {
     /// Number of leading chunks that the peer has in memory.
     pub chunks: u32,
-    /// True if the peer has no memory now for the others.
-    pub is_cut: bool,
+    /// True if the peer wants the others, and had no memory, capacity or time for them.
+    pub is_wanted: bool,
 }
 
 /// Fields of [`Request::Describe`].
@@ -304,7 +304,7 @@ pub enum Reply {
     Noted(()),
     /// Number of the chunks that the peer has in memory, once it has read what it could.
     Copying(u32),
-    /// The peer has read what it could, or refuses more now.
+    /// The peer has read what it could.
     Pushed(Pushed),
     /// Clears of the answering side, which has taken in those of the request.
     Cleared(ClearsPage),

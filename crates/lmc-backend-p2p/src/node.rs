@@ -2,6 +2,7 @@
 //! served. What this daemon asks of them is in `reading`.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use lmc_backend::{Host, HostLease, now};
@@ -714,7 +715,9 @@ impl<L: Link> Node<L> {
 
     /// Returns the counters of all peers together.
     pub fn counters(&self) -> PeerCounters {
-        self.peers.lock().counters()
+        let mut counters = self.peers.lock().counters();
+        counters.push_dropped += self.pushes.dropped.load(Ordering::Relaxed);
+        counters
     }
 
     /// Returns the number of leases that peers have here, and their bytes.

@@ -2,6 +2,7 @@
 //! reads them as it reads any other chunk, into memory of its own.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
@@ -33,13 +34,15 @@ pub(crate) struct Pushes {
     by_peer: Mutex<HashMap<PeerId, PushQueue>>,
     /// Set when chunks came.
     came: Notify,
+    /// Chunks that were not pushed to peers which had gone.
+    pub(crate) dropped: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct PushQueue {
     runs: VecDeque<WaitingRun>,
-    /// Keys of the runs.
-    waiting: HashSet<ChunkKey>,
+    /// Keys of the runs that wait and that are being pushed.
+    keys: HashSet<ChunkKey>,
     /// Runs that are being pushed.
     pushing: usize,
 }
@@ -53,24 +56,39 @@ struct WaitingRun {
 }
 
 impl Pushes {
-    /// Adds the leading chunks of a run that do not wait yet, as far as the bound allows. Returns the
-    /// number of chunks that it does not allow.
-    fn add(&self, peer: &PeerId, mut run: ChunkRun, clears: ClearsId, until: Instant) -> usize {
+    /// Adds the chunks of a run that are not known yet, as far as the bound allows. Returns the number of
+    /// chunks that it does not allow.
+    fn add(&self, peer: &PeerId, run: &ChunkRun, clears: ClearsId, until: Instant) -> usize {
         let mut by_peer = self.by_peer.lock();
-        let known = by_peer.get(peer);
-        let is_known = |key: &&ChunkKey| known.is_some_and(|queue| queue.waiting.contains(key));
-        let known_ones = run.keys.iter().take_while(is_known).count();
-        if let Some(last) = known_ones.checked_sub(1) {
-            run.parent = Some(run.keys[last]);
-            run.keys.drain(..known_ones);
+        let known = by_peer.get(peer).map_or(0, |queue| queue.keys.len());
+        let mut left = MAX_WAITING.saturating_sub(known);
+        let (mut dropped, mut parent) = (0, run.parent);
+        let mut added: Vec<ChunkRun> = Vec::new();
+        for key in &run.keys {
+            let is_known = (by_peer.get(peer)).is_some_and(|queue| queue.keys.contains(key));
+            match added.last_mut() {
+                _ if is_known => {}
+                _ if left == 0 => dropped += 1,
+                Some(last) if last.keys.last() == parent.as_ref() => {
+                    last.keys.push(*key);
+                    left -= 1;
+                }
+                _ => {
+                    added.push(ChunkRun {
+                        keys: vec![*key],
+                        parent,
+                        ..*run
+                    });
+                    left -= 1;
+                }
+            }
+            parent = Some(*key);
         }
-        let left = MAX_WAITING - known.map_or(0, |queue| queue.waiting.len());
-        let dropped = run.keys.len().saturating_sub(left);
-        run.keys.truncate(left);
-        if !run.keys.is_empty() {
+        if !added.is_empty() {
             let queue = by_peer.entry(peer.clone()).or_default();
-            queue.waiting.extend(&run.keys);
-            queue.runs.push_back(WaitingRun { run, clears, until });
+            queue.keys.extend(added.iter().flat_map(|run| &run.keys));
+            let waiting = |run| WaitingRun { run, clears, until };
+            queue.runs.extend(added.into_iter().map(waiting));
             self.came.notify_one();
         }
         dropped
@@ -84,9 +102,6 @@ impl Pushes {
                 && (queue.pushing < MAX_PUSHES || first.until <= now)
                 && let Some(run) = queue.runs.pop_front()
             {
-                for key in &run.run.keys {
-                    queue.waiting.remove(key);
-                }
                 queue.pushing += 1;
                 taken.push((peer.clone(), run));
             }
@@ -99,10 +114,20 @@ impl Pushes {
         self.by_peer.lock().is_empty()
     }
 
-    fn ended(&self, peer: &PeerId) {
+    /// Returns the time at which the first waiting run is given up.
+    fn next_end(&self) -> Option<Instant> {
+        let by_peer = self.by_peer.lock();
+        let first = |queue: &PushQueue| Some(queue.runs.front()?.until);
+        by_peer.values().filter_map(first).min()
+    }
+
+    fn ended(&self, peer: &PeerId, run: &WaitingRun) {
         let mut by_peer = self.by_peer.lock();
         if let Some(queue) = by_peer.get_mut(peer) {
             queue.pushing -= 1;
+            for key in &run.run.keys {
+                queue.keys.remove(key);
+            }
             if queue.pushing == 0 && queue.runs.is_empty() {
                 by_peer.remove(peer);
             }
@@ -114,13 +139,10 @@ impl<L: Link> Node<L> {
     /// Pushes chunks to the peer that a name, an address or a name on the channel means. Returns false
     /// if no such peer is connected. A daemon pushes nothing to itself.
     pub fn push(&self, run: ChunkRun, to: &str) -> bool {
-        if [&self.config.name, &self.config.address].contains(&&to.to_owned()) {
-            return true;
-        }
         let Some(peer) = self.peer_to_push_to(to) else {
-            return false;
+            return [&self.config.name, &self.config.address].contains(&&to.to_owned());
         };
-        let dropped = (self.pushes).add(&peer, run, self.clears().1, now() + PUSH_TIMEOUT);
+        let dropped = (self.pushes).add(&peer, &run, self.clears().1, now() + PUSH_TIMEOUT);
         self.count_pushed(&peer, 0, dropped);
         true
     }
@@ -146,11 +168,18 @@ impl<L: Link> Node<L> {
             pushing.extend(runs.map(|(peer, run)| async move {
                 let pushed = self.push_run(&peer, &run).await;
                 self.count_pushed(&peer, pushed, run.run.keys.len() - pushed);
-                peer
+                (peer, run)
             }));
+            let came = self.pushes.came.notified();
+            let came = async {
+                match self.pushes.next_end() {
+                    Some(end) => _ = until(end, came).await,
+                    None => came.await,
+                }
+            };
             tokio::select! {
-                () = self.pushes.came.notified() => {}
-                Some(peer) = pushing.next() => self.pushes.ended(&peer),
+                () = came => {}
+                Some((peer, run)) = pushing.next() => self.pushes.ended(&peer, &run),
             }
         }
     }
@@ -166,8 +195,8 @@ impl<L: Link> Node<L> {
         {
             let push = Request::Push(self.stamped(push));
             let deadline = now() + ORDER_TIMEOUT + ANSWER_MARGIN;
-            let (read, is_cut) = match self.ask(peer, &push, deadline).await {
-                Ok(Reply::Pushed(Pushed { chunks, is_cut })) => (chunks as usize, is_cut),
+            let (read, is_wanted) = match self.ask(peer, &push, deadline).await {
+                Ok(Reply::Pushed(Pushed { chunks, is_wanted })) => (chunks as usize, is_wanted),
                 Ok(Reply::Refused(Refusal::TooMany)) => (0, true),
                 // The peer has failed, or its release takes no pushes.
                 _ => break,
@@ -180,8 +209,7 @@ impl<L: Link> Node<L> {
             if read < len {
                 // Chunks after one that is gone here are of no use.
                 let next = &waiting.run.keys[pushed..=pushed];
-                let is_gone = matches!(self.host.states(next)[..], [HostChunk::Absent]);
-                if is_gone && !is_cut {
+                if !is_wanted || self.host.states(next)[..] == [HostChunk::Absent] {
                     break;
                 }
                 let rest = waiting.until.saturating_duration_since(now());
@@ -193,20 +221,31 @@ impl<L: Link> Node<L> {
     }
 
     fn count_pushed(&self, peer: &PeerId, pushed: usize, dropped: usize) {
-        if let Some(peer) = self.peers.lock().get_mut(peer) {
-            peer.counters.pushed += pushed as u64;
-            peer.counters.push_dropped += dropped as u64;
+        let (pushed, dropped) = (pushed as u64, dropped as u64);
+        match self.peers.lock().get_mut(peer) {
+            Some(peer) => {
+                peer.counters.pushed += pushed;
+                peer.counters.push_dropped += dropped;
+            }
+            // It has gone meanwhile.
+            None => _ = self.pushes.dropped.fetch_add(dropped, Ordering::Relaxed),
         }
     }
 
     /// Reads chunks that a peer pushes. Answers how many of them are in memory then.
     pub(crate) async fn receive(&self, session: &Session, push: &Stamped<Push>) -> Reply {
         let Stamped { clears, message } = push;
-        let none = Reply::Pushed(Pushed::default());
-        if !(1..=self.config.max_chunk).contains(&message.chunk_bytes)
-            || !self.is_in_step(&session.peer, *clears)
-        {
-            return none;
+        let none = |is_wanted| {
+            Reply::Pushed(Pushed {
+                chunks: 0,
+                is_wanted,
+            })
+        };
+        if !(1..=self.config.max_chunk).contains(&message.chunk_bytes) {
+            return none(false);
+        }
+        if !self.is_in_step(&session.peer, *clears) {
+            return none(true);
         }
         let begun = self
             .peers
@@ -232,9 +271,9 @@ impl<L: Link> Node<L> {
         match until(now() + ORDER_TIMEOUT, received).await {
             Some(received) => Reply::Pushed(Pushed {
                 chunks: received.chunks as u32,
-                is_cut: received.is_cut,
+                is_wanted: received.is_wanted,
             }),
-            None => none,
+            None => none(true),
         }
     }
 }

@@ -75,8 +75,8 @@ enum ChunkRead {
 impl<L: Link> Node<L> {
     /// Asks peers which chunks they have: all at once, or those that a directory names. Those that
     /// the hint names are asked before, and the others only where these do not have every chunk,
-    /// or after half of the time, and not if the question is a repeated one. A chunk that no peer has
-    /// is absent only if every one of them answered. It is expected where the prompt waits for a connected
+    /// or after half of the time, and not if the question is a repeated one or is for the named ones alone.
+    /// A chunk that no peer has is absent only if every one that was asked answered. It is expected where the prompt waits for a connected
     /// peer that the hint names, unless that says that the request is over, or is out of step.
     ///
     /// # Errors
@@ -121,8 +121,8 @@ impl<L: Link> Node<L> {
         let (mut asked, mut heard, mut silent) = (hinted.len(), 0, None);
         answers.extend(hinted.iter().cloned().map(|peer| ask(peer, of_hinted)));
         let mut answered: Vec<(PeerId, Stamped<LocatedMessage>)> = Vec::new();
-        let (mut asks_others, mut wait_until) = (!hint.sources_only, begun);
-        if hint.sources_only {
+        let (mut asks_others, mut wait_until) = (!hint.is_repeated && !hint.sources_only, begun);
+        if hint.is_repeated || hint.sources_only {
             wait_until = deadline;
         } else if !hinted.is_empty() {
             wait_until += deadline.saturating_duration_since(begun) / 2;

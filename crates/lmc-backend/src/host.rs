@@ -75,8 +75,8 @@ pub struct ChunkRun {
 pub struct Received {
     /// Number of leading chunks that are in memory now.
     pub chunks: usize,
-    /// True if the other chunks were not read for lack of memory: they may be later.
-    pub is_cut: bool,
+    /// True if the other chunks are wanted: they were not read for lack of memory, capacity or time.
+    pub is_wanted: bool,
 }
 
 /// A live space: engines of this host use it, or the host has chunks in it.
@@ -116,8 +116,8 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
     /// the same bounds. Ends when that is done.
     fn promote<'a>(&'a self, keys: &'a [ChunkKey], hint: LocateHint) -> BoxFuture<'a, ()>;
 
-    /// Promotes chunks that a peer has pushed, of a space that engines of this host use. `peer` is the one
-    /// source that is asked for them. Chunks that were pushed in the last minute and that no lookup has
+    /// Promotes chunks that a peer has pushed, of a space that engines of this host use. Of other
+    /// processes, `peer` alone is asked for them. Chunks that were pushed in the last minute and that no lookup has
     /// found yet take a quarter of the memory at most, those of one peer an eighth. Default: reads
     /// none.
     fn receive<'a>(

@@ -54,8 +54,10 @@ pub struct LocateHint {
     /// Id under which the sources know the request that computes the prompt: once it is over there,
     /// nothing more is expected. Default: none, which expects chunks until the wait is over.
     pub awaited: Option<Arc<str>>,
-    /// True where others than the sources need not be asked: they were asked before, or a source has
-    /// said that it has the chunks. Default: false.
+    /// True where the question is a repeated one, and others than the sources need not be asked again.
+    /// Default: false.
+    pub is_repeated: bool,
+    /// True where no other than the sources is to be asked. Default: false.
     pub sources_only: bool,
 }
 
@@ -101,7 +103,14 @@ impl LocateHint {
         self
     }
 
-    /// Says that others than the sources need not be asked.
+    /// Says that the question is a repeated one.
+    #[must_use]
+    pub fn repeated(mut self) -> Self {
+        self.is_repeated = true;
+        self
+    }
+
+    /// Says that no other than the sources is to be asked.
     #[must_use]
     pub fn only_sources(mut self) -> Self {
         self.sources_only = true;

@@ -407,8 +407,11 @@ impl CacheEngine {
         }
         let keys = &self.named(clears, keys);
         let leases = self.lease_and_offer(owner, keys);
-        self.0.pushed.remove(&keys[..leases.len()]);
-        (leases.len() == keys.len()).then_some(leases)
+        let has_all = leases.len() == keys.len();
+        if has_all {
+            self.0.pushed.remove(keys);
+        }
+        has_all.then_some(leases)
     }
 
     /// Reserves slots for chunks; one answer for each, in order. Evicts chunks that may be; never

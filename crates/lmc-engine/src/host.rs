@@ -189,7 +189,7 @@ impl Host for EngineHost {
                 let (space, clears) = (self.0.clears.space_of(key.space), self.0.clears.id());
                 // Else it comes from before a clear.
                 space.after(clears) == key.space
-                    && self.book().is_none_or(|book| book.is_used(space))
+                    && self.book().is_some_and(|book| book.is_used(space))
             });
             match self.engine() {
                 Some(engine) if is_used => {
@@ -248,13 +248,13 @@ impl Host for EngineHost {
     }
 }
 
-/// Chunks that a push brings, until it ends.
-struct Receiving<'a> {
+/// Counts the chunks of a push as being brought, until it is dropped.
+struct PushGuard<'a> {
     engine: &'a CacheEngine,
     keys: &'a [ChunkKey],
 }
 
-impl Drop for Receiving<'_> {
+impl Drop for PushGuard<'_> {
     fn drop(&mut self) {
         let there = self.engine.local().contains(self.keys);
         let there = there.into_iter().map(|len| len.is_some());
@@ -409,7 +409,7 @@ impl CacheEngine {
         let cut_at = absent.get(begun);
         let cut_at = cut_at.and_then(|cut_at| keys.iter().position(|key| key == cut_at));
         let fitting = &keys[..cut_at.unwrap_or(keys.len())];
-        let receiving = Receiving {
+        let guard = PushGuard {
             engine: self,
             keys: &absent[..begun],
         };
@@ -420,11 +420,11 @@ impl CacheEngine {
             .with_timeout(timeout);
         let parent = run.parent.map(|parent| parent.hash);
         self.promote_after(parent, tenant, fitting, hint).await;
-        drop(receiving);
+        drop(guard);
         let there = self.local().contains(fitting);
         Received {
             chunks: there.iter().take_while(|len| len.is_some()).count(),
-            is_cut: cut_at.is_some(),
+            is_wanted: true,
         }
     }
 

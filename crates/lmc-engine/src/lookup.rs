@@ -162,8 +162,8 @@ pub struct FoundRank {
     pub resident: usize,
     /// Number of leading chunks that are in DRAM for this rank now, which other ranks may lack.
     pub promoted: usize,
-    /// Number of leading chunks before the first one that was in DRAM for this rank because a peer had pushed
-    /// it, and that no lookup had found; else [`Self::resident`] or more.
+    /// Number of leading chunks before the first one that a peer had pushed and no lookup had found before;
+    /// [`Self::resident`] or more where there is none.
     pub seen: usize,
     /// Indices of the chunks that were read from lower tiers for this lookup, each with its tier's.
     read: ReadFrom,
@@ -329,7 +329,7 @@ struct Known {
     keys: Vec<ChunkKey>,
     /// Leases of the leading chunks in DRAM.
     leases: Leases,
-    /// Chunks before the first one in DRAM that was pushed and not found before.
+    /// Number of chunks before the first one that was pushed and not found before.
     seen: usize,
     /// Sources of the chunks after those.
     sources: Sources,
@@ -395,7 +395,7 @@ impl CacheEngine {
         let mut reach = request.hashes.len();
         for &rank in &request.ranks {
             let mut keys = request.keys(request.name(rank, clears), rank, reach);
-            let (leases, pushed) = self.lease_fitting(&request, rank, &mut keys);
+            let leases = self.lease_fitting(&request, rank, &mut keys);
             let sources = match self.lower() {
                 Some(lower) => {
                     let rest = &keys[leases.len()..];
@@ -410,7 +410,7 @@ impl CacheEngine {
             let one = Known {
                 rank,
                 keys,
-                seen: pushed.unwrap_or(leases.len()),
+                seen: usize::MAX,
                 leases,
                 sources,
             };
@@ -429,6 +429,10 @@ impl CacheEngine {
         let allowed = within_limit(request.limit.as_ref(), &known, reach, align);
         for rank in &mut known {
             rank.truncate(allowed);
+            if !request.for_peers {
+                let resident = &rank.keys[..rank.leases.len()];
+                rank.seen = self.pushed().remove(resident).unwrap_or(usize::MAX);
+            }
         }
         let is_done = |rank: &Known| rank.leases.len() == rank.keys.len();
         let lower = self.lower().filter(|_| !known.iter().all(is_done));
@@ -466,13 +470,13 @@ impl CacheEngine {
 
     /// Leases the leading chunks in DRAM. Ends `keys` at one of another length than its rank's, and
     /// removes it: such a chunk can come from a peer that copied it here before an engine of its
-    /// space was known. Returns the index of the first one that was pushed and not found before, too.
+    /// space was known.
     fn lease_fitting(
         &self,
         request: &LookupRequest,
         rank: Rank,
         keys: &mut Vec<ChunkKey>,
-    ) -> (Leases, Option<usize>) {
+    ) -> Leases {
         let mut leases = match request.for_peers {
             true => self.local().lease_uncounted(request.owner, keys),
             false => self.lease_and_offer(request.owner, keys),
@@ -487,11 +491,7 @@ impl CacheEngine {
             }
             keys.truncate(at);
         }
-        let pushed = match request.for_peers {
-            true => None,
-            false => self.pushed().remove(&keys[..leases.len()]),
-        };
-        (leases, pushed)
+        leases
     }
 }
 
@@ -517,7 +517,7 @@ async fn promote(
     }
     // Others than the sources were asked before.
     let request = LookupRequest {
-        hint: request.hint.clone().only_sources(),
+        hint: request.hint.clone().repeated(),
         ..request.clone()
     };
     let (mut is_over, mut failures, mut before) = (false, 0, 0);

@@ -10,17 +10,18 @@ use parking_lot::Mutex;
 
 /// Time for which a chunk counts that no lookup finds.
 const COUNTED: Duration = Duration::from_secs(60);
-/// Ends that are remembered of chunks that are gone, besides as many as there are chunks.
-const MAX_GONE: usize = 64;
+/// Entries of removed chunks in the queue of ends, besides as many as there are chunks.
+const MAX_STALE_ENDS: usize = 64;
 
-/// Bounds the memory of chunks that were pushed here for requests which may never come.
+/// Knows the chunks that were pushed here and not found since, and bounds the memory of the latest ones:
+/// their requests may never come.
 #[derive(Debug)]
 pub(crate) struct PushedChunks {
-    /// Bytes of the chunks, at most.
+    /// Bytes of the chunks that count, at most.
     capacity: u64,
-    /// Number of the chunks, so that they are seldom locked.
+    /// Number of the chunks, so that the table is seldom locked.
     len: AtomicUsize,
-    counted: Mutex<Counted>,
+    table: Mutex<PushedTable>,
 }
 
 #[derive(Debug)]
@@ -28,27 +29,29 @@ struct PushedChunk {
     /// Bytes of its slot.
     bytes: u64,
     peer: Arc<str>,
-    end: Instant,
+    /// End of the time for which it counts; none once that is over.
+    end: Option<Instant>,
     /// Pushes under way that bring it.
     receiving: u32,
 }
 
 #[derive(Debug, Default)]
-struct Counted {
+struct PushedTable {
     by_key: HashMap<ChunkKey, PushedChunk, FoldState>,
-    /// Ends of the chunks in their order; of chunks that are gone, some stay until then.
+    /// Ends of the chunks in their order; also of removed chunks.
     ends: VecDeque<(ChunkKey, Instant)>,
+    /// Bytes of the chunks that count.
     bytes: u64,
-    /// Bytes of the chunks of each peer.
+    /// Bytes of the chunks of each peer that count.
     by_peer: HashMap<Arc<str>, u64>,
 }
 
-impl Counted {
+impl PushedTable {
     fn add(&mut self, key: ChunkKey, bytes: u64, peer: &Arc<str>, end: Instant) {
         let chunk = PushedChunk {
             bytes,
             peer: Arc::clone(peer),
-            end,
+            end: Some(end),
             receiving: 0,
         };
         self.by_key.insert(key, chunk);
@@ -57,11 +60,19 @@ impl Counted {
         *self.by_peer.entry(Arc::clone(peer)).or_default() += bytes;
     }
 
-    /// Returns true if the chunk counted.
+    /// Returns true if the chunk was there.
     fn remove(&mut self, key: &ChunkKey) -> bool {
-        let Some(chunk) = self.by_key.remove(key) else {
-            return false;
+        self.uncount(key);
+        self.by_key.remove(key).is_some()
+    }
+
+    fn uncount(&mut self, key: &ChunkKey) {
+        let Some(chunk) = self.by_key.get_mut(key) else {
+            return;
         };
+        if chunk.end.take().is_none() {
+            return;
+        }
         self.bytes -= chunk.bytes;
         if let Some(bytes) = self.by_peer.get_mut(&chunk.peer) {
             *bytes -= chunk.bytes;
@@ -69,12 +80,11 @@ impl Counted {
                 self.by_peer.remove(&chunk.peer);
             }
         }
-        true
     }
 
     /// Returns true if a chunk counts until this end.
     fn ends_at(&self, (key, end): &(ChunkKey, Instant)) -> bool {
-        (self.by_key.get(key)).is_some_and(|chunk| chunk.end == *end)
+        (self.by_key.get(key)).is_some_and(|chunk| chunk.end == Some(*end))
     }
 
     fn expire(&mut self, now: Instant) {
@@ -83,10 +93,10 @@ impl Counted {
         {
             self.ends.pop_front();
             if self.ends_at(&one) {
-                self.remove(&one.0);
+                self.uncount(&one.0);
             }
         }
-        if self.ends.len() > 2 * self.by_key.len() + MAX_GONE {
+        if self.ends.len() > 2 * self.by_key.len() + MAX_STALE_ENDS {
             let mut ends = std::mem::take(&mut self.ends);
             ends.retain(|one| self.ends_at(one));
             self.ends = ends;
@@ -99,14 +109,14 @@ impl PushedChunks {
         Self {
             capacity,
             len: AtomicUsize::new(0),
-            counted: Mutex::default(),
+            table: Mutex::default(),
         }
     }
 
-    fn change<T>(&self, change: impl FnOnce(&mut Counted) -> T) -> T {
-        let mut counted = self.counted.lock();
-        let changed = change(&mut counted);
-        self.len.store(counted.by_key.len(), Ordering::Relaxed);
+    fn change<T>(&self, change: impl FnOnce(&mut PushedTable) -> T) -> T {
+        let mut table = self.table.lock();
+        let changed = change(&mut table);
+        self.len.store(table.by_key.len(), Ordering::Relaxed);
         changed
     }
 
@@ -114,20 +124,20 @@ impl PushedChunks {
     /// bounds allow. Returns the number of these chunks; [`Self::end`] is called with them.
     pub(crate) fn begin(&self, keys: &[ChunkKey], bytes: u64, peer: &str, now: Instant) -> usize {
         let peer: Arc<str> = peer.into();
-        self.change(|counted| {
-            counted.expire(now);
+        self.change(|table| {
+            table.expire(now);
             let mut begun = 0;
             for key in keys {
-                if !counted.by_key.contains_key(key) {
-                    let of_peer = counted.by_peer.get(&peer).copied().unwrap_or(0);
-                    if counted.bytes.saturating_add(bytes) > self.capacity
+                if !table.by_key.contains_key(key) {
+                    let of_peer = table.by_peer.get(&peer).copied().unwrap_or(0);
+                    if table.bytes.saturating_add(bytes) > self.capacity
                         || of_peer.saturating_add(bytes) > self.capacity / 2
                     {
                         break;
                     }
-                    counted.add(*key, bytes, &peer, now + COUNTED);
+                    table.add(*key, bytes, &peer, now + COUNTED);
                 }
-                if let Some(chunk) = counted.by_key.get_mut(key) {
+                if let Some(chunk) = table.by_key.get_mut(key) {
                     chunk.receiving += 1;
                 }
                 begun += 1;
@@ -136,39 +146,39 @@ impl PushedChunks {
         })
     }
 
-    /// Notes that a push has ended. Chunks that it has not brought, nor another one will, count no more.
+    /// Notes that a push has ended. Removes the chunks that are not there and that no other push brings.
     pub(crate) fn end<'a>(&self, chunks: impl Iterator<Item = (&'a ChunkKey, bool)>) {
-        self.change(|counted| {
+        self.change(|table| {
             for (key, is_there) in chunks {
-                let Some(chunk) = counted.by_key.get_mut(key) else {
+                let Some(chunk) = table.by_key.get_mut(key) else {
                     continue;
                 };
                 chunk.receiving = chunk.receiving.saturating_sub(1);
                 if !is_there && chunk.receiving == 0 {
-                    counted.remove(key);
+                    table.remove(key);
                 }
             }
         });
     }
 
-    /// Counts chunks no more that a lookup has found, or that are gone. Returns the index of the first one
-    /// that counted.
+    /// Removes chunks that a lookup has found, or that are gone. Returns the index of the first one that was
+    /// there.
     pub(crate) fn remove(&self, keys: &[ChunkKey]) -> Option<usize> {
         if keys.is_empty() || self.len.load(Ordering::Relaxed) == 0 {
             return None;
         }
-        self.change(|counted| {
-            let removed = keys.iter().map(|key| counted.remove(key));
+        self.change(|table| {
+            let removed = keys.iter().map(|key| table.remove(key));
             removed.enumerate().fold(None, |first, (index, removed)| {
                 first.or(removed.then_some(index))
             })
         })
     }
 
-    /// Counts chunks no more whose time is over.
+    /// Ends the count of chunks whose time is over.
     pub(crate) fn expire(&self, now: Instant) {
         if self.len.load(Ordering::Relaxed) > 0 {
-            self.change(|counted| counted.expire(now));
+            self.change(|table| table.expire(now));
         }
     }
 }
@@ -202,10 +212,10 @@ mod tests {
         }
 
         fn bytes(&self) -> u64 {
-            let counted = self.counted.lock();
-            let of_peers: u64 = counted.by_peer.values().sum();
-            assert_eq!(counted.bytes, of_peers);
-            counted.bytes
+            let table = self.table.lock();
+            let of_peers: u64 = table.by_peer.values().sum();
+            assert_eq!(table.bytes, of_peers);
+            table.bytes
         }
     }
 
@@ -226,8 +236,10 @@ mod tests {
         // The end of its first time is none of its second.
         pushed.expire(now + COUNTED);
         assert_eq!(pushed.bytes(), 10);
+        // One that counts no more was not found yet all the same.
         assert_eq!(pushed.remove(&[keys(1..3), keys(0..1)].concat()), Some(2));
-        assert_eq!((pushed.bytes(), pushed.remove(&keys(0..9))), (0, None));
+        assert_eq!(pushed.remove(&keys(2..4)), Some(1));
+        assert_eq!((pushed.bytes(), pushed.remove(&keys(0..4))), (0, None));
         assert_eq!(pushed.begin(&keys(0..1), u64::MAX, "a", now), 0);
     }
 
@@ -250,7 +262,7 @@ mod tests {
         for _ in 0..100 {
             assert_eq!(pushed.push("a", 0..4, 0..4, now), 4);
             pushed.remove(&keys(0..4));
-            assert!(pushed.counted.lock().ends.len() <= MAX_GONE + 4);
+            assert!(pushed.table.lock().ends.len() <= MAX_STALE_ENDS + 4);
         }
     }
 }

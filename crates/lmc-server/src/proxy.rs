@@ -412,7 +412,7 @@ impl Proxy {
             prefills: TaskTracker::new(),
             // The client's, a clipped one, those for both engines, and one while they are made.
             copies: match (&arguments.prefill_peer[..], &arguments.decode_peer[..]) {
-                ([], []) => 2,
+                ([], []) => 3,
                 ([], _) => 4,
                 _ => 5,
             },
@@ -441,10 +441,17 @@ impl Proxy {
             Ok((body, memory)) => (body, Arc::new(memory)),
             Err((code, text)) => return refusal(code, text),
         };
+        let body = match clip::without_hints(&body) {
+            Ok(changed) => changed.map_or(body, Bytes::from),
+            Err(error) => {
+                let text = format!("the request is no JSON object that can be read: {error}");
+                return refusal(StatusCode::BAD_REQUEST, text);
+            }
+        };
         let asked = ClientRequest {
             path,
             headers: forwarded(&head.headers),
-            body: clip::without_hints(&body).map_or(body, Bytes::from),
+            body,
             memory: Some(memory),
         };
         let (prefill, chosen) = match clip::clip(asked.path, &asked.body, self.min_prompt) {

@@ -228,6 +228,19 @@ impl SimChunks {
         self.note(&name);
     }
 
+    /// Leaves a chunk under its name, as one is that was leased through a clear.
+    pub(super) fn leave(&self, name: ChunkKey) {
+        let mut slot = self.reserve(0).expect("there is memory");
+        let content = bytes(&name);
+        slot.bytes_mut().copy_from_slice(&content);
+        self.memory.overwrite(slot.offset(), &content);
+        let entry = Entry {
+            slot: slot.written().seal(),
+            checksum: None,
+        };
+        self.state.lock().resident.insert(name, entry);
+    }
+
     /// Makes a chunk findable by its name, unless there was a clear since it got that.
     pub(super) fn commit(&self, key: ChunkKey, slot: WrittenSlot) {
         let mut state = self.state.lock();
@@ -361,8 +374,8 @@ impl Host for SimChunks {
         timeout: Duration,
     ) -> BoxFuture<'a, Received> {
         Box::pin(async move {
-            let asked = run.keys.len();
-            let keys = &run.keys[..asked.min(self.fitting.load(Ordering::Relaxed))];
+            let fitting = self.fitting.load(Ordering::Relaxed);
+            let keys = &run.keys[..run.keys.len().min(fitting)];
             let reader = self.reader.lock().clone();
             if let Some(reader) = reader {
                 let hint = LocateHint::default()
@@ -378,7 +391,7 @@ impl Host for SimChunks {
                 .take_while(|key| state.resident.contains_key(key));
             Received {
                 chunks: there.count(),
-                is_cut: keys.len() < asked,
+                is_wanted: true,
             }
         })
     }

@@ -8,7 +8,7 @@ use lmc_backend::{ChunkRun, LocateHint, Located, now};
 use super::net::{Faults, Net};
 use super::schedules::{LOCATE, prompt, run_of, slow};
 use super::{LEN, run};
-use crate::message::{KeyBatch, Push, Reply, Request};
+use crate::message::{KeyBatch, Push, Pushed, Reply, Request};
 
 /// Returns two connected daemons. The first has a prompt of so many chunks.
 async fn prefilled(faults: Faults, chunks: u64) -> (Net, ChunkRun) {
@@ -130,18 +130,16 @@ fn a_push_ends_with_what_is_gone_at_either_side() {
 fn what_waits_through_a_clear_is_not_pushed() {
     run(async {
         let (net, whole) = prefilled(Faults::none(), 8).await;
-        net.freeze(1, Duration::from_secs(1));
-        // Those that are sent at once, and those that wait.
-        for number in 2..7 {
-            net.node(0).push(computed(&net, number, 1), "host-1");
-        }
+        let (host, peer) = (net.chunks(0), net.chunks(1));
+        peer.fitting.store(0, Ordering::Relaxed);
         net.node(0).push(whole.clone(), "host-1");
-        tokio::time::sleep(Duration::from_millis(1)).await;
-        net.chunks(0).clear();
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        host.clear();
+        whole.keys.iter().for_each(|name| host.leave(*name));
         net.pass_on(0).await;
+        peer.fitting.store(usize::MAX, Ordering::Relaxed);
         pushes_end(&net).await;
-        assert!(whole.keys.iter().all(|name| !net.chunks(1).has_named(name)));
-        assert_eq!(counts(&net).0, 0);
+        assert_eq!((counts(&net), net.node(1).counters().read), ((0, 8), 0));
     });
 }
 
@@ -182,7 +180,11 @@ fn a_daemon_reads_four_pushes_of_a_peer_at_a_time_and_refuses_others() {
         // Of lengths that no chunk has, none is read.
         for chunk_bytes in [0, LEN - 1, u64::MAX] {
             let reply = push(0..8, chunk_bytes).await;
-            assert_eq!(reply, Reply::Pushed(Default::default()), "{chunk_bytes}");
+            let wanted = Pushed {
+                chunks: 0,
+                is_wanted: chunk_bytes == LEN - 1,
+            };
+            assert_eq!(reply, Reply::Pushed(wanted), "{chunk_bytes}");
         }
         assert_eq!(net.chunks(1).len(), 0);
         // It lends badly for a second.
@@ -203,15 +205,22 @@ fn a_peer_that_pushes_a_wrong_length_is_the_only_one_that_is_paused_for_it() {
         (0..3).for_each(|host| net.start(host, 64, |_| ()));
         assert!(net.connect(0, 1).await && net.connect(2, 1).await);
         let keys = prompt(1, 4);
-        keys.iter().for_each(|&key| net.chunks(2).store(key, 0));
+        for host in [0, 2] {
+            keys.iter().for_each(|&key| net.chunks(host).store(key, 0));
+        }
         let wrong = ChunkRun {
             chunk_bytes: LEN + 1,
             ..run_of(&net.chunks(0), &keys)
         };
         net.node(0).push(wrong, "host-1");
         pushes_end(&net).await;
-        assert_eq!(net.node(1).counters().missed, 0);
         let node = net.node(1);
+        let missed = |host| {
+            let mut peers = node.peers.lock();
+            let peer = peers.of_session(&net.session(host)).expect("connected");
+            (peer.counters.missed > 0, peer.can_be_asked(now()))
+        };
+        assert_eq!((missed(0), missed(2)), ((true, false), (false, true)));
         let located = node.locate(&keys, LocateHint::none(), now() + LOCATE).await;
         let present = |one: &Result<Located, _>| matches!(one, Ok(Located::Present(_)));
         assert!(located.iter().all(present), "{located:?}");

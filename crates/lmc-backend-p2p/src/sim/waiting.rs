@@ -46,9 +46,9 @@ fn a_prompt_waits_for_a_peer_that_it_names_as_long_as_that_is_connected() {
         assert_eq!(locate(waits("stranger")).await, "---P");
         assert_eq!(locate(waits("host-1")).await, "~~~P");
         // The others were asked before.
-        assert_eq!(locate(waits("host-1").only_sources()).await, "~~~~");
+        assert_eq!(locate(waits("host-1").repeated()).await, "~~~~");
         net.chunks(1).store(keys[0], 0);
-        assert_eq!(locate(waits("host-1").only_sources()).await, "P~~~");
+        assert_eq!(locate(waits("host-1").repeated()).await, "P~~~");
         let named = |id: &str| waits("host-1").with_awaited(Some(id.into()));
         net.chunks(1).over.lock().insert("other".to_owned());
         assert_eq!(locate(named("request")).await, "P~~P");
@@ -56,7 +56,7 @@ fn a_prompt_waits_for_a_peer_that_it_names_as_long_as_that_is_connected() {
         assert_eq!(locate(named("request")).await, "P--P");
         // It is busy with the prompt.
         net.freeze(1, 2 * LOCATE);
-        assert_eq!(locate(waits("host-1").only_sources()).await, "~~~~");
+        assert_eq!(locate(waits("host-1").repeated()).await, "~~~~");
         net.kill(1, Duration::ZERO);
         tokio::time::sleep(Duration::from_millis(1)).await;
         assert_eq!(locate(waits("host-1")).await, "---P");

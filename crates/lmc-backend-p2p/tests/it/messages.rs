@@ -235,7 +235,7 @@ fn replies() -> Vec<Reply> {
         })),
         Reply::Pushed(Pushed {
             chunks: 2,
-            is_cut: true,
+            is_wanted: true,
         }),
     ]
 }

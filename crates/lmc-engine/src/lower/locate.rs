@@ -371,7 +371,7 @@ impl Tiers {
         let mut answers: Vec<Answer> = self.ask(keys, needed, hint, Asked::All).await;
         let others = answers.split_off(needed);
         let again = match hint.wait {
-            Some(_) => &hint.clone().only_sources(),
+            Some(_) => &hint.clone().repeated(),
             None => hint,
         };
         let begun = now();
@@ -453,7 +453,7 @@ impl Tiers {
                     _ => &keys[..needed],
                 };
                 let mut timeout = hint.timeout.unwrap_or(tier.policy.locate_timeout);
-                if let Some(wait) = hint.wait.filter(|_| hint.sources_only) {
+                if let Some(wait) = hint.wait.filter(|_| hint.is_repeated) {
                     timeout = timeout.max(BUSY.min(wait));
                 }
                 let deadline = now() + timeout;

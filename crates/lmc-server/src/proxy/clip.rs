@@ -163,19 +163,20 @@ impl PairHints<'_> {
 
 /// Returns a client's body without its entries about prefill and decode, which would make servers wait for
 /// others or push to them; `None` where it has none.
-pub(super) fn without_hints(body: &[u8]) -> Option<Vec<u8>> {
-    let fields = Fields::read(body).ok()?;
-    let has_hints = fields.0.iter().any(|(name, value)| {
-        let entries = (name == TRANSFER).then(|| Fields::read(value.get().as_bytes()));
-        let entries = entries
-            .and_then(Result::ok)
-            .map_or(Vec::new(), |entries| entries.0);
-        entries.iter().any(|(name, _)| name.starts_with(OF_LEGS))
-    });
-    if has_hints {
-        return with_entries(body, &[]);
+///
+/// # Errors
+/// The body is no object, or it or its entries for the connector have too many fields.
+pub(super) fn without_hints(body: &[u8]) -> Result<Option<Vec<u8>>, serde_json::Error> {
+    let fields = Fields::read(body)?;
+    let mut has_hints = false;
+    for (name, value) in &fields.0 {
+        let value = value.get().as_bytes();
+        if name == TRANSFER && value.starts_with(b"{") {
+            let entries = Fields::read(value)?.0;
+            has_hints |= entries.iter().any(|(name, _)| name.starts_with(OF_LEGS));
+        }
     }
-    None
+    Ok(has_hints.then(|| with_entries(body, &[])).flatten())
 }
 
 /// Returns a body with these entries for the engine's connector besides those of the client, whose own
@@ -310,12 +311,11 @@ mod tests {
     #[test]
     fn entries_of_clients_about_prefill_and_decode_are_left_out() {
         let kept = |body: &str| {
-            let body = without_hints(body.as_bytes())?;
+            let body = without_hints(body.as_bytes()).expect("an object")?;
             Some(String::from_utf8(body).expect("text"))
         };
         for unchanged in [
-            "",
-            "[]",
+            "{}",
             r#"{"prompt": "lmcache.pd.to"}"#,
             r#"{"kv_transfer_params": null}"#,
             r#"{"kv_transfer_params": "lmcache.pd.to"}"#,
@@ -328,6 +328,13 @@ mod tests {
             let body =
                 format!(r#"{{"n":2,"kv_transfer_params":{{"{name}":"x","lmcache.tag.a":-0}}}}"#);
             assert_eq!(kept(&body).as_deref(), Some(wanted));
+        }
+        // An engine may read more than this does.
+        let many: Vec<String> = (0..=MAX_FIELDS).map(|at| format!("\"{at}\":0")).collect();
+        let many = format!("{{{}}}", many.join(","));
+        let entries = format!("{{\"kv_transfer_params\":{many}}}");
+        for unread in ["", "[]", "{} {}", "{\"a\":NaN}", &many, &entries] {
+            assert!(without_hints(unread.as_bytes()).is_err(), "{unread}");
         }
     }
 

@@ -190,8 +190,11 @@ impl Engines {
 
     /// Chooses the engine that will be asked first, if the server beside it is known.
     pub(super) fn choose(&self, now: Instant) -> Option<Chosen> {
+        // A turn is taken once for each request.
+        if self.all.iter().any(|engine| engine.peer.is_none()) {
+            return None;
+        }
         let first = self.order(now).into_iter().next()?;
-        first.peer()?;
         first.chosen.fetch_add(1, Ordering::Relaxed);
         Some(Chosen(first))
     }
@@ -271,7 +274,12 @@ mod tests {
         b.note_failure(now);
         let order = ["http://a:1", "http://b:1"];
         assert_eq!(names(engines.order_after(other, now)), order);
-        assert!(Engines::new(&urls, &[]).choose(now).is_none());
+        // Where none is chosen, the order is that of equals by turns.
+        let engines = Engines::new(&urls, &[]);
+        for first in ["http://a:1", "http://b:1", "http://a:1"] {
+            assert!(engines.choose(now).is_none());
+            assert_eq!(engines.order(now)[0].to_string(), first);
+        }
     }
 
     #[test]

@@ -309,18 +309,51 @@ fn an_answer_that_breaks_off_does_not_look_whole() {
 #[test]
 fn short_prompts_go_to_a_decode_engine_alone() {
     let (prefill, decode, proxy) = pair();
-    for body in [r#"{"prompt": "short"}"#, "no JSON"] {
-        let client = proxy.post(PATH, "", body);
-        let asked = decode.next();
-        assert_eq!(asked.body, body.as_bytes());
-        asked.answer(200, "answered");
-        assert!(rest(client).ends_with("answered"));
-    }
+    let body = r#"{"prompt": "short"}"#;
+    let client = proxy.post(PATH, "", body);
+    let asked = decode.next();
+    assert_eq!(asked.body, body.as_bytes());
+    asked.answer(200, "answered");
+    assert!(rest(client).ends_with("answered"));
     assert!(prefill.has_none());
     assert_eq!(
         proxy.metric("lmc_proxy_requests_total{prefill=\"short\"}"),
         1.0
     );
+}
+
+/// Clients could name peers to push to or to wait for.
+#[test]
+fn entries_of_clients_for_servers_reach_no_engine() {
+    let (prefill, decode, proxy) = pair();
+    let hints = r#""kv_transfer_params": {"lmcache.pd.to": "victim", "lmcache.tag.a": 1}"#;
+    let long = long_prompt();
+    let bodies = [
+        format!("{{{hints}, \"prompt\": \"short\"}}"),
+        format!("{{{hints}, {}", &long[1..]),
+    ];
+    for (body, is_long) in bodies.iter().zip([false, true]) {
+        let client = proxy.post(PATH, "", body);
+        let kept = json!({"lmcache.tag.a": 1});
+        if is_long {
+            let asked = prefill.next();
+            assert_eq!(asked.json()["kv_transfer_params"], kept);
+            asked.answer(200, "{}");
+        }
+        let asked = decode.next();
+        assert_eq!(asked.json()["kv_transfer_params"], kept);
+        asked.answer(200, "answered");
+        assert!(rest(client).ends_with("answered"));
+    }
+    // An engine may understand more than the proxy does.
+    for body in [
+        "no JSON",
+        r#"{"a": NaN, "kv_transfer_params": {"lmcache.pd.to": "victim"}}"#,
+    ] {
+        let answer = rest(proxy.post(PATH, "", body));
+        assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");
+    }
+    assert!(prefill.has_none() && decode.has_none());
 }
 
 /// Slow: a prefill has a whole second at least, and one is late.

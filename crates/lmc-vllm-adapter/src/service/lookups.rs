@@ -182,7 +182,9 @@ impl Lookups {
         let range = &hashed.hashes[hashed.chunks.clone()];
         let hashes = range[..range.len().min(most)].to_vec();
         let push = PushOfLookup::of(key, &hashed, &hashes);
-        context.check_push(&key.configs.push_to);
+        if key.unit.is_none() {
+            context.check_push(&key.configs.push_to);
+        }
         let engine = &context.engine;
         let tenant = match engine.has_lower_tiers() {
             true => context.spaces.tenant(&hashed.salt, engine),

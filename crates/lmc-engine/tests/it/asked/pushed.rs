@@ -1,19 +1,41 @@
-//! Chunks that another host pushes here, and those that are pushed to others.
+//! Chunks that pass between hosts: pushed here, pushed to others, and lent.
 
 use lmc_backend::ChunkRun;
 use tokio::runtime::Runtime;
 
 use super::*;
 
-/// A tier that has chunks, and notes those that are pushed through it.
-#[derive(Debug, Default)]
+/// A tier that has chunks, and notes the pushes through it and the advice of questions.
+#[derive(Debug)]
 struct Passing {
     inner: MemoryBackend,
     pushed: Mutex<Vec<(ChunkRun, String)>>,
+    advice: Mutex<Vec<LocateHint>>,
+}
+
+impl Passing {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            inner: MemoryBackend::shared(),
+            pushed: Mutex::default(),
+            advice: Mutex::default(),
+        })
+    }
 }
 
 impl Backend for Passing {
-    lmc_backend::forward!(inner: locate load clear clears usage health close);
+    lmc_backend::forward!(inner: load clear clears usage health close);
+
+    fn locate<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        hint: &'a LocateHint,
+        deadline: Instant,
+    ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
+        let mut advice = self.advice.lock().expect("no test failed");
+        advice.push(hint.clone());
+        self.inner.locate(keys, hint, deadline)
+    }
 
     fn name(&self) -> &str {
         "passing"
@@ -59,8 +81,12 @@ impl Receiver {
     fn new() -> Self {
         let source = MemoryBackend::shared();
         put(&source, SPACE, 0..60);
+        Self::of(Arc::new(source))
+    }
+
+    fn of(source: Arc<dyn Backend>) -> Self {
         let runtime = Runtime::new().expect("a runtime");
-        let engine = engine(64, vec![Arc::new(source)]);
+        let engine = engine(64, vec![source]);
         engine.host().set_book(Arc::new(Used));
         Self { engine, runtime }
     }
@@ -69,10 +95,11 @@ impl Receiver {
         self.receive_run(peer, run_of(numbers))
     }
 
+    /// Returns the chunks that are there, and whether the others are wanted.
     fn receive_run(&self, peer: &str, run: ChunkRun) -> (usize, bool) {
         let host = self.engine.host();
         let received = self.runtime.block_on(host.receive(run, peer, DEADLINE));
-        (received.chunks, received.is_cut)
+        (received.chunks, received.is_wanted)
     }
 }
 
@@ -93,7 +120,7 @@ fn what_is_pushed_and_not_found_yet_takes_a_quarter_of_the_memory() {
     let receiver = Receiver::new();
     assert_eq!(receiver.receive("a", 0..10), (8, true));
     // What is there already takes no more, what is found none.
-    assert_eq!(receiver.receive("a", 0..8), (8, false));
+    assert_eq!(receiver.receive("a", 0..8), (8, true));
     assert_eq!(receiver.receive("b", 10..20), (8, true));
     assert_eq!(receiver.receive("c", 20..21), (0, true));
     let before = receiver.engine.stats();
@@ -101,7 +128,7 @@ fn what_is_pushed_and_not_found_yet_takes_a_quarter_of_the_memory() {
     assert_eq!(receiver.receive("a", 20..30), (6, true));
     // Nor does what is gone again.
     receiver.engine.remove(&keys(20..24));
-    assert_eq!(receiver.receive("a", 30..32), (2, false));
+    assert_eq!(receiver.receive("a", 30..32), (2, true));
     // Other promotions are not bounded by it.
     assert_eq!(found(&receiver.engine, 32..60).hits, 28);
     // A push is neither a lookup nor a use.
@@ -117,15 +144,12 @@ fn chunks_that_do_not_come_leave_nothing_behind() {
         chunk_bytes,
         ..run_of(numbers)
     };
-    assert_eq!(
-        receiver.receive_run("a", wrong(CHUNK - 1, 0..6)),
-        (0, false)
-    );
-    assert_eq!(receiver.receive("a", 58..64), (2, false));
-    assert_eq!(receiver.receive("a", 0..6), (6, false));
+    assert_eq!(receiver.receive_run("a", wrong(CHUNK - 1, 0..6)), (0, true));
+    assert_eq!(receiver.receive("a", 58..64), (2, true));
+    assert_eq!(receiver.receive("a", 0..6), (6, true));
     assert_eq!(receiver.receive("a", 6..8), (0, true));
     // A peer that is wrong about the length of a chunk removes none.
-    assert_eq!(receiver.receive_run("a", wrong(u64::MAX, 0..1)), (1, false));
+    assert_eq!(receiver.receive_run("a", wrong(u64::MAX, 0..1)), (1, true));
     assert_eq!(receiver.receive_run("b", wrong(u64::MAX, 6..7)), (0, true));
     // A short chunk takes a whole slot.
     assert_eq!(receiver.receive_run("b", wrong(1, 6..20)), (0, true));
@@ -148,12 +172,30 @@ fn what_no_engine_here_would_ask_for_is_not_read() {
     assert_eq!((source.promoted, receiver.engine.usage().chunks), (0, 0));
 }
 
+/// Other peers that have such a chunk were once asked too, and judged by the word of its sender.
+#[test]
+fn the_peer_that_pushes_is_the_only_one_that_is_asked() {
+    let source = Passing::new();
+    put(&source.inner, SPACE, 0..4);
+    let receiver = Receiver::of(Arc::clone(&source) as _);
+    assert_eq!(receiver.receive("a", 0..4), (4, true));
+    let advice = source.advice.lock().expect("no test failed");
+    assert!(!advice.is_empty());
+    for hint in advice.iter() {
+        assert_eq!(
+            (&hint.sources[..], hint.sources_only),
+            (&["a".to_owned()][..], true)
+        );
+        assert_eq!(hint.chunk_bytes, Some(CHUNK));
+    }
+}
+
 /// A chunk that came alone had no parent, and the heads of prompts were evicted before their tails.
 #[test]
 fn chunks_that_come_one_after_the_other_are_one_prompt() {
     let receiver = Receiver::new();
     for number in 0..6 {
-        assert_eq!(receiver.receive("a", number..number + 1), (1, false));
+        assert_eq!(receiver.receive("a", number..number + 1), (1, true));
     }
     let runs = receiver.engine.dram_runs(u64::MAX, |_| true);
     let wanted: Vec<_> = keys(0..6).into_iter().map(|key| (key, CHUNK)).collect();
@@ -170,12 +212,12 @@ fn a_lookup_says_which_of_its_chunks_no_one_has_seen() {
         let found = found(&receiver.engine, 0..4);
         (found.ranks[0].resident, found.ranks[0].seen)
     };
-    assert_eq!((seen(), seen()), ((4, 2), (4, 4)));
+    assert_eq!((seen(), seen()), ((4, 2), (4, usize::MAX)));
 }
 
 #[test]
 fn what_is_in_dram_is_pushed_by_its_name_after_the_clears() {
-    let passing = Arc::new(Passing::default());
+    let passing = Passing::new();
     let engine = engine(64, vec![Arc::clone(&passing) as _]);
     engine.clear(true).expect("the first one");
     write(&engine, SPACE, 0, 0..2);
@@ -201,4 +243,34 @@ fn what_is_in_dram_is_pushed_by_its_name_after_the_clears() {
     engine.clear(true).expect("the second one");
     engine.push(&prompt(0..6), "known");
     assert_eq!(pushed()[0].0.keys, [], "they are of before it");
+}
+
+/// A book by which all spaces are of one tenant.
+#[derive(Debug)]
+struct OneTenant(TenantId);
+
+impl SpaceBook for OneTenant {
+    fn tenant(&self, space: SpaceId) -> TenantId {
+        assert_eq!(space, SPACE);
+        self.0
+    }
+
+    fn spaces(&self) -> Vec<HostSpace> {
+        Vec::new()
+    }
+}
+
+#[test]
+fn what_is_promoted_for_others_counts_for_its_tenant() {
+    let disk = Arc::new(MemoryBackend::default());
+    put(&*disk, SPACE, 0..4);
+    let engine = engine(64, vec![disk]);
+    let (tenant, keys) = (TenantId(3), (0..4).map(|number| key(SPACE, 0, number)));
+    let keys: Vec<ChunkKey> = keys.collect();
+    let runtime = Runtime::new().expect("a runtime");
+    engine.host().set_book(Arc::new(OneTenant(tenant)));
+    let leased = runtime.block_on(engine.host().lease(&keys, soon()));
+    assert!(leased.iter().all(Option::is_some));
+    assert_eq!(engine.tenant(tenant).bytes, 4 * CHUNK);
+    assert_eq!(engine.tenant(TenantId::default()).bytes, 0);
 }

@@ -56,7 +56,7 @@ impl Backend for Computing {
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
         let is_expected = hint.wait.is_some() && self.is_connected.load(Ordering::Relaxed);
         self.repeated
-            .fetch_add(hint.sources_only.into(), Ordering::Relaxed);
+            .fetch_add(hint.is_repeated.into(), Ordering::Relaxed);
         Box::pin(async move {
             let mut located = self.inner.locate(keys, hint, deadline).await;
             for one in &mut located {
