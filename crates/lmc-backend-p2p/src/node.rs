@@ -21,7 +21,7 @@ use crate::message::{
     Refusal, Release, Released, Renew, Reply, Request, Stamped, Transport, VERSION,
 };
 use crate::owner::{Busy, Owner, OwnerLimits, Session};
-use crate::peers::{Failure, Peer, PeerCounters, Peers};
+use crate::peers::{self, Failure, Peer, PeerCounters, Peers};
 use crate::pushing::Pushes;
 use crate::recent::Recent;
 use crate::spaces::{OwnSpaces, cut};
@@ -298,10 +298,8 @@ impl<L: Link> Node<L> {
         if is_brief {
             return Ok(None);
         }
-        if Arc::strong_count(&peer.serving) > MAX_SERVING {
-            return Err(Refusal::TooMany);
-        }
-        Ok(Some(Arc::clone(&peer.serving)))
+        let serving = peers::begin(&peer.serving, MAX_SERVING);
+        serving.map(Some).ok_or(Refusal::TooMany)
     }
 
     async fn answer(&self, session: &Session, request: Request) -> Reply {

@@ -374,15 +374,13 @@ impl Peer {
     /// Begins to read on an order of the peer, until what is returned is dropped; `None` while
     /// another is carried out.
     pub(crate) fn begin_copy(&self) -> Option<Arc<()>> {
-        let is_idle = Arc::strong_count(&self.copying) == 1;
-        is_idle.then(|| Arc::clone(&self.copying))
+        begin(&self.copying, 1)
     }
 
     /// Notes that a push of the peer is read, until the returned value is dropped; `None` where too many
     /// are under way.
     pub(crate) fn begin_push(&self) -> Option<Arc<()>> {
-        let is_free = Arc::strong_count(&self.pushing) <= MAX_PUSHES;
-        is_free.then(|| Arc::clone(&self.pushing))
+        begin(&self.pushing, MAX_PUSHES)
     }
 
     /// Returns true if one of these is the peer's name, its address or its name on the channel.
@@ -398,6 +396,12 @@ impl Peer {
     pub(crate) fn can_be_asked(&self, now: Instant) -> bool {
         self.hello.is_some() && self.answers.is_over(now) && self.lends(now)
     }
+}
+
+/// Notes that one more is under way, until the returned value is dropped; `None` where `most` are.
+pub(crate) fn begin(under_way: &Arc<()>, most: usize) -> Option<Arc<()>> {
+    let is_free = Arc::strong_count(under_way) <= most;
+    is_free.then(|| Arc::clone(under_way))
 }
 
 /// The peers that are connected, by their name on the channel.

@@ -140,7 +140,7 @@ impl<L: Link> Node<L> {
     /// if no such peer is connected. A daemon pushes nothing to itself.
     pub fn push(&self, run: ChunkRun, to: &str) -> bool {
         let Some(peer) = self.peer_to_push_to(to) else {
-            return [&self.config.name, &self.config.address].contains(&&to.to_owned());
+            return to == self.config.name || to == self.config.address;
         };
         let dropped = (self.pushes).add(&peer, &run, self.clears().1, now() + PUSH_TIMEOUT);
         self.count_pushed(&peer, 0, dropped);

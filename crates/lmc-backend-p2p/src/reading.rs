@@ -76,8 +76,9 @@ impl<L: Link> Node<L> {
     /// Asks peers which chunks they have: all at once, or those that a directory names. Those that
     /// the hint names are asked before, and the others only where these do not have every chunk,
     /// or after half of the time, and not if the question is a repeated one or is for the named ones alone.
-    /// A chunk that no peer has is absent only if every one that was asked answered. It is expected where the prompt waits for a connected
-    /// peer that the hint names, unless that says that the request is over, or is out of step.
+    /// A chunk that no peer has is absent only if every one that was asked answered. It is expected
+    /// where the prompt waits for a connected peer that the hint names, unless that says that the request
+    /// is over, or is out of step.
     ///
     /// # Errors
     /// [`BackendError`] for chunks that a peer may have which did not answer, or is not asked

@@ -117,9 +117,9 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
     fn promote<'a>(&'a self, keys: &'a [ChunkKey], hint: LocateHint) -> BoxFuture<'a, ()>;
 
     /// Promotes chunks that a peer has pushed, of a space that engines of this host use. Of other
-    /// processes, `peer` alone is asked for them. Chunks that were pushed in the last minute and that no lookup has
-    /// found yet take a quarter of the memory at most, those of one peer an eighth. Default: reads
-    /// none.
+    /// processes, `peer` alone is asked for them. Chunks that were pushed in the last minute and that no
+    /// lookup has found yet take a quarter of the memory at most, those of one peer an eighth. Default:
+    /// reads none.
     fn receive<'a>(
         &'a self,
         run: ChunkRun,

@@ -452,7 +452,7 @@ impl CacheEngine {
         let (tiers, pushed) = (Arc::clone(lower.tiers()), Arc::clone(self.pushed()));
         let task = lower.spawn(async move {
             let found = promote(&tiers, &request, clears, known, align).await;
-            if !request.for_peers {
+            if !request.for_peers && !pushed.is_empty() {
                 // A push may have brought them meanwhile.
                 for rank in &found.ranks {
                     let name = request.name(rank.rank, clears);

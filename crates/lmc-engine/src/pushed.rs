@@ -161,10 +161,15 @@ impl PushedChunks {
         });
     }
 
+    /// Returns true if there are none. Takes no lock.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.len.load(Ordering::Relaxed) == 0
+    }
+
     /// Removes chunks that a lookup has found, or that are gone. Returns the index of the first one that was
     /// there.
     pub(crate) fn remove(&self, keys: &[ChunkKey]) -> Option<usize> {
-        if keys.is_empty() || self.len.load(Ordering::Relaxed) == 0 {
+        if keys.is_empty() || self.is_empty() {
             return None;
         }
         self.change(|table| {
@@ -177,7 +182,7 @@ impl PushedChunks {
 
     /// Ends the count of chunks whose time is over.
     pub(crate) fn expire(&self, now: Instant) {
-        if self.len.load(Ordering::Relaxed) > 0 {
+        if !self.is_empty() {
             self.change(|table| table.expire(now));
         }
     }

@@ -10,7 +10,7 @@ use super::schedules::{LOCATE, prompt, run_of, slow};
 use super::{LEN, run};
 use crate::message::{KeyBatch, Push, Pushed, Reply, Request};
 
-/// Returns two connected daemons. The first has a prompt of so many chunks.
+/// Returns two connected daemons, the first with a prompt of this number of chunks.
 async fn prefilled(faults: Faults, chunks: u64) -> (Net, ChunkRun) {
     let net = Net::new(31, faults);
     (0..2).for_each(|host| net.start(host, 64, |_| ()));

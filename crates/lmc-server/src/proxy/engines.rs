@@ -63,7 +63,7 @@ impl fmt::Display for Engine {
 pub(super) struct Chosen(Arc<Engine>);
 
 impl Chosen {
-    /// Name or address of the server beside it.
+    /// Returns the name or address of the engine's server, if it is known.
     pub(super) fn peer(&self) -> Option<&str> {
         self.0.peer()
     }
@@ -188,7 +188,7 @@ impl Engines {
         order.sort_by_cached_key(|engine| (engine.is_penalized(now), load(engine)));
     }
 
-    /// Chooses the engine that will be asked first, if the server beside it is known.
+    /// Chooses the engine that will be asked first, if the servers of all engines are known.
     pub(super) fn choose(&self, now: Instant) -> Option<Chosen> {
         // A turn is taken once for each request.
         if self.all.iter().any(|engine| engine.peer.is_none()) {
