@@ -33,7 +33,7 @@ pub struct EngineConfig {
     pub promotion_bytes: Option<u64>,
     /// Time after which a chunk that was not promoted yet is a miss. Default: 10 s.
     pub promotion_timeout: Duration,
-    /// Longest wait for chunks that another engine is writing to a tier now. Default: 500 ms.
+    /// Longest wait for chunks that another engine is writing to a tier now, or that a peer is pushing. Default: 500 ms.
     pub pending_timeout: Duration,
     /// Time in which an engine recomputes one chunk. Chunks are read from lower tiers only where
     /// the estimated time of that is shorter. Default: none, and they are always read.

@@ -272,6 +272,7 @@ impl CacheEngine {
                 tier.clone(),
                 lower,
                 clears.clone(),
+                Arc::clone(&pushed),
                 &config,
             )?),
         };

@@ -161,6 +161,15 @@ impl PushedChunks {
         });
     }
 
+    /// Returns true while a push brings the chunk.
+    pub(crate) fn is_receiving(&self, key: &ChunkKey) -> bool {
+        if self.is_empty() {
+            return false;
+        }
+        let table = self.table.lock();
+        (table.by_key.get(key)).is_some_and(|chunk| chunk.receiving > 0)
+    }
+
     /// Returns true if there are none. Takes no lock.
     pub(crate) fn is_empty(&self) -> bool {
         self.len.load(Ordering::Relaxed) == 0

@@ -89,6 +89,8 @@ impl Sources {
 #[derive(Debug, Clone, Default)]
 enum Answer {
     Found(Source),
+    /// A peer's push brings it to DRAM.
+    Arriving,
     /// An engine is writing it to the tier.
     Pending(usize),
     /// A source of the tier may write it.
@@ -123,7 +125,9 @@ impl Waits {
     fn end_for(self, answer: &Answer) -> Option<Instant> {
         match answer {
             // A source that the prompt waits for may write for long.
-            Answer::Pending(_) => Some(self.written_until.max(self.expected_until)),
+            Answer::Arriving | Answer::Pending(_) => {
+                Some(self.written_until.max(self.expected_until))
+            }
             Answer::Expected(_) => Some(self.expected_until),
             Answer::Found(_) | Answer::Absent => None,
         }
@@ -287,7 +291,7 @@ impl Tiers {
     /// about the first key that no index in this process has, and about as many after it as cost
     /// about as much: if no tier has one of them, the rest is not asked for. Where each key is a
     /// question of its own, asks about the last key too: a tier that has both is assumed to have the
-    /// chunks between them. Waits for chunks that are written or expected; where the prompt waits for its
+    /// chunks between them. Waits for chunks that are written, pushed or expected; where the prompt waits for its
     /// sources, for the first one alone, so that it is read while the next is computed.
     pub(crate) async fn locate(
         &self,
@@ -359,7 +363,7 @@ impl Tiers {
 
     /// Asks the tiers about keys, of which the first ones are needed: the answers about the others are
     /// those that come with these. Waits for needed chunks that an engine is writing to one of the
-    /// tiers; returns true with the answers if it did.
+    /// tiers, or that a peer pushes; returns true with the answers if it did.
     async fn ask_until_known(
         &self,
         keys: &[ChunkKey],
@@ -368,7 +372,7 @@ impl Tiers {
         waits: Waits,
     ) -> (Vec<Option<Source>>, bool) {
         let mut has_waited = false;
-        let mut answers: Vec<Answer> = self.ask(keys, needed, hint, Asked::All).await;
+        let mut answers = self.ask_and_look(keys, needed, hint, Asked::All).await;
         let others = answers.split_off(needed);
         let again = match hint.wait {
             Some(_) => &hint.clone().repeated(),
@@ -380,9 +384,9 @@ impl Tiers {
             // A chunk after one that is absent is of no use.
             let end = answers.iter().position(|one| matches!(one, Answer::Absent));
             answers.truncate(end.unwrap_or(needed));
-            let pending = answers.iter().enumerate();
-            let pending = pending.filter_map(|(n, answer)| Some((n, answer.expected_by()?)));
-            let (mut pending, tiers): (Vec<usize>, BTreeSet<usize>) = pending.unzip();
+            let tiers: BTreeSet<usize> = answers.iter().filter_map(Answer::expected_by).collect();
+            let is_awaited = |n: &usize| waits.end_for(&answers[*n]).is_some();
+            let mut pending: Vec<usize> = (0..answers.len()).filter(is_awaited).collect();
             if hint.wait.is_some() {
                 // The next ones come after the first one.
                 pending.retain(|&n| n == 0 && self.clears.id() == waits.clears);
@@ -397,22 +401,44 @@ impl Tiers {
             tokio::time::sleep(pause.min(left)).await;
             pause = (pause * 2).min(ASK_AGAIN.1.max((now() - begun) / ASK_AGAIN_PART));
             let asked: Vec<ChunkKey> = pending.iter().map(|&n| keys[n]).collect();
-            // Meanwhile it may have come to DRAM by another prompt.
-            let local = self.local.contains(&asked);
             let again = self
-                .ask(&asked, asked.len(), again, Asked::Only(&tiers))
+                .ask_and_look(&asked, asked.len(), again, Asked::Only(&tiers))
                 .await;
-            for ((n, answer), local) in pending.into_iter().zip(again).zip(local) {
-                answers[n] = match local {
-                    Some(_) => Answer::Found(Source::Dram),
-                    None => answer,
-                };
+            for (n, answer) in pending.into_iter().zip(again) {
+                answers[n] = answer;
             }
         }
         let mut sources: Vec<Option<Source>> = answers.into_iter().map(Answer::source).collect();
         sources.resize(needed, None);
         sources.extend(others.into_iter().map(Answer::source));
         (sources, has_waited)
+    }
+
+    /// Asks as [`Self::ask`] does, then looks which of the needed chunks have come to DRAM meanwhile, and
+    /// which of those that no tier has a push brings there.
+    async fn ask_and_look(
+        &self,
+        keys: &[ChunkKey],
+        needed: usize,
+        hint: &LocateHint,
+        which: Asked<'_>,
+    ) -> Vec<Answer> {
+        let mut answers = self.ask(keys, needed, hint, which).await;
+        for (answer, key) in answers.iter_mut().zip(&keys[..needed]) {
+            if let Answer::Found(_) = answer {
+                continue;
+            }
+            // A push does not wait for itself. What it has brought is in DRAM before it ends.
+            let is_arriving = !hint.sources_only && self.pushed.is_receiving(key);
+            *answer = match mem::take(answer) {
+                _ if self.local.contains(&[*key]) != [None] => Answer::Found(Source::Dram),
+                Answer::Absent if is_arriving => Answer::Arriving,
+                // A chunk after one that is absent is of no use.
+                Answer::Absent => break,
+                awaited => awaited,
+            };
+        }
+        answers
     }
 
     /// Asks all tiers but one about keys, once.
@@ -545,7 +571,7 @@ impl Answer {
     fn source(self) -> Option<Source> {
         match self {
             Self::Found(source) => Some(source),
-            Self::Pending(_) | Self::Expected(_) | Self::Absent => None,
+            Self::Arriving | Self::Pending(_) | Self::Expected(_) | Self::Absent => None,
         }
     }
 
@@ -553,7 +579,7 @@ impl Answer {
     fn expected_by(&self) -> Option<usize> {
         match self {
             Self::Pending(tier) | Self::Expected(tier) => Some(*tier),
-            Self::Found(_) | Self::Absent => None,
+            Self::Found(_) | Self::Arriving | Self::Absent => None,
         }
     }
 
@@ -561,7 +587,7 @@ impl Answer {
     fn tier(&self) -> Option<usize> {
         match self {
             Self::Found(source) => source.tier(),
-            Self::Pending(_) | Self::Expected(_) | Self::Absent => None,
+            Self::Arriving | Self::Pending(_) | Self::Expected(_) | Self::Absent => None,
         }
     }
 
@@ -574,6 +600,7 @@ impl Answer {
                 other
             }),
             (found @ Self::Found(_), _) | (_, found @ Self::Found(_)) => found,
+            (Self::Arriving, _) | (_, Self::Arriving) => Self::Arriving,
             (Self::Pending(one), Self::Pending(other)) => Self::Pending(one.min(other)),
             (pending @ Self::Pending(_), _) | (_, pending @ Self::Pending(_)) => pending,
             (Self::Expected(one), Self::Expected(other)) => Self::Expected(one.min(other)),

@@ -30,6 +30,7 @@ use crate::TierHealth;
 use crate::clears::ClearLog;
 use crate::config::{EngineConfig, EngineError};
 use crate::policy::{LowerTier, TierPolicy, WritePolicy};
+use crate::pushed::PushedChunks;
 pub(crate) use locate::{Source, Sources, Waits};
 use permits::Permits;
 pub(crate) use promote::{Prompt, half_of};
@@ -140,6 +141,8 @@ pub(crate) struct Tiers {
     permits: Permits,
     /// Chunks that prompts promote now.
     promoting: Mutex<HashSet<ChunkKey, FoldState>>,
+    /// Chunks that peers have pushed, and those that they push now.
+    pushed: Arc<PushedChunks>,
     /// Locked for writing while DRAM and the queues of writes remove chunks, so that nothing is
     /// offered that DRAM no longer has.
     removal: RwLock<()>,
@@ -174,6 +177,7 @@ impl LowerTiers {
         local: LocalTier,
         lower: Vec<LowerTier>,
         clears: ClearLog,
+        pushed: Arc<PushedChunks>,
         config: &EngineConfig,
     ) -> Result<Self, EngineError> {
         let found = lower.len();
@@ -211,6 +215,7 @@ impl LowerTiers {
             },
             permits: Permits::new(promotion_units, found),
             promoting: Mutex::default(),
+            pushed,
             removal: RwLock::new(()),
             removing: Mutex::default(),
             learned: Notify::new(),

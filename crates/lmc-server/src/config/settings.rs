@@ -233,7 +233,7 @@ settings! {
             interfaces: Option<String> = "p2p-interfaces", Value "DEVICES", "all", parse::interfaces;
             /// Time that peers have to say which chunks they hold: the delay of a prompt that no peer has.
             locate_timeout: Duration = "p2p-locate-timeout", Value "SECONDS", "5ms", parse::positive_duration;
-            /// Longest wait for chunks that an engine of a peer is writing.
+            /// Longest wait for chunks that an engine of a peer is writing, or that a peer is pushing.
             pending_timeout: Duration = "p2p-pending-timeout", Value "SECONDS", "500ms", parse::duration;
             /// Longest time for which a request waits for a peer whose engine computes its prompt (lmcache.pd.source and lmcache.pd.wait_ms of its kv_transfer_params), at most 300; 0 waits for none.
             max_wait: Duration = "p2p-max-wait", Value "SECONDS", "30", parse::wait;

@@ -8,15 +8,18 @@ use super::*;
 /// A tier that has chunks, and notes the pushes through it and the advice of questions.
 #[derive(Debug)]
 struct Passing {
-    inner: MemoryBackend,
+    inner: Gated<MemoryBackend>,
+    /// True if it answers only what pushes ask.
+    is_busy: bool,
     pushed: Mutex<Vec<(ChunkRun, String)>>,
     advice: Mutex<Vec<LocateHint>>,
 }
 
 impl Passing {
-    fn new() -> Arc<Self> {
+    fn new(is_busy: bool) -> Arc<Self> {
         Arc::new(Self {
-            inner: MemoryBackend::shared(),
+            inner: Gated::new(MemoryBackend::shared()),
+            is_busy,
             pushed: Mutex::default(),
             advice: Mutex::default(),
         })
@@ -34,6 +37,10 @@ impl Backend for Passing {
     ) -> BoxFuture<'a, Vec<Result<Located, BackendError>>> {
         let mut advice = self.advice.lock().expect("no test failed");
         advice.push(hint.clone());
+        if self.is_busy && !hint.sources_only {
+            let late = keys.iter().map(|_| Err(BackendError::Deadline)).collect();
+            return Box::pin(async { late });
+        }
         self.inner.locate(keys, hint, deadline)
     }
 
@@ -85,8 +92,15 @@ impl Receiver {
     }
 
     fn of(source: Arc<dyn Backend>) -> Self {
+        Self::waiting(source, DEADLINE)
+    }
+
+    /// Returns one that waits for chunks which are on their way.
+    fn waiting(source: Arc<dyn Backend>, timeout: Duration) -> Self {
         let runtime = Runtime::new().expect("a runtime");
-        let engine = engine(64, vec![source]);
+        let engine = engine_with(64, vec![source], |config, _| {
+            config.pending_timeout = timeout;
+        });
         engine.host().set_book(Arc::new(Used));
         Self { engine, runtime }
     }
@@ -175,7 +189,7 @@ fn what_no_engine_here_would_ask_for_is_not_read() {
 /// Other peers that have such a chunk were once asked too, and judged by the word of its sender.
 #[test]
 fn the_peer_that_pushes_is_the_only_one_that_is_asked() {
-    let source = Passing::new();
+    let source = Passing::new(false);
     put(&source.inner, SPACE, 0..4);
     let receiver = Receiver::of(Arc::clone(&source) as _);
     assert_eq!(receiver.receive("a", 0..4), (4, true));
@@ -188,6 +202,47 @@ fn the_peer_that_pushes_is_the_only_one_that_is_asked() {
         );
         assert_eq!(hint.chunk_bytes, Some(CHUNK));
     }
+}
+
+/// Over a link that is full of pushed bytes a peer answers no question in time, and the engine computed
+/// what was on its way.
+#[test]
+fn a_lookup_waits_for_chunks_that_a_push_brings() {
+    let source = Passing::new(true);
+    put(&source.inner, SPACE, 0..4);
+    let receiver = Receiver::of(Arc::clone(&source) as _);
+    source.inner.hold(Operation::Load);
+    let lookup = thread::scope(|scope| {
+        let push = scope.spawn(|| receiver.receive("a", 0..4));
+        until("it is read", || source.inner.loads() == 4);
+        let lookup = receiver.engine.lookup(request(&[RANK], 0..6));
+        let asked = || source.advice.lock().expect("no test failed").len();
+        let of_push = asked();
+        until("the peer did not answer", || asked() > of_push);
+        let lookup = lookup.try_found().expect_err("nothing is there yet");
+        source.inner.open();
+        assert_eq!(push.join().expect("a push"), (4, true));
+        lookup
+    });
+    assert_eq!(lookup.wait_blocking().hits, 4);
+    assert_idle(&receiver.engine);
+}
+
+#[test]
+fn a_push_that_does_not_end_holds_no_lookup_up() {
+    let source = Passing::new(true);
+    put(&source.inner, SPACE, 0..4);
+    let receiver = Receiver::waiting(Arc::clone(&source) as _, Duration::from_millis(20));
+    source.inner.hold(Operation::Load);
+    thread::scope(|scope| {
+        let push = scope.spawn(|| receiver.receive("a", 0..4));
+        until("it is read", || source.inner.loads() == 4);
+        assert_eq!(found(&receiver.engine, 0..4).hits, 0);
+        source.inner.open();
+        push.join().expect("a push");
+    });
+    assert_eq!(found(&receiver.engine, 0..4).hits, 4);
+    assert_idle(&receiver.engine);
 }
 
 /// A chunk that came alone had no parent, and the heads of prompts were evicted before their tails.
@@ -217,7 +272,7 @@ fn a_lookup_says_which_of_its_chunks_no_one_has_seen() {
 
 #[test]
 fn what_is_in_dram_is_pushed_by_its_name_after_the_clears() {
-    let passing = Passing::new();
+    let passing = Passing::new(false);
     let engine = engine(64, vec![Arc::clone(&passing) as _]);
     engine.clear(true).expect("the first one");
     write(&engine, SPACE, 0, 0..2);
