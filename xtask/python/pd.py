@@ -61,7 +61,7 @@ TOY_PROXY = ("vllm-0.33.0.tar.gz",
 LMCACHE_PROXY = ("lmcache-0.5.6.tar.gz",
                  "d6951e60ce8818a76aa42d0866a4ba85f1c95cd919355fff30ff24dcc3243f1e",
                  "examples/disagg_prefill_mp/disagg_proxy_server.py")
-SEEDS = 12
+SEEDS = 13
 
 
 def text(ids):
@@ -121,23 +121,22 @@ class Pair:
         self.at_once = ("--prefill-peer", at[0])
         # The prefill engine's server then pushes what is stored to the other.
         self.pushing = ("--decode-peer", at[1])
+        self.telemetry = free_port()
+        # For LMCache's proxy, which waits for a notice.
+        notify = ("--pd-notify", f"http://127.0.0.1:{self.telemetry}/api/v1/telemetry")
         self.servers = [
-            Server(run.args, "--p2p-listen", own, "--p2p-peer", other, "--p2p-locate-timeout", "5s")
-            for own, other in (at, at[::-1])
+            Server(run.args, "--p2p-listen", own, "--p2p-peer", other, "--p2p-locate-timeout", "5s",
+                   *more)
+            for own, other, more in ((*at, notify), (*at[::-1], ()))
         ]
         self.children = []
         for server in self.servers:
             server.start()
         own = run.args.package if connector == "lmc" else None
         config = Server.own_transfer_config if own else Server.transfer_config
-        self.telemetry = free_port()
-        # For LMCache's proxy, which waits for this notice of LMCache's connector.
-        env = dict(os.environ, LMCACHE_REQUEST_TELEMETRY_TYPE="fastapi",
-                   LMCACHE_REQUEST_TELEMETRY_ENDPOINT=
-                   f"http://127.0.0.1:{self.telemetry}/api/v1/telemetry")
         self.prefill, self.decode = (
             self.started(VllmServe(model, *FLAGS, "--kv-transfer-config",
-                                   config(server), paths=[own], env=env))
+                                   config(server), paths=[own]))
             for server in self.servers
         )
         self.port = free_port()
@@ -214,19 +213,28 @@ class Pair:
         if toy is not None:
             self.hand_over("vLLM's toy_proxy_server.py", 28)
             toy.kill()
-        if self.unit == CHUNK:
-            self.lmcache_proxy()
+        self.lmcache_proxy()
         self.deaths()
 
     def lmcache_proxy(self):
         """LMCache's own proxy for servers apart from the engines, which sends the request to the
-        decode engine when LMCache's connector says that the prompt is stored."""
+        decode engine when it is told that the prompt is stored: here by the server."""
         proxy = self.script(LMCACHE_PROXY, "/v1/models", "--telemetry-port", str(self.telemetry))
         if proxy is None:
             return
-        # One that has no whole chunk is never stored, and the proxy would wait for ever.
-        lengths = [length for length in LENGTHS if length >= CHUNK]
-        self.hand_over("LMCache's disagg_proxy_server.py", 29, lengths=lengths)
+        # One of which nothing can be stored is never looked up, and the proxy would wait for ever.
+        lengths = [length for length in LENGTHS if length >= self.unit]
+        # What follows the whole chunks is stored a little later.
+        self.hand_over("LMCache's disagg_proxy_server.py", 29, CHUNK, lengths)
+        # It would wait for ever without a notice.
+        counter = 'lmc_pd_notices_total{outcome="failed"'
+        before = metric(self.servers[0].http, counter)
+        words = complete(self.port, prompts(32, *LENGTHS)[1],
+                         kv_transfer_params={"lmcache.skip_save": True})
+        check(f"{self.name}: a prompt that is not stored is answered all the same",
+              words == self.wanted.of(32)[1], str(words))
+        failed = metric(self.servers[0].http, counter) - before
+        check(f"{self.name}: the proxy was told of that", failed == 1, str(failed))
         proxy.kill()
 
     def hits(self):

@@ -475,6 +475,27 @@ impl CacheEngine {
         inserted
     }
 
+    /// Returns the number of leading chunks, computed after these clears, that are in DRAM. They do not
+    /// count as used.
+    pub fn leading_in_dram(
+        &self,
+        clears: ClearsId,
+        keys: impl IntoIterator<Item = ChunkKey>,
+    ) -> usize {
+        if self.pool_is_lost() {
+            return 0;
+        }
+        let mut namer = Namer::new(|space: SpaceId| space.after(clears));
+        let is_there = |key: &ChunkKey| self.0.tier.contains(&[namer.key(*key)]) != [None];
+        keys.into_iter().take_while(is_there).count()
+    }
+
+    /// Returns true while a worker writes a chunk that was computed after these clears.
+    pub fn is_writing(&self, clears: ClearsId, key: ChunkKey) -> bool {
+        let key = Namer::new(|space: SpaceId| space.after(clears)).key(key);
+        self.0.tier.is_writing(&key)
+    }
+
     /// Pushes chunks that are in DRAM to another process, by a name or an address that a tier knows it
     /// by, so that it has them before a request asks for them. Each chunk is given with the one before it
     /// in its prompt. Returns at once; false if no tier reaches that process.

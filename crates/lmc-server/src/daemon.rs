@@ -30,7 +30,7 @@ use crate::signals::Signals;
 use crate::start::Background;
 use crate::vllm::own_transfer_config;
 use crate::{
-    disk, log, losses, nixl, occupant, peers, pool, quotas, remote, state, transfer_config,
+    disk, log, losses, nixl, notices, occupant, peers, pool, quotas, remote, state, transfer_config,
 };
 
 /// Serves until a signal; the exit code of the process. `background` is none unless `lmc start` has
@@ -165,6 +165,8 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     }
     let ticks = tokio::spawn(tick(service.clone(), background, stopped.clone()));
     let losses = tokio::spawn(losses::watch(service.clone(), stopped.clone()));
+    let notices = notices::pass_on(service.clone(), config.pd_notify.clone(), stopped.clone());
+    let notices = tokio::spawn(notices);
     let prefault = tokio::spawn(watch_prefault(Arc::clone(&arena), stopped.clone()));
     let mut engines = tokio::spawn(server.run(stopped));
     info!(
@@ -205,7 +207,7 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     );
     stop.send_replace(true);
     let drained = async {
-        let _ = tokio::join!(engines, http, ticks, losses, prefault);
+        let _ = tokio::join!(engines, http, ticks, losses, notices, prefault);
     };
     let closed = async {
         let deadline = Instant::now() + stop_timeout(config);
@@ -528,6 +530,7 @@ fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {
     service.orphan_grace = config.orphan_grace;
     service.slot_grace = config.slot_grace;
     service.kv_event_log_size = config.kv_event_log_size;
+    service.notices = !config.pd_notify.is_empty();
     if let Some(peers) = config.peers() {
         service.max_source_wait = peers.max_wait;
     }

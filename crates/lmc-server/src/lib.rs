@@ -16,6 +16,7 @@ mod log;
 mod losses;
 pub mod metrics;
 mod nixl;
+mod notices;
 mod occupant;
 mod peers;
 mod pool;

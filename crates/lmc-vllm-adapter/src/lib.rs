@@ -53,7 +53,7 @@ pub use protocol::{
 #[cfg(feature = "service")]
 pub use service::{
     ClientId, EventLogStatus, HISTOGRAM_BUCKETS, HeldStatus, HistogramSnapshot, InspectError,
-    InstanceStatus, OperationCounts, Service, ServiceConfig, ServiceCounts, ServiceError,
+    InstanceStatus, Notice, OperationCounts, Service, ServiceConfig, ServiceCounts, ServiceError,
     ServiceStatus, SessionStatus, SpaceStatus, TransferStatus, TransportCounts, WeakService,
 };
 #[cfg(feature = "service")]

@@ -21,8 +21,8 @@ pub(crate) use log_level::check_level;
 pub use log_level::filter_of;
 pub(crate) use parse::quotas as parse_quotas;
 pub use parse::{
-    HostPort, LogFormat, PeerTransport, PoolSize, RemoteUrl, SegmentName, StateDir, TransferMode,
-    policy_name,
+    HostPort, LogFormat, NoticeTarget, PeerTransport, PoolSize, RemoteUrl, SegmentName, StateDir,
+    TransferMode, policy_name,
 };
 pub(crate) use secret::{mask_arguments, mask_password_of};
 pub(crate) use serve::{LEAST_DRIVE, is_loopback};

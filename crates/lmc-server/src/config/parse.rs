@@ -560,6 +560,52 @@ pub(crate) fn directories(raw: &Raw) -> Result<Vec<HostPort>, String> {
     text.split(',').map(directory).collect()
 }
 
+/// A proxy that learns what became of the chunks of requests.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NoticeTarget {
+    /// Takes each notice as a POST to this URL.
+    Http(axum::http::Uri),
+    /// Takes each notice on a PULL socket of ZeroMQ.
+    Zmq(HostPort),
+}
+
+impl Display for NoticeTarget {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Http(url) => write!(f, "{url}"),
+            Self::Zmq(at) => write!(f, "tcp://{at}"),
+        }
+    }
+}
+
+impl NoticeTarget {
+    fn parse(text: &str) -> Option<Self> {
+        let at = |text| HostPort::parse(text).filter(|at| at.port != 0);
+        if let Some(rest) = text.strip_prefix("tcp://") {
+            return at(rest).map(Self::Zmq);
+        }
+        let rest = text.strip_prefix("http://")?;
+        let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+        let url = format!("http://{}{path}", at(authority)?).parse();
+        url.ok().map(Self::Http)
+    }
+}
+
+pub(crate) fn notice_targets(raw: &Raw) -> Result<Vec<NoticeTarget>, String> {
+    let text = raw.text()?;
+    if text.is_empty() || text.eq_ignore_ascii_case("none") {
+        return Ok(Vec::new());
+    }
+    let target = |part: &str| {
+        NoticeTarget::parse(part.trim()).ok_or(
+            "expected http://HOST:PORT/PATH or tcp://HOST:PORT, such as \
+             http://10.0.0.9:5768/api/v1/telemetry, several with commas, or none"
+                .to_owned(),
+        )
+    };
+    text.split(',').map(target).collect()
+}
+
 pub(crate) fn optional_path(raw: &Raw) -> Result<Option<PathBuf>, String> {
     match raw.text()? {
         "" => Err("expected a path, or none".to_owned()),

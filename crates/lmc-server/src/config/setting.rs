@@ -27,7 +27,7 @@ pub enum Group {
     Remote,
     /// Timeouts of leases, sessions and workers.
     Lifetimes,
-    /// The stream of KV events.
+    /// The stream of KV events, and notices to proxies.
     Events,
     /// Log lines.
     Log,
@@ -48,7 +48,7 @@ impl Group {
             Self::Peers => "Peers",
             Self::Remote => "Shared store",
             Self::Lifetimes => "Lifetimes",
-            Self::Events => "KV events",
+            Self::Events => "Events",
             Self::Log => "Log",
         }
     }

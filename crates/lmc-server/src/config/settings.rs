@@ -15,8 +15,8 @@ use lmc_vllm_adapter::TrustedUsers;
 use super::layers::Layers;
 use super::log_level;
 use super::parse::{
-    self, HostPort, LogFormat, PeerTransport, PoolSize, RemoteUrl, SegmentName, StateDir,
-    TransferMode,
+    self, HostPort, LogFormat, NoticeTarget, PeerTransport, PoolSize, RemoteUrl, SegmentName,
+    StateDir, TransferMode,
 };
 use super::setting::{Group, Info, Shape};
 use super::tiers::TierSettings;
@@ -163,6 +163,8 @@ settings! {
         Events {
             /// Store and eviction records kept for subscribers of KV events; 0 turns the stream off.
             kv_event_log_size: usize = "kv-event-log-size", Value "N", "32768", |raw| parse::count(raw, 0, 1 << 24);
+            /// Proxies that are told as soon as all ranks have stored the chunks of a request, or that they will not, separated by commas: http://HOST:PORT/PATH for a POST as LMCache's connector sends it, tcp://HOST:PORT for a ZeroMQ PULL socket. For proxies that wait for such a notice, beside a prefill engine; `lmc proxy` does not.
+            pd_notify: Vec<NoticeTarget> = "pd-notify", Value "URLS", "none", parse::notice_targets;
         }
         Log {
             /// Level of the log: off, error, warn, info, debug, trace, or a level and levels of single modules, such as info,lmc_engine=debug.

@@ -15,6 +15,7 @@ mod hostile_peers;
 mod multinode;
 #[cfg(feature = "nixl")]
 mod nixl_peers;
+mod notices;
 mod operator;
 mod other_users;
 mod peers;

@@ -1,136 +1,15 @@
 //! `lmc proxy` between a client and engines that these tests play.
 
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::thread;
 use std::time::Duration;
 
 use lmc_testkit::{DEADLINE, Process, free_port, until};
-use serde_json::{Value, json};
+use serde_json::json;
 
+use crate::common::played::{Asked, HttpServer, url};
 use crate::common::{ask, lmc};
-
-/// A request that an engine got, and its connection.
-struct Asked {
-    line: String,
-    headers: Vec<(String, String)>,
-    body: Vec<u8>,
-    connection: TcpStream,
-}
-
-impl Asked {
-    fn read(connection: TcpStream) -> Option<Self> {
-        let mut reader = BufReader::new(connection.try_clone().expect("a copy"));
-        let mut line = || {
-            let mut line = String::new();
-            reader.read_line(&mut line).ok()?;
-            Some(line.trim_end().to_owned())
-        };
-        let first = line().filter(|line| !line.is_empty())?;
-        let mut headers = Vec::new();
-        while let Some(line) = line().filter(|line| !line.is_empty()) {
-            let (name, value) = line.split_once(": ").expect("a header");
-            headers.push((name.to_ascii_lowercase(), value.to_owned()));
-        }
-        let mut asked = Self {
-            line: first,
-            headers,
-            body: Vec::new(),
-            connection,
-        };
-        let length = asked.header("content-length").unwrap_or("0").parse();
-        asked.body = vec![0; length.expect("a length")];
-        reader.read_exact(&mut asked.body).ok()?;
-        Some(asked)
-    }
-
-    fn header(&self, name: &str) -> Option<&str> {
-        let found = self.headers.iter().find(|(known, _)| known == name);
-        found.map(|(_, value)| &value[..])
-    }
-
-    fn json(&self) -> Value {
-        serde_json::from_slice(&self.body).expect("JSON")
-    }
-
-    fn answer(mut self, status: u16, body: &str) {
-        let length = body.len();
-        let head = format!("HTTP/1.1 {status} X\r\ncontent-length: {length}\r\nx-engine: yes");
-        let _ = write!(self.connection, "{head}\r\nconnection: close\r\n\r\n{body}");
-    }
-
-    /// Begins an answer whose length is not known.
-    fn begin(&mut self) {
-        self.send("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n");
-    }
-
-    fn part(&mut self, text: &str) {
-        self.send(&format!("{:x}\r\n{text}\r\n", text.len()));
-    }
-
-    fn send(&mut self, text: &str) {
-        self.connection.write_all(text.as_bytes()).expect("sent");
-    }
-
-    /// Returns true if the other side does not close the connection in this time.
-    fn stays_open(&mut self, time: Duration) -> bool {
-        let timeout = self.connection.set_read_timeout(Some(time));
-        timeout.expect("a timeout");
-        let end = self.connection.read(&mut [0]);
-        end.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
-    }
-
-    /// Waits until the other side has closed the connection.
-    fn wait_for_end(mut self) {
-        self.connection
-            .set_read_timeout(Some(DEADLINE))
-            .expect("a timeout");
-        let mut rest = [0; 1];
-        let end = self.connection.read(&mut rest);
-        assert!(
-            matches!(end, Ok(0))
-                || end.is_err_and(|error| { error.kind() == std::io::ErrorKind::ConnectionReset })
-        );
-    }
-}
-
-/// An engine: its requests as they come.
-struct Engine {
-    port: u16,
-    requests: Receiver<Asked>,
-}
-
-impl Engine {
-    fn start() -> Self {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
-        let port = listener.local_addr().expect("an address").port();
-        let (sender, requests) = channel();
-        thread::spawn(move || {
-            for connection in listener.incoming().flatten() {
-                let sender: Sender<Asked> = sender.clone();
-                thread::spawn(move || Asked::read(connection).map(|asked| sender.send(asked)));
-            }
-        });
-        Self { port, requests }
-    }
-
-    fn url(&self) -> String {
-        url(self.port)
-    }
-
-    fn next(&self) -> Asked {
-        self.requests.recv_timeout(DEADLINE).expect("a request")
-    }
-
-    fn has_none(&self) -> bool {
-        self.requests.try_recv().is_err()
-    }
-}
-
-fn url(port: u16) -> String {
-    format!("http://127.0.0.1:{port}")
-}
 
 struct Proxy {
     process: Process,
@@ -177,8 +56,8 @@ impl Proxy {
 }
 
 /// Starts a prefill engine, a decode engine and a proxy for both.
-fn pair() -> (Engine, Engine, Proxy) {
-    let (prefill, decode) = (Engine::start(), Engine::start());
+fn pair() -> (HttpServer, HttpServer, Proxy) {
+    let (prefill, decode) = (HttpServer::start(), HttpServer::start());
     let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
     (prefill, decode, proxy)
 }
@@ -198,7 +77,7 @@ const PATH: &str = "/v1/completions";
 
 #[test]
 fn a_prompt_is_computed_by_one_engine_and_answered_by_another() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
+    let (prefill, decode) = (HttpServer::start(), HttpServer::start());
     let trace = ["--log-level", "trace"];
     let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &trace);
     // Spaces that no encoder would make.
@@ -285,7 +164,7 @@ fn an_answer_is_passed_on_as_it_comes() {
     });
 }
 
-fn in_flight(role: &str, engine: &Engine) -> String {
+fn in_flight(role: &str, engine: &HttpServer) -> String {
     let url = engine.url();
     format!("lmc_proxy_engine_in_flight{{role=\"{role}\",engine=\"{url}\"}}")
 }
@@ -359,7 +238,7 @@ fn entries_of_clients_for_servers_reach_no_engine() {
 /// Slow: a prefill has a whole second at least, and one is late.
 #[test]
 fn without_a_prefill_the_decode_engine_answers_all_the_same() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
+    let (prefill, decode) = (HttpServer::start(), HttpServer::start());
     let asked = |proxy: &Proxy| proxy.post(PATH, "", &long_prompt());
     let answered = |proxy: &Proxy, client: TcpStream, what: &str| {
         decode.next().answer(200, "answered");
@@ -380,7 +259,7 @@ fn without_a_prefill_the_decode_engine_answers_all_the_same() {
     prefill.next().answer(503, "no memory");
     answered(&proxy, client, "failed");
     // Another one computes what the first fails.
-    let other = Engine::start();
+    let other = HttpServer::start();
     let proxy = Proxy::start(&[&url(free_port()), &other.url()], &[&decode.url()], &[]);
     let client = asked(&proxy);
     other.next().answer(200, "{}");
@@ -416,7 +295,7 @@ fn a_client_that_leaves_ends_both_legs() {
 
 #[test]
 fn another_decode_engine_takes_what_one_cannot() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
+    let (prefill, decode) = (HttpServer::start(), HttpServer::start());
     let absent = url(free_port());
     let proxy = Proxy::start(&[&prefill.url()], &[&absent, &decode.url()], &[]);
     let client = proxy.post(PATH, "", r#"{"prompt": "short"}"#);
@@ -435,8 +314,8 @@ fn another_decode_engine_takes_what_one_cannot() {
 
 #[test]
 fn an_engine_that_answers_with_errors_is_asked_after_others() {
-    let (prefill, other) = (Engine::start(), Engine::start());
-    let (first, second) = (Engine::start(), Engine::start());
+    let (prefill, other) = (HttpServer::start(), HttpServer::start());
+    let (first, second) = (HttpServer::start(), HttpServer::start());
     let (prefills, decodes) = ([prefill.url(), other.url()], [first.url(), second.url()]);
     let proxy = Proxy::start(
         &[&prefills[0], &prefills[1]],
@@ -460,7 +339,11 @@ fn an_engine_that_answers_with_errors_is_asked_after_others() {
 
 #[test]
 fn a_request_that_an_engine_has_read_is_sent_to_no_other() {
-    let (prefill, first, second) = (Engine::start(), Engine::start(), Engine::start());
+    let (prefill, first, second) = (
+        HttpServer::start(),
+        HttpServer::start(),
+        HttpServer::start(),
+    );
     let decodes = [first.url(), second.url()];
     let proxy = Proxy::start(&[&prefill.url()], &[&decodes[0], &decodes[1]], &[]);
     let client = proxy.post(PATH, "", r#"{"prompt": "short"}"#);
@@ -556,7 +439,7 @@ fn what_is_no_request_for_engines_is_refused() {
 /// Slow: a connection without a request gets a second to end, and this one has one for longer.
 #[test]
 fn a_stop_lets_answers_under_way_end() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
+    let (prefill, decode) = (HttpServer::start(), HttpServer::start());
     let mut proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &[]);
     let client = proxy.post(PATH, "", &long_prompt());
     prefill.next().answer(200, "{}");
@@ -577,7 +460,7 @@ fn a_stop_lets_answers_under_way_end() {
 }
 
 /// Starts a proxy that knows the servers beside these prefill engines.
-fn at_once(prefill: &[&Engine], decode: &Engine) -> Proxy {
+fn at_once(prefill: &[&HttpServer], decode: &HttpServer) -> Proxy {
     let urls: Vec<String> = prefill.iter().map(|engine| engine.url()).collect();
     let urls: Vec<&str> = urls.iter().map(String::as_str).collect();
     let peers = ["--prefill-peer", "alpha", "--prefill-peer", "beta"];
@@ -585,8 +468,8 @@ fn at_once(prefill: &[&Engine], decode: &Engine) -> Proxy {
 }
 
 /// Starts a prefill engine whose server is known, a decode engine and a proxy for both.
-fn pair_at_once() -> (Engine, Engine, Proxy) {
-    let (prefill, decode) = (Engine::start(), Engine::start());
+fn pair_at_once() -> (HttpServer, HttpServer, Proxy) {
+    let (prefill, decode) = (HttpServer::start(), HttpServer::start());
     let proxy = at_once(&[&prefill], &decode);
     (prefill, decode, proxy)
 }
@@ -694,7 +577,11 @@ fn a_prefill_that_fails_takes_back_what_a_decode_engine_waits_for() {
 
 #[test]
 fn another_prefill_engine_is_waited_for_under_its_own_name() {
-    let (alpha, beta, decode) = (Engine::start(), Engine::start(), Engine::start());
+    let (alpha, beta, decode) = (
+        HttpServer::start(),
+        HttpServer::start(),
+        HttpServer::start(),
+    );
     let proxy = at_once(&[&alpha, &beta], &decode);
     let client = proxy.post(PATH, "", &long_prompt());
     let (first, second) = (alpha.next(), decode.next());
@@ -740,7 +627,11 @@ fn each_engine_of_a_role_has_a_server_or_none_has() {
 
 #[test]
 fn a_prompt_is_pushed_to_the_server_beside_the_engine_that_answers() {
-    let (prefill, first, second) = (Engine::start(), Engine::start(), Engine::start());
+    let (prefill, first, second) = (
+        HttpServer::start(),
+        HttpServer::start(),
+        HttpServer::start(),
+    );
     let decodes = [first.url(), second.url()];
     let flags = ["--decode-peer", "alpha", "--decode-peer", "beta"];
     let proxy = Proxy::start(&[&prefill.url()], &[&decodes[0], &decodes[1]], &flags);
@@ -769,7 +660,7 @@ fn a_prompt_is_pushed_to_the_server_beside_the_engine_that_answers() {
 
 #[test]
 fn another_engine_answers_where_the_one_that_a_prompt_is_pushed_to_is_gone() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
+    let (prefill, decode) = (HttpServer::start(), HttpServer::start());
     let decodes = [url(free_port()), decode.url()];
     let flags = ["--decode-peer", "alpha", "--decode-peer", "beta"];
     let proxy = Proxy::start(&[&prefill.url()], &[&decodes[0], &decodes[1]], &flags);
@@ -787,7 +678,7 @@ fn another_engine_answers_where_the_one_that_a_prompt_is_pushed_to_is_gone() {
 
 #[test]
 fn a_prompt_is_pushed_to_a_server_that_waits_for_it() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
+    let (prefill, decode) = (HttpServer::start(), HttpServer::start());
     let flags = ["--prefill-peer", "alpha", "--decode-peer", "beta"];
     let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &flags);
     let client = proxy.post(PATH, "", &long_prompt());
@@ -809,7 +700,7 @@ fn a_prompt_is_pushed_to_a_server_that_waits_for_it() {
 /// Slow: a prefill has a whole second at least, and one is late.
 #[test]
 fn a_prefill_that_is_late_ends_no_answer_that_may_have_begun() {
-    let (prefill, decode) = (Engine::start(), Engine::start());
+    let (prefill, decode) = (HttpServer::start(), HttpServer::start());
     let flags = ["--prefill-peer", "alpha", "--prefill-timeout-seconds", "1"];
     let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &flags);
     let client = proxy.post(PATH, "", &long_prompt());

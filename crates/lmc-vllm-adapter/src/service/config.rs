@@ -49,6 +49,9 @@ pub struct ServiceConfig {
     pub max_source_wait: Duration,
     /// Lookups that wait so at a time. Default: 256.
     pub max_source_waits: usize,
+    /// Says what became of the chunks of each request ([`Service::take_notices`](crate::Service::take_notices)).
+    /// Default: false.
+    pub notices: bool,
     /// Events kept for subscribers; 0 switches them off. Default: 32,768.
     pub kv_event_log_size: usize,
     /// Sessions at a time. Default: 65,536.
@@ -90,6 +93,7 @@ impl ServiceConfig {
             slot_grace: Duration::from_secs(120),
             max_source_wait: Duration::from_secs(30),
             max_source_waits: 256,
+            notices: false,
             kv_event_log_size: 32_768,
             max_sessions: 65_536,
             max_lookup_leases: 4 << 20,

@@ -12,6 +12,7 @@ use lmc_key::{ChunkHash, ChunkKey, HashMemo, Printable, Salt, SpaceId};
 use crate::protocol::{CacheKey, Reply};
 use crate::service::config::ServiceConfig;
 use crate::service::events::EventLog;
+use crate::service::notices::Notices;
 use crate::service::pulse::Pulse;
 use crate::service::spaces::Spaces;
 use crate::service::stats::{ServiceCounters, Stats, add};
@@ -26,6 +27,8 @@ pub(super) struct Context {
     pub(super) spaces: Arc<Spaces>,
     pub(super) stats: Stats,
     pub(super) pulse: Pulse,
+    /// None where no notices are asked for.
+    pub(super) notices: Option<Arc<Notices>>,
     pub(super) started: Instant,
     /// Bytes of slots that workers may be writing to.
     pub(super) store_bytes: AtomicU64,
@@ -47,10 +50,15 @@ impl Context {
         let chunk_size = config.hasher.chunk_size();
         let spaces = Arc::new(Spaces::new(Arc::clone(&events), chunk_size));
         engine.host().events().listen(Arc::clone(&spaces) as _);
+        let notices = config.notices.then(Arc::<Notices>::default);
+        if let Some(notices) = &notices {
+            engine.host().events().listen(Arc::clone(notices) as _);
+        }
         Self {
             memo: HashMemo::new(config.hash_memo_bytes),
             events,
             spaces,
+            notices,
             stats: Stats::new(),
             pulse: Pulse::new(config.copy_deadline / 2),
             started: Instant::now(),

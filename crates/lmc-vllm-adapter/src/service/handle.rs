@@ -23,6 +23,7 @@ use crate::service::copies::{Blocks, Copies, InspectError};
 use crate::service::events::{NextBatch, Subscription};
 use crate::service::jobs::{Job, JobThreads, Lane};
 use crate::service::lookups::Lookups;
+use crate::service::notices::Notice;
 use crate::service::registry::Registry;
 use crate::service::session::Wait;
 use crate::service::stats::{TransportCounters, add};
@@ -158,6 +159,36 @@ impl Service {
     /// Returns the settings that the service runs with.
     pub fn config(&self) -> &ServiceConfig {
         &self.0.context.config
+    }
+
+    /// Waits until [`Self::take_notices`] may have more to tell; for ever without
+    /// [`ServiceConfig::notices`].
+    pub async fn notices_changed(&self) {
+        match &self.0.context.notices {
+            Some(notices) => notices.changed().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Returns what became of the chunks of requests since the last call, and when to ask again even if
+    /// nothing changes. Of each request there is one notice: as soon as all ranks have its chunks, or when
+    /// it has ended without them.
+    pub fn take_notices(&self, now: Instant) -> (Vec<Notice>, Option<Instant>) {
+        let context = &self.0.context;
+        let Some(notices) = &context.notices else {
+            return (Vec::new(), None);
+        };
+        let (taken, next) = notices.take(&context.engine, now);
+        let stored = taken.iter().filter(|notice| notice.is_stored).count();
+        let counters = context.counters();
+        add(&counters.notices_stored, stored as u64);
+        add(&counters.notices_failed, (taken.len() - stored) as u64);
+        (taken, next)
+    }
+
+    /// Counts a notice that could not be passed on.
+    pub fn count_lost_notice(&self) {
+        add(&self.0.context.counters().notices_lost, 1);
     }
 
     /// Returns the engine of the service.

@@ -165,6 +165,9 @@ impl Lookups {
                 }
                 let before = sessions.end(client, &key.request_id);
                 drop(sessions);
+                if let Some(notices) = context.notices.as_ref().filter(|_| !is_known) {
+                    notices.refuse(key);
+                }
                 if let Some(before) = before {
                     before.end();
                 }
@@ -205,6 +208,10 @@ impl Lookups {
             .with_wait(wait)
             .with_awaited(wait.and(id))
             .with_parts(parts);
+        let notice_ranks = match &context.notices {
+            Some(_) => ranks.clone(),
+            None => Vec::new(),
+        };
         let request = LookupRequest::new(owner, hashes, ranks)
             .with_tenant(tenant)
             .with_hint(hint)
@@ -239,7 +246,13 @@ impl Lookups {
             }
         };
         let mut sessions = self.sessions.lock();
-        let new = || Session::new(client, now, clears).with_prefill(prefill_of(key));
+        let new = || {
+            let notices = context.notices.as_ref();
+            let notice = notices.map(|notices| notices.begin(key, clears, range, &notice_ranks));
+            Session::new(client, now, clears)
+                .with_prefill(prefill_of(key))
+                .with_notice(notice)
+        };
         let session = sessions.begin(client, &key.request_id, new);
         session.last_used = now;
         let before = session.set_lookup(known, clears);

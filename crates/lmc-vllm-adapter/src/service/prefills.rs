@@ -10,7 +10,7 @@ const MAX: usize = 4096;
 const REMEMBERED: Duration = Duration::from_secs(120);
 /// Time after the end of a request in which its engine may still begin to store: workers do not end
 /// with it.
-const LATE_STORES: Duration = Duration::from_millis(500);
+pub(super) const LATE_STORES: Duration = Duration::from_millis(500);
 
 #[derive(Debug)]
 struct Prefill {

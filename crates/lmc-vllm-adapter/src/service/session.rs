@@ -13,6 +13,7 @@ use lmc_key::{ClearsId, SpaceId};
 
 use crate::protocol::Reply;
 use crate::service::ClientId;
+use crate::service::notices::NoticeGuard;
 use crate::service::prefills::Prefills;
 
 /// Chunks that one part of a hold has at most, so that a range is cut out of a long prompt without
@@ -278,6 +279,8 @@ pub(crate) struct Session {
     clears: Digests,
     /// Id under which other servers wait for what is computed for it.
     prefill: Option<Arc<str>>,
+    /// Says at the end of the request that it is over.
+    _notice: Option<NoticeGuard>,
 }
 
 /// The clears that a request follows on.
@@ -365,6 +368,7 @@ impl Session {
             retrieved: 0,
             began: now,
             prefill: None,
+            _notice: None,
             clears: Digests {
                 first: clears,
                 last: clears,
@@ -375,6 +379,12 @@ impl Session {
     /// Says under which id other servers wait for what is computed for it.
     pub(crate) fn with_prefill(mut self, id: Option<Arc<str>>) -> Self {
         self.prefill = id;
+        self
+    }
+
+    /// Gives it what says at its end that it is over.
+    pub(crate) fn with_notice(mut self, notice: Option<NoticeGuard>) -> Self {
+        self._notice = notice;
         self
     }
 

@@ -165,6 +165,12 @@ counters! {
     source_waits_refused,
     /// Lookups whose request names a peer to push to (`lmcache.pd.to`) that is not connected.
     pushes_unknown,
+    /// Requests whose chunks all ranks had stored.
+    notices_stored,
+    /// Requests that ended without that, or that were not watched.
+    notices_failed,
+    /// Notices that could not be passed on.
+    notices_lost,
     /// Chunks made findable.
     stored_chunks,
     /// Bytes made findable.

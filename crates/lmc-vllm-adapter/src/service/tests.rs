@@ -15,6 +15,7 @@ use lmc_memory::ArenaConfig;
 use lmc_memory::cuda::Gpus;
 
 mod gpu;
+mod notices;
 
 use super::jobs::Lane;
 use super::*;
@@ -435,10 +436,8 @@ fn a_store_that_was_asked_for_before_a_clear_is_not_found_after_it() {
     assert_eq!(found(&service, 2, "b", 2), Reply::Int(0), "old weights");
 }
 
-#[test]
-fn what_a_clear_kept_from_being_found_is_not_announced() {
-    let service = service(|_| {});
-    let now = Instant::now();
+/// Registers a worker that copies by itself.
+fn register_engine_driven(service: &Service) {
     let context = EngineDrivenContext {
         instance_id: 1,
         model_name: MODEL.to_owned(),
@@ -452,26 +451,40 @@ fn what_a_clear_kept_from_being_found_is_not_announced() {
         record: None,
         unknown: UnknownFields::default(),
     };
+    let now = Instant::now();
     let instance = instance::Instance::engine_driven(&context, client(1), CHUNK as u32, now);
-    assert_eq!(
-        service.0.registry.add_instance(1, instance, Reply::None),
-        Reply::None
-    );
+    let added = service.0.registry.add_instance(1, instance, Reply::None);
+    assert_eq!(added, Reply::None);
+}
+
+/// Takes slots for the two chunks of a request.
+fn prepare_store(service: &Service, request: &str) {
     let prepare = Request::PrepareStore {
-        key: key("a", 2),
+        key: key(request, 2),
         instance_id: 1,
     };
-    let Reply::StoreSlots { slots, .. } = reply(&service, 1, prepare) else {
+    let Reply::StoreSlots { slots, .. } = reply(service, 1, prepare) else {
         panic!("no slots")
     };
     assert_eq!(slots.len(), 2);
-    clear(&service);
+}
+
+fn commit_store(service: &Service, request: &str) {
     let commit = Request::CommitStore {
-        key: key("a", 2),
+        key: key(request, 2),
         instance_id: 1,
         pickled: 0,
     };
-    reply(&service, 1, commit);
+    reply(service, 1, commit);
+}
+
+#[test]
+fn what_a_clear_kept_from_being_found_is_not_announced() {
+    let service = service(|_| {});
+    register_engine_driven(&service);
+    prepare_store(&service, "a");
+    clear(&service);
+    commit_store(&service, "a");
     assert_eq!(found(&service, 1, "b", 2), Reply::Int(0));
     // A router that follows the events.
     let events = &service.0.context.events;
