@@ -46,8 +46,9 @@ def pd(run):
             # Those of later prompts, while it is there.
             for seed in range(20, 20 + SEEDS):
                 wanted.of(seed)
+            conversation = wanted.conversation()
         for connector in run.connectors:
-            pair = Pair(run, connector, folder, wanted)
+            pair = Pair(run, connector, folder, wanted, conversation)
             stack.callback(pair.end)
             pair.play()
             pair.end()
@@ -62,6 +63,8 @@ LMCACHE_PROXY = ("lmcache-0.5.6.tar.gz",
                  "d6951e60ce8818a76aa42d0866a4ba85f1c95cd919355fff30ff24dcc3243f1e",
                  "examples/disagg_prefill_mp/disagg_proxy_server.py")
 SEEDS = 13
+# Tokens of the answer in a conversation, which end the chunk that the prompt begins, and fill one.
+ANSWER = 300
 
 
 def text(ids):
@@ -109,11 +112,20 @@ class Answers:
         return self.known[seed]
 
 
+    def conversation(self):
+        """Two turns: each turn's tokens with all before them, and its answer."""
+        first, more = prompts(40, 500, 60)
+        words = complete(self.port, first, max_tokens=ANSWER)
+        second = first + [int(word.removeprefix("w")) for word in words] + more
+        return (first, words), (second, complete(self.port, second))
+
+
 class Pair:
     """Two engines with a server each, and a proxy before them."""
 
-    def __init__(self, run, connector, model, wanted):
+    def __init__(self, run, connector, model, wanted, conversation):
         self.run, self.name, self.wanted = run, f"pd, {connector}", wanted
+        self.conversation = conversation
         # Tokens that are handed over together: lmc's own connector keeps tails.
         self.unit = CHUNK if connector == "stock" else BLOCK
         at = [f"127.0.0.1:{free_port()}" for _ in range(2)]
@@ -133,7 +145,7 @@ class Pair:
         for server in self.servers:
             server.start()
         own = run.args.package if connector == "lmc" else None
-        config = Server.own_transfer_config if own else Server.transfer_config
+        config = Server.own_transfer_config if own else with_answers
         self.prefill, self.decode = (
             self.started(VllmServe(model, *FLAGS, "--kv-transfer-config",
                                    config(server), paths=[own]))
@@ -197,6 +209,7 @@ class Pair:
         self.streams(21)
         self.together(22, 23)
         ids = prompts(20, *LENGTHS)[1]
+        self.follow_up()
         words = chat(self.port, ids)
         check(f"{self.name}: a chat of the same tokens has the same answer",
               words == self.wanted.of(20)[1], str(words))
@@ -260,6 +273,21 @@ class Pair:
         found = self.hits() - before
         check(f"{name}: the decode engine computes what is no whole {unit or self.unit} tokens alone",
               least <= found <= most, f"{found} of {most} tokens come from the other")
+
+    def follow_up(self):
+        """The prefill engine reads back what the decode engine has computed: the answer."""
+        (first, words), (second, then) = self.conversation
+        answer = complete(self.port, first, max_tokens=ANSWER)
+        check(f"{self.name}: the first turn of a conversation", answer == words)
+        hits = "vllm:external_prefix_cache_hits_total"
+        before = self.prefill.metric(hits)
+        answer = complete(self.port, second)
+        check(f"{self.name}: and its second turn", answer == then)
+        found = self.prefill.metric(hits) - before
+        known = len(first) + ANSWER - 1
+        least = known // CHUNK * CHUNK
+        check(f"{self.name}: the prefill engine computes what neither knew",
+              found >= least, f"{found} of {known} tokens come from the cache")
 
     def streams(self, seed):
         ids = prompts(seed, *LENGTHS)[2]
@@ -339,6 +367,13 @@ class Pair:
         for server in self.servers:
             if server.child and server.child.process.poll() is None:
                 server.stop()
+
+
+def with_answers(server):
+    """Settings of LMCache's connector with which it stores what the engine generates, as lmc's does."""
+    config = json.loads(server.transfer_config())
+    config["kv_connector_extra_config"]["lmcache.mp.save_decode_cache"] = True
+    return json.dumps(config)
 
 
 def vllm_router():
