@@ -5,6 +5,7 @@
 //! was leased and reserved comes back, and afterwards chunks are found at the peer again.
 
 mod network;
+mod pd;
 
 use std::thread;
 use std::time::Duration;
@@ -69,6 +70,8 @@ impl<'a> Daemon<'a> {
         let mut args = vec!["--l1-size-gb", "128MiB", "--p2p-key", key];
         // The machine may be busy.
         args.extend(["--p2p-locate-timeout", "1s"]);
+        // No wait of a request ends by its time.
+        args.extend(["--p2p-max-wait", "5m"]);
         args.extend(["--p2p-listen", listen, "--p2p-transport", transport]);
         args.extend(["--p2p-interfaces", network::DEVICE]);
         let advertised = v4(host + 1) + &format!(":{PORT}");
