@@ -475,19 +475,14 @@ impl CacheEngine {
         inserted
     }
 
-    /// Returns the number of leading chunks, computed after these clears, that are in DRAM. They do not
-    /// count as used.
-    pub fn leading_in_dram(
-        &self,
-        clears: ClearsId,
-        keys: impl IntoIterator<Item = ChunkKey>,
-    ) -> usize {
+    /// Returns for each chunk, computed after these clears, whether it is in DRAM. They do not count as
+    /// used.
+    pub fn are_in_dram(&self, clears: ClearsId, keys: &[ChunkKey]) -> Vec<bool> {
         if self.pool_is_lost() {
-            return 0;
+            return vec![false; keys.len()];
         }
-        let mut namer = Namer::new(|space: SpaceId| space.after(clears));
-        let is_there = |key: &ChunkKey| self.0.tier.contains(&[namer.key(*key)]) != [None];
-        keys.into_iter().take_while(is_there).count()
+        let found = self.0.tier.contains(&self.named(clears, keys));
+        found.into_iter().map(|len| len.is_some()).collect()
     }
 
     /// Returns true while a worker writes a chunk that was computed after these clears.

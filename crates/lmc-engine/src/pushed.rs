@@ -161,13 +161,19 @@ impl PushedChunks {
         });
     }
 
-    /// Returns true while a push brings the chunk.
-    pub(crate) fn is_receiving(&self, key: &ChunkKey) -> bool {
+    /// Returns for each chunk whether a push brings it.
+    pub(crate) fn are_receiving(&self, keys: &[ChunkKey]) -> Vec<bool> {
         if self.is_empty() {
-            return false;
+            return vec![false; keys.len()];
         }
         let table = self.table.lock();
-        (table.by_key.get(key)).is_some_and(|chunk| chunk.receiving > 0)
+        let is_receiving = |key| {
+            table
+                .by_key
+                .get(key)
+                .is_some_and(|chunk| chunk.receiving > 0)
+        };
+        keys.iter().map(is_receiving).collect()
     }
 
     /// Returns true if there are none. Takes no lock.

@@ -165,7 +165,8 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     }
     let ticks = tokio::spawn(tick(service.clone(), background, stopped.clone()));
     let losses = tokio::spawn(losses::watch(service.clone(), stopped.clone()));
-    let notices = notices::pass_on(service.clone(), config.pd_notify.clone(), stopped.clone());
+    let (stop_notices, notices_stopped) = watch::channel(false);
+    let notices = notices::send(service.clone(), config.pd_notify.clone(), notices_stopped);
     let notices = tokio::spawn(notices);
     let prefault = tokio::spawn(watch_prefault(Arc::clone(&arena), stopped.clone()));
     let mut engines = tokio::spawn(server.run(stopped));
@@ -207,7 +208,7 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     );
     stop.send_replace(true);
     let drained = async {
-        let _ = tokio::join!(engines, http, ticks, losses, notices, prefault);
+        let _ = tokio::join!(engines, http, ticks, losses, prefault);
     };
     let closed = async {
         let deadline = Instant::now() + stop_timeout(config);
@@ -218,6 +219,9 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
                 Stop::Forced
             }
         };
+        // No engine stores any more.
+        stop_notices.send_replace(true);
+        let _ = notices.await;
         close_tiers(&service, deadline).await;
         stop
     };

@@ -83,7 +83,7 @@ metrics! {
     "lmc_source_waits_total" counter "Lookups that may wait for a peer that their request names, until the peer's engine has computed the prompt (lmcache.pd.wait_ms)." = |s| s.counts.source_waits;
     "lmc_source_waits_refused_total" counter "Lookups that did not wait for a peer because too many others did." = |s| s.counts.source_waits_refused;
     "lmc_pushes_unknown_total" counter "Lookups whose request names a peer to push to (lmcache.pd.to) that is not connected." = |s| s.counts.pushes_unknown;
-    "lmc_pd_notices_total{outcome=\"stored\"}" counter "Requests that the proxies of --pd-notify are told of: all ranks have stored their chunks, or they ended without that." = |s| s.counts.notices_stored;
+    "lmc_pd_notices_total{outcome=\"stored\"}" counter "Notices of requests for the proxies of --pd-notify, by outcome: all ranks have stored the chunks, or the request has failed." = |s| s.counts.notices_stored;
     "lmc_pd_notices_total{outcome=\"failed\"}" counter "" = |s| s.counts.notices_failed;
     "lmc_pd_notices_lost_total" counter "Notices that a proxy of --pd-notify did not take in time, each counted for each proxy." = |s| s.counts.notices_lost;
     "lmc_stores_failed_total" counter "Stores that were dropped or failed." = |s| s.counts.stores_failed;

@@ -1,16 +1,16 @@
-//! Notices to proxies: what became of the chunks of each request of this server's engines.
+//! Notices to proxies: the ends of the stores of requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Result, anyhow, ensure};
 use axum::body::{Body, to_bytes};
 use axum::http::header::CONTENT_TYPE;
 use axum::http::{Request, Uri};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
 use lmc_vllm_adapter::{Notice, Service};
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
@@ -23,48 +23,41 @@ use crate::config::NoticeTarget;
 
 /// Time for which a notice is tried.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Longest time of one try.
-const TRY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest time of one message.
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause before the next try, at first and at most.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 /// Notices that wait for one proxy, at most.
-const MAX_WAITING: usize = 4096;
-/// Notices that one proxy is given at a time.
-const AT_ONCE: usize = 16;
+const MAX_QUEUED: usize = 4096;
+/// Notices that one proxy is sent at a time.
+const MAX_UNDER_WAY: usize = 16;
 /// Time in which chunks that come one after the other are looked at together.
-const TOGETHER: Duration = Duration::from_millis(1);
-/// Ranks of a request that a proxy is told of one by one, at most.
+const LOOK_PAUSE: Duration = Duration::from_millis(1);
+/// Ranks of a request of which a proxy is sent a message each, at most.
 const MAX_RANKS: u32 = 1024;
-/// Bytes of a proxy's answer, which is not used.
+/// Bytes of a proxy's answer that are read, so that its connection can be used again.
 const MAX_ANSWER: usize = 64 << 10;
+/// Time after which a connection to a proxy that is not used is closed, as for engines of `lmc proxy`.
+const POOL_IDLE: Duration = Duration::from_secs(2);
+/// Time that proxies have to take the last notices of a server that stops.
+const LAST_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A notice, and the end of the time for which it is tried.
-type Waiting = (Arc<Notice>, Instant);
+type Queued = (Arc<Notice>, Instant);
 
-/// Passes notices on until `stopped` turns true.
-pub(crate) async fn pass_on(
+/// Sends proxies the notices of a server. Once `stopped` turns true, sends the last ones and ends.
+pub(crate) async fn send(
     service: Service,
     targets: Vec<NoticeTarget>,
     mut stopped: watch::Receiver<bool>,
 ) {
-    let mut proxies = JoinSet::new();
-    let mut queues = Vec::new();
-    for target in targets {
-        let (queue, waiting) = mpsc::channel(MAX_WAITING);
-        queues.push(queue);
-        proxies.spawn(serve(Proxy::new(target), waiting, service.clone()));
+    let proxies = Proxies::start(&service, targets);
+    if proxies.queues.is_empty() {
+        return;
     }
     loop {
-        let now = Instant::now();
-        let (notices, again) = service.take_notices(now);
-        for notice in notices.into_iter().map(Arc::new) {
-            for queue in &queues {
-                let waiting = (Arc::clone(&notice), now + NOTICE_TIMEOUT);
-                if queue.try_send(waiting).is_err() {
-                    service.count_lost_notice();
-                }
-            }
-        }
+        let (notices, again) = service.take_notices(Instant::now());
+        proxies.queue(notices);
         let again = async {
             match again {
                 Some(again) => sleep_until(again.into()).await,
@@ -74,25 +67,74 @@ pub(crate) async fn pass_on(
         tokio::select! {
             () = service.notices_changed() => {}
             () = again => {}
-            _ = stopped.wait_for(|&stop| stop) => return,
+            _ = stopped.wait_for(|&stop| stop) => break,
         }
-        sleep(TOGETHER).await;
+        sleep(LOOK_PAUSE).await;
+    }
+    let (notices, _) = service.take_notices(Instant::now());
+    proxies.queue(notices);
+    proxies.queue(service.take_last_notices());
+    proxies.end().await;
+}
+
+/// The proxies of a server, each with its queue and its task.
+struct Proxies {
+    service: Service,
+    queues: Vec<mpsc::Sender<Queued>>,
+    tasks: JoinSet<()>,
+}
+
+impl Proxies {
+    fn start(service: &Service, targets: Vec<NoticeTarget>) -> Self {
+        let mut this = Self {
+            service: service.clone(),
+            queues: Vec::new(),
+            tasks: JoinSet::new(),
+        };
+        for target in targets {
+            let (queue, queued) = mpsc::channel(MAX_QUEUED);
+            this.queues.push(queue);
+            this.tasks
+                .spawn(serve(Proxy::new(target), queued, service.clone()));
+        }
+        this
+    }
+
+    /// Queues notices for each proxy. Those for which a queue has no capacity are lost.
+    fn queue(&self, notices: Vec<Notice>) {
+        let until = Instant::now() + NOTICE_TIMEOUT;
+        for notice in notices.into_iter().map(Arc::new) {
+            for queue in &self.queues {
+                if queue.try_send((Arc::clone(&notice), until)).is_err() {
+                    self.service.count_lost_notices(1);
+                }
+            }
+        }
+    }
+
+    /// Waits until the proxies have taken what is queued, for a short time.
+    async fn end(mut self) {
+        self.queues.clear();
+        let ended = async { while self.tasks.join_next().await.is_some() {} };
+        if timeout(LAST_TIMEOUT, ended).await.is_err() {
+            warn!("not every proxy of --pd-notify has taken its last notices");
+        }
     }
 }
 
-/// Gives one proxy its notices, several at a time.
-async fn serve(proxy: Proxy, mut waiting: mpsc::Receiver<Waiting>, service: Service) {
+/// Sends one proxy its notices, several at a time.
+async fn serve(proxy: Proxy, mut queued: mpsc::Receiver<Queued>, service: Service) {
     let proxy = Arc::new(proxy);
     let mut under_way = JoinSet::new();
     loop {
         tokio::select! {
-            Some((notice, until)) = waiting.recv(), if under_way.len() < AT_ONCE => {
+            Some((notice, until)) = queued.recv(), if under_way.len() < MAX_UNDER_WAY => {
                 let proxy = Arc::clone(&proxy);
-                under_way.spawn(async move { proxy.tell(&notice, until).await });
+                under_way.spawn(async move { proxy.send(&notice, until).await });
             }
-            Some(told) = under_way.join_next() => {
-                if !told.unwrap_or(false) {
-                    service.count_lost_notice();
+            Some(sent) = under_way.join_next() => {
+                if !sent.unwrap_or(false) {
+                    service.count_lost_notices(1);
                 }
             }
             else => return,
@@ -100,7 +142,7 @@ async fn serve(proxy: Proxy, mut waiting: mpsc::Receiver<Waiting>, service: Serv
     }
 }
 
-/// A proxy that is told of requests.
+/// A proxy that is sent notices.
 struct Proxy {
     target: NoticeTarget,
     client: Client<HttpConnector, Body>,
@@ -110,20 +152,25 @@ struct Proxy {
 
 impl Proxy {
     fn new(target: NoticeTarget) -> Self {
+        let client = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(POOL_IDLE)
+            .build_http();
         Self {
             target,
-            client: Client::builder(TokioExecutor::new()).build_http(),
+            client,
             is_failing: AtomicBool::new(false),
         }
     }
 
-    /// Tells the proxy of a request, and again until it has taken that or the time is over. Returns true if
-    /// it has taken it.
-    async fn tell(&self, notice: &Notice, until: Instant) -> bool {
+    /// Sends the messages of a notice, each again until the proxy has taken it or the time is over. Returns
+    /// true if it has taken all.
+    async fn send(&self, notice: &Notice, until: Instant) -> bool {
+        // Messages that it has taken.
+        let mut taken = 0;
         let mut pause = PAUSE.0;
         while Instant::now() < until {
-            let told = timeout(TRY_TIMEOUT, self.try_to_tell(notice)).await;
-            match told.unwrap_or_else(|_| Err(anyhow::anyhow!("no answer within 5 s"))) {
+            match self.send_from(notice, &mut taken).await {
                 Ok(()) => {
                     if self.is_failing.swap(false, Ordering::Relaxed) {
                         info!(proxy = %self.target, "the proxy takes notices again");
@@ -132,10 +179,11 @@ impl Proxy {
                 }
                 Err(error) => {
                     if !self.is_failing.swap(true, Ordering::Relaxed) {
+                        let error = format!("{error:#}");
                         warn!(
                             proxy = %self.target,
-                            error = format!("{error:#}"),
-                            "a proxy does not take notices; each is tried for 30 s: look whether it \
+                            error,
+                            "a proxy does not take notices, which are tried for 30 s: look whether it \
                              runs, and whether --pd-notify has its address"
                         );
                     }
@@ -147,24 +195,30 @@ impl Proxy {
         false
     }
 
-    async fn try_to_tell(&self, notice: &Notice) -> Result<()> {
+    async fn send_from(&self, notice: &Notice, taken: &mut usize) -> Result<()> {
+        let late = || anyhow!("no answer within {} s", MESSAGE_TIMEOUT.as_secs());
         match &self.target {
             NoticeTarget::Http(url) => {
-                for body in posts(notice) {
-                    self.post(url, &body).await?;
+                for body in posts(notice).skip(*taken) {
+                    let sent = timeout(MESSAGE_TIMEOUT, self.post(url, &body)).await;
+                    sent.map_err(|_| late())??;
+                    *taken += 1;
                 }
-                Ok(())
             }
             NoticeTarget::Zmq(at) => {
-                // A connection of its own for each: on one whose other end is gone, messages are lost.
+                // A connection for each notice: on one whose other end has gone, messages are lost.
                 let mut socket = PushSocket::new();
-                socket.connect(&format!("tcp://{at}")).await?;
-                for message in messages(notice) {
-                    socket.send(message.into()).await?;
+                let at = format!("tcp://{at}");
+                let connected = timeout(MESSAGE_TIMEOUT, socket.connect(&at)).await;
+                connected.map_err(|_| late())??;
+                for message in messages(notice).skip(*taken) {
+                    let sent = timeout(MESSAGE_TIMEOUT, socket.send(message.into())).await;
+                    sent.map_err(|_| late())??;
+                    *taken += 1;
                 }
-                Ok(())
             }
         }
+        Ok(())
     }
 
     async fn post(&self, url: &Uri, body: &Value) -> Result<()> {
@@ -173,21 +227,20 @@ impl Proxy {
             .body(Body::from(body.to_string()))?;
         let answer = self.client.request(request).await?;
         let status = answer.status();
-        to_bytes(Body::new(answer.into_body()), MAX_ANSWER)
-            .await
-            .context("its answer")?;
         ensure!(status.is_success(), "it answers HTTP {status}");
+        // Whatever it says.
+        let _ = to_bytes(Body::new(answer.into_body()), MAX_ANSWER).await;
         Ok(())
     }
 }
 
-/// Returns what is posted: as LMCache's connector does it.
-fn posts(notice: &Notice) -> Vec<Value> {
+/// Returns what is posted: for each rank what LMCache's connector posts; a failure once.
+fn posts(notice: &Notice) -> impl Iterator<Item = Value> {
     let event = match notice.is_stored {
         true => "request_store_finished",
         false => "request_store_failed",
     };
-    let post = |kv_rank: u32| {
+    (0..copies(notice)).map(move |kv_rank| {
         let mut post = json!({
             "event": event,
             "request_ids_set": [notice.request_id],
@@ -199,12 +252,11 @@ fn posts(notice: &Notice) -> Vec<Value> {
             post["pd_id"] = Value::from(notice.pd_id.clone());
         }
         post
-    };
-    (0..copies(notice)).map(post).collect()
+    })
 }
 
-/// Returns what is sent over ZeroMQ: LMCache's `ProxyNotif`, in MessagePack.
-fn messages(notice: &Notice) -> Vec<Vec<u8>> {
+/// Returns what is sent over ZeroMQ, in MessagePack: LMCache's `ProxyNotif` for each rank; a failure once.
+fn messages(notice: &Notice) -> impl Iterator<Item = Vec<u8>> {
     let id = match notice.pd_id.is_empty() {
         true => &notice.request_id,
         false => &notice.pd_id,
@@ -218,10 +270,11 @@ fn messages(notice: &Notice) -> Vec<Vec<u8>> {
     for text in ["type", kind, "req_id", id] {
         push_text(&mut message, text);
     }
-    vec![message; copies(notice) as usize]
+    std::iter::repeat_n(message, copies(notice) as usize)
 }
 
-/// Returns how often a proxy is told: once for each rank, which it may count, and of a failure once.
+/// Returns the number of messages of a notice: one for each rank, which a proxy may count, and one for a
+/// failure.
 fn copies(notice: &Notice) -> u32 {
     match notice.is_stored {
         true => notice.world_size.min(MAX_RANKS),
@@ -239,4 +292,30 @@ fn push_text(message: &mut Vec<u8>, text: &str) {
         }
     }
     message.extend(text.as_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_rank_has_its_message_and_a_failure_one() {
+        let mut notice = Notice::default();
+        (notice.request_id, notice.world_size) = ("a".to_owned(), 3);
+        notice.is_stored = true;
+        let ranks: Vec<u64> = posts(&notice)
+            .filter_map(|post| post["kv_rank"].as_u64())
+            .collect();
+        assert_eq!(ranks, [0, 1, 2]);
+        let stored = b"\x82\xa4type\xaaProxyNotif\xa6req_id\xa1a";
+        assert_eq!(messages(&notice).collect::<Vec<_>>(), [&stored[..]; 3]);
+        notice.is_stored = false;
+        let events: Vec<Value> = posts(&notice).map(|post| post["event"].clone()).collect();
+        assert_eq!(events, ["request_store_failed"]);
+        let failed = b"\x82\xa4type\xb0ProxyNotifFailed\xa6req_id\xa1a";
+        assert_eq!(messages(&notice).collect::<Vec<_>>(), [&failed[..]]);
+        notice.world_size = u32::MAX;
+        notice.is_stored = true;
+        assert_eq!(posts(&notice).count(), MAX_RANKS as usize);
+    }
 }

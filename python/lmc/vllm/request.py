@@ -21,11 +21,8 @@ ALIASES = frozenset(
         "do_remote_decode",
     )
 )
-# Fields of a hand-over from a prefill engine to a decode engine: the id that both requests have, and the
-# time for which the second one waits.
-PREFILL = "lmcache.pd.id"
+# Field of a request that is handed over from a prefill engine: the time for which it waits.
 WAIT = "lmcache.pd.wait_ms"
-MAX_PREFILL = 256
 MAX_SALT = 128
 # Salts that begin so are made here, and never taken from a request as they are.
 OWN_SALT = "lmc-"
@@ -70,13 +67,11 @@ class RequestState:
     is_mixed: bool = False
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether another engine may wait until this request has ended: its server keeps what the
-        lookup has found until then, so it has to be short."""
-        configs = self.configs or {}
-        prefill = configs.get(PREFILL)
-        is_named = isinstance(prefill, str) and 0 < len(prefill.encode()) <= MAX_PREFILL
-        return is_named and WAIT not in configs and self.request.max_tokens == 1
+    def is_prefill(self) -> bool:
+        """Whether this request may compute a prompt for another engine, which waits until it has ended, or
+        whose proxy does: its session lasts as long. Its server keeps what the lookup has found until then,
+        so it has to be short."""
+        return self.request.max_tokens == 1 and WAIT not in (self.configs or {})
 
 
 def transfer_configs(

@@ -89,10 +89,8 @@ impl Sources {
 #[derive(Debug, Clone, Default)]
 enum Answer {
     Found(Source),
-    /// A peer's push brings it to DRAM.
-    Arriving,
-    /// An engine is writing it to the tier.
-    Pending(usize),
+    /// An engine is writing it to the tier; a push brings it to DRAM where none is given.
+    Pending(Option<usize>),
     /// A source of the tier may write it.
     Expected(usize),
     #[default]
@@ -125,9 +123,7 @@ impl Waits {
     fn end_for(self, answer: &Answer) -> Option<Instant> {
         match answer {
             // A source that the prompt waits for may write for long.
-            Answer::Arriving | Answer::Pending(_) => {
-                Some(self.written_until.max(self.expected_until))
-            }
+            Answer::Pending(_) => Some(self.written_until.max(self.expected_until)),
             Answer::Expected(_) => Some(self.expected_until),
             Answer::Found(_) | Answer::Absent => None,
         }
@@ -242,6 +238,13 @@ impl Tiers {
         };
         let keys = page.items.iter().map(|item| item.key).collect();
         (keys, page.next.map(Cursor::raw))
+    }
+
+    /// Returns for each chunk whether it is in DRAM and has this length.
+    fn each_in_dram(&self, keys: &[ChunkKey], chunk_bytes: Option<u64>) -> Vec<bool> {
+        let found = self.local.contains(keys).into_iter();
+        let is_it = |len: Option<u64>| len.is_some_and(|len| fits(len, chunk_bytes));
+        found.map(is_it).collect()
     }
 
     fn each_now(
@@ -401,9 +404,14 @@ impl Tiers {
             tokio::time::sleep(pause.min(left)).await;
             pause = (pause * 2).min(ASK_AGAIN.1.max((now() - begun) / ASK_AGAIN_PART));
             let asked: Vec<ChunkKey> = pending.iter().map(|&n| keys[n]).collect();
-            let again = self
-                .ask_and_look(&asked, asked.len(), again, Asked::Only(&tiers))
-                .await;
+            let is_pushed = |n: &&usize| matches!(answers[**n], Answer::Pending(None));
+            let pushed = pending.iter().filter(is_pushed).map(|&n| keys[n]);
+            let pushed: Vec<ChunkKey> = pushed.collect();
+            let which = match self.push_has_failed(&pushed, hint.chunk_bytes) {
+                true => Asked::All,
+                false => Asked::Only(&tiers),
+            };
+            let again = self.ask_and_look(&asked, asked.len(), again, which).await;
             for (n, answer) in pending.into_iter().zip(again) {
                 answers[n] = answer;
             }
@@ -412,6 +420,15 @@ impl Tiers {
         sources.resize(needed, None);
         sources.extend(others.into_iter().map(Answer::source));
         (sources, has_waited)
+    }
+
+    /// Returns true if a chunk is neither in DRAM nor being brought there: another tier may have it then.
+    fn push_has_failed(&self, keys: &[ChunkKey], chunk_bytes: Option<u64>) -> bool {
+        let arriving = self.pushed.are_receiving(keys).into_iter();
+        let there = self.each_in_dram(keys, chunk_bytes);
+        arriving
+            .zip(there)
+            .any(|(arriving, there)| !arriving && !there)
     }
 
     /// Asks as [`Self::ask`] does, then looks which of the needed chunks have come to DRAM meanwhile, and
@@ -424,19 +441,26 @@ impl Tiers {
         which: Asked<'_>,
     ) -> Vec<Answer> {
         let mut answers = self.ask(keys, needed, hint, which).await;
-        for (answer, key) in answers.iter_mut().zip(&keys[..needed]) {
-            if let Answer::Found(_) = answer {
-                continue;
+        let is_absent = |answer: &Answer| matches!(answer, Answer::Absent);
+        let is_found = |answer: &Answer| matches!(answer, Answer::Found(_));
+        let (answered, keys) = (&mut answers[..needed], &keys[..needed]);
+        if answered.iter().all(is_found) || answered.iter().all(is_absent) && self.pushed.is_empty()
+        {
+            return answers;
+        }
+        // A push does not wait for itself. What it has brought is in DRAM before it ends.
+        let arriving = match hint.sources_only {
+            true => vec![false; needed],
+            false => self.pushed.are_receiving(keys),
+        };
+        let there = self.each_in_dram(keys, hint.chunk_bytes);
+        for ((answer, arriving), there) in answered.iter_mut().zip(arriving).zip(there) {
+            match answer {
+                Answer::Found(_) => {}
+                _ if there => *answer = Answer::Found(Source::Dram),
+                Answer::Absent if arriving => *answer = Answer::Pending(None),
+                _ => {}
             }
-            // A push does not wait for itself. What it has brought is in DRAM before it ends.
-            let is_arriving = !hint.sources_only && self.pushed.is_receiving(key);
-            *answer = match mem::take(answer) {
-                _ if self.local.contains(&[*key]) != [None] => Answer::Found(Source::Dram),
-                Answer::Absent if is_arriving => Answer::Arriving,
-                // A chunk after one that is absent is of no use.
-                Answer::Absent => break,
-                awaited => awaited,
-            };
         }
         answers
     }
@@ -510,7 +534,7 @@ impl Tiers {
                         let source = self.source(index, location, hint.chunk_bytes);
                         source.map_or(Answer::Absent, Answer::Found)
                     }
-                    Ok(Located::Pending) => Answer::Pending(index),
+                    Ok(Located::Pending) => Answer::Pending(Some(index)),
                     Ok(Located::Expected) => Answer::Expected(index),
                     Ok(Located::Absent) | Err(_) => Answer::Absent,
                 };
@@ -571,15 +595,16 @@ impl Answer {
     fn source(self) -> Option<Source> {
         match self {
             Self::Found(source) => Some(source),
-            Self::Arriving | Self::Pending(_) | Self::Expected(_) | Self::Absent => None,
+            Self::Pending(_) | Self::Expected(_) | Self::Absent => None,
         }
     }
 
     /// Returns the tier that the chunk is written to or expected by.
     fn expected_by(&self) -> Option<usize> {
         match self {
-            Self::Pending(tier) | Self::Expected(tier) => Some(*tier),
-            Self::Found(_) | Self::Arriving | Self::Absent => None,
+            Self::Pending(tier) => *tier,
+            Self::Expected(tier) => Some(*tier),
+            Self::Found(_) | Self::Absent => None,
         }
     }
 
@@ -587,7 +612,7 @@ impl Answer {
     fn tier(&self) -> Option<usize> {
         match self {
             Self::Found(source) => source.tier(),
-            Self::Arriving | Self::Pending(_) | Self::Expected(_) | Self::Absent => None,
+            Self::Pending(_) | Self::Expected(_) | Self::Absent => None,
         }
     }
 
@@ -600,7 +625,6 @@ impl Answer {
                 other
             }),
             (found @ Self::Found(_), _) | (_, found @ Self::Found(_)) => found,
-            (Self::Arriving, _) | (_, Self::Arriving) => Self::Arriving,
             (Self::Pending(one), Self::Pending(other)) => Self::Pending(one.min(other)),
             (pending @ Self::Pending(_), _) | (_, pending @ Self::Pending(_)) => pending,
             (Self::Expected(one), Self::Expected(other)) => Self::Expected(one.min(other)),

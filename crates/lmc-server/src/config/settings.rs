@@ -163,7 +163,7 @@ settings! {
         Events {
             /// Store and eviction records kept for subscribers of KV events; 0 turns the stream off.
             kv_event_log_size: usize = "kv-event-log-size", Value "N", "32768", |raw| parse::count(raw, 0, 1 << 24);
-            /// Proxies that are told as soon as all ranks have stored the chunks of a request, or that they will not, separated by commas: http://HOST:PORT/PATH for a POST as LMCache's connector sends it, tcp://HOST:PORT for a ZeroMQ PULL socket. For proxies that wait for such a notice, beside a prefill engine; `lmc proxy` does not.
+            /// Proxies that are sent a notice for each request, as soon as all ranks have stored its chunks or when it has failed, separated by commas: http://HOST:PORT/PATH is sent a POST as LMCache's connector sends it, tcp://HOST:PORT a ZeroMQ message. For a server beside a prefill engine whose proxy waits for such notices; `lmc proxy` does not.
             pd_notify: Vec<NoticeTarget> = "pd-notify", Value "URLS", "none", parse::notice_targets;
         }
         Log {

@@ -1,4 +1,6 @@
-//! What `--pd-notify` tells proxies.
+//! Notices that `--pd-notify` sends to proxies.
+
+use std::thread;
 
 use lmc_testkit::{DEADLINE, free_port, until};
 use lmc_vllm_adapter::RequestConfigs;
@@ -34,7 +36,7 @@ fn next(proxy: &HttpServer) -> (Value, Asked) {
 }
 
 #[test]
-fn a_proxy_learns_that_a_request_is_stored_or_has_failed() {
+fn a_proxy_is_sent_whether_a_request_is_stored_or_has_failed() {
     let proxy = HttpServer::start();
     let server = start(&format!("{}{PATH}", proxy.url()));
     let mut client = server.client();
@@ -66,6 +68,13 @@ fn a_proxy_learns_that_a_request_is_stored_or_has_failed() {
         assert_eq!(server.metric(&series(outcome)), 1.0, "{outcome}");
     }
     assert_eq!(server.metric("lmc_pd_notices_lost_total"), 0.0);
+    // The server stops before its engine has stored.
+    Prompt(8).begin_lookup(&mut client, "three");
+    let stopping = thread::spawn(move || server.terminate());
+    let (told, asked) = next(&proxy);
+    assert_eq!(told, event("request_store_failed", "three"));
+    asked.answer(200, "{}");
+    stopping.join().expect("it stops");
     assert!(proxy.has_none());
 }
 

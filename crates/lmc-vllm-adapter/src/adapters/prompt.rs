@@ -9,7 +9,7 @@ use std::sync::Arc;
 use lmc_key::ChunkHash;
 
 use crate::adapters::common::Server;
-use crate::protocol::CacheKey;
+use crate::protocol::{CacheKey, TAIL_LOOKUP};
 
 /// The tokens of a prompt, or the hashes of its chunks from the first on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -82,7 +82,7 @@ impl Prompt {
 /// Returns the name under which a tail after whole chunks is looked up and retrieved: the server keeps
 /// one lookup for each name. No user can give a request this one.
 pub(crate) fn tail_request_id(request_id: &str) -> String {
-    format!("{request_id}\u{1f}tail")
+    format!("{request_id}{TAIL_LOOKUP}")
 }
 
 /// Returns the hashes of a prompt's whole chunks: the hash of the last block of each.

@@ -23,4 +23,4 @@ pub use operation::{
     UnknownFields,
 };
 #[cfg(any(feature = "adapters", feature = "service"))]
-pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, UNITS, WAIT_LOOKUP};
+pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, TAIL_LOOKUP, UNITS, WAIT_LOOKUP};

@@ -155,6 +155,9 @@ pub(crate) const WAIT_LOOKUP: &str = "lmc_wait_lookup";
 /// Capability of a server that knows chunks of other sizes than its own, where the engine names them.
 pub(crate) const UNITS: &str = "lmc_units";
 
+/// End of the name under which lmc's own connector looks up what follows the whole chunks of a request.
+pub(crate) const TAIL_LOOKUP: &str = "\u{1f}tail";
+
 /// A range of a prompt, with the model, rank and tenant whose KV cache it is (`IPCCacheServerKey`
 /// on the wire).
 #[derive(Debug, Clone, Default, PartialEq)]

@@ -49,7 +49,7 @@ pub struct ServiceConfig {
     pub max_source_wait: Duration,
     /// Lookups that wait so at a time. Default: 256.
     pub max_source_waits: usize,
-    /// Says what became of the chunks of each request ([`Service::take_notices`](crate::Service::take_notices)).
+    /// Makes notices of the ends of stores ([`Service::take_notices`](crate::Service::take_notices)).
     /// Default: false.
     pub notices: bool,
     /// Events kept for subscribers; 0 switches them off. Default: 32,768.

@@ -161,8 +161,8 @@ impl Service {
         &self.0.context.config
     }
 
-    /// Waits until [`Self::take_notices`] may have more to tell; for ever without
-    /// [`ServiceConfig::notices`].
+    /// Waits until [`Self::take_notices`] may return more; without end where
+    /// [`ServiceConfig::notices`] is false.
     pub async fn notices_changed(&self) {
         match &self.0.context.notices {
             Some(notices) => notices.changed().await,
@@ -170,25 +170,34 @@ impl Service {
         }
     }
 
-    /// Returns what became of the chunks of requests since the last call, and when to ask again even if
-    /// nothing changes. Of each request there is one notice: as soon as all ranks have its chunks, or when
-    /// it has ended without them.
+    /// Returns the notices that are due, and when to ask again even if nothing changes. There is one for
+    /// each request that is looked up: as soon as all ranks have its chunks, or when it has ended without
+    /// them.
     pub fn take_notices(&self, now: Instant) -> (Vec<Notice>, Option<Instant>) {
-        let context = &self.0.context;
-        let Some(notices) = &context.notices else {
+        let Some(notices) = &self.0.context.notices else {
             return (Vec::new(), None);
         };
-        let (taken, next) = notices.take(&context.engine, now);
-        let stored = taken.iter().filter(|notice| notice.is_stored).count();
-        let counters = context.counters();
-        add(&counters.notices_stored, stored as u64);
-        add(&counters.notices_failed, (taken.len() - stored) as u64);
-        (taken, next)
+        let (taken, next) = notices.take(&self.0.context.engine, now);
+        (self.counted(taken), next)
     }
 
-    /// Counts a notice that could not be passed on.
-    pub fn count_lost_notice(&self) {
-        add(&self.0.context.counters().notices_lost, 1);
+    /// Returns the notices of all requests that have none yet: they have failed.
+    pub fn take_last_notices(&self) -> Vec<Notice> {
+        let notices = self.0.context.notices.as_ref();
+        self.counted(notices.map_or_else(Vec::new, |notices| notices.fail_all()))
+    }
+
+    fn counted(&self, notices: Vec<Notice>) -> Vec<Notice> {
+        let stored = notices.iter().filter(|notice| notice.is_stored).count();
+        let counters = self.0.context.counters();
+        add(&counters.notices_stored, stored as u64);
+        add(&counters.notices_failed, (notices.len() - stored) as u64);
+        notices
+    }
+
+    /// Counts notices that a proxy did not take.
+    pub fn count_lost_notices(&self, lost: u64) {
+        add(&self.0.context.counters().notices_lost, lost);
     }
 
     /// Returns the engine of the service.

@@ -11,10 +11,11 @@ use lmc_engine::{
 use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use parking_lot::Mutex;
 
-use crate::protocol::{CacheKey, Reply, Sources, TierChunks};
+use crate::protocol::{CacheKey, Reply, Sources, TAIL_LOOKUP, TierChunks};
 use crate::service::ClientId;
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::events::StoredChunk;
+use crate::service::notices::Notices;
 use crate::service::registry::{Candidate, RankSet, Registry};
 use crate::service::session::{Followed, Hits, Lookup, RankHold, Session, Sessions, Wait, Waiter};
 use crate::service::share::share_of;
@@ -130,6 +131,21 @@ impl Lookups {
         key: &CacheKey,
         now: Instant,
     ) -> Reply {
+        let reply = self.look_up(client, key, now);
+        if let (Reply::Error(_), Some(notices)) = (&reply, self.notices_of(key)) {
+            // Its engine computes it without the cache.
+            notices.refuse_request(key, prefill_of(key));
+        }
+        reply
+    }
+
+    /// Returns what watches a request; none where nothing does, and for a request's second lookup.
+    fn notices_of(&self, key: &CacheKey) -> Option<&Arc<Notices>> {
+        let notices = self.context.notices.as_ref();
+        notices.filter(|_| !is_second_lookup(&key.request_id))
+    }
+
+    fn look_up(self: &Arc<Self>, client: ClientId, key: &CacheKey, now: Instant) -> Reply {
         let context = &self.context;
         let counters = &context.stats.service;
         if key.num_kv_readers == 0 {
@@ -165,8 +181,8 @@ impl Lookups {
                 }
                 let before = sessions.end(client, &key.request_id);
                 drop(sessions);
-                if let Some(notices) = context.notices.as_ref().filter(|_| !is_known) {
-                    notices.refuse(key);
+                if let Some(notices) = self.notices_of(key).filter(|_| !is_known) {
+                    notices.refuse_request(key, prefill_of(key));
                 }
                 if let Some(before) = before {
                     before.end();
@@ -208,10 +224,8 @@ impl Lookups {
             .with_wait(wait)
             .with_awaited(wait.and(id))
             .with_parts(parts);
-        let notice_ranks = match &context.notices {
-            Some(_) => ranks.clone(),
-            None => Vec::new(),
-        };
+        let notices = self.notices_of(key).filter(|_| !is_known);
+        let watched = notices.map(|notices| (notices, range.to_vec(), ranks.clone()));
         let request = LookupRequest::new(owner, hashes, ranks)
             .with_tenant(tenant)
             .with_hint(hint)
@@ -245,18 +259,23 @@ impl Lookups {
                 (Lookup::promoting(number, expires), Some(lookup))
             }
         };
+        let mut notice = watched.and_then(|(notices, hashes, ranks)| {
+            notices.begin(client, key, prefill_of(key), clears, hashes, ranks)
+        });
         let mut sessions = self.sessions.lock();
         let new = || {
-            let notices = context.notices.as_ref();
-            let notice = notices.map(|notices| notices.begin(key, clears, range, &notice_ranks));
             Session::new(client, now, clears)
                 .with_prefill(prefill_of(key))
-                .with_notice(notice)
+                .with_notice(notice.take())
         };
         let session = sessions.begin(client, &key.request_id, new);
         session.last_used = now;
         let before = session.set_lookup(known, clears);
         drop(sessions);
+        if let Some(notice) = notice {
+            // It has begun meanwhile.
+            notice.cancel();
+        }
         // Leases of an earlier lookup of the request go back without the sessions being locked.
         if let Some(before) = before {
             before.end();
@@ -695,6 +714,11 @@ impl Lookups {
             promoting: self.promoting.load(Ordering::Relaxed),
         }
     }
+}
+
+/// Returns true if a request looks up what follows its whole chunks.
+fn is_second_lookup(request_id: &str) -> bool {
+    request_id.ends_with(TAIL_LOOKUP)
 }
 
 /// Returns the id under which other servers may wait for a request: one that waits itself has none.

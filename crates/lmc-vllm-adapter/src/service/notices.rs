@@ -1,4 +1,7 @@
-//! Notices: a proxy learns that all ranks have stored the chunks of a request, or that they will not.
+//! Notices: the end of the stores of a request, for proxies that wait for it.
+//!
+//! A request is watched from its first lookup on, which names its chunks. It is stored once each of its
+//! ranks has had all of them in DRAM, and has failed once its session has ended without that.
 
 use std::collections::HashMap;
 use std::mem;
@@ -7,191 +10,326 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_engine::{CacheEngine, ChunkEvent, DRAM, EventSink, Rank};
-use lmc_key::{ChunkHash, ChunkKey, ClearsId};
+use lmc_key::{ChunkHash, ChunkKey, ClearsId, FoldState};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::protocol::CacheKey;
+use crate::service::ClientId;
 use crate::service::prefills::LATE_STORES;
 
-/// Chunks of all requests that are watched, at most, each counted once for all ranks: 32 MiB of hashes.
-const MAX_CHUNKS: usize = 1 << 20;
-
+/// Chunks that all watched requests lack, each counted for each rank, at most: 32 MiB.
+pub(super) const MAX_KEYS: usize = 1 << 18;
+/// Arrivals that are kept between two looks, at most; then all chunks are looked at.
+pub(super) const MAX_ARRIVALS: usize = 1 << 14;
+/// Notices of requests that are not watched, at most, between two looks.
+const MAX_REFUSED: usize = 4096;
 /// Time for which a store that has begun may go on after its request has ended.
 const LONGEST_COPY: Duration = Duration::from_secs(10);
 /// Time between two looks at such a store.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// Longest time between two looks at watched requests: a clear wakes nothing.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// What became of the chunks of one request of an engine.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// The end of the stores of one request of an engine.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Notice {
     /// Id of the request, as the engine sends it.
     pub request_id: String,
-    /// Id that its proxy gave it (`lmcache.pd.id`). Empty without one.
+    /// Id that a proxy gave the request, for which the decode engine's one may wait (`lmcache.pd.id`).
+    /// Empty without one.
     pub pd_id: String,
     /// Model name as the engine gives it.
     pub model_name: String,
     /// Number of ranks that each chunk's KV cache is split over.
     pub world_size: u32,
-    /// True if every rank had every whole chunk of the prompt in DRAM. False if the request has ended
+    /// True if every rank has had every whole chunk of the prompt in DRAM. False if the request has ended
     /// without that.
     pub is_stored: bool,
+}
+
+impl Notice {
+    fn of(key: &CacheKey, pd_id: Option<Arc<str>>) -> Self {
+        Self {
+            request_id: key.request_id.clone(),
+            pd_id: pd_id.map_or_else(String::new, |id| id.to_string()),
+            model_name: key.model_name.clone(),
+            world_size: key.world_size,
+            is_stored: false,
+        }
+    }
+}
+
+/// A rank of a request in one of the layouts that it may be stored in, and the chunks that it lacks.
+#[derive(Debug)]
+struct RankProgress {
+    rank: Rank,
+    missing: usize,
+}
+
+impl RankProgress {
+    fn key(&self, hash: ChunkHash) -> ChunkKey {
+        ChunkKey {
+            space: self.rank.space,
+            kv_rank: self.rank.kv_rank,
+            group: 0,
+            hash,
+        }
+    }
 }
 
 /// A request whose chunks are being stored.
 #[derive(Debug)]
 struct Watched {
-    number: u64,
+    client: ClientId,
     notice: Notice,
     clears: ClearsId,
     hashes: Vec<ChunkHash>,
-    /// The ranks, in each layout that they may be stored in, and the leading chunks that they have.
-    ranks: Vec<(Rank, usize)>,
+    ranks: Vec<RankProgress>,
     /// Time from which its engine begins no more stores for it; none while it is under way.
     over_at: Option<Instant>,
-    /// True if its chunks are not watched.
-    is_refused: bool,
-}
-
-fn keys(rank: Rank, hashes: &[ChunkHash]) -> impl Iterator<Item = ChunkKey> {
-    hashes.iter().map(move |&hash| ChunkKey {
-        space: rank.space,
-        kv_rank: rank.kv_rank,
-        group: 0,
-        hash,
-    })
 }
 
 impl Watched {
-    /// Returns true if every rank has every chunk in one of its layouts.
-    fn is_stored(&mut self, engine: &CacheEngine) -> bool {
-        if self.is_refused {
-            return false;
-        }
-        for (rank, stored) in &mut self.ranks {
-            let rest = keys(*rank, &self.hashes[*stored..]);
-            *stored += engine.leading_in_dram(self.clears, rest);
-        }
+    fn keys(&self) -> usize {
+        self.ranks.len() * self.hashes.len().max(1)
+    }
+
+    /// Returns true if each rank has had each chunk, in one of its layouts.
+    fn is_stored(&self) -> bool {
         (0..self.notice.world_size).all(|kv_rank| {
-            let mut of_rank = self.ranks.iter();
-            let is_whole = |(rank, stored): &(Rank, usize)| {
-                u32::from(rank.kv_rank) == kv_rank && *stored == self.hashes.len()
+            let is_whole = |progress: &RankProgress| {
+                u32::from(progress.rank.kv_rank) == kv_rank && progress.missing == 0
             };
-            self.hashes.is_empty() || of_rank.any(is_whole)
+            self.ranks.iter().any(is_whole)
         })
     }
 
     /// Returns true if nothing more is stored for it.
     fn is_over(&self, engine: &CacheEngine, now: Instant) -> bool {
         let Some(over_at) = self.over_at.filter(|over_at| *over_at <= now) else {
-            return self.is_refused;
+            return false;
         };
-        let is_writing = |(rank, stored): &(Rank, usize)| {
-            let next = keys(*rank, &self.hashes[*stored..]).next();
-            next.is_some_and(|next| engine.is_writing(self.clears, next))
-        };
-        now >= over_at + LONGEST_COPY || !self.ranks.iter().any(is_writing)
+        now >= over_at + LONGEST_COPY || !self.is_writing(engine)
+    }
+
+    fn is_writing(&self, engine: &CacheEngine) -> bool {
+        let incomplete = self.ranks.iter().filter(|progress| progress.missing > 0);
+        let mut keys =
+            incomplete.flat_map(|progress| self.hashes.iter().map(|hash| progress.key(*hash)));
+        keys.any(|key| engine.is_writing(self.clears, key))
     }
 }
 
-/// Requests that have begun and ended since the last look.
+/// The watched requests, and what they wait for.
 #[derive(Debug, Default)]
-struct Changes {
-    numbers: u64,
-    begun: Vec<Watched>,
-    ended: Vec<(u64, Instant)>,
+struct Table {
+    watched: HashMap<u64, Watched>,
+    /// Numbers of the requests by connection and name. A preempted request begins again.
+    by_name: HashMap<(ClientId, String), u64>,
+    /// The requests that lack a chunk, each with the index of the rank.
+    lacking: HashMap<ChunkKey, Vec<(u64, usize)>, FoldState>,
 }
 
-/// The requests of engines, until their chunks are stored or will not be.
+impl Table {
+    fn begin(&mut self, number: u64, mut request: Watched, engine: &CacheEngine) {
+        for (index, progress) in request.ranks.iter_mut().enumerate() {
+            let keys: Vec<ChunkKey> = request
+                .hashes
+                .iter()
+                .map(|hash| progress.key(*hash))
+                .collect();
+            let there = engine.are_in_dram(request.clears, &keys);
+            for (key, _) in keys.into_iter().zip(there).filter(|(_, there)| !there) {
+                self.lacking.entry(key).or_default().push((number, index));
+                progress.missing += 1;
+            }
+        }
+        self.watched.insert(number, request);
+    }
+
+    /// Notes that a chunk has come to DRAM.
+    fn arrived(&mut self, key: &ChunkKey, now: Instant) {
+        for (number, index) in self.lacking.remove(key).unwrap_or_default() {
+            let Some(request) = self.watched.get_mut(&number) else {
+                continue;
+            };
+            request.ranks[index].missing -= 1;
+            // Its engine may not have stored the next one yet.
+            request.over_at = request.over_at.map(|at| at.max(now + LATE_STORES));
+        }
+    }
+
+    fn end(&mut self, number: u64) -> Option<Watched> {
+        let request = self.watched.remove(&number)?;
+        let name = (request.client, request.notice.request_id.clone());
+        if self.by_name.get(&name) == Some(&number) {
+            self.by_name.remove(&name);
+        }
+        for progress in request.ranks.iter().filter(|progress| progress.missing > 0) {
+            for key in request.hashes.iter().map(|hash| progress.key(*hash)) {
+                if let Some(numbers) = self.lacking.get_mut(&key) {
+                    numbers.retain(|(other, _)| *other != number);
+                    if numbers.is_empty() {
+                        self.lacking.remove(&key);
+                    }
+                }
+            }
+        }
+        Some(request)
+    }
+
+    /// Finds the chunks that are there although their arrival was not kept.
+    fn look_at_all(&mut self, engine: &CacheEngine, now: Instant) {
+        let keys: Vec<ChunkKey> = self.lacking.keys().copied().collect();
+        let there = engine.are_in_dram(engine.clears_id(), &keys);
+        let there = keys.iter().zip(there).filter(|(_, there)| *there);
+        there.for_each(|(key, _)| self.arrived(key, now));
+    }
+}
+
+/// What has happened since the last look.
+#[derive(Debug, Default)]
+struct News {
+    begun: Vec<(u64, Watched)>,
+    /// Ends of sessions, each with the time from which nothing more is stored; without one, nothing is to
+    /// be told of the request.
+    ended: Vec<(u64, Option<Instant>)>,
+    refused: Vec<Notice>,
+    /// Chunks that have come to DRAM.
+    arrived: Vec<ChunkKey>,
+    /// True if not all of these were kept.
+    has_more: bool,
+}
+
+/// The news, and the bounds of what is watched.
+#[derive(Debug, Default)]
+struct Inbox {
+    news: News,
+    numbers: u64,
+    /// Keys of all watched requests, and of those of each connection.
+    keys: usize,
+    by_client: HashMap<ClientId, usize>,
+}
+
+impl Inbox {
+    /// Counts the keys of a request. Returns false where all have as many as they may, or one connection
+    /// has three quarters of that.
+    fn take_keys(&mut self, client: ClientId, keys: usize) -> bool {
+        let of_client = self.by_client.get(&client).copied().unwrap_or(0);
+        let most = MAX_KEYS - MAX_KEYS / 4;
+        let fits =
+            self.keys.saturating_add(keys) <= MAX_KEYS && of_client.saturating_add(keys) <= most;
+        if fits {
+            self.keys += keys;
+            *self.by_client.entry(client).or_default() += keys;
+        }
+        fits
+    }
+
+    fn give_back_keys(&mut self, client: ClientId, keys: usize) {
+        self.keys -= keys;
+        if let Some(of_client) = self.by_client.get_mut(&client) {
+            *of_client -= keys;
+            if *of_client == 0 {
+                self.by_client.remove(&client);
+            }
+        }
+    }
+}
+
+/// The requests of engines, from their first lookups to their notices.
 #[derive(Debug, Default)]
 pub(super) struct Notices {
-    changes: Mutex<Changes>,
-    watched: Mutex<HashMap<u64, Watched>>,
-    /// Requests that have no notice yet, so that others cost a commit nothing.
+    inbox: Mutex<Inbox>,
+    table: Mutex<Table>,
+    /// Requests that are watched: without any, an arrival costs nothing.
     requests: AtomicUsize,
-    /// Their chunks.
-    chunks: AtomicUsize,
-    /// Set when a request has begun or ended, or a chunk has come.
+    /// Set when there is news.
     changed: Notify,
 }
 
-/// Says when a request ends: when this is dropped.
+/// Notes the end of a request's session when it is dropped.
 #[derive(Debug)]
 pub(super) struct NoticeGuard {
     notices: Arc<Notices>,
     number: u64,
+    is_cancelled: bool,
+}
+
+impl NoticeGuard {
+    /// Ends the watch without a notice.
+    pub(super) fn cancel(mut self) {
+        self.is_cancelled = true;
+    }
 }
 
 impl Drop for NoticeGuard {
     fn drop(&mut self) {
-        let over_at = Instant::now() + LATE_STORES;
-        let mut changes = self.notices.changes.lock();
-        changes.ended.push((self.number, over_at));
-        drop(changes);
+        let over_at = (!self.is_cancelled).then(|| Instant::now() + LATE_STORES);
+        let mut inbox = self.notices.inbox.lock();
+        inbox.news.ended.push((self.number, over_at));
+        drop(inbox);
         self.notices.changed.notify_one();
     }
 }
 
 impl Notices {
-    /// Watches a request from its first lookup on, which was made after these clears. Where too many chunks
-    /// are watched already, the request counts as failed.
+    /// Watches a request whose first lookup was made after these clears. Where too much is watched
+    /// already, the request counts as failed.
     pub(super) fn begin(
         self: &Arc<Self>,
+        client: ClientId,
         key: &CacheKey,
+        pd_id: Option<Arc<str>>,
         clears: ClearsId,
-        hashes: &[ChunkHash],
-        ranks: &[Rank],
-    ) -> NoticeGuard {
-        let watched = self.chunks.load(Ordering::Relaxed);
-        let is_refused = watched.saturating_add(hashes.len()) > MAX_CHUNKS;
-        let hashes = if is_refused { &[] } else { hashes };
-        let number = self.add(key, clears, hashes, ranks, is_refused);
-        NoticeGuard {
+        hashes: Vec<ChunkHash>,
+        ranks: Vec<Rank>,
+    ) -> Option<NoticeGuard> {
+        let progress = |rank| RankProgress { rank, missing: 0 };
+        let request = Watched {
+            client,
+            notice: Notice::of(key, pd_id),
+            clears,
+            hashes,
+            ranks: ranks.into_iter().map(progress).collect(),
+            over_at: None,
+        };
+        let mut inbox = self.inbox.lock();
+        if !inbox.take_keys(client, request.keys()) {
+            drop(inbox);
+            self.refuse(request.notice);
+            return None;
+        }
+        inbox.numbers += 1;
+        let number = inbox.numbers;
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        inbox.news.begun.push((number, request));
+        drop(inbox);
+        self.changed.notify_one();
+        Some(NoticeGuard {
             notices: Arc::clone(self),
             number,
+            is_cancelled: false,
+        })
+    }
+
+    /// Gives a request that is not looked up its notice: it has failed.
+    pub(super) fn refuse_request(&self, key: &CacheKey, pd_id: Option<Arc<str>>) {
+        self.refuse(Notice::of(key, pd_id));
+    }
+
+    fn refuse(&self, notice: Notice) {
+        let mut inbox = self.inbox.lock();
+        if inbox.news.refused.len() < MAX_REFUSED {
+            inbox.news.refused.push(notice);
         }
-    }
-
-    /// Says of a request that is not looked up that it has failed.
-    pub(super) fn refuse(&self, key: &CacheKey) {
-        self.add(key, ClearsId::NONE, &[], &[], true);
-    }
-
-    fn add(
-        &self,
-        key: &CacheKey,
-        clears: ClearsId,
-        hashes: &[ChunkHash],
-        ranks: &[Rank],
-        is_refused: bool,
-    ) -> u64 {
-        self.chunks.fetch_add(hashes.len(), Ordering::Relaxed);
-        self.requests.fetch_add(1, Ordering::Relaxed);
-        let mut changes = self.changes.lock();
-        changes.numbers += 1;
-        let number = changes.numbers;
-        changes.begun.push(Watched {
-            number,
-            notice: Notice {
-                request_id: key.request_id.clone(),
-                pd_id: key.configs.awaited.clone(),
-                model_name: key.model_name.clone(),
-                world_size: key.world_size,
-                is_stored: false,
-            },
-            clears,
-            hashes: hashes.to_vec(),
-            ranks: ranks.iter().map(|rank| (*rank, 0)).collect(),
-            over_at: None,
-            is_refused,
-        });
-        drop(changes);
+        drop(inbox);
         self.changed.notify_one();
-        number
     }
 
-    /// Waits until [`Self::take`] may have more to tell.
+    /// Waits until [`Self::take`] may return more.
     pub(super) async fn changed(&self) {
         self.changed.notified().await;
     }
@@ -202,54 +340,111 @@ impl Notices {
         engine: &CacheEngine,
         now: Instant,
     ) -> (Vec<Notice>, Option<Instant>) {
-        let mut watched = self.watched.lock();
-        let Changes { begun, ended, .. } = {
-            let mut changes = self.changes.lock();
-            let numbers = changes.numbers;
-            let none = Changes {
-                numbers,
-                ..Changes::default()
-            };
-            mem::replace(&mut *changes, none)
-        };
-        watched.extend(begun.into_iter().map(|one| (one.number, one)));
-        for (number, over_at) in ended {
-            if let Some(one) = watched.get_mut(&number) {
-                one.over_at.get_or_insert(over_at);
+        let mut table = self.table.lock();
+        let news = mem::take(&mut self.inbox.lock().news);
+        let mut notices = news.refused;
+        let mut ended = Vec::new();
+        for (number, request) in news.begun {
+            let name = (request.client, request.notice.request_id.clone());
+            if let Some(before) = table.by_name.insert(name, number) {
+                // It goes on as this one.
+                ended.extend(table.end(before));
+            }
+            table.begin(number, request, engine);
+        }
+        for key in &news.arrived {
+            table.arrived(key, now);
+        }
+        if news.has_more {
+            table.look_at_all(engine, now);
+        }
+        for (number, over_at) in news.ended {
+            match (over_at, table.watched.get_mut(&number)) {
+                (Some(_), Some(request)) => request.over_at = over_at,
+                (None, Some(_)) => ended.extend(table.end(number)),
+                (_, None) => {}
             }
         }
         let clears = engine.clears_id();
-        let mut notices = Vec::new();
-        watched.retain(|_, one| {
-            let is_stored = one.is_stored(engine);
-            let fails = one.clears != clears || one.is_over(engine, now);
-            if is_stored || fails {
-                self.requests.fetch_sub(1, Ordering::Relaxed);
-                self.chunks.fetch_sub(one.hashes.len(), Ordering::Relaxed);
+        let outcome = |(number, request): (&u64, &Watched)| {
+            let is_stored = request.clears == clears && request.is_stored();
+            let is_due = is_stored || request.clears != clears || request.is_over(engine, now);
+            is_due.then_some((*number, is_stored))
+        };
+        let due: Vec<(u64, bool)> = table.watched.iter().filter_map(outcome).collect();
+        for (number, is_stored) in due {
+            if let Some(request) = table.end(number) {
                 notices.push(Notice {
                     is_stored,
-                    ..one.notice.clone()
+                    ..request.notice.clone()
                 });
+                ended.push(request);
             }
-            !is_stored && !fails
-        });
-        let over_at = watched.values().filter_map(|one| one.over_at);
-        let next = over_at.map(|over_at| over_at.max(now + LOOK_AGAIN)).min();
-        (notices, next)
+        }
+        self.forget(&ended);
+        let over_at = table.watched.values().filter_map(|request| request.over_at);
+        let over_at = over_at.map(|over_at| over_at.max(now + LOOK_AGAIN)).min();
+        let next = (!table.watched.is_empty()).then_some(now + LOOK_EVERY);
+        (
+            notices,
+            next.map(|next| over_at.map_or(next, |at| at.min(next))),
+        )
+    }
+
+    /// Ends all watches. Returns the notices of these requests: they have failed.
+    pub(super) fn fail_all(&self) -> Vec<Notice> {
+        let mut table = self.table.lock();
+        let news = mem::take(&mut self.inbox.lock().news);
+        let watched = mem::take(&mut *table).watched.into_values();
+        let begun = news.begun.into_iter().map(|(_, request)| request);
+        let ended: Vec<Watched> = watched.chain(begun).collect();
+        self.forget(&ended);
+        let failed = ended.into_iter().map(|request| request.notice);
+        news.refused.into_iter().chain(failed).collect()
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_idle(&self) -> bool {
+        let (table, inbox) = (self.table.lock(), self.inbox.lock());
+        let maps = (
+            table.watched.len(),
+            table.by_name.len(),
+            table.lacking.len(),
+        );
+        maps == (0, 0, 0)
+            && (inbox.keys, inbox.by_client.len()) == (0, 0)
+            && self.requests.load(Ordering::Relaxed) == 0
+    }
+
+    fn forget(&self, ended: &[Watched]) {
+        if ended.is_empty() {
+            return;
+        }
+        self.requests.fetch_sub(ended.len(), Ordering::Relaxed);
+        let mut inbox = self.inbox.lock();
+        for request in ended {
+            inbox.give_back_keys(request.client, request.keys());
+        }
     }
 }
 
 impl EventSink for Notices {
     fn changed(&self, event: &ChunkEvent<'_>) {
-        if event.tier == DRAM
-            && event.change.is_arrival()
-            && self.requests.load(Ordering::Relaxed) > 0
-        {
-            self.changed.notify_one();
+        let Some(space) = event.space.filter(|_| event.tier == DRAM) else {
+            return;
+        };
+        if !event.change.is_arrival() || self.requests.load(Ordering::Relaxed) == 0 {
+            return;
         }
-    }
-
-    fn any_changed(&self, _tier: &str) {
+        let mut inbox = self.inbox.lock();
+        match inbox.news.arrived.len() < MAX_ARRIVALS {
+            true => inbox.news.arrived.push(ChunkKey {
+                space,
+                ..*event.key
+            }),
+            false => inbox.news.has_more = true,
+        }
+        drop(inbox);
         self.changed.notify_one();
     }
 }

@@ -279,7 +279,7 @@ pub(crate) struct Session {
     clears: Digests,
     /// Id under which other servers wait for what is computed for it.
     prefill: Option<Arc<str>>,
-    /// Says at the end of the request that it is over.
+    /// Reports the end of the request when dropped.
     _notice: Option<NoticeGuard>,
 }
 
@@ -382,7 +382,7 @@ impl Session {
         self
     }
 
-    /// Gives it what says at its end that it is over.
+    /// Attaches what reports the end of the request.
     pub(crate) fn with_notice(mut self, notice: Option<NoticeGuard>) -> Self {
         self._notice = notice;
         self

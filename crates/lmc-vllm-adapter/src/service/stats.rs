@@ -169,7 +169,7 @@ counters! {
     notices_stored,
     /// Requests that ended without that, or that were not watched.
     notices_failed,
-    /// Notices that could not be passed on.
+    /// Notices that a proxy did not take, each counted for each proxy.
     notices_lost,
     /// Chunks made findable.
     stored_chunks,

@@ -228,6 +228,34 @@ fn a_lookup_waits_for_chunks_that_a_push_brings() {
     assert_idle(&receiver.engine);
 }
 
+/// The peer may have answered too late only because the push took its link.
+#[test]
+fn tiers_are_asked_again_where_a_push_ends_without_its_chunks() {
+    let is_asked_again = || {
+        let source = Passing::new(true);
+        put(&source.inner, SPACE, 0..4);
+        let receiver = Receiver::of(Arc::clone(&source) as _);
+        source.inner.hold(Operation::Load);
+        let asked = || source.advice.lock().expect("no test failed").len();
+        let engine = receiver.engine.clone();
+        let push = async move { engine.host().receive(run_of(0..4), "a", DEADLINE).await };
+        let push = receiver.runtime.spawn(push);
+        until("it is read", || source.inner.loads() == 4);
+        let of_push = asked();
+        let lookup = receiver.engine.lookup(request(&[RANK], 0..4));
+        until("the peer did not answer", || asked() > of_push);
+        let before = asked();
+        push.abort();
+        assert_eq!(lookup.wait_blocking().hits, 0);
+        let is_asked_again = asked() > before;
+        source.inner.open();
+        assert_idle(&receiver.engine);
+        is_asked_again
+    };
+    // Not where the push ends before the lookup has seen it.
+    until("a lookup that waits asks again", is_asked_again);
+}
+
 #[test]
 fn a_push_that_does_not_end_holds_no_lookup_up() {
     let source = Passing::new(true);

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::protocol::RequestConfigs;
+use crate::service::notices::{MAX_ARRIVALS, MAX_KEYS, Notice};
 use crate::service::prefills::LATE_STORES;
 
 fn notified() -> Service {
@@ -51,12 +52,27 @@ fn end(service: &Service, request: &str) {
     reply(service, 9, Request::EndSession { request_id });
 }
 
-/// Returns the requests that are told of this long from now, each with whether it is stored.
+/// Returns the requests of the notices that are due this long from now, each with whether it is stored.
 fn told(service: &Service, later: Duration) -> Vec<(String, bool)> {
-    let (mut notices, _) = service.take_notices(Instant::now() + later);
+    told_at(service, Instant::now() + later)
+}
+
+fn told_at(service: &Service, now: Instant) -> Vec<(String, bool)> {
+    let (mut notices, _) = service.take_notices(now);
     notices.sort_by(|one, other| one.request_id.cmp(&other.request_id));
     let told = |notice: Notice| (notice.request_id, notice.is_stored);
     notices.into_iter().map(told).collect()
+}
+
+/// Asserts that no request is watched any more.
+fn assert_idle(service: &Service) {
+    let notices = service
+        .0
+        .context
+        .notices
+        .as_ref()
+        .expect("it makes notices");
+    assert!(notices.is_idle());
 }
 
 fn stored(request: &str) -> Vec<(String, bool)> {
@@ -84,6 +100,7 @@ fn a_request_is_stored_once_every_rank_has_all_its_chunks() {
     // The next one finds them.
     look_up(&service, of_rank("b", 0, 2));
     assert_eq!(told(&service, Duration::ZERO), stored("b"));
+    assert_idle(&service);
     let counts = service.0.context.counters().snapshot();
     assert_eq!((counts.notices_stored, counts.notices_failed), (2, 0));
 }
@@ -94,10 +111,11 @@ fn a_request_that_ends_without_its_chunks_has_failed() {
     register(&service, &memory, 2);
     look_up(&service, of_rank("a", 0, 2));
     store_rank(&service, "a", 0, 2);
+    let before = Instant::now();
     end(&service, "a");
     // Workers do not end with it.
-    assert_eq!(told(&service, Duration::ZERO), []);
-    let (_, again) = service.take_notices(Instant::now());
+    let (notices, again) = service.take_notices(before);
+    assert_eq!(notices, []);
     assert!(again.is_some_and(|again| again <= Instant::now() + LATE_STORES));
     assert_eq!(told(&service, LATE_STORES), failed("a"));
     // Its scheduler goes.
@@ -107,7 +125,7 @@ fn a_request_that_ends_without_its_chunks_has_failed() {
     assert_eq!(service.0.context.counters().snapshot().notices_failed, 2);
 }
 
-/// The request of a second prompt under one name is not told of twice.
+/// With lmc's own connector a preemption ends the session of a request and begins another.
 #[test]
 fn a_request_that_looks_up_again_is_the_same_one() {
     let (service, memory) = (notified(), Memory::new());
@@ -119,6 +137,17 @@ fn a_request_that_looks_up_again_is_the_same_one() {
     look_up(&service, key("a", 3));
     end(&service, "a");
     assert_eq!(told(&service, LATE_STORES), []);
+    service.engine().clear_dram(true);
+    for _ in 0..2 {
+        look_up(&service, key("b", 2));
+        end(&service, "b");
+    }
+    look_up(&service, key("b", 2));
+    assert_eq!(told(&service, LATE_STORES), []);
+    store_rank(&service, "b", 0, 1);
+    end(&service, "b");
+    assert_eq!(told(&service, LATE_STORES), stored("b"));
+    assert_idle(&service);
 }
 
 #[test]
@@ -133,29 +162,61 @@ fn a_clear_is_the_end_of_what_was_computed_before() {
 }
 
 #[test]
-fn what_is_not_looked_up_has_failed_and_a_prompt_without_chunks_is_stored() {
+fn a_prompt_without_chunks_is_stored_and_one_of_an_unknown_model_fails() {
+    let service = notified();
+    let with = |request: &str, wait: Duration| CacheKey {
+        configs: RequestConfigs {
+            awaited: "id".to_owned(),
+            wait,
+            ..RequestConfigs::default()
+        },
+        ..key(request, 0)
+    };
+    look_up(&service, with("a", Duration::ZERO));
+    end(&service, "a");
+    assert_eq!(told(&service, LATE_STORES), failed("a"));
+    let memory = Memory::new();
+    memory.register(&service);
+    look_up(&service, with("b", Duration::ZERO));
+    let pd_ids = |(notices, _): (Vec<Notice>, _)| -> Vec<(String, String, bool)> {
+        let parts = |notice: Notice| (notice.pd_id, notice.model_name, notice.is_stored);
+        notices.into_iter().map(parts).collect()
+    };
+    let due = || pd_ids(service.take_notices(Instant::now()));
+    let notice = |pd_id: &str| (pd_id.to_owned(), MODEL.to_owned(), true);
+    assert_eq!(due(), [notice("id")]);
+    // The decode engine's request is not the one that is waited for.
+    look_up(&service, with("c", Duration::from_secs(1)));
+    assert_eq!(due(), [notice("")]);
+}
+
+/// LMCache's proxy waits without end for a notice of each.
+#[test]
+fn a_lookup_that_is_refused_has_failed_and_that_of_a_tail_has_no_notice() {
     let service = service(|config| (config.notices, config.max_sessions) = (true, 4));
-    let id = RequestConfigs {
-        awaited: "id".to_owned(),
-        ..RequestConfigs::default()
-    };
-    let with_id = CacheKey {
-        configs: id,
-        ..key("a", 0)
-    };
-    look_up(&service, with_id);
-    let (notices, _) = service.take_notices(Instant::now());
-    let [notice] = &notices[..] else {
-        panic!("one notice: {notices:?}");
-    };
-    assert!(notice.is_stored);
-    assert_eq!((&notice.pd_id[..], &notice.model_name[..]), ("id", MODEL));
-    for request in ["b", "c"] {
+    let memory = Memory::new();
+    memory.register(&service);
+    for request in ["a", "b", "c"] {
         look_up(&service, key(request, 2));
     }
     // One connection has three quarters.
     look_up(&service, key("d", 2));
     assert_eq!(told(&service, Duration::ZERO), failed("d"));
+    let refused = CacheKey {
+        num_kv_readers: 0,
+        ..key("e", 2)
+    };
+    look_up(&service, refused);
+    assert_eq!(told(&service, Duration::ZERO), failed("e"));
+    end(&service, "a");
+    look_up(&service, key("a\u{1f}tail", 2));
+    assert_eq!(told(&service, LATE_STORES), failed("a"));
+    // The server stops.
+    let last = service.take_last_notices().into_iter();
+    let mut last: Vec<String> = last.map(|notice| notice.request_id).collect();
+    last.sort();
+    assert_eq!(last, ["b", "c"]);
+    assert_idle(&service);
 }
 
 /// The copies of a long prompt may take longer than its last step.
@@ -176,4 +237,81 @@ fn a_store_that_has_begun_is_waited_for() {
     end(&service, "b");
     assert_eq!(told(&service, LATE_STORES), []);
     assert_eq!(told(&service, Duration::from_secs(60)), failed("b"));
+}
+
+/// A client could take all memory, or all notices.
+#[test]
+fn what_is_watched_is_bounded_for_each_connection_and_for_all() {
+    let (service, memory) = (notified(), Memory::new());
+    register(&service, &memory, 2);
+    let notices = service
+        .0
+        .context
+        .notices
+        .as_ref()
+        .expect("it makes notices");
+    let candidates =
+        service
+            .0
+            .registry
+            .candidates(client(9), &of_rank("a", 0, 2), &Salt::default());
+    let rank = |kv_rank| lmc_engine::Rank {
+        space: candidates[0].space,
+        kv_rank,
+        chunk_bytes: None,
+    };
+    let begin = |from: u64, request: &str, chunks: usize| {
+        let hashes = vec![lmc_key::ChunkHash::new([1; 32]); chunks];
+        let clears = service.engine().clears_id();
+        let ranks = vec![rank(0), rank(1)];
+        let key = of_rank(request, 0, 2);
+        notices.begin(client(from), &key, None, clears, hashes, ranks)
+    };
+    let quarter = MAX_KEYS / 4;
+    let first = begin(1, "a", quarter);
+    assert!(first.is_some() && begin(1, "b", quarter).is_none());
+    let second = begin(2, "c", quarter);
+    assert!(second.is_some() && begin(3, "d", 1).is_none());
+    assert_eq!(
+        told(&service, Duration::ZERO),
+        [failed("b"), failed("d")].concat()
+    );
+    drop((first, second));
+    assert_eq!(
+        told(&service, LATE_STORES),
+        [failed("a"), failed("c")].concat()
+    );
+    assert_idle(&service);
+}
+
+#[test]
+fn arrivals_that_are_not_kept_are_found_all_the_same() {
+    let (service, memory) = (notified(), Memory::new());
+    memory.register(&service);
+    look_up(&service, key("a", 2));
+    assert_eq!(told(&service, Duration::ZERO), []);
+    let notices = service
+        .0
+        .context
+        .notices
+        .as_ref()
+        .expect("it makes notices");
+    let other = lmc_key::ChunkKey {
+        space: SpaceId::new([1; 16]),
+        kv_rank: 0,
+        group: 0,
+        hash: lmc_key::ChunkHash::new([1; 32]),
+    };
+    let event = lmc_engine::ChunkEvent {
+        tier: lmc_engine::DRAM,
+        key: &other,
+        parent: None,
+        space: Some(other.space),
+        change: lmc_engine::Change::Stored,
+    };
+    for _ in 0..MAX_ARRIVALS {
+        lmc_engine::EventSink::changed(&**notices, &event);
+    }
+    store_rank(&service, "a", 0, 1);
+    assert_eq!(told(&service, Duration::ZERO), stored("a"));
 }
