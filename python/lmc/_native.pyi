@@ -54,6 +54,10 @@ class SchedulerAdapter:
         """Whether the blocks after a prompt's last whole chunk are kept: the server must know them."""
 
     @property
+    def notices(self) -> bool:
+        """Whether the server sends notices of the ends of stores."""
+
+    @property
     def healthy(self) -> bool:
         """Whether the server answers."""
 

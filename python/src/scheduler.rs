@@ -65,6 +65,11 @@ impl SchedulerAdapter {
     }
 
     #[getter]
+    fn notices(&self) -> bool {
+        self.0.server().notices
+    }
+
+    #[getter]
     fn healthy(&self) -> bool {
         self.0.server().is_healthy
     }

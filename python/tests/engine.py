@@ -44,6 +44,7 @@ class Adapter:
         self.hash_mode = True
         self.healthy = True
         self.tails = tails
+        self.notices = False
         self.calls = []
 
     def maybe_submit_lookup_request(self, request_id, **named):

@@ -66,17 +66,24 @@ class Lookup(unittest.TestCase):
 
     def test_a_request_that_another_engine_waits_for_keeps_its_session_to_its_end(self):
         prefill, decode = {"lmcache.pd.id": "x"}, {"lmcache.pd.id": "x", "lmcache.pd.wait_ms": 5}
-        for params, found, tokens, early in (
-            (None, 0, 1, 0),
-            (None, 16, 1, 0),
-            (None, 16, 2, 1),
-            (prefill, 0, 1, 0),
-            (prefill, 16, 1, 0),
-            (prefill, 16, 2, 1),
-            (decode, 0, 1, 1),
-            (decode, 16, 1, 1),
+        for params, found, tokens, notices, early in (
+            (None, 0, 1, False, 1),
+            (None, 16, 1, False, 1),
+            (prefill, 0, 1, False, 0),
+            (prefill, 16, 1, False, 0),
+            (prefill, 16, 2, False, 1),
+            ({"lmcache.pd.id": "x" * 257}, 0, 1, False, 1),
+            ({"lmcache.pd.id": 5}, 0, 1, False, 1),
+            (decode, 0, 1, False, 1),
+            (decode, 16, 1, False, 1),
+            # The proxy of any may wait for a notice.
+            (None, 0, 1, True, 0),
+            (None, 16, 1, True, 0),
+            (None, 16, 2, True, 1),
+            (decode, 16, 1, True, 1),
         ):
             adapter = Adapter({"a": found})
+            adapter.notices = notices
             scheduler = side(adapter, can_store=False)
             request = Request("a", list(range(40)), kv_transfer_params=params, max_tokens=tokens)
             _, blocks = admit(scheduler, request)

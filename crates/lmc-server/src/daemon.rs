@@ -221,8 +221,7 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
         };
         // No engine stores any more.
         stop_notices.send_replace(true);
-        let _ = notices.await;
-        close_tiers(&service, deadline).await;
+        let _ = tokio::join!(notices, close_tiers(&service, deadline));
         stop
     };
     let stop = tokio::select! {

@@ -56,7 +56,9 @@ pub(crate) async fn send(
         return;
     }
     loop {
-        let (notices, again) = service.take_notices(Instant::now());
+        let began = Instant::now();
+        let (notices, again) = service.take_notices(began);
+        let pause = LOOK_PAUSE.max(began.elapsed());
         proxies.queue(notices);
         let again = async {
             match again {
@@ -69,7 +71,7 @@ pub(crate) async fn send(
             () = again => {}
             _ = stopped.wait_for(|&stop| stop) => break,
         }
-        sleep(LOOK_PAUSE).await;
+        sleep(pause).await;
     }
     let (notices, _) = service.take_notices(Instant::now());
     proxies.queue(notices);
@@ -171,7 +173,9 @@ impl Proxy {
         let mut pause = PAUSE.0;
         while Instant::now() < until {
             match self.send_from(notice, &mut taken).await {
-                Ok(()) => {
+                // It would refuse it again.
+                Ok(false) => return false,
+                Ok(true) => {
                     if self.is_failing.swap(false, Ordering::Relaxed) {
                         info!(proxy = %self.target, "the proxy takes notices again");
                     }
@@ -195,13 +199,16 @@ impl Proxy {
         false
     }
 
-    async fn send_from(&self, notice: &Notice, taken: &mut usize) -> Result<()> {
+    /// Sends the messages after those that the proxy has taken. Returns false if it refuses one.
+    async fn send_from(&self, notice: &Notice, taken: &mut usize) -> Result<bool> {
         let late = || anyhow!("no answer within {} s", MESSAGE_TIMEOUT.as_secs());
         match &self.target {
             NoticeTarget::Http(url) => {
                 for body in posts(notice).skip(*taken) {
                     let sent = timeout(MESSAGE_TIMEOUT, self.post(url, &body)).await;
-                    sent.map_err(|_| late())??;
+                    if !sent.map_err(|_| late())?? {
+                        return Ok(false);
+                    }
                     *taken += 1;
                 }
             }
@@ -218,19 +225,24 @@ impl Proxy {
                 }
             }
         }
-        Ok(())
+        Ok(true)
     }
 
-    async fn post(&self, url: &Uri, body: &Value) -> Result<()> {
+    /// Returns false if the proxy refuses the message.
+    async fn post(&self, url: &Uri, body: &Value) -> Result<bool> {
         let request = Request::post(url.clone())
             .header(CONTENT_TYPE, "application/json")
             .body(Body::from(body.to_string()))?;
         let answer = self.client.request(request).await?;
         let status = answer.status();
+        let may_change = matches!(status.as_u16(), 408 | 429);
+        if status.is_client_error() && !may_change {
+            return Ok(false);
+        }
         ensure!(status.is_success(), "it answers HTTP {status}");
         // Whatever it says.
         let _ = to_bytes(Body::new(answer.into_body()), MAX_ANSWER).await;
-        Ok(())
+        Ok(true)
     }
 }
 

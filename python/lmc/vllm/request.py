@@ -21,8 +21,11 @@ ALIASES = frozenset(
         "do_remote_decode",
     )
 )
-# Field of a request that is handed over from a prefill engine: the time for which it waits.
+# Fields of a hand-over from a prefill engine to a decode engine: the id that both requests have, and the
+# time for which the second one waits.
+PREFILL = "lmcache.pd.id"
 WAIT = "lmcache.pd.wait_ms"
+MAX_PREFILL = 256
 MAX_SALT = 128
 # Salts that begin so are made here, and never taken from a request as they are.
 OWN_SALT = "lmc-"
@@ -66,12 +69,14 @@ class RequestState:
     # The weights have changed since vLLM gave it its blocks: nothing more of it is stored.
     is_mixed: bool = False
 
-    @property
-    def is_prefill(self) -> bool:
-        """Whether this request may compute a prompt for another engine, which waits until it has ended, or
-        whose proxy does: its session lasts as long. Its server keeps what the lookup has found until then,
-        so it has to be short."""
-        return self.request.max_tokens == 1 and WAIT not in (self.configs or {})
+    def is_awaited(self, by_proxies: bool) -> bool:
+        """Whether another engine may wait until this request has ended, or a proxy does: its server keeps
+        what the lookup has found until then, so it has to be short."""
+        configs = self.configs or {}
+        prefill = configs.get(PREFILL)
+        is_named = isinstance(prefill, str) and 0 < len(prefill.encode()) <= MAX_PREFILL
+        is_prefill = WAIT not in configs and self.request.max_tokens == 1
+        return is_prefill and (is_named or by_proxies)
 
 
 def transfer_configs(

@@ -114,7 +114,7 @@ class SchedulerSide:
         matched = state.tail = state.matched or 0
         state.stored = matched - matched % chunk
         if num_external_tokens == 0:
-            if not state.is_prefill:
+            if not state.is_awaited(self.adapter.notices):
                 self._end_session(state)
             return
         tables = blocks.get_block_ids()
@@ -263,7 +263,7 @@ class SchedulerSide:
             kept = state.request.num_computed_tokens + 1
             state.stored = min(state.stored, kept - kept % chunk)
             state.tail = min(state.tail, kept)
-            if not state.is_prefill:
+            if not state.is_awaited(self.adapter.notices):
                 self._end_session(state)
 
     def request_finished(self, request: "Request", tables: Sequence[list[int]]) -> bool:

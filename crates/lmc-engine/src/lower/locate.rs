@@ -375,7 +375,12 @@ impl Tiers {
         waits: Waits,
     ) -> (Vec<Option<Source>>, bool) {
         let mut has_waited = false;
-        let mut answers = self.ask_and_look(keys, needed, hint, Asked::All).await;
+        let mut answers: Vec<Answer> = self.ask(keys, needed, hint, Asked::All).await;
+        // Most prompts that no tier has are nowhere.
+        let is_absent = |answer: &Answer| matches!(answer, Answer::Absent);
+        if !(self.pushed.is_empty() && answers[..needed].iter().all(is_absent)) {
+            self.look_at_dram(&mut answers[..needed], &keys[..needed], hint);
+        }
         let others = answers.split_off(needed);
         let again = match hint.wait {
             Some(_) => &hint.clone().repeated(),
@@ -411,7 +416,8 @@ impl Tiers {
                 true => Asked::All,
                 false => Asked::Only(&tiers),
             };
-            let again = self.ask_and_look(&asked, asked.len(), again, which).await;
+            let mut again = self.ask(&asked, asked.len(), again, which).await;
+            self.look_at_dram(&mut again, &asked, hint);
             for (n, answer) in pending.into_iter().zip(again) {
                 answers[n] = answer;
             }
@@ -431,30 +437,16 @@ impl Tiers {
             .any(|(arriving, there)| !arriving && !there)
     }
 
-    /// Asks as [`Self::ask`] does, then looks which of the needed chunks have come to DRAM meanwhile, and
-    /// which of those that no tier has a push brings there.
-    async fn ask_and_look(
-        &self,
-        keys: &[ChunkKey],
-        needed: usize,
-        hint: &LocateHint,
-        which: Asked<'_>,
-    ) -> Vec<Answer> {
-        let mut answers = self.ask(keys, needed, hint, which).await;
-        let is_absent = |answer: &Answer| matches!(answer, Answer::Absent);
-        let is_found = |answer: &Answer| matches!(answer, Answer::Found(_));
-        let (answered, keys) = (&mut answers[..needed], &keys[..needed]);
-        if answered.iter().all(is_found) || answered.iter().all(is_absent) && self.pushed.is_empty()
-        {
-            return answers;
-        }
-        // A push does not wait for itself. What it has brought is in DRAM before it ends.
+    /// Finds which of these chunks have come to DRAM since the tiers were asked about them, and which of
+    /// those that no tier has a push brings there. A push (`hint.sources_only`) does not wait for itself.
+    fn look_at_dram(&self, answers: &mut [Answer], keys: &[ChunkKey], hint: &LocateHint) {
+        // What a push has brought is in DRAM before it ends.
         let arriving = match hint.sources_only {
-            true => vec![false; needed],
+            true => vec![false; keys.len()],
             false => self.pushed.are_receiving(keys),
         };
         let there = self.each_in_dram(keys, hint.chunk_bytes);
-        for ((answer, arriving), there) in answered.iter_mut().zip(arriving).zip(there) {
+        for ((answer, arriving), there) in answers.iter_mut().zip(arriving).zip(there) {
             match answer {
                 Answer::Found(_) => {}
                 _ if there => *answer = Answer::Found(Source::Dram),
@@ -462,7 +454,6 @@ impl Tiers {
                 _ => {}
             }
         }
-        answers
     }
 
     /// Asks all tiers but one about keys, once.

@@ -57,6 +57,14 @@ fn a_proxy_is_sent_whether_a_request_is_stored_or_has_failed() {
     asked.answer(200, "{}");
     server.line("the proxy takes notices again");
     end(&mut client, "one");
+    // One that the proxy does not want is not sent again.
+    prompt.begin_lookup(&mut client, "other");
+    let (told, asked) = next(&proxy);
+    assert_eq!(told, event("request_store_finished", "other"));
+    asked.answer(404, "");
+    until("it is lost", || {
+        server.metric("lmc_pd_notices_lost_total") == 1.0
+    });
     // Its engine computes nothing.
     Prompt(7).begin_lookup(&mut client, "two");
     end(&mut client, "two");
@@ -64,10 +72,10 @@ fn a_proxy_is_sent_whether_a_request_is_stored_or_has_failed() {
     assert_eq!(told, event("request_store_failed", "two"));
     asked.answer(200, "{}");
     let series = |outcome: &str| format!("lmc_pd_notices_total{{outcome=\"{outcome}\"}}");
-    for outcome in ["stored", "failed"] {
-        assert_eq!(server.metric(&series(outcome)), 1.0, "{outcome}");
+    for (outcome, notices) in [("stored", 2.0), ("failed", 1.0)] {
+        assert_eq!(server.metric(&series(outcome)), notices, "{outcome}");
     }
-    assert_eq!(server.metric("lmc_pd_notices_lost_total"), 0.0);
+    assert_eq!(server.metric("lmc_pd_notices_lost_total"), 1.0);
     // The server stops before its engine has stored.
     Prompt(8).begin_lookup(&mut client, "three");
     let stopping = thread::spawn(move || server.terminate());

@@ -9,8 +9,8 @@ use crate::adapters::link::Link;
 use crate::adapters::log::{Level, Log};
 use crate::adapters::{AdapterError, EngineDescription, Prompt, Timeouts};
 use crate::protocol::{
-    CacheKey, ENGINE_KEYS, IdentityDigest, POOL_DESCRIPTOR, Reply, Request, RequestConfigs, UNITS,
-    WAIT_LOOKUP,
+    CacheKey, ENGINE_KEYS, IdentityDigest, NOTICES, POOL_DESCRIPTOR, Reply, Request,
+    RequestConfigs, UNITS, WAIT_LOOKUP,
 };
 
 /// Properties of a server that requests depend on.
@@ -25,6 +25,8 @@ pub(crate) struct Server {
     pub(crate) wait_lookup: bool,
     /// True if the engine keeps tails and this server takes them.
     pub(crate) tails: bool,
+    /// True if it sends notices of the ends of stores.
+    pub(crate) notices: bool,
 }
 
 /// State of the connection to a server.
@@ -41,6 +43,8 @@ pub struct ServerState {
     pub hash_mode: bool,
     /// True if the engine keeps tails and the server takes them.
     pub tails: bool,
+    /// True if the server sends notices of the ends of stores.
+    pub notices: bool,
 }
 
 /// The engine's description and the server that is connected.
@@ -91,6 +95,7 @@ impl Common {
             num_blocks_per_chunk: chunk_size / self.engine.block_size,
             hash_mode: self.engine.hash_mode && server.is_some_and(|server| server.engine_keys),
             tails: server.is_some_and(|server| server.tails),
+            notices: server.is_some_and(|server| server.notices),
         }
     }
 
@@ -114,6 +119,7 @@ impl Common {
                     engine_keys: knows(ENGINE_KEYS),
                     pool_descriptor: knows(POOL_DESCRIPTOR),
                     wait_lookup: knows(WAIT_LOOKUP),
+                    notices: knows(NOTICES),
                 })?;
                 Ok(None)
             }

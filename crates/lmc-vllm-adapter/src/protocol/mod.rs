@@ -23,4 +23,6 @@ pub use operation::{
     UnknownFields,
 };
 #[cfg(any(feature = "adapters", feature = "service"))]
-pub(crate) use operation::{ENGINE_KEYS, POOL_DESCRIPTOR, TAIL_LOOKUP, UNITS, WAIT_LOOKUP};
+pub(crate) use operation::{
+    ENGINE_KEYS, NOTICES, POOL_DESCRIPTOR, TAIL_LOOKUP, UNITS, WAIT_LOOKUP,
+};

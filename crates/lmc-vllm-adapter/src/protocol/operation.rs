@@ -155,6 +155,10 @@ pub(crate) const WAIT_LOOKUP: &str = "lmc_wait_lookup";
 /// Capability of a server that knows chunks of other sizes than its own, where the engine names them.
 pub(crate) const UNITS: &str = "lmc_units";
 
+/// Capability of a server that sends notices of the ends of stores: what is computed for another engine has
+/// its session to its end.
+pub(crate) const NOTICES: &str = "lmc_notices";
+
 /// End of the name under which lmc's own connector looks up what follows the whole chunks of a request.
 pub(crate) const TAIL_LOOKUP: &str = "\u{1f}tail";
 

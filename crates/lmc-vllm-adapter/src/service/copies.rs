@@ -173,7 +173,10 @@ impl Copies {
             None => Lane::Store,
         };
         let server = Arc::clone(self);
+        let notices = self.context.notices.as_ref();
+        let count = notices.map(|notices| notices.count_store(&key.request_id));
         Outcome::Job(Job::new(lane, move || {
+            let _count = count;
             let granted = server.may_copy(&worker, now);
             let stored = granted.is_some_and(|granted| {
                 match server.wait_for_engine(&copies, &blocks, &granted) {

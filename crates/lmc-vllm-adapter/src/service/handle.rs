@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 use crate::peer::{Peer, Witness};
 use crate::protocol::{
-    ENGINE_KEYS, Operation, POOL_DESCRIPTOR, Reply, Request, UNITS, WAIT_LOOKUP,
+    ENGINE_KEYS, NOTICES, Operation, POOL_DESCRIPTOR, Reply, Request, UNITS, WAIT_LOOKUP,
 };
 use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::connections::Connections;
@@ -304,7 +304,8 @@ impl Service {
                 let events = parts.context.events.enabled().then_some(KV_EVENT_STREAM);
                 let pool = (parts.registry.can_pass_pool(client)).then_some(POOL_DESCRIPTOR);
                 let own = [ENGINE_KEYS, WAIT_LOOKUP, UNITS];
-                let capabilities = events.into_iter().chain(own);
+                let notices = parts.context.notices.as_ref().map(|_| NOTICES);
+                let capabilities = events.into_iter().chain(own).chain(notices);
                 let capabilities = capabilities.chain(pool);
                 Reply::Strings(capabilities.map(str::to_owned).collect())
             }

@@ -18,8 +18,10 @@ use crate::protocol::CacheKey;
 use crate::service::ClientId;
 use crate::service::prefills::LATE_STORES;
 
-/// Chunks that all watched requests lack, each counted for each rank, at most: 32 MiB.
+/// Chunks of all watched requests, each counted for each rank, at most; they take about 60 MB.
 pub(super) const MAX_KEYS: usize = 1 << 18;
+/// Keys that the engine is asked about at a time.
+const KEYS_AT_A_TIME: usize = 1024;
 /// Arrivals that are kept between two looks, at most; then all chunks are looked at.
 pub(super) const MAX_ARRIVALS: usize = 1 << 14;
 /// Notices of requests that are not watched, at most, between two looks.
@@ -93,7 +95,7 @@ struct Watched {
 
 impl Watched {
     fn keys(&self) -> usize {
-        self.ranks.len() * self.hashes.len().max(1)
+        self.ranks.len().max(1) * self.hashes.len().max(1)
     }
 
     /// Returns true if each rank has had each chunk, in one of its layouts.
@@ -107,11 +109,12 @@ impl Watched {
     }
 
     /// Returns true if nothing more is stored for it.
-    fn is_over(&self, engine: &CacheEngine, now: Instant) -> bool {
+    fn is_over(&self, stores: &HashMap<String, usize>, engine: &CacheEngine, now: Instant) -> bool {
         let Some(over_at) = self.over_at.filter(|over_at| *over_at <= now) else {
             return false;
         };
-        now >= over_at + LONGEST_COPY || !self.is_writing(engine)
+        let is_stored = || stores.contains_key(&self.notice.request_id) || self.is_writing(engine);
+        now >= over_at + LONGEST_COPY || !is_stored()
     }
 
     fn is_writing(&self, engine: &CacheEngine) -> bool {
@@ -140,10 +143,14 @@ impl Table {
                 .iter()
                 .map(|hash| progress.key(*hash))
                 .collect();
-            let there = engine.are_in_dram(request.clears, &keys);
-            for (key, _) in keys.into_iter().zip(there).filter(|(_, there)| !there) {
-                self.lacking.entry(key).or_default().push((number, index));
-                progress.missing += 1;
+            let there = each_in_dram(engine, request.clears, &keys);
+            for (key, _) in keys.iter().zip(there).filter(|(_, there)| !there) {
+                let lacking = self.lacking.entry(*key).or_default();
+                // A client may name one twice.
+                if lacking.last() != Some(&(number, index)) {
+                    lacking.push((number, index));
+                    progress.missing += 1;
+                }
             }
         }
         self.watched.insert(number, request);
@@ -183,10 +190,18 @@ impl Table {
     /// Finds the chunks that are there although their arrival was not kept.
     fn look_at_all(&mut self, engine: &CacheEngine, now: Instant) {
         let keys: Vec<ChunkKey> = self.lacking.keys().copied().collect();
-        let there = engine.are_in_dram(engine.clears_id(), &keys);
+        let there = each_in_dram(engine, engine.clears_id(), &keys);
         let there = keys.iter().zip(there).filter(|(_, there)| *there);
         there.for_each(|(key, _)| self.arrived(key, now));
     }
+}
+
+/// Returns for each chunk whether it is in DRAM. Stores have their turn in between.
+fn each_in_dram(engine: &CacheEngine, clears: ClearsId, keys: &[ChunkKey]) -> Vec<bool> {
+    let parts = keys.chunks(KEYS_AT_A_TIME);
+    parts
+        .flat_map(|part| engine.are_in_dram(clears, part))
+        .collect()
 }
 
 /// What has happened since the last look.
@@ -208,6 +223,8 @@ struct News {
 struct Inbox {
     news: News,
     numbers: u64,
+    /// Stores of the server's own that have begun or wait for their turn, by the names of their requests.
+    stores: HashMap<String, usize>,
     /// Keys of all watched requests, and of those of each connection.
     keys: usize,
     by_client: HashMap<ClientId, usize>,
@@ -275,7 +292,36 @@ impl Drop for NoticeGuard {
     }
 }
 
+/// Counts a store that the server carries out, until it is dropped.
+#[derive(Debug)]
+pub(super) struct StoreCount {
+    notices: Arc<Notices>,
+    request_id: String,
+}
+
+impl Drop for StoreCount {
+    fn drop(&mut self) {
+        let mut inbox = self.notices.inbox.lock();
+        if let Some(count) = inbox.stores.get_mut(&self.request_id) {
+            *count -= 1;
+            if *count == 0 {
+                inbox.stores.remove(&self.request_id);
+            }
+        }
+    }
+}
+
 impl Notices {
+    /// Counts a store of a request that the server carries out itself, from its arrival on.
+    pub(super) fn count_store(self: &Arc<Self>, request_id: &str) -> StoreCount {
+        let mut inbox = self.inbox.lock();
+        *inbox.stores.entry(request_id.to_owned()).or_default() += 1;
+        StoreCount {
+            notices: Arc::clone(self),
+            request_id: request_id.to_owned(),
+        }
+    }
+
     /// Watches a request whose first lookup was made after these clears. Where too much is watched
     /// already, the request counts as failed.
     pub(super) fn begin(
@@ -344,6 +390,13 @@ impl Notices {
         let news = mem::take(&mut self.inbox.lock().news);
         let mut notices = news.refused;
         let mut ended = Vec::new();
+        // Before the requests that have begun since: those find what has stayed.
+        for key in &news.arrived {
+            table.arrived(key, now);
+        }
+        if news.has_more {
+            table.look_at_all(engine, now);
+        }
         for (number, request) in news.begun {
             let name = (request.client, request.notice.request_id.clone());
             if let Some(before) = table.by_name.insert(name, number) {
@@ -351,12 +404,6 @@ impl Notices {
                 ended.extend(table.end(before));
             }
             table.begin(number, request, engine);
-        }
-        for key in &news.arrived {
-            table.arrived(key, now);
-        }
-        if news.has_more {
-            table.look_at_all(engine, now);
         }
         for (number, over_at) in news.ended {
             match (over_at, table.watched.get_mut(&number)) {
@@ -366,9 +413,11 @@ impl Notices {
             }
         }
         let clears = engine.clears_id();
+        let stores = self.inbox.lock().stores.clone();
         let outcome = |(number, request): (&u64, &Watched)| {
             let is_stored = request.clears == clears && request.is_stored();
-            let is_due = is_stored || request.clears != clears || request.is_over(engine, now);
+            let is_due =
+                is_stored || request.clears != clears || request.is_over(&stores, engine, now);
             is_due.then_some((*number, is_stored))
         };
         let due: Vec<(u64, bool)> = table.watched.iter().filter_map(outcome).collect();

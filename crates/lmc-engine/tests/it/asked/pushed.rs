@@ -228,6 +228,30 @@ fn a_lookup_waits_for_chunks_that_a_push_brings() {
     assert_idle(&receiver.engine);
 }
 
+/// The first of two once took the note of the push away, and the second one found nothing.
+#[test]
+fn two_lookups_that_wait_for_one_push_both_find_its_chunks() {
+    let source = Passing::new(true);
+    put(&source.inner, SPACE, 0..4);
+    let receiver = Receiver::of(Arc::clone(&source) as _);
+    source.inner.hold(Operation::Load);
+    let asked = || source.advice.lock().expect("no test failed").len();
+    let lookups = thread::scope(|scope| {
+        let push = scope.spawn(|| receiver.receive("a", 0..4));
+        until("it is read", || source.inner.loads() == 4);
+        let look_up = || receiver.engine.lookup(request(&[RANK], 0..4));
+        let of_push = asked();
+        let lookups = [look_up(), look_up()];
+        until("the peer did not answer", || asked() > of_push + 1);
+        source.inner.open();
+        assert_eq!(push.join().expect("a push"), (4, true));
+        assert_eq!(found(&receiver.engine, 0..4).resident, 4);
+        lookups
+    });
+    assert_eq!(lookups.map(|lookup| lookup.wait_blocking().hits), [4, 4]);
+    assert_idle(&receiver.engine);
+}
+
 /// The peer may have answered too late only because the push took its link.
 #[test]
 fn tiers_are_asked_again_where_a_push_ends_without_its_chunks() {

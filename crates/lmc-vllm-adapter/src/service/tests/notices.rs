@@ -261,7 +261,12 @@ fn what_is_watched_is_bounded_for_each_connection_and_for_all() {
         chunk_bytes: None,
     };
     let begin = |from: u64, request: &str, chunks: usize| {
-        let hashes = vec![lmc_key::ChunkHash::new([1; 32]); chunks];
+        let hash = |number: usize| {
+            let mut hash = [from as u8; 32];
+            hash[..8].copy_from_slice(&number.to_le_bytes());
+            lmc_key::ChunkHash::new(hash)
+        };
+        let hashes = (0..chunks).map(hash).collect();
         let clears = service.engine().clears_id();
         let ranks = vec![rank(0), rank(1)];
         let key = of_rank(request, 0, 2);
@@ -314,4 +319,37 @@ fn arrivals_that_are_not_kept_are_found_all_the_same() {
     }
     store_rank(&service, "a", 0, 1);
     assert_eq!(told(&service, Duration::ZERO), stored("a"));
+}
+
+/// A store that waits for a thread has no slots yet.
+#[test]
+fn a_store_that_waits_for_its_turn_is_waited_for() {
+    let (service, memory) = (notified(), Memory::new());
+    memory.register(&service);
+    look_up(&service, key("a", 2));
+    let queued = job(&service, store(1), Instant::now());
+    end(&service, "a");
+    assert_eq!(told(&service, LATE_STORES), []);
+    queued.run();
+    assert_eq!(told(&service, LATE_STORES), stored("a"));
+    look_up(&service, key("b", 3));
+    let queued = job(&service, store(1), Instant::now());
+    end(&service, "b");
+    drop(queued);
+    assert_eq!(told(&service, LATE_STORES), failed("b"));
+}
+
+/// The old arrival was once taken for one of the new request.
+#[test]
+fn chunks_that_came_and_went_before_a_request_began_are_not_its_own() {
+    let (service, memory) = (notified(), Memory::new());
+    memory.register(&service);
+    look_up(&service, key("other", 5));
+    assert_eq!(told(&service, Duration::ZERO), []);
+    store_rank(&service, "a", 0, 1);
+    service.engine().clear_dram(true);
+    look_up(&service, key("a", 2));
+    assert_eq!(told(&service, Duration::ZERO), []);
+    end(&service, "a");
+    assert_eq!(told(&service, LATE_STORES), failed("a"));
 }
