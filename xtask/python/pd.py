@@ -46,7 +46,7 @@ def pd(run):
             # Those of later prompts, while it is there.
             for seed in range(20, 20 + SEEDS):
                 wanted.of(seed)
-            conversation = wanted.conversation()
+            conversation = wanted.conversation(), wanted.chat()
         for connector in run.connectors:
             pair = Pair(run, connector, folder, wanted, conversation)
             stack.callback(pair.end)
@@ -94,10 +94,18 @@ def stream(port, ids, **more):
     return words, events
 
 
-def chat(port, ids):
-    body = {"messages": [{"role": "user", "content": text(ids)}], **OPTIONS}
+def chat(port, ids, *turns):
+    """The answer to a chat: the first turn's tokens, then each answer and the next turn's tokens."""
+    roles = ("assistant", "user") * (len(turns) // 2)
+    messages = [{"role": role, "content": text(turn)}
+                for role, turn in zip(("user", *roles), (ids, *turns), strict=True)]
+    body = {"messages": messages, **OPTIONS}
     with open_http(port, "/v1/chat/completions", body, ANSWER_DEADLINE) as answer:
         return json.load(answer)["choices"][0]["message"]["content"].split()
+
+
+def numbers(words):
+    return [int(word.removeprefix("w")) for word in words]
 
 
 class Answers:
@@ -116,8 +124,14 @@ class Answers:
         """Two turns: each turn's tokens with all before them, and its answer."""
         first, more = prompts(40, 500, 60)
         words = complete(self.port, first, max_tokens=ANSWER)
-        second = first + [int(word.removeprefix("w")) for word in words] + more
+        second = first + numbers(words) + more
         return (first, words), (second, complete(self.port, second))
+
+    def chat(self):
+        """The tokens of the first turn, its answer, those of the second turn, and its answer."""
+        first, second = prompts(41, 3000, 20)
+        words = chat(self.port, first)
+        return first, words, second, chat(self.port, first, numbers(words), second)
 
 
 class Pair:
@@ -210,6 +224,7 @@ class Pair:
         self.together(22, 23)
         ids = prompts(20, *LENGTHS)[1]
         self.follow_up()
+        self.next_turn()
         words = chat(self.port, ids)
         check(f"{self.name}: a chat of the same tokens has the same answer",
               words == self.wanted.of(20)[1], str(words))
@@ -276,7 +291,7 @@ class Pair:
 
     def follow_up(self):
         """The prefill engine reads back what the decode engine has computed: the answer."""
-        (first, words), (second, then) = self.conversation
+        ((first, words), (second, then)), _ = self.conversation
         answer = complete(self.port, first, max_tokens=ANSWER)
         check(f"{self.name}: the first turn of a conversation", answer == words)
         hits = "vllm:external_prefix_cache_hits_total"
@@ -288,6 +303,20 @@ class Pair:
         least = known // CHUNK * CHUNK
         check(f"{self.name}: the prefill engine computes what neither knew",
               found >= least, f"{found} of {known} tokens come from the cache")
+
+    def next_turn(self):
+        """The decode engine had nearly all of the prompt of the second turn."""
+        first, words, second, then = self.conversation[1]
+        warm = 'lmc_proxy_requests_total{prefill="warm"'
+        check(f"{self.name}: the first turn of a chat", chat(self.port, first) == words)
+        before, hits = metric(self.port, warm), self.hits()
+        answer = chat(self.port, first, numbers(words), second)
+        check(f"{self.name}: and its second turn", answer == then)
+        check(f"{self.name}: it goes to the decode engine alone",
+              metric(self.port, warm) - before == 1)
+        found = self.hits() - hits
+        check(f"{self.name}: which has the first turn in its cache",
+              found >= len(first) // CHUNK * CHUNK, f"{found} of {len(first)} tokens")
 
     def streams(self, seed):
         ids = prompts(seed, *LENGTHS)[2]

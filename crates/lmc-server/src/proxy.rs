@@ -9,8 +9,10 @@ mod body;
 mod clip;
 mod counters;
 mod engines;
+mod warm;
 
 use std::future::poll_fn;
+use std::hash::{BuildHasher as _, RandomState};
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::process::ExitCode;
@@ -38,9 +40,10 @@ use tokio::task::JoinHandle;
 use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
-use self::body::{Begun, Relayed};
+use self::body::{Begun, HadAtEnd, Relayed};
 use self::counters::{Counters, Prefill};
 use self::engines::{Chosen, Engine, EngineUrl, Engines, InFlight};
+use self::warm::PromptBlocks;
 use crate::config::{LogFormat, check_level};
 use crate::http::connections::{self, Bounds};
 use crate::http::guard::{Guard, check_site};
@@ -117,7 +120,8 @@ pub(crate) struct Arguments {
     /// Address that clients connect to.
     #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:9000")]
     listen: SocketAddr,
-    /// Prompts of fewer bytes, as the client writes them, go to a decode engine alone.
+    /// A prompt of fewer bytes, as the client writes it, goes to a decode engine alone. So does one of which
+    /// that engine had all but fewer bytes, or all but an eighth, in the last minutes; 0 turns both off.
     #[arg(long, value_name = "BYTES", default_value_t = 2048)]
     min_prompt: usize,
     /// Longest time for a prefill engine, in seconds; after it the decode engine computes the prompt.
@@ -135,8 +139,10 @@ pub(crate) struct Arguments {
 struct Proxy {
     client: Client<HttpConnector, Body>,
     prefill: Engines,
-    decode: Engines,
+    decode: Arc<Engines>,
     min_prompt: usize,
+    /// Seed of the hashes of prompts, random for each process.
+    seed: u64,
     prefill_timeout: Duration,
     idle_timeout: Duration,
     /// Memory for requests, in KiB.
@@ -159,6 +165,7 @@ struct ClientRequest {
     path: &'static str,
     headers: HeaderMap,
     body: Bytes,
+    prompt: Arc<PromptBlocks>,
     /// Memory for it, if it has a body.
     memory: Option<Arc<OwnedSemaphorePermit>>,
 }
@@ -325,6 +332,7 @@ async fn models(State(proxy): Shared, request: Request) -> Response {
         path: "/v1/models",
         headers: forwarded(request.headers()),
         body: Bytes::new(),
+        prompt: Arc::default(),
         memory: None,
     };
     proxy.decode(&Method::GET, &asked, Bytes::new(), None).await
@@ -404,8 +412,9 @@ impl Proxy {
         Self {
             client,
             prefill: Engines::new(&arguments.prefill, &arguments.prefill_peer),
-            decode: Engines::new(&arguments.decode, &arguments.decode_peer),
+            decode: Arc::new(Engines::new(&arguments.decode, &arguments.decode_peer)),
             min_prompt: arguments.min_prompt,
+            seed: RandomState::new().hash_one(()),
             prefill_timeout: Duration::from_secs(arguments.prefill_timeout_seconds),
             idle_timeout: Duration::from_secs(arguments.idle_timeout_seconds),
             memory: Arc::new(Semaphore::new(MEMORY_KIB)),
@@ -451,6 +460,7 @@ impl Proxy {
         let asked = ClientRequest {
             path,
             headers: forwarded(&head.headers),
+            prompt: Arc::new(clip::blocks(path, &body, self.seed)),
             body,
             memory: Some(memory),
         };
@@ -506,13 +516,18 @@ impl Proxy {
         })
     }
 
-    /// Has a prefill engine compute the prompt; at the same time, where the server beside that engine is
-    /// known, a decode engine begins with it. That leg is ended if the prefill fails or is refused before
-    /// its answer has begun.
+    /// Has a prefill engine compute the prompt, unless a decode engine had nearly all of it. Where the
+    /// server beside the prefill engine is known, a decode engine begins with it at the same time; that leg
+    /// is ended if the prefill fails or is refused before its answer has begun.
     async fn prefill(self: &Arc<Self>, asked: &ClientRequest, clipped: Bytes) -> Legs {
+        let now = Instant::now();
+        let warm = self.decode.choose_warm(&asked.prompt, self.min_prompt, now);
+        if warm.is_some() {
+            return Legs::Prefill(Prefill::Warm, warm);
+        }
         let deadline = tokio::time::Instant::now() + self.prefill_timeout;
-        for engine in self.prefill.order(Instant::now()) {
-            let chosen = self.decode.choose(Instant::now());
+        for engine in self.prefill.order(&asked.prompt, Instant::now()) {
+            let chosen = self.decode.choose(&asked.prompt, Instant::now());
             let to = chosen.as_ref().and_then(Chosen::peer);
             let (body, decode) = self.bodies(&engine, to, asked, &clipped, deadline);
             let mut prefilling = self.begin_prefill(&engine, asked, body, deadline);
@@ -595,7 +610,7 @@ impl Proxy {
     ) -> Prefilling {
         let (this, engine) = (Arc::clone(self), Arc::clone(engine));
         let (path, headers) = (asked.path, asked.headers.clone());
-        let memory = asked.memory.clone();
+        let (memory, prompt) = (asked.memory.clone(), Arc::clone(&asked.prompt));
         let task = self.prefills.spawn(async move {
             let _memory = memory;
             let began = Instant::now();
@@ -603,6 +618,7 @@ impl Proxy {
             match tokio::time::timeout_at(deadline, computed).await {
                 Ok(Ok(true)) => {
                     this.counters.count_done(began.elapsed());
+                    this.prefill.note_had(&engine, &prompt, Instant::now());
                     Prefill::Done
                 }
                 // The decode engine says what is wrong.
@@ -660,7 +676,7 @@ impl Proxy {
         let now = Instant::now();
         let order = match chosen {
             Some(chosen) => self.decode.order_after(chosen, now),
-            None => self.decode.order(now),
+            None => self.decode.order(&asked.prompt, now),
         };
         for engine in order {
             let in_flight = engine.begin();
@@ -676,10 +692,16 @@ impl Proxy {
                         true => self.failed("decode", &engine, &anyhow!("it answered {status}")),
                         false => engine.note_answer(),
                     }
-                    return relayed(answer, in_flight, self.idle_timeout);
+                    let had = status.is_success().then(|| HadAtEnd {
+                        engines: Arc::clone(&self.decode),
+                        engine,
+                        prompt: Arc::clone(&asked.prompt),
+                    });
+                    return relayed(answer, in_flight, had, self.idle_timeout);
                 }
                 Ok(Err(error)) => {
                     let is_next = error.is_connect();
+                    self.decode.forget_had(&engine);
                     self.failed("decode", &engine, &error.into());
                     if !is_next {
                         let text = format!("the decode engine {engine} broke off");
@@ -726,6 +748,7 @@ fn late() -> Refusal {
 fn relayed(
     answer: Response<hyper::body::Incoming>,
     in_flight: InFlight,
+    had: Option<HadAtEnd>,
     idle: Duration,
 ) -> Response {
     let (mut head, body) = answer.into_parts();
@@ -734,5 +757,5 @@ fn relayed(
         return refusal(StatusCode::BAD_GATEWAY, text);
     }
     strip(&mut head.headers);
-    Response::from_parts(head, Body::new(Relayed::new(body, in_flight, idle)))
+    Response::from_parts(head, Body::new(Relayed::new(body, in_flight, had, idle)))
 }

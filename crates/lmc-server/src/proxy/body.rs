@@ -3,30 +3,55 @@
 use std::fmt;
 use std::future::poll_fn;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
 use tokio::time::{Instant, Sleep};
 
-use super::engines::InFlight;
+use super::engines::{Engine, Engines, InFlight};
+use super::warm::PromptBlocks;
 
 /// Passes bytes on as they come, and fails when none come for too long. The engine counts as in use
 /// until the end.
 pub(super) struct Relayed {
     from: Incoming,
     _in_flight: InFlight,
+    had: Option<HadAtEnd>,
     idle: Duration,
     deadline: Pin<Box<Sleep>>,
 }
 
 impl Relayed {
-    pub(super) fn new(from: Incoming, in_flight: InFlight, idle: Duration) -> Self {
+    pub(super) fn new(
+        from: Incoming,
+        in_flight: InFlight,
+        had: Option<HadAtEnd>,
+        idle: Duration,
+    ) -> Self {
         Self {
             from,
             _in_flight: in_flight,
+            had,
             idle,
             deadline: Box::pin(tokio::time::sleep(idle)),
+        }
+    }
+}
+
+/// The prompt that an engine has in its cache once its answer has ended.
+pub(super) struct HadAtEnd {
+    pub(super) engines: Arc<Engines>,
+    pub(super) engine: Arc<Engine>,
+    pub(super) prompt: Arc<PromptBlocks>,
+}
+
+impl Relayed {
+    fn note_end(&mut self) {
+        if let Some(had) = self.had.take() {
+            let now = std::time::Instant::now();
+            had.engines.note_had(&had.engine, &had.prompt, now);
         }
     }
 }
@@ -105,6 +130,13 @@ impl Body for Relayed {
         let this = &mut *self;
         if let Poll::Ready(frame) = Pin::new(&mut this.from).poll_frame(cx) {
             this.deadline.as_mut().reset(Instant::now() + this.idle);
+            match &frame {
+                Some(Err(_)) => this.had = None,
+                None => this.note_end(),
+                // The server may not ask for more.
+                Some(Ok(_)) if this.from.is_end_stream() => this.note_end(),
+                Some(Ok(_)) => {}
+            }
             return Poll::Ready(frame.map(|frame| frame.map_err(BrokenOff::Engine)));
         }
         // A client that does not read polls nothing; the bounds of its connection end that.

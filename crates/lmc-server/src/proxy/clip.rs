@@ -7,6 +7,7 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::counters::Prefill;
+use super::warm::PromptBlocks;
 
 /// Fields of a request, at most.
 const MAX_FIELDS: usize = 256;
@@ -23,14 +24,38 @@ const OF_THE_ANSWER: [&str; 8] = [
     "length_penalty",
 ];
 
+/// Further fields that make no part of the prompt.
+const OF_THE_SAMPLING: [&str; 20] = [
+    "max_tokens",
+    "max_completion_tokens",
+    "n",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "user",
+    "request_id",
+    "metadata",
+];
+
 /// Fields with which an engine does not read its cache.
 const WITHOUT_CACHE: [&str; 2] = ["prompt_logprobs", "echo"];
 
 /// The fields of a request, in their order, each as the client wrote it.
-struct Fields<'a>(Vec<(String, &'a RawValue)>);
+pub(super) struct Fields<'a>(Vec<(String, &'a RawValue)>);
 
 impl<'a> Fields<'a> {
-    fn read(body: &'a [u8]) -> Result<Self, serde_json::Error> {
+    pub(super) fn read(body: &'a [u8]) -> Result<Self, serde_json::Error> {
         struct Read;
         impl<'de> Visitor<'de> for Read {
             type Value = Vec<(String, &'de RawValue)>;
@@ -54,6 +79,16 @@ impl<'a> Fields<'a> {
         let fields = reader.deserialize_map(Read)?;
         reader.end()?;
         Ok(Self(fields))
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &'a RawValue)> {
+        self.0.iter().map(|(name, value)| (&name[..], *value))
+    }
+
+    /// Returns the value of a field: the last one, as engines read it.
+    pub(super) fn get(&self, name: &str) -> Option<&'a RawValue> {
+        let mut fields = self.0.iter().rev();
+        fields.find(|(known, _)| known == name).map(|field| field.1)
     }
 
     /// Returns true if the client has set a field to something.
@@ -88,6 +123,24 @@ impl<'a> Fields<'a> {
     }
 }
 
+/// Returns the names of the fields that make the prompt, those first that a conversation keeps, and whether
+/// it is a chat.
+fn prompt_fields(path: &str) -> (&'static [&'static str], bool) {
+    match path {
+        "/v1/chat/completions" => (&["tools", "documents", "messages"], true),
+        _ => (&["prompt"], false),
+    }
+}
+
+/// Returns the blocks of a request's prompt; none where the body cannot be read.
+pub(super) fn blocks(path: &str, body: &[u8], seed: u64) -> PromptBlocks {
+    let fields = Fields::read(body);
+    let is_apart = |name: &str| OF_THE_ANSWER.contains(&name) || OF_THE_SAMPLING.contains(&name);
+    let blocks =
+        fields.map(|fields| PromptBlocks::of(&fields, prompt_fields(path).0, is_apart, seed));
+    blocks.unwrap_or_default()
+}
+
 /// Returns the body of the request to a prefill engine. What makes the prompt is passed on byte for
 /// byte: a chat's template shows the fields of tools in the order in which the client wrote them.
 ///
@@ -96,10 +149,7 @@ impl<'a> Fields<'a> {
 pub(super) fn clip(path: &str, body: &[u8], min_prompt: usize) -> Result<Vec<u8>, Prefill> {
     // What is wrong with it, the decode engine says.
     let fields = Fields::read(body).map_err(|_| Prefill::Refused)?;
-    let (prompt, is_chat) = match path {
-        "/v1/chat/completions" => (&["messages", "tools", "documents"][..], true),
-        _ => (&["prompt"][..], false),
-    };
+    let (prompt, is_chat) = prompt_fields(path);
     if fields.len(prompt) < min_prompt {
         return Err(Prefill::Short);
     }
@@ -183,8 +233,7 @@ pub(super) fn without_hints(body: &[u8]) -> Result<Option<Vec<u8>>, serde_json::
 /// ones about prefill and decode are left out.
 fn with_entries(body: &[u8], set: &[(&str, String)]) -> Option<Vec<u8>> {
     let fields = Fields::read(body).ok()?;
-    let mut known = fields.0.iter().rev().filter(|(name, _)| name == TRANSFER);
-    let known = known.next().map_or("null", |(_, value)| value.get());
+    let known = fields.get(TRANSFER).map_or("null", RawValue::get);
     let known = match known {
         "null" => Fields(Vec::new()),
         known => Fields::read(known.as_bytes()).ok()?,

@@ -15,6 +15,8 @@ pub(super) enum Prefill {
     Short,
     /// The decode engine would not read its cache for it.
     Uncached,
+    /// The decode engine had nearly all of the prompt.
+    Warm,
     /// No request, or one that the prefill engine refused; the decode engine says why.
     Refused,
     /// No prefill engine answered.
@@ -23,10 +25,11 @@ pub(super) enum Prefill {
     Late,
 }
 
-const OUTCOMES: [(Prefill, &str); 6] = [
+const OUTCOMES: [(Prefill, &str); 7] = [
     (Prefill::Done, "done"),
     (Prefill::Short, "short"),
     (Prefill::Uncached, "uncached"),
+    (Prefill::Warm, "warm"),
     (Prefill::Refused, "refused"),
     (Prefill::Failed, "failed"),
     (Prefill::Late, "late"),

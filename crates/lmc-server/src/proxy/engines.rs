@@ -1,5 +1,6 @@
 //! The engines behind the proxy: which of them is asked next.
 
+use std::cmp::Reverse;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -12,8 +13,13 @@ use axum::http::{HeaderMap, Method, Request};
 use hyper::body::Bytes;
 use parking_lot::Mutex;
 
+use super::warm::{HadPrompts, PromptBlocks};
+
 /// Time for which an engine that has failed is asked after the others.
 const PENALTY: Duration = Duration::from_secs(5);
+
+/// Requests that an engine which had a prompt may have under way beyond those of the engine with the fewest.
+const SPARE_LOAD: usize = 2;
 
 /// Address of an engine: `http://HOST:PORT`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,6 +46,8 @@ impl FromStr for EngineUrl {
 /// One engine, and what became of the requests to it.
 #[derive(Debug)]
 pub(super) struct Engine {
+    /// Index among those of its role.
+    index: usize,
     url: String,
     /// Name or address of the engine's server, as other servers know it.
     peer: Option<String>,
@@ -63,6 +71,11 @@ impl fmt::Display for Engine {
 pub(super) struct Chosen(Arc<Engine>);
 
 impl Chosen {
+    fn new(engine: Arc<Engine>) -> Self {
+        engine.chosen.fetch_add(1, Ordering::Relaxed);
+        Self(engine)
+    }
+
     /// Returns the name or address of the engine's server, if it is known.
     pub(super) fn peer(&self) -> Option<&str> {
         self.0.peer()
@@ -122,6 +135,16 @@ impl Engine {
         self.down_until.lock().replace(now + PENALTY).is_none()
     }
 
+    /// Requests under way, and those that it was chosen for.
+    fn load(&self) -> usize {
+        self.in_flight.load(Ordering::Relaxed) + self.chosen.load(Ordering::Relaxed)
+    }
+
+    /// Returns true from a failure to the next answer.
+    fn has_failed(&self) -> bool {
+        self.down_until.lock().is_some()
+    }
+
     fn is_penalized(&self, now: Instant) -> bool {
         self.down_until.lock().is_some_and(|until| now < until)
     }
@@ -141,6 +164,7 @@ impl Engine {
 pub(super) struct Engines {
     all: Vec<Arc<Engine>>,
     turn: AtomicUsize,
+    had: HadPrompts,
 }
 
 impl fmt::Display for Engines {
@@ -154,8 +178,9 @@ impl Engines {
     /// The engines at these addresses, the first ones with these servers beside them.
     pub(super) fn new(urls: &[EngineUrl], peers: &[String]) -> Self {
         let mut peers = peers.iter();
-        let engine = |EngineUrl(url): &EngineUrl| {
+        let engine = |(index, EngineUrl(url)): (usize, &EngineUrl)| {
             Arc::new(Engine {
+                index,
                 url: url.clone(),
                 peer: peers.next().cloned(),
                 in_flight: AtomicUsize::new(0),
@@ -166,44 +191,92 @@ impl Engines {
             })
         };
         Self {
-            all: urls.iter().map(engine).collect(),
+            all: urls.iter().enumerate().map(engine).collect(),
             turn: AtomicUsize::new(0),
+            had: HadPrompts::new(Instant::now()),
         }
     }
 
-    /// Returns the engines in the order in which they are to be asked: those that have not failed
-    /// just now, of these the one with the fewest requests under way, and among equals by turns.
-    pub(super) fn order(&self, now: Instant) -> Vec<Arc<Engine>> {
-        let mut order = self.all.clone();
+    /// Returns the engines in the order in which they are to be asked for a prompt: those that have not
+    /// failed just now, of these the one that had most of the prompt, unless it has more to do than others,
+    /// then the one with the fewest requests under way, and among equals by turns.
+    pub(super) fn order(&self, prompt: &PromptBlocks, now: Instant) -> Vec<Arc<Engine>> {
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        let (order, _) = self.sorted(turn, prompt, now);
+        order.into_iter().cloned().collect()
+    }
+
+    /// Returns the engines in the order in which they are to be asked at a turn, and how many leading
+    /// blocks of the prompt the first of them had.
+    fn sorted(
+        &self,
+        turn: usize,
+        prompt: &PromptBlocks,
+        now: Instant,
+    ) -> (Vec<&Arc<Engine>>, usize) {
+        let known = self.had.known(self.all.len(), prompt, now);
+        let mut order: Vec<(&Arc<Engine>, usize)> = self.all.iter().zip(known).collect();
         if !order.is_empty() {
-            let turn = self.turn.fetch_add(1, Ordering::Relaxed) % order.len();
-            order.rotate_left(turn);
+            order.rotate_left(turn % self.all.len());
         }
-        self.sort(&mut order, now);
-        order
-    }
-
-    fn sort(&self, order: &mut [Arc<Engine>], now: Instant) {
-        let load = |engine: &Engine| engine.counts().0 + engine.chosen.load(Ordering::Relaxed);
-        order.sort_by_cached_key(|engine| (engine.is_penalized(now), load(engine)));
+        // One that has failed has no requests.
+        let answering = self.all.iter().filter(|engine| !engine.has_failed());
+        let least = answering.map(|engine| engine.load()).min();
+        let most = least.unwrap_or(usize::MAX - SPARE_LOAD) + SPARE_LOAD;
+        for (engine, known) in &mut order {
+            if engine.load() > most {
+                *known = 0;
+            }
+        }
+        order.sort_by_cached_key(|(engine, known)| {
+            (engine.is_penalized(now), Reverse(*known), engine.load())
+        });
+        let of_first = order.first().map_or(0, |(_, known)| *known);
+        (
+            order.into_iter().map(|(engine, _)| engine).collect(),
+            of_first,
+        )
     }
 
     /// Chooses the engine that will be asked first, if the servers of all engines are known.
-    pub(super) fn choose(&self, now: Instant) -> Option<Chosen> {
+    pub(super) fn choose(&self, prompt: &PromptBlocks, now: Instant) -> Option<Chosen> {
         // A turn is taken once for each request.
         if self.all.iter().any(|engine| engine.peer.is_none()) {
             return None;
         }
-        let first = self.order(now).into_iter().next()?;
-        first.chosen.fetch_add(1, Ordering::Relaxed);
-        Some(Chosen(first))
+        let first = self.order(prompt, now).into_iter().next()?;
+        Some(Chosen::new(first))
+    }
+
+    /// Chooses the engine that would be asked first, if it had nearly all of the prompt: see
+    /// [`PromptBlocks::is_nearly_all`].
+    pub(super) fn choose_warm(
+        &self,
+        prompt: &PromptBlocks,
+        least: usize,
+        now: Instant,
+    ) -> Option<Chosen> {
+        let (order, known) = self.sorted(self.turn.load(Ordering::Relaxed), prompt, now);
+        let first = order.into_iter().next()?;
+        let is_warm = prompt.is_nearly_all(known, least) && !first.is_penalized(now);
+        is_warm.then(|| Chosen::new(Arc::clone(first)))
+    }
+
+    /// Notes that an engine has a prompt in its cache now.
+    pub(super) fn note_had(&self, engine: &Engine, prompt: &PromptBlocks, now: Instant) {
+        self.had.note(engine.index, prompt, now);
+    }
+
+    /// Forgets which prompts an engine had: its host may be gone.
+    pub(super) fn forget_had(&self, engine: &Engine) {
+        self.had.forget(engine.index);
     }
 
     /// Returns the engines in the order in which they are to be asked: the chosen one first, unless it has
     /// failed since.
     pub(super) fn order_after(&self, chosen: Chosen, now: Instant) -> Vec<Arc<Engine>> {
         let mut order = self.all.clone();
-        self.sort(&mut order, now);
+        order.sort_by_cached_key(|engine| (engine.is_penalized(now), engine.load()));
         let first = &chosen.0;
         if !first.is_penalized(now) {
             order.sort_by_key(|engine| !Arc::ptr_eq(engine, first));
@@ -253,7 +326,8 @@ mod tests {
         let urls = ["http://a:1", "http://b:1"].map(|url| url.parse().expect(url));
         let peers = ["alpha", "beta"].map(str::to_owned);
         let (engines, now) = (Engines::new(&urls, &peers), Instant::now());
-        let choose = || engines.choose(now).expect("its server is known");
+        let new = PromptBlocks::default();
+        let choose = || engines.choose(&new, now).expect("its server is known");
         let names = |engines: Vec<Arc<Engine>>| -> Vec<String> {
             engines.iter().map(ToString::to_string).collect()
         };
@@ -277,8 +351,8 @@ mod tests {
         // Where none is chosen, the order is that of equals by turns.
         let engines = Engines::new(&urls, &[]);
         for first in ["http://a:1", "http://b:1", "http://a:1"] {
-            assert!(engines.choose(now).is_none());
-            assert_eq!(engines.order(now)[0].to_string(), first);
+            assert!(engines.choose(&new, now).is_none());
+            assert_eq!(engines.order(&new, now)[0].to_string(), first);
         }
     }
 
@@ -286,7 +360,8 @@ mod tests {
     fn the_least_loaded_is_asked_first_equals_by_turns_and_failed_ones_last() {
         let urls = ["http://a:1", "http://b:1", "http://c:1"].map(|url| url.parse().expect(url));
         let (engines, now) = (Engines::new(&urls, &[]), Instant::now());
-        let first = |now| engines.order(now)[0].to_string();
+        let new = PromptBlocks::default();
+        let first = |now| engines.order(&new, now)[0].to_string();
         let turns: Vec<String> = (0..4).map(|_| first(now)).collect();
         assert_eq!(
             turns,
@@ -302,8 +377,43 @@ mod tests {
             engine.note_failure(now);
         }
         assert!(!engines.any_is_up(now) && engines.any_is_up(now + PENALTY));
-        assert_eq!(engines.order(now).len(), 3, "they are asked all the same");
+        assert_eq!(
+            engines.order(&new, now).len(),
+            3,
+            "they are asked all the same"
+        );
         engines.all[1].note_answer();
         assert_eq!(first(now), "http://b:1");
+    }
+
+    #[test]
+    fn the_engine_that_had_a_prompt_is_asked_first_unless_it_is_busier_than_others() {
+        let urls = ["http://a:1", "http://b:1", "http://c:1"].map(|url| url.parse().expect(url));
+        let (engines, now) = (Engines::new(&urls, &[]), Instant::now());
+        let prompt = PromptBlocks::of_text(&"word ".repeat(1000));
+        let first = || engines.order(&prompt, now)[0].to_string();
+        let warm = |least| {
+            let chosen = engines.choose_warm(&prompt, least, now)?;
+            Some(chosen.0.to_string())
+        };
+        let [a, b, c] = [0, 1, 2].map(|index| &engines.all[index]);
+        assert_eq!(warm(usize::MAX), None, "none had it");
+        engines.note_had(b, &prompt, now);
+        let turns: Vec<String> = (0..3).map(|_| first()).collect();
+        assert_eq!(turns, ["http://b:1"; 3]);
+        assert_eq!(warm(1024).as_deref(), Some("http://b:1"));
+        assert_eq!(warm(0), None, "asked for by --min-prompt 0");
+        // One that does not answer is idle.
+        c.note_failure(now);
+        let _busy: Vec<InFlight> = (0..=SPARE_LOAD).map(|_| b.begin()).collect();
+        assert_eq!((first(), warm(1024)), ("http://a:1".to_owned(), None));
+        let _other = a.begin();
+        assert_eq!(first(), "http://b:1");
+        b.note_failure(now);
+        assert_eq!((first(), warm(1024)), ("http://a:1".to_owned(), None));
+        b.note_answer();
+        assert_eq!(first(), "http://b:1");
+        engines.forget_had(b);
+        assert_eq!((first(), warm(1024)), ("http://a:1".to_owned(), None));
     }
 }

@@ -2,11 +2,12 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use lmc_testkit::{DEADLINE, Process, free_port, until};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::common::played::{Asked, HttpServer, url};
 use crate::common::{ask, lmc};
@@ -68,12 +69,72 @@ fn rest(mut stream: TcpStream) -> String {
     answer
 }
 
+/// Returns a request with a prompt that no engine has had.
 fn long_prompt() -> String {
-    json!({"model": "m", "prompt": "word ".repeat(1000), "max_tokens": 50, "stream": true})
-        .to_string()
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    let prompt = format!(
+        "{} {}",
+        NEXT.fetch_add(1, Ordering::Relaxed),
+        "word ".repeat(1000)
+    );
+    json!({"model": "m", "prompt": prompt, "max_tokens": 50, "stream": true}).to_string()
 }
 
 const PATH: &str = "/v1/completions";
+
+/// Each turn once went through a prefill engine, which computed or read all turns before it.
+#[test]
+fn the_next_turn_of_a_conversation_goes_to_the_engine_that_had_the_others() {
+    let prefill = HttpServer::start();
+    let decode = [HttpServer::start(), HttpServer::start()];
+    let urls = decode.each_ref().map(HttpServer::url);
+    let urls = urls.each_ref().map(|url| &url[..]);
+    let proxy = Proxy::start(&[&prefill.url()], &urls, &[]);
+    let path = "/v1/chat/completions";
+    let say = |role: &str, words: usize| json!({"role": role, "content": "word ".repeat(words)});
+    let first = [say("user", 2000)];
+    let second = [&first[..], &[say("assistant", 100), say("user", 20)]].concat();
+    let third = [&second[..], &[say("assistant", 400), say("user", 600)]].concat();
+    let ask = |messages: &[Value], salt: &str| {
+        let body = json!({"messages": messages, "cache_salt": salt});
+        proxy.post(path, "", &body.to_string())
+    };
+    let answer = |client, engine: &HttpServer| {
+        engine.next().answer(200, "answered");
+        assert!(rest(client).ends_with("answered"));
+    };
+    // One that breaks off, and one that fails, have nothing.
+    for _ in 0..2 {
+        let client = ask(&first, "a");
+        prefill.next().answer(200, "{}");
+        let mut asked = decode[0].next();
+        asked.begin();
+        drop(asked);
+        rest(client);
+        let client = ask(&first, "a");
+        prefill.next().answer(200, "{}");
+        decode[1].next().answer(400, "no");
+        rest(client);
+    }
+    let client = ask(&first, "a");
+    prefill.next().answer(200, "{}");
+    answer(client, &decode[0]);
+    for _ in 0..3 {
+        answer(ask(&second, "a"), &decode[0]);
+    }
+    assert!(prefill.has_none());
+    // The engine lacks a third.
+    let client = ask(&third, "a");
+    prefill.next().answer(200, "{}");
+    answer(client, &decode[0]);
+    // None has anything of another tenant's.
+    let client = ask(&second, "b");
+    prefill.next().answer(200, "{}");
+    answer(client, &decode[0]);
+    let outcome =
+        |name: &str| proxy.metric(&format!("lmc_proxy_requests_total{{prefill=\"{name}\"}}"));
+    assert_eq!([outcome("warm"), outcome("done")], [3.0, 7.0]);
+}
 
 #[test]
 fn a_prompt_is_computed_by_one_engine_and_answered_by_another() {
@@ -555,18 +616,15 @@ fn a_stop_waits_for_prefills_whose_answers_have_ended() {
 fn a_prefill_that_fails_takes_back_what_a_decode_engine_waits_for() {
     let (prefill, decode, proxy) = pair_at_once();
     for (status, outcome) in [(500, "failed"), (400, "refused")] {
-        let client = proxy.post(PATH, "", &long_prompt());
+        let body = long_prompt();
+        let client = proxy.post(PATH, "", &body);
         let (first, mut second) = (prefill.next(), decode.next());
         // As vLLM does for a stream, long before its first token.
         second.begin();
         first.answer(status, "");
         second.wait_for_end();
         let alone = decode.next();
-        assert_eq!(
-            alone.body,
-            long_prompt().as_bytes(),
-            "the client's own bytes"
-        );
+        assert_eq!(alone.body, body.as_bytes(), "the client's own bytes");
         alone.answer(200, "answered");
         let answer = rest(client);
         assert!(answer.ends_with("answered"), "{answer}");
@@ -635,7 +693,8 @@ fn a_prompt_is_pushed_to_the_server_beside_the_engine_that_answers() {
     let decodes = [first.url(), second.url()];
     let flags = ["--decode-peer", "alpha", "--decode-peer", "beta"];
     let proxy = Proxy::start(&[&prefill.url()], &[&decodes[0], &decodes[1]], &flags);
-    let ask = || proxy.post(PATH, "", &long_prompt());
+    let body = long_prompt();
+    let ask = || proxy.post(PATH, "", &body);
     let hints = |asked: &Asked| asked.json()["kv_transfer_params"].clone();
     // Both at once: the second goes to the other engine, though neither has a request yet.
     let (one, another) = (ask(), ask());
@@ -648,11 +707,7 @@ fn a_prompt_is_pushed_to_the_server_beside_the_engine_that_answers() {
     asked.into_iter().for_each(|asked| asked.answer(200, "{}"));
     for engine in [&first, &second] {
         let asked = engine.next();
-        assert_eq!(
-            asked.body,
-            long_prompt().as_bytes(),
-            "the client's own bytes"
-        );
+        assert_eq!(asked.body, body.as_bytes(), "the client's own bytes");
         asked.answer(200, "answered");
     }
     assert!(rest(one).ends_with("answered") && rest(another).ends_with("answered"));
