@@ -246,7 +246,7 @@ class Pair:
 
     def lmcache_proxy(self):
         """LMCache's own proxy for servers apart from the engines, which sends the request to the
-        decode engine when it is told that the prompt is stored: here by the server."""
+        decode engine when it is notified that the prompt is stored: here by the server."""
         proxy = self.script(LMCACHE_PROXY, "/v1/models", "--telemetry-port", str(self.telemetry))
         if proxy is None:
             return
@@ -262,7 +262,7 @@ class Pair:
         check(f"{self.name}: a prompt that is not stored is answered all the same",
               words == self.wanted.of(32)[1], str(words))
         failed = metric(self.servers[0].http, counter) - before
-        check(f"{self.name}: the proxy was told of that", failed == 1, str(failed))
+        check(f"{self.name}: the proxy was notified of that", failed == 1, str(failed))
         proxy.kill()
 
     def hits(self):

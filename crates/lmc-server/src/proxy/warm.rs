@@ -21,7 +21,7 @@ const MAX_BLOCKS_OF_PROMPT: usize = 1 << 12;
 const MAX_BLOCKS: usize = 1 << 16;
 /// Time of one generation. A prompt is remembered for one to two of them.
 const GENERATION: Duration = Duration::from_secs(300);
-/// Engines of a role that are told apart.
+/// Engines of a role that are distinguished.
 const MAX_ENGINES: usize = u64::BITS as usize;
 /// Part of a prompt that an engine may lack and be asked alone.
 const SMALL_PART: usize = 8;

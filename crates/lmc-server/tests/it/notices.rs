@@ -47,20 +47,20 @@ fn a_proxy_is_sent_whether_a_request_is_stored_or_has_failed() {
     assert!(proxy.has_none());
     prompt.store(&mut client, &shm_name);
     // A notice that is lost is sent again.
-    let (told, asked) = next(&proxy);
-    assert_eq!(told, event("request_store_finished", "one"));
+    let (notice, asked) = next(&proxy);
+    assert_eq!(notice, event("request_store_finished", "one"));
     drop(asked);
     next(&proxy).1.answer(503, "");
     server.line("a proxy does not take notices");
-    let (told, asked) = next(&proxy);
-    assert_eq!(told, event("request_store_finished", "one"));
+    let (notice, asked) = next(&proxy);
+    assert_eq!(notice, event("request_store_finished", "one"));
     asked.answer(200, "{}");
     server.line("the proxy takes notices again");
     end(&mut client, "one");
     // One that the proxy does not want is not sent again.
     prompt.begin_lookup(&mut client, "other");
-    let (told, asked) = next(&proxy);
-    assert_eq!(told, event("request_store_finished", "other"));
+    let (notice, asked) = next(&proxy);
+    assert_eq!(notice, event("request_store_finished", "other"));
     asked.answer(404, "");
     until("it is lost", || {
         server.metric("lmc_pd_notices_lost_total") == 1.0
@@ -68,8 +68,8 @@ fn a_proxy_is_sent_whether_a_request_is_stored_or_has_failed() {
     // Its engine computes nothing.
     Prompt(7).begin_lookup(&mut client, "two");
     end(&mut client, "two");
-    let (told, asked) = next(&proxy);
-    assert_eq!(told, event("request_store_failed", "two"));
+    let (notice, asked) = next(&proxy);
+    assert_eq!(notice, event("request_store_failed", "two"));
     asked.answer(200, "{}");
     let series = |outcome: &str| format!("lmc_pd_notices_total{{outcome=\"{outcome}\"}}");
     for (outcome, notices) in [("stored", 2.0), ("failed", 1.0)] {
@@ -79,8 +79,8 @@ fn a_proxy_is_sent_whether_a_request_is_stored_or_has_failed() {
     // The server stops before its engine has stored.
     Prompt(8).begin_lookup(&mut client, "three");
     let stopping = thread::spawn(move || server.terminate());
-    let (told, asked) = next(&proxy);
-    assert_eq!(told, event("request_store_failed", "three"));
+    let (notice, asked) = next(&proxy);
+    assert_eq!(notice, event("request_store_failed", "three"));
     asked.answer(200, "{}");
     stopping.join().expect("it stops");
     assert!(proxy.has_none());
@@ -101,8 +101,8 @@ fn each_proxy_has_its_own_notices() {
     configs.awaited = "pair".to_owned();
     look_up(&mut client, "one", configs).expect("an answer");
     Prompt::default().store(&mut client, &shm_name);
-    let (told, asked) = next(&there);
-    assert_eq!(told["pd_id"], "pair");
+    let (notice, asked) = next(&there);
+    assert_eq!(notice["pd_id"], "pair");
     asked.answer(200, "{}");
     let mut received = || {
         let message = runtime.block_on(async {
@@ -123,15 +123,15 @@ fn each_proxy_has_its_own_notices() {
     asked.answer(200, "{}");
     // It takes them once it is there.
     let late = HttpServer::at(gone);
-    let mut told: Vec<Value> = (0..2)
+    let mut requests: Vec<Value> = (0..2)
         .map(|_| {
-            let (told, asked) = next(&late);
+            let (notice, asked) = next(&late);
             asked.answer(200, "{}");
-            told["request_ids_set"][0].clone()
+            notice["request_ids_set"][0].clone()
         })
         .collect();
-    told.sort_by_key(Value::to_string);
-    assert_eq!(told, ["one", &long[..]]);
+    requests.sort_by_key(Value::to_string);
+    assert_eq!(requests, ["one", &long[..]]);
     until("all are passed on", || {
         server.metric("lmc_pd_notices_total{outcome=\"stored\"}") == 2.0
     });

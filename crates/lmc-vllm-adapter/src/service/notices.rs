@@ -204,12 +204,12 @@ fn each_in_dram(engine: &CacheEngine, clears: ClearsId, keys: &[ChunkKey]) -> Ve
         .collect()
 }
 
-/// What has happened since the last look.
+/// Begins, ends and arrivals since the last look.
 #[derive(Debug, Default)]
 struct News {
     begun: Vec<(u64, Watched)>,
-    /// Ends of sessions, each with the time from which nothing more is stored; without one, nothing is to
-    /// be told of the request.
+    /// Ends of sessions, each with the time from which nothing more is stored; without one, the request has
+    /// no notice.
     ended: Vec<(u64, Option<Instant>)>,
     refused: Vec<Notice>,
     /// Chunks that have come to DRAM.

@@ -1,4 +1,4 @@
-//! What proxies are told of the chunks of a request.
+//! Notices of the ends of stores.
 
 use super::*;
 use crate::protocol::RequestConfigs;
@@ -53,15 +53,15 @@ fn end(service: &Service, request: &str) {
 }
 
 /// Returns the requests of the notices that are due this long from now, each with whether it is stored.
-fn told(service: &Service, later: Duration) -> Vec<(String, bool)> {
-    told_at(service, Instant::now() + later)
+fn due(service: &Service, later: Duration) -> Vec<(String, bool)> {
+    due_at(service, Instant::now() + later)
 }
 
-fn told_at(service: &Service, now: Instant) -> Vec<(String, bool)> {
+fn due_at(service: &Service, now: Instant) -> Vec<(String, bool)> {
     let (mut notices, _) = service.take_notices(now);
     notices.sort_by(|one, other| one.request_id.cmp(&other.request_id));
-    let told = |notice: Notice| (notice.request_id, notice.is_stored);
-    notices.into_iter().map(told).collect()
+    let outcome = |notice: Notice| (notice.request_id, notice.is_stored);
+    notices.into_iter().map(outcome).collect()
 }
 
 /// Asserts that no request is watched any more.
@@ -89,17 +89,17 @@ fn a_request_is_stored_once_every_rank_has_all_its_chunks() {
     let (service, memory) = (notified(), Memory::new());
     register(&service, &memory, 2);
     look_up(&service, of_rank("a", 0, 2));
-    assert_eq!(told(&service, Duration::ZERO), []);
+    assert_eq!(due(&service, Duration::ZERO), []);
     store_rank(&service, "a", 0, 2);
-    assert_eq!(told(&service, Duration::ZERO), []);
+    assert_eq!(due(&service, Duration::ZERO), []);
     store_rank(&service, "a", 1, 2);
-    assert_eq!(told(&service, Duration::ZERO), stored("a"));
+    assert_eq!(due(&service, Duration::ZERO), stored("a"));
     // Once, however it goes on.
     end(&service, "a");
-    assert_eq!(told(&service, LATE_STORES), []);
+    assert_eq!(due(&service, LATE_STORES), []);
     // The next one finds them.
     look_up(&service, of_rank("b", 0, 2));
-    assert_eq!(told(&service, Duration::ZERO), stored("b"));
+    assert_eq!(due(&service, Duration::ZERO), stored("b"));
     assert_idle(&service);
     let counts = service.0.context.counters().snapshot();
     assert_eq!((counts.notices_stored, counts.notices_failed), (2, 0));
@@ -117,11 +117,11 @@ fn a_request_that_ends_without_its_chunks_has_failed() {
     let (notices, again) = service.take_notices(before);
     assert_eq!(notices, []);
     assert!(again.is_some_and(|again| again <= Instant::now() + LATE_STORES));
-    assert_eq!(told(&service, LATE_STORES), failed("a"));
+    assert_eq!(due(&service, LATE_STORES), failed("a"));
     // Its scheduler goes.
     look_up(&service, of_rank("b", 0, 2));
     service.client_gone(client(9), Instant::now());
-    assert_eq!(told(&service, LATE_STORES), failed("b"));
+    assert_eq!(due(&service, LATE_STORES), failed("b"));
     assert_eq!(service.0.context.counters().snapshot().notices_failed, 2);
 }
 
@@ -133,20 +133,20 @@ fn a_request_that_looks_up_again_is_the_same_one() {
     look_up(&service, key("a", 2));
     look_up(&service, key("a", 5));
     store_rank(&service, "a", 0, 1);
-    assert_eq!(told(&service, Duration::ZERO), stored("a"));
+    assert_eq!(due(&service, Duration::ZERO), stored("a"));
     look_up(&service, key("a", 3));
     end(&service, "a");
-    assert_eq!(told(&service, LATE_STORES), []);
+    assert_eq!(due(&service, LATE_STORES), []);
     service.engine().clear_dram(true);
     for _ in 0..2 {
         look_up(&service, key("b", 2));
         end(&service, "b");
     }
     look_up(&service, key("b", 2));
-    assert_eq!(told(&service, LATE_STORES), []);
+    assert_eq!(due(&service, LATE_STORES), []);
     store_rank(&service, "b", 0, 1);
     end(&service, "b");
-    assert_eq!(told(&service, LATE_STORES), stored("b"));
+    assert_eq!(due(&service, LATE_STORES), stored("b"));
     assert_idle(&service);
 }
 
@@ -156,9 +156,9 @@ fn a_clear_is_the_end_of_what_was_computed_before() {
     memory.register(&service);
     look_up(&service, key("a", 2));
     clear(&service);
-    assert_eq!(told(&service, Duration::ZERO), failed("a"));
+    assert_eq!(due(&service, Duration::ZERO), failed("a"));
     end(&service, "a");
-    assert_eq!(told(&service, LATE_STORES), []);
+    assert_eq!(due(&service, LATE_STORES), []);
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn a_prompt_without_chunks_is_stored_and_one_of_an_unknown_model_fails() {
     };
     look_up(&service, with("a", Duration::ZERO));
     end(&service, "a");
-    assert_eq!(told(&service, LATE_STORES), failed("a"));
+    assert_eq!(due(&service, LATE_STORES), failed("a"));
     let memory = Memory::new();
     memory.register(&service);
     look_up(&service, with("b", Duration::ZERO));
@@ -201,16 +201,16 @@ fn a_lookup_that_is_refused_has_failed_and_that_of_a_tail_has_no_notice() {
     }
     // One connection has three quarters.
     look_up(&service, key("d", 2));
-    assert_eq!(told(&service, Duration::ZERO), failed("d"));
+    assert_eq!(due(&service, Duration::ZERO), failed("d"));
     let refused = CacheKey {
         num_kv_readers: 0,
         ..key("e", 2)
     };
     look_up(&service, refused);
-    assert_eq!(told(&service, Duration::ZERO), failed("e"));
+    assert_eq!(due(&service, Duration::ZERO), failed("e"));
     end(&service, "a");
     look_up(&service, key("a\u{1f}tail", 2));
-    assert_eq!(told(&service, LATE_STORES), failed("a"));
+    assert_eq!(due(&service, LATE_STORES), failed("a"));
     // The server stops.
     let last = service.take_last_notices().into_iter();
     let mut last: Vec<String> = last.map(|notice| notice.request_id).collect();
@@ -227,16 +227,16 @@ fn a_store_that_has_begun_is_waited_for() {
     look_up(&service, key("a", 2));
     prepare_store(&service, "a");
     end(&service, "a");
-    assert_eq!(told(&service, LATE_STORES), []);
+    assert_eq!(due(&service, LATE_STORES), []);
     commit_store(&service, "a");
-    assert_eq!(told(&service, LATE_STORES), stored("a"));
+    assert_eq!(due(&service, LATE_STORES), stored("a"));
     // Not for ever.
     service.engine().clear_dram(true);
     look_up(&service, key("b", 2));
     prepare_store(&service, "b");
     end(&service, "b");
-    assert_eq!(told(&service, LATE_STORES), []);
-    assert_eq!(told(&service, Duration::from_secs(60)), failed("b"));
+    assert_eq!(due(&service, LATE_STORES), []);
+    assert_eq!(due(&service, Duration::from_secs(60)), failed("b"));
 }
 
 /// A client could take all memory, or all notices.
@@ -278,12 +278,12 @@ fn what_is_watched_is_bounded_for_each_connection_and_for_all() {
     let second = begin(2, "c", quarter);
     assert!(second.is_some() && begin(3, "d", 1).is_none());
     assert_eq!(
-        told(&service, Duration::ZERO),
+        due(&service, Duration::ZERO),
         [failed("b"), failed("d")].concat()
     );
     drop((first, second));
     assert_eq!(
-        told(&service, LATE_STORES),
+        due(&service, LATE_STORES),
         [failed("a"), failed("c")].concat()
     );
     assert_idle(&service);
@@ -294,7 +294,7 @@ fn arrivals_that_are_not_kept_are_found_all_the_same() {
     let (service, memory) = (notified(), Memory::new());
     memory.register(&service);
     look_up(&service, key("a", 2));
-    assert_eq!(told(&service, Duration::ZERO), []);
+    assert_eq!(due(&service, Duration::ZERO), []);
     let notices = service
         .0
         .context
@@ -318,7 +318,7 @@ fn arrivals_that_are_not_kept_are_found_all_the_same() {
         lmc_engine::EventSink::changed(&**notices, &event);
     }
     store_rank(&service, "a", 0, 1);
-    assert_eq!(told(&service, Duration::ZERO), stored("a"));
+    assert_eq!(due(&service, Duration::ZERO), stored("a"));
 }
 
 /// A store that waits for a thread has no slots yet.
@@ -329,14 +329,14 @@ fn a_store_that_waits_for_its_turn_is_waited_for() {
     look_up(&service, key("a", 2));
     let queued = job(&service, store(1), Instant::now());
     end(&service, "a");
-    assert_eq!(told(&service, LATE_STORES), []);
+    assert_eq!(due(&service, LATE_STORES), []);
     queued.run();
-    assert_eq!(told(&service, LATE_STORES), stored("a"));
+    assert_eq!(due(&service, LATE_STORES), stored("a"));
     look_up(&service, key("b", 3));
     let queued = job(&service, store(1), Instant::now());
     end(&service, "b");
     drop(queued);
-    assert_eq!(told(&service, LATE_STORES), failed("b"));
+    assert_eq!(due(&service, LATE_STORES), failed("b"));
 }
 
 /// The old arrival was once taken for one of the new request.
@@ -345,11 +345,11 @@ fn chunks_that_came_and_went_before_a_request_began_are_not_its_own() {
     let (service, memory) = (notified(), Memory::new());
     memory.register(&service);
     look_up(&service, key("other", 5));
-    assert_eq!(told(&service, Duration::ZERO), []);
+    assert_eq!(due(&service, Duration::ZERO), []);
     store_rank(&service, "a", 0, 1);
     service.engine().clear_dram(true);
     look_up(&service, key("a", 2));
-    assert_eq!(told(&service, Duration::ZERO), []);
+    assert_eq!(due(&service, Duration::ZERO), []);
     end(&service, "a");
-    assert_eq!(told(&service, LATE_STORES), failed("a"));
+    assert_eq!(due(&service, LATE_STORES), failed("a"));
 }
