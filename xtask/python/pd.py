@@ -32,7 +32,8 @@ from sdists import sdist_file
 TOKENS = 24
 # Tokens of a block of vLLM on CPU.
 BLOCK = 128
-OPTIONS = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+# The word that stands for no other counts as a special token.
+OPTIONS = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
 
 
 def pd(run):
