@@ -97,6 +97,7 @@ class SchedulerAdapter:
     def __init__(self, rng, server, ranks, hash_mode, tails):
         self.rng, self.server, self.ranks = rng, server, ranks
         self.hash_mode, self.healthy, self.tails = hash_mode, True, tails
+        self.notices = rng.random() < 0.5
         self.pending, self.found = {}, {}
 
     def maybe_submit_lookup_request(
