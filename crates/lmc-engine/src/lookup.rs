@@ -33,6 +33,18 @@ pub struct Rank {
     pub chunk_bytes: Option<u64>,
 }
 
+impl Rank {
+    /// Returns the key of one of its chunks.
+    pub fn key(&self, hash: ChunkHash) -> ChunkKey {
+        ChunkKey {
+            space: self.space,
+            kv_rank: self.kv_rank,
+            group: 0,
+            hash,
+        }
+    }
+}
+
 /// Limits the bytes that lookups keep from eviction.
 pub trait LeaseLimit: Send + Sync {
     /// Returns how many bytes a lookup may keep from eviction, at most `leased + more`: `leased`
@@ -129,13 +141,12 @@ impl LookupRequest {
 
     /// Returns the keys of the first `len` chunks for one rank, under the name of its space.
     fn keys(&self, name: SpaceId, rank: Rank, len: usize) -> Vec<ChunkKey> {
-        let key = |&hash: &ChunkHash| ChunkKey {
+        let named = Rank {
             space: name,
-            kv_rank: rank.kv_rank,
-            group: 0,
-            hash,
+            ..rank
         };
-        self.hashes.iter().take(len).map(key).collect()
+        let hashes = self.hashes.iter().take(len);
+        hashes.map(|hash| named.key(*hash)).collect()
     }
 }
 

@@ -10,7 +10,6 @@ use axum::http::header::CONTENT_TYPE;
 use axum::http::{Request, Uri};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::{TokioExecutor, TokioTimer};
 use lmc_vllm_adapter::{Notice, Service};
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
@@ -20,6 +19,7 @@ use tracing::{info, warn};
 use zeromq::{PushSocket, Socket, SocketSend};
 
 use crate::config::NoticeTarget;
+use crate::proxy::http_client;
 
 /// Time for which a notice is tried.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -37,8 +37,6 @@ const LOOK_PAUSE: Duration = Duration::from_millis(1);
 const MAX_RANKS: u32 = 1024;
 /// Bytes of a proxy's answer that are read, so that its connection can be used again.
 const MAX_ANSWER: usize = 64 << 10;
-/// Time after which a connection to a proxy that is not used is closed, as for engines of `lmc proxy`.
-const POOL_IDLE: Duration = Duration::from_secs(2);
 /// Time that proxies have to take the last notices of a server that stops.
 const LAST_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -108,7 +106,7 @@ impl Proxies {
         for notice in notices.into_iter().map(Arc::new) {
             for queue in &self.queues {
                 if queue.try_send((Arc::clone(&notice), until)).is_err() {
-                    self.service.count_lost_notices(1);
+                    self.service.count_lost_notice();
                 }
             }
         }
@@ -136,7 +134,7 @@ async fn serve(proxy: Proxy, mut queued: mpsc::Receiver<Queued>, service: Servic
             }
             Some(sent) = under_way.join_next() => {
                 if !sent.unwrap_or(false) {
-                    service.count_lost_notices(1);
+                    service.count_lost_notice();
                 }
             }
             else => return,
@@ -154,13 +152,9 @@ struct Proxy {
 
 impl Proxy {
     fn new(target: NoticeTarget) -> Self {
-        let client = Client::builder(TokioExecutor::new())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(POOL_IDLE)
-            .build_http();
         Self {
             target,
-            client,
+            client: http_client(),
             is_failing: AtomicBool::new(false),
         }
     }

@@ -400,17 +400,21 @@ fn random_id() -> Option<String> {
     Some(id.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
+/// Returns a client for engines, and for others that close idle connections as they do.
+pub(crate) fn http_client() -> Client<HttpConnector, Body> {
+    let mut connector = HttpConnector::new();
+    connector.set_connect_timeout(Some(CONNECT_DEADLINE));
+    connector.set_nodelay(true);
+    Client::builder(TokioExecutor::new())
+        .pool_timer(TokioTimer::new())
+        .pool_idle_timeout(POOL_IDLE)
+        .build(connector)
+}
+
 impl Proxy {
     fn new(arguments: &Arguments) -> Self {
-        let mut connector = HttpConnector::new();
-        connector.set_connect_timeout(Some(CONNECT_DEADLINE));
-        connector.set_nodelay(true);
-        let client = Client::builder(TokioExecutor::new())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(POOL_IDLE)
-            .build(connector);
         Self {
-            client,
+            client: http_client(),
             prefill: Engines::new(&arguments.prefill, &arguments.prefill_peer),
             decode: Arc::new(Engines::new(&arguments.decode, &arguments.decode_peer)),
             min_prompt: arguments.min_prompt,

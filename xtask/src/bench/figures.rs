@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
+use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use super::server::Kind;
@@ -104,6 +105,16 @@ impl Figures {
         });
         all.collect()
     }
+}
+
+/// Returns the median, over the rounds that a script has printed, of the figure at a path in each.
+pub(crate) fn median_of_rounds(measured: &Value, path: &[&str]) -> Result<f64> {
+    let rounds = measured["rounds"].as_array().into_iter().flatten();
+    let figure = |round: &Value| path.iter().fold(round, |at, name| &at[*name]).as_f64();
+    let all: Option<Vec<f64>> = rounds.map(figure).collect();
+    let all = all.filter(|all| !all.is_empty());
+    let all = all.with_context(|| format!("the script printed no {}", path.join(", ")))?;
+    Ok(median(&all))
 }
 
 /// The middle value, or the mean of the two in the middle; 0 of nothing.

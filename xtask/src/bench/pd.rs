@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::conditions;
 use super::engines::Engines;
-use super::figures::median;
+use super::figures::median_of_rounds;
 use super::link::Link;
 use crate::ports;
 
@@ -76,11 +76,7 @@ pub(crate) fn run(options: &PdArgs) -> Result<bool> {
 
 /// Returns the median over all rounds of a figure of a way.
 fn figure(measured: &Value, way: &str, name: &str) -> Result<f64> {
-    let rounds = measured["rounds"].as_array().into_iter().flatten();
-    let all: Option<Vec<f64>> = rounds.map(|round| round[way][name].as_f64()).collect();
-    let all = all.filter(|all| !all.is_empty());
-    let all = all.with_context(|| format!("{SCRIPT} printed no {name} of {way}"))?;
-    Ok(median(&all))
+    median_of_rounds(measured, &[way, name]).context(SCRIPT)
 }
 
 fn section(

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::conditions;
 use super::engines::Engines;
-use super::figures::median;
+use super::figures::median_of_rounds;
 
 const BENCH: &str = "bench pd-tail";
 const JSON: &str = "docs/benchmarks/pd-tail.json";
@@ -32,11 +32,7 @@ pub(crate) fn run(options: &PdTailArgs) -> Result<bool> {
 
 /// Returns the median over all prompts of a figure of a way.
 fn figure(way: &Value, name: &str) -> Result<f64> {
-    let rounds = way["rounds"].as_array().into_iter().flatten();
-    let all: Option<Vec<f64>> = rounds.map(|round| round[name].as_f64()).collect();
-    let all = all.filter(|all| !all.is_empty());
-    let all = all.with_context(|| format!("{SCRIPT} printed no {name}"))?;
-    Ok(median(&all))
+    median_of_rounds(way, &[name]).context(SCRIPT)
 }
 
 fn section(

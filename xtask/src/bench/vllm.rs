@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::conditions;
 use super::engines::Engines;
-use super::figures::median;
+use super::figures::median_of_rounds;
 
 const BENCH: &str = "bench vllm";
 const JSON: &str = "docs/benchmarks/vllm.json";
@@ -60,13 +60,7 @@ pub(crate) fn run(options: &VllmArgs) -> Result<bool> {
 
 /// Returns the median over all rounds of a figure of a set-up's load.
 fn figure(measured: &Value, setup: &str, load: &str, name: &str) -> Result<f64> {
-    let rounds = measured["rounds"].as_array().into_iter().flatten();
-    let of = |round: &Value| round[setup][load][name].as_f64();
-    let all: Option<Vec<f64>> = rounds.map(of).collect();
-    let all = all
-        .filter(|all| !all.is_empty())
-        .with_context(|| format!("{SCRIPT} printed no {name} of {load} with {setup}"))?;
-    Ok(median(&all))
+    median_of_rounds(measured, &[setup, load, name]).context(SCRIPT)
 }
 
 fn section(

@@ -70,13 +70,13 @@ impl PromptBlocks {
         }
     }
 
-    /// Returns true if so many leading blocks are at least half of the prompt.
+    /// Returns true if the first `blocks` blocks are at least half of the prompt.
     fn is_most(&self, blocks: usize) -> bool {
         blocks > 0 && 2 * blocks * BLOCK >= self.len
     }
 
-    /// Returns true if what follows so many leading blocks is little: fewer bytes than `least`, or a small
-    /// part of the prompt.
+    /// Returns true if few bytes follow the first `blocks` blocks: fewer than `least`, or a small part of
+    /// the prompt.
     pub(super) fn is_nearly_all(&self, blocks: usize, least: usize) -> bool {
         let rest = self.len - blocks * BLOCK;
         least > 0 && self.is_most(blocks) && (rest < least || rest < self.len / SMALL_PART)
@@ -144,8 +144,8 @@ impl HadPrompts {
         }
     }
 
-    /// Returns for each of so many engines how many leading blocks of a prompt it had; none where that is
-    /// less than half of the prompt, as a start that many prompts share.
+    /// Returns the number of leading blocks of a prompt that each engine had; 0 where that is less than half
+    /// of the prompt, as a start that many prompts share.
     pub(super) fn known(&self, engines: usize, prompt: &PromptBlocks, now: Instant) -> Vec<usize> {
         let mut known = vec![0; engines];
         let mut table = self.0.lock();

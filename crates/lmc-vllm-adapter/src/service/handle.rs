@@ -195,9 +195,9 @@ impl Service {
         notices
     }
 
-    /// Counts notices that a proxy did not take.
-    pub fn count_lost_notices(&self, lost: u64) {
-        add(&self.0.context.counters().notices_lost, lost);
+    /// Counts a notice that a proxy did not take.
+    pub fn count_lost_notice(&self) {
+        add(&self.0.context.counters().notices_lost, 1);
     }
 
     /// Returns the engine of the service.

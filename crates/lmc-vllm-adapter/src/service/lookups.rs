@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use lmc_engine::{
     Found, FoundRank, LocateHint, LookupRequest, OwnerId, Parts, Rank, TenantId, TierRun,
 };
-use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
+use lmc_key::{ChunkHash, ClearsId, SpaceId};
 use parking_lot::Mutex;
 
 use crate::protocol::{CacheKey, Reply, Sources, TAIL_LOOKUP, TierChunks};
@@ -393,14 +393,8 @@ impl Lookups {
         };
         let parents = std::iter::once(*parent).chain(hashes.iter().copied().map(Some));
         for rank in &found.ranks {
-            let Rank { space, kv_rank, .. } = rank.rank;
-            let key = |&hash: &ChunkHash| ChunkKey {
-                space,
-                kv_rank,
-                group: 0,
-                hash,
-            };
-            let keys = hashes.iter().take(found.hits).map(key);
+            let keys = hashes.iter().take(found.hits);
+            let keys = keys.map(|hash| rank.rank.key(*hash));
             self.context.push(to, || keys.zip(parents.clone()));
         }
     }

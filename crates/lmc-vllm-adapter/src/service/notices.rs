@@ -70,17 +70,6 @@ struct RankProgress {
     missing: usize,
 }
 
-impl RankProgress {
-    fn key(&self, hash: ChunkHash) -> ChunkKey {
-        ChunkKey {
-            space: self.rank.space,
-            kv_rank: self.rank.kv_rank,
-            group: 0,
-            hash,
-        }
-    }
-}
-
 /// A request whose chunks are being stored.
 #[derive(Debug)]
 struct Watched {
@@ -108,19 +97,25 @@ impl Watched {
         })
     }
 
-    /// Returns true if nothing more is stored for it.
-    fn is_over(&self, stores: &HashMap<String, usize>, engine: &CacheEngine, now: Instant) -> bool {
+    /// Returns true if nothing more is stored for it. `has_stores` says whether the server still carries out
+    /// stores of a request.
+    fn is_over(
+        &self,
+        has_stores: impl Fn(&str) -> bool,
+        engine: &CacheEngine,
+        now: Instant,
+    ) -> bool {
         let Some(over_at) = self.over_at.filter(|over_at| *over_at <= now) else {
             return false;
         };
-        let is_stored = || stores.contains_key(&self.notice.request_id) || self.is_writing(engine);
+        let is_stored = || has_stores(&self.notice.request_id) || self.is_writing(engine);
         now >= over_at + LONGEST_COPY || !is_stored()
     }
 
     fn is_writing(&self, engine: &CacheEngine) -> bool {
         let incomplete = self.ranks.iter().filter(|progress| progress.missing > 0);
         let mut keys =
-            incomplete.flat_map(|progress| self.hashes.iter().map(|hash| progress.key(*hash)));
+            incomplete.flat_map(|progress| self.hashes.iter().map(|hash| progress.rank.key(*hash)));
         keys.any(|key| engine.is_writing(self.clears, key))
     }
 }
@@ -141,7 +136,7 @@ impl Table {
             let keys: Vec<ChunkKey> = request
                 .hashes
                 .iter()
-                .map(|hash| progress.key(*hash))
+                .map(|hash| progress.rank.key(*hash))
                 .collect();
             let there = each_in_dram(engine, request.clears, &keys);
             for (key, _) in keys.iter().zip(there).filter(|(_, there)| !there) {
@@ -175,7 +170,7 @@ impl Table {
             self.by_name.remove(&name);
         }
         for progress in request.ranks.iter().filter(|progress| progress.missing > 0) {
-            for key in request.hashes.iter().map(|hash| progress.key(*hash)) {
+            for key in request.hashes.iter().map(|hash| progress.rank.key(*hash)) {
                 if let Some(numbers) = self.lacking.get_mut(&key) {
                     numbers.retain(|(other, _)| *other != number);
                     if numbers.is_empty() {
@@ -413,11 +408,11 @@ impl Notices {
             }
         }
         let clears = engine.clears_id();
-        let stores = self.inbox.lock().stores.clone();
+        let has_stores = |request_id: &str| self.inbox.lock().stores.contains_key(request_id);
         let outcome = |(number, request): (&u64, &Watched)| {
             let is_stored = request.clears == clears && request.is_stored();
             let is_due =
-                is_stored || request.clears != clears || request.is_over(&stores, engine, now);
+                is_stored || request.clears != clears || request.is_over(has_stores, engine, now);
             is_due.then_some((*number, is_stored))
         };
         let due: Vec<(u64, bool)> = table.watched.iter().filter_map(outcome).collect();
