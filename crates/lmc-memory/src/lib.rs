@@ -43,8 +43,8 @@ pub use arena::{
 };
 pub use checksum::{PartedChecksum, checksum};
 pub use copy::{
-    ChunkOrder, CopyError, CopyPlan, CopyPool, KvGroup, KvOrder, KvSegments, KvTensor, PagedError,
-    PagedKv, PlanError, PlanRequest,
+    ChunkOrder, CopyError, CopyPlan, CopyPool, Division, KvGroup, KvOrder, KvSegments, KvTensor,
+    PagedError, PagedKv, PlanError, PlanRequest, interleave,
 };
 pub use dtype::{DType, UnknownDType};
 pub use layout::{GroupLayout, LayoutError, Planes};

@@ -1,6 +1,7 @@
 //! Gather and scatter between an engine's paged memory and chunks.
 
 mod cpu;
+mod division;
 mod kv_group;
 mod overlap;
 mod paged;
@@ -11,6 +12,7 @@ mod team;
 pub(crate) mod testing;
 mod workers;
 
+pub use division::{Division, interleave};
 pub use kv_group::{ChunkOrder, KvGroup, KvOrder, KvTensor};
 pub use paged::{KvSegments, PagedError, PagedKv};
 pub use plan::{CopyPlan, PlanError, PlanRequest};
