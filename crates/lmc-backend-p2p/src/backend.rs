@@ -12,7 +12,7 @@ use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, ChunkRun, Cleared, Clears, Health, Host, LoadItem,
     Loaded, LocateHint, Located, Sharing, Usage, now, ready,
 };
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, SpaceId};
 use lmc_transfer::{Address, PeerEvent, PeerId, SocketConfig, SocketError, TransferChannel};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
@@ -328,6 +328,10 @@ impl Backend for P2pBackend {
             return ready(items.into_iter().map(closed).collect::<Vec<_>>());
         }
         self.node.load(items, deadline)
+    }
+
+    fn knows_space(&self, space: SpaceId) -> bool {
+        self.node.peers.lock().know_space(space)
     }
 
     fn push(&self, run: ChunkRun, to: &str) -> bool {

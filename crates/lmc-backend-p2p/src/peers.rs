@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_backend::now;
-use lmc_key::ClearsId;
+use lmc_key::{ClearsId, SpaceId};
 use lmc_transfer::PeerId;
 use serde::{Serialize, Serializer};
 
@@ -473,6 +473,12 @@ impl Peers {
     pub(crate) fn of_session(&mut self, session: &Session) -> Option<&mut Peer> {
         let peer = self.connected.get_mut(&session.peer);
         peer.filter(|peer| peer.session == *session)
+    }
+
+    /// Returns true if a peer has described this space as live there.
+    pub(crate) fn know_space(&self, space: SpaceId) -> bool {
+        let mut spaces = self.iter().flat_map(|peer| &peer.holds.spaces);
+        spaces.any(|its| its.space == *space.as_bytes())
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Peer> {

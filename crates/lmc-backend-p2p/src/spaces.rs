@@ -1,13 +1,13 @@
 //! Descriptions for people of what this daemon and its peers hold: the live spaces, and the fields
 //! in which two daemons with one model differ.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use lmc_backend::{HostSpace, now};
-use lmc_key::Printable;
+use lmc_key::{Printable, SpaceId};
 use lmc_transfer::Keys;
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64;
@@ -50,11 +50,20 @@ pub struct Mismatch {
     pub differences: Vec<Difference>,
 }
 
-/// Returns the models that both sides serve in no common space.
-pub(crate) fn mismatches(ours: &[SpaceNote], theirs: &[SpaceNote]) -> Vec<Mismatch> {
+/// Returns the models that both sides serve in no common space, nor in one whose chunks this side can
+/// use.
+pub(crate) fn mismatches(
+    ours: &[SpaceNote],
+    theirs: &[SpaceNote],
+    used: &HashSet<SpaceId>,
+) -> Vec<Mismatch> {
     let models: BTreeSet<&str> = ours.iter().map(|space| space.model.as_str()).collect();
     let mismatch = |model: &str| {
         let of_model = |space: &&SpaceNote| space.model == model;
+        let mut its = theirs.iter().filter(of_model);
+        if its.any(|space| used.contains(&SpaceId::new(space.space))) {
+            return None;
+        }
         let pairs = ours.iter().filter(of_model).flat_map(|our| {
             let theirs = theirs.iter().filter(of_model);
             theirs.map(move |their| (our, their))
@@ -157,6 +166,17 @@ impl<L: Link> Node<L> {
             .clone()
     }
 
+    /// Returns the spaces of peers whose chunks engines of this host can use. The peers must not be locked.
+    pub(crate) fn used_spaces(&self) -> HashSet<SpaceId> {
+        let mut spaces: HashSet<SpaceId> = {
+            let peers = self.peers.lock();
+            let all = peers.iter().flat_map(|peer| &peer.holds.spaces);
+            all.map(|space| SpaceId::new(space.space)).collect()
+        };
+        spaces.retain(|space| self.host.uses_space(*space));
+        spaces
+    }
+
     pub(crate) fn described(&self, asked: Describe) -> Described {
         let own = self.own_spaces();
         let usage = self.host.usage();
@@ -191,17 +211,22 @@ impl<L: Link> Node<L> {
         });
         for (session, answer) in join_all(answers).await {
             let mut peers = self.peers.lock();
-            let Some(peer) = peers.of_session(session) else {
-                continue;
-            };
+            let peer = peers.of_session(session);
             // A peer of an earlier release described its spaces in its hello only.
-            if let Ok(Reply::Described(mut described)) = answer {
+            if let (Some(peer), Ok(Reply::Described(mut described))) = (peer, answer) {
                 if described.digest == peer.holds.digest {
                     described.spaces = std::mem::take(&mut peer.holds.spaces);
                 }
                 peer.holds = described;
             }
-            for mismatch in mismatches(&own.spaces, &peer.holds.spaces) {
+        }
+        let used = self.used_spaces();
+        let mut peers = self.peers.lock();
+        for (session, _) in &asked {
+            let Some(peer) = peers.of_session(session) else {
+                continue;
+            };
+            for mismatch in mismatches(&own.spaces, &peer.holds.spaces, &used) {
                 let fields = mismatch.differences.iter().map(|one| one.field);
                 let fields: Vec<&str> = fields.collect();
                 // Tenants are meant to be apart.
@@ -211,8 +236,8 @@ impl<L: Link> Node<L> {
                         peer = %session.peer,
                         model = %Printable(&mismatch.model),
                         ?fields,
-                        "a peer serves this model in another space, so neither side finds the \
-                         other's chunks of it; `lmc peers` shows both values of these fields"
+                        "a peer serves this model in another space, so this side finds none of its \
+                         chunks of it; `lmc peers` shows both values of these fields"
                     );
                 }
             }
@@ -237,7 +262,7 @@ mod tests {
     }
 
     fn fields(ours: &[SpaceNote], theirs: &[SpaceNote]) -> Vec<Vec<&'static str>> {
-        let found = mismatches(ours, theirs).into_iter();
+        let found = mismatches(ours, theirs, &HashSet::new()).into_iter();
         let names = |one: Mismatch| one.differences.iter().map(|d| d.field).collect();
         found.map(names).collect()
     }
@@ -259,7 +284,9 @@ mod tests {
             dtype: "half".into(),
             ..note(3)
         };
-        let found = mismatches(&a, &[wide, other]);
+        let uses_wide = HashSet::from([SpaceId::new(wide.space)]);
+        assert_eq!(mismatches(&a, std::slice::from_ref(&wide), &uses_wide), []);
+        let found = mismatches(&a, &[wide, other], &HashSet::new());
         let dtype = Difference {
             field: "dtype",
             here: "bfloat16".into(),

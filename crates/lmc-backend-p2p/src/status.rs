@@ -1,7 +1,9 @@
 //! State of this daemon among its peers, for people and for machines.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
 
+use lmc_key::SpaceId;
 use serde::Serialize;
 
 use crate::dial::NamedPeer;
@@ -165,7 +167,7 @@ pub struct PeerStatus {
     pub leased_bytes: u64,
     /// The peer's live spaces.
     pub spaces: Vec<SpaceView>,
-    /// Models that both sides serve in no common space.
+    /// Models that both sides serve in no common space, nor in one whose chunks this side can use.
     pub mismatches: Vec<Mismatch>,
     /// Counters of the peer since the connect.
     pub counters: BTreeMap<&'static str, u64>,
@@ -174,7 +176,7 @@ pub struct PeerStatus {
 impl<L: Link> Node<L> {
     /// Returns the state of this daemon among its peers.
     pub fn status(&self) -> NodeStatus {
-        let own = self.own_spaces();
+        let own = (self.own_spaces().spaces, self.used_spaces());
         let (leases, leased_bytes) = self.leased();
         // Not while the peers are locked: grants lock them the other way round.
         let leased = self.owner.lock().by_session();
@@ -182,7 +184,7 @@ impl<L: Link> Node<L> {
         let peers = self.peers.lock();
         let status = |peer: &Peer| {
             let leased = leased.get(&peer.session).copied();
-            let mut status = self.peer_status(peer, leased.unwrap_or_default(), &own.spaces);
+            let mut status = self.peer_status(peer, leased.unwrap_or_default(), &own);
             if let Some(directory) = &mut status.directory {
                 directory.is_asked = asked.as_ref() == Some(&peer.session.peer);
             }
@@ -199,7 +201,7 @@ impl<L: Link> Node<L> {
             leases,
             leased_bytes,
             leasable_bytes: self.config.limits.bytes,
-            spaces: own.spaces.iter().map(SpaceView::from).collect(),
+            spaces: own.0.iter().map(SpaceView::from).collect(),
             peers: connected,
             gone: peers.gone().cloned().collect(),
             counters: peers.counters().by_name(),
@@ -210,7 +212,7 @@ impl<L: Link> Node<L> {
         &self,
         peer: &Peer,
         (leases, leased_bytes): (usize, u64),
-        own: &[SpaceNote],
+        (own, used): &(Arc<[SpaceNote]>, HashSet<SpaceId>),
     ) -> PeerStatus {
         let (oldest, newest) = self.config.versions;
         let hello = peer.hello.as_ref();
@@ -241,7 +243,7 @@ impl<L: Link> Node<L> {
             leases,
             leased_bytes,
             spaces: peer.holds.spaces.iter().map(SpaceView::from).collect(),
-            mismatches: mismatches(own, &peer.holds.spaces),
+            mismatches: mismatches(own, &peer.holds.spaces, used),
             counters: peer.counters.by_name(),
         }
     }

@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_key::ChunkKey;
+use lmc_key::{ChunkKey, SpaceId};
 
 use crate::{
     Answers, BackendError, ChunkRun, Cleared, Clears, Cursor, Health, LoadItem, Loaded, LocateHint,
@@ -88,6 +88,13 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// ([`asks_at_once`](Self::asks_at_once)). One that is not there is a [`Loaded::Miss`], one of
     /// another length a [`BackendError::Length`].
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded>;
+
+    /// Returns true if other processes that the tier reaches are known to use a space, by its id. Never
+    /// waits. Default: none is.
+    fn knows_space(&self, space: SpaceId) -> bool {
+        let _ = space;
+        false
+    }
 
     /// Pushes chunks, which are in DRAM here, to a process that the tier reaches, so that it has them
     /// before a request asks for them. `to` is a name or an address as an operator knows it. Returns at

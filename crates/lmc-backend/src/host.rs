@@ -160,6 +160,12 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
     /// Returns the live spaces, the most important first.
     fn spaces(&self) -> Vec<HostSpace>;
 
+    /// Returns true if engines of this host can use the chunks of a space, by its id. Default: of the live
+    /// spaces. Never waits.
+    fn uses_space(&self, space: SpaceId) -> bool {
+        self.spaces().iter().any(|live| live.id == space)
+    }
+
     /// Returns true if a request with this id was computed here and is over, so that nothing more is
     /// stored for it. Default: false, where that is not known. Never waits.
     fn is_over(&self, request: &str) -> bool {

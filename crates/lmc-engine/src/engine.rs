@@ -366,11 +366,22 @@ impl CacheEngine {
         lower.map_or(Duration::ZERO, |lower| lower.tiers().lookup_timeout())
     }
 
+    /// Returns a handle that does not keep the engine alive.
+    pub(crate) fn downgrade(&self) -> WeakEngine {
+        WeakEngine(Arc::downgrade(&self.0))
+    }
+
     /// Runs a task on the runtime of the lower tiers; it ends with the engine, or when the handle
     /// is dropped. `None` without lower tiers: no lookup is then left to wait for.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<EngineTask> {
         let lower = self.0.lower.as_ref()?;
         Some(EngineTask(lower.spawn(task)))
+    }
+
+    /// Returns true if other processes that a lower tier reaches are known to use a space.
+    pub fn knows_space(&self, space: SpaceId) -> bool {
+        let lower = self.lower();
+        lower.is_some_and(|lower| lower.tiers().know_space(space))
     }
 
     /// Returns the digest of the clears that were carried out so far. A request reads it once, when

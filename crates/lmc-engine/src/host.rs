@@ -34,7 +34,8 @@ pub trait SpaceBook: fmt::Debug + Send + Sync {
     /// Returns the live spaces, the most important first.
     fn spaces(&self) -> Vec<HostSpace>;
 
-    /// Returns true if engines of this host use the space, or have. Default: true for the live ones.
+    /// Returns true if engines of this host use the space, or have, or can use its chunks
+    /// ([`Merge`](crate::Merge)). Default: true for the live ones.
     fn is_used(&self, space: SpaceId) -> bool {
         self.spaces().iter().any(|live| live.id == space)
     }
@@ -188,8 +189,7 @@ impl Host for EngineHost {
             let is_used = run.keys.first().is_some_and(|key| {
                 let (space, clears) = (self.0.clears.space_of(key.space), self.0.clears.id());
                 // Else it comes from before a clear.
-                space.after(clears) == key.space
-                    && self.book().is_some_and(|book| book.is_used(space))
+                space.after(clears) == key.space && self.uses_space(space)
             });
             match self.engine() {
                 Some(engine) if is_used => {
@@ -233,6 +233,10 @@ impl Host for EngineHost {
 
     fn spaces(&self) -> Vec<HostSpace> {
         self.book().map_or_else(Vec::new, |book| book.spaces())
+    }
+
+    fn uses_space(&self, space: SpaceId) -> bool {
+        self.book().is_some_and(|book| book.is_used(space))
     }
 
     fn is_over(&self, request: &str) -> bool {

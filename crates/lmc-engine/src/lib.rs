@@ -56,6 +56,9 @@ pub use lookup::{Found, FoundRank, LeaseLimit, Lookup, LookupRequest, Rank, Tier
 mod lower;
 pub use lower::LowerStatus;
 
+mod merge;
+pub use merge::Merge;
+
 mod policy;
 pub use policy::{Admission, LowerTier, SpaceFilter, TierPolicy, WritePolicy};
 

@@ -17,6 +17,7 @@ use tokio::task::AbortHandle;
 
 use crate::CacheEngine;
 use crate::lower::{Prompt, Source, Sources, Tiers, Waits, half_of};
+use crate::merge::Merge;
 
 /// Reads of a prompt that waits for its sources that may fail.
 const MAX_FAILURES: usize = 3;
@@ -68,6 +69,8 @@ pub struct LookupRequest {
     /// Advice for tiers that have to be asked.
     pub hint: LocateHint,
     limit: Option<Arc<dyn LeaseLimit>>,
+    /// Ranks whose chunks can be merged into those of each rank; none, or one for each.
+    pub(crate) merges: Vec<Merge>,
     /// True if peers ask: the ranks have names of spaces after the clears, and nothing counts as used.
     for_peers: bool,
     /// Hash of the chunk before the first one, where it is known.
@@ -84,6 +87,7 @@ impl LookupRequest {
             ranks,
             hint: LocateHint::default(),
             limit: None,
+            merges: Vec::new(),
             for_peers: false,
             parent: None,
         }
@@ -114,6 +118,37 @@ impl LookupRequest {
     #[must_use]
     pub fn with_limit(mut self, limit: Arc<dyn LeaseLimit>) -> Self {
         self.limit = Some(limit);
+        self
+    }
+
+    /// Names for each rank those of an engine with more ranks, whose chunks are merged where chunks of
+    /// the rank are missing; there must be one for each rank. Default: none. Without lower tiers nothing
+    /// is merged.
+    #[must_use]
+    pub fn with_merges(mut self, merges: Vec<Merge>) -> Self {
+        self.merges = merges;
+        self
+    }
+
+    /// Returns the request for the chunks from index `first` on, for other ranks.
+    pub(crate) fn after_chunk(&self, first: usize, ranks: Vec<Rank>) -> Self {
+        Self {
+            hashes: self.hashes[first..].to_vec(),
+            ranks,
+            merges: Vec::new(),
+            parent: first.checked_sub(1).map(|before| self.hashes[before]),
+            ..self.clone()
+        }
+    }
+
+    /// Returns true if the prompt's sources compute chunks to be merged, rather than those of its ranks.
+    fn waits_for_merge(&self, tiers: &Tiers) -> bool {
+        let mut ranks = self.ranks.iter();
+        !self.merges.is_empty() && !ranks.any(|rank| tiers.know_space(rank.space))
+    }
+
+    pub(crate) fn without_wait(mut self) -> Self {
+        self.hint = self.hint.with_wait(None);
         self
     }
 
@@ -177,11 +212,25 @@ pub struct FoundRank {
     /// [`Self::resident`] or more where there is none.
     pub seen: usize,
     /// Indices of the chunks that were read from lower tiers for this lookup, each with its tier's.
-    read: ReadFrom,
+    pub(crate) read: ReadFrom,
+}
+
+impl FoundRank {
+    /// A rank whose chunks were leased where nothing was promoted.
+    pub(crate) fn resident(rank: Rank, leases: Leases) -> Self {
+        Self {
+            rank,
+            resident: leases.len(),
+            promoted: 0,
+            seen: usize::MAX,
+            leases,
+            read: Vec::new(),
+        }
+    }
 }
 
 /// Indices of chunks, each with that of the tier that it was read from.
-type ReadFrom = Vec<(usize, usize)>;
+pub(crate) type ReadFrom = Vec<(usize, usize)>;
 
 /// Consecutive chunks of a prompt that came from one tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -446,23 +495,33 @@ impl CacheEngine {
             }
         }
         let is_done = |rank: &Known| rank.leases.len() == rank.keys.len();
-        let lower = self.lower().filter(|_| !known.iter().all(is_done));
+        let is_merged = !request.merges.is_empty() && reach < request.hashes.len();
+        let is_known = !is_merged && known.iter().all(is_done);
+        let lower = self.lower().filter(|_| !is_known);
         let Some(lower) = lower else {
             let ranks = known.len();
             let found = known.into_iter().map(|rank| FoundRank {
-                rank: rank.rank,
-                resident: rank.leases.len(),
                 seen: rank.seen,
-                promoted: 0,
-                leases: rank.leases,
-                read: Vec::new(),
+                ..FoundRank::resident(rank.rank, rank.leases)
             });
             return Lookup::done(clears, Found::join(found.collect(), ranks));
         };
         let (sender, found) = oneshot::channel();
         let (tiers, pushed) = (Arc::clone(lower.tiers()), Arc::clone(self.pushed()));
+        let engine = self.downgrade();
         let task = lower.spawn(async move {
-            let found = promote(&tiers, &request, clears, known, align).await;
+            let mut found = match request.waits_for_merge(&tiers) {
+                true => {
+                    let request = request.clone().without_wait();
+                    promote(&tiers, &request, clears, known, align).await
+                }
+                false => promote(&tiers, &request, clears, known, align).await,
+            };
+            if !request.merges.is_empty()
+                && let Some(engine) = engine.upgrade()
+            {
+                found = engine.merge(&request, clears, found).await;
+            }
             if !request.for_peers && !pushed.is_empty() {
                 // A push may have brought them meanwhile.
                 for rank in &found.ranks {

@@ -563,6 +563,12 @@ impl Tiers {
         }
     }
 
+    /// Returns true if other processes that a tier reaches are known to use a space.
+    pub(crate) fn know_space(&self, space: SpaceId) -> bool {
+        let mut tiers = self.tiers.iter();
+        tiers.any(|tier| tier.backend.knows_space(space))
+    }
+
     /// Returns true if a prompt promotes the chunk now.
     pub(crate) fn is_promoting(&self, key: &ChunkKey) -> bool {
         self.promoting.lock().contains(key)

@@ -4,3 +4,4 @@ mod asked;
 mod clears;
 mod engine;
 mod lower;
+mod merge;
