@@ -22,6 +22,7 @@ mod client;
 )]
 pub mod fuzzing;
 mod local;
+mod order;
 #[cfg_attr(
     not(feature = "service"),
     allow(dead_code, reason = "a server needs the rest")

@@ -12,6 +12,7 @@ use lmc_memory::{
 };
 
 use crate::adapters::AdapterError;
+use crate::order::{AFTER_GROUPS, name_order};
 
 /// The KV tensor of one layer, in memory of this process.
 #[derive(Debug, Clone)]
@@ -146,7 +147,7 @@ impl KvLayers {
                 null_block: group.window.map(|_| NULL_BLOCK),
                 bytes: begin..end,
             });
-            layouts.push(describe_order(order));
+            layouts.push(name_order(order));
         }
         let layers = layouts.iter().map(|(layout, _)| layout.layers()).sum();
         let mut all = layouts
@@ -239,29 +240,6 @@ fn segments(ranges: Vec<(NonNull<u8>, u64)>, gpu: Option<&Arc<Gpu>>) -> KvSegmen
     }
 }
 
-/// Names the order of the elements in a chunk. Chunks mean the same exactly if names and shapes are
-/// equal.
-fn describe_order(order: ChunkOrder) -> (GroupLayout, String) {
-    match order {
-        ChunkOrder::Tokens(layout) => (layout, "tokens".to_owned()),
-        ChunkOrder::Blocks {
-            blocks,
-            heads,
-            block_tokens,
-            inner_planes,
-            order,
-        } => {
-            let order = match order {
-                KvOrder::TokensFirst => "tokens-heads",
-                KvOrder::HeadsFirst => "heads-tokens",
-            };
-            let mut text = format!("blocks {order} heads={heads} tokens={block_tokens}");
-            let _ = write!(text, " planes={inner_planes}");
-            (blocks, text)
-        }
-    }
-}
-
 /// Names the order of the elements in a chunk of several groups, or of layers with a window: the
 /// number of layers of each group, with its window, and the order within each. What a window leaves
 /// out is zero in chunks, so the window counts.
@@ -273,5 +251,5 @@ fn name_groups(groups: &[LayerGroup], order: &str) -> String {
             Some(window) => write!(text, " {}/{window}", group.tensors.len()),
         };
     }
-    text + ": " + order
+    text + AFTER_GROUPS + order
 }

@@ -20,6 +20,7 @@ use crate::service::fingerprint;
 use crate::service::gate::Gate;
 use crate::service::generation::Opaque;
 use crate::service::opened::{GroupCopy, Segments, ServerCopies};
+use crate::service::wider::{self, WiderLayout};
 use crate::service::{ClientId, ServiceConfig};
 
 /// Why a registration was refused.
@@ -86,6 +87,8 @@ pub(crate) struct Instance {
     pub(crate) unit: Option<u32>,
     /// Names the layout in keys: the registered one, or its generation where that is opaque.
     pub(crate) fingerprint: LayoutFingerprint,
+    /// Layouts of engines with more ranks, whose chunks can be merged into its own.
+    pub(crate) wider: Vec<WiderLayout>,
     /// Names of the first fields of its registration that this version does not know, to be shown.
     pub(crate) unknown_fields: Vec<String>,
     /// Set when the format of its elements is unknown.
@@ -108,8 +111,17 @@ pub(crate) struct Instance {
     pub(crate) pinged: bool,
     /// Time at which the worker's connection ended, if it did.
     pub(crate) orphaned: Option<Instant>,
-    /// Space of its chunks by tenant and tags, for those of the last requests.
-    spaces: RefCell<HashMap<(Salt, Option<TagsId>), SpaceId>>,
+    /// Spaces of its chunks by tenant and tags, for those of the last requests.
+    spaces: RefCell<HashMap<(Salt, Option<TagsId>), InstanceSpaces>>,
+}
+
+/// The spaces of a worker for one tenant and some tags.
+#[derive(Debug, Clone)]
+pub(super) struct InstanceSpaces {
+    /// Space of its chunks.
+    pub(super) own: SpaceId,
+    /// Those of chunks that can be merged into them, in the order of [`Instance::wider`].
+    pub(super) wider: Arc<[SpaceId]>,
 }
 
 /// Tenants and tags of which a worker's spaces are kept.
@@ -140,14 +152,17 @@ impl Instance {
         .map_err(invalid)?;
         let identity = (context.record.as_ref()).map(|record| IdentityDigest::of(&record.identity));
         let fingerprint = fingerprint::of_engine_driven(context, &layout).map_err(invalid)?;
+        let unit = context.record.as_ref().and_then(|record| record.unit);
+        let wider = wider::of_engine_driven(context, layout, unit.unwrap_or(chunk_size));
         Ok(Self {
             owner: OwnerId::default(),
             client,
             model: context.model_name.parse().map_err(invalid)?,
             world_size: context.world_size,
             identity,
-            unit: context.record.as_ref().and_then(|record| record.unit),
+            unit,
             fingerprint,
+            wider,
             unknown_fields: unknown_fields(context.unknown.names())?,
             // A record names the format of the elements.
             opaque: match identity {
@@ -180,7 +195,8 @@ impl Instance {
         config: &ServiceConfig,
         now: Instant,
     ) -> Result<Self, RegisterError> {
-        let groups = describe(registration, config.hasher.chunk_size())?;
+        let chunk_size = config.hasher.chunk_size();
+        let groups = describe(registration, chunk_size)?;
         let first = groups.iter().find_map(|group| group.tensors.first());
         let mut segments =
             Segments::of(first.copied(), registration.instance_id, user, gpus, config)?;
@@ -205,7 +221,7 @@ impl Instance {
             return Err(RegisterError::Invalid("no KV groups".to_owned()));
         };
         let mla = groups.iter().all(|group| group.kv.is_latent());
-        let fingerprint = server_driven_fingerprint(registration, &groups)?;
+        let (fingerprint, wider) = server_driven_layouts(registration, &groups, chunk_size)?;
         let shape = fingerprint::shape(groups[0].kv.order());
         Ok(Self {
             owner: OwnerId::default(),
@@ -215,6 +231,7 @@ impl Instance {
             identity: None,
             unit: None,
             fingerprint,
+            wider,
             unknown_fields: unknown_fields(unknown_names(registration))?,
             opaque: Opaque::of(fingerprint, &dtypes, &shape),
             dtype,
@@ -237,19 +254,33 @@ impl Instance {
 
     /// Returns the space of this worker's chunks under a tenant's salt and a request's tags.
     pub(super) fn space(&self, context: &Context, salt: &Salt, tags: Option<TagsId>) -> SpaceId {
+        self.spaces(context, salt, tags).own
+    }
+
+    /// Returns the space of this worker's chunks, and those of chunks that can be merged into them.
+    pub(super) fn spaces(
+        &self,
+        context: &Context,
+        salt: &Salt,
+        tags: Option<TagsId>,
+    ) -> InstanceSpaces {
         let mut spaces = self.spaces.borrow_mut();
         let of = (salt.clone(), tags);
-        if let Some(&space) = spaces.get(&of) {
-            return space;
+        if let Some(known) = spaces.get(&of) {
+            return known.clone();
         }
         if spaces.len() >= MAX_SPACES {
             spaces.clear();
         }
-        let space = self.key_space(&context.config, salt, tags);
-        let id = space.id();
-        context.spaces.describe(id, space, true);
-        spaces.insert(of, id);
-        id
+        let own = self.key_space(&context.config, salt, tags);
+        let wider = self.wider.iter();
+        let known = InstanceSpaces {
+            own: own.id(),
+            wider: wider.map(|wider| wider.space(&own).id()).collect(),
+        };
+        context.spaces.describe(known.own, own, true);
+        spaces.insert(of, known.clone());
+        known
     }
 
     /// Returns all that the space of this worker's chunks is made of.
@@ -410,17 +441,21 @@ fn describe(
     groups.iter().map(describe).collect()
 }
 
-fn server_driven_fingerprint(
+/// Names the layout of a worker's chunks, and those of engines with more ranks.
+fn server_driven_layouts(
     registration: &RegisterKvCache,
     groups: &[Described<'_>],
-) -> Result<LayoutFingerprint, RegisterError> {
+    chunk_size: u32,
+) -> Result<(LayoutFingerprint, Vec<WiderLayout>), RegisterError> {
     let layers: Vec<u32> = groups
         .iter()
         .flat_map(|group| &group.layers)
         .copied()
         .collect();
     let orders: Vec<ChunkOrder> = groups.iter().map(|group| group.kv.order()).collect();
-    fingerprint::of_server_driven(registration, &layers, &orders).map_err(invalid)
+    let layout = fingerprint::of_server_driven(registration, &layers, &orders).map_err(invalid)?;
+    let wider = wider::of_server_driven(registration, &layers, &orders, chunk_size);
+    Ok((layout, wider))
 }
 
 fn tensors(registration: &RegisterKvCache) -> Result<Vec<&KvDescriptor>, RegisterError> {
@@ -669,7 +704,8 @@ mod tests {
 
     fn server_driven(registration: &RegisterKvCache) -> LayoutFingerprint {
         let groups = describe(registration, CHUNK_SIZE).expect("a description");
-        server_driven_fingerprint(registration, &groups).expect("a fingerprint")
+        let layouts = server_driven_layouts(registration, &groups, CHUNK_SIZE);
+        layouts.expect("a fingerprint").0
     }
 
     fn shm(descriptor: &mut KvDescriptor) -> &mut CpuShm {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_engine::{
-    Found, FoundRank, LocateHint, LookupRequest, OwnerId, Parts, Rank, TenantId, TierRun,
+    Found, FoundRank, LocateHint, LookupRequest, Merge, OwnerId, Parts, Rank, TenantId, TierRun,
 };
 use lmc_key::{ChunkHash, ClearsId, SpaceId};
 use parking_lot::Mutex;
@@ -16,7 +16,7 @@ use crate::service::ClientId;
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::events::StoredChunk;
 use crate::service::notices::Notices;
-use crate::service::registry::{Candidate, RankSet, Registry};
+use crate::service::registry::{Candidate, RankSet, Registry, WiderSpace};
 use crate::service::session::{Followed, Hits, Lookup, RankHold, Session, Sessions, Wait, Waiter};
 use crate::service::share::share_of;
 use crate::service::stats::add;
@@ -224,11 +224,14 @@ impl Lookups {
             .with_wait(wait)
             .with_awaited(wait.and(id))
             .with_parts(parts);
+        let merges = self.merges(&candidates, key);
+        let rounds = if merges.is_empty() { 2 } else { 6 };
         let notices = self.notices_of(key).filter(|_| !is_known);
         let watched = notices.map(|notices| (notices, range.to_vec(), ranks.clone()));
         let request = LookupRequest::new(owner, hashes, ranks)
             .with_tenant(tenant)
             .with_hint(hint)
+            .with_merges(merges)
             .with_limit(share_of(context, client));
         let lookup = engine.lookup(request);
         let clears = lookup.clears();
@@ -255,7 +258,7 @@ impl Lookups {
             Err(lookup) => {
                 // After a wait there is one more round of questions and reads.
                 let wait = wait.map_or(Duration::ZERO, |wait| wait + Duration::from_secs(1));
-                let expires = now + wait + 2 * engine.lookup_timeout();
+                let expires = now + wait + rounds * engine.lookup_timeout();
                 (Lookup::promoting(number, expires), Some(lookup))
             }
         };
@@ -296,6 +299,43 @@ impl Lookups {
             self.finish_when_promoted(lookup, promoting);
         }
         Reply::None
+    }
+
+    /// Returns the ranks whose chunks can stand for those of each rank of an engine: those of an engine
+    /// with more ranks that a peer is known to have, or that has chunks in DRAM. None where workers of
+    /// the engine differ in layout.
+    fn merges(&self, candidates: &[Candidate], key: &CacheKey) -> Vec<Merge> {
+        let context = &self.context;
+        let engine = &context.engine;
+        let [candidate] = candidates else {
+            return Vec::new();
+        };
+        let is_there = |wider: &&WiderSpace| {
+            engine.knows_space(wider.space) || context.spaces.has_chunks(wider.space)
+        };
+        let Some(wider) = candidate.wider.iter().find(is_there) else {
+            return Vec::new();
+        };
+        let factor = wider.layout.factor;
+        let rank = |kv_rank: u32| {
+            Some(Rank {
+                space: wider.space,
+                kv_rank: u16::try_from(kv_rank).ok()?,
+                chunk_bytes: Some(candidate.chunk_bytes / u64::from(factor)),
+            })
+        };
+        let merge = |kv_rank: u32| {
+            let ranks = (0..factor).map(|n| rank(kv_rank.checked_mul(factor)?.checked_add(n)?));
+            Some(Merge {
+                ranks: ranks.collect::<Option<_>>()?,
+                run_bytes: wider.layout.run_bytes,
+                keep: wider.is_registered,
+            })
+        };
+        (0..key.world_size)
+            .map(merge)
+            .collect::<Option<_>>()
+            .unwrap_or_default()
     }
 
     /// Returns the time for which a lookup may wait for the peers that its request names; none where it

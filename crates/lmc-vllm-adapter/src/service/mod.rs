@@ -30,6 +30,7 @@ mod status;
 mod tests;
 mod throttle;
 mod transfers;
+mod wider;
 
 use std::fmt;
 

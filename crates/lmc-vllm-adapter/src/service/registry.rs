@@ -22,6 +22,7 @@ use crate::service::opened::ServerCopies;
 use crate::service::stats::add;
 use crate::service::status::InstanceStatus;
 use crate::service::throttle::Throttle;
+use crate::service::wider::WiderLayout;
 use crate::service::{ClientId, InspectError, Outcome};
 
 /// Layouts of one model above which a lookup finds nothing: each must have the chunk.
@@ -116,6 +117,16 @@ pub(super) struct Candidate {
     pub(super) ranks: RankSet,
     /// True if the rank of a worker of this layout is not known yet.
     pub(super) unknown_rank: bool,
+    /// Spaces of engines with more ranks, whose chunks can be merged into those of the layout.
+    pub(super) wider: Vec<WiderSpace>,
+}
+
+/// A space of an engine with more ranks.
+pub(super) struct WiderSpace {
+    pub(super) space: SpaceId,
+    pub(super) layout: WiderLayout,
+    /// True if workers of this host have that layout.
+    pub(super) is_registered: bool,
 }
 
 impl Registry {
@@ -327,6 +338,10 @@ impl Registry {
             }
         }
         let space = instance.key_space(&self.context.config, &Salt::default(), None);
+        for wider in &instance.wider {
+            let wider = wider.space(&space);
+            self.context.spaces.describe(wider.id(), wider, false);
+        }
         self.context.spaces.describe(space.id(), space, false);
         let (model, shape) = (instance.model.clone(), instance.shape.clone());
         let (world_size, mode) = (instance.world_size, instance.mode());
@@ -504,11 +519,25 @@ impl Registry {
             // No chunk is in that number of layouts.
             return Vec::new();
         }
-        let candidate = |layout: LayoutOf<'_>| Candidate {
-            space: layout.instance.space(&self.context, salt, key.configs.tags),
-            chunk_bytes: layout.instance.chunk_bytes,
-            ranks: layout.ranks,
-            unknown_rank: layout.unknown_rank,
+        let is_registered = |layout: LayoutFingerprint| {
+            let mut instances = workers.instances.values();
+            instances.any(|instance| instance.fingerprint == layout)
+        };
+        let candidate = |of: LayoutOf<'_>| {
+            let spaces = of.instance.spaces(&self.context, salt, key.configs.tags);
+            let wider = of.instance.wider.iter().zip(&*spaces.wider);
+            let wider = wider.map(|(&layout, &space)| WiderSpace {
+                space,
+                layout,
+                is_registered: is_registered(layout.layout),
+            });
+            Candidate {
+                space: spaces.own,
+                chunk_bytes: of.instance.chunk_bytes,
+                ranks: of.ranks,
+                unknown_rank: of.unknown_rank,
+                wider: wider.collect(),
+            }
         };
         layouts.into_iter().map(candidate).collect()
     }

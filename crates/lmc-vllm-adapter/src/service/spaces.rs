@@ -139,6 +139,13 @@ impl Spaces {
         self.tenant(&salt.unwrap_or_default(), engine)
     }
 
+    /// Returns true if there are chunks of a space in DRAM.
+    pub(crate) fn has_chunks(&self, space: SpaceId) -> bool {
+        let table = self.table.lock();
+        let known = table.spaces.get(&space);
+        known.is_some_and(|space| space.chunks > 0)
+    }
+
     /// Returns what a space is made of; `None` where only its id is known.
     pub(crate) fn description(&self, space: SpaceId) -> Option<KeySpace> {
         self.table.lock().spaces.get(&space)?.description.clone()

@@ -2,13 +2,17 @@
 //! is given chunks in its own order or none.
 
 use std::mem;
+use std::sync::Arc;
 
+use lmc_backend::MemoryBackend;
 use lmc_vllm_adapter::{
     CacheKey, Client, CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor, RegisterKvCache,
     Reply, Request, TensorMeta, UnknownFields,
 };
 
-use crate::common::{Answer as _, CHUNK, MODEL, Segment, Server, prompt, segment_name};
+use crate::common::{
+    Answer as _, CHUNK, MODEL, Segment, Server, end_session, lookup, prompt, segment_name,
+};
 use crate::server_driven::{FORMS, Form, HEADS, LAYERS, SIZE, strides};
 
 /// Tokens per block of the engines.
@@ -51,10 +55,13 @@ impl Element {
     }
 }
 
-/// An engine's KV cache: its order, and who copies.
+/// KV cache of an engine, or of one of its ranks: its order, and who copies.
 struct Engine {
     form: Form,
     block: usize,
+    /// Number of ranks of the engine, which have an equal number of heads each.
+    ranks: usize,
+    rank: usize,
     instance_id: u64,
     client: Client,
     /// KV memory, where the server copies.
@@ -66,7 +73,7 @@ impl Engine {
     fn heads(&self) -> usize {
         match self.form {
             Form::Mla => 1,
-            _ => HEADS,
+            _ => HEADS / self.ranks,
         }
     }
 
@@ -77,7 +84,18 @@ impl Engine {
 
     /// Registers an engine whose memory the server copies.
     fn server_driven(server: &Server, form: Form, block: usize, instance_id: u64) -> Self {
-        let shape = form.shape_of(TOKENS / block + 1, block);
+        Self::rank(server, form, block, instance_id, (1, 0))
+    }
+
+    /// Registers a rank of an engine of `ranks`, whose memory the server copies.
+    fn rank(
+        server: &Server,
+        form: Form,
+        block: usize,
+        instance_id: u64,
+        (ranks, rank): (usize, usize),
+    ) -> Self {
+        let shape = form.shape_of(TOKENS / block + 1, block, HEADS / ranks);
         let elements: u64 = shape.iter().product();
         let nbytes = elements * 4 * LAYERS as u64;
         let name = segment_name();
@@ -98,7 +116,7 @@ impl Engine {
             instance_id,
             kv_caches: layers.collect(),
             model_name: MODEL.to_owned(),
-            world_size: 1,
+            world_size: ranks as u32,
             engine_type: "vllm".to_owned(),
             kv_layout: Some(form.order().to_owned()),
             unknown_hints: UnknownFields::default(),
@@ -115,6 +133,8 @@ impl Engine {
         Self {
             form,
             block,
+            ranks,
+            rank,
             instance_id,
             client,
             segment: Some(segment),
@@ -141,6 +161,8 @@ impl Engine {
         Self {
             form: Form::SplitHeadsFirst,
             block,
+            ranks: 1,
+            rank: 0,
             instance_id,
             client,
             segment: None,
@@ -188,8 +210,8 @@ impl Engine {
     fn key(&self, request: &str, tokens: &[u32]) -> CacheKey {
         CacheKey {
             model_name: MODEL.to_owned(),
-            world_size: 1,
-            worker_id: Some(0),
+            world_size: self.ranks as u32,
+            worker_id: Some(self.rank as u32),
             token_ids: tokens.to_vec(),
             end: TOKENS as u64,
             request_id: request.to_owned(),
@@ -207,7 +229,11 @@ impl Engine {
         };
         for element in Element::all(self.heads()) {
             let (part, byte) = self.byte(element);
-            image[part][byte..byte + 4].copy_from_slice(&element.value(seed));
+            let named = Element {
+                head: element.head + self.rank * self.heads(),
+                ..element
+            };
+            image[part][byte..byte + 4].copy_from_slice(&named.value(seed));
         }
         image
     }
@@ -343,4 +369,55 @@ fn no_engine_is_given_bytes_in_an_order_that_is_not_its_own() {
     }
     assert!(hits > 2 * engines.len() && misses > hits, "{hits} {misses}");
     server.assert_idle();
+}
+
+/// What two ranks have stored, one finds as its own, and never in another order.
+#[test]
+fn an_engine_with_one_rank_reads_the_chunks_of_two_ranks_in_its_own_order() {
+    let (mut hits, mut misses) = (0, 0);
+    for (wide, wide_block) in FORMS
+        .into_iter()
+        .flat_map(|form| BLOCKS.map(|block| (form, block)))
+    {
+        let tier = Arc::new(MemoryBackend::default());
+        let server = Server::with_tiers(vec![tier as _], 64 << 20, |_| {}, |_| {});
+        let tokens = prompt(1, TOKENS);
+        for rank in [0, 1] {
+            let mut engine = Engine::rank(&server, wide, wide_block, rank as u64, (2, rank));
+            engine.store(&server, &format!("store-{rank}"), &tokens, 1);
+        }
+        for (number, form) in FORMS.into_iter().enumerate() {
+            for block in BLOCKS {
+                let id = 10 + (number * 10 + block) as u64;
+                let mut engine = Engine::server_driven(&server, form, block, id);
+                let request = format!("one-{id}");
+                let mut key = engine.key(&request, &tokens);
+                key.worker_id = None;
+                let found = lookup(&mut engine.client, &key);
+                let is_same = mem::discriminant(&form) == mem::discriminant(&wide);
+                let context = format!("{form:?} of {block} reads {wide:?} of {wide_block}");
+                if is_same && block == wide_block && !matches!(form, Form::Mla) {
+                    assert_eq!(found, CHUNKS as u64, "{context}");
+                }
+                let read = engine.retrieve(&server, &request, &tokens);
+                assert_eq!(read.is_some(), found == CHUNKS as u64, "{context}");
+                match read {
+                    Some(read) => {
+                        hits += 1;
+                        assert!(read == engine.image(1), "wrong bytes: {context}");
+                    }
+                    None => misses += 1,
+                }
+                end_session(&mut engine.client, &request);
+                // A scheduler is promised what workers of all layouts have.
+                let unregister = Request::Unregister {
+                    instance_id: id,
+                    engine_driven: false,
+                };
+                assert_eq!(engine.client.answer(&unregister), Reply::None);
+            }
+        }
+        server.assert_idle();
+    }
+    assert!(hits >= 12 && misses > hits, "{hits} {misses}");
 }

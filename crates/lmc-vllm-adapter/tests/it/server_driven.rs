@@ -41,19 +41,20 @@ pub(crate) const FORMS: [Form; 5] = [
 
 impl Form {
     /// Returns the shape with this number of blocks, of `block` tokens each.
-    pub(crate) fn shape_of(self, blocks: usize, block: usize) -> Vec<u64> {
+    /// Returns the shape of a layer's tensor of so many blocks, of `block` tokens each.
+    pub(crate) fn shape_of(self, blocks: usize, block: usize, heads: usize) -> Vec<u64> {
         let shape: &[usize] = match self {
-            Self::SplitHeadsFirst => &[2, blocks, HEADS, block, SIZE],
-            Self::SplitTokensFirst => &[2, blocks, block, HEADS, SIZE],
-            Self::PairTokensFirst => &[blocks, 2, block, HEADS, SIZE],
-            Self::FusedHeadsFirst => &[blocks, HEADS, block, 2 * SIZE],
+            Self::SplitHeadsFirst => &[2, blocks, heads, block, SIZE],
+            Self::SplitTokensFirst => &[2, blocks, block, heads, SIZE],
+            Self::PairTokensFirst => &[blocks, 2, block, heads, SIZE],
+            Self::FusedHeadsFirst => &[blocks, heads, block, 2 * SIZE],
             Self::Mla => &[blocks, block, 2 * SIZE],
         };
         shape.iter().map(|&extent| extent as u64).collect()
     }
 
     fn shape(self) -> Vec<u64> {
-        self.shape_of(BLOCKS, BLOCK)
+        self.shape_of(BLOCKS, BLOCK, HEADS)
     }
 
     pub(crate) fn order(self) -> &'static str {

@@ -1,0 +1,97 @@
+//! Layouts of engines with more ranks, whose chunks make those of a worker.
+
+use lmc_key::{KeySpace, LayoutFingerprint};
+use lmc_memory::{ChunkOrder, Division, GroupLayout};
+
+use crate::order::{AFTER_GROUPS, name_order, parse_order};
+use crate::protocol::{EngineDrivenContext, EngineRecord, RegisterKvCache};
+use crate::service::fingerprint;
+
+/// Factors of the number of ranks that are known.
+const FACTORS: [u32; 3] = [2, 4, 8];
+
+/// The layout of the chunks of an engine with more ranks, of the same model and in the same format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct WiderLayout {
+    /// Number of its ranks for each rank of the worker's engine.
+    pub(crate) factor: u32,
+    pub(crate) layout: LayoutFingerprint,
+    /// Bytes of one of its ranks that lie together in a chunk of the worker.
+    pub(crate) run_bytes: u64,
+}
+
+impl WiderLayout {
+    /// Returns the space of its chunks that stand for those of a space of the worker.
+    pub(crate) fn space(&self, own: &KeySpace) -> KeySpace {
+        KeySpace {
+            world_size: own.world_size.saturating_mul(self.factor),
+            layout: self.layout,
+            ..own.clone()
+        }
+    }
+}
+
+/// Returns the layouts for a worker that copies by itself; none where its client does not say in which
+/// order, as stock clients do not.
+pub(super) fn of_engine_driven(
+    context: &EngineDrivenContext,
+    layout: GroupLayout,
+    chunk_tokens: u32,
+) -> Vec<WiderLayout> {
+    let Some(record) = &context.record else {
+        return Vec::new();
+    };
+    let (groups, name) = match record.layout.rsplit_once(AFTER_GROUPS) {
+        Some((groups, name)) => (groups.to_owned() + AFTER_GROUPS, name),
+        None => (String::new(), record.layout.as_str()),
+    };
+    let Some(order) = parse_order(name, layout) else {
+        return Vec::new();
+    };
+    let wider = |factor| {
+        let Division { order, run_bytes } = order.divide(factor, chunk_tokens)?;
+        let (layout, name) = name_order(order);
+        let context = EngineDrivenContext {
+            record: Some(EngineRecord {
+                layout: groups.clone() + &name,
+                ..record.clone()
+            }),
+            ..context.clone()
+        };
+        let layout = fingerprint::of_engine_driven(&context, &layout).ok()?;
+        Some(WiderLayout {
+            factor,
+            layout,
+            run_bytes,
+        })
+    };
+    FACTORS.into_iter().filter_map(wider).collect()
+}
+
+/// Returns the layouts for a worker whose KV groups the server copies in these orders.
+pub(super) fn of_server_driven(
+    registration: &RegisterKvCache,
+    layers: &[u32],
+    orders: &[ChunkOrder],
+    chunk_tokens: u32,
+) -> Vec<WiderLayout> {
+    let wider = |factor| {
+        let divided = orders
+            .iter()
+            .map(|order| order.divide(factor, chunk_tokens));
+        let divided: Vec<Division> = divided.collect::<Option<_>>()?;
+        let run_bytes = divided.first()?.run_bytes;
+        // A chunk is merged in runs of one length.
+        if divided.iter().any(|one| one.run_bytes != run_bytes) {
+            return None;
+        }
+        let orders: Vec<ChunkOrder> = divided.iter().map(|one| one.order).collect();
+        let layout = fingerprint::of_server_driven(registration, layers, &orders).ok()?;
+        Some(WiderLayout {
+            factor,
+            layout,
+            run_bytes,
+        })
+    };
+    FACTORS.into_iter().filter_map(wider).collect()
+}
