@@ -32,3 +32,4 @@ mod remote_tools;
 mod s3_servers;
 mod secrets;
 mod start;
+mod unequal;

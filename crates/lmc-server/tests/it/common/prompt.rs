@@ -11,8 +11,10 @@ use lmc_vllm_adapter::{
     SlotDescriptor, UnknownFields,
 };
 
+/// Id of a server's worker.
+const WORKER: u64 = 1;
 /// Tokens in a chunk.
-const CHUNK: usize = 256;
+pub(crate) const CHUNK: usize = 256;
 /// Chunks of the prompt.
 pub(crate) const CHUNKS: usize = 6;
 
@@ -39,7 +41,7 @@ pub(crate) fn register_as(client: &mut Client, hidden_dim_size: u32, dtype: &str
 /// A worker's registration with this number of values for each token, layer and half.
 pub(crate) fn worker(hidden_dim_size: u32, dtype: &str) -> EngineDrivenContext {
     EngineDrivenContext {
-        instance_id: 1,
+        instance_id: WORKER,
         model_name: "model".to_owned(),
         world_size: 1,
         block_size: 16,
@@ -177,7 +179,7 @@ impl Prompt {
             prepared = self.prepare_by(key.clone(), client, shm_name);
         }
         if prepared {
-            commit(key, client);
+            commit((key, WORKER), client);
         }
         prepared
     }
@@ -190,11 +192,11 @@ impl Prompt {
 
     /// Ends what [`Self::prepare_store`] began.
     pub(crate) fn commit_store(self, client: &mut Client) {
-        commit(self.key("store"), client);
+        commit((self.key("store"), WORKER), client);
     }
 
     fn prepare_by(self, key: CacheKey, client: &mut Client, shm_name: &str) -> bool {
-        let written = prepare(key, client, shm_name, |chunk, len| {
+        let written = prepare((key, WORKER), client, shm_name, |chunk, len| {
             self.bytes_of(chunk, len)
         });
         assert!(written == 0 || written == CHUNKS, "{written} chunks");
@@ -212,8 +214,8 @@ impl Prompt {
     ) {
         let key = self.key(request);
         let bytes = |_, len| stamp.to_le_bytes().repeat(len as usize / 4);
-        if prepare(key.clone(), client, shm_name, bytes) > 0 {
-            commit(key, client);
+        if prepare((key.clone(), WORKER), client, shm_name, bytes) > 0 {
+            commit((key, WORKER), client);
         }
         end(client, request);
     }
@@ -272,50 +274,52 @@ impl Prompt {
 
     /// Reads the chunks that a lookup has found.
     fn read(self, client: &mut Client, shm_name: &str, request: &str, hits: u64) -> Vec<Vec<u8>> {
-        if hits == 0 {
-            return Vec::new();
-        }
-        let key = CacheKey {
-            end: hits * CHUNK as u64,
-            ..self.key(request)
-        };
-        let prepare = Request::PrepareRetrieve {
-            key: key.clone(),
-            instance_id: 1,
-        };
-        let Reply::RetrieveSlots(Some(slots)) = client.ask(&prepare).expect("an answer") else {
-            panic!("found and not there");
-        };
-        assert_eq!(slots.len() as u64, hits);
-        let pool = pool(shm_name);
-        let read = |slot: &SlotDescriptor| {
-            let mut bytes = vec![0; slot.length as usize];
-            pool.read_exact_at(&mut bytes, slot.offset)
-                .expect("inside the pool");
-            bytes
-        };
-        let chunks = slots.iter().map(read).collect();
-        let commit = Request::CommitRetrieve {
-            key,
-            instance_id: 1,
-        };
-        assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
-        chunks
+        read(self.key(request), client, shm_name, hits)
     }
 }
 
-/// Begins a store, and writes the chunks that the server takes, by their index and length. Returns how
-/// many.
-fn prepare(
-    key: CacheKey,
+/// Reads the leading chunks of a prompt, which a lookup of the worker's has found.
+pub(crate) fn read(key: CacheKey, client: &mut Client, shm_name: &str, hits: u64) -> Vec<Vec<u8>> {
+    if hits == 0 {
+        return Vec::new();
+    }
+    let key = CacheKey {
+        end: hits * CHUNK as u64,
+        ..key
+    };
+    let prepare = Request::PrepareRetrieve {
+        key: key.clone(),
+        instance_id: WORKER,
+    };
+    let Reply::RetrieveSlots(Some(slots)) = client.ask(&prepare).expect("an answer") else {
+        panic!("found and not there");
+    };
+    assert_eq!(slots.len() as u64, hits);
+    let pool = pool(shm_name);
+    let read = |slot: &SlotDescriptor| {
+        let mut bytes = vec![0; slot.length as usize];
+        pool.read_exact_at(&mut bytes, slot.offset)
+            .expect("inside the pool");
+        bytes
+    };
+    let chunks = slots.iter().map(read).collect();
+    let commit = Request::CommitRetrieve {
+        key,
+        instance_id: WORKER,
+    };
+    assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
+    chunks
+}
+
+/// Begins a store of a worker, and writes the chunks that the server takes, by their index and length.
+/// Returns how many.
+pub(crate) fn prepare(
+    (key, instance_id): (CacheKey, u64),
     client: &mut Client,
     shm_name: &str,
     bytes: impl Fn(usize, u64) -> Vec<u8>,
 ) -> usize {
-    let request = Request::PrepareStore {
-        key,
-        instance_id: 1,
-    };
+    let request = Request::PrepareStore { key, instance_id };
     let reply = client.ask(&request).expect("an answer");
     let Reply::StoreSlots {
         slots,
@@ -343,11 +347,11 @@ pub(crate) fn end(client: &mut Client, request: &str) {
     client.ask(&end).expect("an answer");
 }
 
-/// Commits a store whose bytes are written.
-fn commit(key: CacheKey, client: &mut Client) {
+/// Commits a store of a worker whose bytes are written.
+pub(crate) fn commit((key, instance_id): (CacheKey, u64), client: &mut Client) {
     let commit = Request::CommitStore {
         key,
-        instance_id: 1,
+        instance_id,
         pickled: 0,
     };
     assert_eq!(client.ask(&commit).expect("an answer"), Reply::Bool(true));
