@@ -42,6 +42,14 @@ def unequal_of(run, connector, mode):
             pulled(run, name, pair, one, narrow)
             at_once(run, name, pair, one, at[0])
             pushed(run, name, pair, one, narrow, at[1])
+        if mode == "lmcache_driven":
+            one.quit()
+            one = run.engine("unequal-blocks", port=narrow.port, block_size=64, **options).ready()
+            ids, cached = one.generate(prompts(3, *LENGTHS))
+            check(f"{name}, blocks of another size: ids are those without a connector",
+                  ids == run.plain["float32", 3])
+            check(f"{name}, blocks of another size: nothing is cached", cached == [0] * len(LENGTHS),
+                  str(cached))
         for engine in (one, pair):
             engine.quit()
         for server in (wide, narrow):

@@ -39,6 +39,11 @@ pub(crate) fn library() -> Result<PathBuf> {
     Ok(environment()?.join("libnixl_capi.so"))
 }
 
+/// The folder of Python packages with NIXL, fetched where it is not here yet.
+pub(crate) fn packages() -> Result<PathBuf> {
+    Ok(environment()?.join("lib/python3.11/site-packages"))
+}
+
 /// Time for the tests of one program.
 const LIMIT: Duration = Duration::from_secs(900);
 

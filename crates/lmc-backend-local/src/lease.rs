@@ -148,6 +148,7 @@ impl Leases {
             return Err(other);
         }
         self.items.append(&mut other.items);
+        self.fresh += other.fresh;
         Ok(())
     }
 }

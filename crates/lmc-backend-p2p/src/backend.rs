@@ -12,7 +12,7 @@ use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, ChunkRun, Cleared, Clears, Health, Host, LoadItem,
     Loaded, LocateHint, Located, Sharing, Usage, now, ready,
 };
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::{ChunkKey, LayoutFingerprint};
 use lmc_transfer::{Address, PeerEvent, PeerId, SocketConfig, SocketError, TransferChannel};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
@@ -330,8 +330,8 @@ impl Backend for P2pBackend {
         self.node.load(items, deadline)
     }
 
-    fn knows_space(&self, space: SpaceId) -> bool {
-        self.node.peers.lock().know_space(space)
+    fn has_layouts(&self, layouts: &[(LayoutFingerprint, u32)], sources: &[String]) -> Vec<bool> {
+        self.node.peers.lock().have_layouts(layouts, sources)
     }
 
     fn push(&self, run: ChunkRun, to: &str) -> bool {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_backend::now;
-use lmc_key::{ClearsId, SpaceId};
+use lmc_key::{ClearsId, LayoutFingerprint};
 use lmc_transfer::PeerId;
 use serde::{Serialize, Serializer};
 
@@ -475,10 +475,25 @@ impl Peers {
         peer.filter(|peer| peer.session == *session)
     }
 
-    /// Returns true if a peer has described this space as live there.
-    pub(crate) fn know_space(&self, space: SpaceId) -> bool {
-        let mut spaces = self.iter().flat_map(|peer| &peer.holds.spaces);
-        spaces.any(|its| its.space == *space.as_bytes())
+    /// Returns for each layout, with its number of KV ranks, whether one of these peers has described a
+    /// live space of it; any peer where none is named.
+    pub(crate) fn have_layouts(
+        &self,
+        layouts: &[(LayoutFingerprint, u32)],
+        names: &[String],
+    ) -> Vec<bool> {
+        let mut found = vec![false; layouts.len()];
+        let is_meant = |peer: &&Peer| names.is_empty() || peer.is_one_of(names);
+        for space in self
+            .iter()
+            .filter(is_meant)
+            .flat_map(|peer| &peer.holds.spaces)
+        {
+            for (found, (layout, ranks)) in found.iter_mut().zip(layouts) {
+                *found |= (space.layout, space.world_size) == (*layout.as_bytes(), *ranks);
+            }
+        }
+        found
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Peer> {

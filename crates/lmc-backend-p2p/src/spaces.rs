@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use lmc_backend::{HostSpace, now};
-use lmc_key::{Printable, SpaceId};
+use lmc_key::{LayoutFingerprint, Printable};
 use lmc_transfer::Keys;
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64;
@@ -26,6 +26,9 @@ pub(crate) struct OwnSpaces {
     digest: u64,
     pub(crate) spaces: Arc<[SpaceNote]>,
 }
+
+/// Layouts whose chunks are merged here, each with its number of KV ranks.
+pub(crate) type MergedLayouts = HashSet<([u8; 16], u32)>;
 
 /// A field in which two spaces of one model differ.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -50,18 +53,18 @@ pub struct Mismatch {
     pub differences: Vec<Difference>,
 }
 
-/// Returns the models that both sides serve in no common space, nor in one whose chunks this side can
-/// use.
+/// Returns the models that both sides serve in no common space, and of which this side merges no chunks
+/// of the other.
 pub(crate) fn mismatches(
     ours: &[SpaceNote],
     theirs: &[SpaceNote],
-    used: &HashSet<SpaceId>,
+    merged: &MergedLayouts,
 ) -> Vec<Mismatch> {
     let models: BTreeSet<&str> = ours.iter().map(|space| space.model.as_str()).collect();
     let mismatch = |model: &str| {
         let of_model = |space: &&SpaceNote| space.model == model;
         let mut its = theirs.iter().filter(of_model);
-        if its.any(|space| used.contains(&SpaceId::new(space.space))) {
+        if its.any(|space| merged.contains(&(space.layout, space.world_size))) {
             return None;
         }
         let pairs = ours.iter().filter(of_model).flat_map(|our| {
@@ -166,15 +169,19 @@ impl<L: Link> Node<L> {
             .clone()
     }
 
-    /// Returns the spaces of peers whose chunks engines of this host can use. The peers must not be locked.
-    pub(crate) fn used_spaces(&self) -> HashSet<SpaceId> {
-        let mut spaces: HashSet<SpaceId> = {
+    /// Returns the layouts of peers whose chunks engines of this host merge. The peers must not be locked.
+    pub(crate) fn merged_layouts(&self) -> MergedLayouts {
+        let mut layouts: HashSet<_> = {
             let peers = self.peers.lock();
             let all = peers.iter().flat_map(|peer| &peer.holds.spaces);
-            all.map(|space| SpaceId::new(space.space)).collect()
+            all.map(|space| (space.layout, space.world_size)).collect()
         };
-        spaces.retain(|space| self.host.uses_space(*space));
-        spaces
+        let is_merged = |&(layout, ranks): &_| {
+            self.host
+                .merges_layout(LayoutFingerprint::new(layout), ranks)
+        };
+        layouts.retain(is_merged);
+        layouts
     }
 
     pub(crate) fn described(&self, asked: Describe) -> Described {
@@ -220,13 +227,13 @@ impl<L: Link> Node<L> {
                 peer.holds = described;
             }
         }
-        let used = self.used_spaces();
+        let merged = self.merged_layouts();
         let mut peers = self.peers.lock();
         for (session, _) in &asked {
             let Some(peer) = peers.of_session(session) else {
                 continue;
             };
-            for mismatch in mismatches(&own.spaces, &peer.holds.spaces, &used) {
+            for mismatch in mismatches(&own.spaces, &peer.holds.spaces, &merged) {
                 let fields = mismatch.differences.iter().map(|one| one.field);
                 let fields: Vec<&str> = fields.collect();
                 // Tenants are meant to be apart.
@@ -284,8 +291,11 @@ mod tests {
             dtype: "half".into(),
             ..note(3)
         };
-        let uses_wide = HashSet::from([SpaceId::new(wide.space)]);
-        assert_eq!(mismatches(&a, std::slice::from_ref(&wide), &uses_wide), []);
+        let merges_wide = HashSet::from([(wide.layout, wide.world_size)]);
+        assert_eq!(
+            mismatches(&a, std::slice::from_ref(&wide), &merges_wide),
+            []
+        );
         let found = mismatches(&a, &[wide, other], &HashSet::new());
         let dtype = Difference {
             field: "dtype",

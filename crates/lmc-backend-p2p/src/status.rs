@@ -1,9 +1,7 @@
 //! State of this daemon among its peers, for people and for machines.
 
-use std::collections::{BTreeMap, HashSet};
-use std::sync::Arc;
+use std::collections::BTreeMap;
 
-use lmc_key::SpaceId;
 use serde::Serialize;
 
 use crate::dial::NamedPeer;
@@ -11,7 +9,7 @@ use crate::link::Link;
 use crate::message::SpaceNote;
 use crate::node::Node;
 use crate::peers::{Failure, GonePeer, Peer};
-use crate::spaces::{Mismatch, hex, mismatches};
+use crate::spaces::{MergedLayouts, Mismatch, hex, mismatches};
 use lmc_backend::now;
 
 /// State of a [`P2pBackend`](crate::P2pBackend) and of every peer that it knows.
@@ -167,7 +165,7 @@ pub struct PeerStatus {
     pub leased_bytes: u64,
     /// The peer's live spaces.
     pub spaces: Vec<SpaceView>,
-    /// Models that both sides serve in no common space, nor in one whose chunks this side can use.
+    /// Models that both sides serve in no common space, and of which this side merges no chunks either.
     pub mismatches: Vec<Mismatch>,
     /// Counters of the peer since the connect.
     pub counters: BTreeMap<&'static str, u64>,
@@ -176,7 +174,7 @@ pub struct PeerStatus {
 impl<L: Link> Node<L> {
     /// Returns the state of this daemon among its peers.
     pub fn status(&self) -> NodeStatus {
-        let own = (self.own_spaces().spaces, self.used_spaces());
+        let (own, merged) = (self.own_spaces().spaces, self.merged_layouts());
         let (leases, leased_bytes) = self.leased();
         // Not while the peers are locked: grants lock them the other way round.
         let leased = self.owner.lock().by_session();
@@ -184,7 +182,7 @@ impl<L: Link> Node<L> {
         let peers = self.peers.lock();
         let status = |peer: &Peer| {
             let leased = leased.get(&peer.session).copied();
-            let mut status = self.peer_status(peer, leased.unwrap_or_default(), &own);
+            let mut status = self.peer_status(peer, leased.unwrap_or_default(), (&own, &merged));
             if let Some(directory) = &mut status.directory {
                 directory.is_asked = asked.as_ref() == Some(&peer.session.peer);
             }
@@ -201,7 +199,7 @@ impl<L: Link> Node<L> {
             leases,
             leased_bytes,
             leasable_bytes: self.config.limits.bytes,
-            spaces: own.0.iter().map(SpaceView::from).collect(),
+            spaces: own.iter().map(SpaceView::from).collect(),
             peers: connected,
             gone: peers.gone().cloned().collect(),
             counters: peers.counters().by_name(),
@@ -212,7 +210,7 @@ impl<L: Link> Node<L> {
         &self,
         peer: &Peer,
         (leases, leased_bytes): (usize, u64),
-        (own, used): &(Arc<[SpaceNote]>, HashSet<SpaceId>),
+        (own, merged): (&[SpaceNote], &MergedLayouts),
     ) -> PeerStatus {
         let (oldest, newest) = self.config.versions;
         let hello = peer.hello.as_ref();
@@ -243,7 +241,7 @@ impl<L: Link> Node<L> {
             leases,
             leased_bytes,
             spaces: peer.holds.spaces.iter().map(SpaceView::from).collect(),
-            mismatches: mismatches(own, &peer.holds.spaces, used),
+            mismatches: mismatches(own, &peer.holds.spaces, merged),
             counters: peer.counters.by_name(),
         }
     }

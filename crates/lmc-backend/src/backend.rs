@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
-use lmc_key::{ChunkKey, SpaceId};
+use lmc_key::{ChunkKey, LayoutFingerprint};
 
 use crate::{
     Answers, BackendError, ChunkRun, Cleared, Clears, Cursor, Health, LoadItem, Loaded, LocateHint,
@@ -89,11 +89,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
     /// another length a [`BackendError::Length`].
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded>;
 
-    /// Returns true if other processes that the tier reaches are known to use a space, by its id. Never
-    /// waits. Default: none is.
-    fn knows_space(&self, space: SpaceId) -> bool {
-        let _ = space;
-        false
+    /// Returns for each layout, with its number of KV ranks, whether engines of other processes that the
+    /// tier reaches are known to have it; of these sources where any are named. Never waits. Default: none
+    /// has it.
+    fn has_layouts(&self, layouts: &[(LayoutFingerprint, u32)], sources: &[String]) -> Vec<bool> {
+        let _ = sources;
+        vec![false; layouts.len()]
     }
 
     /// Pushes chunks, which are in DRAM here, to a process that the tier reaches, so that it has them

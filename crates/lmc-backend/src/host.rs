@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_key::{ChunkKey, KeySpace, SpaceId};
+use lmc_key::{ChunkKey, KeySpace, LayoutFingerprint, SpaceId};
 use lmc_memory::SealedSlot;
 
 use crate::{BoxFuture, Clears, Events, LocateHint, TooManyClears, Usage};
@@ -68,6 +68,18 @@ pub struct ChunkRun {
     pub chunk_bytes: u64,
     /// Key of the chunk before the first one; none for the first chunk of a prompt.
     pub parent: Option<ChunkKey>,
+}
+
+impl ChunkRun {
+    /// Returns the run without its first chunks.
+    pub fn after(&self, chunks: usize) -> Self {
+        let before = chunks.checked_sub(1).and_then(|at| self.keys.get(at));
+        Self {
+            keys: self.keys.get(chunks..).unwrap_or_default().to_vec(),
+            chunk_bytes: self.chunk_bytes,
+            parent: before.copied().or(self.parent),
+        }
+    }
 }
 
 /// Result of [`Host::receive`].
@@ -160,10 +172,11 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
     /// Returns the live spaces, the most important first.
     fn spaces(&self) -> Vec<HostSpace>;
 
-    /// Returns true if engines of this host can use the chunks of a space, by its id. Default: of the live
-    /// spaces. Never waits.
-    fn uses_space(&self, space: SpaceId) -> bool {
-        self.spaces().iter().any(|live| live.id == space)
+    /// Returns true if engines of this host merge chunks of a layout with this number of KV ranks into
+    /// their own. Default: false. Never waits.
+    fn merges_layout(&self, layout: LayoutFingerprint, ranks: u32) -> bool {
+        let _ = (layout, ranks);
+        false
     }
 
     /// Returns true if a request with this id was computed here and is over, so that nothing more is

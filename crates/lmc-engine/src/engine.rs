@@ -13,7 +13,7 @@ use lmc_backend_local::{
     Clear, Inserted, Leases, ListedChunk, LocalConfig, LocalSink, LocalTier, MarkId, Origin,
     OwnerId, TenantId, WriteStart,
 };
-use lmc_key::{ChunkKey, ClearsId, SpaceId};
+use lmc_key::{ChunkKey, ClearsId, LayoutFingerprint, SpaceId};
 use lmc_memory::{Arena, Pool, PoolConfig, SealedSlot, SharedName};
 use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
@@ -135,6 +135,8 @@ struct Inner {
     left: Mutex<Vec<ChunkKey>>,
     lower: Option<LowerTiers>,
     pushed: Arc<PushedChunks>,
+    /// Number of chunks that were made of those of several ranks.
+    merged: AtomicU64,
     /// Bytes that a close has still to offer to lower tiers, or [`NOT_CLOSED`].
     unoffered: AtomicU64,
     stop: Arc<Stop>,
@@ -217,7 +219,7 @@ impl Drop for Inner {
 }
 
 /// A handle that does not keep the engine alive.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct WeakEngine(Weak<Inner>);
 
 impl WeakEngine {
@@ -286,6 +288,7 @@ impl CacheEngine {
             left: Mutex::default(),
             lower,
             pushed,
+            merged: AtomicU64::new(0),
             unoffered: AtomicU64::new(NOT_CLOSED),
             stop: Arc::clone(&stop),
         });
@@ -366,6 +369,16 @@ impl CacheEngine {
         lower.map_or(Duration::ZERO, |lower| lower.tiers().lookup_timeout())
     }
 
+    pub(crate) fn count_merged(&self) {
+        self.0.merged.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the longest time for which a lookup waits for a chunk that is being written.
+    pub(crate) fn pending_timeout(&self) -> Duration {
+        let lower = self.lower();
+        lower.map_or(Duration::ZERO, |lower| lower.tiers().pending_timeout())
+    }
+
     /// Returns a handle that does not keep the engine alive.
     pub(crate) fn downgrade(&self) -> WeakEngine {
         WeakEngine(Arc::downgrade(&self.0))
@@ -378,10 +391,17 @@ impl CacheEngine {
         Some(EngineTask(lower.spawn(task)))
     }
 
-    /// Returns true if other processes that a lower tier reaches are known to use a space.
-    pub fn knows_space(&self, space: SpaceId) -> bool {
-        let lower = self.lower();
-        lower.is_some_and(|lower| lower.tiers().know_space(space))
+    /// Returns for each layout, with its number of KV ranks, whether engines of other processes that a
+    /// lower tier reaches have it; of these sources where any are named.
+    pub fn has_layouts(
+        &self,
+        layouts: &[(LayoutFingerprint, u32)],
+        sources: &[String],
+    ) -> Vec<bool> {
+        match self.lower() {
+            Some(lower) => lower.tiers().have_layouts(layouts, sources),
+            None => vec![false; layouts.len()],
+        }
     }
 
     /// Returns the digest of the clears that were carried out so far. A request reads it once, when
@@ -827,7 +847,10 @@ impl CacheEngine {
 
     /// Returns the counters of the DRAM tier since the engine was made.
     pub fn stats(&self) -> EngineStats {
-        EngineStats::new(self.0.tier.stats(), self.0.host.clear_log())
+        EngineStats {
+            merged: self.0.merged.load(Ordering::Relaxed),
+            ..EngineStats::new(self.0.tier.stats(), self.0.host.clear_log())
+        }
     }
 }
 

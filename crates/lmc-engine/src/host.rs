@@ -12,7 +12,7 @@ use lmc_backend::{
     LocateHint, Received, TooManyClears, Usage, now,
 };
 use lmc_backend_local::{Leases, OwnerId, TenantId};
-use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+use lmc_key::{ChunkHash, ChunkKey, LayoutFingerprint, SpaceId};
 use parking_lot::{Mutex, RwLock};
 
 use crate::clears::ClearLog;
@@ -34,10 +34,24 @@ pub trait SpaceBook: fmt::Debug + Send + Sync {
     /// Returns the live spaces, the most important first.
     fn spaces(&self) -> Vec<HostSpace>;
 
-    /// Returns true if engines of this host use the space, or have, or can use its chunks
-    /// ([`Merge`](crate::Merge)). Default: true for the live ones.
+    /// Returns true if engines of this host use the space, or have, or merge its chunks. Default: true for
+    /// the live ones.
     fn is_used(&self, space: SpaceId) -> bool {
         self.spaces().iter().any(|live| live.id == space)
+    }
+
+    /// Returns true if engines of this host merge chunks of a layout with this number of KV ranks into
+    /// their own ([`Merge`](crate::Merge)). Default: false.
+    fn merges_layout(&self, layout: LayoutFingerprint, ranks: u32) -> bool {
+        let _ = (layout, ranks);
+        false
+    }
+
+    /// Returns the space and KV rank of the chunks that a rank's chunks of a space are merged into. Default:
+    /// none.
+    fn merged(&self, space: SpaceId, kv_rank: u16) -> Option<(SpaceId, u16)> {
+        let _ = (space, kv_rank);
+        None
     }
 
     /// Returns true if a request with this id is over. Default: false, where that is not known.
@@ -117,6 +131,24 @@ impl EngineHost {
         self.0.book.read().clone()
     }
 
+    /// Returns the keys of the chunks that a prompt's chunks are merged into; none where they are not.
+    fn merged(&self, keys: &[ChunkKey]) -> Vec<ChunkKey> {
+        let Some((first, book)) = keys.first().zip(self.book()) else {
+            return Vec::new();
+        };
+        let (clears, space) = (&self.0.clears, self.0.clears.space_of(first.space));
+        let Some((space, kv_rank)) = book.merged(space, first.kv_rank) else {
+            return Vec::new();
+        };
+        let space = space.after(clears.id());
+        let merged = |key: &ChunkKey| ChunkKey {
+            space,
+            kv_rank,
+            ..*key
+        };
+        keys.iter().map(merged).collect()
+    }
+
     /// Returns the tenant of a prompt's chunks, which have one space.
     fn tenant(&self, keys: &[ChunkKey]) -> TenantId {
         let tenant = keys.first().zip(self.book());
@@ -189,12 +221,18 @@ impl Host for EngineHost {
             let is_used = run.keys.first().is_some_and(|key| {
                 let (space, clears) = (self.0.clears.space_of(key.space), self.0.clears.id());
                 // Else it comes from before a clear.
-                space.after(clears) == key.space && self.uses_space(space)
+                space.after(clears) == key.space
+                    && self.book().is_some_and(|book| book.is_used(space))
             });
             match self.engine() {
                 Some(engine) if is_used => {
                     let tenant = self.tenant(&run.keys);
-                    engine.receive_own(tenant, &run, peer, timeout).await
+                    // What was merged from such chunks before is not read again.
+                    let merged = engine.count_leading(&self.merged(&run.keys));
+                    let rest = run.after(merged);
+                    let mut received = engine.receive_own(tenant, &rest, peer, timeout).await;
+                    received.chunks += merged;
+                    received
                 }
                 _ => Received::default(),
             }
@@ -235,8 +273,9 @@ impl Host for EngineHost {
         self.book().map_or_else(Vec::new, |book| book.spaces())
     }
 
-    fn uses_space(&self, space: SpaceId) -> bool {
-        self.book().is_some_and(|book| book.is_used(space))
+    fn merges_layout(&self, layout: LayoutFingerprint, ranks: u32) -> bool {
+        self.book()
+            .is_some_and(|book| book.merges_layout(layout, ranks))
     }
 
     fn is_over(&self, request: &str) -> bool {
@@ -425,11 +464,16 @@ impl CacheEngine {
         let parent = run.parent.map(|parent| parent.hash);
         self.promote_after(parent, tenant, fitting, hint).await;
         drop(guard);
-        let there = self.local().contains(fitting);
         Received {
-            chunks: there.iter().take_while(|len| len.is_some()).count(),
+            chunks: self.count_leading(fitting),
             is_wanted: true,
         }
+    }
+
+    /// Returns the number of leading chunks that are in DRAM.
+    fn count_leading(&self, keys: &[ChunkKey]) -> usize {
+        let there = self.local().contains(keys).into_iter();
+        there.take_while(Option::is_some).count()
     }
 
     /// Returns the keys of chunks that are not in DRAM.

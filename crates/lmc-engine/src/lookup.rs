@@ -16,8 +16,8 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
 use crate::CacheEngine;
-use crate::lower::{Prompt, Source, Sources, Tiers, Waits, half_of};
-use crate::merge::Merge;
+use crate::lower::{Prompt, Source, Sources, Tiers, Waits, fits, half_of};
+use crate::merge::{Merge, complete};
 
 /// Reads of a prompt that waits for its sources that may fail.
 const MAX_FAILURES: usize = 3;
@@ -35,6 +35,11 @@ pub struct Rank {
 }
 
 impl Rank {
+    /// Returns true if a chunk in this slot has the length of the rank's chunks, as far as it is known.
+    pub(crate) fn fits(&self, slot: &SealedSlot) -> bool {
+        fits(slot.len(), self.chunk_bytes)
+    }
+
     /// Returns the key of one of its chunks.
     pub fn key(&self, hash: ChunkHash) -> ChunkKey {
         ChunkKey {
@@ -54,6 +59,19 @@ pub trait LeaseLimit: Send + Sync {
     fn allowed(&self, leased: u64, more: u64) -> u64;
 }
 
+/// The limit of a lookup that has leased bytes before.
+struct After {
+    limit: Arc<dyn LeaseLimit>,
+    before: u64,
+}
+
+impl LeaseLimit for After {
+    fn allowed(&self, leased: u64, more: u64) -> u64 {
+        let allowed = self.limit.allowed(self.before + leased, more);
+        allowed.saturating_sub(self.before)
+    }
+}
+
 /// A prompt to look up, in all its ranks.
 #[derive(Clone)]
 #[non_exhaustive]
@@ -69,8 +87,10 @@ pub struct LookupRequest {
     /// Advice for tiers that have to be asked.
     pub hint: LocateHint,
     limit: Option<Arc<dyn LeaseLimit>>,
-    /// Ranks whose chunks can be merged into those of each rank; none, or one for each.
-    pub(crate) merges: Vec<Merge>,
+    /// Lists of ranks whose chunks can be merged into those of each rank.
+    pub(crate) merges: Vec<Vec<Merge>>,
+    /// True if the sources that are waited for compute the chunks that are merged.
+    waits_for_merge: bool,
     /// True if peers ask: the ranks have names of spaces after the clears, and nothing counts as used.
     for_peers: bool,
     /// Hash of the chunk before the first one, where it is known.
@@ -88,6 +108,7 @@ impl LookupRequest {
             hint: LocateHint::default(),
             limit: None,
             merges: Vec::new(),
+            waits_for_merge: false,
             for_peers: false,
             parent: None,
         }
@@ -121,12 +142,25 @@ impl LookupRequest {
         self
     }
 
-    /// Names for each rank those of an engine with more ranks, whose chunks are merged where chunks of
-    /// the rank are missing; there must be one for each rank. Default: none. Without lower tiers nothing
-    /// is merged.
+    /// Names engines with more ranks, the one to ask first at the front: for each rank of the request
+    /// those whose chunks are merged where chunks of the rank are missing. Default: none. Without lower
+    /// tiers nothing is merged.
     #[must_use]
-    pub fn with_merges(mut self, merges: Vec<Merge>) -> Self {
+    pub fn with_merges(mut self, merges: Vec<Vec<Merge>>) -> Self {
         self.merges = merges;
+        self
+    }
+
+    /// Returns the number of engines with more ranks that are named.
+    pub fn merges(&self) -> usize {
+        self.merges.len()
+    }
+
+    /// Says that the sources that the prompt waits for compute chunks to be merged. Default: they compute
+    /// those of its ranks.
+    #[must_use]
+    pub fn waiting_for_merge(mut self) -> Self {
+        self.waits_for_merge = true;
         self
     }
 
@@ -141,10 +175,19 @@ impl LookupRequest {
         }
     }
 
-    /// Returns true if the prompt's sources compute chunks to be merged, rather than those of its ranks.
-    fn waits_for_merge(&self, tiers: &Tiers) -> bool {
-        let mut ranks = self.ranks.iter();
-        !self.merges.is_empty() && !ranks.any(|rank| tiers.know_space(rank.space))
+    /// Returns the request of a lookup that has leased bytes before, which count for its limit.
+    pub(crate) fn after_bytes(&self, before: u64) -> Self {
+        let limit = self.limit.clone();
+        Self {
+            limit: limit.map(|limit| Arc::new(After { limit, before }) as _),
+            ..self.clone()
+        }
+    }
+
+    /// Returns how many of these bytes of chunks that the lookup has just leased it may keep.
+    pub(crate) fn allowed(&self, bytes: u64) -> u64 {
+        let limit = self.limit.as_ref();
+        limit.map_or(bytes, |limit| limit.allowed(bytes, 0))
     }
 
     pub(crate) fn without_wait(mut self) -> Self {
@@ -510,18 +553,13 @@ impl CacheEngine {
         let (tiers, pushed) = (Arc::clone(lower.tiers()), Arc::clone(self.pushed()));
         let engine = self.downgrade();
         let task = lower.spawn(async move {
-            let mut found = match request.waits_for_merge(&tiers) {
-                true => {
-                    let request = request.clone().without_wait();
-                    promote(&tiers, &request, clears, known, align).await
-                }
-                false => promote(&tiers, &request, clears, known, align).await,
+            let without_wait = request.clone().without_wait();
+            let (now, then) = match request.waits_for_merge && !request.merges.is_empty() {
+                true => (&without_wait, request.clone()),
+                false => (&request, without_wait.clone()),
             };
-            if !request.merges.is_empty()
-                && let Some(engine) = engine.upgrade()
-            {
-                found = engine.merge(&request, clears, found).await;
-            }
+            let found = promote(&tiers, now, clears, known, align).await;
+            let found = complete(&engine, then, clears, found).await;
             if !request.for_peers && !pushed.is_empty() {
                 // A push may have brought them meanwhile.
                 for rank in &found.ranks {
@@ -551,8 +589,7 @@ impl CacheEngine {
             true => self.local().lease_uncounted(request.owner, keys),
             false => self.lease_and_offer(request.owner, keys),
         };
-        let wrong = |slot: &SealedSlot| rank.chunk_bytes.is_some_and(|len| slot.len() != len);
-        let wrong = leases.iter().position(wrong);
+        let wrong = leases.iter().position(|slot| !rank.fits(slot));
         if let Some(at) = wrong {
             leases.truncate(at);
             // A peer may be wrong about the length.

@@ -1,7 +1,7 @@
 //! Merging: the chunks of an engine with more ranks make the chunks of one with fewer.
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use std::{mem, thread};
 
 use lmc_backend::now;
@@ -10,8 +10,9 @@ use lmc_key::{ChunkKey, ClearsId};
 use lmc_memory::{SealedSlot, interleave};
 use tokio::sync::oneshot;
 
-use crate::engine::CacheEngine;
+use crate::engine::{CacheEngine, WeakEngine};
 use crate::lookup::{Found, FoundRank, LookupRequest, Rank, ReadFrom};
+use crate::lower::fits;
 use crate::store::{StoreRequest, StoreStart};
 
 /// Time between two looks at a chunk that another lookup merges or a worker writes.
@@ -26,103 +27,125 @@ pub struct Merge {
     /// Bytes of each rank that lie together in the merged chunk
     /// ([`Division::run_bytes`](lmc_memory::Division::run_bytes)).
     pub run_bytes: u64,
-    /// True if engines of this host use the ranks' chunks themselves. Else they leave DRAM once they are
-    /// merged.
+    /// True if engines of this host use the ranks' chunks themselves. Otherwise the ranks' chunks leave
+    /// DRAM once they are merged.
     pub keep: bool,
+}
+
+/// Reason why a chunk is not merged.
+enum Refused {
+    /// The parts do not make a chunk of the rank.
+    Unfit,
+    /// There is no memory for it.
+    NoMemory,
+    /// The lookup is over, the cache was cleared, or another writes the chunk for too long.
+    Over,
 }
 
 /// The chunks of a lookup that are merged.
 struct Merging {
     request: LookupRequest,
+    merges: Vec<Merge>,
     clears: ClearsId,
     /// Index of the first chunk in the request.
     first: usize,
     /// The chunks of the ranks of all merges, in order.
     parts: Found,
-    deadline: Instant,
 }
 
-impl CacheEngine {
-    /// Completes what a lookup has found after these clears. What follows is looked up for the ranks
-    /// that are named for merging, and is merged into chunks of the request's ranks, which are findable
-    /// from then on. Takes as long as a lookup, and at most its timeout more.
-    pub(crate) async fn merge(
-        &self,
-        request: &LookupRequest,
-        clears: ClearsId,
-        mut found: Found,
-    ) -> Found {
-        if request.merges.len() != request.ranks.len() {
-            return found;
+/// Completes what a lookup has found after these clears. The chunks that follow are looked up for the
+/// ranks that the request names for merging, and are merged into chunks of the request's own ranks,
+/// which are findable from then on. Takes as long as a lookup for each list of such ranks and each
+/// chunk that other lookups merge meanwhile. Ends with the engine.
+pub(crate) async fn complete(
+    engine: &WeakEngine,
+    mut request: LookupRequest,
+    clears: ClearsId,
+    mut found: Found,
+) -> Found {
+    for merges in mem::take(&mut request.merges) {
+        if merges.len() != request.ranks.len() {
+            continue;
         }
-        let none = || self.local().lease_uncounted(request.owner, &[]);
-        for &rank in &request.ranks[found.ranks.len()..] {
-            found.ranks.push(FoundRank::resident(rank, none()));
-        }
-        let mut request = request.clone();
-        let mut deadline = now() + request.hint.wait.unwrap_or_default() + self.lookup_timeout();
         while found.hits < request.hashes.len() {
             let before = found.hits;
-            self.merge_leading(&request, clears, &mut found, deadline)
-                .await;
-            if request.hint.wait.is_some() {
-                // All that was waited for is there, or does not come.
-                deadline = now() + self.lookup_timeout();
-                request = request.without_wait();
-            }
+            merge_leading(engine, &request, &merges, clears, &mut found).await;
+            // What was waited for is there, or does not come.
+            request = request.without_wait();
             // Another lookup may have merged the next ones, whose parts are gone then.
-            self.add_leading(&request, clears, &mut found);
-            if found.hits == before || now() >= deadline {
+            if let Some(engine) = engine.upgrade() {
+                engine.add_leading(&request, clears, &mut found);
+            }
+            if found.hits == before {
                 break;
             }
         }
-        found
     }
+    found
+}
 
-    /// Merges the leading chunks after those that are found.
-    async fn merge_leading(
-        &self,
-        request: &LookupRequest,
-        clears: ClearsId,
-        found: &mut Found,
-        deadline: Instant,
-    ) {
-        let first = found.hits;
-        let ranks = request.merges.iter().flat_map(|merge| merge.ranks.clone());
-        let lookup = self.lookup(request.after_chunk(first, ranks.collect()));
-        if lookup.clears() != clears {
-            return;
-        }
-        let parts = lookup.wait().await;
-        if parts.hits == 0 {
-            return;
-        }
-        let merging = Merging {
-            request: request.clone(),
-            clears,
-            first,
-            parts,
-            deadline,
-        };
-        let (sender, merged) = oneshot::channel();
-        let engine = self.clone();
-        // Copies of this length would hold up the runtime. They end with the lookup.
-        tokio::task::spawn_blocking(move || {
-            let merged = merging.run(&engine, || sender.is_closed());
-            let _ = sender.send(merged);
-        });
-        let Ok(merged) = merged.await else {
-            return;
-        };
-        let (leases, read): (Vec<_>, Vec<_>) = merged.into_iter().unzip();
-        for (rank, read) in found.ranks.iter_mut().zip(read) {
-            rank.read.extend(read);
-        }
-        found.add(leases);
+/// Merges the leading chunks after those that are found.
+async fn merge_leading(
+    weak: &WeakEngine,
+    request: &LookupRequest,
+    merges: &[Merge],
+    clears: ClearsId,
+    found: &mut Found,
+) {
+    let Some(engine) = weak.upgrade() else {
+        return;
+    };
+    let first = found.hits;
+    let ranks = merges.iter().flat_map(|merge| merge.ranks.clone());
+    let parts = request.after_chunk(first, ranks.collect());
+    let lookup = engine.lookup(parts.after_bytes(found.fresh_bytes()));
+    drop(engine);
+    if lookup.clears() != clears {
+        return;
     }
+    let parts = lookup.wait().await;
+    let Some(engine) = weak.upgrade().filter(|_| parts.hits > 0) else {
+        return;
+    };
+    let resident = parts.resident;
+    let merging = Merging {
+        request: request.clone(),
+        merges: merges.to_vec(),
+        clears,
+        first,
+        parts,
+    };
+    for &rank in &request.ranks[found.ranks.len()..] {
+        let none = engine.local().lease_uncounted(request.owner, &[]);
+        found.ranks.push(FoundRank::resident(rank, none));
+    }
+    let (sender, merged) = oneshot::channel();
+    // Copies of this length would hold up the runtime. They end with the lookup.
+    tokio::task::spawn_blocking(move || {
+        let merged = merging.run(&engine, || sender.is_closed());
+        let _ = sender.send(merged);
+    });
+    let Ok(merged) = merged.await else {
+        return;
+    };
+    let (leases, read): (Vec<_>, Vec<_>) = merged.into_iter().unzip();
+    for (rank, read) in found.ranks.iter_mut().zip(read) {
+        rank.read.extend(read);
+    }
+    let all_resident = found.resident == first;
+    found.add(leases);
+    if all_resident {
+        found.resident += resident.min(found.hits - first);
+    }
+}
 
-    /// Adds the leading chunks after those that are found which are in DRAM by now.
+impl CacheEngine {
+    /// Adds the leading chunks after those that are found which are in DRAM by now, as far as the
+    /// request's limit allows.
     fn add_leading(&self, request: &LookupRequest, clears: ClearsId, found: &mut Found) {
+        if found.ranks.len() < request.ranks.len() {
+            return;
+        }
         let leased = request.ranks.iter().map(|&rank| {
             let named = Rank {
                 space: rank.space.after(clears),
@@ -131,23 +154,40 @@ impl CacheEngine {
             let rest = request.hashes[found.hits..].iter();
             let keys: Vec<ChunkKey> = rest.map(|&hash| named.key(hash)).collect();
             let mut leases = self.local().lease_uncounted(request.owner, &keys);
-            let is_wrong =
-                |slot: &SealedSlot| rank.chunk_bytes.is_some_and(|len| slot.len() != len);
-            let wrong = leases.iter().position(is_wrong);
+            let wrong = leases.iter().position(|slot| !rank.fits(slot));
             leases.truncate(wrong.unwrap_or(leases.len()));
             leases
         });
-        let leased = leased.collect();
+        let mut leased: Vec<Leases> = leased.collect();
+        let bytes: u64 = leased
+            .iter()
+            .flat_map(Leases::iter)
+            .map(SealedSlot::len)
+            .sum();
+        let allowed = request.after_bytes(found.fresh_bytes()).allowed(bytes);
+        if allowed < bytes {
+            let chunks = leased.iter().map(Leases::len).max().unwrap_or(0) as u64;
+            let kept = (allowed / bytes.div_ceil(chunks)) as usize;
+            leased.iter_mut().for_each(|leases| leases.truncate(kept));
+        }
         found.add(leased);
     }
 }
 
 impl Found {
+    /// Returns the bytes that the leases keep from eviction.
+    fn fresh_bytes(&self) -> u64 {
+        self.ranks
+            .iter()
+            .map(|rank| rank.leases.fresh_bytes())
+            .sum()
+    }
+
     /// Adds leases of the leading chunks after those that are found, of each rank.
-    fn add(&mut self, mut leases: Vec<Leases>) {
+    fn add(&mut self, leases: Vec<Leases>) {
         let added = leases.iter().map(Leases::len).min().unwrap_or(0);
         self.hits += added;
-        for (rank, mut leases) in self.ranks.iter_mut().zip(leases.drain(..)) {
+        for (rank, mut leases) in self.ranks.iter_mut().zip(leases) {
             leases.truncate(added);
             rank.promoted = rank.promoted.max(self.hits);
             // Both are leases of one tier and owner.
@@ -162,44 +202,86 @@ impl Merging {
     fn run(mut self, engine: &CacheEngine, is_over: impl Fn() -> bool) -> Vec<(Leases, ReadFrom)> {
         let owner = self.request.owner;
         let none = |_: &Merge| (engine.local().lease_uncounted(owner, &[]), ReadFrom::new());
-        let mut merged: Vec<_> = self.request.merges.iter().map(none).collect();
+        let mut merged: Vec<_> = self.merges.iter().map(none).collect();
         let read = self.parts.ranks.iter_mut();
         let read: Vec<HashMap<usize, usize>> = read
             .map(|rank| mem::take(&mut rank.read).into_iter().collect())
             .collect();
         for at in self.first..self.first + self.parts.hits {
-            let parts: Vec<Leases> = self.parts.ranks.iter_mut().map(next).collect();
-            let mut of_ranks = parts.chunks(parts.len() / self.request.merges.len().max(1));
-            let leases = (0..self.request.merges.len()).map(|rank| {
-                let parts = of_ranks.next().unwrap_or_default();
-                self.chunk(engine, rank, at, parts, &is_over)
-            });
-            let leases: Option<Vec<Leases>> = leases.collect();
-            let Some(leases) = leases else {
+            let parts: Vec<Leases> = self.parts.ranks.iter_mut().map(take_first).collect();
+            if parts.iter().any(Leases::is_empty) {
+                break;
+            }
+            let leases = loop {
+                match self.chunks(engine, at, &parts, &is_over) {
+                    Err(Refused::NoMemory) if self.give_up_last(engine, at) => {}
+                    merged => break merged,
+                }
+            };
+            let Ok(leases) = leases else {
                 break;
             };
             // Memory is needed twice for one chunk only.
             drop(parts);
-            let tier_of = |part: usize| read[part].get(&(at - self.first)).copied();
-            let mut part = 0;
-            for ((rank, leases), merge) in merged.iter_mut().zip(leases).zip(&self.request.merges) {
+            let mut read = read.iter();
+            for ((rank, leases), merge) in merged.iter_mut().zip(leases).zip(&self.merges) {
                 let _ = rank.0.append(leases);
-                for one in &merge.ranks {
-                    rank.1.extend(tier_of(part).map(|tier| (at, tier)));
-                    part += 1;
-                    if !merge.keep {
-                        let key = one.key(self.request.hashes[at]);
-                        let space = key.space.after(self.clears);
-                        engine.local().remove(&[ChunkKey { space, ..key }]);
-                    }
-                }
+                let tiers = read.by_ref().take(merge.ranks.len());
+                let tiers = tiers.filter_map(|read| read.get(&(at - self.first)));
+                rank.1.extend(tiers.map(|&tier| (at, tier)));
             }
+            self.remove_parts(engine, at);
         }
         merged
     }
 
-    /// Merges a chunk of a rank, unless it is there. Returns its lease; `None` where that cannot be done
-    /// in time.
+    /// Gives the last parts up for the memory that they take, if there are any after those of index `at`.
+    fn give_up_last(&mut self, engine: &CacheEngine, at: usize) -> bool {
+        let ranks = &mut self.parts.ranks;
+        let Some(last) = ranks
+            .first()
+            .and_then(|rank| rank.leases.len().checked_sub(1))
+        else {
+            return false;
+        };
+        ranks.iter_mut().for_each(|rank| rank.leases.truncate(last));
+        self.remove_parts(engine, at + 1 + last);
+        true
+    }
+
+    /// Removes the parts of a chunk from DRAM, unless engines of this host use them.
+    fn remove_parts(&self, engine: &CacheEngine, at: usize) {
+        let removed = self.merges.iter().filter(|merge| !merge.keep);
+        let key = |rank: &Rank| {
+            let key = rank.key(self.request.hashes[at]);
+            let space = key.space.after(self.clears);
+            ChunkKey { space, ..key }
+        };
+        let keys: Vec<ChunkKey> = removed
+            .flat_map(|merge| merge.ranks.iter().map(key))
+            .collect();
+        engine.local().remove(&keys);
+    }
+
+    /// Merges a chunk of each rank.
+    fn chunks(
+        &self,
+        engine: &CacheEngine,
+        at: usize,
+        parts: &[Leases],
+        is_over: &impl Fn() -> bool,
+    ) -> Result<Vec<Leases>, Refused> {
+        let mut rest = parts;
+        let merged = self.merges.iter().enumerate().map(|(rank, merge)| {
+            let split = rest.split_at_checked(merge.ranks.len());
+            let (parts, others) = split.ok_or(Refused::Unfit)?;
+            rest = others;
+            self.chunk(engine, rank, at, parts, is_over)
+        });
+        merged.collect()
+    }
+
+    /// Merges a chunk of a rank, unless it is there. Returns its lease.
     fn chunk(
         &self,
         engine: &CacheEngine,
@@ -207,41 +289,56 @@ impl Merging {
         at: usize,
         parts: &[Leases],
         is_over: &impl Fn() -> bool,
-    ) -> Option<Leases> {
-        let request = &self.request;
-        let key = |at: usize| request.ranks[rank].key(request.hashes[at]);
+    ) -> Result<Leases, Refused> {
+        let (request, begun) = (&self.request, now());
+        let rank_of_request = request.ranks[rank];
+        let key = |at: usize| rank_of_request.key(request.hashes[at]);
         let parts = parts.iter().map(|part| Some(part.get(0)?.bytes()));
-        let parts: Vec<&[u8]> = parts.collect::<Option<_>>()?;
+        let parts: Vec<&[u8]> = parts.collect::<Option<_>>().ok_or(Refused::Unfit)?;
         let wanted = StoreRequest {
             key: key(at),
             parent: at.checked_sub(1).map(key),
             tenant: request.tenant,
             len: parts.iter().map(|part| part.len() as u64).sum(),
         };
+        if !fits(wanted.len, rank_of_request.chunk_bytes) {
+            return Err(Refused::Unfit);
+        }
         loop {
             if is_over() {
-                return None;
+                return Err(Refused::Over);
             }
-            match engine.store(request.owner, self.clears, &[wanted]).pop()? {
-                StoreStart::Reserved(mut ticket) => {
-                    let run_bytes = self.request.merges[rank].run_bytes;
+            match engine.store(request.owner, self.clears, &[wanted]).pop() {
+                Some(StoreStart::Reserved(mut ticket)) => {
+                    let run_bytes = self.merges[rank].run_bytes;
                     if !interleave(run_bytes, &parts, ticket.bytes_mut()) {
-                        return None;
+                        return Err(Refused::Unfit);
                     }
                     engine.commit(vec![ticket]);
+                    engine.count_merged();
                     break;
                 }
-                StoreStart::Present => break,
-                StoreStart::Busy if now() < self.deadline => thread::sleep(POLL),
-                StoreStart::Busy | StoreStart::Cleared | StoreStart::NoMemory => return None,
+                Some(StoreStart::Present) => break,
+                Some(StoreStart::Busy) if now() < begun + engine.pending_timeout() => {
+                    thread::sleep(POLL);
+                }
+                Some(StoreStart::NoMemory) => return Err(Refused::NoMemory),
+                Some(StoreStart::Busy | StoreStart::Cleared) | None => return Err(Refused::Over),
             }
         }
-        engine.acquire(request.owner, self.clears, &[key(at)])
+        let leases = engine.acquire(request.owner, self.clears, &[key(at)]);
+        let leases = leases.ok_or(Refused::Over)?;
+        let fits = leases.iter().all(|slot| rank_of_request.fits(slot));
+        if fits {
+            Ok(leases)
+        } else {
+            Err(Refused::Unfit)
+        }
     }
 }
 
 /// Takes the lease of the first chunk that is left.
-fn next(rank: &mut FoundRank) -> Leases {
+fn take_first(rank: &mut FoundRank) -> Leases {
     let rest = rank.leases.split_off(1);
     mem::replace(&mut rank.leases, rest)
 }

@@ -81,6 +81,8 @@ pub struct EngineStats {
     pub over_quota: u64,
     /// Writes that found the key being written by another.
     pub busy: u64,
+    /// Chunks that were made of those of several ranks.
+    pub merged: u64,
     /// Clears that were asked of this engine.
     pub clears_here: u64,
     /// Clears that this engine carried out because another process had.
@@ -106,6 +108,7 @@ impl EngineStats {
             no_memory: local.reserve_no_space,
             over_quota: local.reserve_quota,
             busy: local.busy,
+            merged: 0,
             clears_here,
             clears_elsewhere,
             clears_known: log.clears().total(),

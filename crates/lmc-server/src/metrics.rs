@@ -114,6 +114,7 @@ metrics! {
     "lmc_chunks_null_total" counter "Chunks not stored because the engine had dropped some of their blocks." = |s| s.counts.chunks_null;
     "lmc_chunk_hits_total" counter "Chunks that lookups and retrieves asked for and found, each time." = |s| s.engine.hits;
     "lmc_chunk_misses_total" counter "Chunks that lookups and retrieves asked for and did not find, each time." = |s| s.engine.misses;
+    "lmc_chunks_merged_total" counter "Chunks made of those of several ranks of an engine with more tensor parallelism." = |s| s.engine.merged;
     "lmc_chunks_removed_total" counter "Chunks removed by name." = |s| s.engine.removed;
     "lmc_chunks_cleared_total" counter "Chunks removed by a clear." = |s| s.engine.cleared;
     "lmc_clears_total{from=\"here\"}" counter "Clears that were carried out, by where they came from: this server, or others by way of peers, stores or drives." = |s| s.engine.clears_here;

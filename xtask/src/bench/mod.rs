@@ -12,6 +12,7 @@ mod metrics;
 mod p2p;
 mod page;
 mod pd;
+mod pd_nixl;
 mod pd_tail;
 mod remote;
 mod rounds;
@@ -38,6 +39,7 @@ pub(crate) enum BenchAction {
     Adapter(adapter::AdapterArgs),
     Vllm(vllm::VllmArgs),
     Pd(pd::PdArgs),
+    PdNixl(pd_nixl::PdNixlArgs),
     PdTail(pd_tail::PdTailArgs),
     Gpu(crate::gpu::FiguresArgs),
     /// Measures a directory of chunks by itself: bytes of an entry, look-ups, 1,000 members
@@ -68,6 +70,7 @@ pub(crate) fn run(action: &BenchAction) -> Result<bool> {
         BenchAction::Adapter(args) => adapter::run(args),
         BenchAction::Vllm(args) => vllm::run(args),
         BenchAction::Pd(args) => pd::run(args),
+        BenchAction::PdNixl(args) => pd_nixl::run(args),
         BenchAction::PdTail(args) => pd_tail::run(args),
         BenchAction::Gpu(args) => crate::gpu::figures(args),
         BenchAction::Directory(args) => examples::run("lmc-backend-p2p", "directory_scale", args),

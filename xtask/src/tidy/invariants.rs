@@ -9,10 +9,11 @@ use super::tree::Tree;
 
 const PAGE: &str = "docs/invariants.md";
 /// Files of the scenarios, which are all imported by the first.
-const SCENARIOS: [&str; 4] = [
+const SCENARIOS: [&str; 5] = [
     "xtask/python/scenarios.py",
     "xtask/python/own.py",
     "xtask/python/own_models.py",
+    "xtask/python/unequal.py",
     "xtask/python/pd.py",
 ];
 /// Fewer rows mean that the table was lost, not that there is little to hold.

@@ -654,6 +654,6 @@ fn farthest(answers: &[Answer]) -> Option<usize> {
 }
 
 /// Returns true if this is the length that a chunk has to have, as far as that is known.
-pub(super) fn fits(len: u64, chunk_bytes: Option<u64>) -> bool {
+pub(crate) fn fits(len: u64, chunk_bytes: Option<u64>) -> bool {
     chunk_bytes.is_none_or(|bytes| bytes == len)
 }

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use lmc_backend::{Backend, BackendError, ChunkRun, Cleared, Clears, Health, Sharing, now};
 use lmc_backend_local::{LocalTier, Origin};
-use lmc_key::{ChunkKey, FoldState, SpaceId};
+use lmc_key::{ChunkKey, FoldState, LayoutFingerprint, SpaceId};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::Serialize;
 use tokio::runtime::{Builder, Handle, Runtime};
@@ -31,7 +31,7 @@ use crate::clears::ClearLog;
 use crate::config::{EngineConfig, EngineError};
 use crate::policy::{LowerTier, TierPolicy, WritePolicy};
 use crate::pushed::PushedChunks;
-pub(crate) use locate::{Source, Sources, Waits};
+pub(crate) use locate::{Source, Sources, Waits, fits};
 use permits::Permits;
 pub(crate) use promote::{Prompt, half_of};
 use uses::Uses;
@@ -563,10 +563,22 @@ impl Tiers {
         }
     }
 
-    /// Returns true if other processes that a tier reaches are known to use a space.
-    pub(crate) fn know_space(&self, space: SpaceId) -> bool {
-        let mut tiers = self.tiers.iter();
-        tiers.any(|tier| tier.backend.knows_space(space))
+    /// Returns for each layout whether the tiers reach others that have it, as
+    /// [`Backend::has_layouts`] does.
+    pub(crate) fn have_layouts(
+        &self,
+        layouts: &[(LayoutFingerprint, u32)],
+        sources: &[String],
+    ) -> Vec<bool> {
+        let mut found = vec![false; layouts.len()];
+        for tier in &self.tiers {
+            let of_tier = tier.backend.has_layouts(layouts, sources);
+            found
+                .iter_mut()
+                .zip(of_tier)
+                .for_each(|(found, has)| *found |= has);
+        }
+        found
     }
 
     /// Returns true if a prompt promotes the chunk now.

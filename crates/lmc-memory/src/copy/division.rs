@@ -14,13 +14,13 @@ pub struct Division {
 }
 
 impl ChunkOrder {
-    /// Divides the heads of a chunk of `chunk_tokens` tokens between ranks, as tensor parallelism does:
-    /// each has consecutive heads. `None` where the heads do not divide, where the elements are smaller
-    /// than two bytes, which may have scales beside them, and for impossible orders.
+    /// Divides the heads of a chunk between ranks, as tensor parallelism does: each has consecutive
+    /// heads. `None` where the heads do not divide, where the elements are smaller than two bytes, which
+    /// may have scales beside them, and for impossible orders.
     ///
     /// An order of tokens does not say how many heads a token has: a division of it that splits a head,
     /// or a latent vector, describes chunks that no engine makes.
-    pub fn divide(self, ranks: u32, chunk_tokens: u32) -> Option<Division> {
+    pub fn divide(self, ranks: u32) -> Option<Division> {
         let whole = match self {
             Self::Tokens(layout) | Self::Blocks { blocks: layout, .. } => layout,
         };
@@ -30,16 +30,11 @@ impl ChunkOrder {
         if ranks < 2 || size < 2 || !elements.is_multiple_of(ranks) {
             return None;
         }
-        let layout = |rows: u32, hidden: u64| {
-            let hidden = u32::try_from(hidden).ok()?;
-            let (planes, layers) = (whole.planes(), whole.layers());
-            GroupLayout::new(planes, layers, rows, hidden, whole.dtype()).ok()
-        };
+        let hidden = u32::try_from(elements / ranks).ok()?;
+        let (planes, layers, rows) = (whole.planes(), whole.layers(), whole.rows());
+        let part = GroupLayout::new(planes, layers, rows, hidden, whole.dtype()).ok()?;
         let (order, run) = match self {
-            Self::Tokens(_) => {
-                let run = elements / ranks;
-                (Self::Tokens(layout(whole.rows(), run)?), run)
-            }
+            Self::Tokens(_) => (Self::Tokens(part), elements / ranks),
             Self::Blocks {
                 heads,
                 block_tokens,
@@ -57,19 +52,12 @@ impl ChunkOrder {
                     KvOrder::HeadsFirst => heads * block_tokens * head_size,
                     KvOrder::TokensFirst => heads * head_size,
                 };
-                // As `KvGroup::describe` names the order of one head.
-                let in_tokens = heads == 1
-                    && inner_planes == 1
-                    && block_tokens * u64::from(whole.rows()) == u64::from(chunk_tokens);
-                let order = match in_tokens {
-                    true => Self::Tokens(layout(chunk_tokens, head_size)?),
-                    false => Self::Blocks {
-                        blocks: layout(whole.rows(), elements / ranks)?,
-                        heads,
-                        block_tokens,
-                        inner_planes,
-                        order,
-                    },
+                let order = Self::Blocks {
+                    blocks: part,
+                    heads,
+                    block_tokens,
+                    inner_planes,
+                    order,
                 };
                 (order, run)
             }
@@ -200,7 +188,7 @@ mod tests {
                     let case = format!("{keys:?} {kv_order:?}, {heads} heads, {ranks} ranks");
                     let each = heads / u64::from(ranks);
                     let whole = order(keys, kv_order, heads, DType::Float16);
-                    let division = whole.divide(ranks, CHUNK).expect(&case);
+                    let division = whole.divide(ranks).expect(&case);
                     let of_rank = order(keys, kv_order, each, DType::Float16);
                     assert_eq!(division.order, of_rank, "{case}");
                     let parts = (0..heads).step_by(each as usize);
@@ -220,14 +208,14 @@ mod tests {
     fn what_does_not_divide_is_refused() {
         for kv_order in [KvOrder::HeadsFirst, KvOrder::TokensFirst] {
             let three = order(Keys::Within, kv_order, 3, DType::Float16);
-            assert_eq!(three.divide(2, CHUNK), None);
+            assert_eq!(three.divide(2), None);
             let bytes = order(Keys::Within, kv_order, 4, DType::UInt8);
-            assert_eq!(bytes.divide(2, CHUNK), None);
+            assert_eq!(bytes.divide(2), None);
             let fp8 = order(Keys::Apart, kv_order, 4, DType::Float8E4M3Fn);
-            assert_eq!(fp8.divide(2, CHUNK), None);
+            assert_eq!(fp8.divide(2), None);
             let whole = order(Keys::Within, kv_order, 4, DType::Float16);
-            assert_eq!(whole.divide(1, CHUNK), None);
-            assert_eq!(whole.divide(0, CHUNK), None);
+            assert_eq!(whole.divide(1), None);
+            assert_eq!(whole.divide(0), None);
         }
     }
 

@@ -143,11 +143,12 @@ impl KvGroup {
         let hidden = narrow(block_elements)?;
         let layout = GroupLayout::new(planes, layers, blocks_per_chunk, hidden, dtype)?;
         // One token after another, with nothing between: the same bytes as in token order.
-        // Bytes of a page may be anything: fp8 pages of DSA end with their scales.
+        // Bytes of a page may be anything: fp8 pages of DSA end with their scales. So may those of a
+        // head: vLLM's CPU attention has the keys of all of a block's tokens before the values there.
         let is_in_token_order = dtype != DType::UInt8
             && inner_planes == 1
             && block_tokens == tokens_per_block
-            && (order == KvOrder::TokensFirst || heads == 1);
+            && (order == KvOrder::TokensFirst || shape.len() == 3);
         let order = if is_in_token_order {
             let hidden = narrow(heads.saturating_mul(head_size))?;
             let layout = GroupLayout::new(planes, layers, chunk_tokens, hidden, dtype)?;

@@ -83,16 +83,20 @@ impl Worker {
         commit((key, self.instance_id), &mut self.client);
     }
 
-    /// Looks the prompt up, and compares what is found. Returns the number of chunks.
-    fn find(&mut self, request: &str) -> usize {
-        let key = self.key(request, RequestConfigs::default());
+    fn look_up(&mut self, request: &str, configs: RequestConfigs) -> u64 {
         let lookup = CacheKey {
             worker_id: None,
-            ..key.clone()
+            ..self.key(request, configs)
         };
         let reply = self.client.ask(&Request::Lookup(lookup));
         assert_eq!(reply.expect("an answer"), Reply::None);
-        let hits = await_hits(&mut self.client, request);
+        await_hits(&mut self.client, request)
+    }
+
+    /// Looks the prompt up, and compares what is found. Returns the number of chunks.
+    fn find(&mut self, request: &str) -> usize {
+        let hits = self.look_up(request, RequestConfigs::default());
+        let key = self.key(request, RequestConfigs::default());
         let chunks = read(key, &mut self.client, &self.shm_name, hits);
         for (number, chunk) in chunks.iter().enumerate() {
             let parts = [0, 1].map(|rank| part(rank, number, chunk.len() / 2));
@@ -139,10 +143,17 @@ fn chunks_of_two_ranks_are_pushed_to_an_engine_with_one() {
     assert_eq!(one.find("first"), CHUNKS);
     assert_eq!(one.find("second"), CHUNKS);
     assert_eq!(counter(&narrow, "read"), all);
-    // The parts have left DRAM.
+    // The parts have left DRAM, and are not read again for the next request of the prompt.
     until("the merged chunks alone are there", || {
         narrow.metric("lmc_chunks") == CHUNKS as f64
     });
+    assert_eq!(narrow.metric("lmc_chunks_merged_total"), CHUNKS as f64);
+    assert_eq!(ranks[0].look_up("again", configs), CHUNKS as u64);
+    until("they are pushed again", || {
+        counter(&wide, "pushed") == 2.0 * all
+    });
+    assert_eq!(counter(&narrow, "read"), all);
+    assert_eq!(narrow.metric("lmc_chunks"), CHUNKS as f64);
 }
 
 #[test]

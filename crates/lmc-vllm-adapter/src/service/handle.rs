@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use lmc_engine::{CacheEngine, HostSpace, SpaceBook, TenantId};
-use lmc_key::SpaceId;
+use lmc_key::{LayoutFingerprint, SpaceId};
 use lmc_memory::CopyPool;
 use tokio::sync::watch;
 
@@ -77,6 +77,15 @@ impl SpaceBook for WeakService {
     fn is_used(&self, space: SpaceId) -> bool {
         let service = self.upgrade();
         service.is_some_and(|service| service.0.context.spaces.description(space).is_some())
+    }
+
+    fn merges_layout(&self, layout: LayoutFingerprint, ranks: u32) -> bool {
+        let service = self.upgrade();
+        service.is_some_and(|service| service.0.registry.merges_layout(layout, ranks))
+    }
+
+    fn merged(&self, space: SpaceId, kv_rank: u16) -> Option<(SpaceId, u16)> {
+        self.upgrade()?.0.context.spaces.merged(space, kv_rank)
     }
 
     fn is_over(&self, request: &str) -> bool {

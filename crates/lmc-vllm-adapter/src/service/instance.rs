@@ -120,7 +120,7 @@ pub(crate) struct Instance {
 pub(super) struct InstanceSpaces {
     /// Space of its chunks.
     pub(super) own: SpaceId,
-    /// Those of chunks that can be merged into them, in the order of [`Instance::wider`].
+    /// Spaces of chunks that can be merged into them, in the order of [`Instance::wider`].
     pub(super) wider: Arc<[SpaceId]>,
 }
 
@@ -153,7 +153,7 @@ impl Instance {
         let identity = (context.record.as_ref()).map(|record| IdentityDigest::of(&record.identity));
         let fingerprint = fingerprint::of_engine_driven(context, &layout).map_err(invalid)?;
         let unit = context.record.as_ref().and_then(|record| record.unit);
-        let wider = wider::of_engine_driven(context, layout, unit.unwrap_or(chunk_size));
+        let wider = wider::of_engine_driven(context, layout);
         Ok(Self {
             owner: OwnerId::default(),
             client,
@@ -195,8 +195,7 @@ impl Instance {
         config: &ServiceConfig,
         now: Instant,
     ) -> Result<Self, RegisterError> {
-        let chunk_size = config.hasher.chunk_size();
-        let groups = describe(registration, chunk_size)?;
+        let groups = describe(registration, config.hasher.chunk_size())?;
         let first = groups.iter().find_map(|group| group.tensors.first());
         let mut segments =
             Segments::of(first.copied(), registration.instance_id, user, gpus, config)?;
@@ -221,7 +220,7 @@ impl Instance {
             return Err(RegisterError::Invalid("no KV groups".to_owned()));
         };
         let mla = groups.iter().all(|group| group.kv.is_latent());
-        let (fingerprint, wider) = server_driven_layouts(registration, &groups, chunk_size)?;
+        let (fingerprint, wider) = server_driven_layouts(registration, &groups)?;
         let shape = fingerprint::shape(groups[0].kv.order());
         Ok(Self {
             owner: OwnerId::default(),
@@ -273,14 +272,26 @@ impl Instance {
             spaces.clear();
         }
         let own = self.key_space(&context.config, salt, tags);
-        let wider = self.wider.iter();
         let known = InstanceSpaces {
             own: own.id(),
-            wider: wider.map(|wider| wider.space(&own).id()).collect(),
+            wider: self.describe_wider(context, &own),
         };
         context.spaces.describe(known.own, own, true);
         spaces.insert(of, known.clone());
         known
+    }
+
+    /// Makes known the spaces of chunks that can be merged into those of a space of this worker.
+    pub(super) fn describe_wider(&self, context: &Context, own: &KeySpace) -> Arc<[SpaceId]> {
+        let into = own.id();
+        let wider = self.wider.iter().map(|wider| {
+            let space = wider.space(own);
+            let id = space.id();
+            let into = (into, wider.factor);
+            context.spaces.describe_merged(id, space, into);
+            id
+        });
+        wider.collect()
     }
 
     /// Returns all that the space of this worker's chunks is made of.
@@ -445,7 +456,6 @@ fn describe(
 fn server_driven_layouts(
     registration: &RegisterKvCache,
     groups: &[Described<'_>],
-    chunk_size: u32,
 ) -> Result<(LayoutFingerprint, Vec<WiderLayout>), RegisterError> {
     let layers: Vec<u32> = groups
         .iter()
@@ -454,7 +464,7 @@ fn server_driven_layouts(
         .collect();
     let orders: Vec<ChunkOrder> = groups.iter().map(|group| group.kv.order()).collect();
     let layout = fingerprint::of_server_driven(registration, &layers, &orders).map_err(invalid)?;
-    let wider = wider::of_server_driven(registration, &layers, &orders, chunk_size);
+    let wider = wider::of_server_driven(registration, &layers, &orders);
     Ok((layout, wider))
 }
 
@@ -704,7 +714,7 @@ mod tests {
 
     fn server_driven(registration: &RegisterKvCache) -> LayoutFingerprint {
         let groups = describe(registration, CHUNK_SIZE).expect("a description");
-        let layouts = server_driven_layouts(registration, &groups, CHUNK_SIZE);
+        let layouts = server_driven_layouts(registration, &groups);
         layouts.expect("a fingerprint").0
     }
 

@@ -224,15 +224,15 @@ impl Lookups {
             .with_wait(wait)
             .with_awaited(wait.and(id))
             .with_parts(parts);
-        let merges = self.merges(&candidates, key);
-        let rounds = if merges.is_empty() { 2 } else { 6 };
         let notices = self.notices_of(key).filter(|_| !is_known);
         let watched = notices.map(|notices| (notices, range.to_vec(), ranks.clone()));
         let request = LookupRequest::new(owner, hashes, ranks)
             .with_tenant(tenant)
             .with_hint(hint)
-            .with_merges(merges)
             .with_limit(share_of(context, client));
+        let request = self.with_merges(request, &candidates, key);
+        // Of the lookup, and of the chunks that are merged.
+        let rounds = 2 + 4 * request.merges() as u32;
         let lookup = engine.lookup(request);
         let clears = lookup.clears();
         if key.unit.is_none() {
@@ -301,41 +301,66 @@ impl Lookups {
         Reply::None
     }
 
-    /// Returns the ranks whose chunks can stand for those of each rank of an engine: those of an engine
-    /// with more ranks that a peer is known to have, or that has chunks in DRAM. None where workers of
-    /// the engine differ in layout.
-    fn merges(&self, candidates: &[Candidate], key: &CacheKey) -> Vec<Merge> {
-        let context = &self.context;
-        let engine = &context.engine;
+    /// Names for a lookup the ranks of engines with more ranks whose chunks can be merged: of those that
+    /// the request's sources have first, then of those that another peer has or DRAM has chunks of.
+    /// Nothing is named where workers of the engine differ in layout.
+    fn with_merges(
+        &self,
+        request: LookupRequest,
+        candidates: &[Candidate],
+        key: &CacheKey,
+    ) -> LookupRequest {
+        let (context, engine) = (&self.context, &self.context.engine);
         let [candidate] = candidates else {
-            return Vec::new();
+            return request;
         };
-        let is_there = |wider: &&WiderSpace| {
-            engine.knows_space(wider.space) || context.spaces.has_chunks(wider.space)
+        if candidate.wider.is_empty() || !engine.has_lower_tiers() {
+            return request;
+        }
+        let wider = candidate.wider.iter();
+        let layouts = wider.map(|wider| (wider.layout.layout, wider.layout.ranks(key.world_size)));
+        let mut layouts: Vec<_> = layouts.collect();
+        layouts.push((candidate.layout, key.world_size));
+        let known = engine.has_layouts(&layouts, &[]);
+        let of_sources = match request.hint.sources.is_empty() {
+            true => vec![false; layouts.len()],
+            false => engine.has_layouts(&layouts, &request.hint.sources),
         };
-        let Some(wider) = candidate.wider.iter().find(is_there) else {
-            return Vec::new();
-        };
-        let factor = wider.layout.factor;
-        let rank = |kv_rank: u32| {
-            Some(Rank {
+        let wider = candidate.wider.iter().zip(known).zip(&of_sources);
+        let there = wider
+            .filter(|((wider, is_known), _)| *is_known || context.spaces.has_chunks(wider.space));
+        let mut there: Vec<_> = there
+            .map(|((wider, _), of_source)| (wider, *of_source))
+            .collect();
+        there.sort_by_key(|(_, of_source)| !of_source);
+        let merge = |wider: &WiderSpace, kv_rank: u16| {
+            let factor = wider.layout.factor;
+            let first = kv_rank.checked_mul(factor)?;
+            let rank = |kv_rank| Rank {
                 space: wider.space,
-                kv_rank: u16::try_from(kv_rank).ok()?,
+                kv_rank,
                 chunk_bytes: Some(candidate.chunk_bytes / u64::from(factor)),
-            })
-        };
-        let merge = |kv_rank: u32| {
-            let ranks = (0..factor).map(|n| rank(kv_rank.checked_mul(factor)?.checked_add(n)?));
+            };
             Some(Merge {
-                ranks: ranks.collect::<Option<_>>()?,
+                ranks: (first..first.checked_add(factor)?).map(rank).collect(),
                 run_bytes: wider.layout.run_bytes,
                 keep: wider.is_registered,
             })
         };
-        (0..key.world_size)
-            .map(merge)
-            .collect::<Option<_>>()
-            .unwrap_or_default()
+        let of_engine = |(wider, _): &(&WiderSpace, bool)| {
+            let ranks = 0..key.world_size as u16;
+            ranks
+                .map(|kv_rank| merge(wider, kv_rank))
+                .collect::<Option<Vec<_>>>()
+        };
+        let merges = there.iter().filter_map(of_engine).collect();
+        let request = request.with_merges(merges);
+        // Else the sources compute what this engine would.
+        let (own, merged) = of_sources.split_last().expect("its own is the last");
+        match !own && merged.contains(&true) {
+            true => request.waiting_for_merge(),
+            false => request,
+        }
     }
 
     /// Returns the time for which a lookup may wait for the peers that its request names; none where it

@@ -112,6 +112,7 @@ pub(super) struct Registry {
 /// A layout in which a lookup must find a chunk.
 pub(super) struct Candidate {
     pub(super) space: SpaceId,
+    pub(super) layout: LayoutFingerprint,
     pub(super) chunk_bytes: u64,
     /// Ranks that workers of this layout are known to be of.
     pub(super) ranks: RankSet,
@@ -338,10 +339,7 @@ impl Registry {
             }
         }
         let space = instance.key_space(&self.context.config, &Salt::default(), None);
-        for wider in &instance.wider {
-            let wider = wider.space(&space);
-            self.context.spaces.describe(wider.id(), wider, false);
-        }
+        instance.describe_wider(&self.context, &space);
         self.context.spaces.describe(space.id(), space, false);
         let (model, shape) = (instance.model.clone(), instance.shape.clone());
         let (world_size, mode) = (instance.world_size, instance.mode());
@@ -533,6 +531,7 @@ impl Registry {
             });
             Candidate {
                 space: spaces.own,
+                layout: of.instance.fingerprint,
                 chunk_bytes: of.instance.chunk_bytes,
                 ranks: of.ranks,
                 unknown_rank: of.unknown_rank,
@@ -540,6 +539,16 @@ impl Registry {
             }
         };
         layouts.into_iter().map(candidate).collect()
+    }
+
+    /// Returns true if workers merge chunks of a layout with this number of KV ranks into their own.
+    pub(super) fn merges_layout(&self, layout: LayoutFingerprint, ranks: u32) -> bool {
+        let workers = self.workers.lock();
+        let merges = |worker: &Instance| {
+            let mut wider = worker.wider.iter();
+            wider.any(|wider| wider.layout == layout && wider.ranks(worker.world_size) == ranks)
+        };
+        workers.instances.values().any(merges)
     }
 
     /// Runs `look` on a worker.

@@ -20,6 +20,9 @@ struct Space {
     description: Option<KeySpace>,
     /// True once a request named it: a registration alone names no salt.
     requested: bool,
+    /// Space of this host that its chunks can be merged into, and the number of its KV ranks that make
+    /// one there.
+    merged: Option<(SpaceId, u16)>,
     /// The generation that it is of, see `generation`.
     generation: Option<LayoutFingerprint>,
     chunks: u64,
@@ -64,6 +67,7 @@ impl Table {
             model: model.into(),
             description: None,
             requested: false,
+            merged: None,
             generation: None,
             chunks: 0,
         })
@@ -108,6 +112,25 @@ impl Spaces {
         let entry = table.entry(space, description.model.as_str());
         entry.description = Some(description);
         entry.requested |= requested;
+    }
+
+    /// Remembers a space whose chunks are merged into those of another, and what it is made of.
+    pub(crate) fn describe_merged(
+        &self,
+        space: SpaceId,
+        description: KeySpace,
+        into: (SpaceId, u16),
+    ) {
+        let mut table = self.table.lock();
+        let entry = table.entry(space, description.model.as_str());
+        entry.description = Some(description);
+        entry.merged = Some(into);
+    }
+
+    /// Returns the space and KV rank of the chunks that those of a rank are merged into.
+    pub(crate) fn merged(&self, space: SpaceId, kv_rank: u16) -> Option<(SpaceId, u16)> {
+        let (into, ranks) = self.table.lock().spaces.get(&space)?.merged?;
+        Some((into, kv_rank / ranks))
     }
 
     /// Returns the spaces that have chunks in DRAM, and those of these layouts of registered
@@ -233,7 +256,8 @@ impl EventSink for Spaces {
             return;
         }
         space.chunks = space.chunks.saturating_sub(1);
-        if !self.log.enabled() || !space.has_whole_chunks(self.chunk_size) {
+        let is_part = space.merged.is_some() && !space.requested;
+        if !self.log.enabled() || is_part || !space.has_whole_chunks(self.chunk_size) {
             // Nor was it announced.
             return;
         }

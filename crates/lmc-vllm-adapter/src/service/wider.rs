@@ -8,23 +8,28 @@ use crate::protocol::{EngineDrivenContext, EngineRecord, RegisterKvCache};
 use crate::service::fingerprint;
 
 /// Factors of the number of ranks that are known.
-const FACTORS: [u32; 3] = [2, 4, 8];
+const FACTORS: [u16; 3] = [2, 4, 8];
 
 /// The layout of the chunks of an engine with more ranks, of the same model and in the same format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct WiderLayout {
     /// Number of its ranks for each rank of the worker's engine.
-    pub(crate) factor: u32,
+    pub(crate) factor: u16,
     pub(crate) layout: LayoutFingerprint,
     /// Bytes of one of its ranks that lie together in a chunk of the worker.
     pub(crate) run_bytes: u64,
 }
 
 impl WiderLayout {
+    /// Returns the number of KV ranks of an engine with this layout.
+    pub(crate) fn ranks(&self, own: u32) -> u32 {
+        own.saturating_mul(self.factor.into())
+    }
+
     /// Returns the space of its chunks that stand for those of a space of the worker.
     pub(crate) fn space(&self, own: &KeySpace) -> KeySpace {
         KeySpace {
-            world_size: own.world_size.saturating_mul(self.factor),
+            world_size: self.ranks(own.world_size),
             layout: self.layout,
             ..own.clone()
         }
@@ -36,7 +41,6 @@ impl WiderLayout {
 pub(super) fn of_engine_driven(
     context: &EngineDrivenContext,
     layout: GroupLayout,
-    chunk_tokens: u32,
 ) -> Vec<WiderLayout> {
     let Some(record) = &context.record else {
         return Vec::new();
@@ -48,8 +52,8 @@ pub(super) fn of_engine_driven(
     let Some(order) = parse_order(name, layout) else {
         return Vec::new();
     };
-    let wider = |factor| {
-        let Division { order, run_bytes } = order.divide(factor, chunk_tokens)?;
+    let wider = |factor: u16| {
+        let Division { order, run_bytes } = order.divide(factor.into())?;
         let (layout, name) = name_order(order);
         let context = EngineDrivenContext {
             record: Some(EngineRecord {
@@ -73,12 +77,9 @@ pub(super) fn of_server_driven(
     registration: &RegisterKvCache,
     layers: &[u32],
     orders: &[ChunkOrder],
-    chunk_tokens: u32,
 ) -> Vec<WiderLayout> {
-    let wider = |factor| {
-        let divided = orders
-            .iter()
-            .map(|order| order.divide(factor, chunk_tokens));
+    let wider = |factor: u16| {
+        let divided = orders.iter().map(|order| order.divide(factor.into()));
         let divided: Vec<Division> = divided.collect::<Option<_>>()?;
         let run_bytes = divided.first()?.run_bytes;
         // A chunk is merged in runs of one length.

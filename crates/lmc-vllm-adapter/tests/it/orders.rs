@@ -198,8 +198,9 @@ impl Engine {
             Form::PairTokensFirst => {
                 (((number * 2 + plane) * block + token) * heads + head) * SIZE + offset
             }
+            // The keys of a block's tokens, then their values, as vLLM's CPU attention lays them out.
             Form::FusedHeadsFirst => {
-                (((number * heads + head) * block + token) * 2 + plane) * SIZE + offset
+                (((number * heads + head) * 2 + plane) * block + token) * SIZE + offset
             }
             Form::Mla => ((number * block + token) * 2 + plane) * SIZE + offset,
         };
@@ -371,7 +372,7 @@ fn no_engine_is_given_bytes_in_an_order_that_is_not_its_own() {
     server.assert_idle();
 }
 
-/// What two ranks have stored, one finds as its own, and never in another order.
+/// One rank finds as its own what two ranks have stored, and never in another order.
 #[test]
 fn an_engine_with_one_rank_reads_the_chunks_of_two_ranks_in_its_own_order() {
     let (mut hits, mut misses) = (0, 0);

@@ -41,7 +41,6 @@ pub(crate) const FORMS: [Form; 5] = [
 
 impl Form {
     /// Returns the shape with this number of blocks, of `block` tokens each.
-    /// Returns the shape of a layer's tensor of so many blocks, of `block` tokens each.
     pub(crate) fn shape_of(self, blocks: usize, block: usize, heads: usize) -> Vec<u64> {
         let shape: &[usize] = match self {
             Self::SplitHeadsFirst => &[2, blocks, heads, block, SIZE],

@@ -1,0 +1,144 @@
+"""Measures a hand-over on one host beside vLLM's NixlConnector, for `cargo xtask bench pd-nixl`.
+
+  pd_nixl_bench.py --server-bin target/release/lmc --package target/python --model FOLDER --nixl FOLDER
+
+Three pairs of engines: with lmc's own connector and servers that are peers, and with NixlConnector, by
+turns; then with both NixlConnector and LMCache's connector, which keeps the prompts in
+lmc. Prompts are computed in eight steps; vLLM's own prefix cache is off. Engines of a pair have a core
+each. `--nixl`: the Python packages with NIXL. Prints one line of JSON: seconds to the first token.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import types
+
+from checks import free_port
+from harness import Child, Server, VllmServe, eventually, open_http, prompts
+from pd import TOY_PROXY, answers, text
+from pd_bench import DEADLINE, FLAGS, STEP, STEPS, Pair, first_token
+from sdists import sdist_file
+from toys import worded
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+OWN = ("prefill engine", "decode engine, warm", "one after the other", "both at once", "pushed")
+NIXL_WAY = "NixlConnector"
+# Six engines at once need more memory than small machines have.
+BOTH = ("both connectors, prefill engine", "both connectors", "both connectors, again")
+
+
+def nixl_packages(folder, found):
+    """A folder with the packages that vLLM imports: `nixl` itself picks one by the CUDA of torch."""
+    os.mkdir(os.path.join(folder, "nixl"))
+    for name in ("nixl_cu12", "nixl_cu12.libs"):
+        os.symlink(os.path.join(found, name), os.path.join(folder, name))
+    for module in ("_api", "_bindings", "logging"):
+        with open(os.path.join(folder, "nixl", f"{module}.py"), "w") as file:
+            file.write("import importlib, sys\n"
+                       f"sys.modules[__name__] = importlib.import_module('nixl_cu12.{module}')\n")
+    with open(os.path.join(folder, "nixl", "__init__.py"), "w"):
+        return folder
+
+
+class NixlPair:
+    """Engines with NixlConnector behind vLLM's own proxy; with `keeps`, also with a server each that
+    keeps the prompts."""
+
+    def __init__(self, args, model, packages, stack, keeps):
+        self.engines = []
+        for core in range(2):
+            config = NIXL
+            if keeps:
+                options = types.SimpleNamespace(server_bin=args.server_bin, peer=False)
+                server = Server(options).start()
+                stack.callback(server.discard)
+                connectors = [NIXL, json.loads(server.transfer_config())]
+                config = {"kv_connector": "MultiConnector", "kv_role": "kv_both",
+                          "kv_connector_extra_config": {"connectors": connectors}}
+            env = dict(os.environ, VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
+                       VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()))
+            cores = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, {sorted(cores)[core % len(cores)]})
+            engine = VllmServe(model, *FLAGS, "--kv-transfer-config", json.dumps(config),
+                               threads=args.threads, paths=(packages,), env=env)
+            os.sched_setaffinity(0, cores)
+            stack.callback(engine.kill)
+            self.engines.append(engine)
+        for engine in self.engines:
+            engine.ready()
+        self.prefill, self.decode = self.engines
+        self.port = free_port()
+        proxy = Child("proxy", [
+            sys.executable, sdist_file(*TOY_PROXY), "--port", str(self.port),
+            "--prefiller-host", "127.0.0.1", "--prefiller-port", str(self.prefill.http),
+            "--decoder-host", "127.0.0.1", "--decoder-port", str(self.decode.http)])
+        stack.callback(proxy.kill)
+        if not eventually(lambda: answers(self.port, "/healthcheck"), 60):
+            raise RuntimeError(proxy.tail())
+
+
+def answer(port, ids):
+    body = {"prompt": text(ids), "max_tokens": 8, "temperature": 0, "skip_special_tokens": False}
+    with open_http(port, "/v1/completions", body, DEADLINE) as found:
+        return json.load(found)["choices"][0]["text"]
+
+
+def measure(rounds, ways, before):
+    """Adds the figures of ways to the rounds: of each its port, and the engine whose tokens from elsewhere
+    count. `before`: ports that have a prompt first. Returns the answers to one prompt."""
+    (ids,) = prompts(999, STEP * STEPS)
+    found = {answer(port, ids) for port, _ in ways.values()}
+    hits = "vllm:external_prefix_cache_hits_total"
+    names = list(ways)
+    for number, figures in enumerate(rounds):
+        print(f"round {number} of {len(rounds) - 1}", file=sys.stderr, flush=True)
+        first = number % len(names)
+        for at, way in enumerate(names[first:] + names[:first]):
+            (ids,) = prompts(1000 + number * len(names) + at, STEP * STEPS)
+            if way in before:
+                first_token(before[way], ids)
+            port, engine = ways[way]
+            cached = engine.metric(hits)
+            taken = first_token(port, ids)
+            figures[way] = {"seconds": taken, "cached_tokens": engine.metric(hits) - cached}
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server-bin", required=True)
+    parser.add_argument("--package", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--nixl", required=True)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", default="1", help="of each engine's computation")
+    args = parser.parse_args()
+    args.listen = args.link = free_port()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as packages:
+        model = worded(args.model, folder)
+        nixl_packages(packages, args.nixl)
+        rounds = [{} for _ in range(args.rounds + 1)]
+        with contextlib.ExitStack() as stack:
+            own = Pair(args, model, stack)
+            nixl = NixlPair(args, model, packages, stack, keeps=False)
+            ports = (own.prefill.http, own.decode.http, own.one, own.both, own.pushed)
+            ways = {way: (port, own.decode) for way, port in zip(OWN, ports, strict=True)}
+            found = measure(rounds, ways | {NIXL_WAY: (nixl.port, nixl.decode)},
+                            {OWN[1]: own.decode.http})
+        with contextlib.ExitStack() as stack:
+            both = NixlPair(args, model, packages, stack, keeps=True)
+            # The last one's prompt is what the prefill engine's server keeps.
+            ways = dict(zip(BOTH, ((both.prefill.http, both.decode), (both.port, both.decode),
+                                   (both.port, both.prefill)), strict=True))
+            found |= measure(rounds, ways, {BOTH[2]: both.port})
+        if len(found) != 1:
+            raise RuntimeError(f"answers differ: {found}")
+        # The first round has warmed all up.
+        print(json.dumps({"rounds": rounds[1:], "tokens": STEP * STEPS, "threads": args.threads}))
+
+
+if __name__ == "__main__":
+    main()
