@@ -5,7 +5,7 @@ import random
 import socket
 import sys
 
-passed, failed = 0, []
+passed, failed, skipped = 0, [], 0
 # What a check may fail with and why, by the head of its name; such a failure is not counted.
 known_faults = {}
 # Whether a check that passed says what it found, too.
@@ -27,9 +27,17 @@ def check(name, ok, detail=""):
     return ok
 
 
+def skip(name, why):
+    """Counts checks that cannot be made on this machine, and prints why."""
+    global skipped
+    print(f"SKIPPED {name}: {why}", flush=True)
+    skipped += 1
+
+
 def finish():
     """Ends the program: the totals, and exit code 1 when a check has failed."""
-    print(f"{passed} passed, {len(failed)} failed")
+    left_out = f", {skipped} skipped" if skipped else ""
+    print(f"{passed} passed, {len(failed)} failed{left_out}")
     sys.exit(1 if failed else 0)
 
 

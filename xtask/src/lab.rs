@@ -78,6 +78,8 @@ fn lab(nextest: bool, features: &str) -> Vec<Step> {
         Step::new("crash-loop", "cargo xtask crash-loop --rounds 12"),
         Step::new("cli", "cargo xtask test-cli"),
         Step::new("wheel", "cargo xtask wheel"),
+        // Its program is that of the wheel.
+        Step::new("package", "cargo xtask package --check"),
         Step::new("scheduler", "cargo xtask test-scheduler"),
         Step::new("vllm", "cargo xtask test-vllm"),
     ]

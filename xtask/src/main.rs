@@ -12,6 +12,7 @@ mod multinode;
 mod nixl;
 mod outcomes;
 mod output;
+mod package;
 mod packages;
 mod ports;
 mod rdma;
@@ -68,6 +69,7 @@ enum Action {
     TestInterface(vllm::InterfaceArgs),
     /// Build the Python wheel, which holds the program, and check it
     Wheel,
+    Package(package::PackageArgs),
     /// Test NIXL channels on the real library, which it fetches from PyPI
     TestNixl {
         /// Fail where the library cannot be had
@@ -114,6 +116,7 @@ fn run(action: &Action) -> Result<bool> {
         Action::TestPython => vllm::run_python(),
         Action::TestInterface(args) => vllm::run_interface(args),
         Action::Wheel => wheel::run(),
+        Action::Package(args) => package::run(args),
         Action::TestNixl { require } => nixl::run(*require),
         Action::TestMultinode => multinode::run(),
         Action::TestRemote => remote::run(),

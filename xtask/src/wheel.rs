@@ -14,8 +14,8 @@ use anyhow::{Context, Result, ensure};
 use crate::scripts::{self, NotToBeHad};
 use crate::{shown, target};
 
-/// Oldest glibc that the wheel runs with: that of manylinux_2_28.
-const GLIBC: &str = "2.28";
+/// Oldest glibc that the wheel and the packages run with: that of manylinux_2_28.
+pub(crate) const GLIBC: &str = "2.28";
 /// Folder of the program in the wheel: `data` in python/pyproject.toml, with `scripts`.
 const SCRIPTS: &str = "python/lmc.data/scripts";
 
@@ -54,21 +54,33 @@ pub(crate) fn installed() -> Result<PathBuf> {
 }
 
 /// The folder of the programs that build the wheel, made when it is not there.
-fn tools() -> Result<PathBuf> {
+///
+/// # Errors
+/// [`NotToBeHad`] where they cannot be had on this machine.
+pub(crate) fn tools() -> Result<PathBuf> {
     let folder = scripts::set_up("xtask/python/wheel.sh", &[GLIBC])?;
     Ok(PathBuf::from(folder).join("bin"))
 }
 
-/// Builds the wheel and returns its path.
-fn build(tools: &Path) -> Result<PathBuf> {
-    let linker = format!("linker={}", tools.join("zigcc").display());
+/// Builds the program for [`GLIBC`] and later. Returns its path.
+pub(crate) fn program(tools: &Path) -> Result<PathBuf> {
     let mut program = Command::new("cargo");
     program
         .args(["rustc", "--release", "--locked"])
         .args(["--package", "lmc-server", "--bin", "lmc"])
-        .args(["--", "-C", &linker]);
+        .args(["--", "-C", &linker(tools)]);
     shows(&mut program)?;
-    let built = target()?.join("release/lmc");
+    Ok(target()?.join("release/lmc"))
+}
+
+/// Returns the flag of rustc by which it links for [`GLIBC`].
+fn linker(tools: &Path) -> String {
+    format!("linker={}", tools.join("zigcc").display())
+}
+
+/// Builds the wheel and returns its path.
+fn build(tools: &Path) -> Result<PathBuf> {
+    let built = program(tools)?;
     fs::create_dir_all(SCRIPTS)?;
     fs::copy(&built, Path::new(SCRIPTS).join("lmc"))
         .with_context(|| format!("no program at {}", built.display()))?;
@@ -83,7 +95,7 @@ fn build(tools: &Path) -> Result<PathBuf> {
         .arg(tools.join("python"))
         .arg("--out")
         .arg(&wheels)
-        .args(["--", "-C", &linker]);
+        .args(["--", "-C", &linker(tools)]);
     shows(&mut wheel)?;
     let found = fs::read_dir(&wheels)?
         .next()

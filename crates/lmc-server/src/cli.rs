@@ -114,7 +114,15 @@ fn command() -> Command {
             Command::new("man")
                 .about("Prints a manual page, of lmc or of one of its commands")
                 .after_help("To read it: lmc man serve | man -l -")
-                .arg(Arg::new("command").value_name("COMMAND").num_args(0..)),
+                .arg(Arg::new("command").value_name("COMMAND").num_args(0..))
+                .arg(
+                    Arg::new("folder")
+                        .long("folder")
+                        .value_name("FOLDER")
+                        .value_parser(clap::value_parser!(PathBuf))
+                        .conflicts_with("command")
+                        .help("Write the pages of all commands into this folder"),
+                ),
         )
 }
 
@@ -135,6 +143,10 @@ fn completions(matches: &ArgMatches) -> Result<()> {
 }
 
 fn man(matches: &ArgMatches) -> Result<()> {
+    if let Some(folder) = matches.get_one::<PathBuf>("folder") {
+        return clap_mangen::generate_to(command(), folder)
+            .with_context(|| format!("cannot write manual pages into {}", folder.display()));
+    }
     let mut page = command();
     page.build();
     for name in matches.get_many::<String>("command").into_iter().flatten() {

@@ -3,6 +3,7 @@
 use std::net::TcpListener;
 use std::process::{Command, Output};
 
+use lmc_testkit::Folder;
 use serde_json::Value;
 
 use crate::common::Server;
@@ -137,6 +138,13 @@ fn completions_and_manual_pages_are_printed() {
     assert!(page(&["quota", "set"]).contains(".TH lmc-quota-set 1"));
     let unknown = lmc(&["man", "nosuch"]);
     assert_eq!(unknown.status.code(), Some(1));
+    let folder = Folder::temporary();
+    assert!(lmc(&["man", "--folder", folder.text()]).status.success());
+    for name in ["lmc", "lmc-serve", "lmc-quota-set"] {
+        let page = folder.join(format!("{name}.1"));
+        let page = std::fs::read_to_string(page).expect("a page");
+        assert!(page.contains(&format!(".TH {name} 1")), "{name}");
+    }
 }
 
 /// `--url host:port` was refused as an invalid format, and an OS error was printed twice.

@@ -1,0 +1,76 @@
+//! `cargo xtask package`: what operators install, in target/packages, with its checksums.
+//!
+//! Every package holds the program of the wheel, which is linked for an old glibc, and its pages and
+//! completions, which the program prints itself.
+
+mod archive;
+mod tree;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result};
+
+use crate::scripts::{self, NotToBeHad};
+use crate::wheel::{self, GLIBC};
+use crate::{shown, target};
+
+/// File of checksums beside the packages.
+const SUMS: &str = "SHA256SUMS";
+
+/// Build what operators install: an archive with the program, its pages and completions
+///
+/// The packages and their checksums are in target/packages.
+#[derive(Debug, clap::Args)]
+pub(crate) struct PackageArgs {
+    /// Check what was built: its contents, and that it installs and starts
+    #[arg(long)]
+    check: bool,
+}
+
+/// Builds the packages, and checks them where that is asked for. Returns true if all is well.
+pub(crate) fn run(args: &PackageArgs) -> Result<bool> {
+    let tools = match wheel::tools() {
+        Ok(tools) => tools,
+        Err(why) if why.is::<NotToBeHad>() => return Ok(scripts::skipped("package", &why)),
+        Err(fault) => return Err(fault),
+    };
+    let folder = build(&wheel::program(&tools)?)?;
+    match args.check {
+        true => check(&tools, &folder),
+        false => Ok(true),
+    }
+}
+
+/// Builds every package of a program. Returns their folder.
+fn build(program: &Path) -> Result<PathBuf> {
+    let folder = target()?.join("packages");
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(&folder)?;
+    let scratch = target()?.join("package");
+    let _ = fs::remove_dir_all(&scratch);
+    let built = vec![archive::build(program, &scratch, &folder)?];
+    fs::remove_dir_all(&scratch)?;
+    let mut sums = Command::new("sha256sum");
+    let sums = sums.args(&built).current_dir(&folder);
+    let sums = shown::output(sums, tree::LIMIT)?;
+    fs::write(folder.join(SUMS), sums)?;
+    println!(
+        "{} and {SUMS} are in {}",
+        built.join(", "),
+        folder.display()
+    );
+    Ok(folder)
+}
+
+/// Runs the checks of the packages.
+fn check(tools: &Path, folder: &Path) -> Result<bool> {
+    let mut check = Command::new(tools.join("python"));
+    check
+        .args(["xtask/python/package_check.py", GLIBC])
+        .arg(folder);
+    println!("$ {}", shown::typed(&check));
+    let status = check.stdin(Stdio::null()).status();
+    Ok(status.context("cannot run the checks")?.success())
+}
