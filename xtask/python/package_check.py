@@ -8,7 +8,6 @@ Prints one line a check and ends with `N passed, N failed`. Every wait has a dea
 """
 
 import glob
-import io
 import os
 import re
 import shutil
@@ -18,10 +17,10 @@ import sys
 import tarfile
 import tempfile
 
-from elftools.elf.elffile import ELFFile
-
+import package_deb
 from checks import check, finish, free_port, skip
-from wheel_check import DEADLINE, LIBRARIES, listens, needs, ran, run, runs_with, text
+from package_deb import program_of
+from wheel_check import DEADLINE, listens, ran, run, text
 
 # Most bytes that the archive may have.
 MAX_BYTES = 15 << 20
@@ -53,15 +52,6 @@ def commands(lmc, *path):
     return found
 
 
-def program(name, content, glibc):
-    """What a program of a package needs."""
-    libraries, versions = needs(ELFFile(io.BytesIO(content)))
-    ok, why = runs_with(versions, glibc)
-    check(f"{name}: the program runs with glibc {glibc}", ok, f"{why}, {len(content) / 1e6:.1f} MB")
-    check(f"{name}: the program needs no library that may be missing", libraries <= LIBRARIES,
-          ", ".join(sorted(libraries)))
-
-
 def archive(path, glibc):
     """The archive, and what it holds once it is unpacked."""
     size = os.path.getsize(path)
@@ -70,7 +60,7 @@ def archive(path, glibc):
     top = os.path.basename(path).removesuffix(".tar.gz")
     with tarfile.open(path) as tar:
         members = tar.getmembers()
-        program("archive", tar.extractfile(f"{top}/bin/lmc").read(), glibc)
+        program_of("archive", tar.extractfile(f"{top}/bin/lmc").read(), glibc)
     outside = [m.name for m in members if m.name.split("/")[0] != top or ".." in m.name.split("/")]
     check("everything in the archive lies in one folder", not outside, str(outside))
     odd = [m.name for m in members if (m.uid, m.gid) != (0, 0) or m.mode != (
@@ -162,6 +152,7 @@ def main():
     sums(folder)
     [path] = glob.glob(os.path.join(folder, "*.tar.gz"))
     archive(path, glibc)
+    package_deb.deb(folder, glibc)
     finish()
 
 

@@ -4,6 +4,7 @@
 //! completions, which the program prints itself.
 
 mod archive;
+mod deb;
 mod tree;
 
 use std::fs;
@@ -14,12 +15,12 @@ use anyhow::{Context, Result};
 
 use crate::scripts::{self, NotToBeHad};
 use crate::wheel::{self, GLIBC};
-use crate::{shown, target};
+use crate::{packages, shown, target};
 
 /// File of checksums beside the packages.
 const SUMS: &str = "SHA256SUMS";
 
-/// Build what operators install: an archive with the program, its pages and completions
+/// Build what operators install: an archive, and a Debian package with a service
 ///
 /// The packages and their checksums are in target/packages.
 #[derive(Debug, clap::Args)]
@@ -50,7 +51,11 @@ fn build(program: &Path) -> Result<PathBuf> {
     fs::create_dir_all(&folder)?;
     let scratch = target()?.join("package");
     let _ = fs::remove_dir_all(&scratch);
-    let built = vec![archive::build(program, &scratch, &folder)?];
+    let mut built = vec![archive::build(program, &scratch, &folder)?];
+    match packages::found("dpkg-deb") {
+        true => built.push(deb::build(program, &scratch, &folder)?),
+        false => println!("no dpkg-deb here: no Debian package is built"),
+    }
     fs::remove_dir_all(&scratch)?;
     let mut sums = Command::new("sha256sum");
     let sums = sums.args(&built).current_dir(&folder);

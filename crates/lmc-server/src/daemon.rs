@@ -23,11 +23,12 @@ use crate::config::{
     Loaded, LogFormat, SegmentName, ServeConfig, TierSettings, human_bytes, human_duration,
     is_loopback, policy_name,
 };
-use crate::http::{self, Http};
+use crate::http::{self, Http, Probe};
 use crate::late_filter::LateFilter;
 use crate::salts::SaltDigests;
 use crate::signals::Signals;
 use crate::start::Background;
+use crate::supervisor::Supervisor;
 use crate::vllm::own_transfer_config;
 use crate::{
     disk, log, losses, nixl, notices, occupant, peers, pool, quotas, remote, state, transfer_config,
@@ -100,6 +101,7 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     let started = Instant::now();
     let config = &loaded.config;
     let mut signals = Signals::new()?;
+    let supervisor = Supervisor::of_environment();
     // The ports first: a process that holds them most likely holds the pool too.
     let http_socket = match (ensure_free(config).await, bind_http(config).await) {
         (Ok(()), Ok(socket)) => socket,
@@ -109,7 +111,7 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     let arena = Arc::new(pool::make(config, cores)?);
     // Members of it may be among this server's own peers.
     let directory = peers::host_directory(config, &arena).inspect_err(|_| arena.unlink())?;
-    let prepared = prepare(config, &arena, &mut signals).await;
+    let prepared = prepare(config, &arena, &mut signals, &supervisor).await;
     let Opened {
         service,
         digests,
@@ -156,6 +158,7 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     }
     let (stop, stopped) = watch::channel(false);
     let mut http = Http::new(service.clone(), address, loaded, digests);
+    let probe = http.probe().clone();
     http.peers = peers;
     http.stores = stores;
     http.directory = directory.as_ref().map(|server| Arc::clone(server.host()));
@@ -169,6 +172,7 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     let notices = notices::send(service.clone(), config.pd_notify.clone(), notices_stopped);
     let notices = tokio::spawn(notices);
     let prefault = tokio::spawn(watch_prefault(Arc::clone(&arena), stopped.clone()));
+    let for_watchdog = stopped.clone();
     let mut engines = tokio::spawn(server.run(stopped));
     info!(
         "listening for engines on tcp://{address}, HTTP on http://{http_address} \
@@ -183,6 +187,12 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
         "for vLLM on this host, as the same user: vllm serve MODEL --kv-transfer-config \
          '{for_vllm}'"
     );
+    supervisor.ready();
+    let supervisor = Arc::new(supervisor);
+    let watchdog = tokio::spawn({
+        let supervisor = Arc::clone(&supervisor);
+        async move { supervisor.watch(|| condition(&probe), for_watchdog).await }
+    });
     let ended = tokio::select! {
         signal = signals.first() => signal,
         () = pool::lost(&arena) => {
@@ -206,9 +216,10 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
          or SIGINT stops at once",
         human_duration(config.shutdown_timeout)
     );
+    supervisor.stopping(kill_timeout(config));
     stop.send_replace(true);
     let drained = async {
-        let _ = tokio::join!(engines, http, ticks, losses, prefault);
+        let _ = tokio::join!(engines, http, ticks, losses, prefault, watchdog);
     };
     let closed = async {
         let deadline = Instant::now() + stop_timeout(config);
@@ -260,11 +271,17 @@ fn stop_timeout(config: &ServeConfig) -> Duration {
     config.shutdown_timeout + Duration::from_secs(5)
 }
 
+/// Timeout after which a service manager may kill a server that stops.
+fn kill_timeout(config: &ServeConfig) -> Duration {
+    stop_timeout(config) + Duration::from_secs(5)
+}
+
 /// Opens the tiers, aside: a drive may not answer. Where a signal comes first, how it stopped.
 async fn prepare(
     config: &ServeConfig,
     arena: &Arc<Arena>,
     signals: &mut Signals,
+    supervisor: &Supervisor,
 ) -> Result<Result<Opened, Stop>> {
     let mut made = {
         let (config, arena) = (config.clone(), Arc::clone(arena));
@@ -276,6 +293,7 @@ async fn prepare(
         tokio::select! {
             made = &mut made => return Ok(Ok(made.context(failed)??)),
             signal = signals.first() => {
+                supervisor.stopping(kill_timeout(config));
                 warn!("stopping after {signal} once the tiers are open; a second signal stops at once");
                 break;
             }
@@ -289,10 +307,12 @@ async fn prepare(
                 human_duration(OPEN_TIMEOUT)
             );
         }
-        info!(
+        let news = format!(
             "opening the disk tier takes {:.0} s so far",
             waited.as_secs_f64()
         );
+        info!("{news}");
+        supervisor.starting(&news, 3 * OPEN_NEWS);
     }
     let timeout = stop_timeout(config);
     let deadline = Instant::now() + timeout;
@@ -328,6 +348,11 @@ async fn close_tiers(service: &Service, deadline: Instant) {
             report.late, report.declined, report.write_failed
         );
     }
+}
+
+/// Asks the engines' own socket and the state behind it, as `/healthz` does.
+async fn condition(probe: &Probe) -> Result<&'static str, String> {
+    Ok(http::condition(&probe.run().await?))
 }
 
 /// Says when the pool is all there, or why it will not be.

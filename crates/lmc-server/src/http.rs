@@ -33,7 +33,7 @@ use crate::metrics;
 use crate::salts::SaltDigests;
 use connections::Bounds;
 use guard::{ConnectionUser, Guard};
-use probe::Probe;
+pub(crate) use probe::Probe;
 
 /// Bodies are a few numbers, or LMCache's list of at most 10,000 keys.
 const MAX_BODY: usize = 4 << 20;
@@ -95,6 +95,11 @@ impl Http {
             ratio: loaded.config.eviction_ratio,
             directory: None,
         }
+    }
+
+    /// Returns what asks the engines' side, as engines do.
+    pub(crate) fn probe(&self) -> &Probe {
+        &self.probe
     }
 }
 
@@ -186,7 +191,7 @@ async fn unknown_method(method: Method, uri: Uri) -> Response {
 }
 
 /// `ok`, or `degraded` while a tier has a fault.
-fn condition(status: &ServiceStatus) -> &'static str {
+pub(crate) fn condition(status: &ServiceStatus) -> &'static str {
     match status.tiers.iter().any(|tier| tier.fault.is_some()) {
         true => "degraded",
         false => "ok",

@@ -28,6 +28,7 @@ mod salts;
 mod signals;
 mod start;
 mod state;
+mod supervisor;
 mod tools;
 mod vllm;
 

@@ -14,7 +14,7 @@ use crate::shown;
 pub(super) const LIMIT: Duration = Duration::from_secs(300);
 
 /// A completion script: its shell, and its path under a prefix.
-type Completion = (&'static str, &'static str);
+pub(super) type Completion = (&'static str, &'static str);
 
 /// Completions where distributions keep those of packages in `/usr`.
 pub(super) const COMPLETIONS: [Completion; 3] = [

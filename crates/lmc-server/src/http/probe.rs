@@ -13,8 +13,8 @@ const DEADLINE: Duration = Duration::from_secs(2);
 const AT_ONCE: usize = 8;
 
 /// Looks at a service from outside.
-#[derive(Debug)]
-pub(super) struct Probe {
+#[derive(Debug, Clone)]
+pub(crate) struct Probe {
     service: Service,
     engines: SocketAddr,
     free: Arc<Semaphore>,
@@ -42,7 +42,7 @@ impl Probe {
     }
 
     /// Asks the engines' own socket, then for the state behind it. The state, or what is stuck.
-    pub(super) async fn run(&self) -> Result<ServiceStatus, String> {
+    pub(crate) async fn run(&self) -> Result<ServiceStatus, String> {
         let engines = self.engines;
         let asked = self.within_deadline("the engines' socket", move || {
             let mut client = Client::connect(engines, DEADLINE)?;

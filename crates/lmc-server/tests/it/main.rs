@@ -33,3 +33,4 @@ mod s3_servers;
 mod secrets;
 mod start;
 mod unequal;
+mod supervisor;

@@ -1,0 +1,214 @@
+"""Checks of the Debian package, in Debians without anything else.
+
+It holds what it should, and passes lintian and `systemd-analyze verify`. Without systemd it is
+installed, started by its unit's command line as its user, and removed without a trace. With systemd
+its service comes up, proves to be alive, comes back when it is killed or stuck, and is removed.
+"""
+
+import glob
+import io
+import os
+import re
+import subprocess
+import tempfile
+
+from elftools.elf.elffile import ELFFile
+
+from checks import check, skip
+from debian_machine import DEADLINE, Machine
+from wheel_check import LIBRARIES, needs, runs_with
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+BENCH = ("lmc", "bench", "--url", "tcp://127.0.0.1:5555", "--http-url", "http://127.0.0.1:8080")
+# Kills a server that is stuck sooner than the unit does.
+SHORT_WATCHDOG = "[Service]\nWatchdogSec=4s\n"
+ON_DISK = ('l1_size_gb = "64MiB"\nipc_path = "/run/lmc/lmc.sock"\ndisk = "/var/lib/lmc/disk"\n'
+           'disk_size = "512MiB"\ndisk_keep_free = 0\ndisk_create = true\n')
+
+
+def program_of(package, content, glibc):
+    """What the program of a package needs."""
+    libraries, versions = needs(ELFFile(io.BytesIO(content)))
+    ok, why = runs_with(versions, glibc)
+    check(f"{package}: the program runs with glibc {glibc}", ok,
+          f"{why}, {len(content) / 1e6:.1f} MB")
+    check(f"{package}: the program needs no library that may be missing", libraries <= LIBRARIES,
+          ", ".join(sorted(libraries)))
+
+
+def ran(machine, name, *command):
+    """Checks that a command succeeds in a machine. Returns what it printed."""
+    ok, said = machine.run(*command)
+    check(name, ok, "" if ok else said)
+    return said
+
+
+def deb(folder, glibc):
+    """The checks, as far as this machine can make them."""
+    paths = glob.glob(os.path.join(folder, "*.deb"))
+    if not paths:
+        skip("Debian package", "it was not built: no dpkg-deb here")
+        return
+    [path] = paths
+    contents(path, glibc)
+    done = subprocess.run(["bash", os.path.join(HERE, "debian.sh")], stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, text=True, timeout=1200)
+    last = done.stdout.strip().splitlines()[-1:]
+    if done.returncode == 75:
+        skip("Debian package installs", last[0])
+        return
+    if not check("a Debian is there to install it into", done.returncode == 0):
+        return
+    debian = last[0]
+    with Machine(debian, systemd=False) as machine:
+        bare(machine, path)
+    if not os.path.isdir("/sys/fs/cgroup/unified") and not os.path.exists(
+            "/sys/fs/cgroup/cgroup.controllers"):
+        skip("Debian package under systemd", "no control groups of version 2 here")
+        return
+    with Machine(debian, systemd=True) as machine:
+        linted(machine, path)
+        service(machine, path)
+
+
+def contents(path, glibc):
+    """The fields of the package, and its files."""
+    fields = subprocess.run(["dpkg-deb", "--field", path], capture_output=True, text=True,
+                            check=True).stdout
+    name = os.path.basename(path)
+    version = re.search("^Version: (.*)$", fields, re.MULTILINE)[1]
+    check("the package's name has its version", name.startswith(f"lmc_{version}_"), name)
+    check("no field is left open", not re.search("@[A-Z]+@", fields))
+    with tempfile.TemporaryDirectory(prefix="lmc-deb-") as top:
+        subprocess.run(["dpkg-deb", "--extract", path, top], check=True)
+        with open(os.path.join(top, "usr", "bin", "lmc"), "rb") as program:
+            program_of("Debian package", program.read(), glibc)
+
+
+def linted(machine, path):
+    """Debian's own checks."""
+    machine.put(path, "/root/lmc.deb")
+    ok, said = machine.run("lintian", "--allow-root", "--fail-on", "error,warning", "--info",
+                           "/root/lmc.deb")
+    check("lintian has neither an error nor a warning", ok, "" if ok else said)
+
+
+def bare(machine, path):
+    """A Debian that no systemd runs, as in a container."""
+    before = machine.files()
+    machine.put(path, "/root/lmc.deb")
+    ok, said = machine.run("apt-get", "install", "--yes", "/root/lmc.deb")
+    if not check("the package needs no other that is not there", ok, "" if ok else said):
+        return
+    ran(machine, "no file of it was changed", "dpkg", "--verify", "lmc")
+    said = ran(machine, "it has made a user without a login", "getent", "passwd", "lmc")
+    check("that user has no shell", said.endswith(":/usr/sbin/nologin"), said)
+    unit = ran(machine, "the unit is there", "cat", "/lib/systemd/system/lmc.service")
+    line = re.search("^ExecStart=(.*)$", unit, re.MULTILINE)[1]
+    # What systemd makes for StateDirectory and RuntimeDirectory.
+    machine.run("install", "-d", "-o", "lmc", "-g", "lmc", "/var/lib/lmc", "/run/lmc")
+    server = machine.start("setpriv", "--reuid=lmc", "--regid=lmc", "--clear-groups",
+                           "--no-new-privs", *line.split())
+    try:
+        if check("the unit's command line starts the server as that user", machine.eventually(
+                "lmc", "status")):
+            serving(machine)
+    finally:
+        # It is the only process of its user.
+        machine.run("sh", "-c", "kill $(find /proc -maxdepth 1 -user lmc -printf '%f ')")
+        said, _ = server.communicate(timeout=DEADLINE)
+        check("it ends when asked to", server.returncode == 0, said if server.returncode else "")
+    ran(machine, "it is removed", "apt-get", "remove", "--yes", "lmc")
+    there, _ = machine.run("test", "-e", "/etc/lmc/lmc.toml")
+    check("its settings stay until it is purged", there)
+    ran(machine, "it is purged", "apt-get", "purge", "--yes", "lmc")
+    machine.run("rm", "/root/lmc.deb")
+    traces(machine, before)
+
+
+def serving(machine):
+    """A load on the server that runs."""
+    ran(machine, "lmc bench gets the bytes that it stored", *BENCH, "--count", "50")
+    ok, said = machine.run("test", "-S", "/run/lmc/lmc.sock")
+    check("lmc's own connector finds its socket", ok, said)
+
+
+def traces(machine, before):
+    """Nothing is left but the records of package managers."""
+    after = machine.files()
+    # Copies that the tools for users keep of their own files.
+    ours = {line for line in before ^ after
+            if not re.search(r"/etc/(passwd|group|shadow|gshadow|subuid|subgid)-$|/\.pwd\.lock$", line)}
+    check("nothing of it is left", not ours, str(sorted(ours)[:10]))
+    for kind in ("passwd", "group"):
+        ok, _ = machine.run("getent", kind, "lmc")
+        check(f"its {kind} entry is gone", not ok)
+
+
+def shows(machine, name):
+    """A property of the service."""
+    _, said = machine.run("systemctl", "show", "--property", name, "--value", "lmc.service")
+    return said
+
+
+def service(machine, path):
+    """The service under systemd."""
+    before = machine.files()
+    machine.write(SHORT_WATCHDOG, "/etc/systemd/system/lmc.service.d/watchdog.conf")
+    machine.write(ON_DISK, "/etc/lmc/lmc.toml")
+    ok, said = machine.run("dpkg", "--force-confold", "--install", "/root/lmc.deb")
+    if not check("the package is installed where systemd runs", ok, "" if ok else said):
+        return
+    said = ran(machine, "the service is active once it is installed", "systemctl", "is-active", "lmc")
+    if said != "active":
+        print(machine.run("journalctl", "--no-pager", "--unit", "lmc")[1])
+        return
+    ran(machine, "and starts with the host", "systemctl", "is-enabled", "lmc")
+    ok, said = machine.run("systemd-analyze", "verify", "/lib/systemd/system/lmc.service")
+    check("systemd-analyze verify finds nothing", ok and not said, said)
+    ok, said = machine.run("systemd-analyze", "security", "--offline=true", "--threshold=30",
+                           "/lib/systemd/system/lmc.service")
+    check("its exposure is 3.0 at most", ok, said.splitlines()[-1])
+    owner, _ = machine.run("sh", "-c", "test $(stat -c %U /proc/$(systemctl show -P MainPID lmc)) = lmc")
+    check("its process is the user lmc's", owner)
+    check("it reports its state", shows(machine, "StatusText").startswith("serving engines"),
+          shows(machine, "StatusText"))
+    if may_raise_limits():
+        limits(machine)
+    else:
+        skip("the service may lock any memory", "this machine's root may not raise limits")
+    serving(machine)
+    comes_back(machine)
+    ran(machine, "it is purged", "dpkg", "--purge", "lmc")
+    ok, said = machine.run("systemctl", "is-active", "lmc")
+    check("its service has ended", not ok, said)
+    traces(machine, before)
+
+
+def may_raise_limits():
+    """Whether this process may raise hard limits (CAP_SYS_RESOURCE)."""
+    with open("/proc/self/status") as status:
+        rights = re.search("^CapEff:\\s*(.*)$", status.read(), re.MULTILINE)[1]
+    return int(rights, 16) >> 24 & 1 == 1
+
+
+def limits(machine):
+    """The limits of the service's process."""
+    found = ran(machine, "its limits can be read", "sh", "-c",
+                 "cat /proc/$(systemctl show -P MainPID lmc)/limits")
+    locked = re.search("^Max locked memory.*", found, re.MULTILINE)
+    check("it may lock any memory", "unlimited" in locked[0], locked[0])
+
+
+def comes_back(machine):
+    """A server that is killed, and one that is stuck."""
+    for what, signal in (("is killed", "KILL"), ("answers no engine", "STOP")):
+        process = shows(machine, "MainPID")
+        machine.run("sh", "-c", f"kill -{signal} {process}")
+        back = machine.eventually("sh", "-c", "pid=$(systemctl show -P MainPID lmc); "
+                                  f"test $pid != 0 && test $pid != {process} && "
+                                  "systemctl is-active --quiet lmc")
+        check(f"a server that {what} is started again", back)
+    log = machine.run("journalctl", "--no-pager", "--unit", "lmc")[1]
+    check("the second one was ended by the watchdog", "Watchdog timeout" in log)
+    serving(machine)
