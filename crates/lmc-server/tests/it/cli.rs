@@ -4,6 +4,7 @@ use std::net::TcpListener;
 use std::process::{Command, Output};
 
 use lmc_testkit::Folder;
+use lmc_vllm_adapter::{Reply, Request};
 use serde_json::Value;
 
 use crate::common::Server;
@@ -84,11 +85,21 @@ fn passwords_of_the_command_line_are_shown_nowhere() {
     }
 }
 
-/// LMCache's verb and what its Kubernetes operator passes start the server as well.
+/// LMCache's verb and every flag that its Kubernetes operator passes, with the operator's values but
+/// for ports and the size of the pool.
 #[test]
 fn the_command_of_lmcaches_operator_starts_a_server() {
-    let server = server("server", &["--disable-prometheus", "--max-workers", "1"]);
-    assert_ne!(server.port, 0);
+    let line = "--host 0.0.0.0 --l1-size-gb 0.0625 --chunk-size 256 --max-workers 1 \
+                --hash-algorithm blake3 --eviction-policy LRU --eviction-trigger-watermark 0.8 \
+                --eviction-ratio 0.2 --prometheus-port 9090 --disable-prometheus";
+    let args: Vec<&str> = line.split_whitespace().collect();
+    let server = Server::spawn_by(crate::common::lmc(), "server", &args);
+    server.line("--prometheus-port is LMCache's and was ignored");
+    server.line("listening for engines");
+    let mut client = server.client();
+    let answer = client.ask(&Request::GetChunkSize).expect("an answer");
+    assert_eq!(answer, Reply::Int(256));
+    server.terminate();
 }
 
 /// `--version` named neither the commit nor what the binary is compatible with.
