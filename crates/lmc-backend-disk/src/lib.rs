@@ -43,6 +43,7 @@ pub use format::VERSION as FORMAT_VERSION;
 pub use inspect::{Compacted, DriveStatus, SegmentStatus};
 pub use set::SetMember;
 pub use spaces::{SpaceUsage, Unreachable};
+pub use volume::check_io_uring;
 
 /// The README's examples, compiled and run with the doctests.
 #[cfg(doctest)]

@@ -13,10 +13,10 @@ use lmc_vllm_adapter::LMCACHE_RELEASE;
 use rustix::process::Resource;
 
 use crate::config::{
-    self, ALL_SETTINGS, Info, Loaded, Raw, ServeConfig, Shape, TransferMode, Verdict,
+    self, ALL_SETTINGS, ConfigError, Info, Loaded, Raw, ServeConfig, Shape, TransferMode, Verdict,
 };
 use crate::start::{self, Background};
-use crate::{bench, daemon, limits, tools, transfer_config};
+use crate::{bench, daemon, doctor, limits, tools, transfer_config};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -53,6 +53,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     limits::raise(Resource::Nofile);
     let outcome = match matches.subcommand() {
         Some(("serve", matches)) => return serve(matches),
+        Some(("doctor", matches)) => return examine(matches),
         Some(("bench", matches)) => return bench::run(matches),
         Some(("completions", matches)) => completions(matches).map(|()| ExitCode::SUCCESS),
         Some(("man", matches)) => man(matches).map(|()| ExitCode::SUCCESS),
@@ -96,7 +97,8 @@ fn command() -> Command {
         .after_help(examples())
         .subcommand_required(true)
         .arg_required_else_help(true)
-        .subcommand(serve_command());
+        .subcommand(serve_command())
+        .subcommand(doctor_command());
     tools::Tool::augment_subcommands(command)
         .subcommand(bench::command())
         .subcommand(
@@ -185,7 +187,7 @@ pub(crate) fn error_text(error: &anyhow::Error) -> String {
 }
 
 fn serve_command() -> Command {
-    let mut command = Command::new("serve")
+    let command = Command::new("serve")
         .visible_alias("server")
         .about("Serves engines on this host over LMCache's multiprocess protocol")
         .long_about(
@@ -194,13 +196,6 @@ fn serve_command() -> Command {
              Flags win over variables, variables over the file.",
         )
         .after_help(examples())
-        .arg(
-            Arg::new("config")
-                .long("config")
-                .value_name("FILE")
-                .value_parser(clap::value_parser!(PathBuf))
-                .help("A TOML file with settings; also LMC_CONFIG."),
-        )
         .arg(
             Arg::new("print-config")
                 .long("print-config")
@@ -214,13 +209,35 @@ fn serve_command() -> Command {
                 .hide(true)
                 .help("What `lmc start` runs: depends on nothing of the process that started it."),
         );
-    for info in ALL_SETTINGS {
-        command = command.args(arguments(info));
-    }
+    let mut command = with_settings(command);
     for foreign in config::foreign_flags() {
         command = command.arg(optional(foreign.name)).arg(no(foreign.name));
     }
     command
+}
+
+fn doctor_command() -> Command {
+    let command = Command::new("doctor")
+        .about("Looks whether this host has what a server needs, and says what to change")
+        .after_help(doctor::HELP)
+        .arg(
+            Arg::new("json")
+                .long("json")
+                .action(ArgAction::SetTrue)
+                .help("Print JSON: problems, warnings, checks with found and remedy."),
+        );
+    with_settings(command)
+}
+
+/// Adds the settings of a server, and the file that may have them.
+fn with_settings(command: Command) -> Command {
+    let file = Arg::new("config")
+        .long("config")
+        .value_name("FILE")
+        .value_parser(clap::value_parser!(PathBuf))
+        .help("A TOML file with settings; also LMC_CONFIG.");
+    let settings = ALL_SETTINGS.iter().flat_map(arguments);
+    command.arg(file).args(settings)
 }
 
 /// A flag's argument, and for switches the one that turns it off.
@@ -283,14 +300,7 @@ fn serve(matches: &ArgMatches) -> ExitCode {
         eprintln!("lmc serve: {}", refused.join("\nlmc serve: "));
         return ExitCode::from(2);
     }
-    let variables = std::env::vars_os()
-        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    let variables: Vec<_> = variables.collect();
-    let file = matches.get_one::<PathBuf>("config").map(PathBuf::as_path);
-    let load = |more| {
-        let flags = flags(matches).into_iter().chain(more);
-        ServeConfig::load(flags, variables.iter().cloned(), file)
-    };
+    let load = |more| load(matches, more);
     let is_detached = matches.get_flag("detached");
     let loaded = load(Vec::new()).and_then(|loaded| match is_detached {
         true => load(start::settings(&loaded.entries)),
@@ -313,6 +323,24 @@ fn serve(matches: &ArgMatches) -> ExitCode {
     }
     let background = is_detached.then(|| Background::begin(&loaded.config));
     daemon::run(&loaded, background)
+}
+
+/// Loads the settings that a command line, the environment and a file give; `more` count as flags.
+fn load(matches: &ArgMatches, more: Vec<(String, Raw)>) -> Result<Loaded, ConfigError> {
+    let variables = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let file = matches.get_one::<PathBuf>("config").map(PathBuf::as_path);
+    ServeConfig::load(flags(matches).into_iter().chain(more), variables, file)
+}
+
+fn examine(matches: &ArgMatches) -> ExitCode {
+    match load(matches, Vec::new()) {
+        Ok(loaded) => doctor::run(&loaded, matches.get_flag("json")),
+        Err(error) => {
+            eprintln!("lmc doctor: {error}");
+            ExitCode::from(2)
+        }
+    }
 }
 
 fn print(loaded: &Loaded) -> String {

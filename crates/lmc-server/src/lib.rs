@@ -9,6 +9,7 @@ pub mod cli;
 pub mod config;
 mod daemon;
 mod disk;
+mod doctor;
 pub mod http;
 mod late_filter;
 mod limits;

@@ -18,6 +18,7 @@ pub(crate) use system::{Medium, NO_SIZE, difference, free_bytes, medium};
 mod task;
 mod threads;
 mod uring;
+pub use uring::check_io_uring;
 
 use std::fmt;
 use std::io;

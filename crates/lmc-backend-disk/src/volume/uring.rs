@@ -101,6 +101,14 @@ impl Uring {
     }
 }
 
+/// Checks that this process may use io_uring, by a ring that answers once.
+///
+/// # Errors
+/// The kernel, or the sandbox of a container, refuses it.
+pub fn check_io_uring() -> io::Result<()> {
+    open_ring(DEPTHS.0).map(drop)
+}
+
 /// A ring that has answered once.
 fn open_ring(depth: u32) -> io::Result<IoUring> {
     // One more for the poll on the eventfd.

@@ -7,6 +7,7 @@ mod common;
 mod containers;
 mod daemon;
 mod disk;
+mod doctor;
 mod encrypted_peers;
 mod first_chunks;
 mod frozen_copies;
