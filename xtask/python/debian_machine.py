@@ -13,14 +13,20 @@ import subprocess
 import tempfile
 import time
 
+from checks import check
+
 DEADLINE = 120
+HERE = os.path.dirname(os.path.abspath(__file__))
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
-CGROUPS = "/sys/fs/cgroup/unified"
-# The arguments: the layers, the folder of the root, and the command that becomes process 1.
+# Where control groups of version 2 are, beside those of version 1 or alone; none where there are none.
+CGROUPS = next((path for path in ("/sys/fs/cgroup/unified", "/sys/fs/cgroup")
+                if os.path.exists(os.path.join(path, "cgroup.controllers"))), None)
+# The arguments: the layers, the folder of the root, the control group or nothing, and the command that
+# becomes process 1.
 BOOT = r"""
-layers=$1 at=$2 devices="null zero full random urandom tty"
-shift 2
+layers=$1 at=$2 groups=$3 devices="null zero full random urandom tty"
+shift 3
 mount -t tmpfs tmpfs "$at"
 mkdir "$at/upper" "$at/work" "$at/root"
 root=$at/root
@@ -37,7 +43,7 @@ for device in $devices; do
 done
 ln -s /proc/self/fd "$root/dev/fd"
 ip link set lo up
-if [ -d /sys/fs/cgroup/unified ]; then mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"; fi
+if [ -n "$groups" ]; then mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"; fi
 cd "$root"
 mkdir old
 pivot_root . old
@@ -49,21 +55,38 @@ exec "$@"
 SYSTEMD = ["/lib/systemd/systemd", "--system", "--unit=sysinit.target", "--log-target=journal"]
 
 
-class Machine:
-    """A running Debian: the layers `tools` and `base` with systemd, else only `base`."""
+def debian():
+    """The folder of a Debian without anything else, or none and the reason."""
+    done = subprocess.run(["bash", os.path.join(HERE, "debian.sh")], stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, text=True, timeout=1200)
+    last = done.stdout.strip().splitlines()[-1]
+    if done.returncode not in (0, 75):
+        raise RuntimeError("debian.sh failed: see above")
+    return (None, last) if done.returncode else (last, "")
 
-    def __init__(self, folder, systemd):
-        layers = ["tools", "base"] if systemd else ["base"]
+
+def ran(machine, name, *command):
+    """Checks that a command succeeds in a machine. Returns what it printed."""
+    ok, said = machine.run(*command)
+    check(name, ok, "" if ok else said)
+    return said
+
+
+class Machine:
+    """A running Debian of these layers, the upper ones first; process 1 is systemd or does nothing."""
+
+    def __init__(self, folder, *layers, systemd=False):
         self.at = tempfile.mkdtemp(prefix="lmc-machine-")
         self.cgroup = None
         command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--uts", "--ipc", "--net"]
-        if os.path.isdir(CGROUPS):
+        if CGROUPS:
             self.cgroup = os.path.join(CGROUPS, os.path.basename(self.at))
             os.mkdir(self.cgroup)
             command.append("--cgroup")
         self.outer = subprocess.Popen(
             command + ["bash", "-euc", BOOT, "boot",
-                       ":".join(os.path.join(folder, layer) for layer in layers), self.at]
+                       ":".join(os.path.join(folder, layer) for layer in layers), self.at,
+                       self.cgroup or ""]
             + (SYSTEMD if systemd else ["sleep", "infinity"]),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
             env={"PATH": os.environ["PATH"], "container": "lmc"}, preexec_fn=self._enter)

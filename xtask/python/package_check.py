@@ -18,6 +18,7 @@ import tarfile
 import tempfile
 
 import package_deb
+import package_image
 from checks import check, finish, free_port, skip
 from package_deb import program_of
 from wheel_check import DEADLINE, listens, ran, run, text
@@ -153,6 +154,7 @@ def main():
     [path] = glob.glob(os.path.join(folder, "*.tar.gz"))
     archive(path, glibc)
     package_deb.deb(folder, glibc)
+    package_image.image(path)
     finish()
 
 

@@ -2,7 +2,7 @@
 
 It holds what it should, and passes lintian and `systemd-analyze verify`. Without systemd it is
 installed, started by its unit's command line as its user, and removed without a trace. With systemd
-its service comes up, proves to be alive, comes back when it is killed or stuck, and is removed.
+its service starts, proves to be alive, is started again when it is killed or stuck, and is removed.
 """
 
 import glob
@@ -15,10 +15,9 @@ import tempfile
 from elftools.elf.elffile import ELFFile
 
 from checks import check, skip
-from debian_machine import DEADLINE, Machine
+from debian_machine import CGROUPS, DEADLINE, Machine, debian, ran
 from wheel_check import LIBRARIES, needs, runs_with
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 BENCH = ("lmc", "bench", "--url", "tcp://127.0.0.1:5555", "--http-url", "http://127.0.0.1:8080")
 # Kills a server that is stuck sooner than the unit does.
 SHORT_WATCHDOG = "[Service]\nWatchdogSec=4s\n"
@@ -36,13 +35,6 @@ def program_of(package, content, glibc):
           ", ".join(sorted(libraries)))
 
 
-def ran(machine, name, *command):
-    """Checks that a command succeeds in a machine. Returns what it printed."""
-    ok, said = machine.run(*command)
-    check(name, ok, "" if ok else said)
-    return said
-
-
 def deb(folder, glibc):
     """The checks, as far as this machine can make them."""
     paths = glob.glob(os.path.join(folder, "*.deb"))
@@ -51,22 +43,16 @@ def deb(folder, glibc):
         return
     [path] = paths
     contents(path, glibc)
-    done = subprocess.run(["bash", os.path.join(HERE, "debian.sh")], stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, text=True, timeout=1200)
-    last = done.stdout.strip().splitlines()[-1:]
-    if done.returncode == 75:
-        skip("Debian package installs", last[0])
+    there, why = debian()
+    if there is None:
+        skip("Debian package installs", why)
         return
-    if not check("a Debian is there to install it into", done.returncode == 0):
-        return
-    debian = last[0]
-    with Machine(debian, systemd=False) as machine:
+    with Machine(there, "base") as machine:
         bare(machine, path)
-    if not os.path.isdir("/sys/fs/cgroup/unified") and not os.path.exists(
-            "/sys/fs/cgroup/cgroup.controllers"):
+    if not CGROUPS:
         skip("Debian package under systemd", "no control groups of version 2 here")
         return
-    with Machine(debian, systemd=True) as machine:
+    with Machine(there, "tools", "base", systemd=True) as machine:
         linted(machine, path)
         service(machine, path)
 
@@ -107,8 +93,10 @@ def bare(machine, path):
     line = re.search("^ExecStart=(.*)$", unit, re.MULTILINE)[1]
     # What systemd makes for StateDirectory and RuntimeDirectory.
     machine.run("install", "-d", "-o", "lmc", "-g", "lmc", "/var/lib/lmc", "/run/lmc")
-    server = machine.start("setpriv", "--reuid=lmc", "--regid=lmc", "--clear-groups",
-                           "--no-new-privs", *line.split())
+    as_user = ("setpriv", "--reuid=lmc", "--regid=lmc", "--clear-groups", "--no-new-privs")
+    ran(machine, "lmc doctor finds no problem for the service", *as_user, "lmc", "doctor",
+        "--config", "/etc/lmc/lmc.toml")
+    server = machine.start(*as_user, *line.split())
     try:
         if check("the unit's command line starts the server as that user", machine.eventually(
                 "lmc", "status")):

@@ -29,6 +29,7 @@ pub(crate) enum Tool {
     #[command(after_help = proxy::HELP)]
     Proxy(proxy::Arguments),
     /// Shows a server's hits, memory, disk, workers and latencies
+    #[command(after_help = "Exit code 1 where no server answers, or it does not answer engines.")]
     Status(Server),
     /// Shows a server's peers: who is there, what they hold, what moved, what failed and why
     #[command(after_help = peers::HELP)]
@@ -105,7 +106,10 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
         Tool::Peers(_) => print!("{}", peers::table(&answer)),
         _ => println!("{}", clear::cleared(&answer["cleared"])),
     }
-    Ok(clear::exit_code(&answer["cleared"]))
+    match tool {
+        Tool::Status(_) if answer["status"] == "stuck" => Ok(ExitCode::FAILURE),
+        _ => Ok(clear::exit_code(&answer["cleared"])),
+    }
 }
 
 fn done(outcome: Result<()>) -> Result<ExitCode> {
