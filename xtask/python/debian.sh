@@ -38,7 +38,7 @@ make() {
     for tool in apt-get dpkg-deb chroot ip nsenter unshare wget; do
         command -v "$tool" >/dev/null || cannot "no $tool here"
     done
-    log "making $folder (downloads about 150 MB from $MIRROR, 850 MB on disk)"
+    log "making $folder (downloads about 150 MB from $MIRROR, 620 MB on disk)"
     mkdir -p "$folder/debootstrap" "$folder/work"
     debian_update || cannot "apt-get could not fetch Debian's lists of packages"
     (cd "$folder/work" && apt_get -o APT::Sandbox::User=root download debootstrap) ||

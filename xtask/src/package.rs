@@ -37,9 +37,10 @@ pub(crate) fn run(args: &PackageArgs) -> Result<bool> {
         Err(why) if why.is::<NotToBeHad>() => return Ok(scripts::skipped("package", &why)),
         Err(fault) => return Err(fault),
     };
-    let folder = build(&wheel::program(&tools)?)?;
+    let program = wheel::program(&tools)?;
+    let folder = build(&program)?;
     match args.check {
-        true => check(&tools, &folder),
+        true => Ok(check(&tools, &folder)? & check_kubernetes(&program)?),
         false => Ok(true),
     }
 }
@@ -75,7 +76,24 @@ fn check(tools: &Path, folder: &Path) -> Result<bool> {
     check
         .args(["xtask/python/package_check.py", GLIBC])
         .arg(folder);
-    println!("$ {}", shown::typed(&check));
+    passes(&mut check)
+}
+
+/// Runs the checks of the files for Kubernetes, with the program that they start.
+fn check_kubernetes(program: &Path) -> Result<bool> {
+    let environment = match scripts::set_up("xtask/python/kubernetes.sh", &[]) {
+        Ok(environment) => environment,
+        Err(why) if why.is::<NotToBeHad>() => return Ok(scripts::skipped("kubernetes", &why)),
+        Err(fault) => return Err(fault),
+    };
+    let mut check = Command::new(Path::new(&environment).join("bin/python"));
+    check.arg("xtask/python/kubernetes_check.py").arg(program);
+    passes(&mut check)
+}
+
+/// Shows a command that checks something, and runs it. Returns true if it succeeds.
+fn passes(check: &mut Command) -> Result<bool> {
+    println!("$ {}", shown::typed(check));
     let status = check.stdin(Stdio::null()).status();
     Ok(status.context("cannot run the checks")?.success())
 }

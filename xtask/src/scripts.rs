@@ -111,6 +111,8 @@ mod tests {
     const VLLM: &str = "xtask/python/setup.sh";
     const NIXL: &str = "xtask/python/nixl.sh";
     const WHEEL: &str = "xtask/python/wheel.sh";
+    const KUBERNETES: &str = "xtask/python/kubernetes.sh";
+    const DEBIAN: &str = "xtask/python/debian.sh";
 
     /// A machine with another Python, without a registry or without apt-get once failed the run.
     #[test]
@@ -149,6 +151,14 @@ mod tests {
                 WHEEL,
                 "pip",
             ),
+            (
+                "no-pypi",
+                vec![("python3", &*offline), ("cp", "exec /bin/cp \"$@\"")],
+                KUBERNETES,
+                "pip",
+            ),
+            ("no-apt", vec![root], DEBIAN, "apt-get"),
+            ("no-root", vec![("id", "echo 1000")], DEBIAN, "root"),
             (
                 "python-3.9",
                 vec![("python3", old), ("apt-get", ":"), root],

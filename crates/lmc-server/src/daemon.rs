@@ -72,6 +72,9 @@ const POOL_LOST: u8 = 3;
 const OPEN_TIMEOUT: Duration = Duration::from_secs(300);
 const OPEN_NEWS: Duration = Duration::from_secs(10);
 
+/// Time that the HTTP side has for the answers under way, once all else has stopped.
+const HTTP_STOP_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// End of a server that had started.
 enum Stop {
     /// Everything under way was answered.
@@ -159,10 +162,13 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     let (stop, stopped) = watch::channel(false);
     let mut http = Http::new(service.clone(), address, loaded, digests);
     let probe = http.probe().clone();
+    let changes = http.changes().clone();
     http.peers = peers;
     http.stores = stores;
     http.directory = directory.as_ref().map(|server| Arc::clone(server.host()));
-    let http = tokio::spawn(http::serve(http_socket, http, stopped.clone()));
+    http.stopping = Some(stopped.clone());
+    let (stop_http, http_stopped) = watch::channel(false);
+    let http = tokio::spawn(http::serve(http_socket, http, http_stopped));
     if let Some(background) = &background {
         background.listens(http_address);
     }
@@ -219,7 +225,7 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     supervisor.stopping(kill_timeout(config));
     stop.send_replace(true);
     let drained = async {
-        let _ = tokio::join!(engines, http, ticks, losses, prefault, watchdog);
+        let _ = tokio::join!(engines, changes.end(), ticks, losses, prefault, watchdog);
     };
     let closed = async {
         let deadline = Instant::now() + stop_timeout(config);
@@ -233,6 +239,9 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
         // No engine stores any more.
         stop_notices.send_replace(true);
         let _ = tokio::join!(notices, close_tiers(&service, deadline));
+        stop_http.send_replace(true);
+        // A client that does not read its answer holds nothing up.
+        let _ = tokio::time::timeout(HTTP_STOP_TIMEOUT, http).await;
         stop
     };
     let stop = tokio::select! {

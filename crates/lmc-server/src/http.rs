@@ -46,6 +46,9 @@ const END_DEADLINE: Duration = Duration::from_secs(12);
 /// Longest time from a request's head to its answer.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 
+/// Reason for which a server that stops serves no engine and changes nothing.
+const STOPPING: &str = "the server is stopping";
+
 /// State that the handlers share.
 #[derive(Debug)]
 pub struct Http {
@@ -68,6 +71,27 @@ pub struct Http {
     ratio: f64,
     /// The directory that this server hosts.
     pub(crate) directory: Option<Arc<DirectoryHost>>,
+    /// True once the server stops; it answers people until its tiers are closed.
+    pub(crate) stopping: Option<watch::Receiver<bool>>,
+    changes: Changes,
+}
+
+/// Requests that change something, which a stop waits for. Clones share them.
+#[derive(Debug, Clone)]
+pub(crate) struct Changes(Arc<Semaphore>);
+
+impl Changes {
+    fn new() -> Self {
+        Self(Arc::new(Semaphore::new(MAX_CONNECTIONS)))
+    }
+
+    /// Waits until those under way are answered. Later ones are refused.
+    pub(crate) async fn end(&self) {
+        let all = u32::try_from(MAX_CONNECTIONS).expect("a small number");
+        // An error means that this was called before.
+        let _all = self.0.acquire_many(all).await;
+        self.0.close();
+    }
 }
 
 impl Http {
@@ -94,7 +118,21 @@ impl Http {
             watermark: loaded.config.eviction_watermark,
             ratio: loaded.config.eviction_ratio,
             directory: None,
+            stopping: None,
+            changes: Changes::new(),
         }
+    }
+
+    /// Returns the requests that a stop waits for.
+    pub(crate) fn changes(&self) -> &Changes {
+        &self.changes
+    }
+
+    /// Returns true once the server stops.
+    fn is_stopping(&self) -> bool {
+        self.stopping
+            .as_ref()
+            .is_some_and(|stopping| *stopping.borrow())
     }
 
     /// Returns what asks the engines' side, as engines do.
@@ -121,6 +159,8 @@ pub async fn serve(socket: TcpListener, http: Http, stopped: watch::Receiver<boo
 fn router(http: Arc<Http>) -> Router {
     Router::new()
         .route("/healthz", get(health))
+        .route("/livez", get(alive))
+        .route("/readyz", get(ready))
         .route("/metrics", get(metrics_page))
         .merge(peers::routes())
         .merge(lmcache::routes())
@@ -160,9 +200,20 @@ async fn guarded(
     request: Request,
     next: Next,
 ) -> Response {
-    match http.guard.check(&request, user) {
-        Ok(()) => next.run(request).await,
-        Err((code, reason)) => refusal(code, reason),
+    if let Err((code, reason)) = http.guard.check(&request, user) {
+        return refusal(code, reason);
+    }
+    if request.method().is_safe() {
+        return next.run(request).await;
+    }
+    // Asked twice: a stop that has begun waits for those under way, and would hold up this one.
+    let refused = || refusal(StatusCode::SERVICE_UNAVAILABLE, STOPPING);
+    if http.is_stopping() {
+        return refused();
+    }
+    match http.changes.0.acquire().await {
+        Ok(_permit) if !http.is_stopping() => next.run(request).await,
+        _ => refused(),
     }
 }
 
@@ -178,7 +229,7 @@ async fn within_deadline(request: Request, next: Next) -> Response {
 
 async fn unknown_path(uri: Uri) -> Response {
     let text = format!(
-        "{} is not served here; there are /healthz, /metrics, /status, /peers, /config, \
+        "{} is not served here; there are /healthz, /livez, /readyz, /metrics, /status, /peers, /config, \
          /cache/clear, /quota and /healthcheck",
         uri.path()
     );
@@ -198,16 +249,39 @@ pub(crate) fn condition(status: &ServiceStatus) -> &'static str {
     }
 }
 
+/// Answers whenever this process can.
+async fn alive() -> Response {
+    Json(json!({"status": "alive"})).into_response()
+}
+
+/// Answers 200 while engines are served.
+async fn ready(State(http): Shared) -> Response {
+    match served(&http).await {
+        Ok(_) => Json(json!({"status": "ready"})).into_response(),
+        Err(refused) => refused,
+    }
+}
+
+/// Returns the state of a server that serves engines, or the answer that names why it does not.
+async fn served(http: &Http) -> Result<ServiceStatus, Response> {
+    let (status, reason) = match http.is_stopping() {
+        true => ("stopping", STOPPING.to_owned()),
+        false => match http.probe.run().await {
+            Ok(status) => return Ok(status),
+            Err(reason) => ("stuck", reason),
+        },
+    };
+    let body = json!({"status": status, "reason": reason, "error": reason});
+    Err((StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response())
+}
+
 async fn health(State(http): Shared) -> Response {
-    match http.probe.run().await {
+    match served(&http).await {
         Ok(status) => {
             let body = json!({"status": condition(&status), "tiers": status.tiers});
             Json(body).into_response()
         }
-        Err(reason) => {
-            let body = json!({"status": "stuck", "reason": reason, "error": reason});
-            (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
-        }
+        Err(refused) => refused,
     }
 }
 

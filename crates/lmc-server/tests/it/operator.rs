@@ -528,3 +528,44 @@ fn fields_of_a_registration_that_are_not_known_are_named() {
     let status = String::from_utf8_lossy(&status.stdout);
     assert!(status.contains("kv_order"), "{status}");
 }
+
+/// Probes of a supervisor see a server that stops as not ready, and as alive until its tiers are closed.
+#[test]
+fn a_server_that_stops_is_alive_and_not_ready() {
+    let server = Server::start(&[]);
+    for path in ["/livez", "/readyz", "/healthz"] {
+        assert_eq!(
+            crate::common::ask(server.http, "GET", path, "").0,
+            200,
+            "{path}"
+        );
+    }
+    // A request whose body does not come holds the stop up.
+    let mut slow = TcpStream::connect(("127.0.0.1", server.http)).expect("a connection");
+    let head = "POST /cache/clear HTTP/1.1\r\nhost: 127.0.0.1\r\nexpect: 100-continue\r\n\
+                content-type: application/json\r\ncontent-length: 2\r\n\r\n";
+    slow.write_all(head.as_bytes()).expect("a request");
+    let mut begun = [0; 12];
+    slow.set_read_timeout(Some(DEADLINE)).expect("a timeout");
+    slow.read_exact(&mut begun).expect("it waits for the body");
+    server.signal(libc::SIGTERM);
+    server.line("stopping after SIGTERM");
+    let asked = |method: &str, path: &str| crate::common::ask(server.http, method, path, "{}");
+    for path in ["/readyz", "/healthz"] {
+        let (code, answer) = asked("GET", path);
+        assert_eq!(code, 503, "{answer}");
+        assert!(answer.contains(r#""status":"stopping""#), "{answer}");
+    }
+    assert_eq!(asked("GET", "/livez").0, 200);
+    assert_eq!(asked("GET", "/metrics").0, 200);
+    assert_eq!(asked("POST", "/cache/clear").0, 503);
+    let url = format!("http://127.0.0.1:{}", server.http);
+    let status = lmc().args(["status", "--url", &url]).output();
+    assert_eq!(status.expect("the binary runs").status.code(), Some(1));
+    slow.write_all(b"{}").expect("the rest of the request");
+    let mut answer = String::new();
+    slow.read_to_string(&mut answer).expect("an answer");
+    assert!(answer.contains("HTTP/1.1 200"), "{answer}");
+    let mut server = server;
+    assert_eq!(server.process.wait().code(), Some(0));
+}
