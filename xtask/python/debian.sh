@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes a Debian without any package that it can do without, for checks of what operators install:
-# `base`, and two layers over it: `tools` with lintian, man and systemd, and `images` with podman.
+# `base`, and two layers over it: `tools` with lintian, man, systemd and shells, and `images` with podman.
 # Prints the folder of all three on stdout.
 #
 # The folder lies in LMC_CACHE_DIR (~/.cache/lmc unless set) under a name for what goes into it.
@@ -38,7 +38,7 @@ make() {
     for tool in apt-get dpkg-deb chroot ip nsenter unshare wget; do
         command -v "$tool" >/dev/null || cannot "no $tool here"
     done
-    log "making $folder (downloads about 150 MB from $MIRROR, 620 MB on disk)"
+    log "making $folder (downloads about 170 MB from $MIRROR, 700 MB on disk)"
     mkdir -p "$folder/debootstrap" "$folder/work"
     debian_update || cannot "apt-get could not fetch Debian's lists of packages"
     (cd "$folder/work" && apt_get -o APT::Sandbox::User=root download debootstrap) ||
@@ -49,7 +49,7 @@ make() {
     "$folder/debootstrap/usr/sbin/debootstrap" --variant=minbase "$SUITE" "$folder/base" "$MIRROR" >&2 ||
         cannot "debootstrap could not make a Debian $SUITE out of $MIRROR: see above"
     rm -rf "$folder"/base/var/cache/apt/archives/*.deb
-    layer "$folder" tools base lintian man-db systemd
+    layer "$folder" tools base fish lintian man-db systemd zsh
     layer "$folder" images base ca-certificates crun podman
 }
 

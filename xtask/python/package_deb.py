@@ -7,6 +7,7 @@ its service starts, proves to be alive, is started again when it is killed or st
 
 import glob
 import io
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,8 @@ from debian_machine import CGROUPS, DEADLINE, Machine, debian, ran
 from wheel_check import LIBRARIES, needs, runs_with
 
 BENCH = ("lmc", "bench", "--url", "tcp://127.0.0.1:5555", "--http-url", "http://127.0.0.1:8080")
+# Prompts of eight chunks that an upgrade has to find again.
+PROMPTS = 6
 # Kills a server that is stuck sooner than the unit does.
 SHORT_WATCHDOG = "[Service]\nWatchdogSec=4s\n"
 ON_DISK = ('l1_size_gb = "64MiB"\nipc_path = "/run/lmc/lmc.sock"\ndisk = "/var/lib/lmc/disk"\n'
@@ -165,12 +168,29 @@ def service(machine, path):
         limits(machine)
     else:
         skip("the service may lock any memory", "this machine's root may not raise limits")
+    shells(machine)
     serving(machine)
     comes_back(machine)
+    upgraded(machine, path)
+    other_user(machine)
     ran(machine, "it is purged", "dpkg", "--purge", "lmc")
     ok, said = machine.run("systemctl", "is-active", "lmc")
     check("its service has ended", not ok, said)
     traces(machine, before)
+
+
+def shells(machine):
+    """Completions where the shells of Debian look for them."""
+    for shell, line in (("fish", "complete -C 'lmc ser' | cut -f 1"),
+                        ("zsh", "autoload -Uz compinit; compinit -D; print serve $_comps[lmc]"),
+                        ("bash", "source /usr/share/bash-completion/completions/lmc; "
+                                 "COMP_WORDS=(lmc ser); COMP_CWORD=1; _lmc lmc ser lmc; "
+                                 "echo ${COMPREPLY[@]}")):
+        ok, said = machine.run("env", "HOME=/run/home", shell, "-c", line)
+        words = said.split()
+        check(f"{shell} completes lmc", ok and "serve" in words
+              and (shell != "zsh" or "_lmc" in words), said)
+    ran(machine, "man finds a page of it", "man", "--where", "lmc-serve")
 
 
 def may_raise_limits():
@@ -186,6 +206,73 @@ def limits(machine):
                  "cat /proc/$(systemctl show -P MainPID lmc)/limits")
     locked = re.search("^Max locked memory.*", found, re.MULTILINE)
     check("it may lock any memory", "unlimited" in locked[0], locked[0])
+
+
+def status(machine):
+    """What the server says of itself."""
+    ok, said = machine.run("lmc", "status", "--json")
+    if not ok:
+        raise RuntimeError(said)
+    return json.loads(said)["lmc"]
+
+
+def later(path, top):
+    """Builds the same package as a later version of itself, in a folder. Returns its path."""
+    tree = os.path.join(top, "tree")
+    subprocess.run(["dpkg-deb", "--raw-extract", path, tree], check=True)
+    control = os.path.join(tree, "DEBIAN", "control")
+    with open(control) as file:
+        fields = re.sub("^(Version: .*)$", r"\1+later", file.read(), flags=re.MULTILINE)
+    with open(control, "w") as file:
+        file.write(fields)
+    built = os.path.join(top, "later.deb")
+    subprocess.run(["dpkg-deb", "--root-owner-group", "-Zgzip", "--build", tree, built], check=True,
+                   stdout=subprocess.DEVNULL)
+    return built
+
+
+def upgraded(machine, path):
+    """A later version over this one: what is on the drive is found."""
+    load = (*BENCH, "--force", "--model", "upgrade", "--seed", "7", "--warmup", "0", "--count",
+            str(PROMPTS))
+    ran(machine, "prompts are stored", *load, "--workload", "store")
+    written = machine.eventually("sh", "-c", "lmc status --json | grep -q '\"queued_bytes\": 0,'")
+    before = status(machine)["lower"][0]
+    check("they are on the drive", written and before["chunks"] >= PROMPTS, str(before["chunks"]))
+    process = shows(machine, "MainPID")
+    with tempfile.TemporaryDirectory(prefix="lmc-later-") as top:
+        machine.put(later(path, top), "/root/later.deb")
+    ran(machine, "a later version is installed over it", "dpkg", "--install", "/root/later.deb")
+    machine.run("rm", "/root/later.deb")
+    version = machine.run("dpkg-query", "--show", "--showformat", "${Version}", "lmc")[1]
+    check("it is the later version", version.endswith("+later"), version)
+    check("its server is active", machine.run("systemctl", "is-active", "lmc")[1] == "active"
+          and shows(machine, "MainPID") not in ("0", process))
+    start = status(machine)
+    after = start["lower"][0]
+    check("it has found every chunk of the drive", after["chunks"] == before["chunks"],
+          f"{after['chunks']} of {before['chunks']}")
+    check("and has none in memory", start["usage"]["chunks"] == 0)
+    ran(machine, "the same prompts are hits, with the bytes that were stored", *load, "--workload",
+        "retrieve", "--prompts", str(PROMPTS))
+    found = status(machine)
+    check("they came from the drive", found["lower"][0]["promoted"] > 0
+          and found["counts"]["stored_chunks"] == 0,
+          f"{found['lower'][0]['promoted']} chunks read, {found['counts']['stored_chunks']} stored")
+
+
+def other_user(machine):
+    """The service as the user of the engines, as its settings advise."""
+    machine.run("useradd", "--system", "vllm")
+    machine.write("[Service]\nUser=vllm\nGroup=vllm\n",
+                  "/etc/systemd/system/lmc.service.d/override.conf")
+    ran(machine, "another user is named", "systemctl", "daemon-reload")
+    ran(machine, "the service runs as the engines' user", "systemctl", "restart", "lmc")
+    owner = machine.run("stat", "-c", "%U", "/var/lib/lmc/disk")[1]
+    check("its folder is that user's", owner == "vllm", owner)
+    check("and its chunks are still found", status(machine)["lower"][0]["chunks"] > 0)
+    machine.run("systemctl", "stop", "lmc")
+    machine.run("userdel", "vllm")
 
 
 def comes_back(machine):

@@ -218,6 +218,10 @@ pub(crate) struct BenchArgs {
     /// Seed of the prompts; the same seed gives the same prompts.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) seed: u64,
+    /// Name of the model in the chunks' keys. With the same name and seed, a later run finds the chunks
+    /// that this one leaves in the server (--force); by default each run has a name of its own.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) model: Option<String>,
     /// Print JSON instead of a table.
     #[arg(long)]
     pub(crate) json: bool,

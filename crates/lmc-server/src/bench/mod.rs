@@ -81,12 +81,12 @@ pub(crate) fn run(matches: &ArgMatches) -> ExitCode {
 /// Runs every combination and prints the results. Whether all went well.
 fn measure(args: BenchArgs) -> Result<bool> {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    let own_name = || {
+        let since = since.unwrap_or_default().as_millis();
+        format!("lmc-bench-{}-{since}", std::process::id())
+    };
     let mut plan = Plan {
-        model: format!(
-            "lmc-bench-{}-{}",
-            std::process::id(),
-            since.unwrap_or_default().as_millis()
-        ),
+        model: args.model.clone().unwrap_or_else(own_name),
         chunk_tokens: 0,
         args,
     };

@@ -83,6 +83,30 @@ fn every_workload_is_measured_and_every_byte_is_right() {
 }
 
 #[test]
+fn a_run_under_the_name_of_an_earlier_one_finds_what_that_left() {
+    let server = start();
+    let stored = |model: &str| {
+        let args = [
+            "--workload",
+            "retrieve",
+            "--tokens",
+            "64",
+            "--count",
+            "4",
+            "--force",
+        ];
+        let mut run = bench(&server, &args);
+        let output = run.args(["--model", model]).output().expect("it runs");
+        assert_eq!(output.status.code(), Some(0), "{:#}", report(&output));
+        server.metric("lmc_stored_chunks_total")
+    };
+    // Four prompts of two chunks.
+    assert_eq!(stored("m"), 8.0);
+    assert_eq!(stored("m"), 8.0);
+    assert_eq!(stored("n"), 16.0);
+}
+
+#[test]
 fn a_mix_is_measured_kind_by_kind_and_written_as_csv() {
     let server = start();
     let path = std::env::temp_dir().join(format!("lmc-bench-{}.csv", server.port));
