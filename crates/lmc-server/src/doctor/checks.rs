@@ -205,16 +205,17 @@ fn huge_pages(config: &ServeConfig) -> Finding {
         true => ArenaConfig::shared_unique(name, TRIED_BYTES),
         false => ArenaConfig::sealed(TRIED_BYTES),
     };
-    match arena.with_huge_pages(Demand::Required).build() {
+    match arena.with_huge_pages(config.huge_pages).build() {
         Ok(arena) => {
             arena.unlink();
-            Finding::ok(check, "the pool gets them")
+            let report = arena.report();
+            match report.huge_pages {
+                true => Finding::ok(check, "the pool gets them"),
+                // Its text names the remedy, as that of the error does.
+                false => Finding::warning(check, report.notes.join("; "), ""),
+            }
         }
-        // Its text names the remedy.
-        Err(error) if config.huge_pages == Demand::Required => {
-            Finding::problem(check, error.to_string(), "")
-        }
-        Err(error) => Finding::warning(check, error.to_string(), ""),
+        Err(error) => Finding::problem(check, error.to_string(), ""),
     }
 }
 
