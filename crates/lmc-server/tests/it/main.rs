@@ -33,5 +33,5 @@ mod remote_tools;
 mod s3_servers;
 mod secrets;
 mod start;
-mod unequal;
 mod supervisor;
+mod unequal;
