@@ -2,10 +2,11 @@
 
   pd_nixl_bench.py --server-bin target/release/lmc --package target/python --model FOLDER --nixl FOLDER
 
-Three pairs of engines: with lmc's own connector and servers that are peers, and with NixlConnector, by
-turns; then with both NixlConnector and LMCache's connector, which keeps the prompts in
-lmc. Prompts are computed in eight steps; vLLM's own prefix cache is off. Engines of a pair have a core
-each. `--nixl`: the Python packages with NIXL. Prints one line of JSON: seconds to the first token.
+Three pairs of engines, one after the other, since threads of NIXL take time of the cores also while
+nothing is handed over: with lmc's own connector and servers that are peers; with NixlConnector; with both
+NixlConnector and LMCache's connector, which keeps the prompts in lmc. Prompts are computed in eight steps;
+vLLM's own prefix cache is off. `--nixl`: the Python packages with NIXL. Prints one line of JSON: seconds
+to the first token.
 """
 
 import argparse
@@ -23,10 +24,10 @@ from pd_bench import DEADLINE, FLAGS, STEP, STEPS, Pair, first_token
 from sdists import sdist_file
 from toys import worded
 
-NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"num_threads": 1}}
 OWN = ("prefill engine", "decode engine, warm", "one after the other", "both at once", "pushed")
-NIXL_WAY = "NixlConnector"
-# Six engines at once need more memory than small machines have.
+ALONE = ("NixlConnector, prefill engine", "NixlConnector")
 BOTH = ("both connectors, prefill engine", "both connectors", "both connectors, again")
 
 
@@ -49,7 +50,7 @@ class NixlPair:
 
     def __init__(self, args, model, packages, stack, keeps):
         self.engines = []
-        for core in range(2):
+        for _ in range(2):
             config = NIXL
             if keeps:
                 options = types.SimpleNamespace(server_bin=args.server_bin, peer=False)
@@ -60,11 +61,8 @@ class NixlPair:
                           "kv_connector_extra_config": {"connectors": connectors}}
             env = dict(os.environ, VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
                        VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()))
-            cores = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, {sorted(cores)[core % len(cores)]})
             engine = VllmServe(model, *FLAGS, "--kv-transfer-config", json.dumps(config),
                                threads=args.threads, paths=(packages,), env=env)
-            os.sched_setaffinity(0, cores)
             stack.callback(engine.kill)
             self.engines.append(engine)
         for engine in self.engines:
@@ -123,11 +121,14 @@ def main():
         rounds = [{} for _ in range(args.rounds + 1)]
         with contextlib.ExitStack() as stack:
             own = Pair(args, model, stack)
-            nixl = NixlPair(args, model, packages, stack, keeps=False)
             ports = (own.prefill.http, own.decode.http, own.one, own.both, own.pushed)
             ways = {way: (port, own.decode) for way, port in zip(OWN, ports, strict=True)}
-            found = measure(rounds, ways | {NIXL_WAY: (nixl.port, nixl.decode)},
-                            {OWN[1]: own.decode.http})
+            found = measure(rounds, ways, {OWN[1]: own.decode.http})
+        with contextlib.ExitStack() as stack:
+            nixl = NixlPair(args, model, packages, stack, keeps=False)
+            ways = dict(zip(ALONE, ((nixl.prefill.http, nixl.decode), (nixl.port, nixl.decode)),
+                            strict=True))
+            found |= measure(rounds, ways, {})
         with contextlib.ExitStack() as stack:
             both = NixlPair(args, model, packages, stack, keeps=True)
             # The last one's prompt is what the prefill engine's server keeps.

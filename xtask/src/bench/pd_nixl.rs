@@ -13,7 +13,7 @@ const BENCH: &str = "bench pd-nixl";
 const JSON: &str = "docs/benchmarks/pd-nixl.json";
 const SCRIPT: &str = "xtask/python/pd_nixl_bench.py";
 /// The script's ways to a first token, each with what it is.
-const WAYS: [(&str, &str); 9] = [
+const WAYS: [(&str, &str); 10] = [
     (
         "prefill engine",
         "the prefill engine alone, which computes the prompt",
@@ -35,12 +35,16 @@ const WAYS: [(&str, &str); 9] = [
         "`lmc proxy --decode-peer`: the prefill engine, whose server pushes, then the decode engine",
     ),
     (
+        "NixlConnector, prefill engine",
+        "the prefill engine of the next row alone",
+    ),
+    (
         "NixlConnector",
         "`NixlConnector`, behind vLLM's `toy_proxy_server.py`",
     ),
     (
         "both connectors, prefill engine",
-        "the prefill engine of the next two rows alone, which computes the prompt",
+        "the prefill engine of the next two rows alone",
     ),
     (
         "both connectors",
@@ -91,9 +95,8 @@ fn section(
         "## A hand-over on one host, beside NixlConnector\n\n\
          `cargo xtask bench pd-nixl --rounds {0}`: medians of {0} rounds; a prompt of {1} tokens that is new \
          each time, which an engine computes in eight steps; pairs of engines ({2} thread each, the \
-         model of the tests, vLLM's own prefix cache off), an engine of a pair on a core of its own: the \
-         first five rows with lmc's own connector and a server each, by turns with the sixth, the last three \
-         afterwards. \
+         model of the tests, vLLM's own prefix cache off), one pair after the other: with lmc's own connector, \
+         a server and a core for each engine, with `NixlConnector`, and with both. \
          All figures are in [pd-nixl.json](benchmarks/pd-nixl.json).\n\n{3}\n\
          | | first token | beyond the prefill engine alone | tokens from elsewhere |\n|---|--:|--:|--:|\n",
         options.rounds,
