@@ -172,7 +172,7 @@ def chart(lmc):
           <= set(container["args"]), str(container["args"]))
     check("the image is the one of the values", container["image"] == "registry.example/lmc:1")
     memory = container["resources"]["limits"]["memory"]
-    check("the limit of memory is 1 GiB above the pool", memory == "101Gi", memory)
+    check("the limit of memory is 2 GiB and a 64th above the pool", memory == "103Gi", memory)
 
 
 def daemon(lmc, found, port, http):

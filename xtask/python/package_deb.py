@@ -176,6 +176,8 @@ def service(machine, path):
     ran(machine, "it is purged", "dpkg", "--purge", "lmc")
     ok, said = machine.run("systemctl", "is-active", "lmc")
     check("its service has ended", not ok, said)
+    # Settings of the administrator's own stay.
+    machine.run("rm", "-r", "/etc/systemd/system/lmc.service.d")
     traces(machine, before)
 
 

@@ -45,7 +45,7 @@ def built(machine, there, archive):
         return False
     folder = os.path.join(ROOT, "packaging", "container")
     machine.run("mkdir", "-p", "/build/lmc")
-    for name in os.listdir(folder):
+    for name in ("Containerfile", "collect.sh"):
         machine.put(os.path.join(folder, name), f"/build/{name}")
     # As the recipe's head says.
     machine.put(archive, "/root/lmc.tar.gz")

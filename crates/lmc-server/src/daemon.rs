@@ -111,6 +111,8 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
         (Err(error), Ok(_)) | (Ok(()), Err(error)) => return Err(error),
         (Err(engines), Err(http)) => bail!("{engines:#}\nlmc serve: {http:#}"),
     };
+    // The memory of a server that was killed may have to be freed first.
+    supervisor.starting("making the pool", OPEN_TIMEOUT);
     let arena = Arc::new(pool::make(config, cores)?);
     // Members of it may be among this server's own peers.
     let directory = peers::host_directory(config, &arena).inspect_err(|_| arena.unlink())?;
@@ -161,7 +163,7 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     }
     let (stop, stopped) = watch::channel(false);
     let mut http = Http::new(service.clone(), address, loaded, digests);
-    let probe = http.probe().clone();
+    let probe = http.probe().alone();
     let changes = http.changes().clone();
     http.peers = peers;
     http.stores = stores;
@@ -359,9 +361,11 @@ async fn close_tiers(service: &Service, deadline: Instant) {
     }
 }
 
-/// Asks the engines' own socket and the state behind it, as `/healthz` does.
+/// Asks the engines' own socket, and for the state behind it, without which a server may yet serve.
 async fn condition(probe: &Probe) -> Result<&'static str, String> {
-    Ok(http::condition(&probe.run().await?))
+    probe.engines().await?;
+    let status = probe.status().await;
+    Ok(status.map_or("its state is not known", |status| http::condition(&status)))
 }
 
 /// Says when the pool is all there, or why it will not be.

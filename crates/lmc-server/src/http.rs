@@ -258,21 +258,21 @@ async fn alive() -> Response {
 async fn ready(State(http): Shared) -> Response {
     match served(&http).await {
         Ok(_) => Json(json!({"status": "ready"})).into_response(),
-        Err(refused) => refused,
+        Err(fault) => not_served(fault),
     }
 }
 
-/// Returns the state of a server that serves engines, or the answer that names why it does not.
-async fn served(http: &Http) -> Result<ServiceStatus, Response> {
-    let (status, reason) = match http.is_stopping() {
-        true => ("stopping", STOPPING.to_owned()),
-        false => match http.probe.run().await {
-            Ok(status) => return Ok(status),
-            Err(reason) => ("stuck", reason),
-        },
-    };
+/// Returns the state of a server that serves engines, or a word and the reason where it does not.
+async fn served(http: &Http) -> Result<ServiceStatus, (&'static str, String)> {
+    match http.is_stopping() {
+        true => Err(("stopping", STOPPING.to_owned())),
+        false => http.probe.run().await.map_err(|reason| ("stuck", reason)),
+    }
+}
+
+fn not_served((status, reason): (&'static str, String)) -> Response {
     let body = json!({"status": status, "reason": reason, "error": reason});
-    Err((StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response())
+    (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
 }
 
 async fn health(State(http): Shared) -> Response {
@@ -281,7 +281,7 @@ async fn health(State(http): Shared) -> Response {
             let body = json!({"status": condition(&status), "tiers": status.tiers});
             Json(body).into_response()
         }
-        Err(refused) => refused,
+        Err(fault) => not_served(fault),
     }
 }
 

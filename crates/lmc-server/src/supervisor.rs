@@ -89,7 +89,7 @@ impl Supervisor {
             return;
         };
         // A probe takes up to four seconds on a server that is hardly alive.
-        let mut every = tokio::time::interval(watchdog / 4);
+        let mut every = tokio::time::interval(watchdog / 6);
         every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut warned = false;
         loop {

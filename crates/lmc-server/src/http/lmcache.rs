@@ -80,9 +80,9 @@ fn refused(text: impl Into<String>) -> Response {
 }
 
 async fn health(State(http): Shared) -> Response {
-    match http.probe.run().await {
+    match super::served(&http).await {
         Ok(_) => Json(json!({"status": "healthy"})).into_response(),
-        Err(reason) => {
+        Err((_, reason)) => {
             let body = json!({"status": "unhealthy", "reason": reason, "error": reason});
             (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
         }
@@ -181,20 +181,17 @@ fn config(service: &Service, loaded: &Loaded, shown_salt: impl Fn(&str) -> Strin
 /// LMCache's fields where its tools look for them, and everything of ours under `lmc`; with
 /// `full=1` every bucket of the durations, too.
 async fn status(State(http): Shared, Query(asked): Query<Map<String, Value>>) -> Response {
-    let (stuck, status) = match http.probe.run().await {
+    let (fault, status) = match super::served(&http).await {
         Ok(status) => (None, status),
-        Err(stuck) => match http.probe.status().await {
-            Ok(status) => (Some(stuck), status),
+        Err(fault) => match http.probe.status().await {
+            Ok(status) => (Some(fault), status),
             Err(reason) => return refusal(StatusCode::SERVICE_UNAVAILABLE, reason),
         },
     };
-    let mut answer = lmcache_status(&http, stuck.is_none(), &status);
-    answer["status"] = match stuck {
-        None => super::condition(&status),
-        Some(_) => "stuck",
-    }
-    .into();
-    answer["reason"] = stuck.into();
+    let mut answer = lmcache_status(&http, fault.is_none(), &status);
+    let (word, reason) = fault.unzip();
+    answer["status"] = word.unwrap_or_else(|| super::condition(&status)).into();
+    answer["reason"] = reason.into();
     let full = asked.get("full").is_some_and(|full| full == "1");
     answer["lmc"] = json!(status);
     answer["lmc"]["operations"] = operations(&status, full);

@@ -41,22 +41,36 @@ impl Probe {
         }
     }
 
+    /// Returns a probe that the looks of this one do not hold up.
+    pub(crate) fn alone(&self) -> Self {
+        Self {
+            free: Arc::new(Semaphore::new(AT_ONCE)),
+            ..self.clone()
+        }
+    }
+
     /// Asks the engines' own socket, then for the state behind it. The state, or what is stuck.
     pub(crate) async fn run(&self) -> Result<ServiceStatus, String> {
+        self.engines().await?;
+        self.status().await
+    }
+
+    /// Asks the engines' own socket.
+    pub(crate) async fn engines(&self) -> Result<(), String> {
         let engines = self.engines;
         let asked = self.within_deadline("the engines' socket", move || {
             let mut client = Client::connect(engines, DEADLINE)?;
             client.ask(&Request::Noop)
         });
         match asked.await? {
-            Ok(Reply::Text(_)) => self.status().await,
+            Ok(Reply::Text(_)) => Ok(()),
             Ok(other) => Err(format!("the engines' socket answered {other:?}")),
             Err(error) => Err(format!("the engines' socket does not answer: {error}")),
         }
     }
 
     /// The state of the service.
-    pub(super) async fn status(&self) -> Result<ServiceStatus, String> {
+    pub(crate) async fn status(&self) -> Result<ServiceStatus, String> {
         let service = self.service.clone();
         self.within_deadline("the service", move || service.status(Instant::now()))
             .await

@@ -24,6 +24,8 @@ struct Server {
     engines: SocketAddr,
     service: Service,
     stop: watch::Sender<bool>,
+    /// Says that the server stops, and answers people until then.
+    stopping: watch::Sender<bool>,
     /// A channel of its own, so that a test can end the engines' side alone.
     stop_engines: watch::Sender<bool>,
     runtime: Option<Runtime>,
@@ -43,6 +45,7 @@ impl Server {
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 256).expect("a hasher");
         let service = Service::new(ServiceConfig::new(hasher), engine).expect("a service");
         let (stop, stopped) = watch::channel(false);
+        let (stopping, is_stopping) = watch::channel(false);
         let (stop_engines, engines_stopped) = watch::channel(false);
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
@@ -62,7 +65,8 @@ impl Server {
             let socket = TcpListener::bind("127.0.0.1:0").await.expect("a port");
             let address = socket.local_addr().expect("an address");
             let digests = SaltDigests::new(&loaded.config).expect("random bytes");
-            let http = Http::new(service.clone(), engines, &loaded, digests);
+            let mut http = Http::new(service.clone(), engines, &loaded, digests);
+            http.stopping = Some(is_stopping);
             tokio::spawn(serve(socket, http, stopped));
             (address, engines)
         });
@@ -71,6 +75,7 @@ impl Server {
             engines,
             service,
             stop,
+            stopping,
             stop_engines,
             runtime: Some(runtime),
         }
@@ -581,4 +586,28 @@ fn answers_are_compressed_for_those_who_take_it() {
     assert!(!length("accept-encoding: identity\r\n").0);
     let (compressed, small) = length("accept-encoding: gzip\r\n");
     assert!(compressed && small * 4 < plain, "{small} of {plain}");
+}
+
+#[test]
+fn a_server_that_stops_is_alive_and_not_ready() {
+    let server = Server::start();
+    for path in ["/livez", "/readyz", "/healthz"] {
+        assert_eq!(server.ask("GET", path, "").0, 200, "{path}");
+    }
+    server.stopping.send_replace(true);
+    for path in ["/readyz", "/healthz"] {
+        let (code, answer) = server.json("GET", path, "");
+        assert_eq!(
+            (code, &answer["status"]),
+            (503, &"stopping".into()),
+            "{path}"
+        );
+    }
+    assert_eq!(server.ask("GET", "/healthcheck", "").0, 503);
+    let (code, status) = server.json("GET", "/status", "");
+    assert_eq!((code, &status["status"]), (200, &"stopping".into()));
+    for path in ["/livez", "/metrics"] {
+        assert_eq!(server.ask("GET", path, "").0, 200, "{path}");
+    }
+    assert_eq!(server.ask("POST", "/cache/clear", "{}").0, 503);
 }

@@ -44,7 +44,9 @@ fn a_host_on_which_the_server_starts_has_no_problem() {
     let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
     let listens = TcpListener::bind("127.0.0.1:0").expect("a port");
     let peer = listens.local_addr().expect("an address").to_string();
-    let socket = folder.join("lmc.sock");
+    // Paths of sockets are short.
+    let run = Folder::temporary();
+    let socket = run.join("lmc.sock");
     let (code, found) = doctor(&[
         "--disk",
         folder.text(),

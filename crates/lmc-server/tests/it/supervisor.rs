@@ -20,12 +20,12 @@ impl Manager {
         Self { socket, folder }
     }
 
-    /// A server that this manager has started, and kills 2 s after the last ping.
+    /// A server that this manager has started, and kills 8 s after the last ping.
     fn start(&self) -> Server {
         let mut command = lmc();
         command
             .env("NOTIFY_SOCKET", self.folder.join("notify"))
-            .env("WATCHDOG_USEC", "2000000");
+            .env("WATCHDOG_USEC", "8000000");
         Server::start_by(command, &[])
     }
 

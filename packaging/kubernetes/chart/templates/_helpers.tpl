@@ -12,3 +12,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
+
+{{- define "lmc.memory" -}}
+{{ add .Values.poolGib 2 (div .Values.poolGib 64) }}Gi
+{{- end }}

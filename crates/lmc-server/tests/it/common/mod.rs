@@ -20,11 +20,19 @@ use lmc_vllm_adapter::{
 
 /// Returns the program without flags, and without settings of the user who runs the tests.
 pub(crate) fn lmc() -> Command {
-    without_settings(Command::new(env!("CARGO_BIN_EXE_lmc")))
+    without_manager(without_settings(Command::new(env!("CARGO_BIN_EXE_lmc"))))
 }
 
 fn without_settings(mut command: Command) -> Command {
     for name in ["LMC_CONFIG", "LMC_URL", "LMC_STATE_DIR"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// Keeps a server from the service manager of who runs the tests.
+fn without_manager(mut command: Command) -> Command {
+    for name in ["NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC"] {
         command.env_remove(name);
     }
     command
