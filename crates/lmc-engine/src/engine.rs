@@ -22,6 +22,7 @@ use tokio::task::AbortHandle;
 use crate::clears::{ClearError, ClearLog};
 use crate::config::{EngineConfig, EngineError};
 use crate::events::Relay;
+use crate::ghosts::Ghosts;
 use crate::host::EngineHost;
 use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, POLL, Tiers};
 use crate::policy::{LowerTier, WritePolicy};
@@ -135,6 +136,7 @@ struct Inner {
     left: Mutex<Vec<ChunkKey>>,
     lower: Option<LowerTiers>,
     pushed: Arc<PushedChunks>,
+    ghosts: Arc<Ghosts>,
     /// Bytes that a close has still to offer to lower tiers, or [`NOT_CLOSED`].
     unoffered: AtomicU64,
     stop: Arc<Stop>,
@@ -256,6 +258,8 @@ impl CacheEngine {
         }
         let clears = host.clear_log();
         let pushed = Arc::new(PushedChunks::new(pool.usage().capacity / 4));
+        let ghosts = Arc::new(Ghosts::new(pool.arena().len() as u64));
+        host.events().listen(Arc::clone(&ghosts) as _);
         let relay = Relay::new(clears.clone(), host.events().clone(), Arc::clone(&pushed));
         let relay = Arc::new(relay);
         let mut local = LocalConfig::new(pool)
@@ -286,6 +290,7 @@ impl CacheEngine {
             left: Mutex::default(),
             lower,
             pushed,
+            ghosts,
             unoffered: AtomicU64::new(NOT_CLOSED),
             stop: Arc::clone(&stop),
         });
@@ -335,6 +340,10 @@ impl CacheEngine {
 
     pub(crate) fn pushed(&self) -> &Arc<PushedChunks> {
         &self.0.pushed
+    }
+
+    pub(crate) fn ghosts(&self) -> &Ghosts {
+        &self.0.ghosts
     }
 
     pub(crate) fn local(&self) -> &LocalTier {

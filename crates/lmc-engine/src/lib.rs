@@ -47,6 +47,11 @@ pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, Removed, TierHea
 
 mod events;
 
+mod fingerprints;
+pub use fingerprints::FingerprintTable;
+
+mod ghosts;
+
 mod host;
 pub use host::{EngineHost, SpaceBook};
 
@@ -55,6 +60,9 @@ pub use lookup::{Found, FoundRank, LeaseLimit, Lookup, LookupRequest, Rank, Tier
 
 mod lower;
 pub use lower::LowerStatus;
+
+mod misses;
+pub use misses::{Miss, MissReason, Missing};
 
 mod policy;
 pub use policy::{Admission, LowerTier, SpaceFilter, TierPolicy, WritePolicy};

@@ -17,6 +17,7 @@ use tokio::task::AbortHandle;
 
 use crate::CacheEngine;
 use crate::lower::{Prompt, Source, Sources, Tiers, Waits, half_of};
+use crate::misses::{Cut, Miss, MissReason, Missing};
 
 /// Reads of a prompt that waits for its sources that may fail.
 const MAX_FAILURES: usize = 3;
@@ -135,6 +136,7 @@ impl LookupRequest {
             leases: found.leases,
             seen: found.seen,
             sources: Sources::default(),
+            miss: None,
         };
         (known, (found.resident, found.read))
     }
@@ -204,6 +206,9 @@ pub struct Found {
     pub resident: usize,
     /// The leases of each rank, in the order of the request; fewer ranks if one has no chunks.
     pub ranks: Vec<FoundRank>,
+    /// The chunk after those that were found; `None` if all were found, no rank was asked for, or the
+    /// pool was lost.
+    pub missing: Option<Box<Missing>>,
 }
 
 impl Found {
@@ -247,12 +252,19 @@ impl Found {
             hits,
             resident: resident.unwrap_or(0).min(hits),
             ranks: found,
+            missing: None,
         };
         for rank in &mut this.ranks {
             rank.promoted = rank.leases.len();
             rank.leases.truncate(hits);
         }
         this
+    }
+
+    /// Notes where the lookup of these chunks ended.
+    fn cut_at(mut self, cut: &Cut, hashes: &[ChunkHash]) -> Self {
+        self.missing = cut.missing(hashes, self.hits);
+        self
     }
 }
 
@@ -344,6 +356,8 @@ struct Known {
     seen: usize,
     /// Sources of the chunks after those.
     sources: Sources,
+    /// Reason why the chunk after the sources has none, where the question about it showed one.
+    miss: Option<Miss>,
 }
 
 impl Known {
@@ -404,6 +418,7 @@ impl CacheEngine {
         let align = self.local().pool().align();
         let mut known: Vec<Known> = Vec::with_capacity(request.ranks.len());
         let mut reach = request.hashes.len();
+        let mut cut = Cut::new(clears, reach);
         for &rank in &request.ranks {
             let mut keys = request.keys(request.name(rank, clears), rank, reach);
             let leases = self.lease_fitting(&request, rank, &mut keys);
@@ -424,8 +439,10 @@ impl CacheEngine {
                 seen: usize::MAX,
                 leases,
                 sources,
+                miss: None,
             };
             reach = one.reach();
+            cut.lower(reach, rank, None);
             known.push(one);
             if reach == 0 {
                 break;
@@ -439,6 +456,7 @@ impl CacheEngine {
         }
         let allowed = within_limit(request.limit.as_ref(), &known, reach, align);
         for rank in &mut known {
+            cut.lower(allowed, rank.rank, Some(Miss::certain(MissReason::Limit)));
             rank.truncate(allowed);
             if !request.for_peers {
                 let resident = &rank.keys[..rank.leases.len()];
@@ -457,12 +475,13 @@ impl CacheEngine {
                 leases: rank.leases,
                 read: Vec::new(),
             });
-            return Lookup::done(clears, Found::join(found.collect(), ranks));
+            let found = Found::join(found.collect(), ranks);
+            return Lookup::done(clears, found.cut_at(&cut, &request.hashes));
         };
         let (sender, found) = oneshot::channel();
         let (tiers, pushed) = (Arc::clone(lower.tiers()), Arc::clone(self.pushed()));
         let task = lower.spawn(async move {
-            let found = promote(&tiers, &request, clears, known, align).await;
+            let found = promote(&tiers, &request, cut, known, align).await;
             if !request.for_peers && !pushed.is_empty() {
                 // A push may have brought them meanwhile.
                 for rank in &found.ranks {
@@ -511,10 +530,11 @@ impl CacheEngine {
 async fn promote(
     tiers: &Arc<Tiers>,
     request: &LookupRequest,
-    clears: ClearsId,
+    cut: Cut,
     known: Vec<Known>,
     align: u64,
 ) -> Found {
+    let clears = cut.clears();
     let wait = request.hint.wait;
     let begun = now();
     let mut waits = Waits {
@@ -522,7 +542,7 @@ async fn promote(
         expected_until: begun + wait.unwrap_or_default(),
         clears,
     };
-    let (mut found, mut reach) = promote_known(tiers, request, clears, known, align, waits).await;
+    let (mut found, mut reach) = promote_known(tiers, request, cut, known, align, waits).await;
     if wait.is_none() || reach == 0 {
         return found;
     }
@@ -550,7 +570,8 @@ async fn promote(
             .into_iter()
             .map(|rank| request.after(clears, rank))
             .unzip();
-        (found, reach) = promote_known(tiers, &request, clears, known, align, waits).await;
+        let cut = Cut::new(clears, request.hashes.len());
+        (found, reach) = promote_known(tiers, &request, cut, known, align, waits).await;
         for (rank, (resident, mut read)) in found.ranks.iter_mut().zip(read) {
             rank.resident = resident;
             read.append(&mut rank.read);
@@ -567,11 +588,12 @@ async fn promote(
 async fn promote_known(
     tiers: &Arc<Tiers>,
     request: &LookupRequest,
-    clears: ClearsId,
+    mut cut: Cut,
     mut known: Vec<Known>,
     align: u64,
     waits: Waits,
 ) -> (Found, usize) {
+    let clears = cut.clears();
     let ranks = known.len();
     let begun = now();
     let hint = |rank: &Rank| request.hint.clone().with_chunk_bytes(rank.chunk_bytes);
@@ -580,7 +602,8 @@ async fn promote_known(
         let rest = &rank.keys[rank.leases.len()..];
         let known = mem::take(&mut rank.sources);
         let hint = hint(&rank.rank);
-        let found = tiers.locate(rest, known, &hint, waits).await;
+        let (found, miss) = tiers.locate(rest, known, &hint, waits).await;
+        rank.miss = miss;
         rank.sources = Sources {
             found,
             is_final: true,
@@ -592,9 +615,15 @@ async fn promote_known(
     let deadline = begun + tiers.promotion_timeout();
     let mut reach = known.iter().map(Known::reach).min().unwrap_or(0);
     for rank in &mut known {
+        cut.lower(rank.reach(), rank.rank, rank.miss);
         rank.truncate(reach);
     }
+    let mut limit = |reach: usize, reason| {
+        let first = known.first().map(|rank| rank.rank);
+        first.inspect(|rank| cut.lower(reach, *rank, Some(Miss::certain(reason))));
+    };
     reach = within_limit(request.limit.as_ref(), &known, reach, align);
+    limit(reach, MissReason::Limit);
     let resident = known
         .iter()
         .map(|rank| rank.leases.len())
@@ -602,6 +631,7 @@ async fn promote_known(
         .unwrap_or(0);
     let sources: Vec<&[Source]> = known.iter().map(|rank| &rank.sources.found[..]).collect();
     reach = tiers.worth_reading(&sources, resident, reach, request.hint.parts);
+    limit(reach, MissReason::Recompute);
     if reach > resident && !request.for_peers {
         for rank in &known {
             tiers.clears().name(rank.rank.space, clears);
@@ -626,18 +656,30 @@ async fn promote_known(
             reach: Arc::clone(shared_reach),
             half: half_of(deadline),
             read: Mutex::default(),
+            misses: Mutex::default(),
         });
         let leases = tiers.promote(&prompt, rank.leases).await;
         let read = mem::take(&mut *prompt.read.lock());
-        FoundRank {
+        let miss = prompt.miss_at(leases.len());
+        let found = FoundRank {
             rank: rank.rank,
             resident,
             seen: rank.seen,
             promoted: 0,
             leases,
             read,
-        }
+        };
+        (found, miss)
     });
-    let found = futures_util::future::join_all(promoted).await;
-    (Found::join(found, ranks), reach)
+    let promoted = futures_util::future::join_all(promoted).await;
+    let (found, misses): (Vec<FoundRank>, Vec<Option<Miss>>) = promoted.into_iter().unzip();
+    // A rank ends early where another one did: one that knows a reason counts before the others.
+    for (rank, miss) in found.iter().zip(misses).filter(|(_, miss)| miss.is_some()) {
+        cut.lower(rank.leases.len(), rank.rank, miss);
+    }
+    for rank in &found {
+        cut.lower(rank.leases.len(), rank.rank, None);
+    }
+    let found = Found::join(found, ranks);
+    (found.cut_at(&cut, &request.hashes), reach)
 }
