@@ -15,6 +15,7 @@ use crate::protocol::{CacheKey, Reply, Sources, TAIL_LOOKUP, TierChunks};
 use crate::service::ClientId;
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::events::StoredChunk;
+use crate::service::misses::Asked;
 use crate::service::notices::Notices;
 use crate::service::registry::{Candidate, RankSet, Registry};
 use crate::service::session::{Followed, Hits, Lookup, RankHold, Session, Sessions, Wait, Waiter};
@@ -52,6 +53,8 @@ struct Promoting {
     /// subscribers.
     chunks: Vec<StoredChunk>,
     push: Option<PushOfLookup>,
+    /// None for a tail.
+    asked: Option<Asked>,
 }
 
 /// The chunks of a lookup, for the peer that they are pushed to as far as they are found.
@@ -167,6 +170,7 @@ impl Lookups {
             Ok(hashed) => hashed,
             Err(refusal) => return refusal,
         };
+        let asked = Asked::of(key, &hashed, context.tokens_per_chunk(key), now);
         let owner = client.owner();
         let is_known = {
             let mut sessions = self.sessions.lock();
@@ -181,6 +185,9 @@ impl Lookups {
                 }
                 let before = sessions.end(client, &key.request_id);
                 drop(sessions);
+                if let Some(asked) = asked {
+                    context.note_refused(&key.request_id, &key.model_name, asked);
+                }
                 if let Some(notices) = self.notices_of(key).filter(|_| !is_known) {
                     notices.refuse_request(key, prefill_of(key));
                 }
@@ -200,6 +207,7 @@ impl Lookups {
         let most = MAX_KEYS / ranks.len().max(1);
         let range = &hashed.hashes[hashed.chunks.clone()];
         let hashes = range[..range.len().min(most)].to_vec();
+        let asked = asked.map(|asked| asked.looked_up(hashes.len(), !ranks.is_empty()));
         let push = PushOfLookup::of(key, &hashed, &hashes);
         if key.unit.is_none() {
             context.check_push(&key.configs.push_to);
@@ -232,10 +240,8 @@ impl Lookups {
             .with_limit(share_of(context, client));
         let lookup = engine.lookup(request);
         let clears = lookup.clears();
-        if key.unit.is_none() {
-            let tokens = hashed.chunks.len() as u64 * context.tokens_per_chunk(key);
-            add(&counters.lookups, 1);
-            add(&counters.lookup_tokens, tokens);
+        if let Some(asked) = asked {
+            context.count_asked(asked);
         }
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         let readers = key.num_kv_readers;
@@ -245,6 +251,9 @@ impl Lookups {
                     self.announcements(key, &hashed)
                 });
                 self.push_found(&push, &found);
+                if let Some(asked) = asked {
+                    context.note_misses(&key.request_id, &key.model_name, asked, &found);
+                }
                 let expires = now + context.config.lookup_lease;
                 let (hits, runs) = (found.hits as u64, runs(&found));
                 let holds = rank_holds(found, first, readers);
@@ -292,6 +301,7 @@ impl Lookups {
                 waits: wait.is_some(),
                 chunks: self.announcements(key, &hashed),
                 push,
+                asked,
             };
             self.finish_when_promoted(lookup, promoting);
         }
@@ -437,6 +447,9 @@ impl Lookups {
             promoting.chunks.clone()
         });
         self.push_found(&promoting.push, &found);
+        if let Some(asked) = promoting.asked {
+            context.note_misses(&promoting.request_id, model, asked, &found);
+        }
         let (hits, runs) = (found.hits as u64, runs(&found));
         let holds = rank_holds(found, promoting.first, promoting.readers);
         let expires = Instant::now() + context.config.lookup_lease;

@@ -3,8 +3,8 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use lmc_engine::{CacheEngine, ChunkEvent, DRAM, EventSink, TenantId};
-use lmc_key::{KeySpace, LayoutFingerprint, Salt, SpaceId};
+use lmc_engine::{CacheEngine, ChunkEvent, DRAM, EventSink, FingerprintTable, TenantId};
+use lmc_key::{ChunkHash, KeySpace, LayoutFingerprint, Salt, SpaceId};
 use parking_lot::Mutex;
 
 use crate::service::events::EventLog;
@@ -35,6 +35,8 @@ impl Space {
 #[derive(Debug)]
 struct Table {
     spaces: HashMap<SpaceId, Space>,
+    /// The last space of each [`tag_of`] that was named.
+    tagged: HashMap<u16, SpaceId>,
     purge_spaces_above: usize,
     tenants: HashMap<Salt, TenantId>,
     purge_tenants_above: usize,
@@ -45,6 +47,7 @@ impl Default for Table {
     fn default() -> Self {
         Self {
             spaces: HashMap::new(),
+            tagged: HashMap::new(),
             purge_spaces_above: PURGE_ABOVE,
             tenants: HashMap::new(),
             purge_tenants_above: PURGE_ABOVE,
@@ -60,12 +63,16 @@ impl Table {
             self.spaces.retain(|_, space| space.chunks > 0);
             self.purge_spaces_above = PURGE_ABOVE.max(2 * self.spaces.len());
         }
-        self.spaces.entry(space).or_insert_with(|| Space {
-            model: model.into(),
-            description: None,
-            requested: false,
-            generation: None,
-            chunks: 0,
+        let tagged = &mut self.tagged;
+        self.spaces.entry(space).or_insert_with(|| {
+            tagged.insert(tag_of(space), space);
+            Space {
+                model: model.into(),
+                description: None,
+                requested: false,
+                generation: None,
+                chunks: 0,
+            }
         })
     }
 }
@@ -78,14 +85,23 @@ pub(crate) struct Spaces {
     log: Arc<EventLog>,
     /// Tokens of a whole chunk.
     chunk_size: u32,
+    /// The [`tag_of`] the last space that a chunk was stored in, by its tenant and hash.
+    last_spaces: FingerprintTable,
+}
+
+/// Returns two bytes of a space's id, which few spaces share.
+fn tag_of(space: SpaceId) -> u16 {
+    let [first, second, ..] = *space.as_bytes();
+    u16::from_le_bytes([first, second])
 }
 
 impl Spaces {
-    pub(crate) fn new(log: Arc<EventLog>, chunk_size: u32) -> Self {
+    pub(crate) fn new(log: Arc<EventLog>, chunk_size: u32, pool_bytes: u64) -> Self {
         Self {
             table: Mutex::default(),
             log,
             chunk_size,
+            last_spaces: FingerprintTable::new(pool_bytes),
         }
     }
 
@@ -142,6 +158,24 @@ impl Spaces {
     /// Returns what a space is made of; `None` where only its id is known.
     pub(crate) fn description(&self, space: SpaceId) -> Option<KeySpace> {
         self.table.lock().spaces.get(&space)?.description.clone()
+    }
+
+    /// Returns another space in which a chunk with this hash was stored last, and the fields in which
+    /// it differs from a space, as far as that is remembered. Both are of one tenant: no tenant may
+    /// learn from the reason of its misses what another has stored.
+    pub(crate) fn other_space(
+        &self,
+        space: SpaceId,
+        hash: &ChunkHash,
+    ) -> Option<(SpaceId, Vec<&'static str>)> {
+        let table = self.table.lock();
+        let description = |space: &SpaceId| table.spaces.get(space)?.description.as_ref();
+        let asked = description(&space)?;
+        let tag = self.last_spaces.get((&asked.salt, hash))?;
+        let other = table.tagged.get(&tag)?;
+        let differs = asked.differences(description(other)?);
+        let is_other = !differs.is_empty() && !differs.contains(&"salt");
+        is_other.then_some((*other, differs))
     }
 
     /// Remembers that a named space is of a generation.
@@ -223,6 +257,9 @@ impl EventSink for Spaces {
         };
         if event.change.is_arrival() {
             space.chunks += 1;
+            if let Some(KeySpace { salt, .. }) = &space.description {
+                self.last_spaces.insert((salt, &event.key.hash), tag_of(id));
+            }
             return;
         }
         space.chunks = space.chunks.saturating_sub(1);

@@ -1,0 +1,328 @@
+//! Reasons of misses: counted in tokens, and logged with the request.
+
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant};
+
+use lmc_engine::{DRAM, Found, Miss, MissReason, Missing};
+use lmc_key::{ChunkKey, Printable};
+
+use crate::protocol::CacheKey;
+use crate::service::context::{Context, Hashed};
+use crate::service::stats::{ServiceCounters, add};
+
+/// Time from which on a lookup is slow.
+const SLOW: Duration = Duration::from_millis(100);
+/// Characters of a name from outside that a line of the log shows.
+const SHOWN: usize = 128;
+
+/// Requests of which the log has a line.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum RequestLog {
+    /// Every request that looks up.
+    All,
+    /// Requests whose lookup takes 100 ms or longer.
+    #[default]
+    Slow,
+    /// None.
+    Off,
+}
+
+/// Reason of a miss, as counters and the log name it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reason {
+    /// Reason that the engine gives.
+    Engine(MissReason),
+    /// Another space of the tenant has, or had, chunks of the same tokens.
+    OtherSpace,
+    /// No worker of the request's model is registered.
+    Unregistered,
+    /// A drive has chunks that were stored under other settings.
+    OtherSettings,
+}
+
+impl Reason {
+    fn name(self) -> &'static str {
+        match self {
+            Self::OtherSpace => "other_space",
+            Self::Unregistered => "unregistered",
+            Self::OtherSettings => "other_settings",
+            Self::Engine(reason) => match reason {
+                MissReason::Evicted => "evicted",
+                MissReason::Cleared => "cleared",
+                MissReason::Removed => "removed",
+                MissReason::TierLate(_) => "tier_late",
+                MissReason::TierDown(_) => "tier_down",
+                MissReason::TierLost(_) => "tier_lost",
+                MissReason::Limit => "limit",
+                MissReason::Recompute => "recompute",
+                _ => "never_stored",
+            },
+        }
+    }
+
+    fn counter(self, counters: &ServiceCounters) -> &AtomicU64 {
+        match self {
+            Self::OtherSpace => &counters.missed_other_space,
+            Self::Unregistered => &counters.missed_unregistered,
+            Self::OtherSettings => &counters.missed_other_settings,
+            Self::Engine(reason) => match reason {
+                MissReason::Evicted => &counters.missed_evicted,
+                MissReason::Cleared => &counters.missed_cleared,
+                MissReason::Removed => &counters.missed_removed,
+                MissReason::TierLate(_) => &counters.missed_tier_late,
+                MissReason::TierDown(_) => &counters.missed_tier_down,
+                MissReason::TierLost(_) => &counters.missed_tier_lost,
+                MissReason::Limit => &counters.missed_limit,
+                MissReason::Recompute => &counters.missed_recompute,
+                _ => &counters.missed_never_stored,
+            },
+        }
+    }
+}
+
+/// Everything that is known of a miss.
+#[derive(Debug)]
+struct Why {
+    reason: Reason,
+    is_certain: bool,
+    /// Names of the fields in which the space that has the chunk differs; empty for other reasons.
+    differs: Vec<&'static str>,
+}
+
+impl Why {
+    fn new(reason: Reason, is_certain: bool) -> Self {
+        Self {
+            reason,
+            is_certain,
+            differs: Vec::new(),
+        }
+    }
+}
+
+impl From<Miss> for Why {
+    fn from(miss: Miss) -> Self {
+        Self::new(Reason::Engine(miss.reason), miss.is_certain)
+    }
+}
+
+/// A range of a prompt that is looked up: what its misses are counted and logged by.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Asked {
+    /// First chunk of the range.
+    first: usize,
+    /// Chunks of the range.
+    chunks: usize,
+    /// Chunks of the range that are looked up: fewer where it has more than a lookup may have.
+    looked_up: usize,
+    /// Tokens after the last whole chunk, which no chunk of a stock connector holds.
+    tail: u64,
+    /// True if a worker of the model is registered.
+    is_registered: bool,
+    begun: Instant,
+}
+
+impl Asked {
+    /// Returns the range of a key, unless it names a tail, whose chunks are counted apart.
+    pub(super) fn of(key: &CacheKey, hashed: &Hashed, chunk: u64, begun: Instant) -> Option<Self> {
+        if key.unit.is_some() {
+            return None;
+        }
+        let whole = (hashed.chunks.end as u64 * chunk).max(key.start);
+        let tail = match key.chunk_hashes.is_empty() {
+            true => key
+                .end
+                .min(key.token_ids.len() as u64)
+                .saturating_sub(whole),
+            // The tail has a lookup of its own.
+            false => 0,
+        };
+        let chunks = hashed.chunks.len();
+        Some(Self {
+            first: hashed.chunks.start,
+            chunks,
+            looked_up: chunks,
+            tail,
+            is_registered: true,
+            begun,
+        })
+    }
+
+    /// Notes how many of the chunks are looked up, and whether a worker of the model is registered.
+    pub(super) fn looked_up(self, chunks: usize, is_registered: bool) -> Self {
+        Self {
+            looked_up: chunks,
+            is_registered,
+            ..self
+        }
+    }
+}
+
+impl Context {
+    /// Counts the tokens that a lookup asked for.
+    pub(super) fn count_asked(&self, asked: Asked) {
+        let counters = self.counters();
+        let chunk = u64::from(self.config.hasher.chunk_size());
+        add(&counters.lookups, 1);
+        add(&counters.lookup_tokens, asked.chunks as u64 * chunk);
+        if asked.tail > 0 {
+            add(&counters.missed_tail, asked.tail);
+        }
+    }
+
+    /// Counts what a lookup has missed by its reason, and logs the request where it is to be logged.
+    pub(super) fn note_misses(&self, request: &str, model: &str, asked: Asked, found: &Found) {
+        let is_whole = found.hits >= asked.chunks;
+        let why = (!is_whole).then(|| self.why(asked, found));
+        self.note_end(request, model, asked, (found.hits, found.resident), why);
+    }
+
+    /// As [`Self::note_misses`], for a lookup that is not made because its connection has or holds as much
+    /// as it may.
+    pub(super) fn note_refused(&self, request: &str, model: &str, asked: Asked) {
+        self.count_asked(asked);
+        let why = Why::from(Miss::certain(MissReason::Limit));
+        self.note_end(request, model, asked, (0, 0), Some(why));
+    }
+
+    fn note_end(
+        &self,
+        request: &str,
+        model: &str,
+        asked: Asked,
+        (hits, resident): (usize, usize),
+        why: Option<Why>,
+    ) {
+        let chunk = u64::from(self.config.hasher.chunk_size());
+        let tokens = |chunks: usize| chunks as u64 * chunk;
+        let missed = tokens(asked.chunks.saturating_sub(hits));
+        if let Some(why) = &why {
+            add(why.reason.counter(self.counters()), missed);
+        }
+        let is_logged = match self.config.request_log {
+            RequestLog::All => true,
+            RequestLog::Slow => asked.begun.elapsed() >= SLOW,
+            RequestLog::Off => false,
+        };
+        if !is_logged {
+            return;
+        }
+        let tier = why.as_ref().and_then(|why| self.tier_of(why.reason));
+        let differs = why.as_ref().map(|why| why.differs.join(","));
+        tracing::info!(
+            request = %Printable(shown(request)),
+            model = %Printable(shown(model)),
+            tokens = tokens(asked.chunks),
+            memory = tokens(resident),
+            lower = tokens(hits - resident),
+            missed,
+            reason = why.as_ref().map(|why| why.reason.name()),
+            certainty = why.as_ref().map(|why| if why.is_certain { "exact" } else { "probably" }),
+            tier,
+            differs = differs.as_deref().filter(|fields| !fields.is_empty()),
+            tail = (asked.tail > 0).then_some(asked.tail),
+            ms = asked.begun.elapsed().as_millis() as u64,
+            "lookup"
+        );
+    }
+
+    fn why(&self, asked: Asked, found: &Found) -> Why {
+        if !asked.is_registered {
+            return Why::new(Reason::Unregistered, true);
+        }
+        let Some(missing) = &found.missing else {
+            return Why::from(Miss::certain(match found.hits == asked.looked_up {
+                true => MissReason::Limit,
+                // The pool was lost, or the engine is being closed.
+                false => MissReason::TierDown(None),
+            }));
+        };
+        let miss = self.engine.miss(missing);
+        if miss.reason != MissReason::NeverStored {
+            return miss.into();
+        }
+        if let Some(why) = self.other_space(missing) {
+            return why;
+        }
+        // A chunk of another chunk size, hash or identity has a name that no prompt has now.
+        match self.config.has_other_settings && asked.first + found.hits == 0 {
+            true => Why::new(Reason::OtherSettings, false),
+            false => miss.into(),
+        }
+    }
+
+    /// Returns what is known of a chunk that was stored in another space: that is certain while it is in
+    /// DRAM there.
+    fn other_space(&self, missing: &Missing) -> Option<Why> {
+        let space = missing.rank.space;
+        let (other, differs) = self.spaces.other_space(space, &missing.hash)?;
+        let chunk = ChunkKey {
+            space: other,
+            ..missing.rank.key(missing.hash)
+        };
+        let clears = self.engine.clears_id();
+        let is_certain = self.engine.are_in_dram(clears, &[chunk]) == [true];
+        self.other_space_differs.lock().clone_from(&differs);
+        Some(Why {
+            differs,
+            ..Why::new(Reason::OtherSpace, is_certain)
+        })
+    }
+
+    fn tier_of(&self, reason: Reason) -> Option<&str> {
+        match reason {
+            Reason::Engine(MissReason::TierDown(None)) => Some(DRAM),
+            Reason::Engine(MissReason::TierDown(tier) | MissReason::TierLate(tier)) => {
+                self.engine.tier_name(tier?)
+            }
+            Reason::Engine(MissReason::TierLost(tier)) => self.engine.tier_name(tier),
+            _ => None,
+        }
+    }
+}
+
+/// Returns the start of a name from outside.
+fn shown(name: &str) -> &str {
+    let end = name.char_indices().nth(SHOWN);
+    &name[..end.map_or(name.len(), |(at, _)| at)]
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+
+    #[test]
+    fn a_long_name_is_shown_in_part() {
+        assert_eq!(shown("request"), "request");
+        let long = "é".repeat(200);
+        assert_eq!(shown(&long).chars().count(), SHOWN);
+    }
+
+    #[test]
+    fn every_reason_has_a_counter_of_its_own_name() {
+        let engine = [
+            MissReason::NeverStored,
+            MissReason::Evicted,
+            MissReason::Cleared,
+            MissReason::Removed,
+            MissReason::TierLate(None),
+            MissReason::TierDown(None),
+            MissReason::TierLost(0),
+            MissReason::Limit,
+            MissReason::Recompute,
+        ];
+        let others = [
+            Reason::OtherSpace,
+            Reason::Unregistered,
+            Reason::OtherSettings,
+        ];
+        for reason in engine.map(Reason::Engine).into_iter().chain(others) {
+            let counters = ServiceCounters::default();
+            reason.counter(&counters).store(7, Ordering::Relaxed);
+            let counts = serde_json::to_value(counters.snapshot()).expect("JSON");
+            let counter = format!("missed_{}", reason.name());
+            assert_eq!(counts[&counter], 7, "{counter}");
+        }
+    }
+}
