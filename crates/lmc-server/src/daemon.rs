@@ -473,7 +473,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     let host = EngineHost::new(clears.clone());
     engine.host = Some(host.clone());
     let on_disk = LateFilter::default();
-    let mut drives = None;
+    let (mut drives, mut has_other_settings) = (None, false);
     if let Some(settings) = config.disk() {
         let mut policy = TierPolicy::default();
         policy.write = settings.write;
@@ -483,6 +483,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         policy.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
         let disk = disk::open(config, settings, arena, &host)?;
         host.learn_of(&*disk)?;
+        has_other_settings = !disk.unreachable().is_empty();
         drives = Some(LowerTier::new(disk, policy));
     }
     let peers = peers::open(config, arena, host)?;
@@ -501,7 +502,9 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     let lower: Vec<LowerTier> = lower.collect();
     let stores = remotes.iter().map(remote::Remote::tier).collect();
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
-    let service = Service::new(service_config(config)?, engine)?;
+    let mut service = service_config(config)?;
+    service.has_other_settings = has_other_settings;
+    let service = Service::new(service, engine)?;
     on_disk.decide(service.lasting_spaces());
     let digests = SaltDigests::new(config)?;
     quotas::set(config, &service, &digests)?;
@@ -533,6 +536,7 @@ fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {
     service.orphan_grace = config.orphan_grace;
     service.slot_grace = config.slot_grace;
     service.kv_event_log_size = config.kv_event_log_size;
+    service.request_log = config.request_log;
     service.notices = !config.pd_notify.is_empty();
     if let Some(peers) = config.peers() {
         service.max_source_wait = peers.max_wait;
@@ -631,6 +635,7 @@ mod tests {
         assert_eq!(found.hash_memo_bytes, expected.hash_memo_bytes);
         assert_eq!(found.null_block_id, expected.null_block_id);
         assert_eq!(found.isolated_ipc, expected.isolated_ipc);
+        assert_eq!(found.request_log, expected.request_log);
         assert_eq!(found.kv_event_log_size, expected.kv_event_log_size);
         let isolated = [("LMC_ISOLATED_IPC".to_owned(), "true".to_owned())];
         let config = ServeConfig::load([], isolated, None).expect("valid").config;
