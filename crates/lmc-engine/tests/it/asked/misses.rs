@@ -74,7 +74,8 @@ fn of_several_ranks_the_one_that_lacks_the_chunk_says_why() {
     let rank = |kv_rank| Rank { kv_rank, ..RANK };
     write(&engine, SPACE, 0, 0..8);
     write(&engine, SPACE, 1, 0..8);
-    engine.remove(&[key(SPACE, 1, 3)]);
+    // The first rank would end later.
+    engine.remove(&[key(SPACE, 0, 5), key(SPACE, 1, 3)]);
     let found = engine.lookup(request(&[rank(0), rank(1)], 0..8));
     let found = found.wait_blocking();
     let reason = miss_of(&engine, &found, 3);
@@ -85,6 +86,23 @@ fn of_several_ranks_the_one_that_lacks_the_chunk_says_why() {
     let reason = miss_of(&engine, &found, 0);
     assert_eq!(reason, probably(MissReason::NeverStored));
     assert_eq!(found.missing.map(|missing| missing.rank), Some(rank(7)));
+    // A tier lacks chunks of the second rank, and then fails to deliver them.
+    for (of_tier, loads, reason) in [
+        (4, Loads::All, probably(MissReason::NeverStored)),
+        (8, Loads::MissOf(1), Miss::certain(MissReason::TierLost(0))),
+    ] {
+        let inner = MemoryBackend::shared();
+        put_rank(&inner, SPACE, 0, 2..6);
+        put_rank(&inner, SPACE, 1, 2..of_tier);
+        let engine = self::engine(64, vec![Arc::new(Loading { inner, loads })]);
+        write(&engine, SPACE, 0, 0..2);
+        write(&engine, SPACE, 1, 0..2);
+        let found = engine.lookup(request(&[rank(0), rank(1)], 0..8));
+        let found = found.wait_blocking();
+        let hits = if of_tier == 4 { 4 } else { 2 };
+        assert_eq!(miss_of(&engine, &found, hits), reason);
+        assert_eq!(found.missing.map(|missing| missing.rank), Some(rank(1)));
+    }
 }
 
 #[test]
@@ -97,6 +115,12 @@ fn limits_and_cheaper_recomputing_are_certain() {
         put(&tier, SPACE, 2..8);
         Arc::new(tier)
     };
+    let in_dram = engine(64, Vec::new());
+    write(&in_dram, SPACE, 0, 0..8);
+    let limit = Arc::new(AtMost(3 * CHUNK));
+    let found = in_dram.lookup(request(&[RANK], 0..8).with_limit(limit));
+    let reason = miss_of(&in_dram, &found.wait_blocking(), 3);
+    assert_eq!(reason, Miss::certain(MissReason::Limit));
     let limited = engine(64, vec![tier()]);
     write(&limited, SPACE, 0, 0..2);
     for allowed in [1, 5] {
@@ -161,18 +185,31 @@ struct Loading {
 
 #[derive(Debug)]
 enum Loads {
+    All,
     Fail(fn() -> BackendError),
     Miss,
+    /// Misses for one rank.
+    MissOf(u16),
     Never,
 }
 
 impl Backend for Loading {
     lmc_backend::forward!(inner: name locate sharing clear clears usage health close);
 
-    fn load(&self, items: Vec<LoadItem>, _deadline: Instant) -> Answers<'_, Loaded> {
+    fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded> {
+        // A batch is of one rank.
+        let rank = items.first().map(|item| item.key.kv_rank);
+        let delivers = match self.loads {
+            Loads::All => true,
+            Loads::MissOf(missed) => rank != Some(missed),
+            _ => false,
+        };
+        if delivers {
+            return self.inner.load(items, deadline);
+        }
         let answer = |item: LoadItem| {
             let loaded = match self.loads {
-                Loads::Miss => Loaded::Miss(item.slot),
+                Loads::All | Loads::Miss | Loads::MissOf(_) => Loaded::Miss(item.slot),
                 Loads::Fail(error) => Loaded::Failed {
                     error: error(),
                     slot: FailedSlot::Released(item.slot),
