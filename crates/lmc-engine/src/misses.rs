@@ -24,8 +24,8 @@ pub enum MissReason {
     /// A lower tier failed, or was out of use. The index of the tier; `None` for DRAM, whose memory was
     /// lost.
     TierDown(Option<usize>),
-    /// A lower tier was said to have the chunk, and did not, or not as it was stored. The index of the
-    /// tier.
+    /// A lower tier was said or assumed to have the chunk, and did not, or not as it was stored. The
+    /// index of the tier.
     TierLost(usize),
     /// The lookup might not keep more bytes from eviction, or there was no memory for the chunk.
     Limit,

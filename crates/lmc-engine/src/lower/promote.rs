@@ -664,7 +664,8 @@ impl Tiers {
                     }
                     Loaded::Miss(_) => {
                         count(&counters.promote_missed, 1);
-                        prompt.note(index, Miss::certain(MissReason::TierLost(tier_index)));
+                        // It may only have been assumed to be there.
+                        prompt.note(index, Miss::probable(MissReason::TierLost(tier_index)));
                         failed.push((index, tier_index));
                     }
                     Loaded::Failed { error, .. } => {
@@ -742,11 +743,12 @@ impl Prompt {
         let source = source.and_then(|index| self.sources.get(index));
         let tier = source.and_then(Source::tier);
         if let Some(tier) = tier.filter(|_| self.miss_at(index).is_none()) {
-            let reason = match now() >= self.deadline {
-                true => MissReason::TierLate(Some(tier)),
-                false => MissReason::TierLost(tier),
+            let miss = match now() >= self.deadline {
+                true => Miss::certain(MissReason::TierLate(Some(tier))),
+                // Or a removal, or the end of the engine, came in between.
+                false => Miss::probable(MissReason::TierLost(tier)),
             };
-            self.note(index, Miss::certain(reason));
+            self.note(index, miss);
         }
     }
 

@@ -192,7 +192,7 @@ const MISSES: &[(&str, &str)] = &[
     ("unregistered", "no engine of the model"),
     ("tier_late", "tier late"),
     ("tier_down", "tier down"),
-    ("tier_lost", "lost by a tier"),
+    ("tier_lost", "probably lost by a tier"),
     ("limit", "over a limit"),
     ("recompute", "faster to recompute"),
 ];
