@@ -180,6 +180,8 @@ pub struct FoundRank {
     pub seen: usize,
     /// Indices of the chunks that were read from lower tiers for this lookup, each with its tier's.
     read: ReadFrom,
+    /// Reason why the chunk after the leases was not read, where one is known.
+    miss: Option<Miss>,
 }
 
 /// Indices of chunks, each with that of the tier that it was read from.
@@ -474,6 +476,7 @@ impl CacheEngine {
                 promoted: 0,
                 leases: rank.leases,
                 read: Vec::new(),
+                miss: None,
             });
             let found = Found::join(found.collect(), ranks);
             return Lookup::done(clears, found.cut_at(&cut, &request.hashes));
@@ -660,22 +663,23 @@ async fn promote_known(
         });
         let leases = tiers.promote(&prompt, rank.leases).await;
         let read = mem::take(&mut *prompt.read.lock());
-        let miss = prompt.miss_at(leases.len());
-        let found = FoundRank {
+        FoundRank {
             rank: rank.rank,
             resident,
             seen: rank.seen,
             promoted: 0,
+            miss: match leases.len() < reach {
+                true => prompt.miss_at(leases.len()),
+                false => None,
+            },
             leases,
             read,
-        };
-        (found, miss)
+        }
     });
-    let promoted = futures_util::future::join_all(promoted).await;
-    let (found, misses): (Vec<FoundRank>, Vec<Option<Miss>>) = promoted.into_iter().unzip();
+    let found = futures_util::future::join_all(promoted).await;
     // A rank ends early where another one did: one that knows a reason counts before the others.
-    for (rank, miss) in found.iter().zip(misses).filter(|(_, miss)| miss.is_some()) {
-        cut.lower(rank.leases.len(), rank.rank, miss);
+    for rank in found.iter().filter(|rank| rank.miss.is_some()) {
+        cut.lower(rank.leases.len(), rank.rank, rank.miss);
     }
     for rank in &found {
         cut.lower(rank.leases.len(), rank.rank, None);
