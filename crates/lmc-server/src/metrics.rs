@@ -44,7 +44,7 @@ metrics! {
     "lmcache_mp_lookup_hit_l2_tokens_total" counter "Tokens that lookups found and lower tiers added to what memory had." = |s| s.counts.hit_tokens_lower;
     "lmc_tail_hit_tokens_total" counter "Tokens of tails, the blocks after a prompt's last whole chunk, that lookups of lmc's own connector found. Not in lmcache_mp_lookup_hit_tokens_total." = |s| s.counts.hit_tokens_tail;
     "lmc_tail_retrieved_tokens_total" counter "Tokens of tails that engines retrieved. Not in lmc_retrieved_tokens_total." = |s| s.counts.retrieved_tokens_tail;
-    "lmc_lookup_missed_tokens_total{reason=\"never_stored\"}" counter "Tokens of whole chunks that lookups did not find, by the reason of the first chunk that was missing: docs/vllm.md has the reasons, and says which are probable. The sum is what was requested and not found, without lookups that ended before their answer; tail, the tokens after the last whole chunk, comes on top." = |s| s.counts.missed_never_stored;
+    "lmc_lookup_missed_tokens_total{reason=\"never_stored\"}" counter "Tokens of whole chunks that lookups did not find, by the reason of the first chunk that was missing: docs/vllm.md has the reasons, and says which are probable. The sum is what was requested and not found, without lookups that ended before their answer." = |s| s.counts.missed_never_stored;
     "lmc_lookup_missed_tokens_total{reason=\"evicted\"}" counter "" = |s| s.counts.missed_evicted;
     "lmc_lookup_missed_tokens_total{reason=\"cleared\"}" counter "" = |s| s.counts.missed_cleared;
     "lmc_lookup_missed_tokens_total{reason=\"removed\"}" counter "" = |s| s.counts.missed_removed;
@@ -56,7 +56,7 @@ metrics! {
     "lmc_lookup_missed_tokens_total{reason=\"tier_lost\"}" counter "" = |s| s.counts.missed_tier_lost;
     "lmc_lookup_missed_tokens_total{reason=\"limit\"}" counter "" = |s| s.counts.missed_limit;
     "lmc_lookup_missed_tokens_total{reason=\"recompute\"}" counter "" = |s| s.counts.missed_recompute;
-    "lmc_lookup_missed_tokens_total{reason=\"tail\"}" counter "" = |s| s.counts.missed_tail;
+    "lmc_lookup_tail_tokens_total" counter "Tokens after the last whole chunks of prompts, which the stock connector cannot cache. Neither in lmcache_mp_lookup_requested_tokens_total nor in lmc_lookup_missed_tokens_total." = |s| s.counts.lookup_tail_tokens;
     "lmc_retrieved_tokens_total" counter "Tokens of chunks that engines retrieved: hits. Each is counted once, however many workers an engine has." = |s| s.counts.retrieved_tokens;
     "lmcache_mp_l1_read_chunks_total" counter "Chunks read from memory: by engines, and to copy them to lower tiers." = |s| s.counts.retrieved_chunks + s.lower.iter().map(|tier| tier.written).sum::<u64>();
     "lmcache_mp_l1_write_chunks_total" counter "Chunks written to memory: by engines, and promoted from lower tiers." = |s| s.counts.stored_chunks + s.lower.iter().map(|tier| tier.promoted).sum::<u64>();

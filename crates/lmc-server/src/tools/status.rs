@@ -219,7 +219,7 @@ fn missed(status: &Value) -> Option<String> {
         .iter()
         .map(|(tokens, name)| format!("{} {name}", share(*tokens)));
     let mut parts: Vec<String> = shown.collect();
-    match of("tail") {
+    match number(&counts["lookup_tail_tokens"]) {
         0.0 => {}
         tokens => parts.push(format!(
             "besides {tokens} tokens after the last whole chunk"

@@ -129,10 +129,7 @@ impl Asked {
         }
         let whole = (hashed.chunks.end as u64 * chunk).max(key.start);
         let tail = match key.chunk_hashes.is_empty() {
-            true => key
-                .end
-                .min(key.token_ids.len() as u64)
-                .saturating_sub(whole),
+            true => tail_end(key, chunk).saturating_sub(whole),
             // The tail has a lookup of its own.
             false => 0,
         };
@@ -165,7 +162,7 @@ impl Context {
         add(&counters.lookups, 1);
         add(&counters.lookup_tokens, asked.chunks as u64 * chunk);
         if asked.tail > 0 {
-            add(&counters.missed_tail, asked.tail);
+            add(&counters.lookup_tail_tokens, asked.tail);
         }
     }
 
@@ -278,6 +275,14 @@ impl Context {
             _ => None,
         }
     }
+}
+
+/// Returns the end of the tokens that a request asks for. LMCache cuts the end of a prompt down to whole
+/// chunks and sends the tokens of the whole prompt.
+fn tail_end(key: &CacheKey, chunk: u64) -> u64 {
+    let tokens = key.token_ids.len() as u64;
+    let is_whole_prompt = key.end >= tokens / chunk * chunk;
+    if is_whole_prompt { tokens } else { key.end }
 }
 
 /// Returns the start of a name from outside.

@@ -178,7 +178,7 @@ counters! {
     missed_recompute,
     /// Tokens after the last whole chunks of prompts, which the stock connector cannot cache; not in
     /// `lookup_tokens`.
-    missed_tail,
+    lookup_tail_tokens,
     /// Lookups for a model that no engine has registered.
     lookups_unregistered,
     /// Stores that ended well, in either mode.

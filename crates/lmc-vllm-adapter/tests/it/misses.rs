@@ -62,11 +62,7 @@ impl Setting {
             .zip(before)
             .map(|((reason, tokens), (_, earlier))| (reason, (tokens - earlier) / CHUNK as u64));
         let counts = self.server.status().counts;
-        let sum: u64 = missed(&self.server)
-            .iter()
-            .filter(|(reason, _)| reason != "tail")
-            .map(|(_, tokens)| tokens)
-            .sum();
+        let sum: u64 = missed(&self.server).iter().map(|(_, tokens)| tokens).sum();
         assert_eq!(sum, counts.lookup_tokens - counts.hit_tokens);
         (hits, counted.filter(|(_, chunks)| *chunks > 0).collect())
     }
@@ -123,12 +119,31 @@ fn a_prompt_of_which_the_head_is_there_misses_its_rest() {
     let head = setting.worker.key("head", &prompt(1, CHUNKS * CHUNK), 0..1);
     assert_eq!(setting.worker.store(&head), 1);
     let mut key = setting.key(1);
+    let rest = vec![("never_stored".to_owned(), CHUNKS as u64 - 1)];
+    assert_eq!(setting.look_up(&key), (1, rest.clone()));
     // A tail of three tokens is no miss of the cache.
     key.token_ids.extend([1, 2, 3]);
-    key.end += 3;
-    let rest = vec![("never_stored".to_owned(), CHUNKS as u64 - 1)];
     assert_eq!(setting.look_up(&key), (1, rest));
-    assert_eq!(setting.server.status().counts.missed_tail, 3);
+    assert_eq!(setting.server.status().counts.lookup_tail_tokens, 3);
+}
+
+/// LMCache's connector sends the tokens of the whole prompt, and cuts its end down to whole chunks.
+#[test]
+fn a_tail_is_counted_whether_or_not_the_end_is_cut_down_to_whole_chunks() {
+    let mut setting = Setting::new(Server::start());
+    let mut tail_of = |change: fn(&mut CacheKey)| {
+        let before = setting.server.status().counts.lookup_tail_tokens;
+        let mut key = setting.key(1);
+        key.token_ids.extend([1, 2, 3]);
+        change(&mut key);
+        setting.look_up(&key);
+        setting.server.status().counts.lookup_tail_tokens - before
+    };
+    assert_eq!(tail_of(|_| ()), 3);
+    assert_eq!(tail_of(|key| key.end += 3), 3);
+    assert_eq!(tail_of(|key| key.token_ids.truncate(CHUNKS * CHUNK)), 0);
+    // The rest of the prompt is not asked for.
+    assert_eq!(tail_of(|key| key.end -= CHUNK as u64), 0);
 }
 
 #[test]
