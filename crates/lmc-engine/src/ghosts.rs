@@ -1,5 +1,6 @@
 //! Chunks that tiers once had, as far as a table of bounded size remembers them: they tell a chunk
-//! that was evicted or cleared from one that was never stored.
+//! that was evicted or cleared from one that was never stored. Chunks of tails take entries as others
+//! do: an event does not say how many tokens a chunk has.
 
 use lmc_backend::{Change, ChunkEvent, EventSink};
 use lmc_key::{ChunkKey, SpaceId};

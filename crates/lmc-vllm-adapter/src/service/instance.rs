@@ -248,6 +248,9 @@ impl Instance {
         let space = self.key_space(&context.config, salt, tags);
         let id = space.id();
         context.spaces.describe(id, space, true);
+        if self.opaque.is_some() {
+            context.spaces.set_generation(id, self.fingerprint);
+        }
         spaces.insert(of, id);
         id
     }

@@ -248,12 +248,17 @@ impl Context {
     }
 
     /// Returns what is known of a chunk that was stored in another space: that is certain while it is in
-    /// DRAM there.
+    /// DRAM there. A chunk of another generation counts as removed.
     fn other_space(&self, missing: &Missing) -> Option<Why> {
         let space = missing.rank.space;
-        let (other, differs) = self.spaces.other_space(space, &missing.hash)?;
+        let other = self.spaces.other_space(space, &missing.hash)?;
+        if other.is_generation {
+            // They go with the last worker of their generation.
+            return Some(Miss::probable(MissReason::Removed).into());
+        }
+        let differs = other.differs;
         let chunk = ChunkKey {
-            space: other,
+            space: other.id,
             ..missing.rank.key(missing.hash)
         };
         let clears = self.engine.clears_id();

@@ -1,6 +1,7 @@
 //! Models and tenants of spaces, for as long as the cache holds any chunk of them.
 
 use std::collections::{HashMap, HashSet};
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
 use lmc_engine::{CacheEngine, ChunkEvent, DRAM, EventSink, FingerprintTable, TenantId};
@@ -18,6 +19,8 @@ struct Space {
     model: Arc<str>,
     /// Everything that the space is made of; `None` where only its id was known.
     description: Option<KeySpace>,
+    /// Hash of the salt of the description: `last_spaces` knows tenants by it.
+    salt_hash: Option<u64>,
     /// True once a request named it: a registration alone names no salt.
     requested: bool,
     /// The generation that it is of, see `generation`.
@@ -69,6 +72,7 @@ impl Table {
             Space {
                 model: model.into(),
                 description: None,
+                salt_hash: None,
                 requested: false,
                 generation: None,
                 chunks: 0,
@@ -85,8 +89,21 @@ pub(crate) struct Spaces {
     log: Arc<EventLog>,
     /// Tokens of a whole chunk.
     chunk_size: u32,
-    /// The [`tag_of`] the last space that a chunk was stored in, by its tenant and hash.
+    /// The [`tag_of`] the last space that a whole chunk was stored in, by the hash of its salt and its own.
     last_spaces: FingerprintTable,
+    /// Hash of salts.
+    hasher: RandomState,
+}
+
+/// Another space of a tenant that has, or had, a chunk of the same tokens.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct OtherSpace {
+    pub(crate) id: SpaceId,
+    /// Names of the fields in which the two spaces differ.
+    pub(crate) differs: Vec<&'static str>,
+    /// True if the two are generations of one engine's chunks, as far as is known: nothing but the
+    /// layout, which is drawn for each generation, differs.
+    pub(crate) is_generation: bool,
 }
 
 /// Returns two bytes of a space's id, which few spaces share.
@@ -102,6 +119,7 @@ impl Spaces {
             log,
             chunk_size,
             last_spaces: FingerprintTable::new(pool_bytes),
+            hasher: RandomState::new(),
         }
     }
 
@@ -120,8 +138,10 @@ impl Spaces {
     /// Remembers what a space is made of. `requested` is false where a worker registered, and no
     /// request has named a salt yet.
     pub(crate) fn describe(&self, space: SpaceId, description: KeySpace, requested: bool) {
+        let salt_hash = self.hasher.hash_one(&description.salt);
         let mut table = self.table.lock();
         let entry = table.entry(space, description.model.as_str());
+        entry.salt_hash = Some(salt_hash);
         entry.description = Some(description);
         entry.requested |= requested;
     }
@@ -160,22 +180,24 @@ impl Spaces {
         self.table.lock().spaces.get(&space)?.description.clone()
     }
 
-    /// Returns another space in which a chunk with this hash was stored last, and the fields in which
-    /// it differs from a space, as far as that is remembered. Both are of one tenant: no tenant may
-    /// learn from the reason of its misses what another has stored.
-    pub(crate) fn other_space(
-        &self,
-        space: SpaceId,
-        hash: &ChunkHash,
-    ) -> Option<(SpaceId, Vec<&'static str>)> {
+    /// Returns another space in which a chunk with this hash was stored last, as far as that is
+    /// remembered. Both are of one tenant: no tenant may learn from the reason of its misses what another
+    /// has stored.
+    pub(crate) fn other_space(&self, space: SpaceId, hash: &ChunkHash) -> Option<OtherSpace> {
         let table = self.table.lock();
-        let description = |space: &SpaceId| table.spaces.get(space)?.description.as_ref();
-        let asked = description(&space)?;
-        let tag = self.last_spaces.get((&asked.salt, hash))?;
-        let other = table.tagged.get(&tag)?;
-        let differs = asked.differences(description(other)?);
+        let asked = table.spaces.get(&space)?;
+        let tag = self.last_spaces.get((asked.salt_hash?, hash))?;
+        let id = *table.tagged.get(&tag)?;
+        let other = table.spaces.get(&id)?;
+        let description = asked.description.as_ref()?;
+        let differs = description.differences(other.description.as_ref()?);
         let is_other = !differs.is_empty() && !differs.contains(&"salt");
-        is_other.then_some((*other, differs))
+        let are_generations = asked.generation.is_some() && other.generation.is_some();
+        is_other.then(|| OtherSpace {
+            id,
+            is_generation: are_generations && differs == ["layout"],
+            differs,
+        })
     }
 
     /// Remembers that a named space is of a generation.
@@ -255,20 +277,109 @@ impl EventSink for Spaces {
         let Some(space) = table.spaces.get_mut(&id) else {
             return;
         };
+        let is_whole = space.has_whole_chunks(self.chunk_size);
         if event.change.is_arrival() {
             space.chunks += 1;
-            if let Some(KeySpace { salt, .. }) = &space.description {
-                self.last_spaces.insert((salt, &event.key.hash), tag_of(id));
+            // Chunks of tails would push out those whose misses have a reason.
+            let salt_hash = space.salt_hash.filter(|_| is_whole);
+            drop(table);
+            if let Some(salt_hash) = salt_hash {
+                self.last_spaces
+                    .insert((salt_hash, &event.key.hash), tag_of(id));
             }
             return;
         }
         space.chunks = space.chunks.saturating_sub(1);
-        if !self.log.enabled() || !space.has_whole_chunks(self.chunk_size) {
+        if !self.log.enabled() || !is_whole {
             // Nor was it announced.
             return;
         }
         let model = Arc::clone(&space.model);
         drop(table);
         self.log.removed(&model, event.key.hash);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lmc_engine::Change;
+    use lmc_key::ChunkKey;
+
+    use super::*;
+
+    const WHOLE: u32 = 256;
+    const HASH: ChunkHash = ChunkHash::new([7; 32]);
+
+    fn space(model: &str, chunk_size: u32, layout: &[u8]) -> KeySpace {
+        KeySpace {
+            algorithm: lmc_key::HashAlgorithm::Blake3,
+            chunk_size,
+            model: model.parse().expect("a name"),
+            world_size: 1,
+            layout: LayoutFingerprint::of(layout),
+            dtype: "half".parse().expect("a name"),
+            salt: Salt::default(),
+            identity: lmc_key::IdentityText::default(),
+            tags: None,
+        }
+    }
+
+    /// Describes spaces, and stores one chunk in the last of them.
+    fn stored(described: &[&KeySpace]) -> Spaces {
+        let log = Arc::new(EventLog::new(0, 0));
+        let spaces = Spaces::new(log, WHOLE, 0);
+        for space in described {
+            spaces.describe(space.id(), (*space).clone(), true);
+        }
+        let last = described.last().expect("a space").id();
+        let key = ChunkKey {
+            space: last,
+            kv_rank: 0,
+            group: 0,
+            hash: HASH,
+        };
+        spaces.changed(&ChunkEvent {
+            tier: DRAM,
+            key: &key,
+            parent: None,
+            space: Some(last),
+            change: Change::Stored,
+        });
+        spaces
+    }
+
+    #[test]
+    fn whole_chunks_of_another_space_are_remembered_and_those_of_tails_are_not() {
+        let asked = space("m", WHOLE, b"layout");
+        let other = space("other", WHOLE, b"layout");
+        let found = stored(&[&asked, &other]).other_space(asked.id(), &HASH);
+        let expected = OtherSpace {
+            id: other.id(),
+            differs: vec!["model"],
+            is_generation: false,
+        };
+        assert_eq!(found, Some(expected));
+        let tail = space("other", 16, b"layout");
+        let found = stored(&[&asked, &tail]).other_space(asked.id(), &HASH);
+        assert_eq!(found, None);
+    }
+
+    #[test]
+    fn two_generations_differ_in_nothing_but_the_layout() {
+        let (asked, other) = (space("m", WHOLE, b"1"), space("m", WHOLE, b"2"));
+        let spaces = stored(&[&asked, &other]);
+        let is_generation = |spaces: &Spaces| {
+            let other = spaces.other_space(asked.id(), &HASH);
+            other.map(|other| other.is_generation)
+        };
+        spaces.set_generation(other.id(), other.layout);
+        assert_eq!(is_generation(&spaces), Some(false));
+        spaces.set_generation(asked.id(), asked.layout);
+        assert_eq!(is_generation(&spaces), Some(true));
+        let model = space("other", WHOLE, b"2");
+        let spaces = stored(&[&asked, &model]);
+        spaces.set_generation(asked.id(), asked.layout);
+        spaces.set_generation(model.id(), model.layout);
+        assert_eq!(is_generation(&spaces), Some(false));
     }
 }

@@ -7,7 +7,9 @@ use crate::common::{CHUNK, CHUNK_BYTES, Server, Worker, end_session, lookup, pro
 use lmc_backend::conformance::{Faults, Faulty, Gated};
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::EngineConfig;
-use lmc_vllm_adapter::{CacheKey, Client, ConfigValue, EngineDrivenContext, ServiceConfig};
+use lmc_vllm_adapter::{
+    CacheKey, Client, ConfigValue, EngineDrivenContext, Reply, Request, ServiceConfig,
+};
 
 /// Chunks of each prompt.
 const CHUNKS: usize = 4;
@@ -226,6 +228,30 @@ fn an_engine_of_another_layout_under_one_model_name_is_another_space() {
     setting.misses(1, "other_space");
     let differs = setting.server.status().other_space_differs;
     assert_eq!(differs, ["layout", "dtype"]);
+}
+
+/// Nothing names the format of `uint8`, so its chunks end with their engine.
+#[test]
+fn what_an_engine_of_an_unnamed_format_had_before_its_restart_was_removed() {
+    let mut setting = Setting::new(Server::start());
+    let restart = |setting: &mut Setting, instance_id| {
+        let unregister = Request::Unregister {
+            instance_id: setting.worker.instance_id,
+            engine_driven: true,
+        };
+        let reply = setting.worker.client.ask(&unregister);
+        assert_eq!(reply.expect("an answer"), Reply::None);
+        setting
+            .server
+            .eventually("the memory is released", |status| status.usage.chunks == 0);
+        setting.worker = Worker::register_rank(&setting.server, instance_id, 0, 1, "uint8");
+        setting.scheduler = setting.server.client();
+    };
+    restart(&mut setting, 2);
+    setting.store(1);
+    restart(&mut setting, 3);
+    setting.misses(1, "removed");
+    assert_eq!(setting.server.status().other_space_differs, [""; 0]);
 }
 
 #[test]
