@@ -132,6 +132,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
         Vec::new()
     }
 
+    /// Returns true if the tier has chunks that were stored under other settings than this process has,
+    /// and that no key of this process names. Never waits. Default: it has none.
+    fn has_unreachable(&self) -> bool {
+        false
+    }
+
     /// Returns the tier's state as this process knows it. Never waits.
     fn health(&self) -> Health;
 

@@ -361,6 +361,13 @@ impl CacheEngine {
         lower.tiers().name(index)
     }
 
+    /// Returns true if a lower tier has chunks that were stored under other settings than those of this
+    /// process ([`Backend::has_unreachable`](lmc_backend::Backend::has_unreachable)).
+    pub fn has_unreachable(&self) -> bool {
+        let lower = self.0.lower.as_ref();
+        lower.is_some_and(|lower| lower.tiers().has_unreachable())
+    }
+
     /// Returns true if a lower tier is shared with other processes, so that they are given chunks of
     /// this one and it theirs.
     pub fn has_shared_tiers(&self) -> bool {

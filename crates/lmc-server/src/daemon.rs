@@ -473,7 +473,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     let host = EngineHost::new(clears.clone());
     engine.host = Some(host.clone());
     let on_disk = LateFilter::default();
-    let (mut drives, mut has_other_settings) = (None, false);
+    let mut drives = None;
     if let Some(settings) = config.disk() {
         let mut policy = TierPolicy::default();
         policy.write = settings.write;
@@ -483,7 +483,6 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         policy.write_queue_bytes = Some(disk::max_writing(arena.len() as u64));
         let disk = disk::open(config, settings, arena, &host)?;
         host.learn_of(&*disk)?;
-        has_other_settings = !disk.unreachable().is_empty();
         drives = Some(LowerTier::new(disk, policy));
     }
     let peers = peers::open(config, arena, host)?;
@@ -502,9 +501,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     let lower: Vec<LowerTier> = lower.collect();
     let stores = remotes.iter().map(remote::Remote::tier).collect();
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
-    let mut service = service_config(config)?;
-    service.has_other_settings = has_other_settings;
-    let service = Service::new(service, engine)?;
+    let service = Service::new(service_config(config)?, engine)?;
     on_disk.decide(service.lasting_spaces());
     let digests = SaltDigests::new(config)?;
     quotas::set(config, &service, &digests)?;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow, bail};
-use lmc_backend::Host;
-use lmc_backend_disk::{DiskBackend, DiskConfig, usable_bytes};
+use lmc_backend::{Backend, Host};
+use lmc_backend_disk::{DiskConfig, usable_bytes};
 use lmc_memory::Arena;
 use tracing::{info, warn};
 
@@ -22,7 +22,7 @@ pub(crate) fn open(
     disk: &DiskSettings,
     arena: &Arc<Arena>,
     host: &dyn Host,
-) -> Result<Arc<DiskBackend>> {
+) -> Result<Arc<dyn Backend>> {
     let size = match disk.size {
         PoolSize::Bytes(bytes) => bytes,
         PoolSize::Auto => auto_size(disk)?,

@@ -218,6 +218,16 @@ fn chunks_of_other_settings_are_counted() {
         let counted = (other.settings.as_str(), other.chunks, other.bytes);
         assert_eq!(counted, ("chunks of 256", CHUNKS, CHUNKS * 4096));
         assert_eq!(count(&tier), CHUNKS as usize);
+        assert!(tier.has_unreachable());
     }
-    assert!(open("chunks of 256").unreachable().is_empty());
+    let tier = open("chunks of 256");
+    assert!(tier.unreachable().is_empty() && !tier.has_unreachable());
+    drop(tier);
+    // What comes after a clear is of the present settings.
+    let tier = open("chunks of 128");
+    assert!(tier.has_unreachable());
+    clear(&tier);
+    assert!(!tier.has_unreachable());
+    store(&tier);
+    assert!(!tier.has_unreachable());
 }

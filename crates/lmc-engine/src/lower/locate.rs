@@ -222,6 +222,12 @@ impl Tiers {
         })
     }
 
+    /// Returns true if a tier has chunks that were stored under other settings than those of now.
+    pub(crate) fn has_unreachable(&self) -> bool {
+        let mut tiers = self.tiers.iter();
+        tiers.any(|tier| tier.backend.has_unreachable())
+    }
+
     /// Returns the number of tiers.
     pub(crate) fn len(&self) -> usize {
         self.tiers.len()

@@ -291,6 +291,10 @@ fn a_damaged_chunk_is_lost_by_its_drive_and_chunks_of_other_settings_are_named()
     register(&mut client);
     let other = ("other_settings", "probably");
     misses(&server, &mut client, &key("request"), other);
+    let (code, answer) = ask(server.http, "POST", "/cache/clear", "{}");
+    assert_eq!(code, 200, "{answer}");
+    let never = ("never_stored", "probably");
+    misses(&server, &mut client, &key("after a clear"), never);
 }
 
 #[test]

@@ -59,9 +59,6 @@ pub struct ServiceConfig {
     /// Requests of which the log has a line, with the reason of what they missed. Default:
     /// [`RequestLog::Slow`].
     pub request_log: RequestLog,
-    /// True if a lower tier has chunks that were stored under another chunk size, hash or identity, and
-    /// cannot be hit. Default: false.
-    pub has_other_settings: bool,
     /// Sessions at a time. Default: 65,536.
     pub max_sessions: usize,
     /// Chunks that lookups hold at a time, each counted for each rank. Default: 4,194,304, which
@@ -104,7 +101,6 @@ impl ServiceConfig {
             notices: false,
             kv_event_log_size: 32_768,
             request_log: RequestLog::default(),
-            has_other_settings: false,
             max_sessions: 65_536,
             max_lookup_leases: 4 << 20,
             max_instances: 4096,

@@ -241,7 +241,7 @@ impl Context {
             return why;
         }
         // A chunk of another chunk size, hash or identity has a name that no prompt has now.
-        match self.config.has_other_settings && asked.first + found.hits == 0 {
+        match asked.first + found.hits == 0 && self.engine.has_unreachable() {
             true => Why::new(Reason::OtherSettings, false),
             false => miss.into(),
         }

@@ -1,6 +1,7 @@
 //! Reasons of what lookups miss, as the counters have them.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::common::{CHUNK, CHUNK_BYTES, Server, Worker, end_session, lookup, prompt};
@@ -298,8 +299,9 @@ fn leases_beyond_the_share_of_a_connection_are_a_limit() {
 
 #[test]
 fn a_drive_with_chunks_of_other_settings_is_named_for_what_is_not_known() {
-    let other = |service: &mut ServiceConfig| service.has_other_settings = true;
-    let mut setting = Setting::new(Server::with(1 << 20, other, |_| {}));
+    let tier = Arc::new(OtherSettings::default());
+    tier.has_unreachable.store(true, Ordering::Relaxed);
+    let mut setting = Setting::with_tier(EngineConfig::default(), Arc::clone(&tier) as _);
     setting.misses(1, "other_settings");
     setting.store(1);
     // What follows on chunks of these settings is new.
@@ -310,6 +312,24 @@ fn a_drive_with_chunks_of_other_settings_is_named_for_what_is_not_known() {
     assert_eq!(setting.look_up(&key), (CHUNKS as u64, rest));
     setting.server.service.engine().clear_dram(true);
     setting.misses(1, "cleared");
+    // The drive's chunks of other settings were evicted, or cleared.
+    tier.has_unreachable.store(false, Ordering::Relaxed);
+    setting.misses(2, "never_stored");
+}
+
+/// A tier that can be read, and may have chunks of other settings.
+#[derive(Debug, Default)]
+struct OtherSettings {
+    inner: MemoryBackend,
+    has_unreachable: AtomicBool,
+}
+
+impl Backend for OtherSettings {
+    lmc_backend::forward!(inner: name locate sharing load clear clears usage health close);
+
+    fn has_unreachable(&self) -> bool {
+        self.has_unreachable.load(Ordering::Relaxed)
+    }
 }
 
 #[test]
