@@ -65,9 +65,13 @@ impl Miss {
         Self::probable(reason_of(error, tier))
     }
 
-    /// Returns the reason of a chunk that a tier had and failed to read.
+    /// Returns the reason of a chunk that a tier was asked to read and failed to. One of another length
+    /// may only have been assumed to be there.
     pub(crate) fn of_read(error: &BackendError, tier: usize) -> Self {
-        Self::certain(reason_of(error, tier))
+        match reason_of(error, tier) {
+            lost @ MissReason::TierLost(_) => Self::probable(lost),
+            reason => Self::certain(reason),
+        }
     }
 }
 

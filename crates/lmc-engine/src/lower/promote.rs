@@ -737,14 +737,15 @@ impl Prompt {
         of_it.map(|(_, miss)| *miss)
     }
 
-    /// Notes why the prompt ends before a chunk that a tier has, where no read of it has failed.
+    /// Notes why the prompt ends before a chunk that a tier has, where no read of it has failed: the prompt
+    /// may have waited for permits of its own lookups, so its tier is only probably the reason.
     fn note_end(&self, index: usize) {
         let source = index.checked_sub(self.first);
         let source = source.and_then(|index| self.sources.get(index));
         let tier = source.and_then(Source::tier);
         if let Some(tier) = tier.filter(|_| self.miss_at(index).is_none()) {
             let miss = match now() >= self.deadline {
-                true => Miss::certain(MissReason::TierLate(Some(tier))),
+                true => Miss::probable(MissReason::TierLate(Some(tier))),
                 // Or a removal, or the end of the engine, came in between.
                 false => Miss::probable(MissReason::TierLost(tier)),
             };

@@ -227,11 +227,12 @@ impl Context {
             return Why::new(Reason::Unregistered, true);
         }
         let Some(missing) = &found.missing else {
-            return Why::from(Miss::certain(match found.hits == asked.looked_up {
-                true => MissReason::Limit,
-                // The pool was lost, or the engine is being closed.
-                false => MissReason::TierDown(None),
-            }));
+            return Why::from(match found.hits == asked.looked_up {
+                true => Miss::certain(MissReason::Limit),
+                false if self.engine.pool_is_lost() => Miss::certain(MissReason::TierDown(None)),
+                // The engine is being closed.
+                false => Miss::probable(MissReason::TierDown(None)),
+            });
         };
         let miss = self.engine.miss(missing);
         if miss.reason != MissReason::NeverStored {

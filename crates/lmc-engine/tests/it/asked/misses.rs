@@ -226,6 +226,10 @@ impl Backend for Loading {
 fn a_tier_that_does_not_deliver_a_chunk_is_the_reason() {
     let closed = || BackendError::Closed;
     let deadline = || BackendError::Deadline;
+    let length = || BackendError::Length {
+        expected: 2 * CHUNK,
+        found: CHUNK,
+    };
     for (loads, reason) in [
         (
             Loads::Fail(closed),
@@ -236,6 +240,7 @@ fn a_tier_that_does_not_deliver_a_chunk_is_the_reason() {
             Miss::certain(MissReason::TierLate(Some(0))),
         ),
         (Loads::Miss, probably(MissReason::TierLost(0))),
+        (Loads::Fail(length), probably(MissReason::TierLost(0))),
         (Loads::Never, Miss::certain(MissReason::TierLate(Some(0)))),
     ] {
         let inner = MemoryBackend::shared();
