@@ -171,7 +171,7 @@ settings! {
             log_level: String = "log-level", Value "LEVEL", "info", log_level::parse;
             /// Log lines for people (text) or for machines (json).
             log_format: LogFormat = "log-format", Value "FORMAT", "text", |raw| parse::choice(raw, parse::LOG_FORMATS);
-            /// Requests of which the log has a line at level info: request id, tokens found in memory and in lower tiers, tokens missed with the reason, and time. all: every request that looks up. slow: those whose lookup takes 100 ms or longer. off: none.
+            /// Requests of which the log has a line at level info: request id, tokens found in memory and in lower tiers, tokens missed with the reason, and time. all: every request that looks up. slow: those whose lookup takes 100 ms or longer, without the time for which it may wait for a peer to compute; one line a second at most, with the number of those between. off: none.
             request_log: RequestLog = "request-log", Value "WHICH", "slow", |raw| parse::choice(raw, parse::REQUEST_LOGS);
         }
         Lower {

@@ -15,6 +15,8 @@ use crate::common::{Server, ask, lmc};
 const TOKENS: f64 = (CHUNKS * 256) as f64;
 /// A false line of the log, and a command to a terminal.
 const FORGED: &str = "\n2026-01-01T00:00:00.000000Z  WARN FORGED \u{1b}[2J\u{9b}2J";
+/// False fields of a line.
+const FIELDS: &str = "\" reason=\"evicted\" missed=7 ";
 
 /// Starts a server whose log has a line for each request.
 fn start(flags: &[&str]) -> Server {
@@ -48,7 +50,7 @@ fn misses(server: &Server, client: &mut Client, key: &CacheKey, reason: (&str, &
     let before = missed(server, reason);
     assert_eq!(look_up(client, key), 0, "{reason}");
     assert_eq!(missed(server, reason) - before, TOKENS, "{reason}");
-    let line = server.line(&format!("request={} ", key.request_id));
+    let line = server.line(&format!("request={:?} ", key.request_id));
     for part in [
         format!("reason=\"{reason}\""),
         format!("certainty=\"{certainty}\""),
@@ -95,7 +97,7 @@ fn what_memory_never_had_had_and_evicted_and_had_and_cleared() {
     with_tail.token_ids.extend([1, 2, 3]);
     assert_eq!(look_up(&mut client, &with_tail), CHUNKS as u64);
     assert_eq!(server.metric("lmc_lookup_tail_tokens_total"), 3.0);
-    let line = server.line("request=with a tail ");
+    let line = server.line("request=\"with a tail\" ");
     assert!(
         line.contains("tail=3") && !line.contains("reason"),
         "{line}"
@@ -172,7 +174,7 @@ fn leases_that_a_lookup_may_not_take_are_a_limit() {
     assert!(found < all);
     assert_eq!(missed(&server, "limit"), (all - found) as f64 * 256.0);
     let line = server.line("reason=\"limit\" certainty=\"exact\"");
-    assert!(line.contains("request=held-"), "{line}");
+    assert!(line.contains("request=\"held-"), "{line}");
 }
 
 #[test]
@@ -276,7 +278,7 @@ fn a_damaged_chunk_is_lost_by_its_drive_and_chunks_of_other_settings_are_named()
     assert!(hits < CHUNKS as u64);
     let rest = TOKENS - hits as f64 * 256.0;
     assert_eq!(missed(&server, "tier_lost"), rest);
-    let line = server.line("request=damaged ");
+    let line = server.line("request=\"damaged\" ");
     assert!(
         line.contains("certainty=\"probably\" tier=\"disk\""),
         "{line}"
@@ -305,12 +307,14 @@ fn no_salt_and_no_forged_line_is_in_the_log_and_no_line_is_there_where_none_is_w
         register(&mut client);
         let hostile = CacheKey {
             cache_salt: "marked-salt".to_owned(),
-            ..key(&format!("request{FORGED}{}", "x".repeat(1000)))
+            ..key(&format!("request{FIELDS}{FORGED}{}", "x".repeat(1000)))
         };
         assert_eq!(look_up(&mut client, &hostile), 0);
         let line = server.line("FORGED");
         assert!(!line.contains(char::is_control), "{line:?}");
         assert!(!line.contains(&"x".repeat(200)), "{line}");
+        assert!(!line.contains(FIELDS), "{line}");
+        assert!(line.contains(r#"\" reason=\"evicted\" missed=7"#), "{line}");
         if format == "json" {
             let event: serde_json::Value = serde_json::from_str(&line).expect("JSON");
             assert_eq!(event["fields"]["reason"], "never_stored");
@@ -324,11 +328,14 @@ fn no_salt_and_no_forged_line_is_in_the_log_and_no_line_is_there_where_none_is_w
             assert!(!text.contains("marked-salt"), "{text}");
         }
     }
-    let mut server = Server::start(&["--request-log", "off"]);
-    let mut client = server.client();
-    register(&mut client);
-    assert_eq!(look_up(&mut client, &key("unseen")), 0);
-    server.signal(libc::SIGTERM);
-    assert!(server.process.wait().success());
-    assert!(!server.log().join("\n").contains("unseen"));
+    // The default is slow, which this request is not.
+    for flags in [&["--request-log", "off"][..], &[]] {
+        let mut server = Server::start(flags);
+        let mut client = server.client();
+        register(&mut client);
+        assert_eq!(look_up(&mut client, &key("unseen")), 0);
+        server.signal(libc::SIGTERM);
+        assert!(server.process.wait().success());
+        assert!(!server.log().join("\n").contains("unseen"), "{flags:?}");
+    }
 }

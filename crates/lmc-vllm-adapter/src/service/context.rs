@@ -36,6 +36,8 @@ pub(super) struct Context {
     /// Names of the fields in which the space of the last miss for that reason differs from the one
     /// that has the chunk.
     pub(super) other_space_differs: Mutex<Vec<&'static str>>,
+    /// Limits lines of slow lookups.
+    pub(super) slow_lookups: Throttle,
     /// Limits warnings that peers can provoke.
     warnings: Throttle,
 }
@@ -72,6 +74,7 @@ impl Context {
             started: Instant::now(),
             store_bytes: AtomicU64::new(0),
             other_space_differs: Mutex::default(),
+            slow_lookups: Throttle::default(),
             warnings: Throttle::default(),
             config,
             engine,

@@ -185,14 +185,15 @@ impl Lookups {
                 }
                 let before = sessions.end(client, &key.request_id);
                 drop(sessions);
-                if let Some(asked) = asked {
-                    context.note_refused(&key.request_id, &key.model_name, asked);
+                if let Some(before) = before {
+                    before.end();
                 }
                 if let Some(notices) = self.notices_of(key).filter(|_| !is_known) {
                     notices.refuse_request(key, prefill_of(key));
                 }
-                if let Some(before) = before {
-                    before.end();
+                if let Some(asked) = asked {
+                    let note = context.count_refused(asked);
+                    context.log_lookup(&key.request_id, &key.model_name, &note);
                 }
                 return Reply::None;
             }
@@ -225,6 +226,7 @@ impl Lookups {
             true => None,
             false => self.wait_for(&sources, key),
         };
+        let asked = asked.map(|asked| asked.waiting(wait));
         let id = Some(&*key.configs.awaited).filter(|id| !id.is_empty());
         let id: Option<Arc<str>> = id.map(Arc::from);
         let hint = LocateHint::default()
@@ -245,15 +247,14 @@ impl Lookups {
         }
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         let readers = key.num_kv_readers;
+        let mut note = None;
         let (known, promoted) = match lookup.try_found() {
             Ok(found) => {
                 self.note_found(&found, clears, &key.model_name, key.unit, || {
                     self.announcements(key, &hashed)
                 });
                 self.push_found(&push, &found);
-                if let Some(asked) = asked {
-                    context.note_misses(&key.request_id, &key.model_name, asked, &found);
-                }
+                note = asked.map(|asked| context.count_misses(asked, &found));
                 let expires = now + context.config.lookup_lease;
                 let (hits, runs) = (found.hits as u64, runs(&found));
                 let holds = rank_holds(found, first, readers);
@@ -304,6 +305,9 @@ impl Lookups {
                 asked,
             };
             self.finish_when_promoted(lookup, promoting);
+        }
+        if let Some(note) = note {
+            context.log_lookup(&key.request_id, &key.model_name, &note);
         }
         Reply::None
     }
@@ -447,9 +451,8 @@ impl Lookups {
             promoting.chunks.clone()
         });
         self.push_found(&promoting.push, &found);
-        if let Some(asked) = promoting.asked {
-            context.note_misses(&promoting.request_id, model, asked, &found);
-        }
+        let asked = promoting.asked;
+        let note = asked.map(|asked| context.count_misses(asked, &found));
         let (hits, runs) = (found.hits as u64, runs(&found));
         let holds = rank_holds(found, promoting.first, promoting.readers);
         let expires = Instant::now() + context.config.lookup_lease;
@@ -465,6 +468,9 @@ impl Lookups {
         for waiter in waiting.unwrap_or_default() {
             let reply = self.answer(waiter.with_tiers, hits, &runs);
             waiter.tell(reply);
+        }
+        if let Some(note) = note {
+            context.log_lookup(&promoting.request_id, model, &note);
         }
     }
 

@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use lmc_engine::{DRAM, Found, Miss, MissReason, Missing};
-use lmc_key::{ChunkKey, Printable};
+use lmc_key::ChunkKey;
 
 use crate::protocol::CacheKey;
 use crate::service::context::{Context, Hashed};
@@ -15,12 +15,14 @@ const SLOW: Duration = Duration::from_millis(100);
 /// Characters of a name from outside that a line of the log shows.
 const SHOWN: usize = 128;
 
-/// Requests of which the log has a line.
+/// Requests of which the log has a line. Tails, and lookups that their engines end before the answer, have
+/// none.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum RequestLog {
     /// Every request that looks up.
     All,
-    /// Requests whose lookup takes 100 ms or longer.
+    /// Requests whose lookup takes 100 ms or longer, without a wait for peers to compute that it was
+    /// granted; one a second at most.
     #[default]
     Slow,
     /// None.
@@ -119,6 +121,19 @@ pub(super) struct Asked {
     /// True if a worker of the model is registered.
     is_registered: bool,
     begun: Instant,
+    /// Time from which on the lookup is slow.
+    slow_after: Duration,
+}
+
+/// A lookup that has ended and is counted, for the log.
+#[derive(Debug)]
+pub(super) struct LookupNote {
+    asked: Asked,
+    /// Chunks that were found, and those of them that were in DRAM.
+    hits: usize,
+    resident: usize,
+    why: Option<Why>,
+    took: Duration,
 }
 
 impl Asked {
@@ -141,7 +156,16 @@ impl Asked {
             tail,
             is_registered: true,
             begun,
+            slow_after: SLOW,
         })
+    }
+
+    /// Notes the time for which the lookup may wait for peers to compute chunks.
+    pub(super) fn waiting(self, wait: Option<Duration>) -> Self {
+        Self {
+            slow_after: SLOW + wait.unwrap_or_default(),
+            ..self
+        }
     }
 
     /// Notes how many of the chunks are looked up, and whether a worker of the model is registered.
@@ -158,66 +182,81 @@ impl Context {
     /// Counts the tokens that a lookup asked for.
     pub(super) fn count_asked(&self, asked: Asked) {
         let counters = self.counters();
-        let chunk = u64::from(self.config.hasher.chunk_size());
         add(&counters.lookups, 1);
-        add(&counters.lookup_tokens, asked.chunks as u64 * chunk);
+        add(&counters.lookup_tokens, self.tokens(asked.chunks));
         if asked.tail > 0 {
             add(&counters.lookup_tail_tokens, asked.tail);
         }
     }
 
-    /// Counts what a lookup has missed by its reason, and logs the request where it is to be logged.
-    pub(super) fn note_misses(&self, request: &str, model: &str, asked: Asked, found: &Found) {
+    /// Counts what a lookup has missed by its reason. [`Self::log_lookup`] belongs after the reply.
+    pub(super) fn count_misses(&self, asked: Asked, found: &Found) -> LookupNote {
         let is_whole = found.hits >= asked.chunks;
         let why = (!is_whole).then(|| self.why(asked, found));
-        self.note_end(request, model, asked, (found.hits, found.resident), why);
+        self.count_end(asked, (found.hits, found.resident), why)
     }
 
-    /// As [`Self::note_misses`], for a lookup that is not made because its connection has or holds as much
+    /// As [`Self::count_misses`], for a lookup that is not made because its connection has or holds as much
     /// as it may.
-    pub(super) fn note_refused(&self, request: &str, model: &str, asked: Asked) {
+    pub(super) fn count_refused(&self, asked: Asked) -> LookupNote {
         self.count_asked(asked);
         let why = Why::from(Miss::certain(MissReason::Limit));
-        self.note_end(request, model, asked, (0, 0), Some(why));
+        self.count_end(asked, (0, 0), Some(why))
     }
 
-    fn note_end(
+    fn count_end(
         &self,
-        request: &str,
-        model: &str,
         asked: Asked,
         (hits, resident): (usize, usize),
         why: Option<Why>,
-    ) {
-        let chunk = u64::from(self.config.hasher.chunk_size());
-        let tokens = |chunks: usize| chunks as u64 * chunk;
-        let missed = tokens(asked.chunks.saturating_sub(hits));
+    ) -> LookupNote {
         if let Some(why) = &why {
+            let missed = self.tokens(asked.chunks.saturating_sub(hits));
             add(why.reason.counter(self.counters()), missed);
         }
-        let is_logged = match self.config.request_log {
-            RequestLog::All => true,
-            RequestLog::Slow => asked.begun.elapsed() >= SLOW,
-            RequestLog::Off => false,
-        };
-        if !is_logged {
-            return;
+        LookupNote {
+            asked,
+            hits,
+            resident,
+            why,
+            took: asked.begun.elapsed(),
         }
-        let tier = why.as_ref().and_then(|why| self.tier_of(why.reason));
-        let differs = why.as_ref().map(|why| why.differs.join(","));
+    }
+
+    fn tokens(&self, chunks: usize) -> u64 {
+        chunks as u64 * u64::from(self.config.hasher.chunk_size())
+    }
+
+    /// Logs a request where it is to be logged.
+    pub(super) fn log_lookup(&self, request: &str, model: &str, note: &LookupNote) {
+        let (asked, why) = (&note.asked, note.why.as_ref());
+        let is_slow = note.took >= asked.slow_after;
+        let suppressed = match self.config.request_log {
+            RequestLog::All => Some(0),
+            // Many requests are slow at once where a tier is.
+            RequestLog::Slow if is_slow => self.slow_lookups.pass(self.started.elapsed()),
+            RequestLog::Slow | RequestLog::Off => None,
+        };
+        let Some(suppressed) = suppressed else {
+            return;
+        };
+        let tier = why.and_then(|why| self.tier_of(why.reason));
+        let differs = why.map(|why| why.differs.join(","));
+        // Names from outside are quoted: a space in them begins no field.
         tracing::info!(
-            request = %Printable(shown(request)),
-            model = %Printable(shown(model)),
-            tokens = tokens(asked.chunks),
-            memory = tokens(resident),
-            lower = tokens(hits - resident),
-            missed,
-            reason = why.as_ref().map(|why| why.reason.name()),
-            certainty = why.as_ref().map(|why| if why.is_certain { "exact" } else { "probably" }),
+            request = shown(request),
+            model = shown(model),
+            tokens = self.tokens(asked.chunks),
+            memory = self.tokens(note.resident),
+            lower = self.tokens(note.hits - note.resident),
+            missed = self.tokens(asked.chunks.saturating_sub(note.hits)),
+            reason = why.map(|why| why.reason.name()),
+            certainty = why.map(|why| if why.is_certain { "exact" } else { "probably" }),
             tier,
             differs = differs.as_deref().filter(|fields| !fields.is_empty()),
             tail = (asked.tail > 0).then_some(asked.tail),
-            ms = asked.begun.elapsed().as_millis() as u64,
+            ms = note.took.as_millis() as u64,
+            suppressed = (suppressed > 0).then_some(suppressed),
             "lookup"
         );
     }
@@ -302,6 +341,22 @@ mod tests {
     use std::sync::atomic::Ordering;
 
     use super::*;
+
+    #[test]
+    fn a_granted_wait_makes_no_lookup_slow() {
+        let asked = Asked {
+            first: 0,
+            chunks: 1,
+            looked_up: 1,
+            tail: 0,
+            is_registered: true,
+            begun: Instant::now(),
+            slow_after: SLOW,
+        };
+        assert_eq!(asked.waiting(None).slow_after, SLOW);
+        let wait = Duration::from_secs(10);
+        assert_eq!(asked.waiting(Some(wait)).slow_after, SLOW + wait);
+    }
 
     #[test]
     fn a_long_name_is_shown_in_part() {
