@@ -208,8 +208,8 @@ pub struct Found {
     pub resident: usize,
     /// The leases of each rank, in the order of the request; fewer ranks if one has no chunks.
     pub ranks: Vec<FoundRank>,
-    /// The chunk after those that were found; `None` if all were found, no rank was asked for, or the
-    /// pool was lost.
+    /// The chunk after those that were found; `None` if all were found, no rank was asked for, the pool was
+    /// lost, or the engine was closed meanwhile.
     pub missing: Option<Box<Missing>>,
 }
 

@@ -22,7 +22,7 @@ pub enum MissReason {
     /// is known.
     TierLate(Option<usize>),
     /// A lower tier failed, or was out of use. The index of the tier; `None` for DRAM, whose memory was
-    /// lost.
+    /// lost, or whose engine is being closed.
     TierDown(Option<usize>),
     /// A lower tier was said or assumed to have the chunk, and did not, or not as it was stored. The
     /// index of the tier.

@@ -178,20 +178,21 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
     out
 }
 
-/// Reasons of misses, as [`ServiceCounts`](lmc_vllm_adapter::ServiceCounts) and people name them.
+/// Reasons of misses, as [`ServiceCounts`](lmc_vllm_adapter::ServiceCounts) and people name them. A
+/// counter adds up misses whose reason is certain and those whose reason is probable.
 const MISSES: &[(&str, &str)] = &[
     ("never_stored", "probably never stored"),
     ("evicted", "probably evicted"),
     ("cleared", "probably cleared"),
     ("removed", "probably removed"),
-    ("other_space", "in another space"),
+    ("other_space", "probably in another space"),
     (
         "other_settings",
         "probably stored under other settings of the server",
     ),
     ("unregistered", "no engine of the model"),
-    ("tier_late", "tier late"),
-    ("tier_down", "tier down"),
+    ("tier_late", "tier probably late"),
+    ("tier_down", "tier probably down"),
     ("tier_lost", "probably lost by a tier"),
     ("limit", "over a limit"),
     ("recompute", "faster to recompute"),
@@ -201,18 +202,19 @@ const MISSES: &[(&str, &str)] = &[
 fn missed(status: &Value) -> Option<String> {
     let counts = &status["counts"];
     let of = |reason: &str| number(&counts[format!("missed_{reason}")]);
-    let mut reasons: Vec<(f64, String)> = MISSES
-        .iter()
-        .map(|(reason, name)| (of(reason), (*name).to_owned()))
-        .filter(|(tokens, _)| *tokens > 0.0)
-        .collect();
     let differs = status["other_space_differs"].as_array();
     let differs: Vec<String> = differs.into_iter().flatten().map(text).collect();
-    for (_, name) in &mut reasons {
-        if name == "in another space" && !differs.is_empty() {
-            *name = format!("{name} (last: other {})", differs.join(", "));
+    let shown = |(reason, name): &(&str, &str)| match *reason {
+        "other_space" if !differs.is_empty() => {
+            format!("{name} (last: other {})", differs.join(", "))
         }
-    }
+        _ => (*name).to_owned(),
+    };
+    let mut reasons: Vec<(f64, String)> = MISSES
+        .iter()
+        .map(|reason| (of(reason.0), shown(reason)))
+        .filter(|(tokens, _)| *tokens > 0.0)
+        .collect();
     reasons.sort_by(|one, other| other.0.total_cmp(&one.0));
     let share = |tokens| percent(tokens, number(&counts["lookup_tokens"]));
     let shown = reasons

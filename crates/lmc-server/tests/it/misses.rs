@@ -151,7 +151,7 @@ fn an_engine_with_another_layout_is_named_with_the_fields_that_differ() {
     assert!(line.contains("differs=\"layout,dtype\""), "{line}");
     let shown = status(&server);
     assert!(
-        shown.contains("in another space (last: other layout, dtype)"),
+        shown.contains("probably in another space (last: other layout, dtype)"),
         "{shown}"
     );
 }

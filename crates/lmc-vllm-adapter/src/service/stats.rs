@@ -160,17 +160,17 @@ counters! {
     /// Tokens missed because the first missing chunk was removed by its key or with its space, or was
     /// damaged, probably.
     missed_removed,
-    /// Tokens missed because the first missing chunk was stored in another space.
+    /// Tokens missed because the first missing chunk was stored in another space, probably.
     missed_other_space,
     /// Tokens missed while a drive has chunks of other settings, probably because of that.
     missed_other_settings,
     /// Tokens missed because no worker of the model is registered.
     missed_unregistered,
-    /// Tokens missed because a lower tier was late.
+    /// Tokens missed because a lower tier was late, probably.
     missed_tier_late,
-    /// Tokens missed because a tier failed or was out of use.
+    /// Tokens missed because a tier failed or was out of use, probably.
     missed_tier_down,
-    /// Tokens missed because a lower tier had lost the chunk that it was said to have.
+    /// Tokens missed because a lower tier had lost the chunk that it was said to have, probably.
     missed_tier_lost,
     /// Tokens missed because a limit on leases, sessions or memory was reached.
     missed_limit,
