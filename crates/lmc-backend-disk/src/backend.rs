@@ -310,6 +310,19 @@ impl LocalIndex for DiskBackend {
         };
         keys.iter().map(located).collect()
     }
+
+    fn fault_of(&self, key: &ChunkKey) -> Option<BackendError> {
+        if self.closed() {
+            return Some(BackendError::Closed);
+        }
+        if let Some(out) = self.all_out() {
+            return Some(out.into());
+        }
+        // A drive that is out keeps its index until it comes back.
+        let has_it = |drive: &&Drive| drive.find(key).is_some();
+        let mut holders = self.drives.iter().filter(has_it);
+        holders.find_map(Drive::unavailable).map(Into::into)
+    }
 }
 
 impl Backend for DiskBackend {

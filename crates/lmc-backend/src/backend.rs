@@ -196,4 +196,11 @@ pub trait LocalIndex {
     /// # Errors
     /// [`BackendError`] for each key that could not be looked up.
     fn locate_now(&self, keys: &[ChunkKey]) -> Vec<Result<Located, BackendError>>;
+
+    /// Returns the fault that keeps the tier from a chunk that it may have; `None` where there is none.
+    /// A tier of several devices, one of which is out of use, answers for the chunks of that device.
+    /// Default: the error of [`Self::locate_now`].
+    fn fault_of(&self, key: &ChunkKey) -> Option<BackendError> {
+        self.locate_now(&[*key]).pop()?.err()
+    }
 }

@@ -212,13 +212,13 @@ impl Tiers {
         self.each_now(self.not_removing(keys), chunk_bytes, except)
     }
 
-    /// Returns the reason of a miss where a tier whose index is in this process cannot say whether it
-    /// has a chunk.
+    /// Returns the reason of a miss where a fault keeps a tier whose index is in this process from a chunk
+    /// that it may have.
     pub(crate) fn fault_of(&self, key: &ChunkKey) -> Option<Miss> {
         let mut tiers = self.tiers.iter().enumerate();
         tiers.find_map(|(tier, known)| {
-            let located = known.backend.index()?.locate_now(&[*key]).pop()?;
-            located.err().map(|error| Miss::of_question(&error, tier))
+            let fault = known.backend.index()?.fault_of(key)?;
+            Some(Miss::of_question(&fault, tier))
         })
     }
 
