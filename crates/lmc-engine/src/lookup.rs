@@ -17,7 +17,7 @@ use tokio::task::AbortHandle;
 
 use crate::CacheEngine;
 use crate::lower::{Prompt, Source, Sources, Tiers, Waits, half_of};
-use crate::misses::{Cut, Miss, MissReason, Missing};
+use crate::misses::{LookupEnd, Miss, MissReason, Missing};
 
 /// Reads of a prompt that waits for its sources that may fail.
 const MAX_FAILURES: usize = 3;
@@ -264,8 +264,8 @@ impl Found {
     }
 
     /// Notes where the lookup of these chunks ended.
-    fn cut_at(mut self, cut: &Cut, hashes: &[ChunkHash]) -> Self {
-        self.missing = cut.missing(hashes, self.hits);
+    fn ended_at(mut self, lookup_end: &LookupEnd, hashes: &[ChunkHash]) -> Self {
+        self.missing = lookup_end.missing(hashes, self.hits);
         self
     }
 }
@@ -420,7 +420,7 @@ impl CacheEngine {
         let align = self.local().pool().align();
         let mut known: Vec<Known> = Vec::with_capacity(request.ranks.len());
         let mut reach = request.hashes.len();
-        let mut cut = Cut::new(clears, reach);
+        let mut lookup_end = LookupEnd::new(clears, reach);
         for &rank in &request.ranks {
             let mut keys = request.keys(request.name(rank, clears), rank, reach);
             let leases = self.lease_fitting(&request, rank, &mut keys);
@@ -444,7 +444,7 @@ impl CacheEngine {
                 miss: None,
             };
             reach = one.reach();
-            cut.lower(reach, rank, None);
+            lookup_end.lower(reach, rank, None);
             known.push(one);
             if reach == 0 {
                 break;
@@ -458,7 +458,7 @@ impl CacheEngine {
         }
         let allowed = within_limit(request.limit.as_ref(), &known, reach, align);
         for rank in &mut known {
-            cut.lower(allowed, rank.rank, Some(Miss::certain(MissReason::Limit)));
+            lookup_end.lower(allowed, rank.rank, Some(Miss::certain(MissReason::Limit)));
             rank.truncate(allowed);
             if !request.for_peers {
                 let resident = &rank.keys[..rank.leases.len()];
@@ -479,12 +479,12 @@ impl CacheEngine {
                 miss: None,
             });
             let found = Found::join(found.collect(), ranks);
-            return Lookup::done(clears, found.cut_at(&cut, &request.hashes));
+            return Lookup::done(clears, found.ended_at(&lookup_end, &request.hashes));
         };
         let (sender, found) = oneshot::channel();
         let (tiers, pushed) = (Arc::clone(lower.tiers()), Arc::clone(self.pushed()));
         let task = lower.spawn(async move {
-            let found = promote(&tiers, &request, cut, known, align).await;
+            let found = promote(&tiers, &request, lookup_end, known, align).await;
             if !request.for_peers && !pushed.is_empty() {
                 // A push may have brought them meanwhile.
                 for rank in &found.ranks {
@@ -533,11 +533,11 @@ impl CacheEngine {
 async fn promote(
     tiers: &Arc<Tiers>,
     request: &LookupRequest,
-    cut: Cut,
+    lookup_end: LookupEnd,
     known: Vec<Known>,
     align: u64,
 ) -> Found {
-    let clears = cut.clears();
+    let clears = lookup_end.clears();
     let wait = request.hint.wait;
     let begun = now();
     let mut waits = Waits {
@@ -545,7 +545,8 @@ async fn promote(
         expected_until: begun + wait.unwrap_or_default(),
         clears,
     };
-    let (mut found, mut reach) = promote_known(tiers, request, cut, known, align, waits).await;
+    let (mut found, mut reach) =
+        promote_known(tiers, request, lookup_end, known, align, waits).await;
     if wait.is_none() || reach == 0 {
         return found;
     }
@@ -573,8 +574,8 @@ async fn promote(
             .into_iter()
             .map(|rank| request.after(clears, rank))
             .unzip();
-        let cut = Cut::new(clears, request.hashes.len());
-        (found, reach) = promote_known(tiers, &request, cut, known, align, waits).await;
+        let lookup_end = LookupEnd::new(clears, request.hashes.len());
+        (found, reach) = promote_known(tiers, &request, lookup_end, known, align, waits).await;
         for (rank, (resident, mut read)) in found.ranks.iter_mut().zip(read) {
             rank.resident = resident;
             read.append(&mut rank.read);
@@ -591,12 +592,12 @@ async fn promote(
 async fn promote_known(
     tiers: &Arc<Tiers>,
     request: &LookupRequest,
-    mut cut: Cut,
+    mut lookup_end: LookupEnd,
     mut known: Vec<Known>,
     align: u64,
     waits: Waits,
 ) -> (Found, usize) {
-    let clears = cut.clears();
+    let clears = lookup_end.clears();
     let ranks = known.len();
     let begun = now();
     let hint = |rank: &Rank| request.hint.clone().with_chunk_bytes(rank.chunk_bytes);
@@ -618,12 +619,12 @@ async fn promote_known(
     let deadline = begun + tiers.promotion_timeout();
     let mut reach = known.iter().map(Known::reach).min().unwrap_or(0);
     for rank in &mut known {
-        cut.lower(rank.reach(), rank.rank, rank.miss);
+        lookup_end.lower(rank.reach(), rank.rank, rank.miss);
         rank.truncate(reach);
     }
     let mut limit = |reach: usize, reason| {
         let first = known.first().map(|rank| rank.rank);
-        first.inspect(|rank| cut.lower(reach, *rank, Some(Miss::certain(reason))));
+        first.inspect(|rank| lookup_end.lower(reach, *rank, Some(Miss::certain(reason))));
     };
     reach = within_limit(request.limit.as_ref(), &known, reach, align);
     limit(reach, MissReason::Limit);
@@ -679,11 +680,11 @@ async fn promote_known(
     let found = futures_util::future::join_all(promoted).await;
     // A rank ends early where another one did: one that knows a reason counts before the others.
     for rank in found.iter().filter(|rank| rank.miss.is_some()) {
-        cut.lower(rank.leases.len(), rank.rank, rank.miss);
+        lookup_end.lower(rank.leases.len(), rank.rank, rank.miss);
     }
     for rank in &found {
-        cut.lower(rank.leases.len(), rank.rank, None);
+        lookup_end.lower(rank.leases.len(), rank.rank, None);
     }
     let found = Found::join(found, ranks);
-    (found.cut_at(&cut, &request.hashes), reach)
+    (found.ended_at(&lookup_end, &request.hashes), reach)
 }

@@ -98,7 +98,7 @@ pub struct Missing {
 
 /// The end of a lookup, as far as it is known while the lookup runs.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Cut {
+pub(crate) struct LookupEnd {
     clears: ClearsId,
     /// Number of leading chunks that may be found.
     at: usize,
@@ -106,7 +106,7 @@ pub(crate) struct Cut {
     known: Option<Miss>,
 }
 
-impl Cut {
+impl LookupEnd {
     /// Returns the end of a lookup that may find all its chunks.
     pub(crate) fn new(clears: ClearsId, chunks: usize) -> Self {
         Self {

@@ -15,7 +15,7 @@ use crate::protocol::{CacheKey, Reply, Sources, TAIL_LOOKUP, TierChunks};
 use crate::service::ClientId;
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::events::StoredChunk;
-use crate::service::misses::Asked;
+use crate::service::misses::LookupRange;
 use crate::service::notices::Notices;
 use crate::service::registry::{Candidate, RankSet, Registry};
 use crate::service::session::{Followed, Hits, Lookup, RankHold, Session, Sessions, Wait, Waiter};
@@ -54,7 +54,7 @@ struct Promoting {
     chunks: Vec<StoredChunk>,
     push: Option<PushOfLookup>,
     /// None for a tail.
-    asked: Option<Asked>,
+    asked: Option<LookupRange>,
 }
 
 /// The chunks of a lookup, for the peer that they are pushed to as far as they are found.
@@ -170,7 +170,7 @@ impl Lookups {
             Ok(hashed) => hashed,
             Err(refusal) => return refusal,
         };
-        let asked = Asked::of(key, &hashed, context.tokens_per_chunk(key), now);
+        let asked = LookupRange::of(key, &hashed, context.tokens_per_chunk(key), now);
         let owner = client.owner();
         let is_known = {
             let mut sessions = self.sessions.lock();

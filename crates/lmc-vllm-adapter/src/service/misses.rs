@@ -84,14 +84,14 @@ impl Reason {
 
 /// Everything that is known of a miss.
 #[derive(Debug)]
-struct Why {
+struct MissDetail {
     reason: Reason,
     is_certain: bool,
     /// Names of the fields in which the space that has the chunk differs; empty for other reasons.
     differs: Vec<&'static str>,
 }
 
-impl Why {
+impl MissDetail {
     fn new(reason: Reason, is_certain: bool) -> Self {
         Self {
             reason,
@@ -101,7 +101,7 @@ impl Why {
     }
 }
 
-impl From<Miss> for Why {
+impl From<Miss> for MissDetail {
     fn from(miss: Miss) -> Self {
         Self::new(Reason::Engine(miss.reason), miss.is_certain)
     }
@@ -109,7 +109,7 @@ impl From<Miss> for Why {
 
 /// A range of a prompt that is looked up: what its misses are counted and logged by.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Asked {
+pub(super) struct LookupRange {
     /// First chunk of the range.
     first: usize,
     /// Chunks of the range.
@@ -128,15 +128,15 @@ pub(super) struct Asked {
 /// A lookup that has ended and is counted, for the log.
 #[derive(Debug)]
 pub(super) struct LookupNote {
-    asked: Asked,
+    asked: LookupRange,
     /// Chunks that were found, and those of them that were in DRAM.
     hits: usize,
     resident: usize,
-    why: Option<Why>,
+    why: Option<MissDetail>,
     took: Duration,
 }
 
-impl Asked {
+impl LookupRange {
     /// Returns the range of a key, unless it names a tail, whose chunks are counted apart.
     pub(super) fn of(key: &CacheKey, hashed: &Hashed, chunk: u64, begun: Instant) -> Option<Self> {
         if key.unit.is_some() {
@@ -180,7 +180,7 @@ impl Asked {
 
 impl Context {
     /// Counts the tokens that a lookup asked for.
-    pub(super) fn count_asked(&self, asked: Asked) {
+    pub(super) fn count_asked(&self, asked: LookupRange) {
         let counters = self.counters();
         add(&counters.lookups, 1);
         add(&counters.lookup_tokens, self.tokens(asked.chunks));
@@ -190,7 +190,7 @@ impl Context {
     }
 
     /// Counts what a lookup has missed by its reason. [`Self::log_lookup`] belongs after the reply.
-    pub(super) fn count_misses(&self, asked: Asked, found: &Found) -> LookupNote {
+    pub(super) fn count_misses(&self, asked: LookupRange, found: &Found) -> LookupNote {
         let is_whole = found.hits >= asked.chunks;
         let why = (!is_whole).then(|| self.why(asked, found));
         self.count_end(asked, (found.hits, found.resident), why)
@@ -198,17 +198,17 @@ impl Context {
 
     /// As [`Self::count_misses`], for a lookup that is not made because its connection has or holds as much
     /// as it may.
-    pub(super) fn count_refused(&self, asked: Asked) -> LookupNote {
+    pub(super) fn count_refused(&self, asked: LookupRange) -> LookupNote {
         self.count_asked(asked);
-        let why = Why::from(Miss::certain(MissReason::Limit));
+        let why = MissDetail::from(Miss::certain(MissReason::Limit));
         self.count_end(asked, (0, 0), Some(why))
     }
 
     fn count_end(
         &self,
-        asked: Asked,
+        asked: LookupRange,
         (hits, resident): (usize, usize),
-        why: Option<Why>,
+        why: Option<MissDetail>,
     ) -> LookupNote {
         if let Some(why) = &why {
             let missed = self.tokens(asked.chunks.saturating_sub(hits));
@@ -261,12 +261,12 @@ impl Context {
         );
     }
 
-    fn why(&self, asked: Asked, found: &Found) -> Why {
+    fn why(&self, asked: LookupRange, found: &Found) -> MissDetail {
         if !asked.is_registered {
-            return Why::new(Reason::Unregistered, true);
+            return MissDetail::new(Reason::Unregistered, true);
         }
         let Some(missing) = &found.missing else {
-            return Why::from(match found.hits == asked.looked_up {
+            return MissDetail::from(match found.hits == asked.looked_up {
                 true => Miss::certain(MissReason::Limit),
                 false if self.engine.pool_is_lost() => Miss::certain(MissReason::TierDown(None)),
                 // The engine is being closed.
@@ -282,14 +282,14 @@ impl Context {
         }
         // A chunk of another chunk size, hash or identity has a name that no prompt has now.
         match asked.first + found.hits == 0 && self.engine.has_unreachable() {
-            true => Why::new(Reason::OtherSettings, false),
+            true => MissDetail::new(Reason::OtherSettings, false),
             false => miss.into(),
         }
     }
 
     /// Returns what is known of a chunk that was stored in another space: that is certain while it is in
     /// DRAM there. A chunk of another generation counts as removed.
-    fn other_space(&self, missing: &Missing) -> Option<Why> {
+    fn other_space(&self, missing: &Missing) -> Option<MissDetail> {
         let space = missing.rank.space;
         let other = self.spaces.other_space(space, &missing.hash)?;
         if other.is_generation {
@@ -304,9 +304,9 @@ impl Context {
         let clears = self.engine.clears_id();
         let is_certain = self.engine.are_in_dram(clears, &[chunk]) == [true];
         self.other_space_differs.lock().clone_from(&differs);
-        Some(Why {
+        Some(MissDetail {
             differs,
-            ..Why::new(Reason::OtherSpace, is_certain)
+            ..MissDetail::new(Reason::OtherSpace, is_certain)
         })
     }
 
@@ -344,7 +344,7 @@ mod tests {
 
     #[test]
     fn a_granted_wait_makes_no_lookup_slow() {
-        let asked = Asked {
+        let asked = LookupRange {
             first: 0,
             chunks: 1,
             looked_up: 1,
