@@ -6,9 +6,9 @@ use lmc_key::{ChunkHash, ClearsId};
 use crate::ghosts::Departure;
 use crate::{CacheEngine, Rank};
 
-/// Reason why a lookup did not find the first chunk that it lacks.
+/// Reason why a lookup did not find the first chunk that it lacks. A new reason needs a name and a counter
+/// wherever reasons are counted, so that no `match` may leave it out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
 pub enum MissReason {
     /// Nothing is known of the chunk.
     NeverStored,

@@ -43,41 +43,22 @@ pub(super) enum Reason {
 }
 
 impl Reason {
-    fn name(self) -> &'static str {
+    /// Returns the name of a reason, and its counter.
+    fn of(self, counters: &ServiceCounters) -> (&'static str, &AtomicU64) {
+        use MissReason as M;
         match self {
-            Self::OtherSpace => "other_space",
-            Self::Unregistered => "unregistered",
-            Self::OtherSettings => "other_settings",
-            Self::Engine(reason) => match reason {
-                MissReason::Evicted => "evicted",
-                MissReason::Cleared => "cleared",
-                MissReason::Removed => "removed",
-                MissReason::TierLate(_) => "tier_late",
-                MissReason::TierDown(_) => "tier_down",
-                MissReason::TierLost(_) => "tier_lost",
-                MissReason::Limit => "limit",
-                MissReason::Recompute => "recompute",
-                _ => "never_stored",
-            },
-        }
-    }
-
-    fn counter(self, counters: &ServiceCounters) -> &AtomicU64 {
-        match self {
-            Self::OtherSpace => &counters.missed_other_space,
-            Self::Unregistered => &counters.missed_unregistered,
-            Self::OtherSettings => &counters.missed_other_settings,
-            Self::Engine(reason) => match reason {
-                MissReason::Evicted => &counters.missed_evicted,
-                MissReason::Cleared => &counters.missed_cleared,
-                MissReason::Removed => &counters.missed_removed,
-                MissReason::TierLate(_) => &counters.missed_tier_late,
-                MissReason::TierDown(_) => &counters.missed_tier_down,
-                MissReason::TierLost(_) => &counters.missed_tier_lost,
-                MissReason::Limit => &counters.missed_limit,
-                MissReason::Recompute => &counters.missed_recompute,
-                _ => &counters.missed_never_stored,
-            },
+            Self::Engine(M::NeverStored) => ("never_stored", &counters.missed_never_stored),
+            Self::Engine(M::Evicted) => ("evicted", &counters.missed_evicted),
+            Self::Engine(M::Cleared) => ("cleared", &counters.missed_cleared),
+            Self::Engine(M::Removed) => ("removed", &counters.missed_removed),
+            Self::OtherSpace => ("other_space", &counters.missed_other_space),
+            Self::OtherSettings => ("other_settings", &counters.missed_other_settings),
+            Self::Unregistered => ("unregistered", &counters.missed_unregistered),
+            Self::Engine(M::TierLate(_)) => ("tier_late", &counters.missed_tier_late),
+            Self::Engine(M::TierDown(_)) => ("tier_down", &counters.missed_tier_down),
+            Self::Engine(M::TierLost(_)) => ("tier_lost", &counters.missed_tier_lost),
+            Self::Engine(M::Limit) => ("limit", &counters.missed_limit),
+            Self::Engine(M::Recompute) => ("recompute", &counters.missed_recompute),
         }
     }
 }
@@ -212,7 +193,7 @@ impl Context {
     ) -> LookupNote {
         if let Some(why) = &why {
             let missed = self.tokens(asked.chunks.saturating_sub(hits));
-            add(why.reason.counter(self.counters()), missed);
+            add(why.reason.of(self.counters()).1, missed);
         }
         LookupNote {
             asked,
@@ -250,7 +231,7 @@ impl Context {
             memory = self.tokens(note.resident),
             lower = self.tokens(note.hits - note.resident),
             missed = self.tokens(asked.chunks.saturating_sub(note.hits)),
-            reason = why.map(|why| why.reason.name()),
+            reason = why.map(|why| why.reason.of(self.counters()).0),
             certainty = why.map(|why| if why.is_certain { "exact" } else { "probably" }),
             tier,
             differs = differs.as_deref().filter(|fields| !fields.is_empty()),
@@ -385,9 +366,10 @@ mod tests {
         ];
         for reason in engine.map(Reason::Engine).into_iter().chain(others) {
             let counters = ServiceCounters::default();
-            reason.counter(&counters).store(7, Ordering::Relaxed);
+            let (name, counter) = reason.of(&counters);
+            counter.store(7, Ordering::Relaxed);
             let counts = serde_json::to_value(counters.snapshot()).expect("JSON");
-            let counter = format!("missed_{}", reason.name());
+            let counter = format!("missed_{name}");
             assert_eq!(counts[&counter], 7, "{counter}");
         }
     }
