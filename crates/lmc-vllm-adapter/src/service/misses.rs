@@ -9,6 +9,7 @@ use lmc_key::ChunkKey;
 use crate::protocol::CacheKey;
 use crate::service::context::{Context, Hashed};
 use crate::service::stats::{ServiceCounters, add};
+use crate::service::throttle::Throttle;
 
 /// Time from which on a lookup is slow.
 const SLOW: Duration = Duration::from_millis(100);
@@ -117,6 +118,20 @@ pub(super) struct LookupNote {
     took: Duration,
 }
 
+impl LookupNote {
+    /// Returns the number of lines that were suppressed before the one of this lookup; `None` where it has
+    /// no line. `now` is as for [`Throttle::pass`].
+    fn pass(&self, log: RequestLog, slow: &Throttle, now: Duration) -> Option<u64> {
+        let is_slow = self.took >= self.asked.slow_after;
+        match log {
+            RequestLog::All => Some(0),
+            // Many requests are slow at once where a tier is.
+            RequestLog::Slow if is_slow => slow.pass(now),
+            RequestLog::Slow | RequestLog::Off => None,
+        }
+    }
+}
+
 impl LookupRange {
     /// Returns the range of a key, unless it names a tail, whose chunks are counted apart.
     pub(super) fn of(key: &CacheKey, hashed: &Hashed, chunk: u64, begun: Instant) -> Option<Self> {
@@ -211,14 +226,8 @@ impl Context {
     /// Logs a request where it is to be logged.
     pub(super) fn log_lookup(&self, request: &str, model: &str, note: &LookupNote) {
         let (asked, why) = (&note.asked, note.why.as_ref());
-        let is_slow = note.took >= asked.slow_after;
-        let suppressed = match self.config.request_log {
-            RequestLog::All => Some(0),
-            // Many requests are slow at once where a tier is.
-            RequestLog::Slow if is_slow => self.slow_lookups.pass(self.started.elapsed()),
-            RequestLog::Slow | RequestLog::Off => None,
-        };
-        let Some(suppressed) = suppressed else {
+        let (log, since_start) = (self.config.request_log, self.started.elapsed());
+        let Some(suppressed) = note.pass(log, &self.slow_lookups, since_start) else {
             return;
         };
         let tier = why.and_then(|why| self.tier_of(why.reason));
@@ -323,8 +332,8 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn a_granted_wait_makes_no_lookup_slow() {
+    /// Returns the note of a lookup that was granted a wait.
+    fn note(took: Duration, wait: Option<Duration>) -> LookupNote {
         let asked = LookupRange {
             first: 0,
             chunks: 1,
@@ -334,9 +343,40 @@ mod tests {
             begun: Instant::now(),
             slow_after: SLOW,
         };
-        assert_eq!(asked.waiting(None).slow_after, SLOW);
+        LookupNote {
+            asked: asked.waiting(wait),
+            hits: 1,
+            resident: 1,
+            why: None,
+            took,
+        }
+    }
+
+    #[test]
+    fn slow_lookups_have_one_line_a_second_and_fast_ones_none() {
+        let throttle = Throttle::default();
+        let pass = |log, took: Duration, millis| {
+            note(took, None).pass(log, &throttle, Duration::from_millis(millis))
+        };
+        let fast = SLOW - Duration::from_millis(1);
+        assert_eq!(pass(RequestLog::Slow, fast, 0), None);
+        let slow = [0, 1, 999, 1000].map(|millis| pass(RequestLog::Slow, SLOW, millis));
+        assert_eq!(slow, [Some(0), None, None, Some(2)]);
+        assert_eq!(pass(RequestLog::Off, SLOW, 5000), None);
+        let all = [fast, SLOW, SLOW].map(|took| pass(RequestLog::All, took, 5000));
+        assert_eq!(all, [Some(0); 3]);
+    }
+
+    #[test]
+    fn a_granted_wait_makes_no_lookup_slow() {
         let wait = Duration::from_secs(10);
-        assert_eq!(asked.waiting(Some(wait)).slow_after, SLOW + wait);
+        let is_slow = |took| {
+            let note = note(took, Some(wait));
+            let passed = note.pass(RequestLog::Slow, &Throttle::default(), Duration::ZERO);
+            passed.is_some()
+        };
+        assert!(!is_slow(wait));
+        assert!(is_slow(wait + SLOW));
     }
 
     #[test]
