@@ -11,6 +11,7 @@ use lmc_backend::{
     WriteBackend, ready,
 };
 use lmc_key::ChunkKey;
+use parking_lot::Mutex;
 
 use crate::batch::Batch;
 use crate::counters::{Counters, DiskStats};
@@ -18,7 +19,7 @@ use crate::drive::Drive;
 use crate::drive_set::{DriveSet, missing_text};
 use crate::format::blocks;
 use crate::set::SetMember;
-use crate::spaces::Unreachable;
+use crate::spaces::{Unreachable, UnreachableSegment};
 use crate::timer::Timer;
 use crate::volume::BLOCK;
 
@@ -35,6 +36,8 @@ pub struct DiskBackend {
     drives: Arc<[Drive]>,
     set: DriveSet,
     unreachable: Vec<Unreachable>,
+    /// Segments with such chunks, less those at the end that were seen to have gone.
+    unreachable_segments: Mutex<Vec<UnreachableSegment>>,
     counters: Counters,
     timer: Timer,
 }
@@ -45,13 +48,19 @@ impl DiskBackend {
             drives: drives.into(),
             set,
             unreachable: Vec::new(),
+            unreachable_segments: Mutex::default(),
             counters: Counters::default(),
             timer: Timer::start()?,
         })
     }
 
-    pub(crate) fn with_unreachable(mut self, unreachable: Vec<Unreachable>) -> Self {
+    pub(crate) fn with_unreachable(
+        mut self,
+        unreachable: Vec<Unreachable>,
+        segments: Vec<UnreachableSegment>,
+    ) -> Self {
         self.unreachable = unreachable;
+        self.unreachable_segments = Mutex::new(segments);
         self
     }
 
@@ -301,6 +310,19 @@ impl LocalIndex for DiskBackend {
         };
         keys.iter().map(located).collect()
     }
+
+    fn fault_of(&self, key: &ChunkKey) -> Option<BackendError> {
+        if self.closed() {
+            return Some(BackendError::Closed);
+        }
+        if let Some(out) = self.all_out() {
+            return Some(out.into());
+        }
+        // A drive that is out keeps its index until it comes back.
+        let has_it = |drive: &&Drive| drive.find(key).is_some();
+        let mut holders = self.drives.iter().filter(has_it);
+        holders.find_map(Drive::unavailable).map(Into::into)
+    }
 }
 
 impl Backend for DiskBackend {
@@ -347,6 +369,18 @@ impl Backend for DiskBackend {
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
         self.stats().named()
+    }
+
+    fn has_unreachable(&self) -> bool {
+        let mut segments = self.unreachable_segments.lock();
+        // No key of this process names them, so whole segments go, by eviction or a clear.
+        while let Some(last) = segments.last() {
+            if self.drives[last.drive].has_chunks_of(last.segment, last.generation) {
+                return true;
+            }
+            segments.pop();
+        }
+        false
     }
 
     fn health(&self) -> Health {

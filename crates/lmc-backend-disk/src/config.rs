@@ -1,5 +1,6 @@
 //! Configuration of the tier, and opening it.
 
+use std::collections::HashSet;
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -8,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lmc_backend::{Clears, Events};
+use lmc_key::SpaceId;
 use lmc_memory::Arena;
 use tracing::{info, warn};
 
@@ -21,7 +23,7 @@ use crate::id::{hex, random_id};
 use crate::index::MAX_SEGMENTS;
 use crate::log::{recover, segment_name, segment_numbers};
 use crate::set::{SET_NAME, SetRecord};
-use crate::spaces::{Unreachable, cut, unreachable};
+use crate::spaces::{Unreachable, UnreachableSegment, cut, is_unreachable, unreachable};
 use crate::volume::{BLOCK, FolderConfig, FolderVolume, Medium, NO_SIZE, Volume, medium};
 
 /// Time that a batch waits for a drive before that counts as a stall.
@@ -207,21 +209,22 @@ impl DiskConfig {
         if let Some(events) = &self.events {
             drives.iter().for_each(|drive| drive.report_to(events));
         }
-        let unreachable = self.note_settings(&drives);
+        let (unreachable, segments) = self.note_settings(&drives);
         let tier = DiskBackend::new(drives, set).map_err(|source| DiskError::Io {
             path: self.paths[0].clone(),
             source,
         })?;
-        Ok(tier.with_unreachable(unreachable))
+        Ok(tier.with_unreachable(unreachable, segments))
     }
 
-    /// Notes the present settings on the drives. Returns what was stored under others.
-    fn note_settings(&self, drives: &[Drive]) -> Vec<Unreachable> {
+    /// Notes the present settings on the drives. Returns what was stored under others, and the segments
+    /// of each drive that have such chunks.
+    fn note_settings(&self, drives: &[Drive]) -> (Vec<Unreachable>, Vec<UnreachableSegment>) {
         let Some(current) = self.key_settings.as_deref().filter(|_| !self.existing) else {
-            return Vec::new();
+            return Default::default();
         };
-        let mut all = Vec::new();
-        for (drive, path) in drives.iter().zip(&self.paths) {
+        let (mut all, mut segments) = (Vec::new(), Vec::new());
+        for (number, (drive, path)) in drives.iter().zip(&self.paths).enumerate() {
             let spaces = drive.spaces();
             if let Err(error) = drive.note_settings(current, &spaces) {
                 warn!(
@@ -230,9 +233,19 @@ impl DiskConfig {
                     "cannot record the settings of keys; a later start cannot name the settings of the chunks stored now"
                 );
             }
+            let others = spaces.iter().filter(|usage| is_unreachable(usage, current));
+            let others: HashSet<SpaceId> = others.map(|usage| usage.space).collect();
+            if !others.is_empty() {
+                let of_drive = drive.segments_with(&others).into_iter();
+                segments.extend(of_drive.map(|(segment, generation)| UnreachableSegment {
+                    drive: number,
+                    segment,
+                    generation,
+                }));
+            }
             all.extend(spaces);
         }
-        unreachable(&all, current)
+        (unreachable(&all, current), segments)
     }
 
     /// Refuses a folder that holds no drive, before anything is done to it.

@@ -631,6 +631,22 @@ impl Index {
         spaces
     }
 
+    /// Returns the segments that have chunks of a space, each with its generation.
+    pub(crate) fn segments_with(&self, is_of: impl Fn(SpaceId) -> bool) -> Vec<(u32, u64)> {
+        let is_of_it = |chunk: &Chunk| chunk.len > 0 && is_of(chunk.key.space);
+        (0u32..)
+            .zip(&self.segments)
+            .filter(|(_, segment)| segment.list.iter().any(is_of_it))
+            .map(|(number, segment)| (number, segment.generation))
+            .collect()
+    }
+
+    /// Returns true if a segment has chunks of the use that had this generation.
+    pub(crate) fn has_chunks_of(&self, segment: u32, generation: u64) -> bool {
+        let known = self.segments.get(segment as usize);
+        known.is_some_and(|known| known.generation == generation && known.chunks > 0)
+    }
+
     /// Begins to tell all there is to know, as records that make it again: those of the segments
     /// come now, those of the chunks by [`Self::tell`].
     pub(crate) fn snapshot(&self, records: &mut Vec<Record>) -> Snapshot {

@@ -51,6 +51,16 @@ pub struct Unreachable {
     pub bytes: u64,
 }
 
+/// A segment that had chunks of other settings when its drive was opened.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UnreachableSegment {
+    /// Index of the drive.
+    pub(crate) drive: usize,
+    pub(crate) segment: u32,
+    /// Generation of the segment's use.
+    pub(crate) generation: u64,
+}
+
 /// The file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SpacesRecord {
@@ -187,6 +197,12 @@ pub(crate) fn attribute(
     spaces
 }
 
+/// Returns true if a space is of other settings than the present ones.
+pub(crate) fn is_unreachable(usage: &SpaceUsage, current: &str) -> bool {
+    let settings = usage.settings.as_deref();
+    settings.is_some_and(|settings| settings != current)
+}
+
 /// Adds up what cannot be hit with the present settings, the largest first.
 pub(crate) fn unreachable<'a>(
     spaces: impl IntoIterator<Item = &'a SpaceUsage>,
@@ -195,7 +211,7 @@ pub(crate) fn unreachable<'a>(
     let mut sums: HashMap<&str, (u64, u64)> = HashMap::new();
     for usage in spaces {
         match usage.settings.as_deref() {
-            Some(settings) if settings != current => {
+            Some(settings) if is_unreachable(usage, current) => {
                 let sum = sums.entry(settings).or_default();
                 *sum = (sum.0 + usage.chunks, sum.1 + usage.bytes);
             }

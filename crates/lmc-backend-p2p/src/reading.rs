@@ -194,6 +194,7 @@ impl<L: Link> Node<L> {
         self.rank(keys, &hinted, &mut answered);
         let peers = self.peers.lock();
         let is_expected = hint.wait.is_some() && peers.may_lend(&hint.sources, &refused, now());
+        let is_late = now() >= deadline;
         // Consecutive chunks mostly have the same.
         let mut last: Option<(Route, Handle)> = None;
         let mut handle_of = |route: Route| match &last {
@@ -226,6 +227,7 @@ impl<L: Link> Node<L> {
             }
             match &silent {
                 None => Ok(Located::Absent),
+                Some(_) if is_late => Err(BackendError::Deadline),
                 Some(reason) => Err(Unavailable {
                     reason: reason.clone(),
                 }

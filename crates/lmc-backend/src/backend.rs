@@ -140,6 +140,12 @@ pub trait Backend: fmt::Debug + Send + Sync {
         Vec::new()
     }
 
+    /// Returns true if the tier has chunks that were stored under other settings than this process has,
+    /// and that no key of this process names. Never waits. Default: it has none.
+    fn has_unreachable(&self) -> bool {
+        false
+    }
+
     /// Returns the tier's state as this process knows it. Never waits.
     fn health(&self) -> Health;
 
@@ -198,4 +204,11 @@ pub trait LocalIndex {
     /// # Errors
     /// [`BackendError`] for each key that could not be looked up.
     fn locate_now(&self, keys: &[ChunkKey]) -> Vec<Result<Located, BackendError>>;
+
+    /// Returns the fault that keeps the tier from a chunk that it may have; `None` where there is none.
+    /// A tier of several devices, one of which is out of use, answers for the chunks of that device.
+    /// Default: the error of [`Self::locate_now`].
+    fn fault_of(&self, key: &ChunkKey) -> Option<BackendError> {
+        self.locate_now(&[*key]).pop()?.err()
+    }
 }

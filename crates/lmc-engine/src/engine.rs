@@ -22,6 +22,7 @@ use tokio::task::AbortHandle;
 use crate::clears::{ClearError, ClearLog};
 use crate::config::{EngineConfig, EngineError};
 use crate::events::Relay;
+use crate::ghosts::Ghosts;
 use crate::host::EngineHost;
 use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, POLL, Tiers};
 use crate::policy::{LowerTier, WritePolicy};
@@ -137,6 +138,7 @@ struct Inner {
     pushed: Arc<PushedChunks>,
     /// Number of chunks that were made of those of several ranks.
     merged: AtomicU64,
+    ghosts: Arc<Ghosts>,
     /// Bytes that a close has still to offer to lower tiers, or [`NOT_CLOSED`].
     unoffered: AtomicU64,
     stop: Arc<Stop>,
@@ -258,6 +260,8 @@ impl CacheEngine {
         }
         let clears = host.clear_log();
         let pushed = Arc::new(PushedChunks::new(pool.usage().capacity / 4));
+        let ghosts = Arc::new(Ghosts::new(pool.arena().len() as u64));
+        host.events().listen(Arc::clone(&ghosts) as _);
         let relay = Relay::new(clears.clone(), host.events().clone(), Arc::clone(&pushed));
         let relay = Arc::new(relay);
         let mut local = LocalConfig::new(pool)
@@ -289,6 +293,7 @@ impl CacheEngine {
             lower,
             pushed,
             merged: AtomicU64::new(0),
+            ghosts,
             unoffered: AtomicU64::new(NOT_CLOSED),
             stop: Arc::clone(&stop),
         });
@@ -340,6 +345,10 @@ impl CacheEngine {
         &self.0.pushed
     }
 
+    pub(crate) fn ghosts(&self) -> &Ghosts {
+        &self.0.ghosts
+    }
+
     pub(crate) fn local(&self) -> &LocalTier {
         &self.0.tier
     }
@@ -353,6 +362,13 @@ impl CacheEngine {
     pub fn tier_name(&self, index: usize) -> Option<&str> {
         let lower = self.0.lower.as_ref()?;
         lower.tiers().name(index)
+    }
+
+    /// Returns true if a lower tier has chunks that were stored under other settings than those of this
+    /// process ([`Backend::has_unreachable`](lmc_backend::Backend::has_unreachable)).
+    pub fn has_unreachable(&self) -> bool {
+        let lower = self.0.lower.as_ref();
+        lower.is_some_and(|lower| lower.tiers().has_unreachable())
     }
 
     /// Returns true if a lower tier is shared with other processes, so that they are given chunks of

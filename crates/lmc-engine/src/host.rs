@@ -392,6 +392,7 @@ impl CacheEngine {
                     reach: Arc::new(AtomicUsize::new(keys.len())),
                     half: half_of(deadline),
                     read: Mutex::default(),
+                    misses: Mutex::default(),
                 });
                 let none = local.lease_uncounted(PEERS, &[]);
                 promoted = Some(lower.tiers().promote(&prompt, none).await);

@@ -47,6 +47,11 @@ pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, Removed, TierHea
 
 mod events;
 
+mod fingerprints;
+pub use fingerprints::FingerprintTable;
+
+mod ghosts;
+
 mod host;
 pub use host::{EngineHost, SpaceBook};
 
@@ -58,6 +63,9 @@ pub use lower::LowerStatus;
 
 mod merge;
 pub use merge::Merge;
+
+mod misses;
+pub use misses::{Miss, MissReason, Missing};
 
 mod policy;
 pub use policy::{Admission, LowerTier, SpaceFilter, TierPolicy, WritePolicy};

@@ -18,6 +18,7 @@ use tokio::task::AbortHandle;
 use crate::CacheEngine;
 use crate::lower::{Prompt, Source, Sources, Tiers, Waits, fits, half_of};
 use crate::merge::{Merge, complete};
+use crate::misses::{LookupEnd, Miss, MissReason, Missing};
 
 /// Reads of a prompt that waits for its sources that may fail.
 const MAX_FAILURES: usize = 3;
@@ -213,6 +214,7 @@ impl LookupRequest {
             leases: found.leases,
             seen: found.seen,
             sources: Sources::default(),
+            miss: None,
         };
         (known, (found.resident, found.read))
     }
@@ -256,6 +258,8 @@ pub struct FoundRank {
     pub seen: usize,
     /// Indices of the chunks that were read from lower tiers for this lookup, each with its tier's.
     pub(crate) read: ReadFrom,
+    /// Reason why the chunk after the leases was not read, where one is known.
+    miss: Option<Miss>,
 }
 
 impl FoundRank {
@@ -268,6 +272,7 @@ impl FoundRank {
             seen: usize::MAX,
             leases,
             read: Vec::new(),
+            miss: None,
         }
     }
 }
@@ -296,6 +301,9 @@ pub struct Found {
     pub resident: usize,
     /// The leases of each rank, in the order of the request; fewer ranks if one has no chunks.
     pub ranks: Vec<FoundRank>,
+    /// The chunk after those that were found; `None` if all were found, no rank was asked for, the pool was
+    /// lost, or the engine was closed meanwhile.
+    pub missing: Option<Box<Missing>>,
 }
 
 impl Found {
@@ -339,12 +347,19 @@ impl Found {
             hits,
             resident: resident.unwrap_or(0).min(hits),
             ranks: found,
+            missing: None,
         };
         for rank in &mut this.ranks {
             rank.promoted = rank.leases.len();
             rank.leases.truncate(hits);
         }
         this
+    }
+
+    /// Notes where the lookup of these chunks ended.
+    fn ended_at(mut self, lookup_end: &LookupEnd, hashes: &[ChunkHash]) -> Self {
+        self.missing = lookup_end.missing(hashes, self.hits);
+        self
     }
 }
 
@@ -436,6 +451,8 @@ struct Known {
     seen: usize,
     /// Sources of the chunks after those.
     sources: Sources,
+    /// Reason why the chunk after the sources has none, where the question about it showed one.
+    miss: Option<Miss>,
 }
 
 impl Known {
@@ -496,6 +513,7 @@ impl CacheEngine {
         let align = self.local().pool().align();
         let mut known: Vec<Known> = Vec::with_capacity(request.ranks.len());
         let mut reach = request.hashes.len();
+        let mut lookup_end = LookupEnd::new(clears, reach);
         for &rank in &request.ranks {
             let mut keys = request.keys(request.name(rank, clears), rank, reach);
             let leases = self.lease_fitting(&request, rank, &mut keys);
@@ -516,8 +534,10 @@ impl CacheEngine {
                 seen: usize::MAX,
                 leases,
                 sources,
+                miss: None,
             };
             reach = one.reach();
+            lookup_end.lower(reach, rank, None);
             known.push(one);
             if reach == 0 {
                 break;
@@ -531,6 +551,7 @@ impl CacheEngine {
         }
         let allowed = within_limit(request.limit.as_ref(), &known, reach, align);
         for rank in &mut known {
+            lookup_end.lower(allowed, rank.rank, Some(Miss::certain(MissReason::Limit)));
             rank.truncate(allowed);
             if !request.for_peers {
                 let resident = &rank.keys[..rank.leases.len()];
@@ -547,7 +568,8 @@ impl CacheEngine {
                 seen: rank.seen,
                 ..FoundRank::resident(rank.rank, rank.leases)
             });
-            return Lookup::done(clears, Found::join(found.collect(), ranks));
+            let found = Found::join(found.collect(), ranks);
+            return Lookup::done(clears, found.ended_at(&lookup_end, &request.hashes));
         };
         let (sender, found) = oneshot::channel();
         let (tiers, pushed) = (Arc::clone(lower.tiers()), Arc::clone(self.pushed()));
@@ -558,7 +580,7 @@ impl CacheEngine {
                 true => (&without_wait, request.clone()),
                 false => (&request, without_wait.clone()),
             };
-            let found = promote(&tiers, now, clears, known, align).await;
+            let found = promote(&tiers, now, lookup_end, known, align).await;
             let found = complete(&engine, then, clears, found).await;
             if !request.for_peers && !pushed.is_empty() {
                 // A push may have brought them meanwhile.
@@ -607,10 +629,11 @@ impl CacheEngine {
 async fn promote(
     tiers: &Arc<Tiers>,
     request: &LookupRequest,
-    clears: ClearsId,
+    lookup_end: LookupEnd,
     known: Vec<Known>,
     align: u64,
 ) -> Found {
+    let clears = lookup_end.clears();
     let wait = request.hint.wait;
     let begun = now();
     let mut waits = Waits {
@@ -618,7 +641,8 @@ async fn promote(
         expected_until: begun + wait.unwrap_or_default(),
         clears,
     };
-    let (mut found, mut reach) = promote_known(tiers, request, clears, known, align, waits).await;
+    let (mut found, mut reach) =
+        promote_known(tiers, request, lookup_end, known, align, waits).await;
     if wait.is_none() || reach == 0 {
         return found;
     }
@@ -646,7 +670,8 @@ async fn promote(
             .into_iter()
             .map(|rank| request.after(clears, rank))
             .unzip();
-        (found, reach) = promote_known(tiers, &request, clears, known, align, waits).await;
+        let lookup_end = LookupEnd::new(clears, request.hashes.len());
+        (found, reach) = promote_known(tiers, &request, lookup_end, known, align, waits).await;
         for (rank, (resident, mut read)) in found.ranks.iter_mut().zip(read) {
             rank.resident = resident;
             read.append(&mut rank.read);
@@ -663,11 +688,12 @@ async fn promote(
 async fn promote_known(
     tiers: &Arc<Tiers>,
     request: &LookupRequest,
-    clears: ClearsId,
+    mut lookup_end: LookupEnd,
     mut known: Vec<Known>,
     align: u64,
     waits: Waits,
 ) -> (Found, usize) {
+    let clears = lookup_end.clears();
     let ranks = known.len();
     let begun = now();
     let hint = |rank: &Rank| request.hint.clone().with_chunk_bytes(rank.chunk_bytes);
@@ -676,7 +702,8 @@ async fn promote_known(
         let rest = &rank.keys[rank.leases.len()..];
         let known = mem::take(&mut rank.sources);
         let hint = hint(&rank.rank);
-        let found = tiers.locate(rest, known, &hint, waits).await;
+        let (found, miss) = tiers.locate(rest, known, &hint, waits).await;
+        rank.miss = miss;
         rank.sources = Sources {
             found,
             is_final: true,
@@ -688,9 +715,15 @@ async fn promote_known(
     let deadline = begun + tiers.promotion_timeout();
     let mut reach = known.iter().map(Known::reach).min().unwrap_or(0);
     for rank in &mut known {
+        lookup_end.lower(rank.reach(), rank.rank, rank.miss);
         rank.truncate(reach);
     }
+    let mut limit = |reach: usize, reason| {
+        let first = known.first().map(|rank| rank.rank);
+        first.inspect(|rank| lookup_end.lower(reach, *rank, Some(Miss::certain(reason))));
+    };
     reach = within_limit(request.limit.as_ref(), &known, reach, align);
+    limit(reach, MissReason::Limit);
     let resident = known
         .iter()
         .map(|rank| rank.leases.len())
@@ -698,6 +731,7 @@ async fn promote_known(
         .unwrap_or(0);
     let sources: Vec<&[Source]> = known.iter().map(|rank| &rank.sources.found[..]).collect();
     reach = tiers.worth_reading(&sources, resident, reach, request.hint.parts);
+    limit(reach, MissReason::Recompute);
     if reach > resident && !request.for_peers {
         for rank in &known {
             tiers.clears().name(rank.rank.space, clears);
@@ -722,6 +756,7 @@ async fn promote_known(
             reach: Arc::clone(shared_reach),
             half: half_of(deadline),
             read: Mutex::default(),
+            misses: Mutex::default(),
         });
         let leases = tiers.promote(&prompt, rank.leases).await;
         let read = mem::take(&mut *prompt.read.lock());
@@ -730,10 +765,22 @@ async fn promote_known(
             resident,
             seen: rank.seen,
             promoted: 0,
+            miss: match leases.len() < reach {
+                true => prompt.miss_at(leases.len()),
+                false => None,
+            },
             leases,
             read,
         }
     });
     let found = futures_util::future::join_all(promoted).await;
-    (Found::join(found, ranks), reach)
+    // A rank ends early where another one did: one that knows a reason counts before the others.
+    for rank in found.iter().filter(|rank| rank.miss.is_some()) {
+        lookup_end.lower(rank.leases.len(), rank.rank, rank.miss);
+    }
+    for rank in &found {
+        lookup_end.lower(rank.leases.len(), rank.rank, None);
+    }
+    let found = Found::join(found, ranks);
+    (found.ended_at(&lookup_end, &request.hashes), reach)
 }

@@ -13,6 +13,7 @@ use tokio::sync::oneshot;
 use crate::engine::{CacheEngine, WeakEngine};
 use crate::lookup::{Found, FoundRank, LookupRequest, Rank, ReadFrom};
 use crate::lower::fits;
+use crate::misses::Missing;
 use crate::store::{StoreRequest, StoreStart};
 
 /// Time between two looks at a chunk that another lookup merges or a worker writes.
@@ -63,6 +64,7 @@ pub(crate) async fn complete(
     clears: ClearsId,
     mut found: Found,
 ) -> Found {
+    let before_merging = found.hits;
     for merges in mem::take(&mut request.merges) {
         if merges.len() != request.ranks.len() {
             continue;
@@ -80,6 +82,11 @@ pub(crate) async fn complete(
                 break;
             }
         }
+    }
+    if found.hits > before_merging {
+        let missing = request.ranks.first().zip(request.hashes.get(found.hits));
+        let missing = missing.map(|(rank, hash)| Missing::new(*rank, *hash, clears));
+        found.missing = missing.map(Box::new);
     }
     found
 }

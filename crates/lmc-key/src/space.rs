@@ -122,6 +122,35 @@ impl KeySpace {
         }
         SpaceId(truncated(&hasher))
     }
+
+    /// Returns the names of the fields that differ between two spaces: words of this type, never
+    /// values, which may be secret.
+    pub fn differences(&self, other: &Self) -> Vec<&'static str> {
+        let Self {
+            algorithm,
+            chunk_size,
+            model,
+            world_size,
+            layout,
+            dtype,
+            salt,
+            identity,
+            tags,
+        } = self;
+        let fields = [
+            ("algorithm", *algorithm == other.algorithm),
+            ("chunk_size", *chunk_size == other.chunk_size),
+            ("model", *model == other.model),
+            ("world_size", *world_size == other.world_size),
+            ("layout", *layout == other.layout),
+            ("dtype", *dtype == other.dtype),
+            ("salt", *salt == other.salt),
+            ("identity", *identity == other.identity),
+            ("tags", *tags == other.tags),
+        ];
+        let differing = fields.into_iter().filter(|(_, is_equal)| !is_equal);
+        differing.map(|(name, _)| name).collect()
+    }
 }
 
 impl ClearsId {
@@ -287,6 +316,28 @@ mod tests {
         ids.sort();
         ids.dedup();
         assert_eq!(ids.len(), count);
+    }
+
+    #[test]
+    fn two_spaces_differ_in_the_fields_that_are_named() {
+        assert_eq!(space().differences(&space()), [""; 0]);
+        let other = KeySpace {
+            layout: LayoutFingerprint::of(b"other"),
+            salt: "a secret".parse().unwrap(),
+            ..space()
+        };
+        assert_eq!(space().differences(&other), ["layout", "salt"]);
+        let all = KeySpace {
+            algorithm: HashAlgorithm::Xxh3,
+            chunk_size: 128,
+            model: "other".parse().unwrap(),
+            world_size: 2,
+            dtype: "float".parse().unwrap(),
+            identity: "other".parse().unwrap(),
+            tags: TagsId::of([("user", &b"a"[..])]),
+            ..other
+        };
+        assert_eq!(space().differences(&all).len(), 9);
     }
 
     #[test]

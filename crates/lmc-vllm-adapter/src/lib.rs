@@ -54,8 +54,9 @@ pub use protocol::{
 #[cfg(feature = "service")]
 pub use service::{
     ClientId, EventLogStatus, HISTOGRAM_BUCKETS, HeldStatus, HistogramSnapshot, InspectError,
-    InstanceStatus, Notice, OperationCounts, Service, ServiceConfig, ServiceCounts, ServiceError,
-    ServiceStatus, SessionStatus, SpaceStatus, TransferStatus, TransportCounts, WeakService,
+    InstanceStatus, Notice, OperationCounts, RequestLog, Service, ServiceConfig, ServiceCounts,
+    ServiceError, ServiceStatus, SessionStatus, SpaceStatus, TransferStatus, TransportCounts,
+    WeakService,
 };
 #[cfg(feature = "service")]
 pub use transport::{BindError, Keepalive, ZmqConfig, ZmqServer};

@@ -20,7 +20,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use lmc_backend::{BackendError, Clears, Events, ReadRate, StoreItem, Stored};
-use lmc_key::{ChunkKey, ClearsId};
+use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use parking_lot::{Condvar, Mutex};
 use tracing::warn;
 
@@ -405,6 +405,18 @@ impl Drive {
         let record = record.and_then(|bytes| SpacesRecord::decode(&bytes).ok());
         let own = record.filter(|record| record.drive_id == self.id());
         attribute(own.as_ref(), &usage)
+    }
+
+    /// Returns the segments that have chunks of these spaces, each with its generation.
+    pub(crate) fn segments_with(&self, spaces: &HashSet<SpaceId>) -> Vec<(u32, u64)> {
+        let state = self.shared.state.lock();
+        state.index.segments_with(|space| spaces.contains(&space))
+    }
+
+    /// Returns true if a segment has chunks of the use that had this generation.
+    pub(crate) fn has_chunks_of(&self, segment: u32, generation: u64) -> bool {
+        let state = self.shared.state.lock();
+        state.index.has_chunks_of(segment, generation)
     }
 
     /// Writes the settings of this run, and those of earlier runs from `spaces`.

@@ -5,11 +5,12 @@
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use lmc_backend::conformance::{clear_all, fill_value, lens_of, store_batch, test_key};
-use lmc_backend::{Backend, Health, StoreItem};
+use lmc_backend::{Backend, Health, Located, StoreItem};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
-use lmc_testkit::{Folder, pool, soon};
+use lmc_testkit::{Folder, pool, soon, until};
 
 const MIB: u64 = 1 << 20;
 const CHUNKS: u64 = 16;
@@ -218,6 +219,52 @@ fn chunks_of_other_settings_are_counted() {
         let counted = (other.settings.as_str(), other.chunks, other.bytes);
         assert_eq!(counted, ("chunks of 256", CHUNKS, CHUNKS * 4096));
         assert_eq!(count(&tier), CHUNKS as usize);
+        assert!(tier.has_unreachable());
     }
-    assert!(open("chunks of 256").unreachable().is_empty());
+    let tier = open("chunks of 256");
+    assert!(tier.unreachable().is_empty() && !tier.has_unreachable());
+    drop(tier);
+    // What comes after a clear is of the present settings.
+    let tier = open("chunks of 128");
+    assert!(tier.has_unreachable());
+    clear(&tier);
+    assert!(!tier.has_unreachable());
+    store(&tier);
+    assert!(!tier.has_unreachable());
+}
+
+/// Chunks of a drive that is out were misses without a fault as long as another drive works.
+#[test]
+fn a_drive_that_is_out_is_the_fault_of_its_own_chunks_alone() {
+    let folder = Drives::new();
+    let tier = folder.drives(&["a", "b"]).with_new_drives();
+    let tier = tier.with_probe_every(Duration::from_millis(1));
+    let tier = tier.open().unwrap();
+    clear(&tier);
+    store(&tier);
+    let faults = || {
+        let index = tier.index().unwrap();
+        let keys: Vec<_> = (0..CHUNKS).map(test_key).collect();
+        let located = index.locate_now(&keys);
+        let of = |(key, located): (_, Result<Located, _>)| {
+            let is_there = located.unwrap() != Located::Absent;
+            (is_there, index.fault_of(key).is_some())
+        };
+        keys.iter().zip(located).map(of).collect::<Vec<_>>()
+    };
+    assert_eq!(faults(), [(true, false); CHUNKS as usize]);
+    fs::remove_file(folder.at("a").join("lock")).unwrap();
+    until("the drive is out", || {
+        !matches!(tier.health(), Health::Ready)
+    });
+    let after = faults();
+    assert!(
+        after
+            .iter()
+            .all(|(is_there, is_fault)| is_there != is_fault)
+    );
+    assert!(after.contains(&(true, false)) && after.contains(&(false, true)));
+    // Nothing keeps the tier from a chunk that no drive has.
+    let other = test_key(CHUNKS);
+    assert!(tier.index().unwrap().fault_of(&other).is_none());
 }

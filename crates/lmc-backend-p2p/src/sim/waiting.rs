@@ -84,3 +84,27 @@ fn nothing_is_expected_of_a_peer_that_lends_badly_again_and_again() {
         assert_eq!(answers, ["~w~", "~w~", "?w?", "?w?"]);
     });
 }
+
+/// The engine tells a late tier from one that is down by the error.
+#[test]
+fn a_peer_that_does_not_answer_in_time_is_late_and_one_that_is_not_asked_is_down() {
+    run(async {
+        let net = Net::new(28, Faults::none());
+        (0..2).for_each(|host| net.start(host, 64, |_| ()));
+        assert!(net.connect(0, 1).await);
+        let keys = prompt(1, 3);
+        net.chunks(1).store(keys[0], 0);
+        let locate =
+            async |hint: LocateHint| net.node(0).locate(&keys, &hint, now() + LOCATE).await;
+        // The peer is paused for chunks of another length.
+        locate(LocateHint::default().with_chunk_bytes(Some(LEN + 1))).await;
+        let down = |one: &Result<Located, _>| matches!(one, Err(BackendError::Unavailable(_)));
+        assert!(locate(LocateHint::default()).await.iter().all(down));
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        let absent = |one: &Result<Located, _>| matches!(one, Ok(Located::Absent));
+        assert!(locate(LocateHint::default()).await[1..].iter().all(absent));
+        net.freeze(1, 2 * LOCATE);
+        let late = |one: &Result<Located, _>| matches!(one, Err(BackendError::Deadline));
+        assert!(locate(LocateHint::default()).await.iter().all(late));
+    });
+}

@@ -10,6 +10,7 @@ use lmc_backend::{BackendError, Cursor, Handle, LocateHint, Located, Location, P
 use lmc_key::{ChunkKey, ClearsId};
 
 use super::{Tiers, count};
+use crate::misses::{Miss, MissReason};
 
 /// Time between two questions about chunks that are being written, at first and at most.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(10));
@@ -93,6 +94,8 @@ enum Answer {
     Pending(Option<usize>),
     /// A source of the tier may write it.
     Expected(usize),
+    /// No tier is known to have it, and one has not answered.
+    Unknown(Miss),
     #[default]
     Absent,
 }
@@ -125,7 +128,7 @@ impl Waits {
             // A source that the prompt waits for may write for long.
             Answer::Pending(_) => Some(self.written_until.max(self.expected_until)),
             Answer::Expected(_) => Some(self.expected_until),
-            Answer::Found(_) | Answer::Absent => None,
+            Answer::Found(_) | Answer::Unknown(_) | Answer::Absent => None,
         }
     }
 }
@@ -207,6 +210,22 @@ impl Tiers {
         except: Option<usize>,
     ) -> Vec<Option<Source>> {
         self.each_now(self.not_removing(keys), chunk_bytes, except)
+    }
+
+    /// Returns the reason of a miss where a fault keeps a tier whose index is in this process from a chunk
+    /// that it may have.
+    pub(crate) fn fault_of(&self, key: &ChunkKey) -> Option<Miss> {
+        let mut tiers = self.tiers.iter().enumerate();
+        tiers.find_map(|(tier, known)| {
+            let fault = known.backend.index()?.fault_of(key)?;
+            Some(Miss::of_question(&fault, tier))
+        })
+    }
+
+    /// Returns true if a tier has chunks that were stored under other settings than those of now.
+    pub(crate) fn has_unreachable(&self) -> bool {
+        let mut tiers = self.tiers.iter();
+        tiers.any(|tier| tier.backend.has_unreachable())
     }
 
     /// Returns the number of tiers.
@@ -295,17 +314,18 @@ impl Tiers {
     /// about as much: if no tier has one of them, the rest is not asked for. Where each key is a
     /// question of its own, asks about the last key too: a tier that has both is assumed to have the
     /// chunks between them. Waits for chunks that are written, pushed or expected; where the prompt waits for its
-    /// sources, for the first one alone, so that it is read while the next is computed.
+    /// sources, for the first one alone, so that it is read while the next is computed. Returns with the
+    /// sources the reason why the next key has none, where a tier shows one.
     pub(crate) async fn locate(
         &self,
         keys: &[ChunkKey],
         known: Sources,
         hint: &LocateHint,
         waits: Waits,
-    ) -> Vec<Source> {
-        let mut found = known.found;
+    ) -> (Vec<Source>, Option<Miss>) {
+        let (mut found, mut miss) = (known.found, None);
         if known.is_final || found.len() >= keys.len() {
-            return found;
+            return (found, miss);
         }
         let asked = (0..self.tiers.len()).filter(|&index| self.is_asked(index, hint.parts));
         let at_once = asked.map(|index| self.tiers[index].backend.asks_at_once());
@@ -328,9 +348,14 @@ impl Tiers {
             let (mut answers, has_waited) = self
                 .ask_until_known(&asked_keys, asked.len(), hint, waits)
                 .await;
-            let last = answers.split_off(asked.len()).pop().flatten();
+            let last = answers.split_off(asked.len()).pop();
+            let last = last.and_then(Answer::source);
+            let first_missing = asked.iter().zip(&answers);
+            let mut first_missing =
+                first_missing.filter(|(_, answer)| !matches!(answer, Answer::Found(_)));
+            miss = first_missing.next().and_then(|(_, answer)| answer.miss());
             for (n, answer) in asked.into_iter().zip(answers) {
-                sources[n] = answer;
+                sources[n] = answer.source();
             }
             let before = found.len();
             found.extend(sources.into_iter().map_while(|source| source));
@@ -352,7 +377,7 @@ impl Tiers {
             }
             at_most = keys.len();
         }
-        found
+        (found, miss)
     }
 
     /// Returns the last of these keys, if a question about the first one is to name it too: others lie
@@ -373,11 +398,12 @@ impl Tiers {
         needed: usize,
         hint: &LocateHint,
         waits: Waits,
-    ) -> (Vec<Option<Source>>, bool) {
+    ) -> (Vec<Answer>, bool) {
         let mut has_waited = false;
         let mut answers: Vec<Answer> = self.ask(keys, needed, hint, Asked::All).await;
         // Most prompts that no tier has are nowhere.
-        let is_absent = |answer: &Answer| matches!(answer, Answer::Absent);
+        let is_absent = |answer: &Answer| matches!(answer, Answer::Absent | Answer::Unknown(_));
+        let mut first_absent = None;
         if !(self.pushed.is_empty() && answers[..needed].iter().all(is_absent)) {
             self.look_at_dram(&mut answers[..needed], &keys[..needed], hint);
         }
@@ -390,8 +416,9 @@ impl Tiers {
         let mut pause = ASK_AGAIN.0;
         loop {
             // A chunk after one that is absent is of no use.
-            let end = answers.iter().position(|one| matches!(one, Answer::Absent));
-            answers.truncate(end.unwrap_or(needed));
+            if let Some(end) = answers.iter().position(is_absent) {
+                first_absent = answers.drain(end..).next();
+            }
             let tiers: BTreeSet<usize> = answers.iter().filter_map(Answer::expected_by).collect();
             let is_awaited = |n: &usize| waits.end_for(&answers[*n]).is_some();
             let mut pending: Vec<usize> = (0..answers.len()).filter(is_awaited).collect();
@@ -422,10 +449,10 @@ impl Tiers {
                 answers[n] = answer;
             }
         }
-        let mut sources: Vec<Option<Source>> = answers.into_iter().map(Answer::source).collect();
-        sources.resize(needed, None);
-        sources.extend(others.into_iter().map(Answer::source));
-        (sources, has_waited)
+        answers.extend(first_absent);
+        answers.resize(needed, Answer::Absent);
+        answers.extend(others);
+        (answers, has_waited)
     }
 
     /// Returns true if a chunk is neither in DRAM nor being brought there: another tier may have it then.
@@ -450,7 +477,7 @@ impl Tiers {
             match answer {
                 Answer::Found(_) => {}
                 _ if there => *answer = Answer::Found(Source::Dram),
-                Answer::Absent if arriving => *answer = Answer::Pending(None),
+                Answer::Absent | Answer::Unknown(_) if arriving => *answer = Answer::Pending(None),
                 _ => {}
             }
         }
@@ -527,7 +554,8 @@ impl Tiers {
                     }
                     Ok(Located::Pending) => Answer::Pending(Some(index)),
                     Ok(Located::Expected) => Answer::Expected(index),
-                    Ok(Located::Absent) | Err(_) => Answer::Absent,
+                    Ok(Located::Absent) => Answer::Absent,
+                    Err(error) => Answer::Unknown(Miss::of_question(&error, index)),
                 };
                 *answer = mem::take(answer).or(located);
             }
@@ -586,7 +614,17 @@ impl Answer {
     fn source(self) -> Option<Source> {
         match self {
             Self::Found(source) => Some(source),
-            Self::Pending(_) | Self::Expected(_) | Self::Absent => None,
+            _ => None,
+        }
+    }
+
+    /// Returns the reason why the chunk is not found, where the answer shows one.
+    fn miss(&self) -> Option<Miss> {
+        match self {
+            Self::Found(_) | Self::Absent => None,
+            Self::Pending(tier) => Some(Miss::certain(MissReason::TierLate(*tier))),
+            Self::Expected(tier) => Some(Miss::probable(MissReason::TierLate(Some(*tier)))),
+            Self::Unknown(miss) => Some(*miss),
         }
     }
 
@@ -595,7 +633,7 @@ impl Answer {
         match self {
             Self::Pending(tier) => *tier,
             Self::Expected(tier) => Some(*tier),
-            Self::Found(_) | Self::Absent => None,
+            _ => None,
         }
     }
 
@@ -603,7 +641,7 @@ impl Answer {
     fn tier(&self) -> Option<usize> {
         match self {
             Self::Found(source) => source.tier(),
-            Self::Pending(_) | Self::Expected(_) | Self::Absent => None,
+            _ => None,
         }
     }
 
@@ -620,6 +658,7 @@ impl Answer {
             (pending @ Self::Pending(_), _) | (_, pending @ Self::Pending(_)) => pending,
             (Self::Expected(one), Self::Expected(other)) => Self::Expected(one.min(other)),
             (expected @ Self::Expected(_), _) | (_, expected @ Self::Expected(_)) => expected,
+            (unknown @ Self::Unknown(_), _) | (_, unknown @ Self::Unknown(_)) => unknown,
             (Self::Absent, Self::Absent) => Self::Absent,
         }
     }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::future::{Either, join_all, select};
-use lmc_backend::{LoadItem, Loaded, LocateHint, now};
+use lmc_backend::{BackendError, LoadItem, Loaded, LocateHint, now};
 use lmc_backend_local::{
     InFlight, Leases, LocalTier, Origin, OwnerId, ReserveError, TenantId, Write, WriteStart,
 };
@@ -23,6 +23,7 @@ use tokio::task::JoinHandle;
 use super::locate::fits;
 use super::permits::Permit;
 use super::{ANSWER, Moment, Source, Tiers, count};
+use crate::misses::{Miss, MissReason};
 
 /// Bytes that one permit stands for.
 pub(super) const UNIT: u64 = 4096;
@@ -175,6 +176,9 @@ pub(crate) struct Prompt {
     pub(crate) half: tokio::time::Instant,
     /// Indices of the chunks that were read for this prompt, each with its tier's.
     pub(crate) read: Mutex<Vec<(usize, usize)>>,
+    /// Indices of the chunks that were not read, each with a reason; one that failed at several tiers
+    /// has several.
+    pub(crate) misses: Mutex<Vec<(usize, Miss)>>,
 }
 
 impl Tiers {
@@ -237,7 +241,10 @@ impl Tiers {
             }
         }
         // Its tasks end here.
-        prompt.reach.fetch_min(held.len(), Ordering::Relaxed);
+        let before = prompt.reach.fetch_min(held.len(), Ordering::Relaxed);
+        if held.len() < before {
+            prompt.note_end(held.len());
+        }
         held
     }
 
@@ -407,7 +414,10 @@ impl Tiers {
                 }
                 Ok(WriteStart::Present) => {}
                 Ok(WriteStart::Busy) => window.rest.push(rest),
-                Err(_) => end = index,
+                Err(_) => {
+                    prompt.note(index, Miss::certain(MissReason::Limit));
+                    end = index;
+                }
             }
             window.promoting.remove(&key);
         }
@@ -654,10 +664,13 @@ impl Tiers {
                     }
                     Loaded::Miss(_) => {
                         count(&counters.promote_missed, 1);
+                        // It may only have been assumed to be there.
+                        prompt.note(index, Miss::probable(MissReason::TierLost(tier_index)));
                         failed.push((index, tier_index));
                     }
-                    Loaded::Failed { .. } => {
+                    Loaded::Failed { error, .. } => {
                         count(&counters.promote_failed, 1);
+                        prompt.note(index, Miss::of_read(&error, tier_index));
                         failed.push((index, tier_index));
                     }
                 }
@@ -679,6 +692,7 @@ impl Tiers {
         }
         for (index, _) in marks.into_iter().flatten() {
             count(&counters.promote_failed, 1);
+            prompt.note(index, Miss::of_read(&BackendError::Deadline, tier_index));
             failed.push((index, tier_index));
         }
         failed
@@ -709,6 +723,34 @@ impl Prompt {
 
     fn sources(&self, range: &Range<usize>) -> &[Source] {
         &self.sources[range.start - self.first..range.end - self.first]
+    }
+
+    /// Notes a reason why a chunk is not read.
+    fn note(&self, index: usize, miss: Miss) {
+        self.misses.lock().push((index, miss));
+    }
+
+    /// Returns the last reason why a chunk was not read; `None` where none is known.
+    pub(crate) fn miss_at(&self, index: usize) -> Option<Miss> {
+        let misses = self.misses.lock();
+        let of_it = misses.iter().rev().find(|(of, _)| *of == index);
+        of_it.map(|(_, miss)| *miss)
+    }
+
+    /// Notes why the prompt ends before a chunk that a tier has, where no read of it has failed: the prompt
+    /// may have waited for permits of its own lookups, so its tier is only probably the reason.
+    fn note_end(&self, index: usize) {
+        let source = index.checked_sub(self.first);
+        let source = source.and_then(|index| self.sources.get(index));
+        let tier = source.and_then(Source::tier);
+        if let Some(tier) = tier.filter(|_| self.miss_at(index).is_none()) {
+            let miss = match now() >= self.deadline {
+                true => Miss::probable(MissReason::TierLate(Some(tier))),
+                // Or a removal, or the end of the engine, came in between.
+                false => Miss::probable(MissReason::TierLost(tier)),
+            };
+            self.note(index, miss);
+        }
     }
 
     fn parent(&self, index: usize) -> Option<ChunkKey> {

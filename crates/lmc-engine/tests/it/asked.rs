@@ -27,6 +27,7 @@ use tokio::task::yield_now;
 mod assumed;
 mod isolation;
 mod late;
+mod misses;
 mod policies;
 mod pushed;
 mod waiting;

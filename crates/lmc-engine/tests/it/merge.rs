@@ -170,7 +170,11 @@ fn parts_in_a_tier_make_whole_chunks() {
 #[test]
 fn a_chunk_counts_if_every_rank_has_its_part() {
     let engine = engine(32, &tier_with([0..6, 0..3]));
-    check(&find(&engine, 0..6), 0, 3);
+    let found = find(&engine, 0..6);
+    check(&found, 0, 3);
+    let missing = found.missing.as_ref().expect("there are three more");
+    assert_eq!((missing.rank, missing.hash), (WHOLE, test_hash(3)));
+    drop(found);
     assert_eq!(engine.leases(), 0);
 }
 
@@ -180,6 +184,7 @@ fn whole_chunks_are_taken_before_parts() {
     store(&engine, WHOLE, 0..2);
     let found = find(&engine, 0..6);
     check(&found, 2, 6);
+    assert!(found.missing.is_none());
     assert_eq!(found.resident, 2);
     assert_eq!(found.runs(), [run(None, 2), run(Some(0), 4)]);
 }

@@ -9,7 +9,7 @@ use lmc_backend_disk::DiskIo;
 use lmc_engine::{Admission, PolicyKind, WritePolicy};
 use lmc_key::{HashAlgorithm, IdentityText, Salt};
 use lmc_memory::{Demand, SharedName};
-use lmc_vllm_adapter::{MAX_SOURCE_WAIT, TrustedUsers};
+use lmc_vllm_adapter::{MAX_SOURCE_WAIT, RequestLog, TrustedUsers};
 
 use super::setting::Raw;
 use super::size::{self, GIB};
@@ -112,6 +112,11 @@ pub(crate) const PEER_TRANSPORTS: &Names<PeerTransport> = &[
     (PeerTransport::Auto, "auto", &[]),
     (PeerTransport::Sockets, "sockets", &["socket", "tcp"]),
     (PeerTransport::Nixl, "nixl", &[]),
+];
+pub(crate) const REQUEST_LOGS: &Names<RequestLog> = &[
+    (RequestLog::All, "all", &[]),
+    (RequestLog::Slow, "slow", &[]),
+    (RequestLog::Off, "off", &["none"]),
 ];
 pub(crate) const LOG_FORMATS: &Names<LogFormat> = &[
     (LogFormat::Text, "text", &[]),

@@ -10,7 +10,7 @@ use lmc_backend_disk::DiskIo;
 use lmc_engine::{Admission, PolicyKind, WritePolicy};
 use lmc_key::{HashAlgorithm, IdentityText, Salt};
 use lmc_memory::Demand;
-use lmc_vllm_adapter::TrustedUsers;
+use lmc_vllm_adapter::{RequestLog, TrustedUsers};
 
 use super::layers::Layers;
 use super::log_level;
@@ -171,6 +171,8 @@ settings! {
             log_level: String = "log-level", Value "LEVEL", "info", log_level::parse;
             /// Log lines for people (text) or for machines (json).
             log_format: LogFormat = "log-format", Value "FORMAT", "text", |raw| parse::choice(raw, parse::LOG_FORMATS);
+            /// Requests of which the log has a line at level info: request id, tokens found in memory and in lower tiers, tokens missed with the reason, and time. all: every request that looks up. slow: those whose lookup takes 100 ms or longer, without the time for which it may wait for a peer to compute; one line a second at most, with the number of those between. off: none.
+            request_log: RequestLog = "request-log", Value "WHICH", "slow", |raw| parse::choice(raw, parse::REQUEST_LOGS);
         }
         Lower {
             /// Timeout of reads from disk and from peers, and of all reads of one lookup together. A chunk that is later is a miss, and the engine computes it. A chunk that has not arrived after half of the time is also read from the next tier that has it.

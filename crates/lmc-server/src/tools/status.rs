@@ -66,6 +66,9 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
             }
         ),
     );
+    if let Some(missed) = missed(status) {
+        line("missed", missed);
+    }
     for tier in status["lower"].as_array().into_iter().flatten() {
         let capacity = match number(&tier["capacity"]) {
             0.0 => String::new(),
@@ -173,6 +176,58 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
     workers(&mut out, &status["instances"]);
     operations(&mut out, &status["operations"]);
     out
+}
+
+/// Reasons of misses, as [`ServiceCounts`](lmc_vllm_adapter::ServiceCounts) and people name them. A
+/// counter adds up misses whose reason is certain and those whose reason is probable.
+const MISSES: &[(&str, &str)] = &[
+    ("never_stored", "probably never stored"),
+    ("evicted", "probably evicted"),
+    ("cleared", "probably cleared"),
+    ("removed", "probably removed"),
+    ("other_space", "probably in another space"),
+    (
+        "other_settings",
+        "probably stored under other settings of the server",
+    ),
+    ("unregistered", "no engine of the model"),
+    ("tier_late", "tier probably late"),
+    ("tier_down", "tier probably down"),
+    ("tier_lost", "probably lost by a tier"),
+    ("limit", "over a limit"),
+    ("recompute", "faster to recompute"),
+];
+
+/// Returns the shares of the tokens looked up that were missed, by reason; `None` where none was.
+fn missed(status: &Value) -> Option<String> {
+    let counts = &status["counts"];
+    let of = |reason: &str| number(&counts[format!("missed_{reason}")]);
+    let differs = status["other_space_differs"].as_array();
+    let differs: Vec<String> = differs.into_iter().flatten().map(text).collect();
+    let shown = |(reason, name): &(&str, &str)| match *reason {
+        "other_space" if !differs.is_empty() => {
+            format!("{name} (last: other {})", differs.join(", "))
+        }
+        _ => (*name).to_owned(),
+    };
+    let mut reasons: Vec<(f64, String)> = MISSES
+        .iter()
+        .map(|reason| (of(reason.0), shown(reason)))
+        .filter(|(tokens, _)| *tokens > 0.0)
+        .collect();
+    reasons.sort_by(|one, other| other.0.total_cmp(&one.0));
+    let share = |tokens| percent(tokens, number(&counts["lookup_tokens"]));
+    let shown = reasons
+        .iter()
+        .map(|(tokens, name)| format!("{} {name}", share(*tokens)));
+    let mut parts: Vec<String> = shown.collect();
+    match number(&counts["lookup_tail_tokens"]) {
+        0.0 => {}
+        tokens => parts.push(format!(
+            "besides {tokens} tokens after the last whole chunk"
+        )),
+    }
+    (!parts.is_empty()).then(|| parts.join(", "))
 }
 
 fn workers(out: &mut String, instances: &Value) {

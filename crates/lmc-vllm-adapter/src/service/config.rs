@@ -5,6 +5,8 @@ use std::time::Duration;
 use lmc_key::{ChunkHasher, IdentityText};
 use thiserror::Error;
 
+use crate::service::misses::RequestLog;
+
 /// Settings of a service.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -54,6 +56,9 @@ pub struct ServiceConfig {
     pub notices: bool,
     /// Events kept for subscribers; 0 switches them off. Default: 32,768.
     pub kv_event_log_size: usize,
+    /// Requests of which the log has a line, with the reason of what they missed. Default:
+    /// [`RequestLog::Slow`].
+    pub request_log: RequestLog,
     /// Sessions at a time. Default: 65,536.
     pub max_sessions: usize,
     /// Chunks that lookups hold at a time, each counted for each rank. Default: 4,194,304, which
@@ -95,6 +100,7 @@ impl ServiceConfig {
             max_source_waits: 256,
             notices: false,
             kv_event_log_size: 32_768,
+            request_log: RequestLog::default(),
             max_sessions: 65_536,
             max_lookup_leases: 4 << 20,
             max_instances: 4096,

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use lmc_engine::{CacheEngine, Host};
 use lmc_key::{ChunkHash, ChunkKey, HashMemo, Printable, Salt, SpaceId};
+use parking_lot::Mutex;
 
 use crate::protocol::{CacheKey, Reply};
 use crate::service::config::ServiceConfig;
@@ -32,6 +33,11 @@ pub(super) struct Context {
     pub(super) started: Instant,
     /// Bytes of slots that workers may be writing to.
     pub(super) store_bytes: AtomicU64,
+    /// Names of the fields in which the space of the last miss for that reason differs from the one
+    /// that has the chunk.
+    pub(super) other_space_differs: Mutex<Vec<&'static str>>,
+    /// Limits lines of slow lookups.
+    pub(super) slow_lookups: Throttle,
     /// Limits warnings that peers can provoke.
     warnings: Throttle,
 }
@@ -48,7 +54,11 @@ impl Context {
     pub(super) fn new(config: ServiceConfig, engine: CacheEngine) -> Self {
         let events = Arc::new(EventLog::new(config.kv_event_log_size, config.incarnation));
         let chunk_size = config.hasher.chunk_size();
-        let spaces = Arc::new(Spaces::new(Arc::clone(&events), chunk_size));
+        let spaces = Arc::new(Spaces::new(
+            Arc::clone(&events),
+            chunk_size,
+            engine.pool_bytes(),
+        ));
         engine.host().events().listen(Arc::clone(&spaces) as _);
         let notices = config.notices.then(Arc::<Notices>::default);
         if let Some(notices) = &notices {
@@ -63,6 +73,8 @@ impl Context {
             pulse: Pulse::new(config.copy_deadline / 2),
             started: Instant::now(),
             store_bytes: AtomicU64::new(0),
+            other_space_differs: Mutex::default(),
+            slow_lookups: Throttle::default(),
             warnings: Throttle::default(),
             config,
             engine,

@@ -277,6 +277,9 @@ impl Instance {
             wider: self.describe_wider(context, &own),
         };
         context.spaces.describe(known.own, own, true);
+        if self.opaque.is_some() {
+            context.spaces.set_generation(known.own, self.fingerprint);
+        }
         spaces.insert(of, known.clone());
         known
     }

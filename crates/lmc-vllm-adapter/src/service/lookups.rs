@@ -15,6 +15,7 @@ use crate::protocol::{CacheKey, Reply, Sources, TAIL_LOOKUP, TierChunks};
 use crate::service::ClientId;
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::events::StoredChunk;
+use crate::service::misses::LookupRange;
 use crate::service::notices::Notices;
 use crate::service::registry::{Candidate, RankSet, Registry, WiderSpace};
 use crate::service::session::{Followed, Hits, Lookup, RankHold, Session, Sessions, Wait, Waiter};
@@ -52,6 +53,8 @@ struct Promoting {
     /// subscribers.
     chunks: Vec<StoredChunk>,
     push: Option<PushOfLookup>,
+    /// None for a tail.
+    asked: Option<LookupRange>,
 }
 
 /// The chunks of a lookup, for the peer that they are pushed to as far as they are found.
@@ -167,6 +170,7 @@ impl Lookups {
             Ok(hashed) => hashed,
             Err(refusal) => return refusal,
         };
+        let asked = LookupRange::of(key, &hashed, context.tokens_per_chunk(key), now);
         let owner = client.owner();
         let is_known = {
             let mut sessions = self.sessions.lock();
@@ -181,11 +185,15 @@ impl Lookups {
                 }
                 let before = sessions.end(client, &key.request_id);
                 drop(sessions);
+                if let Some(before) = before {
+                    before.end();
+                }
                 if let Some(notices) = self.notices_of(key).filter(|_| !is_known) {
                     notices.refuse_request(key, prefill_of(key));
                 }
-                if let Some(before) = before {
-                    before.end();
+                if let Some(asked) = asked {
+                    let note = context.count_refused(asked);
+                    context.log_lookup(&key.request_id, &key.model_name, &note);
                 }
                 return Reply::None;
             }
@@ -200,6 +208,7 @@ impl Lookups {
         let most = MAX_KEYS / ranks.len().max(1);
         let range = &hashed.hashes[hashed.chunks.clone()];
         let hashes = range[..range.len().min(most)].to_vec();
+        let asked = asked.map(|asked| asked.looked_up(hashes.len(), !ranks.is_empty()));
         let push = PushOfLookup::of(key, &hashed, &hashes);
         if key.unit.is_none() {
             context.check_push(&key.configs.push_to);
@@ -217,6 +226,7 @@ impl Lookups {
             true => None,
             false => self.wait_for(&sources, key),
         };
+        let asked = asked.map(|asked| asked.waiting(wait));
         let id = Some(&*key.configs.awaited).filter(|id| !id.is_empty());
         let id: Option<Arc<str>> = id.map(Arc::from);
         let hint = LocateHint::default()
@@ -235,19 +245,19 @@ impl Lookups {
         let rounds = 2 + 4 * request.merges() as u32;
         let lookup = engine.lookup(request);
         let clears = lookup.clears();
-        if key.unit.is_none() {
-            let tokens = hashed.chunks.len() as u64 * context.tokens_per_chunk(key);
-            add(&counters.lookups, 1);
-            add(&counters.lookup_tokens, tokens);
+        if let Some(asked) = asked {
+            context.count_asked(asked);
         }
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         let readers = key.num_kv_readers;
+        let mut note = None;
         let (known, promoted) = match lookup.try_found() {
             Ok(found) => {
                 self.note_found(&found, clears, &key.model_name, key.unit, || {
                     self.announcements(key, &hashed)
                 });
                 self.push_found(&push, &found);
+                note = asked.map(|asked| context.count_misses(asked, &found));
                 let expires = now + context.config.lookup_lease;
                 let (hits, runs) = (found.hits as u64, runs(&found));
                 let holds = rank_holds(found, first, readers);
@@ -295,8 +305,12 @@ impl Lookups {
                 waits: wait.is_some(),
                 chunks: self.announcements(key, &hashed),
                 push,
+                asked,
             };
             self.finish_when_promoted(lookup, promoting);
+        }
+        if let Some(note) = note {
+            context.log_lookup(&key.request_id, &key.model_name, &note);
         }
         Reply::None
     }
@@ -502,6 +516,8 @@ impl Lookups {
             promoting.chunks.clone()
         });
         self.push_found(&promoting.push, &found);
+        let asked = promoting.asked;
+        let note = asked.map(|asked| context.count_misses(asked, &found));
         let (hits, runs) = (found.hits as u64, runs(&found));
         let holds = rank_holds(found, promoting.first, promoting.readers);
         let expires = Instant::now() + context.config.lookup_lease;
@@ -517,6 +533,9 @@ impl Lookups {
         for waiter in waiting.unwrap_or_default() {
             let reply = self.answer(waiter.with_tiers, hits, &runs);
             waiter.tell(reply);
+        }
+        if let Some(note) = note {
+            context.log_lookup(&promoting.request_id, model, &note);
         }
     }
 

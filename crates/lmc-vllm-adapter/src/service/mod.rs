@@ -15,6 +15,7 @@ mod handle;
 mod instance;
 mod jobs;
 mod lookups;
+mod misses;
 mod notices;
 mod opened;
 mod prefills;
@@ -41,6 +42,7 @@ pub(crate) use events::{NextBatch, Subscription};
 pub(crate) use gate::Entrance;
 pub use handle::{Service, WeakService};
 pub(crate) use jobs::Job;
+pub use misses::RequestLog;
 pub use notices::Notice;
 pub use stats::{
     HISTOGRAM_BUCKETS, HistogramSnapshot, OperationCounts, ServiceCounts, TransportCounts,

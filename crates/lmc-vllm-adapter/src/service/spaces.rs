@@ -1,10 +1,11 @@
 //! Models and tenants of spaces, for as long as the cache holds any chunk of them.
 
 use std::collections::{HashMap, HashSet};
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
-use lmc_engine::{CacheEngine, ChunkEvent, DRAM, EventSink, TenantId};
-use lmc_key::{KeySpace, LayoutFingerprint, Salt, SpaceId};
+use lmc_engine::{CacheEngine, ChunkEvent, DRAM, EventSink, FingerprintTable, TenantId};
+use lmc_key::{ChunkHash, KeySpace, LayoutFingerprint, Salt, SpaceId};
 use parking_lot::Mutex;
 
 use crate::service::events::EventLog;
@@ -18,6 +19,8 @@ struct Space {
     model: Arc<str>,
     /// Everything that the space is made of; `None` where only its id was known.
     description: Option<KeySpace>,
+    /// Hash of the salt of the description: `last_spaces` knows tenants by it.
+    salt_hash: Option<u64>,
     /// True once a request named it: a registration alone names no salt.
     requested: bool,
     /// Space of this host that its chunks can be merged into, and the number of its KV ranks that make
@@ -38,6 +41,8 @@ impl Space {
 #[derive(Debug)]
 struct Table {
     spaces: HashMap<SpaceId, Space>,
+    /// The last space of each [`tag_of`] that was named.
+    tagged: HashMap<u16, SpaceId>,
     purge_spaces_above: usize,
     tenants: HashMap<Salt, TenantId>,
     purge_tenants_above: usize,
@@ -48,6 +53,7 @@ impl Default for Table {
     fn default() -> Self {
         Self {
             spaces: HashMap::new(),
+            tagged: HashMap::new(),
             purge_spaces_above: PURGE_ABOVE,
             tenants: HashMap::new(),
             purge_tenants_above: PURGE_ABOVE,
@@ -63,13 +69,18 @@ impl Table {
             self.spaces.retain(|_, space| space.chunks > 0);
             self.purge_spaces_above = PURGE_ABOVE.max(2 * self.spaces.len());
         }
-        self.spaces.entry(space).or_insert_with(|| Space {
-            model: model.into(),
-            description: None,
-            requested: false,
-            merged: None,
-            generation: None,
-            chunks: 0,
+        let tagged = &mut self.tagged;
+        self.spaces.entry(space).or_insert_with(|| {
+            tagged.insert(tag_of(space), space);
+            Space {
+                model: model.into(),
+                description: None,
+                salt_hash: None,
+                requested: false,
+                merged: None,
+                generation: None,
+                chunks: 0,
+            }
         })
     }
 }
@@ -82,14 +93,37 @@ pub(crate) struct Spaces {
     log: Arc<EventLog>,
     /// Tokens of a whole chunk.
     chunk_size: u32,
+    /// The [`tag_of`] the last space that a whole chunk was stored in, by the hash of its salt and its own.
+    last_spaces: FingerprintTable,
+    /// Hash of salts.
+    hasher: RandomState,
+}
+
+/// Another space of a tenant that has, or had, a chunk of the same tokens.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct OtherSpace {
+    pub(crate) id: SpaceId,
+    /// Names of the fields in which the two spaces differ.
+    pub(crate) differs: Vec<&'static str>,
+    /// True if the two are generations of one engine's chunks, as far as is known: nothing but the
+    /// layout, which is drawn for each generation, differs.
+    pub(crate) is_generation: bool,
+}
+
+/// Returns two bytes of a space's id, which few spaces share.
+fn tag_of(space: SpaceId) -> u16 {
+    let [first, second, ..] = *space.as_bytes();
+    u16::from_le_bytes([first, second])
 }
 
 impl Spaces {
-    pub(crate) fn new(log: Arc<EventLog>, chunk_size: u32) -> Self {
+    pub(crate) fn new(log: Arc<EventLog>, chunk_size: u32, pool_bytes: u64) -> Self {
         Self {
             table: Mutex::default(),
             log,
             chunk_size,
+            last_spaces: FingerprintTable::new(pool_bytes),
+            hasher: RandomState::new(),
         }
     }
 
@@ -108,8 +142,10 @@ impl Spaces {
     /// Remembers what a space is made of. `requested` is false where a worker registered, and no
     /// request has named a salt yet.
     pub(crate) fn describe(&self, space: SpaceId, description: KeySpace, requested: bool) {
+        let salt_hash = self.hasher.hash_one(&description.salt);
         let mut table = self.table.lock();
         let entry = table.entry(space, description.model.as_str());
+        entry.salt_hash = Some(salt_hash);
         entry.description = Some(description);
         entry.requested |= requested;
     }
@@ -172,6 +208,26 @@ impl Spaces {
     /// Returns what a space is made of; `None` where only its id is known.
     pub(crate) fn description(&self, space: SpaceId) -> Option<KeySpace> {
         self.table.lock().spaces.get(&space)?.description.clone()
+    }
+
+    /// Returns another space in which a chunk with this hash was stored last, as far as that is
+    /// remembered. Both are of one tenant: no tenant may learn from the reason of its misses what another
+    /// has stored.
+    pub(crate) fn other_space(&self, space: SpaceId, hash: &ChunkHash) -> Option<OtherSpace> {
+        let table = self.table.lock();
+        let asked = table.spaces.get(&space)?;
+        let tag = self.last_spaces.get((asked.salt_hash?, hash))?;
+        let id = *table.tagged.get(&tag)?;
+        let other = table.spaces.get(&id)?;
+        let description = asked.description.as_ref()?;
+        let differs = description.differences(other.description.as_ref()?);
+        let is_other = !differs.is_empty() && !differs.contains(&"salt");
+        let are_generations = asked.generation.is_some() && other.generation.is_some();
+        is_other.then(|| OtherSpace {
+            id,
+            is_generation: are_generations && differs == ["layout"],
+            differs,
+        })
     }
 
     /// Remembers that a named space is of a generation.
@@ -251,18 +307,110 @@ impl EventSink for Spaces {
         let Some(space) = table.spaces.get_mut(&id) else {
             return;
         };
+        let is_whole = space.has_whole_chunks(self.chunk_size);
         if event.change.is_arrival() {
             space.chunks += 1;
+            // Chunks of tails would push out those whose misses have a reason.
+            let salt_hash = space.salt_hash.filter(|_| is_whole);
+            drop(table);
+            if let Some(salt_hash) = salt_hash {
+                self.last_spaces
+                    .insert((salt_hash, &event.key.hash), tag_of(id));
+            }
             return;
         }
         space.chunks = space.chunks.saturating_sub(1);
         let is_part = space.merged.is_some() && !space.requested;
-        if !self.log.enabled() || is_part || !space.has_whole_chunks(self.chunk_size) {
+        if !self.log.enabled() || is_part || !is_whole {
             // Nor was it announced.
             return;
         }
         let model = Arc::clone(&space.model);
         drop(table);
         self.log.removed(&model, event.key.hash);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lmc_engine::Change;
+    use lmc_key::ChunkKey;
+
+    use super::*;
+
+    const WHOLE: u32 = 256;
+    const HASH: ChunkHash = ChunkHash::new([7; 32]);
+
+    fn space(model: &str, chunk_size: u32, layout: &[u8]) -> KeySpace {
+        KeySpace {
+            algorithm: lmc_key::HashAlgorithm::Blake3,
+            chunk_size,
+            model: model.parse().expect("a name"),
+            world_size: 1,
+            layout: LayoutFingerprint::of(layout),
+            dtype: "half".parse().expect("a name"),
+            salt: Salt::default(),
+            identity: lmc_key::IdentityText::default(),
+            tags: None,
+        }
+    }
+
+    /// Describes spaces, and stores one chunk in the last of them.
+    fn stored(described: &[&KeySpace]) -> Spaces {
+        let log = Arc::new(EventLog::new(0, 0));
+        let spaces = Spaces::new(log, WHOLE, 0);
+        for space in described {
+            spaces.describe(space.id(), (*space).clone(), true);
+        }
+        let last = described.last().expect("a space").id();
+        let key = ChunkKey {
+            space: last,
+            kv_rank: 0,
+            group: 0,
+            hash: HASH,
+        };
+        spaces.changed(&ChunkEvent {
+            tier: DRAM,
+            key: &key,
+            parent: None,
+            space: Some(last),
+            change: Change::Stored,
+        });
+        spaces
+    }
+
+    #[test]
+    fn whole_chunks_of_another_space_are_remembered_and_those_of_tails_are_not() {
+        let asked = space("m", WHOLE, b"layout");
+        let other = space("other", WHOLE, b"layout");
+        let found = stored(&[&asked, &other]).other_space(asked.id(), &HASH);
+        let expected = OtherSpace {
+            id: other.id(),
+            differs: vec!["model"],
+            is_generation: false,
+        };
+        assert_eq!(found, Some(expected));
+        let tail = space("other", 16, b"layout");
+        let found = stored(&[&asked, &tail]).other_space(asked.id(), &HASH);
+        assert_eq!(found, None);
+    }
+
+    #[test]
+    fn two_generations_differ_in_nothing_but_the_layout() {
+        let (asked, other) = (space("m", WHOLE, b"1"), space("m", WHOLE, b"2"));
+        let spaces = stored(&[&asked, &other]);
+        let is_generation = |spaces: &Spaces| {
+            let other = spaces.other_space(asked.id(), &HASH);
+            other.map(|other| other.is_generation)
+        };
+        spaces.set_generation(other.id(), other.layout);
+        assert_eq!(is_generation(&spaces), Some(false));
+        spaces.set_generation(asked.id(), asked.layout);
+        assert_eq!(is_generation(&spaces), Some(true));
+        let model = space("other", WHOLE, b"2");
+        let spaces = stored(&[&asked, &model]);
+        spaces.set_generation(asked.id(), asked.layout);
+        spaces.set_generation(model.id(), model.layout);
+        assert_eq!(is_generation(&spaces), Some(false));
     }
 }

@@ -151,6 +151,34 @@ counters! {
     hit_tokens_lower,
     /// Tokens of tails that lookups found; not in `hit_tokens`.
     hit_tokens_tail,
+    /// Tokens missed because nothing is known of the first missing chunk: probably never stored.
+    missed_never_stored,
+    /// Tokens missed because the first missing chunk was evicted, probably.
+    missed_evicted,
+    /// Tokens missed because the first missing chunk was computed before a clear, probably.
+    missed_cleared,
+    /// Tokens missed because the first missing chunk was removed by its key or with its space, or was
+    /// damaged, probably.
+    missed_removed,
+    /// Tokens missed because the first missing chunk was stored in another space, probably.
+    missed_other_space,
+    /// Tokens missed while a drive has chunks of other settings, probably because of that.
+    missed_other_settings,
+    /// Tokens missed because no worker of the model is registered.
+    missed_unregistered,
+    /// Tokens missed because a lower tier was late, probably.
+    missed_tier_late,
+    /// Tokens missed because a tier failed or was out of use, probably.
+    missed_tier_down,
+    /// Tokens missed because a lower tier had lost the chunk that it was said to have, probably.
+    missed_tier_lost,
+    /// Tokens missed because a limit on leases, sessions or memory was reached.
+    missed_limit,
+    /// Tokens missed because reading them takes longer than computing them.
+    missed_recompute,
+    /// Tokens after the last whole chunks of prompts, which the stock connector cannot cache; not in
+    /// `lookup_tokens`.
+    lookup_tail_tokens,
     /// Lookups for a model that no engine has registered.
     lookups_unregistered,
     /// Stores that ended well, in either mode.

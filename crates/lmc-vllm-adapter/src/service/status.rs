@@ -149,6 +149,9 @@ pub struct ServiceStatus {
     pub memo_hashed: u64,
     /// Counters of the service.
     pub counts: ServiceCounts,
+    /// Names of the fields in which the space of the last lookup that missed for the reason
+    /// `other_space` differs from the space that has the chunk.
+    pub other_space_differs: Vec<&'static str>,
     /// Counters of the transport.
     pub transport: TransportCounts,
     /// Counters of each operation.
@@ -199,6 +202,7 @@ impl ServiceStatus {
             memo_known: memo.known,
             memo_hashed: memo.hashed,
             counts: context.stats.service.snapshot(),
+            other_space_differs: context.other_space_differs.lock().clone(),
             transport: context.stats.transport(),
             operations: context.stats.operations(),
         }

@@ -15,6 +15,7 @@ mod identity;
 mod interop;
 #[cfg(feature = "adapters")]
 mod meddling;
+mod misses;
 #[cfg(feature = "adapters")]
 mod on_gpu;
 mod orders;

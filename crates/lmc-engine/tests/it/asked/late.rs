@@ -2,6 +2,7 @@
 //! nothing else is to be done, so that no test waits.
 
 use lmc_backend::{Answers, LoadItem, Loaded};
+use lmc_engine::{Miss, MissReason};
 use tokio::runtime::Runtime;
 
 use super::*;
@@ -156,12 +157,13 @@ fn a_late_load_goes_on_where_no_other_tier_has_the_chunk_or_there_is_no_memory_f
 }
 
 /// Looks eight chunks up, some of which are in a tier whose loads wait, while another prompt holds all
-/// permits of that tier. Returns how many are found and the part of the time that was needed.
+/// permits of that tier. Returns how many are found, the part of the time that was needed, and the reason
+/// why the others are not found.
 fn found_beside_a_prompt_that_hangs(
     hung: MemoryBackend,
     has: Range<u64>,
     other: MemoryBackend,
-) -> (usize, f64) {
+) -> (usize, f64, Option<Miss>) {
     put(&hung, SPACE, has);
     put(&hung, SPACE, 100..112);
     let hung = Arc::new(Gated::new(hung));
@@ -179,6 +181,7 @@ fn found_beside_a_prompt_that_hangs(
         (lookup.wait().await, start.elapsed())
     });
     let hits = found.hits;
+    let miss = found.missing.as_ref().map(|missing| engine.miss(missing));
     drop((found, holding));
     runtime.block_on(async {
         while engine.usage().reserved_slots > 0 {
@@ -186,7 +189,7 @@ fn found_beside_a_prompt_that_hangs(
         }
     });
     assert_idle(&engine);
-    (hits, time.div_duration_f64(TIMEOUT))
+    (hits, time.div_duration_f64(TIMEOUT), miss)
 }
 
 /// Such a prompt once waited for the permits until its time was over.
@@ -195,8 +198,8 @@ fn a_prompt_that_waits_for_permits_of_a_tier_is_read_from_the_next_one_in_half_o
     for media in [MemoryBackend::default, MemoryBackend::shared] {
         let sound = MemoryBackend::shared();
         put(&sound, SPACE, 0..8);
-        let (hits, time) = found_beside_a_prompt_that_hangs(media(), 0..8, sound);
-        assert_eq!(hits, 8);
+        let (hits, time, miss) = found_beside_a_prompt_that_hangs(media(), 0..8, sound);
+        assert_eq!((hits, miss), (8, None));
         assert!((0.4..0.6).contains(&time), "{time}");
     }
 }
@@ -204,8 +207,11 @@ fn a_prompt_that_waits_for_permits_of_a_tier_is_read_from_the_next_one_in_half_o
 #[test]
 fn a_prompt_waits_for_permits_to_its_end_where_no_other_tier_has_it() {
     let other = MemoryBackend::shared();
-    let (hits, time) = found_beside_a_prompt_that_hangs(MemoryBackend::default(), 0..8, other);
-    assert_eq!(hits, 0);
+    let (hits, time, miss) =
+        found_beside_a_prompt_that_hangs(MemoryBackend::default(), 0..8, other);
+    // The tier was not asked to read them.
+    let late = Miss::probable(MissReason::TierLate(Some(0)));
+    assert_eq!((hits, miss), (0, Some(late)));
     assert!((0.9..1.1).contains(&time), "{time}");
 }
 
@@ -213,6 +219,7 @@ fn a_prompt_waits_for_permits_to_its_end_where_no_other_tier_has_it() {
 fn the_head_of_a_prompt_is_read_while_its_tail_waits_for_permits() {
     let sound = MemoryBackend::default();
     put(&sound, SPACE, 0..2);
-    let (hits, _) = found_beside_a_prompt_that_hangs(MemoryBackend::default(), 2..8, sound);
-    assert_eq!(hits, 2);
+    let (hits, _, miss) = found_beside_a_prompt_that_hangs(MemoryBackend::default(), 2..8, sound);
+    let late = Miss::probable(MissReason::TierLate(Some(0)));
+    assert_eq!((hits, miss), (2, Some(late)));
 }

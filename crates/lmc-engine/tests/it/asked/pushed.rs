@@ -215,9 +215,9 @@ fn a_lookup_waits_for_chunks_that_a_push_brings() {
     let lookup = thread::scope(|scope| {
         let push = scope.spawn(|| receiver.receive("a", 0..4));
         until("it is read", || source.inner.loads() == 4);
-        let lookup = receiver.engine.lookup(request(&[RANK], 0..6));
         let asked = || source.advice.lock().expect("no test failed").len();
         let of_push = asked();
+        let lookup = receiver.engine.lookup(request(&[RANK], 0..6));
         until("the peer did not answer", || asked() > of_push);
         let lookup = lookup.try_found().expect_err("nothing is there yet");
         source.inner.open();

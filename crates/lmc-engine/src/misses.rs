@@ -1,0 +1,183 @@
+//! The reason of a miss: what ended a lookup before the end of its prompt.
+
+use lmc_backend::BackendError;
+use lmc_key::{ChunkHash, ClearsId};
+
+use crate::ghosts::Departure;
+use crate::{CacheEngine, Rank};
+
+/// Reason why a lookup did not find the first chunk that it lacks. A new reason needs a name and a counter
+/// wherever reasons are counted, so that no `match` may leave it out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MissReason {
+    /// Nothing is known of the chunk.
+    NeverStored,
+    /// A tier of this process evicted the chunk.
+    Evicted,
+    /// The chunk was computed before a clear.
+    Cleared,
+    /// The chunk was removed by its key, or with its space, or because its bytes were damaged.
+    Removed,
+    /// A lower tier did not answer, or did not deliver the chunk, in time. The index of the tier, where one
+    /// is known.
+    TierLate(Option<usize>),
+    /// A lower tier failed, or was out of use. The index of the tier; `None` for DRAM, whose memory was
+    /// lost, or whose engine is being closed.
+    TierDown(Option<usize>),
+    /// A lower tier was said or assumed to have the chunk, and did not, or not as it was stored. The
+    /// index of the tier.
+    TierLost(usize),
+    /// The lookup might not keep more bytes from eviction, or there was no memory for the chunk.
+    Limit,
+    /// Reading the chunk takes longer than computing it.
+    Recompute,
+}
+
+/// Reason of a miss, with what is known of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Miss {
+    /// The reason.
+    pub reason: MissReason,
+    /// False for a reason that is probable: it follows from what is remembered in bounded memory, or
+    /// from a tier that might have had the chunk.
+    pub is_certain: bool,
+}
+
+impl Miss {
+    /// Returns a reason that is certain.
+    pub const fn certain(reason: MissReason) -> Self {
+        Self {
+            reason,
+            is_certain: true,
+        }
+    }
+
+    /// Returns a reason that is probable.
+    pub const fn probable(reason: MissReason) -> Self {
+        Self {
+            reason,
+            is_certain: false,
+        }
+    }
+
+    /// Returns the reason of a question that a tier answered with an error: it may have had the chunk.
+    pub(crate) fn of_question(error: &BackendError, tier: usize) -> Self {
+        Self::probable(reason_of(error, tier))
+    }
+
+    /// Returns the reason of a chunk that a tier was asked to read and failed to. One of another length
+    /// may only have been assumed to be there.
+    pub(crate) fn of_read(error: &BackendError, tier: usize) -> Self {
+        match reason_of(error, tier) {
+            lost @ MissReason::TierLost(_) => Self::probable(lost),
+            reason => Self::certain(reason),
+        }
+    }
+}
+
+fn reason_of(error: &BackendError, tier: usize) -> MissReason {
+    match error {
+        BackendError::Deadline => MissReason::TierLate(Some(tier)),
+        BackendError::Length { .. } => MissReason::TierLost(tier),
+        _ => MissReason::TierDown(Some(tier)),
+    }
+}
+
+/// The first chunk that a lookup did not find. [`CacheEngine::miss`] says why.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Missing {
+    /// The rank that lacks the chunk.
+    pub rank: Rank,
+    /// Hash of the chunk.
+    pub hash: ChunkHash,
+    clears: ClearsId,
+    /// The reason, where the lookup itself knows it; `None` for a chunk that is nowhere.
+    known: Option<Miss>,
+}
+
+impl Missing {
+    /// Returns a chunk of which only its absence is known.
+    pub(crate) fn new(rank: Rank, hash: ChunkHash, clears: ClearsId) -> Self {
+        Self {
+            rank,
+            hash,
+            clears,
+            known: None,
+        }
+    }
+}
+
+/// The end of a lookup, as far as it is known while the lookup runs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LookupEnd {
+    clears: ClearsId,
+    /// Number of leading chunks that may be found.
+    at: usize,
+    rank: Option<Rank>,
+    known: Option<Miss>,
+}
+
+impl LookupEnd {
+    /// Returns the end of a lookup that may find all its chunks.
+    pub(crate) fn new(clears: ClearsId, chunks: usize) -> Self {
+        Self {
+            clears,
+            at: chunks,
+            rank: None,
+            known: None,
+        }
+    }
+
+    /// Returns the clears after which the chunks are looked up.
+    pub(crate) fn clears(&self) -> ClearsId {
+        self.clears
+    }
+
+    /// Notes that a rank has no more than this number of leading chunks. The rank that has the fewest
+    /// counts, of several the first.
+    pub(crate) fn lower(&mut self, at: usize, rank: Rank, known: Option<Miss>) {
+        if at < self.at {
+            *self = Self {
+                at,
+                rank: Some(rank),
+                known,
+                ..*self
+            };
+        }
+    }
+
+    /// Returns the first chunk that is missing where this number of leading chunks was found.
+    pub(crate) fn missing(&self, hashes: &[ChunkHash], hits: usize) -> Option<Box<Missing>> {
+        Some(Box::new(Missing {
+            hash: *hashes.get(hits)?,
+            rank: self.rank?,
+            clears: self.clears,
+            known: self.known,
+        }))
+    }
+}
+
+impl CacheEngine {
+    /// Returns the reason why a lookup did not find a chunk. Never waits.
+    pub fn miss(&self, missing: &Missing) -> Miss {
+        let Missing {
+            rank, hash, known, ..
+        } = *missing;
+        if let Some(known) = known {
+            return known;
+        }
+        let mut key = rank.key(hash);
+        key.space = rank.space.after(missing.clears);
+        let down = self.lower().and_then(|lower| lower.tiers().fault_of(&key));
+        if let Some(down) = down {
+            return down;
+        }
+        Miss::probable(match self.ghosts().departure(rank.space, &key) {
+            Some(Departure::Evicted) => MissReason::Evicted,
+            Some(Departure::Cleared) => MissReason::Cleared,
+            Some(Departure::Removed) => MissReason::Removed,
+            None => MissReason::NeverStored,
+        })
+    }
+}

@@ -1,0 +1,416 @@
+//! Reasons of misses: counted in tokens, and logged with the request.
+
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant};
+
+use lmc_engine::{DRAM, Found, Miss, MissReason, Missing};
+use lmc_key::ChunkKey;
+
+use crate::protocol::CacheKey;
+use crate::service::context::{Context, Hashed};
+use crate::service::stats::{ServiceCounters, add};
+use crate::service::throttle::Throttle;
+
+/// Time from which on a lookup is slow.
+const SLOW: Duration = Duration::from_millis(100);
+/// Characters of a name from outside that a line of the log shows.
+const SHOWN: usize = 128;
+
+/// Requests of which the log has a line. Tails, and lookups that their engines end before the answer, have
+/// none.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum RequestLog {
+    /// Every request that looks up.
+    All,
+    /// Requests whose lookup takes 100 ms or longer, without a wait for peers to compute that it was
+    /// granted; one a second at most.
+    #[default]
+    Slow,
+    /// None.
+    Off,
+}
+
+/// Reason of a miss, as counters and the log name it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reason {
+    /// Reason that the engine gives.
+    Engine(MissReason),
+    /// Another space of the tenant has, or had, chunks of the same tokens.
+    OtherSpace,
+    /// No worker of the request's model is registered.
+    Unregistered,
+    /// A drive has chunks that were stored under other settings.
+    OtherSettings,
+}
+
+impl Reason {
+    /// Returns the name of a reason, and its counter.
+    fn of(self, counters: &ServiceCounters) -> (&'static str, &AtomicU64) {
+        use MissReason as M;
+        match self {
+            Self::Engine(M::NeverStored) => ("never_stored", &counters.missed_never_stored),
+            Self::Engine(M::Evicted) => ("evicted", &counters.missed_evicted),
+            Self::Engine(M::Cleared) => ("cleared", &counters.missed_cleared),
+            Self::Engine(M::Removed) => ("removed", &counters.missed_removed),
+            Self::OtherSpace => ("other_space", &counters.missed_other_space),
+            Self::OtherSettings => ("other_settings", &counters.missed_other_settings),
+            Self::Unregistered => ("unregistered", &counters.missed_unregistered),
+            Self::Engine(M::TierLate(_)) => ("tier_late", &counters.missed_tier_late),
+            Self::Engine(M::TierDown(_)) => ("tier_down", &counters.missed_tier_down),
+            Self::Engine(M::TierLost(_)) => ("tier_lost", &counters.missed_tier_lost),
+            Self::Engine(M::Limit) => ("limit", &counters.missed_limit),
+            Self::Engine(M::Recompute) => ("recompute", &counters.missed_recompute),
+        }
+    }
+}
+
+/// Everything that is known of a miss.
+#[derive(Debug)]
+struct MissDetail {
+    reason: Reason,
+    is_certain: bool,
+    /// Names of the fields in which the space that has the chunk differs; empty for other reasons.
+    differs: Vec<&'static str>,
+}
+
+impl MissDetail {
+    fn new(reason: Reason, is_certain: bool) -> Self {
+        Self {
+            reason,
+            is_certain,
+            differs: Vec::new(),
+        }
+    }
+}
+
+impl From<Miss> for MissDetail {
+    fn from(miss: Miss) -> Self {
+        Self::new(Reason::Engine(miss.reason), miss.is_certain)
+    }
+}
+
+/// A range of a prompt that is looked up: what its misses are counted and logged by.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LookupRange {
+    /// First chunk of the range.
+    first: usize,
+    /// Chunks of the range.
+    chunks: usize,
+    /// Chunks of the range that are looked up: fewer where it has more than a lookup may have.
+    looked_up: usize,
+    /// Tokens after the last whole chunk, which no chunk of a stock connector holds.
+    tail: u64,
+    /// True if a worker of the model is registered.
+    is_registered: bool,
+    begun: Instant,
+    /// Time from which on the lookup is slow.
+    slow_after: Duration,
+}
+
+/// A lookup that has ended and is counted, for the log.
+#[derive(Debug)]
+pub(super) struct LookupNote {
+    asked: LookupRange,
+    /// Chunks that were found, and those of them that were in DRAM.
+    hits: usize,
+    resident: usize,
+    why: Option<MissDetail>,
+    took: Duration,
+}
+
+impl LookupNote {
+    /// Returns the number of lines that were suppressed before the one of this lookup; `None` where it has
+    /// no line. `now` is as for [`Throttle::pass`].
+    fn pass(&self, log: RequestLog, slow: &Throttle, now: Duration) -> Option<u64> {
+        let is_slow = self.took >= self.asked.slow_after;
+        match log {
+            RequestLog::All => Some(0),
+            // Many requests are slow at once where a tier is.
+            RequestLog::Slow if is_slow => slow.pass(now),
+            RequestLog::Slow | RequestLog::Off => None,
+        }
+    }
+}
+
+impl LookupRange {
+    /// Returns the range of a key, unless it names a tail, whose chunks are counted apart.
+    pub(super) fn of(key: &CacheKey, hashed: &Hashed, chunk: u64, begun: Instant) -> Option<Self> {
+        if key.unit.is_some() {
+            return None;
+        }
+        let whole = (hashed.chunks.end as u64 * chunk).max(key.start);
+        let tail = match key.chunk_hashes.is_empty() {
+            true => tail_end(key, chunk).saturating_sub(whole),
+            // The tail has a lookup of its own.
+            false => 0,
+        };
+        let chunks = hashed.chunks.len();
+        Some(Self {
+            first: hashed.chunks.start,
+            chunks,
+            looked_up: chunks,
+            tail,
+            is_registered: true,
+            begun,
+            slow_after: SLOW,
+        })
+    }
+
+    /// Notes the time for which the lookup may wait for peers to compute chunks.
+    pub(super) fn waiting(self, wait: Option<Duration>) -> Self {
+        Self {
+            slow_after: SLOW + wait.unwrap_or_default(),
+            ..self
+        }
+    }
+
+    /// Notes how many of the chunks are looked up, and whether a worker of the model is registered.
+    pub(super) fn looked_up(self, chunks: usize, is_registered: bool) -> Self {
+        Self {
+            looked_up: chunks,
+            is_registered,
+            ..self
+        }
+    }
+}
+
+impl Context {
+    /// Counts the tokens that a lookup asked for.
+    pub(super) fn count_asked(&self, asked: LookupRange) {
+        let counters = self.counters();
+        add(&counters.lookups, 1);
+        add(&counters.lookup_tokens, self.tokens(asked.chunks));
+        if asked.tail > 0 {
+            add(&counters.lookup_tail_tokens, asked.tail);
+        }
+    }
+
+    /// Counts what a lookup has missed by its reason. [`Self::log_lookup`] belongs after the reply.
+    pub(super) fn count_misses(&self, asked: LookupRange, found: &Found) -> LookupNote {
+        let is_whole = found.hits >= asked.chunks;
+        let why = (!is_whole).then(|| self.why(asked, found));
+        self.count_end(asked, (found.hits, found.resident), why)
+    }
+
+    /// As [`Self::count_misses`], for a lookup that is not made because its connection has or holds as much
+    /// as it may.
+    pub(super) fn count_refused(&self, asked: LookupRange) -> LookupNote {
+        self.count_asked(asked);
+        let why = MissDetail::from(Miss::certain(MissReason::Limit));
+        self.count_end(asked, (0, 0), Some(why))
+    }
+
+    fn count_end(
+        &self,
+        asked: LookupRange,
+        (hits, resident): (usize, usize),
+        why: Option<MissDetail>,
+    ) -> LookupNote {
+        if let Some(why) = &why {
+            let missed = self.tokens(asked.chunks.saturating_sub(hits));
+            add(why.reason.of(self.counters()).1, missed);
+        }
+        LookupNote {
+            asked,
+            hits,
+            resident,
+            why,
+            took: asked.begun.elapsed(),
+        }
+    }
+
+    fn tokens(&self, chunks: usize) -> u64 {
+        chunks as u64 * u64::from(self.config.hasher.chunk_size())
+    }
+
+    /// Logs a request where it is to be logged.
+    pub(super) fn log_lookup(&self, request: &str, model: &str, note: &LookupNote) {
+        let (asked, why) = (&note.asked, note.why.as_ref());
+        let (log, since_start) = (self.config.request_log, self.started.elapsed());
+        let Some(suppressed) = note.pass(log, &self.slow_lookups, since_start) else {
+            return;
+        };
+        let tier = why.and_then(|why| self.tier_of(why.reason));
+        let differs = why.map(|why| why.differs.join(","));
+        // Names from outside are quoted: a space in them begins no field.
+        tracing::info!(
+            request = shown(request),
+            model = shown(model),
+            tokens = self.tokens(asked.chunks),
+            memory = self.tokens(note.resident),
+            lower = self.tokens(note.hits - note.resident),
+            missed = self.tokens(asked.chunks.saturating_sub(note.hits)),
+            reason = why.map(|why| why.reason.of(self.counters()).0),
+            certainty = why.map(|why| if why.is_certain { "exact" } else { "probably" }),
+            tier,
+            differs = differs.as_deref().filter(|fields| !fields.is_empty()),
+            tail = (asked.tail > 0).then_some(asked.tail),
+            ms = note.took.as_millis() as u64,
+            suppressed = (suppressed > 0).then_some(suppressed),
+            "lookup"
+        );
+    }
+
+    fn why(&self, asked: LookupRange, found: &Found) -> MissDetail {
+        if !asked.is_registered {
+            return MissDetail::new(Reason::Unregistered, true);
+        }
+        let Some(missing) = &found.missing else {
+            return MissDetail::from(match found.hits == asked.looked_up {
+                true => Miss::certain(MissReason::Limit),
+                false if self.engine.pool_is_lost() => Miss::certain(MissReason::TierDown(None)),
+                // The engine is being closed.
+                false => Miss::probable(MissReason::TierDown(None)),
+            });
+        };
+        let miss = self.engine.miss(missing);
+        if miss.reason != MissReason::NeverStored {
+            return miss.into();
+        }
+        if let Some(why) = self.other_space(missing) {
+            return why;
+        }
+        // A chunk of another chunk size, hash or identity has a name that no prompt has now.
+        match asked.first + found.hits == 0 && self.engine.has_unreachable() {
+            true => MissDetail::new(Reason::OtherSettings, false),
+            false => miss.into(),
+        }
+    }
+
+    /// Returns what is known of a chunk that was stored in another space: that is certain while it is in
+    /// DRAM there. A chunk of another generation counts as removed.
+    fn other_space(&self, missing: &Missing) -> Option<MissDetail> {
+        let space = missing.rank.space;
+        let other = self.spaces.other_space(space, &missing.hash)?;
+        if other.is_generation {
+            // They go with the last worker of their generation.
+            return Some(Miss::probable(MissReason::Removed).into());
+        }
+        let differs = other.differs;
+        let chunk = ChunkKey {
+            space: other.id,
+            ..missing.rank.key(missing.hash)
+        };
+        let clears = self.engine.clears_id();
+        let is_certain = self.engine.are_in_dram(clears, &[chunk]) == [true];
+        self.other_space_differs.lock().clone_from(&differs);
+        Some(MissDetail {
+            differs,
+            ..MissDetail::new(Reason::OtherSpace, is_certain)
+        })
+    }
+
+    fn tier_of(&self, reason: Reason) -> Option<&str> {
+        match reason {
+            Reason::Engine(MissReason::TierDown(None)) => Some(DRAM),
+            Reason::Engine(MissReason::TierDown(tier) | MissReason::TierLate(tier)) => {
+                self.engine.tier_name(tier?)
+            }
+            Reason::Engine(MissReason::TierLost(tier)) => self.engine.tier_name(tier),
+            _ => None,
+        }
+    }
+}
+
+/// Returns the end of the tokens that a request asks for. LMCache cuts the end of a prompt down to whole
+/// chunks and sends the tokens of the whole prompt.
+fn tail_end(key: &CacheKey, chunk: u64) -> u64 {
+    let tokens = key.token_ids.len() as u64;
+    let is_whole_prompt = key.end >= tokens / chunk * chunk;
+    if is_whole_prompt { tokens } else { key.end }
+}
+
+/// Returns the start of a name from outside.
+fn shown(name: &str) -> &str {
+    let end = name.char_indices().nth(SHOWN);
+    &name[..end.map_or(name.len(), |(at, _)| at)]
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+
+    /// Returns the note of a lookup that was granted a wait.
+    fn note(took: Duration, wait: Option<Duration>) -> LookupNote {
+        let asked = LookupRange {
+            first: 0,
+            chunks: 1,
+            looked_up: 1,
+            tail: 0,
+            is_registered: true,
+            begun: Instant::now(),
+            slow_after: SLOW,
+        };
+        LookupNote {
+            asked: asked.waiting(wait),
+            hits: 1,
+            resident: 1,
+            why: None,
+            took,
+        }
+    }
+
+    #[test]
+    fn slow_lookups_have_one_line_a_second_and_fast_ones_none() {
+        let throttle = Throttle::default();
+        let pass = |log, took: Duration, millis| {
+            note(took, None).pass(log, &throttle, Duration::from_millis(millis))
+        };
+        let fast = SLOW - Duration::from_millis(1);
+        assert_eq!(pass(RequestLog::Slow, fast, 0), None);
+        let slow = [0, 1, 999, 1000].map(|millis| pass(RequestLog::Slow, SLOW, millis));
+        assert_eq!(slow, [Some(0), None, None, Some(2)]);
+        assert_eq!(pass(RequestLog::Off, SLOW, 5000), None);
+        let all = [fast, SLOW, SLOW].map(|took| pass(RequestLog::All, took, 5000));
+        assert_eq!(all, [Some(0); 3]);
+    }
+
+    #[test]
+    fn a_granted_wait_makes_no_lookup_slow() {
+        let wait = Duration::from_secs(10);
+        let is_slow = |took| {
+            let note = note(took, Some(wait));
+            let passed = note.pass(RequestLog::Slow, &Throttle::default(), Duration::ZERO);
+            passed.is_some()
+        };
+        assert!(!is_slow(wait));
+        assert!(is_slow(wait + SLOW));
+    }
+
+    #[test]
+    fn a_long_name_is_shown_in_part() {
+        assert_eq!(shown("request"), "request");
+        let long = "é".repeat(200);
+        assert_eq!(shown(&long).chars().count(), SHOWN);
+    }
+
+    #[test]
+    fn every_reason_has_a_counter_of_its_own_name() {
+        let engine = [
+            MissReason::NeverStored,
+            MissReason::Evicted,
+            MissReason::Cleared,
+            MissReason::Removed,
+            MissReason::TierLate(None),
+            MissReason::TierDown(None),
+            MissReason::TierLost(0),
+            MissReason::Limit,
+            MissReason::Recompute,
+        ];
+        let others = [
+            Reason::OtherSpace,
+            Reason::Unregistered,
+            Reason::OtherSettings,
+        ];
+        for reason in engine.map(Reason::Engine).into_iter().chain(others) {
+            let counters = ServiceCounters::default();
+            let (name, counter) = reason.of(&counters);
+            counter.store(7, Ordering::Relaxed);
+            let counts = serde_json::to_value(counters.snapshot()).expect("JSON");
+            let counter = format!("missed_{name}");
+            assert_eq!(counts[&counter], 7, "{counter}");
+        }
+    }
+}
