@@ -264,7 +264,7 @@ pub struct FoundRank {
 
 impl FoundRank {
     /// A rank whose chunks were leased where nothing was promoted.
-    pub(crate) fn resident(rank: Rank, leases: Leases) -> Self {
+    pub(crate) fn in_dram(rank: Rank, leases: Leases) -> Self {
         Self {
             rank,
             resident: leases.len(),
@@ -566,7 +566,7 @@ impl CacheEngine {
             let ranks = known.len();
             let found = known.into_iter().map(|rank| FoundRank {
                 seen: rank.seen,
-                ..FoundRank::resident(rank.rank, rank.leases)
+                ..FoundRank::in_dram(rank.rank, rank.leases)
             });
             let found = Found::join(found.collect(), ranks);
             return Lookup::done(clears, found.ended_at(&lookup_end, &request.hashes));

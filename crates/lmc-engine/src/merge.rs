@@ -124,7 +124,7 @@ async fn merge_leading(
     };
     for &rank in &request.ranks[found.ranks.len()..] {
         let none = engine.local().lease_uncounted(request.owner, &[]);
-        found.ranks.push(FoundRank::resident(rank, none));
+        found.ranks.push(FoundRank::in_dram(rank, none));
     }
     let (sender, merged) = oneshot::channel();
     // Copies of this length would hold up the runtime. They end with the lookup.
