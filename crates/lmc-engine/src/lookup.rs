@@ -165,29 +165,33 @@ impl LookupRequest {
         self
     }
 
-    /// Returns the request for the chunks from index `first` on, for other ranks.
-    pub(crate) fn after_chunk(&self, first: usize, ranks: Vec<Rank>) -> Self {
+    /// Returns the request for the chunks from index `first` on, for other ranks, of a lookup that has
+    /// leased bytes before, which count for its limit.
+    pub(crate) fn after_chunk(&self, first: usize, ranks: Vec<Rank>, before: u64) -> Self {
         Self {
+            owner: self.owner,
+            tenant: self.tenant,
             hashes: self.hashes[first..].to_vec(),
             ranks,
+            hint: self.hint.clone(),
+            limit: self.limit_after(before).map(|limit| Arc::new(limit) as _),
             merges: Vec::new(),
+            waits_for_merge: false,
+            for_peers: self.for_peers,
             parent: first.checked_sub(1).map(|before| self.hashes[before]),
-            ..self.clone()
         }
     }
 
-    /// Returns the request of a lookup that has leased bytes before, which count for its limit.
-    pub(crate) fn after_bytes(&self, before: u64) -> Self {
-        let limit = self.limit.clone();
-        Self {
-            limit: limit.map(|limit| Arc::new(After { limit, before }) as _),
-            ..self.clone()
-        }
+    /// Returns the limit of a lookup that has leased bytes before, which count for it.
+    fn limit_after(&self, before: u64) -> Option<After> {
+        let limit = self.limit.clone()?;
+        Some(After { limit, before })
     }
 
-    /// Returns how many of these bytes of chunks that the lookup has just leased it may keep.
-    pub(crate) fn allowed(&self, bytes: u64) -> u64 {
-        let limit = self.limit.as_ref();
+    /// Returns how many of these bytes of chunks that the lookup has just leased, after others, it may
+    /// keep.
+    pub(crate) fn allowed(&self, before: u64, bytes: u64) -> u64 {
+        let limit = self.limit_after(before);
         limit.map_or(bytes, |limit| limit.allowed(bytes, 0))
     }
 
@@ -575,13 +579,19 @@ impl CacheEngine {
         let (tiers, pushed) = (Arc::clone(lower.tiers()), Arc::clone(self.pushed()));
         let engine = self.downgrade();
         let task = lower.spawn(async move {
-            let without_wait = request.clone().without_wait();
-            let (now, then) = match request.waits_for_merge && !request.merges.is_empty() {
-                true => (&without_wait, request.clone()),
-                false => (&request, without_wait.clone()),
+            let found = match request.merges.is_empty() {
+                true => promote(&tiers, &request, lookup_end, known, align).await,
+                false => {
+                    let without_wait = request.clone().without_wait();
+                    // The prompt waits once: for chunks to be merged, where its sources compute those.
+                    let (now, then) = match request.waits_for_merge {
+                        true => (&without_wait, &request),
+                        false => (&request, &without_wait),
+                    };
+                    let found = promote(&tiers, now, lookup_end, known, align).await;
+                    complete(&engine, then.clone(), clears, found).await
+                }
             };
-            let found = promote(&tiers, now, lookup_end, known, align).await;
-            let found = complete(&engine, then, clears, found).await;
             if !request.for_peers && !pushed.is_empty() {
                 // A push may have brought them meanwhile.
                 for rank in &found.ranks {

@@ -104,8 +104,8 @@ async fn merge_leading(
     };
     let first = found.hits;
     let ranks = merges.iter().flat_map(|merge| merge.ranks.clone());
-    let parts = request.after_chunk(first, ranks.collect());
-    let lookup = engine.lookup(parts.after_bytes(found.fresh_bytes()));
+    let before = found.fresh_bytes();
+    let lookup = engine.lookup(request.after_chunk(first, ranks.collect(), before));
     drop(engine);
     if lookup.clears() != clears {
         return;
@@ -150,6 +150,9 @@ impl CacheEngine {
     /// Adds the leading chunks after those that are found which are in DRAM by now, as far as the
     /// request's limit allows.
     fn add_leading(&self, request: &LookupRequest, clears: ClearsId, found: &mut Found) {
+        let Some(lower) = self.lower() else {
+            return;
+        };
         if found.ranks.len() < request.ranks.len() {
             return;
         }
@@ -160,10 +163,8 @@ impl CacheEngine {
             };
             let rest = request.hashes[found.hits..].iter();
             let keys: Vec<ChunkKey> = rest.map(|&hash| named.key(hash)).collect();
-            let mut leases = self.local().lease_uncounted(request.owner, &keys);
-            let wrong = leases.iter().position(|slot| !rank.fits(slot));
-            leases.truncate(wrong.unwrap_or(leases.len()));
-            leases
+            let tiers = lower.tiers();
+            tiers.lease_uncounted(request.owner, &keys, rank.chunk_bytes)
         });
         let mut leased: Vec<Leases> = leased.collect();
         let bytes: u64 = leased
@@ -171,7 +172,7 @@ impl CacheEngine {
             .flat_map(Leases::iter)
             .map(SealedSlot::len)
             .sum();
-        let allowed = request.after_bytes(found.fresh_bytes()).allowed(bytes);
+        let allowed = request.allowed(found.fresh_bytes(), bytes);
         if allowed < bytes {
             let chunks = leased.iter().map(Leases::len).max().unwrap_or(0) as u64;
             let kept = (allowed / bytes.div_ceil(chunks)) as usize;

@@ -101,7 +101,7 @@ impl Uring {
     }
 }
 
-/// Checks that this process may use io_uring, by a ring that answers once.
+/// Checks that this process may use io_uring, by opening a ring and completing one operation.
 ///
 /// # Errors
 /// The kernel, or the sandbox of a container, refuses it.

@@ -439,11 +439,21 @@ impl Tiers {
             self.read_anywhere(prompt, &mut window, permits).await;
         }
         drop(window.promoting);
-        // Not a lookup of its own, and no second use: the lookup that asked for it was counted.
         let keys = &prompt.keys[window.range];
-        let mut leases = self.local.lease_uncounted(prompt.owner, keys);
+        self.lease_uncounted(prompt.owner, keys, prompt.chunk_bytes())
+    }
+
+    /// Leases the leading chunks in DRAM that have the length of their space, as far as it is known. Not
+    /// a lookup of its own, and no second use: the lookup that asked for them was counted.
+    pub(crate) fn lease_uncounted(
+        &self,
+        owner: OwnerId,
+        keys: &[ChunkKey],
+        chunk_bytes: Option<u64>,
+    ) -> Leases {
+        let mut leases = self.local.lease_uncounted(owner, keys);
         // A chunk in DRAM may have another length: its tier was not asked about it.
-        let is_wrong = |slot: &SealedSlot| !fits(slot.len(), prompt.chunk_bytes());
+        let is_wrong = |slot: &SealedSlot| !fits(slot.len(), chunk_bytes);
         let wrong = leases.iter().position(is_wrong);
         leases.truncate(wrong.unwrap_or(leases.len()));
         leases
