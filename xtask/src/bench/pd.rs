@@ -17,7 +17,7 @@ const BENCH: &str = "bench pd";
 const JSON: &str = "docs/benchmarks/pd.json";
 const SCRIPT: &str = "xtask/python/pd_bench.py";
 /// The script's ways to a first token, each with what it is.
-const WAYS: [(&str, &str); 6] = [
+pub(super) const WAYS: [(&str, &str); 6] = [
     (
         "prefill engine",
         "the prefill engine alone, which computes the prompt",
@@ -74,9 +74,27 @@ pub(crate) fn run(options: &PdArgs) -> Result<bool> {
     engines.publish(BENCH, JSON, &section, options.dry_run)
 }
 
-/// Returns the median over all rounds of a figure of a way.
-fn figure(measured: &Value, way: &str, name: &str) -> Result<f64> {
-    median_of_rounds(measured, &[way, name]).context(SCRIPT)
+/// Returns a row for each of these ways that a script has measured: its time to the first token, also
+/// beyond that of the last prefill engine before it, and the tokens that were not computed.
+pub(super) fn rows<'a>(
+    measured: &Value,
+    ways: impl IntoIterator<Item = &'a (&'a str, &'a str)>,
+) -> Result<String> {
+    let (mut text, mut prefill) = (String::new(), 0.0);
+    for (way, what) in ways {
+        let seconds = median_of_rounds(measured, &[way, "seconds"])?;
+        if way.ends_with("prefill engine") {
+            prefill = seconds;
+        }
+        writeln!(
+            text,
+            "| {what} | {:.0} ms | {:+.0} ms | {:.0} |",
+            seconds * 1e3,
+            (seconds - prefill) * 1e3,
+            median_of_rounds(measured, &[way, "cached_tokens"])?,
+        )?;
+    }
+    Ok(text)
 }
 
 fn section(
@@ -84,30 +102,19 @@ fn section(
     options: &PdArgs,
     conditions: &[(&'static str, String)],
 ) -> Result<String> {
-    let prefill = figure(measured, WAYS[0].0, "seconds")?;
-    let mut text = format!(
+    let rows = rows(measured, &WAYS).context(SCRIPT)?;
+    Ok(format!(
         "## Prefill on one engine, decode on another\n\n\
          `cargo xtask bench pd --rounds {0}`: medians of {0} rounds; a prompt of {1} tokens that is new each \
          time, which an engine computes in eight steps; two engines ({2} thread each, the model of the tests, \
          lmc's own connector, vLLM's own prefix cache off), each with a core and a server of its own, and \
          between the servers a link of {4} Mbit/s (a relay on this host). \
          All figures are in [pd.json](benchmarks/pd.json).\n\n{3}\n\
-         | | first token | beyond the prefill engine alone | tokens from the cache |\n|---|--:|--:|--:|\n",
+         | | first token | beyond the prefill engine alone | tokens from the cache |\n|---|--:|--:|--:|\n{rows}",
         options.rounds,
         measured["tokens"],
         measured["threads"].as_str().unwrap_or_default(),
         conditions::lines(conditions),
         options.rate,
-    );
-    for (way, what) in WAYS {
-        let seconds = figure(measured, way, "seconds")?;
-        writeln!(
-            text,
-            "| {what} | {:.0} ms | {:+.0} ms | {:.0} |",
-            seconds * 1e3,
-            (seconds - prefill) * 1e3,
-            figure(measured, way, "cached_tokens")?,
-        )?;
-    }
-    Ok(text)
+    ))
 }

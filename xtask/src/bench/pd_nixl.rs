@@ -1,39 +1,19 @@
 //! `cargo xtask bench pd-nixl`: a hand-over on one host, beside vLLM's NixlConnector.
 
-use std::fmt::Write as _;
-
 use anyhow::{Context, Result};
 use serde_json::Value;
 
 use super::conditions;
 use super::engines::Engines;
-use super::figures::median_of_rounds;
+use super::pd;
 
 const BENCH: &str = "bench pd-nixl";
 const JSON: &str = "docs/benchmarks/pd-nixl.json";
 const SCRIPT: &str = "xtask/python/pd_nixl_bench.py";
-/// The script's ways to a first token, each with what it is.
-const WAYS: [(&str, &str); 10] = [
-    (
-        "prefill engine",
-        "the prefill engine alone, which computes the prompt",
-    ),
-    (
-        "decode engine, warm",
-        "the decode engine alone, whose server has the prompt in memory",
-    ),
-    (
-        "one after the other",
-        "`lmc proxy`: the prefill engine, then the decode engine",
-    ),
-    (
-        "both at once",
-        "`lmc proxy --prefill-peer`: both engines at once",
-    ),
-    (
-        "pushed",
-        "`lmc proxy --decode-peer`: the prefill engine, whose server pushes, then the decode engine",
-    ),
+/// The way of `bench pd` that is not measured here.
+const NOT_HERE: &str = "decode engine, cold";
+/// The script's further ways to a first token, each with what it is.
+const WAYS: [(&str, &str); 5] = [
     (
         "NixlConnector, prefill engine",
         "the prefill engine of the next row alone",
@@ -80,42 +60,24 @@ pub(crate) fn run(options: &PdNixlArgs) -> Result<bool> {
     engines.publish(BENCH, JSON, &section, options.dry_run)
 }
 
-/// Returns the median over all rounds of a figure of a way.
-fn figure(measured: &Value, way: &str, name: &str) -> Result<f64> {
-    median_of_rounds(measured, &[way, name]).context(SCRIPT)
-}
-
 fn section(
     measured: &Value,
     options: &PdNixlArgs,
     conditions: &[(&'static str, String)],
 ) -> Result<String> {
-    let mut prefill = 0.0;
-    let mut text = format!(
+    let own = pd::WAYS.iter().filter(|(way, _)| *way != NOT_HERE);
+    let rows = pd::rows(measured, own.chain(&WAYS)).context(SCRIPT)?;
+    Ok(format!(
         "## A hand-over on one host, beside NixlConnector\n\n\
          `cargo xtask bench pd-nixl --rounds {0}`: medians of {0} rounds; a prompt of {1} tokens that is new \
          each time, which an engine computes in eight steps; pairs of engines ({2} thread each, the \
          model of the tests, vLLM's own prefix cache off), one pair after the other: with lmc's own connector, \
          a server and a core for each engine, with `NixlConnector`, and with both. \
          All figures are in [pd-nixl.json](benchmarks/pd-nixl.json).\n\n{3}\n\
-         | | first token | beyond the prefill engine alone | tokens from elsewhere |\n|---|--:|--:|--:|\n",
+         | | first token | beyond the prefill engine alone | tokens from elsewhere |\n|---|--:|--:|--:|\n{rows}",
         options.rounds,
         measured["tokens"],
         measured["threads"].as_str().unwrap_or_default(),
         conditions::lines(conditions),
-    );
-    for (way, what) in WAYS {
-        let seconds = figure(measured, way, "seconds")?;
-        if way.ends_with("prefill engine") {
-            prefill = seconds;
-        }
-        writeln!(
-            text,
-            "| {what} | {:.0} ms | {:+.0} ms | {:.0} |",
-            seconds * 1e3,
-            (seconds - prefill) * 1e3,
-            figure(measured, way, "cached_tokens")?,
-        )?;
-    }
-    Ok(text)
+    ))
 }
