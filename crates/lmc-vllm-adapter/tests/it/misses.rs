@@ -33,6 +33,14 @@ impl Setting {
         }
     }
 
+    /// Waits until a lower tier has the chunks of one prompt, and removes them from DRAM.
+    fn leave_dram(&self) {
+        self.server.eventually("all copies are written", |status| {
+            status.lower[0].written == CHUNKS as u64
+        });
+        self.server.service.engine().clear_dram(true);
+    }
+
     fn with_tier(engine: EngineConfig, tier: Arc<dyn Backend>) -> Self {
         let server = Server::with_engine(engine, vec![tier], 1 << 20, |_| {}, |_| {});
         Self::new(server)
@@ -350,12 +358,7 @@ fn a_tier_that_is_late_or_down_or_slower_than_computing_is_the_reason() {
     config.promotion_timeout = Duration::from_millis(50);
     let mut setting = Setting::with_tier(config, Arc::clone(&tier) as _);
     setting.store(1);
-    setting
-        .server
-        .eventually("all copies are written", |status| {
-            status.lower[0].written == CHUNKS as u64
-        });
-    setting.server.service.engine().clear_dram(true);
+    setting.leave_dram();
     tier.shut();
     setting.misses(1, "tier_late");
     tier.open();
@@ -365,12 +368,7 @@ fn a_tier_that_is_late_or_down_or_slower_than_computing_is_the_reason() {
     let tier = Arc::new(MemoryBackend::default());
     let mut setting = Setting::with_tier(config, tier);
     setting.store(1);
-    setting
-        .server
-        .eventually("all copies are written", |status| {
-            status.lower[0].written == CHUNKS as u64
-        });
-    setting.server.service.engine().clear_dram(true);
+    setting.leave_dram();
     setting.misses(1, "recompute");
 }
 
