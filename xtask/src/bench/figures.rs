@@ -109,12 +109,16 @@ impl Figures {
 
 /// Returns the median, over the rounds that a script has printed, of the figure at a path in each.
 pub(crate) fn median_of_rounds(measured: &Value, path: &[&str]) -> Result<f64> {
+    all_rounds(measured, path).map(|all| median(&all))
+}
+
+/// Returns the figures at a path in each of a script's rounds, at least one.
+pub(crate) fn all_rounds(measured: &Value, path: &[&str]) -> Result<Vec<f64>> {
     let rounds = measured["rounds"].as_array().into_iter().flatten();
     let figure = |round: &Value| path.iter().fold(round, |at, name| &at[*name]).as_f64();
     let all: Option<Vec<f64>> = rounds.map(figure).collect();
     let all = all.filter(|all| !all.is_empty());
-    let all = all.with_context(|| format!("the script printed no {}", path.join(", ")))?;
-    Ok(median(&all))
+    all.with_context(|| format!("the script printed no {}", path.join(", ")))
 }
 
 /// The middle value, or the mean of the two in the middle; 0 of nothing.

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::conditions;
 use super::engines::Engines;
-use super::figures::median_of_rounds;
+use super::figures::{all_rounds, median, median_of_rounds};
 use super::link::Link;
 use crate::ports;
 
@@ -74,22 +74,26 @@ pub(crate) fn run(options: &PdArgs) -> Result<bool> {
     engines.publish(BENCH, JSON, &section, options.dry_run)
 }
 
-/// Returns a row for each of these ways that a script has measured: its time to the first token, also
-/// beyond that of the last prefill engine before it, and the tokens that were not computed.
+/// Returns a row for each of these ways that a script has measured: its time to the first token, with
+/// those of the fastest and the slowest round, also beyond that of the last prefill engine before it, and
+/// the tokens that were not computed.
 pub(super) fn rows<'a>(
     measured: &Value,
     ways: impl IntoIterator<Item = &'a (&'a str, &'a str)>,
 ) -> Result<String> {
     let (mut text, mut prefill) = (String::new(), 0.0);
     for (way, what) in ways {
-        let seconds = median_of_rounds(measured, &[way, "seconds"])?;
+        let all = all_rounds(measured, &[way, "seconds"])?;
+        let seconds = median(&all);
         if way.ends_with("prefill engine") {
             prefill = seconds;
         }
         writeln!(
             text,
-            "| {what} | {:.0} ms | {:+.0} ms | {:.0} |",
+            "| {what} | {:.0} ms ({:.0} to {:.0}) | {:+.0} ms | {:.0} |",
             seconds * 1e3,
+            all.iter().copied().fold(f64::INFINITY, f64::min) * 1e3,
+            all.iter().copied().fold(0.0, f64::max) * 1e3,
             (seconds - prefill) * 1e3,
             median_of_rounds(measured, &[way, "cached_tokens"])?,
         )?;
@@ -110,7 +114,7 @@ fn section(
          lmc's own connector, vLLM's own prefix cache off), each with a core and a server of its own, and \
          between the servers a link of {4} Mbit/s (a relay on this host). \
          All figures are in [pd.json](benchmarks/pd.json).\n\n{3}\n\
-         | | first token | beyond the prefill engine alone | tokens from the cache |\n|---|--:|--:|--:|\n{rows}",
+         | | first token (of all rounds) | beyond the prefill engine alone | tokens from the cache |\n|---|--:|--:|--:|\n{rows}",
         options.rounds,
         measured["tokens"],
         measured["threads"].as_str().unwrap_or_default(),

@@ -72,9 +72,10 @@ fn section(
          `cargo xtask bench pd-nixl --rounds {0}`: medians of {0} rounds; a prompt of {1} tokens that is new \
          each time, which an engine computes in eight steps; pairs of engines ({2} thread each, the \
          model of the tests, vLLM's own prefix cache off), one pair after the other: with lmc's own connector, \
-         a server and a core for each engine, with `NixlConnector`, and with both. \
+         a server and a core for each engine, with `NixlConnector`, and with both. NIXL's threads take time of the one core that each engine has, \
+         so their rows vary, and say little of machines with more cores. \
          All figures are in [pd-nixl.json](benchmarks/pd-nixl.json).\n\n{3}\n\
-         | | first token | beyond the prefill engine alone | tokens from elsewhere |\n|---|--:|--:|--:|\n{rows}",
+         | | first token (of all rounds) | beyond the prefill engine alone | tokens from elsewhere |\n|---|--:|--:|--:|\n{rows}",
         options.rounds,
         measured["tokens"],
         measured["threads"].as_str().unwrap_or_default(),

@@ -3,7 +3,6 @@
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -25,9 +24,8 @@ use tracing::{debug, warn};
 
 use super::guard::ConnectionUser;
 
-/// Longest time from the start of a connection to the end of its first request's head.
-const FIRST_HEAD_DEADLINE: Duration = Duration::from_secs(5);
-/// Longest time from the end of an answer to the end of the next request's head.
+/// Longest time from the start of a connection, or the end of an answer, to the end of the next
+/// request's head.
 const HEAD_DEADLINE: Duration = Duration::from_secs(30);
 /// Time that a stop gives a connection that waits for a request: only the last bytes of an answer
 /// may be in flight.
@@ -111,7 +109,6 @@ struct Seats {
 struct Seat {
     /// Time since which it waits for a request's head; `None` while a request is answered.
     idle_since: Mutex<Option<Instant>>,
-    has_asked: AtomicBool,
     evicted: Notify,
 }
 
@@ -135,7 +132,6 @@ impl Seats {
         }
         let seat = Arc::new(Seat {
             idle_since: Mutex::new(Some(now)),
-            has_asked: AtomicBool::new(false),
             evicted: Notify::new(),
         });
         seats.push(Arc::clone(&seat));
@@ -149,7 +145,6 @@ impl Seats {
 
 impl Seat {
     fn request_began(&self) {
-        self.has_asked.store(true, Ordering::Relaxed);
         *self.idle_since.lock() = None;
     }
 
@@ -159,21 +154,6 @@ impl Seat {
 
     fn is_idle(&self) -> bool {
         self.idle_since.lock().is_some()
-    }
-
-    /// Waits until the connection is to be closed: for another one, or because its first request
-    /// is late.
-    async fn must_go(&self) {
-        let first_head_is_late = async {
-            tokio::time::sleep(FIRST_HEAD_DEADLINE).await;
-            if self.has_asked.load(Ordering::Relaxed) {
-                std::future::pending::<()>().await;
-            }
-        };
-        tokio::select! {
-            () = self.evicted.notified() => {}
-            () = first_head_is_late => {}
-        }
     }
 }
 
@@ -253,7 +233,7 @@ async fn connection(
     };
     let first = tokio::select! {
         ended = connection.as_mut() => Some(ended),
-        () = seat.must_go() => return,
+        () = seat.evicted.notified() => return,
         _ = stopped.wait_for(|&stop| stop) => None,
         () = life_is_over => None,
     };
@@ -277,20 +257,27 @@ async fn connection(
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncReadExt;
+
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_connection_goes_when_its_first_request_is_late() {
-        let seats = Seats::new(2);
-        let seat = || seats.take(Instant::now()).expect("there are seats");
+    async fn a_connection_ends_that_sends_no_request() {
+        let socket = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = socket.local_addr().expect("an address");
+        let (_stop, stopped) = watch::channel(false);
+        let bounds = Bounds {
+            connections: 2,
+            life: None,
+            end: Duration::from_secs(1),
+            unread: None,
+        };
+        tokio::spawn(serve(socket, Router::new(), None, stopped, bounds));
+        let mut client = TcpStream::connect(address).await.expect("it listens");
         let begun = tokio::time::Instant::now();
-        seat().must_go().await;
-        assert!(begun.elapsed() >= FIRST_HEAD_DEADLINE);
-        let asked = seat();
-        asked.request_began();
-        assert!(!asked.is_idle());
-        let gone = tokio::time::timeout(2 * FIRST_HEAD_DEADLINE, asked.must_go());
-        gone.await.expect_err("it has asked in time");
+        let ended = client.read_to_end(&mut Vec::new()).await;
+        ended.expect("an end");
+        assert!(begun.elapsed() >= HEAD_DEADLINE);
     }
 
     #[test]
