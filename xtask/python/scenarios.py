@@ -40,6 +40,7 @@ from own_tails import tails
 from page import Page
 from pd import pd
 from proxy import CutShort, Proxy
+from quickstart import quickstart
 from unequal import unequal_parallelism
 
 # The model has no tokenizer: prompts and answers are token ids.
@@ -873,7 +874,7 @@ def rank_faults(run, name, pair):
 SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart, peers,
              remote, skip_save, wrong_dtype, block_sizes, serve, tensor_parallel,
              unequal_parallelism, events, containers, lora, hash_algorithms, hybrid, latent,
-             lmcache_server, weights, pd, tails, connector]
+             lmcache_server, weights, quickstart, pd, tails, connector]
 
 
 # What uses `run.one`, an engine with the stock connector.

@@ -1,7 +1,6 @@
 //! The command line.
 
 use std::ffi::OsString;
-use std::io::{ErrorKind, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -16,7 +15,8 @@ use crate::config::{
     self, ALL_SETTINGS, ConfigError, Info, Loaded, Raw, ServeConfig, Shape, TransferMode, Verdict,
 };
 use crate::start::{self, Background};
-use crate::{bench, daemon, doctor, limits, tools, transfer_config};
+use crate::stdout::out;
+use crate::{bench, daemon, doctor, limits, stdout, tools, transfer_config};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -141,7 +141,8 @@ fn completions(matches: &ArgMatches) -> Result<()> {
     let shell: Shell = *matches.get_one("shell").expect("clap requires it");
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut command(), "lmc", &mut script);
-    print_bytes(&script)
+    stdout::bytes(&script);
+    Ok(())
 }
 
 fn man(matches: &ArgMatches) -> Result<()> {
@@ -159,15 +160,8 @@ fn man(matches: &ArgMatches) -> Result<()> {
     let name = page.get_bin_name().unwrap_or("lmc").replace(' ', "-");
     let mut text = Vec::new();
     clap_mangen::Man::new(page.name(name)).render(&mut text)?;
-    print_bytes(&text)
-}
-
-/// Prints to standard output. A reader that has read enough is no error.
-fn print_bytes(bytes: &[u8]) -> Result<()> {
-    match std::io::stdout().lock().write_all(bytes) {
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        written => Ok(written?),
-    }
+    stdout::bytes(&text);
+    Ok(())
 }
 
 /// An error with its causes, each said once: an I/O error's text often ends a context already.
@@ -318,7 +312,7 @@ fn serve(matches: &ArgMatches) -> ExitCode {
         for warning in &loaded.warnings {
             eprintln!("lmc serve: warning: {warning}");
         }
-        print!("{}", print(&loaded));
+        out!("{}", print(&loaded));
         return ExitCode::SUCCESS;
     }
     let background = is_detached.then(|| Background::begin(&loaded.config));

@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use serde_json::json;
 
 use crate::config::Loaded;
+use crate::stdout::{out, outln};
 
 pub(crate) const HELP: &str = "\
 Takes the settings of `lmc serve`, from the same flags, variables and file. A problem keeps the server
@@ -82,8 +83,8 @@ impl Finding {
 pub(crate) fn run(loaded: &Loaded, is_json: bool) -> ExitCode {
     let findings = checks::all(&loaded.config);
     match is_json {
-        true => println!("{:#}", as_json(&findings)),
-        false => print!("{}", table(&findings)),
+        true => outln!("{:#}", as_json(&findings)),
+        false => out!("{}", table(&findings)),
     }
     match count(&findings, Verdict::Problem) {
         0 => ExitCode::SUCCESS,

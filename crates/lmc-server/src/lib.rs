@@ -4,6 +4,9 @@
 //! starts and stops everything, [`http`] answers people, scrapers and LMCache's own tools.
 //! The operations of the protocol are carried out in `lmc-vllm-adapter`.
 
+// `println!` panics when its reader has read enough.
+#![deny(clippy::print_stdout)]
+
 mod bench;
 pub mod cli;
 pub mod config;
@@ -29,6 +32,7 @@ mod salts;
 mod signals;
 mod start;
 mod state;
+mod stdout;
 mod supervisor;
 mod tools;
 mod vllm;

@@ -26,6 +26,7 @@ use self::descriptors::keep_descriptors;
 use crate::cli::version;
 use crate::config::{Entry, Raw, ServeConfig, Source, mask_password_of};
 use crate::limits;
+use crate::stdout::outln;
 
 pub(crate) const HELP: &str = "\
 lmc's own connector for vLLM runs this where it finds no server. The server's socket, its log and a
@@ -111,22 +112,22 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
             "log": own.log(),
             "warnings": found.warnings,
         });
-        println!("{found}");
+        outln!("{found}");
         return Ok(ExitCode::SUCCESS);
     }
     for warning in &found.warnings {
         eprintln!("lmc start: warning: {warning}");
     }
     match found.was_started {
-        true => println!(
+        true => outln!(
             "started; engines find it at {}; log {}",
             found.address,
             own.log().display()
         ),
-        false => println!("engines find a server at {}", found.address),
+        false => outln!("engines find a server at {}", found.address),
     }
     if let Some(http) = &found.http {
-        println!("for a look at it: lmc status --url {http}");
+        outln!("for a look at it: lmc status --url {http}");
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -1,11 +1,12 @@
 //! Commands that talk to a server or look into its folder: `lmc status`, `lmc peers`, `lmc clear`,
-//! `lmc quota`, `lmc disk`, `lmc remote`; and `lmc start`, `lmc proxy`.
+//! `lmc quota`, `lmc disk`, `lmc remote`; and `lmc start`, `lmc proxy`, `lmc plan`.
 
 mod clear;
 mod disk;
 mod format;
 pub(crate) mod http;
 mod peers;
+mod plan;
 mod quota;
 mod remote;
 mod status;
@@ -18,6 +19,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
 use self::http::{Call, DEFAULT_URL, HttpUrl};
+use crate::stdout::{out, outln};
 use crate::{proxy, start};
 
 #[derive(Debug, Subcommand)]
@@ -47,6 +49,9 @@ pub(crate) enum Tool {
         #[arg(long)]
         shared: bool,
     },
+    /// Says what a model's KV cache takes, and how many prompts a cache of some size holds
+    #[command(after_help = plan::HELP)]
+    Plan(plan::Arguments),
     /// Looks into the folder of a disk tier, while no server uses it
     #[command(subcommand)]
     Disk(disk::Verb),
@@ -95,16 +100,17 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
         }
         Tool::Start(arguments) => return start::run(arguments),
         Tool::Proxy(arguments) => return proxy::run(arguments),
+        Tool::Plan(arguments) => return done(plan::run(arguments)),
         Tool::Disk(verb) => return done(disk::run(verb)),
         Tool::Remote(verb) => return done(remote::run(verb)),
         Tool::Quota(verb) => return done(quota::run(verb)),
     };
     let answer = call.send(&server.url)?;
     match tool {
-        _ if server.json => println!("{}", serde_json::to_string_pretty(&answer)?),
-        Tool::Status(_) => print!("{}", status::table(&server.url, &answer)),
-        Tool::Peers(_) => print!("{}", peers::table(&answer)),
-        _ => println!("{}", clear::cleared(&answer["cleared"])),
+        _ if server.json => outln!("{}", serde_json::to_string_pretty(&answer)?),
+        Tool::Status(_) => out!("{}", status::table(&server.url, &answer)),
+        Tool::Peers(_) => out!("{}", peers::table(&answer)),
+        _ => outln!("{}", clear::cleared(&answer["cleared"])),
     }
     match tool {
         Tool::Status(_) if answer["status"] == "stuck" => Ok(ExitCode::FAILURE),

@@ -22,6 +22,7 @@ mod client;
 )]
 pub mod fuzzing;
 mod local;
+#[cfg(any(feature = "adapters", feature = "service"))]
 mod order;
 #[cfg_attr(
     not(feature = "service"),

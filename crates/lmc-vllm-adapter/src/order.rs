@@ -32,6 +32,7 @@ pub(crate) fn name_order(order: ChunkOrder) -> (GroupLayout, String) {
 }
 
 /// Returns the order of a name; `None` for a name that [`name_order`] does not give.
+#[cfg(feature = "service")]
 pub(crate) fn parse_order(name: &str, layout: GroupLayout) -> Option<ChunkOrder> {
     if name == TOKENS {
         return Some(ChunkOrder::Tokens(layout));
@@ -55,7 +56,7 @@ pub(crate) fn parse_order(name: &str, layout: GroupLayout) -> Option<ChunkOrder>
     (name_order(order).1 == name).then_some(order)
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "service"))]
 mod tests {
     use lmc_memory::{DType, Planes};
 

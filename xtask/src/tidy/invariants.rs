@@ -9,10 +9,11 @@ use super::tree::Tree;
 
 const PAGE: &str = "docs/invariants.md";
 /// Files of the scenarios, which are all imported by the first.
-const SCENARIOS: [&str; 5] = [
+const SCENARIOS: [&str; 6] = [
     "xtask/python/scenarios.py",
     "xtask/python/own.py",
     "xtask/python/own_models.py",
+    "xtask/python/quickstart.py",
     "xtask/python/unequal.py",
     "xtask/python/pd.py",
 ];

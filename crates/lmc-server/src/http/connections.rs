@@ -257,12 +257,12 @@ async fn connection(
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::AsyncReadExt;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_connection_ends_that_sends_no_request() {
+    async fn a_connection_ends_whose_first_request_is_late() {
         let socket = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = socket.local_addr().expect("an address");
         let (_stop, stopped) = watch::channel(false);
@@ -275,6 +275,8 @@ mod tests {
         tokio::spawn(serve(socket, Router::new(), None, stopped, bounds));
         let mut client = TcpStream::connect(address).await.expect("it listens");
         let begun = tokio::time::Instant::now();
+        let half = client.write_all(b"GET /healthz HTTP/1.1\r\n").await;
+        half.expect("half a head");
         let ended = client.read_to_end(&mut Vec::new()).await;
         ended.expect("an end");
         assert!(begun.elapsed() >= HEAD_DEADLINE);

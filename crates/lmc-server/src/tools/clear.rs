@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 use super::Server;
 use super::format::text;
 use super::http::Call;
+use crate::stdout::{out, outln};
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
@@ -48,8 +49,8 @@ pub(super) fn shared(server: &Server, force: bool) -> Result<ExitCode> {
     }
     bar.finish_and_clear();
     match server.json {
-        true => println!("{}", serde_json::to_string_pretty(&answer)?),
-        false => print!("{}\n{}", cleared(&answer["cleared"]), deleted(&answer)),
+        true => outln!("{}", serde_json::to_string_pretty(&answer)?),
+        false => out!("{}\n{}", cleared(&answer["cleared"]), deleted(&answer)),
     }
     match stores(&answer)
         .filter(|store| store["state"] != "done")

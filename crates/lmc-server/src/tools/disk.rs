@@ -17,6 +17,7 @@ use serde_json::json;
 
 use super::progress_bar;
 use crate::config::human_bytes;
+use crate::stdout::{out, outln};
 
 /// Time for each chunk, or page of a listing.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -89,8 +90,8 @@ pub(super) fn run(verb: &Verb) -> Result<()> {
     };
     wait(tier.close(Instant::now() + TIMEOUT))?;
     match on.json {
-        true => println!("{}", serde_json::to_string_pretty(&answer.1)?),
-        false => print!("{}", answer.0),
+        true => outln!("{}", serde_json::to_string_pretty(&answer.1)?),
+        false => out!("{}", answer.0),
     }
     match answer.1["damaged"].as_u64() {
         Some(damaged) if damaged > 0 => Err(anyhow!(

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use super::http::Call;
 use super::{Server, progress_bar};
 use crate::config::parse_bytes;
+use crate::stdout::{out, outln};
 
 use super::format::{bytes, duration, number, percent, text};
 
@@ -82,9 +83,9 @@ pub(super) fn copy(order: &Order) -> Result<()> {
     }
     bar.finish_and_clear();
     if order.server.json {
-        println!("{}", serde_json::to_string_pretty(&copy)?);
+        outln!("{}", serde_json::to_string_pretty(&copy)?);
     } else {
-        print!("{}", copied(&copy));
+        out!("{}", copied(&copy));
     }
     if let Some(reason) = copy["reason"].as_str() {
         bail!("the copy ended early: {}", text(&reason.into()));

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use super::Server;
 use super::http::Call;
 use crate::config::{GIB, human_bytes, parse_bytes};
+use crate::stdout::{out, outln};
 
 /// Note on the lifetime of a quota that is set over HTTP.
 pub(super) const LASTS: &str =
@@ -58,7 +59,7 @@ pub(super) fn run(verb: &Verb) -> Result<()> {
     };
     let answer = call.send(&server.url)?;
     if server.json {
-        println!("{}", serde_json::to_string_pretty(&answer)?);
+        outln!("{}", serde_json::to_string_pretty(&answer)?);
     }
     if answer["exists"] == false || answer["status"] == "not_found" {
         bail!("no quota is set for {salt}");
@@ -67,10 +68,10 @@ pub(super) fn run(verb: &Verb) -> Result<()> {
         return Ok(());
     }
     match verb {
-        Verb::List(_) => print!("{}", table(&answer["users"])),
-        Verb::Get(_) => println!("{salt}: {} of {}", used(&answer), limit(&answer)),
-        Verb::Set { .. } => println!("quota of {salt}: {}, {LASTS}", limit(&answer)),
-        Verb::Delete(_) => println!("quota of {salt} removed"),
+        Verb::List(_) => out!("{}", table(&answer["users"])),
+        Verb::Get(_) => outln!("{salt}: {} of {}", used(&answer), limit(&answer)),
+        Verb::Set { .. } => outln!("quota of {salt}: {}, {LASTS}", limit(&answer)),
+        Verb::Delete(_) => outln!("quota of {salt} removed"),
     }
     Ok(())
 }

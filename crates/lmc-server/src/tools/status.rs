@@ -238,14 +238,16 @@ fn workers(out: &mut String, instances: &Value) {
     }
     let _ = writeln!(
         out,
-        "\n{:<20} {:<28} {:>5} {:<15} {:<22} {:>8} {:>8}",
+        "\n{:<20} {:<28} {:>5} {:<15} {:<32} {:>8} {:>8}",
         "worker", "model", "world", "mode", "chunk", "age", "silent"
     );
     for instance in instances {
-        let shape = format!("{} {}", text(&instance["dtype"]), instance["shape"]);
+        let dtype = text(&instance["dtype"]);
+        let chunk = bytes(&instance["chunk_bytes"]);
+        let shape = format!("{chunk}, {dtype} {}", instance["shape"]);
         let _ = writeln!(
             out,
-            "{:<20} {:<28} {:>5} {:<15} {:<22} {:>8} {:>8}{}",
+            "{:<20} {:<28} {:>5} {:<15} {:<32} {:>8} {:>8}{}",
             text(&instance["instance_id"]),
             text(&instance["model"]),
             instance["world_size"].to_string(),

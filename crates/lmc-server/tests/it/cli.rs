@@ -1,11 +1,12 @@
 //! The commands around a server, as a user runs them.
 
+use std::fs;
 use std::net::TcpListener;
 use std::process::{Command, Output};
 
 use lmc_testkit::Folder;
 use lmc_vllm_adapter::{Reply, Request};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::common::Server;
 
@@ -42,6 +43,28 @@ fn a_server_prints_the_vllm_line_that_reaches_it() {
     assert_eq!(extra["lmcache.mp.port"], server.port);
     assert_eq!(extra.get("lmcache.mp.mp_transfer_mode"), None);
     assert_eq!(extra.get("lmcache.mp.host"), None);
+}
+
+/// The example of docs/size.md. A command whose output is read in part, as by `head -1`, panicked.
+#[test]
+fn a_plan_is_that_of_the_page_and_its_reader_may_leave() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/size.md");
+    let page = fs::read_to_string(page).expect("the page");
+    let folder = Folder::temporary();
+    let config = json!({"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+                        "hidden_size": 4096, "head_dim": 128, "torch_dtype": "bfloat16"});
+    fs::write(folder.join("config.json"), config.to_string()).expect("a file");
+    let line = page.lines().find(|line| line.starts_with("lmc plan"));
+    let flags = line.expect("an example").split(' ').skip(3);
+    let mut plan = crate::common::lmc();
+    plan.arg("plan").arg(&folder).args(flags);
+    let shown = text(&plan.output().expect("the binary runs").stdout);
+    assert!(page.contains(&format!("```\n{shown}```")), "{shown}");
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let ended = plan.stdout(writer).output().expect("the binary runs");
+    assert!(ended.status.success(), "{ended:?}");
+    assert_eq!(text(&ended.stderr), "");
 }
 
 /// An unexpected argument was repeated with its password, and so was the URL of a server that does not

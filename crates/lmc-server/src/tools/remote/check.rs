@@ -18,6 +18,7 @@ use lmc_memory::{ArenaConfig, Pool, PoolConfig, SealedSlot};
 use super::listing::Listing;
 use super::{Target, explained, memory};
 use crate::config::human_bytes;
+use crate::stdout::outln;
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
@@ -63,13 +64,13 @@ pub(super) async fn run(target: Target) -> Result<()> {
         written: HashSet::new(),
         faults: 0,
     };
-    println!("checking {}", check.target.url);
+    outln!("checking {}", check.target.url);
     // What was found is printed; what was written is removed in any case.
     let _ = check.use_store().await;
     check.clean_up().await;
     match check.faults {
         0 => {
-            println!("the store can be used");
+            outln!("the store can be used");
             Ok(())
         }
         1 => bail!("1 fault in {}", check.target.url),
@@ -78,11 +79,11 @@ pub(super) async fn run(target: Target) -> Result<()> {
 }
 
 fn ok(text: &str) {
-    println!("ok     {text}");
+    outln!("ok     {text}");
 }
 
 fn note(text: &str) {
-    println!("note   {text}");
+    outln!("note   {text}");
 }
 
 fn step() -> Instant {
@@ -91,7 +92,7 @@ fn step() -> Instant {
 
 impl Check {
     fn fault(&mut self, text: &str) -> Stopped {
-        println!("FAULT  {text}");
+        outln!("FAULT  {text}");
         self.faults += 1;
         Stopped
     }

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use super::listing::{Listing, descriptions};
 use super::{Target, Url, deadline, explained};
 use crate::config::human_bytes;
+use crate::stdout::{out, outln};
 
 /// Spaces that are counted each; what is of more is counted together.
 const MAX_SPACES: usize = 16_384;
@@ -91,11 +92,11 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
     let records = descriptions(&store, &found).await?;
     let report = Report::of(spaces, records);
     match arguments.json {
-        true => println!(
+        true => outln!(
             "{}",
             serde_json::to_string_pretty(&report.as_json(&target.url.to_string()))?
         ),
-        false => print!("{}", report.as_text(&target.url.to_string())),
+        false => out!("{}", report.as_text(&target.url.to_string())),
     }
     Ok(())
 }

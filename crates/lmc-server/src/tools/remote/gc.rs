@@ -19,6 +19,7 @@ use super::rm::older_than;
 use super::selectors::Selectors;
 use super::{Target, Url, deadline, explained, memory};
 use crate::config::{human_bytes, parse_bytes};
+use crate::stdout::outln;
 
 /// Age from which what a check or a writer left is removed.
 const LEFT: Duration = Duration::from_secs(3600);
@@ -91,7 +92,7 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
                 chunks: collected.expired + collected.evicted,
                 bytes: collected.removed_bytes,
             };
-            println!(
+            outln!(
                 "{verb} {}: {} too old, {} beyond the size; {} are left",
                 shown(usage),
                 collected.expired,
@@ -106,29 +107,29 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
                 Ok(is_old && selection.has(space) && !has_chunks(&target, folder, space).await?)
             };
             let descriptions = remove_descriptions(&target, action, unused).await?;
-            println!(
+            outln!(
                 "{verb} {} files that were being written an hour ago or earlier, and {descriptions} descriptions of spaces without chunks",
                 collected.temporary
             );
         }
         Opened::Redis(store) => {
-            println!(
+            outln!(
                 "a Redis bounds itself by maxmemory, and by the expiry that daemons with --remote-ttl set: no chunk is collected"
             );
             let nodes = store.memory(deadline()).await;
             let nodes = nodes.map_err(|error| anyhow!("INFO memory: {}", explained(&error)))?;
-            nodes.iter().for_each(|node| println!("{}", memory(node).1));
+            nodes.iter().for_each(|node| outln!("{}", memory(node).1));
         }
         _ => {
             let usage = collect_listed(&target, &selection, limits, size, action).await?;
-            println!("{verb} {}", shown(usage));
+            outln!("{verb} {}", shown(usage));
         }
     }
     if selection.spaces.is_some() {
         return Ok(());
     }
     let probes = probes(&target, action).await?;
-    println!("{verb} {probes} values of killed checks");
+    outln!("{verb} {probes} values of killed checks");
     Ok(())
 }
 

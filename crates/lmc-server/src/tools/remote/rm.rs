@@ -11,6 +11,7 @@ use super::removing::{Action, Picked, Selection, remove_descriptions};
 use super::selectors::Selectors;
 use super::{Target, Url};
 use crate::config::parse_duration;
+use crate::stdout::{out, outln};
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
@@ -63,7 +64,7 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
         let picked = selection.apply(&target, Action::Count).await?;
         say_ageless(picked);
         let found = shown(picked.usage);
-        println!("{found} would be removed from {}", target.url);
+        outln!("{found} would be removed from {}", target.url);
         if arguments.dry_run {
             return Ok(());
         }
@@ -75,7 +76,7 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
     if arguments.yes {
         say_ageless(picked);
     }
-    println!("removed {} from {}", shown(picked.usage), target.url);
+    outln!("removed {} from {}", shown(picked.usage), target.url);
     if selection.older_than.is_none() {
         let picks = async |_: &_, _, space| Ok(selection.has(space));
         remove_descriptions(&target, Action::Remove, picks).await?;
@@ -89,7 +90,7 @@ pub(super) fn older_than(text: &str) -> Result<Duration> {
 
 fn say_ageless(picked: Picked) {
     if picked.ageless > 0 {
-        println!(
+        outln!(
             "{} chunks are left: the store does not say how old they are, so --older-than picks \
              none of them; a Redis expires them where daemons have --remote-ttl",
             picked.ageless
@@ -102,7 +103,7 @@ fn is_confirmed() -> Result<bool> {
     if !io::stdin().is_terminal() {
         bail!("nothing was removed: --yes is required where no terminal can be asked");
     }
-    print!("Remove them? [y/N] ");
+    out!("Remove them? [y/N] ");
     io::stdout().flush()?;
     let mut answer = String::new();
     io::stdin().lock().take(100).read_line(&mut answer)?;

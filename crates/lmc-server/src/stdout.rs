@@ -1,0 +1,36 @@
+//! Standard output of the commands, whose readers may leave: `lmc status | head -1`.
+
+use std::fmt;
+use std::io::{self, ErrorKind, Write as _};
+
+/// Prints as `print!` does.
+macro_rules! out {
+    ($($text:tt)*) => {
+        $crate::stdout::print(format_args!($($text)*))
+    };
+}
+
+/// Prints as `println!` does.
+macro_rules! outln {
+    ($($text:tt)*) => {
+        $crate::stdout::print(format_args!("{}\n", format_args!($($text)*)))
+    };
+}
+
+pub(crate) use {out, outln};
+
+/// Prints a text.
+pub(crate) fn print(text: fmt::Arguments<'_>) {
+    bytes(fmt::format(text).as_bytes());
+}
+
+/// Prints bytes. A reader that has read enough is no error; others are shown, and end nothing.
+pub(crate) fn bytes(bytes: &[u8]) {
+    let mut stdout = io::stdout().lock();
+    let written = stdout.write_all(bytes).and_then(|()| stdout.flush());
+    if let Err(error) = written
+        && error.kind() != ErrorKind::BrokenPipe
+    {
+        eprintln!("lmc: cannot print: {error}");
+    }
+}

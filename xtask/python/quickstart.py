@@ -1,0 +1,112 @@
+"""Scenario: the quickstart, with the commands of its page, in a network of its own."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+
+from checks import check
+from harness import HERE, START_DEADLINE, Child, eventually
+from own_models import make
+
+PAGE = os.path.join(HERE, "..", "..", "docs", "quickstart.md")
+# The page is for engines on GPUs.
+ON_CPU = "--dtype float32 --enforce-eager --max-model-len 4096"
+
+
+def quickstart(run):
+    """The commands of docs/quickstart.md, one after the other, end in a prompt that is not computed twice."""
+    if run.args.peer:
+        return
+    if os.geteuid() != 0:
+        print("SKIPPED quickstart: only root can make a network for its ports")
+        return
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        make("worded", run.model, folder)
+        Newcomer(run, folder, stack).play()
+
+
+class Newcomer:
+    """Types what the page says."""
+
+    def __init__(self, run, model, stack):
+        with open(PAGE) as page:
+            self.blocks = re.findall(r"^```\n(.*?)^```$", page.read(), re.MULTILINE | re.DOTALL)
+        self.model, self.stack = model, stack
+        self.folder = stack.enter_context(tempfile.TemporaryDirectory())
+        os.symlink(os.path.abspath(run.args.server_bin), os.path.join(self.folder, "lmc"))
+        self.data = os.path.join(self.folder, "data")
+        path = [self.folder, os.path.dirname(sys.executable), os.environ["PATH"]]
+        self.env = dict(os.environ, PATH=":".join(path), HOME=self.folder, VLLM_CPU_KVCACHE_SPACE="1",
+                        OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
+        self.network = self.child("network", ["unshare", "--net", "sh", "-c",
+                                              "ip link set lo up && echo up && exec sleep 3600"])
+        eventually(lambda: self.network.said("up"))
+
+    def child(self, name, command):
+        child = Child(name, command, env=self.env)
+        self.stack.callback(lambda: child.process.poll() is None and child.kill())
+        return child
+
+    def block(self, begin):
+        """The commands of the page's block that begins so."""
+        return next(block for block in self.blocks if block.startswith(begin))
+
+    def typed(self, commands):
+        """A shell in the network that runs commands of the page."""
+        commands = commands.replace("MODEL", self.model).replace("/data/lmc", self.data)
+        commands = commands.replace("500GiB", "1GiB")
+        return ["nsenter", f"--net=/proc/{self.network.process.pid}/ns/net", "sh", "-c",
+                f"cd {self.folder} && {commands}"]
+
+    def said(self, commands, deadline=120):
+        """What commands print."""
+        made = subprocess.run(self.typed(commands), env=self.env, capture_output=True, text=True,
+                              timeout=deadline)
+        return made.stdout
+
+    def starts(self, name, commands, ready):
+        child = self.child(name, self.typed("exec " + commands))
+        there = eventually(lambda: self.said(ready) or child.process.poll() is not None,
+                           START_DEADLINE)
+        check(f"quickstart: `{commands.split(' --')[0].strip()[:40]}` starts",
+              there and child.process.poll() is None, child.tail())
+        return child
+
+    def engine(self):
+        return self.starts("vllm", self.block("vllm serve").rstrip() + f" {ON_CPU}",
+                           "curl -sf localhost:8000/health && echo up")
+
+    def play(self):
+        check("quickstart: `lmc doctor` looks at the host", "memory" in self.said(self.block("lmc doctor")))
+        server = self.starts("server", self.block("lmc serve\n"), "lmc status 2> /dev/null")
+        with open(server.log.name, errors="replace") as log:
+            check("quickstart: the line for vLLM is the one that the server prints",
+                  self.block("vllm serve").strip() in log.read(), server.tail())
+        engine = self.engine()
+        shown = self.said(self.block("python3 -c"))
+        check("quickstart: the first request is answered", shown.endswith(" s\n"), shown)
+        print(f"(the first request took {shown.strip()})")
+        engine.kill(signal.SIGINT)
+        self.engine()
+        plan = json.loads(self.said("lmc plan MODEL --kv-cache-dtype float32 --json"))
+        workers = json.loads(self.said("lmc status --json"))["lmc"]["instances"]
+        check("quickstart: `lmc plan` says what the engine registers",
+              [worker["chunk_bytes"] for worker in workers] == [plan["chunk_bytes"]], str(workers))
+        shown = self.said(self.block("curl"))
+        hits = next((line for line in shown.splitlines() if line.startswith("hits")), shown)
+        print(f"({hits})")
+        page = next(line for line in self.block("hits").splitlines())
+        check("quickstart: the second one is found, and the page shows what `lmc status` says",
+              hits == page, hits)
+        server.kill(signal.SIGTERM)
+        shutil.rmtree(self.data, ignore_errors=True)
+        server = self.starts("server", self.block("lmc serve --disk"), "lmc status 2> /dev/null")
+        shown = self.said("lmc status")
+        check("quickstart: chunks go to the drive", "\ndisk" in shown, shown)
+        server.kill(signal.SIGTERM)
