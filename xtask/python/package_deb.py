@@ -260,7 +260,8 @@ def upgraded(machine, path):
     found = status(machine)
     check("they came from the drive", found["lower"][0]["promoted"] > 0
           and found["counts"]["stored_chunks"] == 0,
-          f"{found['lower'][0]['promoted']} chunks read, {found['counts']['stored_chunks']} stored")
+          f"{found['lower'][0]['promoted']} chunks read, {found['counts']['stored_chunks']} stored, "
+          f"missed: { {why: n for why, n in found['counts'].items() if why.startswith('missed') and n} }")
 
 
 def other_user(machine):

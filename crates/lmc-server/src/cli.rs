@@ -1,7 +1,7 @@
 //! The command line.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
@@ -294,13 +294,19 @@ fn serve(matches: &ArgMatches) -> ExitCode {
         eprintln!("lmc serve: {}", refused.join("\nlmc serve: "));
         return ExitCode::from(2);
     }
-    let load = |more| load(matches, more);
     let is_detached = matches.get_flag("detached");
-    let loaded = load(Vec::new()).and_then(|loaded| match is_detached {
-        true => load(start::settings(&loaded.entries)),
-        false => Ok(loaded),
-    });
-    let mut loaded = match loaded {
+    let read = {
+        let (matches, file) = (matches.clone(), file_of(matches));
+        move || {
+            let load = |more| load(&matches, file.as_deref(), more);
+            let loaded = load(Vec::new())?;
+            match is_detached {
+                true => load(start::settings(&loaded.entries)),
+                false => Ok(loaded),
+            }
+        }
+    };
+    let mut loaded = match read() {
         Ok(loaded) => loaded,
         Err(error) => {
             eprintln!("lmc serve: {error}");
@@ -316,19 +322,28 @@ fn serve(matches: &ArgMatches) -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let background = is_detached.then(|| Background::begin(&loaded.config));
-    daemon::run(&loaded, background)
+    daemon::run(loaded, read, background)
+}
+
+/// Returns the file with settings that a command line names, also for another working folder.
+fn file_of(matches: &ArgMatches) -> Option<PathBuf> {
+    let file = matches.get_one::<PathBuf>("config")?;
+    Some(std::path::absolute(file).unwrap_or_else(|_| file.clone()))
 }
 
 /// Loads the settings that a command line, the environment and a file give; `more` count as flags.
-fn load(matches: &ArgMatches, more: Vec<(String, Raw)>) -> Result<Loaded, ConfigError> {
+fn load(
+    matches: &ArgMatches,
+    file: Option<&Path>,
+    more: Vec<(String, Raw)>,
+) -> Result<Loaded, ConfigError> {
     let variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    let file = matches.get_one::<PathBuf>("config").map(PathBuf::as_path);
     ServeConfig::load(flags(matches).into_iter().chain(more), variables, file)
 }
 
 fn examine(matches: &ArgMatches) -> ExitCode {
-    match load(matches, Vec::new()) {
+    match load(matches, file_of(matches).as_deref(), Vec::new()) {
         Ok(loaded) => doctor::run(&loaded, matches.get_flag("json")),
         Err(error) => {
             eprintln!("lmc doctor: {error}");

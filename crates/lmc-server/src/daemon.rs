@@ -15,28 +15,33 @@ use lmc_key::ChunkHasher;
 use lmc_memory::Arena;
 use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
 use tokio::net::TcpListener;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tracing::{error, info, warn};
 
 use crate::cli::error_text;
 use crate::config::{
-    Loaded, LogFormat, SegmentName, ServeConfig, TierSettings, human_bytes, human_duration,
-    is_loopback, policy_name,
+    ConfigError, Loaded, LogFormat, SegmentName, ServeConfig, TierSettings, human_bytes,
+    human_duration, is_loopback, policy_name,
 };
 use crate::http::{self, Http, Probe};
 use crate::late_filter::LateFilter;
+use crate::reload::Reload;
 use crate::salts::SaltDigests;
 use crate::signals::Signals;
 use crate::start::Background;
 use crate::supervisor::Supervisor;
 use crate::vllm::own_transfer_config;
 use crate::{
-    disk, log, losses, nixl, notices, occupant, peers, pool, quotas, remote, state, transfer_config,
+    disk, log, losses, nixl, notices, occupant, peers, pool, remote, state, transfer_config,
 };
 
-/// Serves until a signal; the exit code of the process. `background` is none unless `lmc start` has
-/// started this process.
-pub(crate) fn run(loaded: &Loaded, background: Option<Background>) -> ExitCode {
+/// Serves until a signal; the exit code of the process. `read` reads the settings again; `background`
+/// is none unless `lmc start` has started this process.
+pub(crate) fn run(
+    loaded: Loaded,
+    read: impl Fn() -> Result<Loaded, ConfigError> + Send + Sync + 'static,
+    background: Option<Background>,
+) -> ExitCode {
     nixl::set_variables(&loaded.config);
     if let Err(error) = log::to_stderr(&loaded.config.log_level, loaded.config.log_format) {
         eprintln!("lmc serve: cannot start threads: {error}");
@@ -48,9 +53,10 @@ pub(crate) fn run(loaded: &Loaded, background: Option<Background>) -> ExitCode {
     for note in &loaded.notes {
         info!("{note}");
     }
-    let stop = start(loaded, background);
+    let format = loaded.config.log_format;
+    let stop = start(loaded, read, background);
     if let Err(error) = &stop {
-        match loaded.config.log_format {
+        match format {
             LogFormat::Text => log::print(&format!("lmc serve: {}", error_text(error))),
             LogFormat::Json => error!("{}", error_text(error)),
         }
@@ -85,7 +91,11 @@ enum Stop {
     PoolLost,
 }
 
-fn start(loaded: &Loaded, background: Option<Background>) -> Result<Stop> {
+fn start(
+    loaded: Loaded,
+    read: impl Fn() -> Result<Loaded, ConfigError> + Send + Sync + 'static,
+    background: Option<Background>,
+) -> Result<Stop> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let number = AtomicUsize::new(0);
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -94,15 +104,20 @@ fn start(loaded: &Loaded, background: Option<Background>) -> Result<Stop> {
         .enable_all()
         .build()
         .context("cannot start threads")?;
-    let stop = runtime.block_on(serve(loaded, background, cores));
+    let stop = runtime.block_on(serve(loaded, read, background, cores));
     // Dropping it would wait for a health check that is stuck.
     runtime.shutdown_background();
     stop
 }
 
-async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) -> Result<Stop> {
+async fn serve(
+    loaded: Loaded,
+    read: impl Fn() -> Result<Loaded, ConfigError> + Send + Sync + 'static,
+    background: Option<Background>,
+    cores: usize,
+) -> Result<Stop> {
     let started = Instant::now();
-    let config = &loaded.config;
+    let config = &loaded.config.clone();
     let mut signals = Signals::new()?;
     let supervisor = Supervisor::of_environment();
     // The ports first: a process that holds them most likely holds the pool too.
@@ -129,6 +144,8 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
             return Ok(stop);
         }
     };
+    let reload = Reload::new(loaded, read, service.clone(), digests);
+    let reload = Arc::new(reload.inspect_err(|_| arena.unlink())?);
     let zmq = ZmqConfig {
         host: config.host.clone(),
         port: config.port,
@@ -162,7 +179,7 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
         }
     }
     let (stop, stopped) = watch::channel(false);
-    let mut http = Http::new(service.clone(), address, loaded, digests);
+    let mut http = Http::new(service.clone(), address, Arc::clone(&reload));
     let probe = http.probe().alone();
     let changes = http.changes().clone();
     http.peers = peers;
@@ -175,6 +192,7 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
         background.listens(http_address);
     }
     let ticks = tokio::spawn(tick(service.clone(), background, stopped.clone()));
+    let reloads = tokio::spawn(reload_on_signal(reload, signals.reload(), stopped.clone()));
     let losses = tokio::spawn(losses::watch(service.clone(), stopped.clone()));
     let (stop_notices, notices_stopped) = watch::channel(false);
     let notices = notices::send(service.clone(), config.pd_notify.clone(), notices_stopped);
@@ -227,7 +245,15 @@ async fn serve(loaded: &Loaded, background: Option<Background>, cores: usize) ->
     supervisor.stopping(kill_timeout(config));
     stop.send_replace(true);
     let drained = async {
-        let _ = tokio::join!(engines, changes.end(), ticks, losses, prefault, watchdog);
+        let _ = tokio::join!(
+            engines,
+            changes.end(),
+            ticks,
+            reloads,
+            losses,
+            prefault,
+            watchdog
+        );
     };
     let closed = async {
         let deadline = Instant::now() + stop_timeout(config);
@@ -427,6 +453,27 @@ async fn tick(
     }
 }
 
+/// Reads the settings again at each signal for it.
+async fn reload_on_signal(
+    reload: Arc<Reload>,
+    signal: Arc<Notify>,
+    mut stopped: watch::Receiver<bool>,
+) {
+    loop {
+        tokio::select! {
+            () = signal.notified() => {}
+            _ = stopped.wait_for(|&stop| stop) => return,
+        }
+        let reload = Arc::clone(&reload);
+        let read = tokio::task::spawn_blocking(move || reload.now()).await;
+        match read {
+            Ok(Ok(_)) => {}
+            Ok(Err(error)) => warn!("settings stay as they are: {}", error_text(&error)),
+            Err(error) => warn!(%error, "settings stay as they are"),
+        }
+    }
+}
+
 /// Returns once there was no connection for this long. `connections` returns those that are open, and
 /// the number of all since the start: one that was open for a moment counts as well.
 async fn unused(connections: impl Fn() -> (u64, u64), limit: Option<Duration>) {
@@ -542,7 +589,6 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     let service = Service::new(service_config(config)?, engine)?;
     on_disk.decide(service.lasting_spaces());
     let digests = SaltDigests::new(config)?;
-    quotas::set(config, &service, &digests)?;
     for (store, remote) in config.remotes().zip(remotes) {
         let picked = store.salts.as_ref();
         let picked = picked.map(|salts| salts.iter().map(|salt| service.tenant(salt)).collect());

@@ -17,7 +17,7 @@ use axum::extract::{DefaultBodyLimit, Extension, Request, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
+use axum::routing::{get, post};
 use axum::{Json, Router};
 use lmc_backend_p2p::P2pBackend;
 use lmc_backend_p2p::directory::DirectoryHost;
@@ -28,9 +28,10 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tower_http::compression::CompressionLayer;
 
-use crate::config::{Loaded, policy_name};
+use crate::cli::error_text;
+use crate::config::policy_name;
 use crate::metrics;
-use crate::salts::SaltDigests;
+use crate::reload::{Outcome, Reload};
 use connections::Bounds;
 use guard::{ConnectionUser, Guard};
 pub(crate) use probe::Probe;
@@ -56,8 +57,8 @@ pub struct Http {
     guard: Guard,
     trusted_users: TrustedUsers,
     probe: Probe,
-    config: lmcache::Config,
-    digests: SaltDigests,
+    /// The settings in effect.
+    reload: Arc<Reload>,
     /// The tier of peers; none where the server has none.
     pub(crate) peers: Option<Arc<P2pBackend>>,
     copy: peers::LastCopy,
@@ -96,18 +97,13 @@ impl Changes {
 
 impl Http {
     /// Makes the HTTP side of a service whose engines connect to `engines`.
-    pub fn new(
-        service: Service,
-        engines: SocketAddr,
-        loaded: &Loaded,
-        digests: SaltDigests,
-    ) -> Self {
+    pub fn new(service: Service, engines: SocketAddr, reload: Arc<Reload>) -> Self {
+        let loaded = reload.loaded();
         Self {
             guard: Guard::new(&loaded.config),
             trusted_users: loaded.config.trusted_users.clone(),
             probe: Probe::new(service.clone(), engines),
-            config: lmcache::Config::new(&service, loaded, &digests),
-            digests,
+            reload,
             service,
             peers: None,
             copy: peers::LastCopy::default(),
@@ -162,6 +158,7 @@ fn router(http: Arc<Http>) -> Router {
         .route("/livez", get(alive))
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics_page))
+        .route("/reload", post(reload))
         .merge(peers::routes())
         .merge(lmcache::routes())
         .fallback(unknown_path)
@@ -230,7 +227,7 @@ async fn within_deadline(request: Request, next: Next) -> Response {
 async fn unknown_path(uri: Uri) -> Response {
     let text = format!(
         "{} is not served here; there are /healthz, /livez, /readyz, /metrics, /status, /peers, /config, \
-         /cache/clear, /quota and /healthcheck",
+         /reload, /cache/clear, /quota and /healthcheck",
         uri.path()
     );
     refusal(StatusCode::NOT_FOUND, text)
@@ -246,6 +243,18 @@ pub(crate) fn condition(status: &ServiceStatus) -> &'static str {
     match status.tiers.iter().any(|tier| tier.fault.is_some()) {
         true => "degraded",
         false => "ok",
+    }
+}
+
+/// Reads the settings again.
+async fn reload(State(http): Shared) -> Response {
+    let read = tokio::task::spawn_blocking(move || http.reload.now()).await;
+    match read {
+        Ok(Ok(Outcome { changed, restart })) => {
+            Json(json!({"changed": changed, "restart": restart})).into_response()
+        }
+        Ok(Err(error)) => refusal(StatusCode::BAD_REQUEST, error_text(&error)),
+        Err(error) => refusal(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
     }
 }
 

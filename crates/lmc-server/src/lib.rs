@@ -27,6 +27,7 @@ mod pool;
 mod pool_size;
 mod proxy;
 mod quotas;
+pub mod reload;
 mod remote;
 mod salts;
 mod signals;

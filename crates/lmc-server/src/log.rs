@@ -11,6 +11,7 @@ mod queue;
 
 use std::fmt;
 use std::io::{self, IsTerminal, Write};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use lmc_key::Printable;
@@ -23,6 +24,8 @@ use crate::config::{LogFormat, filter_of};
 use queue::{LineQueue, LineWriter};
 
 static QUEUE: LineQueue = LineQueue::new();
+/// Replaces the filter of the subscriber.
+static FILTER: OnceLock<Box<dyn Fn(EnvFilter) + Send + Sync>> = OnceLock::new();
 /// Longest time that the end of the process waits for its last lines.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -34,25 +37,47 @@ pub(crate) fn to_stderr(level: &str, format: LogFormat) -> io::Result<()> {
     std::thread::Builder::new()
         .name("lmc-log".to_owned())
         .spawn(|| QUEUE.write_to(io::stderr()))?;
-    let filter = EnvFilter::try_new(filter_of(level));
     let lines = tracing_subscriber::fmt()
-        .with_env_filter(filter.unwrap_or_else(|_| EnvFilter::new("info")))
+        .with_env_filter(filter(level))
         // It would panic where stderr is closed: at the end of an ssh session, of a pipe's reader.
         .log_internal_errors(false);
     // Another subscriber is there only in tests, and serves as well.
-    let _ = match format {
-        LogFormat::Text => lines
-            .with_target(false)
-            .with_ansi(io::stderr().is_terminal())
-            .fmt_fields(PrintableFields)
-            .with_writer(|| LineWriter(&QUEUE))
-            .try_init(),
-        LogFormat::Json => lines
-            .json()
-            .with_writer(|| PrintableLine(LineWriter(&QUEUE)))
-            .try_init(),
+    let replace: Box<dyn Fn(EnvFilter) + Send + Sync> = match format {
+        LogFormat::Text => {
+            let lines = lines
+                .with_target(false)
+                .with_ansi(io::stderr().is_terminal())
+                .fmt_fields(PrintableFields)
+                .with_writer(|| LineWriter(&QUEUE))
+                .with_filter_reloading();
+            let handle = lines.reload_handle();
+            let _ = lines.try_init();
+            // An error means that the subscriber is gone.
+            Box::new(move |filter| drop(handle.reload(filter)))
+        }
+        LogFormat::Json => {
+            let lines = lines
+                .json()
+                .with_writer(|| PrintableLine(LineWriter(&QUEUE)))
+                .with_filter_reloading();
+            let handle = lines.reload_handle();
+            let _ = lines.try_init();
+            Box::new(move |filter| drop(handle.reload(filter)))
+        }
     };
+    let _ = FILTER.set(replace);
     Ok(())
+}
+
+/// Changes the level from here on.
+pub(crate) fn set_level(level: &str) {
+    if let Some(replace) = FILTER.get() {
+        replace(filter(level));
+    }
+}
+
+fn filter(level: &str) -> EnvFilter {
+    EnvFilter::try_new(filter_of(level)).unwrap_or_else(|_| EnvFilter::new("info"))
 }
 
 /// Prints a line that is no event.

@@ -1,5 +1,7 @@
 //! The quotas of the configuration, from `--quota` and from the file of `--quota-file`.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Result, anyhow};
 use lmc_key::Salt;
 use lmc_transfer::read_secret;
@@ -9,11 +11,24 @@ use tracing::warn;
 use crate::config::{Raw, ServeConfig, human_bytes, parse_quotas};
 use crate::salts::SaltDigests;
 
-/// Sets the quotas of the configuration. Those of `--quota` win over those of the file.
-pub(crate) fn set(config: &ServeConfig, service: &Service, digests: &SaltDigests) -> Result<()> {
+/// Bytes of each tenant that has a quota.
+pub(crate) type Quotas = BTreeMap<Salt, u64>;
+
+/// Returns the quotas of the configuration. Those of `--quota` win over those of the file.
+pub(crate) fn of(config: &ServeConfig) -> Result<Quotas> {
+    let mut quotas = of_file(config)?;
+    quotas.extend(config.quotas.iter().cloned());
+    Ok(quotas)
+}
+
+/// Sets quotas, and removes those of `before` that are not among them.
+pub(crate) fn set(quotas: &Quotas, before: &Quotas, service: &Service, digests: &SaltDigests) {
     let engine = service.engine();
     let pool = engine.pool_bytes();
-    for (salt, bytes) in of_file(config)?.iter().chain(&config.quotas) {
+    for salt in before.keys().filter(|salt| !quotas.contains_key(*salt)) {
+        engine.set_quota(service.tenant(salt), None);
+    }
+    for (salt, bytes) in quotas {
         if *bytes > pool {
             warn!(
                 "quota of {}: {} are more than the pool of {}, so it limits nothing; set a \
@@ -25,16 +40,15 @@ pub(crate) fn set(config: &ServeConfig, service: &Service, digests: &SaltDigests
         }
         engine.set_quota(service.tenant(salt), Some(*bytes));
     }
-    Ok(())
 }
 
 /// Reads the file: one quota on each line.
-fn of_file(config: &ServeConfig) -> Result<Vec<(Salt, u64)>> {
+fn of_file(config: &ServeConfig) -> Result<Quotas> {
     let Some(path) = &config.quota_file else {
-        return Ok(Vec::new());
+        return Ok(Quotas::new());
     };
     let text = read_secret(path).map_err(|error| anyhow!("--quota-file: {error}"))?;
-    let mut quotas = Vec::new();
+    let mut quotas = Quotas::new();
     for (index, line) in text.lines().enumerate() {
         if line.trim_start().starts_with('#') {
             continue;

@@ -1,9 +1,12 @@
 //! The signals that end the server, and those that must not.
 
+use std::fs::File;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::Notify;
 use tracing::info;
 
 /// Signals that follow the first one within this time belong to it: `timeout` of coreutils sends
@@ -13,14 +16,16 @@ const TOGETHER: Duration = Duration::from_secs(1);
 
 /// The signals of this process, noted from the first moment on.
 ///
-/// SIGTERM, SIGINT and SIGHUP end the server in order; SIGHUP is a lost ssh session more often than
-/// a wish to reload, and there is no reload. SIGUSR1 and SIGUSR2, which would kill, are ignored.
+/// SIGTERM and SIGINT end the server in order. SIGHUP does where the server was started in a terminal,
+/// which is lost then; elsewhere it is the wish to read the settings again. SIGUSR1 and SIGUSR2, which would kill, are ignored.
 /// SIGQUIT keeps its meaning, to end at once with a core dump; SIGPIPE is ignored by Rust.
 pub(crate) struct Signals {
     terminate: Signal,
     interrupt: Signal,
     /// `None` where the parent process ignores it, as `nohup` does.
     hang_up: Option<Signal>,
+    has_terminal: bool,
+    reload: Arc<Notify>,
     user: [Signal; 2],
     first: Option<Instant>,
 }
@@ -38,6 +43,9 @@ impl Signals {
             terminate: on(SignalKind::terminate(), "SIGTERM")?,
             interrupt: on(SignalKind::interrupt(), "SIGINT")?,
             hang_up,
+            // Later it may be gone.
+            has_terminal: File::open("/dev/tty").is_ok(),
+            reload: Arc::default(),
             user: [
                 on(SignalKind::user_defined1(), "SIGUSR1")?,
                 on(SignalKind::user_defined2(), "SIGUSR2")?,
@@ -46,13 +54,21 @@ impl Signals {
         })
     }
 
+    /// Returns what is notified when settings are to be read again.
+    pub(crate) fn reload(&self) -> Arc<Notify> {
+        Arc::clone(&self.reload)
+    }
+
     /// Waits for the signal that ends the server; its name.
     pub(crate) async fn first(&mut self) -> &'static str {
         loop {
-            let name = self.any().await;
-            if !name.starts_with("SIGUSR") {
-                self.first = Some(Instant::now());
-                return name;
+            match self.any().await {
+                "SIGHUP" if !self.has_terminal => self.reload.notify_one(),
+                name if name.starts_with("SIGUSR") => {}
+                name => {
+                    self.first = Some(Instant::now());
+                    return name;
+                }
             }
         }
     }

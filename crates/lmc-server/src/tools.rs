@@ -16,11 +16,18 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use self::http::{Call, DEFAULT_URL, HttpUrl};
 use crate::stdout::{out, outln};
 use crate::{proxy, start};
+
+const RELOAD_HELP: &str = "\
+Flags and variables of the server stay as they were at its start; the files of --config and --quota-file \
+are read. --log-level, --request-log, --quota and --quota-file take effect at once. With an error \
+nothing changes.
+
+SIGHUP does the same where the server was not started in a terminal.";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Tool {
@@ -52,6 +59,9 @@ pub(crate) enum Tool {
     /// Says what a model's KV cache takes, and how many prompts a cache of some size holds
     #[command(after_help = plan::HELP)]
     Plan(plan::Arguments),
+    /// Has a server read its settings again, and says which of them need a restart
+    #[command(after_help = RELOAD_HELP)]
+    Reload(Server),
     /// Looks into the folder of a disk tier, while no server uses it
     #[command(subcommand)]
     Disk(disk::Verb),
@@ -98,6 +108,7 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
             };
             (server, Call::new("POST", "/cache/clear", Some(body)))
         }
+        Tool::Reload(server) => (server, Call::new("POST", "/reload", Some(json!({})))),
         Tool::Start(arguments) => return start::run(arguments),
         Tool::Proxy(arguments) => return proxy::run(arguments),
         Tool::Plan(arguments) => return done(plan::run(arguments)),
@@ -110,12 +121,33 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
         _ if server.json => outln!("{}", serde_json::to_string_pretty(&answer)?),
         Tool::Status(_) => out!("{}", status::table(&server.url, &answer)),
         Tool::Peers(_) => out!("{}", peers::table(&answer)),
+        Tool::Reload(_) => out!("{}", reloaded(&answer)),
         _ => outln!("{}", clear::cleared(&answer["cleared"])),
     }
     match tool {
         Tool::Status(_) if answer["status"] == "stuck" => Ok(ExitCode::FAILURE),
         _ => Ok(clear::exit_code(&answer["cleared"])),
     }
+}
+
+/// The result of reading settings again.
+fn reloaded(answer: &Value) -> String {
+    let names = |field: &str| {
+        let names = answer[field].as_array().into_iter().flatten();
+        names
+            .filter_map(Value::as_str)
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
+    let mut text = match names("changed") {
+        none if none.is_empty() => "nothing changed\n".to_owned(),
+        changed => format!("changed: {changed}\n"),
+    };
+    match names("restart") {
+        none if none.is_empty() => {}
+        restart => text += &format!("a restart is needed for: {restart}\n"),
+    }
+    text
 }
 
 fn done(outcome: Result<()>) -> Result<ExitCode> {

@@ -24,7 +24,7 @@ use tokio::sync::oneshot;
 use super::guard::ConnectionUser;
 use super::{Http, Shared, deletion, refusal};
 use crate::config::{Entry, Loaded, SegmentName, TierSettings, policy_name};
-use crate::salts::{self, SaltDigests};
+use crate::salts;
 
 const GIB: f64 = (1u64 << 30) as f64;
 /// Salts with a quota. Each eviction looks at all of them.
@@ -43,14 +43,7 @@ pub(super) fn routes() -> Router<Arc<Http>> {
         )
         .route("/healthcheck", get(health))
         .route("/status", get(status))
-        .route(
-            "/config",
-            get(
-                async |State(http): Shared, Extension(user): Extension<ConnectionUser>| {
-                    Json(http.config.shown_to(user).clone())
-                },
-            ),
-        )
+        .route("/config", get(settings))
         .route(
             "/config/adapters",
             get(async || Json(json!({"adapters": []}))),
@@ -89,33 +82,17 @@ async fn health(State(http): Shared) -> Response {
     }
 }
 
-/// The settings as users see them.
-#[derive(Debug)]
-pub(super) struct Config {
-    /// Settings with salts in clear.
-    for_trusted: Value,
-    /// Settings with digests of salts.
-    for_others: Value,
-}
-
-impl Config {
-    pub(super) fn new(service: &Service, loaded: &Loaded, digests: &SaltDigests) -> Self {
-        let digest = |text: &str| {
+/// Returns the settings in effect, with salts in clear for trusted users only.
+async fn settings(State(http): Shared, Extension(user): Extension<ConnectionUser>) -> Response {
+    let loaded = http.reload.loaded();
+    let shown = match user.0 {
+        Ok(()) => config(&http.service, &loaded, str::to_owned),
+        Err(_) => config(&http.service, &loaded, |text| {
             let salt = salts::parse(text).unwrap_or_default();
-            digests.of(&salt).to_string()
-        };
-        Self {
-            for_trusted: config(service, loaded, str::to_owned),
-            for_others: config(service, loaded, digest),
-        }
-    }
-
-    fn shown_to(&self, user: ConnectionUser) -> &Value {
-        match user.0 {
-            Ok(()) => &self.for_trusted,
-            Err(_) => &self.for_others,
-        }
-    }
+            http.reload.digests().of(&salt).to_string()
+        }),
+    };
+    Json(shown).into_response()
 }
 
 /// The settings in LMCache's order of things, and all of ours with their origin under `lmc`.
@@ -540,7 +517,7 @@ async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -
         ));
     }
     change_quota(&http, &salt, Some(bytes)).await;
-    tracing::info!(salt = %http.digests.of(&salt), bytes, "quota set over HTTP");
+    tracing::info!(salt = %http.reload.digests().of(&salt), bytes, "quota set over HTTP");
     let body = json!({"cache_salt": salts::in_clear(&salt), "limit_gb": limit, "status": "ok"});
     Json(body).into_response()
 }
@@ -569,7 +546,7 @@ async fn delete_quota(State(http): Shared, Path(salt): Path<String>) -> Response
     let had = tenant(&http, &salt).is_some_and(|tenant| tenant.quota.is_some());
     if had {
         change_quota(&http, &salt, None).await;
-        tracing::info!(salt = %http.digests.of(&salt), "quota removed over HTTP");
+        tracing::info!(salt = %http.reload.digests().of(&salt), "quota removed over HTTP");
     }
     let status = if had { "removed" } else { "not_found" };
     Json(json!({"cache_salt": salts::in_clear(&salt), "status": status})).into_response()
@@ -591,7 +568,7 @@ async fn quotas(State(http): Shared, Extension(user): Extension<ConnectionUser>)
             });
             let name = match user.0 {
                 Ok(()) => salts::in_clear(&salt).to_owned(),
-                Err(_) => http.digests.of(&salt).to_string(),
+                Err(_) => http.reload.digests().of(&salt).to_string(),
             };
             users.insert(name, entry);
         }

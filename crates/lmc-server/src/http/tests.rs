@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
 use std::time::Duration;
 
 use lmc_engine::{CacheEngine, EngineConfig};
@@ -17,6 +18,7 @@ use tokio::sync::watch;
 use super::MAX_CONNECTIONS;
 use super::{Http, serve};
 use crate::config::{Raw, ServeConfig};
+use crate::reload::Reload;
 use crate::salts::SaltDigests;
 
 struct Server {
@@ -65,7 +67,10 @@ impl Server {
             let socket = TcpListener::bind("127.0.0.1:0").await.expect("a port");
             let address = socket.local_addr().expect("an address");
             let digests = SaltDigests::new(&loaded.config).expect("random bytes");
-            let mut http = Http::new(service.clone(), engines, &loaded, digests);
+            let (again, of) = (loaded.clone(), service.clone());
+            let reload = Reload::new(loaded, move || Ok(again.clone()), of, digests);
+            let reload = Arc::new(reload.expect("quotas"));
+            let mut http = Http::new(service.clone(), engines, reload);
             http.stopping = Some(is_stopping);
             tokio::spawn(serve(socket, http, stopped));
             (address, engines)

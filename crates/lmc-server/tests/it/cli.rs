@@ -176,7 +176,7 @@ fn completions_and_manual_pages_are_printed() {
     assert!(lmc(&["man", "--folder", folder.text()]).status.success());
     for name in ["lmc", "lmc-serve", "lmc-quota-set"] {
         let page = folder.join(format!("{name}.1"));
-        let page = std::fs::read_to_string(page).expect("a page");
+        let page = fs::read_to_string(page).expect("a page");
         assert!(page.contains(&format!(".TH {name} 1")), "{name}");
     }
 }

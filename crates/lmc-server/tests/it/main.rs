@@ -25,6 +25,7 @@ mod peers_kit;
 mod pool;
 mod pool_lost;
 mod proxy;
+mod reload;
 mod remote;
 mod remote_secrets;
 mod remote_shared;

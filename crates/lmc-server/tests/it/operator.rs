@@ -1,7 +1,9 @@
 //! The operator's view of a real server: its log, its signals, `lmc status`.
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
@@ -10,6 +12,7 @@ use lmc_testkit::{DEADLINE, Folder, until};
 use lmc_vllm_adapter::{
     CacheKey, Client, ClientError, ConfigValue, EngineDrivenContext, Reply, Request, UnknownFields,
 };
+use rustix::pty::{self, OpenptFlags};
 
 use crate::common::prompt::worker;
 use crate::common::{Server, lmc, registration};
@@ -173,12 +176,28 @@ fn no_name_from_outside_writes_a_line_of_the_log() {
     }
 }
 
-/// Until f2c35f9 a lost ssh session, or `kill -HUP` to reload, killed the server on the spot, with
-/// all that was to be written back.
+/// A program in a terminal of its own, and the other end of the terminal.
+fn in_a_terminal() -> (Command, OwnedFd) {
+    let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+    let other = pty::openpt(flags).expect("a terminal");
+    pty::grantpt(&other).expect("a terminal");
+    pty::unlockpt(&other).expect("a terminal");
+    let name = pty::ptsname(&other, Vec::new()).expect("a name");
+    let name = name.into_string().expect("a path");
+    let terminal = File::options().read(true).write(true).open(name);
+    let mut command = Command::new("setsid");
+    command.args(["--ctty", env!("CARGO_BIN_EXE_lmc")]);
+    command.stdin(terminal.expect("it opens"));
+    (command, other)
+}
+
+/// Until f2c35f9 a lost ssh session killed the server on the spot, with all that was to be written
+/// back.
 #[test]
 fn a_hang_up_stops_in_order_and_writes_back() {
     let folder = Folder::temporary();
-    let mut server = Server::start(&write_back(&folder));
+    let (command, terminal) = in_a_terminal();
+    let mut server = Server::start_by(command, &write_back(&folder));
     let engine = Engine::new(server.port);
     let mut client = server.client();
     engine.store(&mut client, 3);
@@ -189,7 +208,7 @@ fn a_hang_up_stops_in_order_and_writes_back() {
         client.ask(&Request::Noop).expect("an answer"),
         Reply::Text("OK".to_owned())
     );
-    server.signal(libc::SIGHUP);
+    drop(terminal);
     assert_eq!(server.process.wait().code(), Some(0));
     server.line("stopping after SIGHUP");
     assert_eq!(chunks_on(&folder), 3);

@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use crate::protocol::{CacheKey, Reply};
 use crate::service::config::ServiceConfig;
 use crate::service::events::EventLog;
+use crate::service::misses::AtomicRequestLog;
 use crate::service::notices::Notices;
 use crate::service::pulse::Pulse;
 use crate::service::spaces::Spaces;
@@ -31,6 +32,8 @@ pub(super) struct Context {
     /// None where no notices are asked for.
     pub(super) notices: Option<Arc<Notices>>,
     pub(super) started: Instant,
+    /// Requests of which the log has a line; may change.
+    pub(super) request_log: AtomicRequestLog,
     /// Bytes of slots that workers may be writing to.
     pub(super) store_bytes: AtomicU64,
     /// Names of the fields in which the space of the last miss for that reason differs from the one
@@ -72,6 +75,7 @@ impl Context {
             stats: Stats::new(),
             pulse: Pulse::new(config.copy_deadline / 2),
             started: Instant::now(),
+            request_log: AtomicRequestLog::new(config.request_log),
             store_bytes: AtomicU64::new(0),
             other_space_differs: Mutex::default(),
             slow_lookups: Throttle::default(),

@@ -23,6 +23,7 @@ use crate::service::copies::{Blocks, Copies, InspectError};
 use crate::service::events::{NextBatch, Subscription};
 use crate::service::jobs::{Job, JobThreads, Lane};
 use crate::service::lookups::Lookups;
+use crate::service::misses::RequestLog;
 use crate::service::notices::Notice;
 use crate::service::registry::Registry;
 use crate::service::session::Wait;
@@ -168,6 +169,11 @@ impl Service {
     /// Returns the settings that the service runs with.
     pub fn config(&self) -> &ServiceConfig {
         &self.0.context.config
+    }
+
+    /// Changes the requests of which the log has a line.
+    pub fn set_request_log(&self, log: RequestLog) {
+        self.0.context.request_log.set(log);
     }
 
     /// Waits until [`Self::take_notices`] may return more; without end where

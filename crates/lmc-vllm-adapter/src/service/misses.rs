@@ -1,6 +1,6 @@
 //! Reasons of misses: counted in tokens, and logged with the request.
 
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_engine::{DRAM, Found, Miss, MissReason, Missing};
@@ -28,6 +28,25 @@ pub enum RequestLog {
     Slow,
     /// None.
     Off,
+}
+
+/// A [`RequestLog`] that may change while requests are logged.
+#[derive(Debug)]
+pub(super) struct AtomicRequestLog(AtomicU8);
+
+impl AtomicRequestLog {
+    pub(super) fn new(log: RequestLog) -> Self {
+        Self(AtomicU8::new(log as u8))
+    }
+
+    fn get(&self) -> RequestLog {
+        let kinds = [RequestLog::All, RequestLog::Slow, RequestLog::Off];
+        kinds[usize::from(self.0.load(Ordering::Relaxed))]
+    }
+
+    pub(super) fn set(&self, log: RequestLog) {
+        self.0.store(log as u8, Ordering::Relaxed);
+    }
 }
 
 /// Reason of a miss, as counters and the log name it.
@@ -226,7 +245,7 @@ impl Context {
     /// Logs a request where it is to be logged.
     pub(super) fn log_lookup(&self, request: &str, model: &str, note: &LookupNote) {
         let (asked, why) = (&note.asked, note.why.as_ref());
-        let (log, since_start) = (self.config.request_log, self.started.elapsed());
+        let (log, since_start) = (self.request_log.get(), self.started.elapsed());
         let Some(suppressed) = note.pass(log, &self.slow_lookups, since_start) else {
             return;
         };
