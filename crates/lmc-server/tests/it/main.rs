@@ -13,6 +13,7 @@ mod first_chunks;
 mod frozen_copies;
 mod gpu;
 mod hostile_peers;
+mod metrics;
 mod misses;
 mod multinode;
 #[cfg(feature = "nixl")]
