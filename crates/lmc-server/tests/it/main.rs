@@ -1,5 +1,6 @@
 //! Tests of the real binary, in one program.
 
+mod alerts;
 mod bench;
 mod clears;
 mod cli;
@@ -15,6 +16,7 @@ mod gpu;
 mod hostile_peers;
 mod metrics;
 mod misses;
+mod monitoring;
 mod multinode;
 #[cfg(feature = "nixl")]
 mod nixl_peers;

@@ -10,11 +10,11 @@ use crate::common::prompt::{CHUNKS, register_wide, retrieve, store};
 
 /// Values for each token, layer and half: chunks of 2 MiB, so that all are leased at once.
 const WIDE: u32 = 512;
-const TCP: &str = "tcp";
+pub(crate) const TCP: &str = "tcp";
 const SHARED_MEMORY: &str = "cma,posix,tcp";
 
 /// Returns true, and says so, on a machine without NIXL.
-fn skipped() -> bool {
+pub(crate) fn skipped() -> bool {
     let skips = std::env::var_os("LMC_NIXL_LIBRARY").is_none();
     if skips {
         println!(
@@ -25,11 +25,17 @@ fn skipped() -> bool {
 }
 
 /// Starts a daemon that listens for peers at `port`, and connects to others.
-fn start(folder: &Folder, port: u16, peer: Option<u16>, transport: &str, ucx: &str) -> Server {
+pub(crate) fn start(
+    folder: &Folder,
+    port: u16,
+    peer: Option<u16>,
+    transport: &str,
+    ucx: &str,
+) -> Server {
     let key = folder.join("key");
     write_secret(&key, &"0123456789abcdef".repeat(4));
     let (listen, key) = (format!("127.0.0.1:{port}"), key.display().to_string());
-    let mut args = vec!["--l1-size-gb", "128MiB", "--p2p-listen", &listen];
+    let mut args = vec!["--l1-size-gb", "256MiB", "--p2p-listen", &listen];
     args.extend(["--p2p-key", &key, "--p2p-transport", transport]);
     args.extend(["--p2p-interfaces", "lo"]);
     let peer = peer.map(|port| format!("127.0.0.1:{port}"));
