@@ -14,7 +14,7 @@ make() {
     for tool in apt-get dpkg-deb tar; do
         command -v "$tool" >/dev/null || cannot "no $tool here"
     done
-    log "making $folder (downloads about 19 MB from Debian and 9 MB from PyPI, 90 MB on disk)"
+    log "making $folder (downloads about 19 MB from Debian and 9 MB from PyPI, 50 MB on disk)"
     mkdir -p "$folder/work"
     debian_update || cannot "apt-get could not fetch Debian's lists of packages"
     (cd "$folder/work" && apt_get -o APT::Sandbox::User=root download prometheus) ||

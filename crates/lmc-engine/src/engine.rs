@@ -138,8 +138,8 @@ struct Inner {
     pushed: Arc<PushedChunks>,
     /// Number of chunks that were made of those of several ranks.
     merged: AtomicU64,
-    /// Looks at the watermarks, and those that evicted chunks.
-    watermark_looks: AtomicU64,
+    /// Checks of the watermarks, and those that evicted chunks.
+    watermark_checks: AtomicU64,
     watermark_evictions: AtomicU64,
     ghosts: Arc<Ghosts>,
     lives: Arc<Lives>,
@@ -303,7 +303,7 @@ impl CacheEngine {
             lower,
             pushed,
             merged: AtomicU64::new(0),
-            watermark_looks: AtomicU64::new(0),
+            watermark_checks: AtomicU64::new(0),
             watermark_evictions: AtomicU64::new(0),
             ghosts,
             lives,
@@ -894,7 +894,7 @@ impl CacheEngine {
         let (lower_lookups, lower_lookup_chunks) = lower.unwrap_or_default();
         EngineStats {
             merged: read(&self.0.merged),
-            watermark_looks: read(&self.0.watermark_looks),
+            watermark_checks: read(&self.0.watermark_checks),
             watermark_evictions: read(&self.0.watermark_evictions),
             lower_lookups,
             lower_lookup_chunks,
@@ -936,7 +936,7 @@ fn maintain(engine: &Weak<Inner>, stop: &Stop, every: Duration) {
         while more() {
             thread::yield_now();
         }
-        inner.watermark_looks.fetch_add(1, Ordering::Relaxed);
+        inner.watermark_checks.fetch_add(1, Ordering::Relaxed);
         let is_evicting = u64::from(evicted > 0);
         (inner.watermark_evictions).fetch_add(is_evicting, Ordering::Relaxed);
     }

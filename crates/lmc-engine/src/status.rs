@@ -84,9 +84,9 @@ pub struct EngineStats {
     pub busy: u64,
     /// Chunks that were made of those of several ranks.
     pub merged: u64,
-    /// Looks at the watermarks.
-    pub watermark_looks: u64,
-    /// Looks at the watermarks that evicted chunks.
+    /// Checks of the watermarks.
+    pub watermark_checks: u64,
+    /// Checks of the watermarks that evicted chunks.
     pub watermark_evictions: u64,
     /// Lookups that went on in lower tiers, without those of peers.
     pub lower_lookups: u64,
@@ -118,7 +118,7 @@ impl EngineStats {
             over_quota: local.reserve_quota,
             busy: local.busy,
             merged: 0,
-            watermark_looks: 0,
+            watermark_checks: 0,
             watermark_evictions: 0,
             lower_lookups: 0,
             lower_lookup_chunks: 0,

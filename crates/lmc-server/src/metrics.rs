@@ -68,17 +68,17 @@ metrics! {
     "lmcache_mp_l1_allocation_failure_chunks_total{during=\"l1_store\"}" counter "Chunks that no pool memory could be reserved for." = |s| s.counts.chunks_no_room;
     "lmcache_mp_num_finished_stores_total" counter "Stores that ended, well or not." = |s| s.counts.stores + s.counts.stores_failed;
     "lmcache_mp_num_finished_retrieves_total" counter "Retrieves that ended, well or not." = |s| s.counts.retrieves + s.counts.retrieves_missed;
-    "lmcache_mp_l1_eviction_loop_ticks_total" counter "Looks at the watermark of the pool." = |s| s.engine.watermark_looks;
-    "lmcache_mp_l1_eviction_loop_triggered_total" counter "Looks at the watermark of the pool that evicted chunks." = |s| s.engine.watermark_evictions;
+    "lmcache_mp_l1_eviction_loop_ticks_total" counter "Checks of the pool's watermark." = |s| s.engine.watermark_checks;
+    "lmcache_mp_l1_eviction_loop_triggered_total" counter "Checks of the pool's watermark that evicted chunks." = |s| s.engine.watermark_evictions;
     "lmcache_mp_l2_store_submitted_requests_total" counter "Batches of chunks that lower tiers were given to write." = |s| of_tiers(s, |tier| tier.write_batches);
     "lmcache_mp_l2_store_submitted_objects_chunks_total" counter "Chunks that lower tiers were given to write." = |s| of_tiers(s, |tier| tier.write_given);
     "lmcache_mp_l2_store_completed_objects_chunks_total" counter "Chunks that lower tiers have written." = |s| of_tiers(s, |tier| tier.written);
-    "lmcache_mp_l2_prefetch_lookup_requests_total" counter "Lookups of which memory had not all, and which went on in lower tiers." = |s| s.engine.lower_lookups;
-    "lmcache_mp_l2_prefetch_lookup_objects_chunks_total" counter "Chunks that lookups asked for in lower tiers, those of each rank." = |s| s.engine.lower_lookup_chunks;
+    "lmcache_mp_l2_prefetch_lookup_requests_total" counter "Lookups that did not find all chunks in memory and went on in lower tiers." = |s| s.engine.lower_lookups;
+    "lmcache_mp_l2_prefetch_lookup_objects_chunks_total" counter "Chunks that lookups asked lower tiers for, counted for each rank." = |s| s.engine.lower_lookup_chunks;
     "lmcache_mp_l2_prefetch_load_submitted_requests_total" counter "Batches of chunks that lower tiers were asked to read." = |s| of_tiers(s, |tier| tier.promote_batches);
     "lmcache_mp_l2_prefetch_load_submitted_objects_chunks_total" counter "Chunks that lower tiers were asked to read." = |s| of_tiers(s, |tier| tier.promote_asked);
     "lmcache_mp_l2_prefetch_load_completed_chunks_total" counter "Chunks that were read from lower tiers." = |s| of_tiers(s, |tier| tier.promoted);
-    "lmcache_mp_l2_prefetch_failure_chunks_total{reason=\"not_found\"}" counter "Chunks that were not read from lower tiers: they had been said to have them, or the read failed or was late." = |s| of_tiers(s, |tier| tier.promote_missed);
+    "lmcache_mp_l2_prefetch_failure_chunks_total{reason=\"not_found\"}" counter "Chunks that lower tiers were said to have and that were not read, by reason: the tier did not have the chunk, or the read failed or was late." = |s| of_tiers(s, |tier| tier.promote_missed);
     "lmcache_mp_l2_prefetch_failure_chunks_total{reason=\"failed\"}" counter "" = |s| of_tiers(s, |tier| tier.promote_failed);
     "lmcache_mp_active_prefetch_jobs" gauge "Lookups whose chunks are being promoted." = |s| s.sessions.promoting;
     "lmcache_mp_kv_events_log_depth" gauge "Events kept for subscribers." = |s| s.events.depth;
@@ -545,7 +545,8 @@ pub fn documentation() -> String {
     let mut out = String::from(
         "# Metrics\n\n\
          What `GET /metrics` on the HTTP port shows, in Prometheus' text format.\n\
-         Names that begin with `lmcache_mp_` mean what LMCache's MP server means by them.\n\
+         Names that begin with `lmcache_mp_` mean what LMCache's MP server means by them, without its labels for models, salts and devices; a series of a lower tier has its `l2_name`.\n\
+         [alerts.md](alerts.md) has a board for Grafana and alert rules.\n\
          Durations and bytes are counted when an operation has completed, so a rate of bytes over a rate of seconds is a measured speed:\n\n\
          ```\n\
          rate(lmc_gather_bytes_total[1m]) / rate(lmc_gather_seconds_total[1m])                        bytes per second into the pool\n\
