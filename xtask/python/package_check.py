@@ -81,6 +81,9 @@ def unpacked(prefix):
     for name, original in (("LICENSE", ["LICENSE"]), ("README.md", ["packaging", "README.md"])):
         with open(os.path.join(prefix, "share", "doc", "lmc", name)) as file:
             check(f"it has {name}", file.read() == text(*original))
+    for original in ("grafana/lmc.json", "prometheus/lmc.rules.yml"):
+        with open(os.path.join(prefix, "share", "lmc", original)) as file:
+            check(f"it has {original}", file.read() == text("packaging", original))
     pages(lmc, os.path.join(prefix, "share", "man", "man1"))
     completions(prefix)
     serves(lmc, prefix)

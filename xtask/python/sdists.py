@@ -1,9 +1,13 @@
-"""Files of source distributions on PyPI that are in no wheel."""
+"""Files of source distributions on PyPI that are in no wheel.
+
+As a program: prints the path of one, by its archive, the checksum of that, and its name in it.
+"""
 
 import hashlib
 import io
 import json
 import os
+import sys
 import tarfile
 import tempfile
 import urllib.request
@@ -45,3 +49,7 @@ def download(archive, sha256):
     if found != sha256:
         raise ValueError(f"{archive} has the SHA-256 {found}, expected {sha256}")
     return content
+
+
+if __name__ == "__main__":
+    print(sdist_file(*sys.argv[1:]))

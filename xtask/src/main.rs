@@ -1,5 +1,6 @@
 //! Every developer action of lmc: `cargo xtask --help`.
 
+mod alerts;
 mod bench;
 mod build;
 mod built;
@@ -80,6 +81,8 @@ enum Action {
     TestMultinode,
     /// Test the tier of shared stores over real servers
     TestRemote,
+    /// Test the alert rules and boards with Prometheus' own tool on real servers
+    TestAlerts,
     TestRdma(rdma::RdmaArgs),
     TestGpu(gpu::GpuArgs),
     Ptx(gpu::PtxArgs),
@@ -120,6 +123,7 @@ fn run(action: &Action) -> Result<bool> {
         Action::TestNixl { require } => nixl::run(*require),
         Action::TestMultinode => multinode::run(),
         Action::TestRemote => remote::run(),
+        Action::TestAlerts => alerts::run(),
         Action::TestRdma(args) => rdma::run(args),
         Action::TestGpu(args) => gpu::run(args),
         Action::Ptx(args) => gpu::ptx(args),

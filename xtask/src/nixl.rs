@@ -30,7 +30,7 @@ pub(crate) fn features() -> Result<&'static str> {
 }
 
 /// The environment with NIXL's library, made where it is not here yet.
-fn environment() -> Result<PathBuf> {
+pub(crate) fn environment() -> Result<PathBuf> {
     scripts::set_up(SCRIPT, &[]).map(PathBuf::from)
 }
 

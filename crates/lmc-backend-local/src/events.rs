@@ -36,6 +36,10 @@ pub struct RemovedEvent<'a> {
     pub cause: Removal,
     /// Origin of the chunk.
     pub origin: Origin,
+    /// Seconds since the chunk was stored here, by [`LocalTier::set_seconds`](crate::LocalTier::set_seconds).
+    pub age_seconds: u32,
+    /// Number of lookups and retrieves that found the chunk, up to 255.
+    pub uses: u8,
     /// Slot with the chunk's bytes. A clone keeps the memory reserved: that is how an evicted chunk
     /// is written to a lower tier.
     pub slot: &'a SealedSlot,

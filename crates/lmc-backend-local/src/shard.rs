@@ -13,7 +13,7 @@ use crate::class::Class;
 use crate::lease::Leased;
 use crate::origin::Origin;
 use crate::policy::{EvictionPolicy, List, NIL, PolicyKind};
-use crate::slab::{Entry, EntryRef, EvictionState, Identity, Slab};
+use crate::slab::{Entry, EntryRef, EvictionState, Identity, Life, Slab};
 use crate::table::Table;
 
 /// Entries that may be set aside in one step of eviction, so that the lock is held for
@@ -68,6 +68,7 @@ pub(crate) struct Taken {
     pub(crate) parent: EntryRef,
     pub(crate) tenant: TenantId,
     pub(crate) origin: Origin,
+    pub(crate) life: Life,
 }
 
 /// One step of eviction.
@@ -203,6 +204,10 @@ impl Shard {
         self.slab.tenant(index)
     }
 
+    pub(crate) fn life(&self, index: u32) -> Life {
+        self.slab.life(index)
+    }
+
     pub(crate) fn name(&self, index: u32) -> EntryRef {
         self.slab.name(index)
     }
@@ -243,14 +248,14 @@ impl Shard {
         slot: SealedSlot,
         tenant: TenantId,
         origin: Origin,
-        stamp: u64,
+        (stamp, seconds): (u64, u32),
     ) -> u32 {
         let bytes = slot.len();
         self.bytes += bytes;
         if self.table.is_full() {
             self.grow_table();
         }
-        let index = self.slab.insert(key, slot, tenant, origin);
+        let index = self.slab.insert(key, slot, tenant, origin, seconds);
         self.table.insert(fold, index);
         let (order, slab) = self.order(tenant);
         let print = fingerprint(&key);
@@ -271,6 +276,11 @@ impl Shard {
         let all = self.slab.occupied(0);
         let all = all.map(|(index, _)| (self.slab.identity(index).key.fold(), index));
         self.table.rebuild(capacity, all);
+    }
+
+    /// Counts a lookup or a retrieve that found an entry.
+    pub(crate) fn count_use(&mut self, index: u32) {
+        self.slab.nodes[index].count_use();
     }
 
     pub(crate) fn touch(&mut self, index: u32, stamp: u64) {
@@ -420,7 +430,7 @@ impl Shard {
 
     /// Takes out an entry that is in no queue.
     fn unlist(&mut self, index: u32) -> Taken {
-        let tenant = self.slab.tenant(index);
+        let (tenant, life) = (self.slab.tenant(index), self.slab.life(index));
         let (Identity { key, parent, .. }, entry) = self.slab.remove(index);
         let origin = entry.origin();
         let Entry { slot, holds, .. } = entry;
@@ -437,6 +447,7 @@ impl Shard {
             parent,
             tenant,
             origin,
+            life,
         }
     }
 

@@ -176,6 +176,52 @@ impl Entry {
     }
 }
 
+/// When an entry came, and how often it was used.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Life {
+    /// Second of the insert. The older it is, the coarser; too late after 16 million inserts more.
+    pub(crate) inserted_at: u32,
+    /// Lookups and retrieves that found the entry, up to 255.
+    pub(crate) uses: u8,
+}
+
+/// Times of inserts, by their numbers: an entry's generation tells its time, and costs no byte of it.
+#[derive(Debug, Default)]
+struct Marks {
+    /// Numbers of inserts that were the first of their second, and those seconds, oldest first.
+    marks: Vec<(u32, u32)>,
+}
+
+impl Marks {
+    const MAX: usize = 64;
+
+    fn note(&mut self, insert: u32, seconds: u32) {
+        if self.marks.last().is_some_and(|last| last.1 == seconds) {
+            return;
+        }
+        if self.marks.len() == Self::MAX {
+            // The mark whose neighbours are closest together for their age: ages of old entries may be
+            // coarse.
+            let gap = |at: usize| {
+                let (before, after) = (self.marks[at - 1].1, self.marks[at + 1].1);
+                f64::from(after - before) / f64::from(seconds - before)
+            };
+            let closest = (1..Self::MAX - 1).min_by(|a, b| gap(*a).total_cmp(&gap(*b)));
+            self.marks
+                .remove(closest.expect("there are marks in between"));
+        }
+        self.marks.push((insert, seconds));
+    }
+
+    /// Returns the second of the insert that was `since` inserts before `last`.
+    fn before(&self, last: u32, since: u32) -> u32 {
+        let is_before = |mark: &(u32, u32)| last.wrapping_sub(mark.0) >= since;
+        let after = self.marks.partition_point(is_before);
+        let mark = self.marks.get(after.saturating_sub(1));
+        mark.map_or(0, |mark| mark.1)
+    }
+}
+
 /// The entries of a shard with their nodes and tenants.
 #[derive(Debug)]
 pub(crate) struct Slab {
@@ -185,10 +231,11 @@ pub(crate) struct Slab {
     tenants: Chunked<TenantId>,
     /// Head of the free indices, linked by `Node::next`.
     free: u32,
-    /// The next generation; shared by all indices, so it wraps after 16 million inserts, not
-    /// after 16 million uses of one index. A stale reference would have to wait for exactly that
-    /// many to be taken for another.
-    generation: u32,
+    /// Number of inserts, whose low 24 bits are the last generation; shared by all indices, so it wraps
+    /// after 16 million inserts, not after 16 million uses of one index. A stale reference would have
+    /// to wait for exactly that many to be taken for another.
+    inserts: u32,
+    marks: Marks,
     shard: usize,
 }
 
@@ -200,7 +247,8 @@ impl Slab {
             nodes: Nodes::default(),
             tenants: Chunked::default(),
             free: NIL,
-            generation: 0,
+            inserts: 0,
+            marks: Marks::default(),
             shard,
         }
     }
@@ -212,6 +260,7 @@ impl Slab {
         slot: SealedSlot,
         tenant: TenantId,
         origin: Origin,
+        seconds: u32,
     ) -> u32 {
         if self.free == NIL {
             self.grow();
@@ -219,8 +268,9 @@ impl Slab {
         let index = self.free;
         self.free = self.nodes[index].next;
         self.nodes[index] = Node::default();
-        self.generation = (self.generation + 1) & GENERATION;
-        let [a, b, c, _] = self.generation.to_le_bytes();
+        self.inserts = self.inserts.wrapping_add(1);
+        self.marks.note(self.inserts, seconds);
+        let [a, b, c, _] = self.inserts.to_le_bytes();
         self.tenants[index] = tenant;
         self.identities[index] = Identity {
             key,
@@ -292,6 +342,17 @@ impl Slab {
         self.tenants[index]
     }
 
+    /// Returns when an entry came, and how often it was used since.
+    pub(crate) fn life(&self, index: u32) -> Life {
+        let [a, b, c] = self.entry(index).generation;
+        let generation = u32::from_le_bytes([a, b, c, 0]);
+        let since = self.inserts.wrapping_sub(generation) & GENERATION;
+        Life {
+            inserted_at: self.marks.before(self.inserts, since),
+            uses: self.nodes[index].uses(),
+        }
+    }
+
     /// The name of an entry.
     pub(crate) fn name(&self, index: u32) -> EntryRef {
         let [a, b, c] = self.entry(index).generation;
@@ -323,6 +384,27 @@ mod tests {
         assert_eq!(size_of::<Identity>(), 64);
         assert_eq!(size_of::<Node>(), 16);
         assert_eq!(size_of::<TenantId>(), 4);
+    }
+
+    #[test]
+    fn marks_tell_the_second_of_an_insert_and_grow_coarse() {
+        let mut marks = Marks::default();
+        assert_eq!(marks.before(0, 0), 0);
+        // Ten inserts a second, the last number of which wraps.
+        let number = |insert: u32| insert.wrapping_sub(5000);
+        (0..10_000).for_each(|insert| marks.note(number(insert), insert / 10));
+        assert!(marks.marks.len() <= Marks::MAX);
+        let last = 9_999;
+        let second = |since| marks.before(number(last), since);
+        assert_eq!([second(0), second(9), second(10)], [999, 999, 998]);
+        for since in [100, 1000, 5000, 9000] {
+            let (right, found) = ((last - since) / 10, second(since));
+            assert!(
+                found <= right && right - found <= since / 20,
+                "{since}: {found}"
+            );
+        }
+        assert_eq!(second(last), 0);
     }
 
     #[test]

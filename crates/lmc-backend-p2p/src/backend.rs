@@ -195,6 +195,13 @@ impl P2pBackend {
         }
     }
 
+    /// Returns the number of connected peers, and that of the peers and directories that are not connected
+    /// and should be.
+    pub fn connections(&self) -> (usize, usize) {
+        let peers = self.node.peers.lock();
+        (peers.with_hello().len(), self.not_connected(&peers).len())
+    }
+
     /// Returns the peers and directories that are not connected: those that the settings name, and
     /// those that were connected before, as far as they are remembered.
     fn not_connected(&self, peers: &Peers) -> Vec<String> {

@@ -21,13 +21,13 @@ use tokio::task::AbortHandle;
 
 use crate::clears::{ClearError, ClearLog};
 use crate::config::{EngineConfig, EngineError};
-use crate::events::Relay;
+use crate::events::{Lives, Relay};
 use crate::ghosts::Ghosts;
 use crate::host::EngineHost;
 use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, POLL, Tiers};
 use crate::policy::{LowerTier, WritePolicy};
 use crate::pushed::PushedChunks;
-use crate::status::{EngineStats, EngineUsage, TenantStatus};
+use crate::status::{EngineStats, EngineTimes, EngineUsage, TenantStatus};
 use crate::store::{StoreRequest, StoreStart, StoreTicket};
 
 /// Chunks evicted under one lock above the high watermark, so that other threads can take it in
@@ -138,7 +138,11 @@ struct Inner {
     pushed: Arc<PushedChunks>,
     /// Number of chunks that were made of those of several ranks.
     merged: AtomicU64,
+    /// Checks of the watermarks, and those that evicted chunks.
+    watermark_checks: AtomicU64,
+    watermark_evictions: AtomicU64,
     ghosts: Arc<Ghosts>,
+    lives: Arc<Lives>,
     /// Bytes that a close has still to offer to lower tiers, or [`NOT_CLOSED`].
     unoffered: AtomicU64,
     stop: Arc<Stop>,
@@ -262,7 +266,13 @@ impl CacheEngine {
         let pushed = Arc::new(PushedChunks::new(pool.usage().capacity / 4));
         let ghosts = Arc::new(Ghosts::new(pool.arena().len() as u64));
         host.events().listen(Arc::clone(&ghosts) as _);
-        let relay = Relay::new(clears.clone(), host.events().clone(), Arc::clone(&pushed));
+        let lives = Arc::<Lives>::default();
+        let relay = Relay::new(
+            clears.clone(),
+            host.events().clone(),
+            Arc::clone(&pushed),
+            Arc::clone(&lives),
+        );
         let relay = Arc::new(relay);
         let mut local = LocalConfig::new(pool)
             .with_policy(config.policy)
@@ -293,7 +303,10 @@ impl CacheEngine {
             lower,
             pushed,
             merged: AtomicU64::new(0),
+            watermark_checks: AtomicU64::new(0),
+            watermark_evictions: AtomicU64::new(0),
             ghosts,
+            lives,
             unoffered: AtomicU64::new(NOT_CLOSED),
             stop: Arc::clone(&stop),
         });
@@ -861,10 +874,30 @@ impl CacheEngine {
             .map_or_else(Vec::new, LowerTiers::status)
     }
 
+    /// Returns the times that were measured since the engine was made.
+    pub fn times(&self) -> EngineTimes {
+        let lives = &self.0.lives;
+        let lower = self.0.lower.as_ref().map(|lower| lower.tiers().times());
+        let (promotion, first_chunk) = lower.unwrap_or_default();
+        EngineTimes {
+            evicted_age_seconds: lives.age_seconds.snapshot(),
+            evicted_uses: lives.uses.snapshot(),
+            promotion,
+            first_chunk,
+        }
+    }
+
     /// Returns the counters of the DRAM tier since the engine was made.
     pub fn stats(&self) -> EngineStats {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let lower = self.lower().map(|lower| lower.tiers().lookups());
+        let (lower_lookups, lower_lookup_chunks) = lower.unwrap_or_default();
         EngineStats {
-            merged: self.0.merged.load(Ordering::Relaxed),
+            merged: read(&self.0.merged),
+            watermark_checks: read(&self.0.watermark_checks),
+            watermark_evictions: read(&self.0.watermark_evictions),
+            lower_lookups,
+            lower_lookup_chunks,
             ..EngineStats::new(self.0.tier.stats(), self.0.host.clear_log())
         }
     }
@@ -872,6 +905,7 @@ impl CacheEngine {
 
 /// Keeps the pool below its high watermark until the engine is gone.
 fn maintain(engine: &Weak<Inner>, stop: &Stop, every: Duration) {
+    let begun = now();
     loop {
         {
             let mut stopped = stop.stopped.lock();
@@ -885,17 +919,25 @@ fn maintain(engine: &Weak<Inner>, stop: &Stop, every: Duration) {
         let Some(inner) = engine.upgrade() else {
             return;
         };
+        let seconds = now().saturating_duration_since(begun).as_secs();
+        inner.tier.set_seconds(seconds as u32);
         inner.tier.pool().recover();
         inner.pushed.expire(now());
         inner.remove_left();
-        let more = || {
+        let mut evicted = 0;
+        let mut more = || {
             let lower = inner.lower.as_ref();
             let _held = lower.map(|lower| lower.tiers().block_removal());
             let leaving = inner.written_back().map_or(0, LowerTiers::queued);
-            inner.tier.maintain_besides(EVICT_AT_ONCE, leaving).more
+            let maintained = inner.tier.maintain_besides(EVICT_AT_ONCE, leaving);
+            evicted += maintained.evicted;
+            maintained.more
         };
         while more() {
             thread::yield_now();
         }
+        inner.watermark_checks.fetch_add(1, Ordering::Relaxed);
+        let is_evicting = u64::from(evicted > 0);
+        (inner.watermark_evictions).fetch_add(is_evicting, Ordering::Relaxed);
     }
 }

@@ -11,8 +11,32 @@ use lmc_key::{ChunkKey, FoldState, SpaceId};
 use parking_lot::Mutex;
 
 use crate::clears::ClearLog;
+use crate::histogram::Distribution;
 use crate::lower::{Moment, Offer, Tiers};
 use crate::pushed::PushedChunks;
+
+/// Largest age of each bucket, in seconds: from thrashing to a week.
+const AGES: &[u64] = &[
+    1, 5, 15, 60, 300, 900, 3600, 14_400, 43_200, 86_400, 259_200, 604_800,
+];
+/// Largest number of uses of each bucket. The DRAM tier counts no more than 255.
+const USES: &[u64] = &[0, 1, 2, 4, 8, 16, 32, 64, 128];
+
+/// Ages and uses of the chunks that were evicted from DRAM.
+#[derive(Debug)]
+pub(crate) struct Lives {
+    pub(crate) age_seconds: Distribution,
+    pub(crate) uses: Distribution,
+}
+
+impl Default for Lives {
+    fn default() -> Self {
+        Self {
+            age_seconds: Distribution::new(AGES),
+            uses: Distribution::new(USES),
+        }
+    }
+}
 
 /// The listener of the DRAM tier.
 #[derive(Debug)]
@@ -21,6 +45,7 @@ pub(crate) struct Relay {
     events: Events,
     outdated: Outdated,
     pushed: Arc<PushedChunks>,
+    lives: Arc<Lives>,
     /// The tiers that evicted chunks are offered to. Weak, as they hold the DRAM tier, which holds
     /// this.
     lower: OnceLock<Weak<Tiers>>,
@@ -55,11 +80,17 @@ impl Outdated {
 }
 
 impl Relay {
-    pub(crate) fn new(clears: ClearLog, events: Events, pushed: Arc<PushedChunks>) -> Self {
+    pub(crate) fn new(
+        clears: ClearLog,
+        events: Events,
+        pushed: Arc<PushedChunks>,
+        lives: Arc<Lives>,
+    ) -> Self {
         Self {
             clears,
             events,
             pushed,
+            lives,
             outdated: Outdated::default(),
             lower: OnceLock::new(),
         }
@@ -116,7 +147,11 @@ impl LocalSink for Relay {
         let change = match event.cause {
             Removal::Removed => Change::Removed,
             Removal::Cleared => Change::Cleared,
-            _ => Change::Evicted,
+            _ => {
+                self.lives.age_seconds.record(event.age_seconds.into());
+                self.lives.uses.record(event.uses.into());
+                Change::Evicted
+            }
         };
         let is_known = !self.outdated.remove(event.key);
         let space = is_known.then(|| self.clears.space_of(event.key.space));

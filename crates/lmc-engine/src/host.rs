@@ -388,6 +388,7 @@ impl CacheEngine {
                     hint: None,
                     sources,
                     first: 0,
+                    begun: now(),
                     deadline,
                     reach: Arc::new(AtomicUsize::new(keys.len())),
                     half: half_of(deadline),

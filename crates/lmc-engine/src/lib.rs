@@ -52,6 +52,9 @@ pub use fingerprints::FingerprintTable;
 
 mod ghosts;
 
+mod histogram;
+pub use histogram::{DistributionSnapshot, Histogram, HistogramSnapshot};
+
 mod host;
 pub use host::{EngineHost, SpaceBook};
 
@@ -73,7 +76,7 @@ pub use policy::{Admission, LowerTier, SpaceFilter, TierPolicy, WritePolicy};
 mod pushed;
 
 mod status;
-pub use status::{EngineStats, EngineUsage, TenantStatus};
+pub use status::{EngineStats, EngineTimes, EngineUsage, TenantStatus};
 
 mod store;
 pub use store::{StoreRequest, StoreStart, StoreTicket};

@@ -578,6 +578,11 @@ impl CacheEngine {
         let (sender, found) = oneshot::channel();
         let (tiers, pushed) = (Arc::clone(lower.tiers()), Arc::clone(self.pushed()));
         let engine = self.downgrade();
+        if !request.for_peers {
+            let absent = known.iter().map(|rank| rank.keys.len() - rank.leases.len());
+            tiers.count_lookup(absent.sum());
+        }
+        let begun = now();
         let task = lower.spawn(async move {
             let found = match request.merges.is_empty() {
                 true => promote(&tiers, &request, lookup_end, known, align).await,
@@ -598,6 +603,9 @@ impl CacheEngine {
                     let name = request.name(rank.rank, clears);
                     pushed.remove(&request.keys(name, rank.rank, found.hits));
                 }
+            }
+            if !request.for_peers && request.hint.wait.is_none() {
+                tiers.record_promotion(now().saturating_duration_since(begun));
             }
             // The caller may be gone.
             let _ = sender.send(found);
@@ -762,6 +770,7 @@ async fn promote_known(
             keys: rank.keys,
             hint: Some(hint(&rank.rank)),
             sources: rank.sources.found,
+            begun: now(),
             deadline,
             reach: Arc::clone(shared_reach),
             half: half_of(deadline),

@@ -4,6 +4,7 @@ use lmc_backend_local::{LocalStats, LocalUsage, TenantId, TenantUsage};
 use serde::Serialize;
 
 use crate::clears::ClearLog;
+use crate::histogram::{DistributionSnapshot, HistogramSnapshot};
 
 /// Content of the DRAM tier at one moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -83,6 +84,14 @@ pub struct EngineStats {
     pub busy: u64,
     /// Chunks that were made of those of several ranks.
     pub merged: u64,
+    /// Checks of the watermarks.
+    pub watermark_checks: u64,
+    /// Checks of the watermarks that evicted chunks.
+    pub watermark_evictions: u64,
+    /// Lookups that went on in lower tiers, without those of peers.
+    pub lower_lookups: u64,
+    /// Chunks that lookups asked for in lower tiers, in all ranks.
+    pub lower_lookup_chunks: u64,
     /// Clears that were asked of this engine.
     pub clears_here: u64,
     /// Clears that this engine carried out because another process had.
@@ -109,11 +118,31 @@ impl EngineStats {
             over_quota: local.reserve_quota,
             busy: local.busy,
             merged: 0,
+            watermark_checks: 0,
+            watermark_evictions: 0,
+            lower_lookups: 0,
+            lower_lookup_chunks: 0,
             clears_here,
             clears_elsewhere,
             clears_known: log.clears().total(),
         }
     }
+}
+
+/// Times that an engine has measured since it was made.
+#[derive(Debug, Clone, Default, PartialEq)]
+#[non_exhaustive]
+pub struct EngineTimes {
+    /// Ages of the chunks that were evicted from DRAM, in seconds since they were stored there.
+    pub evicted_age_seconds: DistributionSnapshot,
+    /// Numbers of lookups and retrieves that had found the chunks that were evicted from DRAM, each up
+    /// to 255.
+    pub evicted_uses: DistributionSnapshot,
+    /// Times from a lookup to its outcome where lower tiers were asked or read, without lookups that may
+    /// wait for a peer to compute, and without those of peers.
+    pub promotion: HistogramSnapshot,
+    /// Times from the start of reading a prompt from lower tiers to its first chunk in DRAM, for each rank.
+    pub first_chunk: HistogramSnapshot,
 }
 
 /// Usage and quota of a tenant.

@@ -618,6 +618,7 @@ fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {
     service.slot_grace = config.slot_grace;
     service.kv_event_log_size = config.kv_event_log_size;
     service.request_log = config.request_log;
+    service.max_usages = config.metrics_tenants;
     service.notices = !config.pd_notify.is_empty();
     if let Some(peers) = config.peers() {
         service.max_source_wait = peers.max_wait;
@@ -717,6 +718,7 @@ mod tests {
         assert_eq!(found.null_block_id, expected.null_block_id);
         assert_eq!(found.isolated_ipc, expected.isolated_ipc);
         assert_eq!(found.request_log, expected.request_log);
+        assert_eq!(found.max_usages, expected.max_usages);
         assert_eq!(found.kv_event_log_size, expected.kv_event_log_size);
         let isolated = [("LMC_ISOLATED_IPC".to_owned(), "true".to_owned())];
         let config = ServeConfig::load([], isolated, None).expect("valid").config;

@@ -22,6 +22,7 @@ use axum::{Json, Router};
 use lmc_backend_p2p::P2pBackend;
 use lmc_backend_p2p::directory::DirectoryHost;
 use lmc_backend_remote::RemoteTier;
+use lmc_key::Salt;
 use lmc_vllm_adapter::{Service, ServiceStatus, TrustedUsers};
 use serde_json::json;
 use tokio::net::TcpListener;
@@ -298,7 +299,9 @@ async fn metrics_page(State(http): Shared) -> Response {
     match http.probe.status().await {
         Ok(status) => {
             let directory = http.directory.as_ref().map(|host| host.status());
-            let text = metrics::page(&status, directory);
+            let tenant = |salt: &Salt| http.reload.digests().short(salt);
+            let connections = http.peers.as_ref().map(|peers| peers.connections());
+            let text = metrics::page(&status, tenant, connections, directory);
             ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response()
         }
         Err(reason) => refusal(StatusCode::SERVICE_UNAVAILABLE, reason),

@@ -8,8 +8,9 @@
 use std::fmt::Write;
 
 use lmc_backend_p2p::directory::DirectoryStatus;
-use lmc_engine::LowerStatus;
-use lmc_vllm_adapter::{HistogramSnapshot, ServiceStatus};
+use lmc_engine::{DistributionSnapshot, EngineTimes, HistogramSnapshot, LowerStatus};
+use lmc_key::Salt;
+use lmc_vllm_adapter::{ServiceStatus, UsageStatus};
 
 use crate::log;
 
@@ -67,6 +68,19 @@ metrics! {
     "lmcache_mp_l1_allocation_failure_chunks_total{during=\"l1_store\"}" counter "Chunks that no pool memory could be reserved for." = |s| s.counts.chunks_no_room;
     "lmcache_mp_num_finished_stores_total" counter "Stores that ended, well or not." = |s| s.counts.stores + s.counts.stores_failed;
     "lmcache_mp_num_finished_retrieves_total" counter "Retrieves that ended, well or not." = |s| s.counts.retrieves + s.counts.retrieves_missed;
+    "lmcache_mp_l1_eviction_loop_ticks_total" counter "Checks of the pool's watermark." = |s| s.engine.watermark_checks;
+    "lmcache_mp_l1_eviction_loop_triggered_total" counter "Checks of the pool's watermark that evicted chunks." = |s| s.engine.watermark_evictions;
+    "lmcache_mp_l2_store_submitted_requests_total" counter "Batches of chunks that lower tiers were given to write." = |s| of_tiers(s, |tier| tier.write_batches);
+    "lmcache_mp_l2_store_submitted_objects_chunks_total" counter "Chunks that lower tiers were given to write." = |s| of_tiers(s, |tier| tier.write_given);
+    "lmcache_mp_l2_store_completed_objects_chunks_total" counter "Chunks that lower tiers have written." = |s| of_tiers(s, |tier| tier.written);
+    "lmcache_mp_l2_prefetch_lookup_requests_total" counter "Lookups that did not find all chunks in memory and went on in lower tiers." = |s| s.engine.lower_lookups;
+    "lmcache_mp_l2_prefetch_lookup_objects_chunks_total" counter "Chunks that lookups asked lower tiers for, counted for each rank." = |s| s.engine.lower_lookup_chunks;
+    "lmcache_mp_l2_prefetch_load_submitted_requests_total" counter "Batches of chunks that lower tiers were asked to read." = |s| of_tiers(s, |tier| tier.promote_batches);
+    "lmcache_mp_l2_prefetch_load_submitted_objects_chunks_total" counter "Chunks that lower tiers were asked to read." = |s| of_tiers(s, |tier| tier.promote_asked);
+    "lmcache_mp_l2_prefetch_load_completed_chunks_total" counter "Chunks that were read from lower tiers." = |s| of_tiers(s, |tier| tier.promoted);
+    "lmcache_mp_l2_prefetch_failure_chunks_total{reason=\"not_found\"}" counter "Chunks that lower tiers were said to have and that were not read, by reason: the tier did not have the chunk, or the read failed or was late." = |s| of_tiers(s, |tier| tier.promote_missed);
+    "lmcache_mp_l2_prefetch_failure_chunks_total{reason=\"failed\"}" counter "" = |s| of_tiers(s, |tier| tier.promote_failed);
+    "lmcache_mp_active_prefetch_jobs" gauge "Lookups whose chunks are being promoted." = |s| s.sessions.promoting;
     "lmcache_mp_kv_events_log_depth" gauge "Events kept for subscribers." = |s| s.events.depth;
     "lmc_uptime_seconds" gauge "Seconds since the start." = |s| s.uptime_seconds;
     "lmc_pool_bytes" gauge "Bytes of the pool." = |s| s.usage.pool_bytes;
@@ -157,6 +171,11 @@ metrics! {
     "lmc_sent_bytes_total" counter "Bytes sent to engines." = |s| s.transport.bytes_out;
 }
 
+/// Sums a value of all lower tiers.
+fn of_tiers(status: &ServiceStatus, value: fn(&LowerStatus) -> u64) -> u64 {
+    status.lower.iter().map(value).sum()
+}
+
 /// Name, kind, help and value of a tier's metric.
 type TierMetric = (
     &'static str,
@@ -184,11 +203,109 @@ const TIER_METRICS: &[TierMetric] = &[
     ("lmc_tier_fetches_skipped_total", "counter", "Chunks that were not read from this tier because recomputing them is faster.", |t| t.promote_skipped),
     ("lmc_tier_lookups_failed_total", "counter", "Lookups that this tier did not answer, or not in time.", |t| t.locate_failed),
 ];
+/// Metrics of the lower tiers under LMCache's names, with the label `l2_name`.
+#[rustfmt::skip]
+const L2_METRICS: &[TierMetric] = &[
+    ("lmcache_mp_l2_usage_bytes", "gauge", "Bytes of chunks in this lower tier.", |t| t.bytes),
+    ("lmcache_mp_l2_store_completed_requests_total", "counter", "Batches of chunks whose write to this tier has ended.", |t| t.write_batches_ended),
+    ("lmcache_mp_l2_load_completed_requests_total", "counter", "Batches of chunks whose read from this tier has ended.", |t| t.promote_batches_ended),
+    ("lmcache_mp_num_inflight_l2_stores", "gauge", "Batches of chunks that are being written to this tier.", |t| t.write_batches.saturating_sub(t.write_batches_ended)),
+    ("lmcache_mp_num_inflight_l2_loads", "gauge", "Batches of chunks that are being read from this tier.", |t| t.promote_batches.saturating_sub(t.promote_batches_ended)),
+    ("lmcache_mp_inflight_load_memory_usage_bytes", "gauge", "Bytes of memory for the chunks that are being read from this tier.", |t| t.promoting_bytes),
+];
+/// Lower tiers' metrics, with the label by which they name the tier.
+const BY_TIER: [(&[TierMetric], &str); 2] = [(TIER_METRICS, "tier"), (L2_METRICS, "l2_name")];
+
 /// Counters of a tier itself, with the labels `tier` and `what`.
 const TIER_EVENTS: (&str, &str) = (
     "lmc_tier_events_total",
     "Events that a tier itself counts, such as damaged chunks and failed reads.",
 );
+/// Counters of a tier itself that count bytes, with the labels `tier` and `what`.
+const TIER_EVENT_BYTES: (&str, &str) = (
+    "lmc_tier_event_bytes_total",
+    "Payload bytes that a tier itself counts, such as those that were read and written.",
+);
+/// End of the names of counters that count bytes.
+const BYTES: &str = "_bytes";
+
+/// State of each tier, with the label `tier`.
+const TIER_FAULTY: (&str, &str) = (
+    "lmc_tier_faulty",
+    "1 while this tier has a fault, which GET /status names, else 0; memory is the tier dram.",
+);
+
+/// Gauges of peers.
+const PEERS: [(&str, &str); 2] = [
+    ("lmc_peers_connected", "Peers that are connected."),
+    (
+        "lmc_peers_missing",
+        "Peers and directories that are not connected and should be: those of the settings, and those that were connected before; `lmc peers` names them.",
+    ),
+];
+
+/// Metrics of models and tenants, with the labels `model` and `tenant`.
+type TenantMetric = (
+    &'static str,
+    &'static str,
+    &'static str,
+    fn(&UsageStatus) -> u64,
+);
+
+/// Metrics of models and tenants. The label of all that have no series of their own is [`OTHER`].
+#[rustfmt::skip]
+const TENANT_METRICS: &[TenantMetric] = &[
+    ("lmc_tenant_lookup_tokens_total", "counter", "Tokens of whole chunks that lookups of this model and tenant asked for; --metrics-tenants bounds the pairs, and all further ones are other.", |u| u.lookup_tokens),
+    ("lmc_tenant_hit_tokens_total", "counter", "Tokens that lookups of this model and tenant found, in any tier.", |u| u.hit_tokens),
+    ("lmc_tenant_retrieved_tokens_total", "counter", "Tokens that engines retrieved for this model and tenant.", |u| u.retrieved_tokens),
+    ("lmc_tenant_stored_bytes_total", "counter", "Payload bytes that engines stored for this model and tenant.", |u| u.stored_bytes),
+    ("lmc_tenant_evicted_bytes_total", "counter", "Payload bytes of this model and tenant that were evicted from memory.", |u| u.evicted_bytes),
+    ("lmc_tenant_bytes", "gauge", "Payload bytes of this model and tenant in memory.", |u| u.held_bytes),
+];
+/// Model and tenant of all pairs that have no series of their own.
+const OTHER: &str = "other";
+
+/// Name, help and value of a histogram of a tier.
+type TierHistogram = (
+    &'static str,
+    &'static str,
+    fn(&LowerStatus) -> &HistogramSnapshot,
+);
+
+/// Histograms of the lower tiers, with the label `tier`.
+#[rustfmt::skip]
+const TIER_HISTOGRAMS: &[TierHistogram] = &[
+    ("lmc_tier_fetch_seconds", "Time from asking this tier for chunks to each of them being in memory.", |t| &t.read_time),
+    ("lmc_tier_copy_seconds", "Time from giving chunks to this tier to each of them being stored there, without the wait in the queue.", |t| &t.write_time),
+];
+
+/// Name, help and value of a histogram of all tiers together.
+type Histogram = (
+    &'static str,
+    &'static str,
+    fn(&EngineTimes) -> &HistogramSnapshot,
+);
+
+/// Histograms of all tiers together.
+#[rustfmt::skip]
+const HISTOGRAMS: &[Histogram] = &[
+    ("lmc_promotion_seconds", "Time from a lookup to its outcome where lower tiers were asked or read, without lookups that may wait for a peer to compute.", |t| &t.promotion),
+    ("lmc_promotion_first_chunk_seconds", "Time from the start of reading a prompt from lower tiers to its first chunk in memory, for each rank.", |t| &t.first_chunk),
+];
+
+/// Name, help and value of a histogram of whole numbers.
+type Distribution = (
+    &'static str,
+    &'static str,
+    fn(&EngineTimes) -> &DistributionSnapshot,
+);
+
+/// Histograms of whole numbers.
+#[rustfmt::skip]
+const DISTRIBUTIONS: &[Distribution] = &[
+    ("lmcache_mp_l1_chunk_lifetime_seconds", "Age of chunks when they were evicted, since they were stored in memory.", |t| &t.evicted_age_seconds),
+    ("lmc_evicted_chunk_uses", "Lookups and retrieves that had found a chunk when it was evicted.", |t| &t.evicted_uses),
+];
 
 /// Name, help and value of a metric of a directory.
 type DirectoryMetric = (&'static str, &'static str, fn(&DirectoryStatus) -> usize);
@@ -217,8 +334,14 @@ const BUILD_INFO: (&str, &str) = (
 const OPERATION_SECONDS: &str = "lmc_operation_seconds";
 const OPERATION_REFUSED: &str = "lmc_operation_refused_total";
 
-/// The page for one moment.
-pub fn page(status: &ServiceStatus, directory: Option<DirectoryStatus>) -> String {
+/// The page for one moment. `tenant` names a salt without showing it; `connections` are the numbers of
+/// peers that are connected, and that are not and should be.
+pub fn page(
+    status: &ServiceStatus,
+    tenant: impl Fn(&Salt) -> String,
+    connections: Option<(usize, usize)>,
+    directory: Option<DirectoryStatus>,
+) -> String {
     let mut out = String::with_capacity(16 << 10);
     let (name, help) = BUILD_INFO;
     head(&mut out, name, "gauge", help);
@@ -240,7 +363,28 @@ pub fn page(status: &ServiceStatus, directory: Option<DirectoryStatus>) -> Strin
         // Writing to a string cannot fail.
         let _ = writeln!(out, "{name} {value}");
     }
+    let (name, help) = TIER_FAULTY;
+    head(&mut out, name, "gauge", help);
+    for tier in &status.tiers {
+        let (tier, is_faulty) = (&tier.tier, u8::from(tier.fault.is_some()));
+        let _ = writeln!(out, "{name}{{tier=\"{tier}\"}} {is_faulty}");
+    }
+    if let Some((connected, missing)) = connections {
+        for ((name, help), value) in PEERS.iter().zip([connected, missing]) {
+            head(&mut out, name, "gauge", help);
+            let _ = writeln!(out, "{name} {value}");
+        }
+    }
+    tenants(&mut out, &status.usages, tenant);
     tiers(&mut out, &status.lower);
+    for (name, help, value) in HISTOGRAMS {
+        head(&mut out, name, "histogram", help);
+        histogram(&mut out, name, "", value(&status.times));
+    }
+    for (name, help, value) in DISTRIBUTIONS {
+        head(&mut out, name, "histogram", help);
+        distribution(&mut out, name, value(&status.times));
+    }
     if let Some(status) = directory {
         directory_metrics(&mut out, &status);
     }
@@ -251,7 +395,11 @@ pub fn page(status: &ServiceStatus, directory: Option<DirectoryStatus>) -> Strin
         "Time from the last byte of a request to its answer.",
     );
     for operation in &status.operations {
-        histogram(&mut out, operation.operation, &operation.latency);
+        let latency = &operation.latency;
+        if latency.count() > 0 {
+            let label = format!("operation=\"{}\"", operation.operation);
+            histogram(&mut out, OPERATION_SECONDS, &label, latency);
+        }
     }
     head(
         &mut out,
@@ -266,22 +414,62 @@ pub fn page(status: &ServiceStatus, directory: Option<DirectoryStatus>) -> Strin
     out
 }
 
+fn tenants(out: &mut String, usages: &[UsageStatus], tenant: impl Fn(&Salt) -> String) {
+    if usages.is_empty() {
+        return;
+    }
+    let labels = |usage: &UsageStatus| match &usage.of {
+        Some((model, salt)) => (escaped(model), escaped(&tenant(salt))),
+        None => (OTHER.to_owned(), OTHER.to_owned()),
+    };
+    let labels: Vec<_> = usages.iter().map(labels).collect();
+    for (name, kind, help, value) in TENANT_METRICS {
+        head(out, name, kind, help);
+        for (usage, (model, tenant)) in usages.iter().zip(&labels) {
+            let value = value(usage);
+            let _ = writeln!(
+                out,
+                "{name}{{model=\"{model}\",tenant=\"{tenant}\"}} {value}"
+            );
+        }
+    }
+}
+
+/// Returns a text from outside as the value of a label.
+fn escaped(text: &str) -> String {
+    text.replace('\\', "\\\\")
+        .replace('"', "\\\"")
+        .replace('\n', "\\n")
+}
+
 fn tiers(out: &mut String, tiers: &[LowerStatus]) {
     if tiers.is_empty() {
         return;
     }
-    for (name, kind, help, value) in TIER_METRICS {
-        head(out, name, kind, help);
-        for tier in tiers {
-            let _ = writeln!(out, "{name}{{tier=\"{}\"}} {}", tier.tier, value(tier));
+    for (metrics, label) in BY_TIER {
+        for (name, kind, help, value) in metrics {
+            head(out, name, kind, help);
+            for tier in tiers {
+                let (tier, value) = (&tier.tier, value(tier));
+                let _ = writeln!(out, "{name}{{{label}=\"{tier}\"}} {value}");
+            }
         }
     }
-    let (name, help) = TIER_EVENTS;
-    head(out, name, "counter", help);
-    for tier in tiers {
-        for (what, count) in &tier.counters {
-            let tier = &tier.tier;
-            let _ = writeln!(out, "{name}{{tier=\"{tier}\",what=\"{what}\"}} {count}");
+    for ((name, help), are_bytes) in [(TIER_EVENTS, false), (TIER_EVENT_BYTES, true)] {
+        head(out, name, "counter", help);
+        for tier in tiers {
+            let counters = tier.counters.iter();
+            for (what, count) in counters.filter(|(what, _)| what.ends_with(BYTES) == are_bytes) {
+                let (tier, what) = (&tier.tier, what.trim_end_matches(BYTES));
+                let _ = writeln!(out, "{name}{{tier=\"{tier}\",what=\"{what}\"}} {count}");
+            }
+        }
+    }
+    for (name, help, value) in TIER_HISTOGRAMS {
+        head(out, name, "histogram", help);
+        for tier in tiers {
+            let label = format!("tier=\"{}\"", tier.tier);
+            histogram(out, name, &label, value(tier));
         }
     }
 }
@@ -308,28 +496,47 @@ fn head(out: &mut String, name: &str, kind: &str, help: &str) {
 }
 
 /// Buckets of whole doublings; the finer ones between them only serve `lmc status`.
-fn histogram(out: &mut String, operation: &str, latency: &HistogramSnapshot) {
-    if latency.count() == 0 {
-        return;
-    }
+fn histogram(out: &mut String, name: &str, label: &str, times: &HistogramSnapshot) {
     let mut below = 0;
-    for (index, count) in latency.buckets.iter().enumerate() {
+    let counts = times.buckets.iter().enumerate().map(|(index, count)| {
         below += count;
-        if index % 4 == 0 {
-            let bound = HistogramSnapshot::upper_bound(index);
-            let _ = writeln!(
-                out,
-                "{OPERATION_SECONDS}_bucket{{operation=\"{operation}\",le=\"{bound}\"}} {below}"
-            );
-        }
+        (index, below)
+    });
+    let doublings = counts.filter(|(index, _)| index % 4 == 0);
+    let bounds = doublings.map(|(index, below)| (HistogramSnapshot::upper_bound(index), below));
+    buckets(out, name, label, bounds);
+    totals(out, name, label, times.sum_seconds, times.count());
+}
+
+fn distribution(out: &mut String, name: &str, numbers: &DistributionSnapshot) {
+    let mut below = 0;
+    let counts = numbers.bounds.iter().zip(&numbers.buckets);
+    let bounds = counts.map(|(bound, count)| {
+        below += count;
+        (*bound as f64, below)
+    });
+    buckets(out, name, "", bounds);
+    let count = numbers.buckets.iter().sum();
+    totals(out, name, "", numbers.sum as f64, count);
+}
+
+fn buckets(out: &mut String, name: &str, label: &str, bounds: impl Iterator<Item = (f64, u64)>) {
+    let comma = if label.is_empty() { "" } else { "," };
+    for (bound, below) in bounds {
+        let _ = writeln!(out, "{name}_bucket{{{label}{comma}le=\"{bound}\"}} {below}");
     }
-    let count = latency.count();
-    let sum = latency.sum_seconds;
+}
+
+fn totals(out: &mut String, name: &str, label: &str, sum: f64, count: u64) {
+    let (comma, labels) = match label {
+        "" => ("", String::new()),
+        label => (",", format!("{{{label}}}")),
+    };
     let _ = writeln!(
         out,
-        "{OPERATION_SECONDS}_bucket{{operation=\"{operation}\",le=\"+Inf\"}} {count}\n\
-         {OPERATION_SECONDS}_sum{{operation=\"{operation}\"}} {sum}\n\
-         {OPERATION_SECONDS}_count{{operation=\"{operation}\"}} {count}"
+        "{name}_bucket{{{label}{comma}le=\"+Inf\"}} {count}\n\
+         {name}_sum{labels} {sum}\n\
+         {name}_count{labels} {count}"
     );
 }
 
@@ -338,7 +545,8 @@ pub fn documentation() -> String {
     let mut out = String::from(
         "# Metrics\n\n\
          What `GET /metrics` on the HTTP port shows, in Prometheus' text format.\n\
-         Names that begin with `lmcache_mp_` mean what LMCache's MP server means by them.\n\
+         Names that begin with `lmcache_mp_` mean what LMCache's MP server means by them, without its labels for models, salts and devices; a series of a lower tier has its `l2_name`.\n\
+         [alerts.md](alerts.md) has a board for Grafana and alert rules.\n\
          Durations and bytes are counted when an operation has completed, so a rate of bytes over a rate of seconds is a measured speed:\n\n\
          ```\n\
          rate(lmc_gather_bytes_total[1m]) / rate(lmc_gather_seconds_total[1m])                        bytes per second into the pool\n\
@@ -355,16 +563,38 @@ pub fn documentation() -> String {
         let labels = labels_of(family(name));
         let _ = writeln!(out, "| `{}` | {kind}{labels} | {help} |", family(name));
     }
-    for (name, kind, help, _) in TIER_METRICS {
-        let _ = writeln!(out, "| `{name}` | {kind}, by `tier` | {help} |");
+    let (name, help) = TIER_FAULTY;
+    let _ = writeln!(out, "| `{name}` | gauge, by `tier` | {help} |");
+    for (name, help) in PEERS {
+        let _ = writeln!(out, "| `{name}` | gauge | {help} |");
+    }
+    for (name, kind, help, _) in TENANT_METRICS {
+        let _ = writeln!(
+            out,
+            "| `{name}` | {kind}, by `model` and `tenant` | {help} |"
+        );
+    }
+    for (metrics, label) in BY_TIER {
+        for (name, kind, help, _) in metrics {
+            let _ = writeln!(out, "| `{name}` | {kind}, by `{label}` | {help} |");
+        }
     }
     let (name, help) = BUILD_INFO;
     let _ = writeln!(
         out,
         "| `{name}` | gauge, by `version` and `commit` | {help} |"
     );
-    let (name, help) = TIER_EVENTS;
-    let _ = writeln!(out, "| `{name}` | counter, by `tier` and `what` | {help} |");
+    for (name, help) in [TIER_EVENTS, TIER_EVENT_BYTES] {
+        let _ = writeln!(out, "| `{name}` | counter, by `tier` and `what` | {help} |");
+    }
+    for (name, help, _) in TIER_HISTOGRAMS {
+        let _ = writeln!(out, "| `{name}` | histogram, by `tier` | {help} |");
+    }
+    let histograms = HISTOGRAMS.iter().map(|(name, help, _)| (name, help));
+    let numbers = DISTRIBUTIONS.iter().map(|(name, help, _)| (name, help));
+    for (name, help) in histograms.chain(numbers) {
+        let _ = writeln!(out, "| `{name}` | histogram | {help} |");
+    }
     for (name, help, _) in DIRECTORY_METRICS {
         let _ = writeln!(out, "| `{name}` | gauge | {help} |");
     }

@@ -53,10 +53,20 @@ impl SaltDigests {
     pub(crate) fn of(&self, salt: &Salt) -> impl fmt::Display + use<> {
         match salt.is_empty() {
             true => DEFAULT_SALT.to_owned(),
-            false => {
-                let digest = self.0.digest(salt.as_str().as_bytes());
-                format!("digest {:032x}", u128::from_be_bytes(digest))
-            }
+            false => format!("digest {}", self.digits(salt)),
         }
+    }
+
+    /// Returns the first 12 digits of a salt's digest, for labels.
+    pub(crate) fn short(&self, salt: &Salt) -> String {
+        match salt.is_empty() {
+            true => DEFAULT_SALT.to_owned(),
+            false => self.digits(salt)[..12].to_owned(),
+        }
+    }
+
+    fn digits(&self, salt: &Salt) -> String {
+        let digest = self.0.digest(salt.as_str().as_bytes());
+        format!("{:032x}", u128::from_be_bytes(digest))
     }
 }

@@ -54,10 +54,9 @@ pub use protocol::{
 };
 #[cfg(feature = "service")]
 pub use service::{
-    ClientId, EventLogStatus, HISTOGRAM_BUCKETS, HeldStatus, HistogramSnapshot, InspectError,
-    InstanceStatus, Notice, OperationCounts, RequestLog, Service, ServiceConfig, ServiceCounts,
-    ServiceError, ServiceStatus, SessionStatus, SpaceStatus, TransferStatus, TransportCounts,
-    WeakService,
+    ClientId, EventLogStatus, HeldStatus, InspectError, InstanceStatus, Notice, OperationCounts,
+    RequestLog, Service, ServiceConfig, ServiceCounts, ServiceError, ServiceStatus, SessionStatus,
+    SpaceStatus, TransferStatus, TransportCounts, UsageStatus, WeakService,
 };
 #[cfg(feature = "service")]
 pub use transport::{BindError, Keepalive, ZmqConfig, ZmqServer};

@@ -23,7 +23,16 @@ pub(super) const COMPLETIONS: [Completion; 3] = [
     ("fish", "share/fish/vendor_completions.d/lmc.fish"),
 ];
 
-/// Writes the program, its manual pages and its completions under a prefix.
+/// The board for Grafana and the alert rules for Prometheus, with their paths under a prefix.
+const MONITORING: [(&str, &str); 2] = [
+    ("packaging/grafana/lmc.json", "share/lmc/grafana/lmc.json"),
+    (
+        "packaging/prometheus/lmc.rules.yml",
+        "share/lmc/prometheus/lmc.rules.yml",
+    ),
+];
+
+/// Writes the program, its manual pages, its completions, and what monitors it under a prefix.
 pub(super) fn write(program: &Path, prefix: &Path, completions: &[Completion]) -> Result<()> {
     put(&fs::read(program)?, &prefix.join("bin/lmc"), 0o755)?;
     let pages = prefix.join("share/man/man1");
@@ -35,6 +44,9 @@ pub(super) fn write(program: &Path, prefix: &Path, completions: &[Completion]) -
     for (shell, path) in completions {
         let script = run(Command::new(program).args(["completions", shell]))?;
         put(script.as_bytes(), &prefix.join(path), 0o644)?;
+    }
+    for (from, to) in MONITORING {
+        copy(from, &prefix.join(to), 0o644)?;
     }
     Ok(())
 }

@@ -26,14 +26,14 @@ impl Arc {
     }
 
     fn queue(&mut self, nodes: &Nodes, id: u32) -> &mut List {
-        match nodes[id].queue {
+        match nodes[id].queue() {
             RECENT => &mut self.recent,
             _ => &mut self.frequent,
         }
     }
 
     fn push(&mut self, nodes: &mut Nodes, id: u32, queue: u8, stamp: u64) {
-        nodes[id].queue = queue;
+        nodes[id].set_queue(queue);
         nodes[id].set_stamp(stamp);
         self.queue(nodes, id).push_head(nodes, id);
     }
@@ -86,7 +86,7 @@ impl EvictionPolicy for Arc {
     }
 
     fn evicted(&mut self, nodes: &Nodes, id: u32, fingerprint: u32) {
-        match nodes[id].queue {
+        match nodes[id].queue() {
             RECENT => self.recent_ghosts.push(fingerprint),
             _ => self.frequent_ghosts.push(fingerprint),
         }

@@ -15,10 +15,11 @@ pub(crate) struct Node {
     pub(crate) next: u32,
     stamp_low: u32,
     stamp_high: u16,
-    /// The policy's queue that the entry is in, or was in when it was popped.
-    pub(super) queue: u8,
-    /// Number of recent uses, up to what the policy counts.
-    pub(super) uses: u8,
+    /// The policy's queue that the entry is in, or was in when it was popped, in the low four bits.
+    /// Above, the number of recent uses, up to what the policy counts.
+    queue_and_recent: u8,
+    /// Number of uses since the insert, up to 255.
+    uses: u8,
 }
 
 impl Default for Node {
@@ -28,13 +29,37 @@ impl Default for Node {
             next: NIL,
             stamp_low: 0,
             stamp_high: 0,
-            queue: 0,
+            queue_and_recent: 0,
             uses: 0,
         }
     }
 }
 
 impl Node {
+    pub(super) fn queue(&self) -> u8 {
+        self.queue_and_recent & 0xf
+    }
+
+    pub(super) fn set_queue(&mut self, queue: u8) {
+        self.queue_and_recent = self.queue_and_recent & 0xf0 | queue & 0xf;
+    }
+
+    pub(super) fn recent_uses(&self) -> u8 {
+        self.queue_and_recent >> 4
+    }
+
+    pub(super) fn set_recent_uses(&mut self, uses: u8) {
+        self.queue_and_recent = self.queue_and_recent & 0xf | uses << 4;
+    }
+
+    pub(crate) fn uses(&self) -> u8 {
+        self.uses
+    }
+
+    pub(crate) fn count_use(&mut self) {
+        self.uses = self.uses.saturating_add(1);
+    }
+
     pub(crate) fn stamp(&self) -> u64 {
         u64::from(self.stamp_high) << 32 | u64::from(self.stamp_low)
     }

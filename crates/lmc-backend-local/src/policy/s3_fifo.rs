@@ -25,14 +25,14 @@ impl S3Fifo {
     }
 
     fn queue(&mut self, nodes: &Nodes, id: u32) -> &mut List {
-        match nodes[id].queue {
+        match nodes[id].queue() {
             SMALL => &mut self.small,
             _ => &mut self.main,
         }
     }
 
     fn push(&mut self, nodes: &mut Nodes, id: u32, queue: u8, stamp: u64) {
-        nodes[id].queue = queue;
+        nodes[id].set_queue(queue);
         nodes[id].set_stamp(stamp);
         self.queue(nodes, id).push_head(nodes, id);
     }
@@ -41,7 +41,7 @@ impl S3Fifo {
 impl EvictionPolicy for S3Fifo {
     fn insert(&mut self, nodes: &mut Nodes, id: u32, fingerprint: u32, stamp: u64) {
         self.now = stamp;
-        nodes[id].uses = 0;
+        nodes[id].set_recent_uses(0);
         let queue = match self.ghost.recall(fingerprint) {
             true => MAIN,
             false => SMALL,
@@ -51,8 +51,8 @@ impl EvictionPolicy for S3Fifo {
 
     fn touch(&mut self, nodes: &mut Nodes, id: u32, stamp: u64) {
         self.now = stamp;
-        let uses = &mut nodes[id].uses;
-        *uses = MAX_USES.min(*uses + 1);
+        let uses = nodes[id].recent_uses() + 1;
+        nodes[id].set_recent_uses(uses.min(MAX_USES));
     }
 
     fn remove(&mut self, nodes: &mut Nodes, id: u32) {
@@ -65,17 +65,18 @@ impl EvictionPolicy for S3Fifo {
                 let id = self.small.pop_tail(nodes)?;
                 // As in the paper, one use after the insert is not enough. Letting one do was
                 // tried on the traces: worse on the conversations, better on the synthetic one.
-                if nodes[id].uses <= 1 {
+                if nodes[id].recent_uses() <= 1 {
                     return Some(id);
                 }
-                nodes[id].uses = 0;
+                nodes[id].set_recent_uses(0);
                 self.push(nodes, id, MAIN, self.now);
             } else {
                 let id = self.main.pop_tail(nodes)?;
-                if nodes[id].uses == 0 {
+                let uses = nodes[id].recent_uses();
+                if uses == 0 {
                     return Some(id);
                 }
-                nodes[id].uses -= 1;
+                nodes[id].set_recent_uses(uses - 1);
                 self.push(nodes, id, MAIN, self.now);
             }
         }
@@ -92,7 +93,7 @@ impl EvictionPolicy for S3Fifo {
     }
 
     fn evicted(&mut self, nodes: &Nodes, id: u32, fingerprint: u32) {
-        if nodes[id].queue == SMALL {
+        if nodes[id].queue() == SMALL {
             self.ghost.push(fingerprint);
         }
         self.ghost.trim(self.main.len() as usize);

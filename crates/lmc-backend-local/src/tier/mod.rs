@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use lmc_key::ChunkKey;
 use lmc_memory::Pool;
@@ -54,6 +54,8 @@ pub(crate) struct Inner {
     writes: Owners,
     /// Numbers uses: a batch takes as many as it has keys, the highest for the head of the prefix.
     clock: AtomicU64,
+    /// Time by which ages of chunks are counted.
+    seconds: AtomicU32,
     reservations: AtomicU64,
     counters: Counters,
     events: Option<Arc<dyn LocalSink>>,
@@ -94,6 +96,7 @@ impl LocalTier {
             held,
             writes: Owners::default(),
             clock: AtomicU64::new(1),
+            seconds: AtomicU32::new(0),
             reservations: AtomicU64::new(0),
             counters: Counters::default(),
             events: config.events,
@@ -111,6 +114,12 @@ impl LocalTier {
     /// Returns the eviction policy.
     pub fn policy(&self) -> PolicyKind {
         self.0.policy
+    }
+
+    /// Sets the time, in seconds since any moment, by which ages of chunks are counted. The tier has no
+    /// clock of its own.
+    pub fn set_seconds(&self, seconds: u32) {
+        self.0.seconds.store(seconds, Ordering::Relaxed);
     }
 
     /// Counters since the tier was made.
@@ -193,6 +202,11 @@ impl Inner {
         len.next_multiple_of(self.pool.align())
     }
 
+    /// Returns the tier's time in seconds.
+    pub(super) fn seconds(&self) -> u32 {
+        self.seconds.load(Ordering::Relaxed)
+    }
+
     /// The numbers of `n` uses, of which the caller gives the highest to the head.
     fn stamps(&self, n: usize) -> u64 {
         self.clock.fetch_add(n as u64, Ordering::Relaxed)
@@ -211,6 +225,8 @@ impl Inner {
                 tenant: taken.tenant,
                 cause,
                 origin: taken.origin,
+                age_seconds: self.seconds().saturating_sub(taken.life.inserted_at),
+                uses: taken.life.uses,
                 slot: &taken.slot,
             });
         }
@@ -219,12 +235,14 @@ impl Inner {
     /// Tells the sink of an entry that a clear has left, under the lock of its shard.
     fn report_left(&self, shard: &Shard, index: u32) {
         if let Some(events) = &self.events {
-            let entry = shard.entry(index);
+            let (entry, life) = (shard.entry(index), shard.life(index));
             events.on_left(RemovedEvent {
                 key: shard.key(index),
                 tenant: shard.tenant(index),
                 cause: Removal::Cleared,
                 origin: entry.origin(),
+                age_seconds: self.seconds().saturating_sub(life.inserted_at),
+                uses: life.uses,
                 slot: &entry.slot,
             });
         }

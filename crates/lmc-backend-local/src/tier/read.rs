@@ -449,6 +449,7 @@ impl Inner {
                     let stamp = first + (keys.len() - 1 - position) as u64;
                     if is_use {
                         shard.touch(index, stamp);
+                        shard.count_use(index);
                     }
                     let (lease, fresh) = shard.lease(index);
                     if fresh {

@@ -299,8 +299,9 @@ impl LocalTier {
                         // Before the shard knows of it, as it may be evicted from then on.
                         mark.tenant.add(slot.len());
                         let slot = slot.seal();
+                        let came = (stamp, inner.seconds());
                         let index =
-                            shard.insert(fold, mark.key, slot, mark.tenant.id, origin, stamp);
+                            shard.insert(fold, mark.key, slot, mark.tenant.id, origin, came);
                         inner.count_insert(&shard, index, &lineage[position], mark.tenant.id);
                         index
                     }

@@ -29,6 +29,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use crate::TierHealth;
 use crate::clears::ClearLog;
 use crate::config::{EngineConfig, EngineError};
+use crate::histogram::{Histogram, HistogramSnapshot};
 use crate::policy::{LowerTier, TierPolicy, WritePolicy};
 use crate::pushed::PushedChunks;
 pub(crate) use locate::{Source, Sources, Waits, fits};
@@ -50,7 +51,7 @@ const LEARN_TIMEOUT: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
 /// Content of a lower tier, and the chunks moved to it and from it since the engine was made.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct LowerStatus {
     /// Name of the tier.
@@ -86,8 +87,28 @@ pub struct LowerStatus {
     pub promote_skipped: u64,
     /// Lookups that the tier did not answer, or not in time.
     pub locate_failed: u64,
+    /// Batches of chunks that the tier was given to write.
+    pub write_batches: u64,
+    /// Chunks that the tier was given to write.
+    pub write_given: u64,
+    /// Batches whose write has ended.
+    pub write_batches_ended: u64,
+    /// Batches of chunks that the tier was asked to read.
+    pub promote_batches: u64,
+    /// Chunks that the tier was asked to read.
+    pub promote_asked: u64,
+    /// Batches whose read has ended.
+    pub promote_batches_ended: u64,
+    /// Payload bytes of the chunks that are being read from the tier now.
+    pub promoting_bytes: u64,
     /// Counters of the tier's own.
     pub counters: BTreeMap<&'static str, u64>,
+    /// Times from asking the tier for chunks to each chunk in DRAM.
+    #[serde(skip)]
+    pub read_time: HistogramSnapshot,
+    /// Times from giving chunks to the tier to each chunk being stored there.
+    #[serde(skip)]
+    pub write_time: HistogramSnapshot,
 }
 
 /// Counters of one tier.
@@ -104,6 +125,15 @@ struct Counters {
     promote_failed: AtomicU64,
     promote_skipped: AtomicU64,
     locate_failed: AtomicU64,
+    write_batches: AtomicU64,
+    write_given: AtomicU64,
+    write_batches_ended: AtomicU64,
+    promote_batches: AtomicU64,
+    promote_asked: AtomicU64,
+    promote_batches_ended: AtomicU64,
+    promoting_bytes: AtomicU64,
+    read_time: Histogram,
+    write_time: Histogram,
 }
 
 fn count(counter: &AtomicU64, n: u64) {
@@ -150,6 +180,11 @@ pub(crate) struct Tiers {
     removing: Mutex<Vec<Arc<HashSet<ChunkKey>>>>,
     /// Set when clears were made elsewhere, which have to be passed on to the tiers.
     learned: Notify,
+    promotion_time: Histogram,
+    first_chunk_time: Histogram,
+    /// Lookups that went on in the tiers, and the chunks that those asked for.
+    lookups: AtomicU64,
+    lookup_chunks: AtomicU64,
 }
 
 /// Chunks that were not written to a tier.
@@ -219,6 +254,10 @@ impl LowerTiers {
             removal: RwLock::new(()),
             removing: Mutex::default(),
             learned: Notify::new(),
+            promotion_time: Histogram::default(),
+            first_chunk_time: Histogram::default(),
+            lookups: AtomicU64::new(0),
+            lookup_chunks: AtomicU64::new(0),
         });
         let runtime = match &config.runtime {
             Some(_) => None,
@@ -296,7 +335,17 @@ impl LowerTiers {
                 promote_failed: read(&counters.promote_failed),
                 promote_skipped: read(&counters.promote_skipped),
                 locate_failed: read(&counters.locate_failed),
+                // Ends first: no more have ended than have begun.
+                write_batches_ended: read(&counters.write_batches_ended),
+                write_batches: read(&counters.write_batches),
+                write_given: read(&counters.write_given),
+                promote_batches_ended: read(&counters.promote_batches_ended),
+                promote_batches: read(&counters.promote_batches),
+                promote_asked: read(&counters.promote_asked),
+                promoting_bytes: read(&counters.promoting_bytes),
                 counters: tier.backend.counters().into_iter().collect(),
+                read_time: counters.read_time.snapshot(),
+                write_time: counters.write_time.snapshot(),
             }
         };
         self.tiers.tiers.iter().map(status).collect()
@@ -480,6 +529,29 @@ impl Tier {
 }
 
 impl Tiers {
+    /// Counts a lookup that goes on in the tiers, with the chunks that DRAM lacks.
+    pub(crate) fn count_lookup(&self, chunks: usize) {
+        count(&self.lookups, 1);
+        count(&self.lookup_chunks, chunks as u64);
+    }
+
+    /// Returns the number of lookups that went on in the tiers, and that of the chunks that they asked for.
+    pub(crate) fn lookups(&self) -> (u64, u64) {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        (read(&self.lookups), read(&self.lookup_chunks))
+    }
+
+    /// Counts the time of a lookup that asked or read tiers.
+    pub(crate) fn record_promotion(&self, took: Duration) {
+        self.promotion_time.record(took);
+    }
+
+    /// Returns the times of promotions, and those to their first chunks.
+    pub(crate) fn times(&self) -> (HistogramSnapshot, HistogramSnapshot) {
+        let first_chunk = self.first_chunk_time.snapshot();
+        (self.promotion_time.snapshot(), first_chunk)
+    }
+
     /// Returns the timeout of a promotion.
     pub(crate) fn promotion_timeout(&self) -> Duration {
         self.limits.promotion_timeout

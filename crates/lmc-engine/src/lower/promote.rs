@@ -22,7 +22,7 @@ use tokio::task::JoinHandle;
 
 use super::locate::fits;
 use super::permits::Permit;
-use super::{ANSWER, Moment, Source, Tiers, count};
+use super::{ANSWER, Counters, Moment, Source, Tiers, count};
 use crate::misses::{Miss, MissReason};
 
 /// Bytes that one permit stands for.
@@ -155,6 +155,30 @@ impl Drop for Task {
     }
 }
 
+/// Counts a batch of reads as under way until it is dropped.
+struct UnderWay<'a> {
+    counters: &'a Counters,
+    bytes: u64,
+}
+
+impl<'a> UnderWay<'a> {
+    fn new(counters: &'a Counters, items: &[LoadItem]) -> Self {
+        let bytes = items.iter().map(|item| item.slot.len()).sum();
+        count(&counters.promote_batches, 1);
+        count(&counters.promote_asked, items.len() as u64);
+        count(&counters.promoting_bytes, bytes);
+        Self { counters, bytes }
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        let bytes = &self.counters.promoting_bytes;
+        bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        count(&self.counters.promote_batches_ended, 1);
+    }
+}
+
 /// The chunks of one rank of a prompt, to be promoted.
 #[derive(Debug)]
 pub(crate) struct Prompt {
@@ -168,6 +192,8 @@ pub(crate) struct Prompt {
     /// Sources of `keys` from index `first` on.
     pub(crate) sources: Vec<Source>,
     pub(crate) first: usize,
+    /// Start of the reads.
+    pub(crate) begun: Instant,
     pub(crate) deadline: Instant,
     /// Number of leading chunks that every rank of the prompt may still have. A rank that ends earlier
     /// lowers it; the ranks share it.
@@ -647,8 +673,10 @@ impl Tiers {
         let counters = &tier.counters;
         let split = |(index, mark, item)| (Some((index, mark)), item);
         let (mut marks, items): (Vec<_>, Vec<_>) = loads.into_iter().map(split).unzip();
+        let _under_way = UnderWay::new(counters, &items);
         let mut failed = Vec::new();
-        let timeout = tier.policy.read_timeout.map(|time| now() + time);
+        let begun = now();
+        let timeout = tier.policy.read_timeout.map(|time| begun + time);
         let deadline = timeout.map_or(prompt.deadline, |until| until.min(prompt.deadline));
         let answers = tier.backend.load(items, deadline);
         let answers = answers.take_until(overtaken.notified());
@@ -693,7 +721,19 @@ impl Tiers {
             if writes.is_empty() {
                 continue;
             }
-            prompt.read.lock().append(&mut read);
+            let arrived = now();
+            let is_first = {
+                let mut all = prompt.read.lock();
+                let is_first = all.is_empty();
+                all.append(&mut read);
+                is_first
+            };
+            if is_first {
+                let took = arrived.saturating_duration_since(prompt.begun);
+                self.first_chunk_time.record(took);
+            }
+            let took = arrived.saturating_duration_since(begun);
+            writes.iter().for_each(|_| counters.read_time.record(took));
             count(&counters.promoted, writes.len() as u64);
             let bytes = writes.iter().map(|write| write.slot.len()).sum();
             count(&counters.promoted_bytes, bytes);

@@ -304,7 +304,10 @@ async fn write(tiers: &Tiers, index: usize, batch: u64, items: Vec<StoreItem>) {
     let tier = &tiers.tiers[index];
     let counters = &tier.counters;
     let mut lens: Vec<Option<u64>> = items.iter().map(|item| Some(item.slot.len())).collect();
-    let deadline = now() + tier.policy.write_timeout;
+    count(&counters.write_batches, 1);
+    count(&counters.write_given, items.len() as u64);
+    let begun = now();
+    let deadline = begun + tier.policy.write_timeout;
     let mut stored = match tier.backend.writer() {
         Some(writer) => writer.store(items, deadline),
         None => ready([]),
@@ -317,6 +320,8 @@ async fn write(tiers: &Tiers, index: usize, batch: u64, items: Vec<StoreItem>) {
             Ok(Stored::Written) => {
                 count(&counters.written, 1);
                 count(&counters.written_bytes, len);
+                let took = now().saturating_duration_since(begun);
+                counters.write_time.record(took);
             }
             Ok(Stored::Declined) => count(&counters.write_declined, 1),
             Ok(_) => {}
@@ -330,4 +335,5 @@ async fn write(tiers: &Tiers, index: usize, batch: u64, items: Vec<StoreItem>) {
         tier.queue.ended(batch, len);
     }
     tier.queue.queue.lock().batches.remove(&batch);
+    count(&counters.write_batches_ended, 1);
 }

@@ -93,6 +93,8 @@ settings! {
             http_port: u16 = "http-port", Value "PORT", "8080", parse::port;
             /// Host names under which the HTTP side may be asked, separated by commas, such as the name of a Kubernetes Service; IP addresses, localhost and the name in --http-host always may. Requests under other names are refused, because a web page could have sent them (DNS rebinding).
             http_allowed_hosts: Vec<String> = "http-allowed-host", Value "NAMES", "none", parse::host_names;
+            /// Pairs of model and tenant that /metrics has series of their own for (lmc_tenant_*), in the order in which they were first used; all further ones together are `other`. A tenant is named by the first 12 digits of its salt's digest, which changes with each start unless --p2p-key or --remote-key names a key. 0 has no such series.
+            metrics_tenants: usize = "metrics-tenants", Value "N", "64", |raw| parse::count(raw, 0, 10_000);
         }
         Identity {
             /// Tokens in a chunk, the unit of caching.

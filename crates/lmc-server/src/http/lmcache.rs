@@ -13,11 +13,9 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use lmc_engine::{TenantId, TenantStatus};
+use lmc_engine::{HistogramSnapshot, TenantId, TenantStatus};
 use lmc_key::Salt;
-use lmc_vllm_adapter::{
-    HistogramSnapshot, InspectError, InstanceStatus, OperationCounts, Service, ServiceStatus,
-};
+use lmc_vllm_adapter::{InspectError, InstanceStatus, OperationCounts, Service, ServiceStatus};
 use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 

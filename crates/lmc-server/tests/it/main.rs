@@ -1,5 +1,6 @@
 //! Tests of the real binary, in one program.
 
+mod alerts;
 mod bench;
 mod clears;
 mod cli;
@@ -13,7 +14,9 @@ mod first_chunks;
 mod frozen_copies;
 mod gpu;
 mod hostile_peers;
+mod metrics;
 mod misses;
+mod monitoring;
 mod multinode;
 #[cfg(feature = "nixl")]
 mod nixl_peers;

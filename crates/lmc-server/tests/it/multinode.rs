@@ -175,14 +175,15 @@ fn at(address: &str) -> String {
 
 /// Stores prompts at the owner until one of them was read over NIXL.
 fn until_read_over_nixl(at_owner: &mut Worker, reader: &Daemon<'_>, at_reader: &mut Worker) {
-    let before = reader.counter("read_nixl_bytes");
+    let over_nixl = "lmc_tier_event_bytes_total{tier=\"peers\",what=\"read_nixl\"}";
+    let before = reader.metric(over_nixl);
     // Those of another host are others.
     let mut prompts = (100 * (reader.host as u32 + 1)..).map(Prompt);
     until("a prompt is read over NIXL", || {
         let prompt = prompts.next().expect("there are many");
         at_owner.store(prompt);
         at_reader.until_found(prompt);
-        reader.counter("read_nixl_bytes") > before
+        reader.metric(over_nixl) > before
     });
 }
 

@@ -10,11 +10,11 @@ use crate::common::prompt::{CHUNKS, register_wide, retrieve, store};
 
 /// Values for each token, layer and half: chunks of 2 MiB, so that all are leased at once.
 const WIDE: u32 = 512;
-const TCP: &str = "tcp";
+pub(crate) const TCP: &str = "tcp";
 const SHARED_MEMORY: &str = "cma,posix,tcp";
 
 /// Returns true, and says so, on a machine without NIXL.
-fn skipped() -> bool {
+pub(crate) fn skipped() -> bool {
     let skips = std::env::var_os("LMC_NIXL_LIBRARY").is_none();
     if skips {
         println!(
@@ -25,11 +25,17 @@ fn skipped() -> bool {
 }
 
 /// Starts a daemon that listens for peers at `port`, and connects to others.
-fn start(folder: &Folder, port: u16, peer: Option<u16>, transport: &str, ucx: &str) -> Server {
+pub(crate) fn start(
+    folder: &Folder,
+    port: u16,
+    peer: Option<u16>,
+    transport: &str,
+    ucx: &str,
+) -> Server {
     let key = folder.join("key");
     write_secret(&key, &"0123456789abcdef".repeat(4));
     let (listen, key) = (format!("127.0.0.1:{port}"), key.display().to_string());
-    let mut args = vec!["--l1-size-gb", "128MiB", "--p2p-listen", &listen];
+    let mut args = vec!["--l1-size-gb", "256MiB", "--p2p-listen", &listen];
     args.extend(["--p2p-key", &key, "--p2p-transport", transport]);
     args.extend(["--p2p-interfaces", "lo"]);
     let peer = peer.map(|port| format!("127.0.0.1:{port}"));
@@ -41,9 +47,10 @@ fn start(folder: &Folder, port: u16, peer: Option<u16>, transport: &str, ucx: &s
     Server::start_by(command, &args)
 }
 
-fn tier_counter(server: &Server, name: &str) -> f64 {
+/// Returns the bytes that the tier of peers has counted.
+fn tier_bytes(server: &Server, what: &str) -> f64 {
     server.metric(&format!(
-        "lmc_tier_events_total{{tier=\"peers\",what=\"{name}\"}}"
+        "lmc_tier_event_bytes_total{{tier=\"peers\",what=\"{what}\"}}"
     ))
 }
 
@@ -76,9 +83,9 @@ fn a_prompt_is_read_over_nixl(ucx: &str) {
         request += 1;
         retrieve(&mut client, &shm_name, &format!("request-{request}")) == CHUNKS as u64
     });
-    let bytes = tier_counter(&reader, "read_bytes");
+    let bytes = tier_bytes(&reader, "read");
     assert!(bytes > 0.0);
-    assert_eq!(tier_counter(&reader, "read_nixl_bytes"), bytes);
+    assert_eq!(tier_bytes(&reader, "read_nixl"), bytes);
 }
 
 #[test]
@@ -109,8 +116,8 @@ fn a_daemon_without_nixl_reads_over_sockets() {
         request += 1;
         retrieve(&mut client, &shm_name, &format!("request-{request}")) == CHUNKS as u64
     });
-    assert!(tier_counter(&reader, "read_bytes") > 0.0);
-    assert_eq!(tier_counter(&reader, "read_nixl_bytes"), 0.0);
+    assert!(tier_bytes(&reader, "read") > 0.0);
+    assert_eq!(tier_bytes(&reader, "read_nixl"), 0.0);
 }
 
 /// The owner is killed or stopped at several moments of a read: before it, in it, after it. What
@@ -131,7 +138,8 @@ fn an_owner_that_ends_in_a_read(signal: libc::c_int, ucx: &str) {
             reading.join().expect("right bytes or none")
         });
         println!("{hits} of {CHUNKS} chunks after {delay} ms");
-        assert_eq!(tier_counter(&reader, "corrupt"), 0.0);
+        let corrupt = "lmc_tier_events_total{tier=\"peers\",what=\"corrupt\"}";
+        assert_eq!(reader.metric(corrupt), 0.0);
         // An owner that has gone cannot confirm it.
         if let Err(error) = client.ask(&Request::Clear { force: true }) {
             let text = error.to_string();

@@ -59,6 +59,9 @@ pub struct ServiceConfig {
     /// Requests of which the log has a line, with the reason of what they missed. Default:
     /// [`RequestLog::Slow`].
     pub request_log: RequestLog,
+    /// Pairs of model and tenant that have counters of their own; all further ones have them together. 0
+    /// counts for none. Default: 64.
+    pub max_usages: usize,
     /// Sessions at a time. Default: 65,536.
     pub max_sessions: usize,
     /// Chunks that lookups hold at a time, each counted for each rank. Default: 4,194,304, which
@@ -101,6 +104,7 @@ impl ServiceConfig {
             notices: false,
             kv_event_log_size: 32_768,
             request_log: RequestLog::default(),
+            max_usages: 64,
             max_sessions: 65_536,
             max_lookup_leases: 4 << 20,
             max_instances: 4096,

@@ -61,6 +61,7 @@ impl Context {
             Arc::clone(&events),
             chunk_size,
             engine.pool_bytes(),
+            config.max_usages,
         ));
         engine.host().events().listen(Arc::clone(&spaces) as _);
         let notices = config.notices.then(Arc::<Notices>::default);

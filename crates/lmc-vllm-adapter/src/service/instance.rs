@@ -277,6 +277,7 @@ impl Instance {
             wider: self.describe_wider(context, &own),
         };
         context.spaces.describe(known.own, own, true);
+        context.spaces.count_usage(known.own, self.chunk_bytes);
         if self.opaque.is_some() {
             context.spaces.set_generation(known.own, self.fingerprint);
         }

@@ -22,6 +22,7 @@ use crate::service::session::{Followed, Hits, Lookup, RankHold, Session, Session
 use crate::service::share::share_of;
 use crate::service::stats::add;
 use crate::service::status::SessionStatus;
+use crate::service::usage::Usage;
 
 /// Requests that are visited under one lock of the sessions.
 const SESSIONS_AT_A_TIME: usize = 512;
@@ -55,6 +56,8 @@ struct Promoting {
     push: Option<PushOfLookup>,
     /// None for a tail.
     asked: Option<LookupRange>,
+    /// Counters of the request's model and tenant.
+    usage: Option<Arc<Usage>>,
 }
 
 /// The chunks of a lookup, for the peer that they are pushed to as far as they are found.
@@ -192,7 +195,8 @@ impl Lookups {
                     notices.refuse_request(key, prefill_of(key));
                 }
                 if let Some(asked) = asked {
-                    let note = context.count_refused(asked);
+                    let usage = context.spaces.usage(None);
+                    let note = context.count_refused(asked, usage.as_deref());
                     context.log_lookup(&key.request_id, &key.model_name, &note);
                 }
                 return Reply::None;
@@ -245,8 +249,10 @@ impl Lookups {
         let rounds = 2 + 4 * request.merges() as u32;
         let lookup = engine.lookup(request);
         let clears = lookup.clears();
+        let space = candidates.first().map(|candidate| candidate.space);
+        let usage = asked.and_then(|_| context.spaces.usage(space));
         if let Some(asked) = asked {
-            context.count_asked(asked);
+            context.count_asked(asked, usage.as_deref());
         }
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         let readers = key.num_kv_readers;
@@ -257,7 +263,7 @@ impl Lookups {
                     self.announcements(key, &hashed)
                 });
                 self.push_found(&push, &found);
-                note = asked.map(|asked| context.count_misses(asked, &found));
+                note = asked.map(|asked| context.count_misses(asked, &found, usage.as_deref()));
                 let expires = now + context.config.lookup_lease;
                 let (hits, runs) = (found.hits as u64, runs(&found));
                 let holds = rank_holds(found, first, readers);
@@ -306,6 +312,7 @@ impl Lookups {
                 chunks: self.announcements(key, &hashed),
                 push,
                 asked,
+                usage,
             };
             self.finish_when_promoted(lookup, promoting);
         }
@@ -517,7 +524,8 @@ impl Lookups {
         });
         self.push_found(&promoting.push, &found);
         let asked = promoting.asked;
-        let note = asked.map(|asked| context.count_misses(asked, &found));
+        let usage = promoting.usage.as_deref();
+        let note = asked.map(|asked| context.count_misses(asked, &found, usage));
         let (hits, runs) = (found.hits as u64, runs(&found));
         let holds = rank_holds(found, promoting.first, promoting.readers);
         let expires = Instant::now() + context.config.lookup_lease;
@@ -723,7 +731,13 @@ impl Lookups {
             None => &counters.retrieved_tokens,
             Some(_) => &counters.retrieved_tokens_tail,
         };
-        add(counter, new as u64 * self.context.tokens_per_chunk(key));
+        let tokens = new as u64 * self.context.tokens_per_chunk(key);
+        add(counter, tokens);
+        if key.unit.is_none()
+            && let Some(usage) = self.context.spaces.usage(Some(space))
+        {
+            add(&usage.retrieved_tokens, tokens);
+        }
     }
 
     /// Ends the requests of a connection, a share at a time: others are served in between.

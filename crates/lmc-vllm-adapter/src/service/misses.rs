@@ -10,6 +10,7 @@ use crate::protocol::CacheKey;
 use crate::service::context::{Context, Hashed};
 use crate::service::stats::{ServiceCounters, add};
 use crate::service::throttle::Throttle;
+use crate::service::usage::Usage;
 
 /// Time from which on a lookup is slow.
 const SLOW: Duration = Duration::from_millis(100);
@@ -195,17 +196,28 @@ impl LookupRange {
 
 impl Context {
     /// Counts the tokens that a lookup asked for.
-    pub(super) fn count_asked(&self, asked: LookupRange) {
+    pub(super) fn count_asked(&self, asked: LookupRange, usage: Option<&Usage>) {
         let counters = self.counters();
         add(&counters.lookups, 1);
         add(&counters.lookup_tokens, self.tokens(asked.chunks));
+        if let Some(usage) = usage {
+            add(&usage.lookup_tokens, self.tokens(asked.chunks));
+        }
         if asked.tail > 0 {
             add(&counters.lookup_tail_tokens, asked.tail);
         }
     }
 
     /// Counts what a lookup has missed by its reason. [`Self::log_lookup`] belongs after the reply.
-    pub(super) fn count_misses(&self, asked: LookupRange, found: &Found) -> LookupNote {
+    pub(super) fn count_misses(
+        &self,
+        asked: LookupRange,
+        found: &Found,
+        usage: Option<&Usage>,
+    ) -> LookupNote {
+        if let Some(usage) = usage {
+            add(&usage.hit_tokens, self.tokens(found.hits));
+        }
         let is_whole = found.hits >= asked.chunks;
         let why = (!is_whole).then(|| self.why(asked, found));
         self.count_end(asked, (found.hits, found.resident), why)
@@ -213,8 +225,8 @@ impl Context {
 
     /// As [`Self::count_misses`], for a lookup that is not made because its connection has or holds as much
     /// as it may.
-    pub(super) fn count_refused(&self, asked: LookupRange) -> LookupNote {
-        self.count_asked(asked);
+    pub(super) fn count_refused(&self, asked: LookupRange, usage: Option<&Usage>) -> LookupNote {
+        self.count_asked(asked, usage);
         let why = MissDetail::from(Miss::certain(MissReason::Limit));
         self.count_end(asked, (0, 0), Some(why))
     }

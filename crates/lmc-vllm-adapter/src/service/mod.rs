@@ -31,6 +31,7 @@ mod status;
 mod tests;
 mod throttle;
 mod transfers;
+mod usage;
 mod wider;
 
 use std::fmt;
@@ -44,13 +45,12 @@ pub use handle::{Service, WeakService};
 pub(crate) use jobs::Job;
 pub use misses::RequestLog;
 pub use notices::Notice;
-pub use stats::{
-    HISTOGRAM_BUCKETS, HistogramSnapshot, OperationCounts, ServiceCounts, TransportCounts,
-};
+pub use stats::{OperationCounts, ServiceCounts, TransportCounts};
 pub use status::{
     EventLogStatus, InstanceStatus, ServiceStatus, SessionStatus, SpaceStatus, TransferStatus,
 };
 pub(crate) use throttle::Throttle;
+pub use usage::UsageStatus;
 
 /// A connection, for as long as the process runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

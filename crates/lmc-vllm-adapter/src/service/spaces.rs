@@ -4,12 +4,14 @@ use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 
-use lmc_engine::{CacheEngine, ChunkEvent, DRAM, EventSink, FingerprintTable, TenantId};
+use lmc_engine::{CacheEngine, Change, ChunkEvent, DRAM, EventSink, FingerprintTable, TenantId};
 use lmc_key::{ChunkHash, KeySpace, LayoutFingerprint, Salt, SpaceId};
 use parking_lot::Mutex;
 
 use crate::service::events::EventLog;
+use crate::service::stats::add;
 use crate::service::status::SpaceStatus;
+use crate::service::usage::{HeldBytes, Usage, UsageStatus, Usages};
 
 /// Names of spaces, and of tenants, above which those without chunks are forgotten.
 const PURGE_ABOVE: usize = 65_536;
@@ -28,6 +30,8 @@ struct Space {
     merged: Option<(SpaceId, u16)>,
     /// The generation that it is of, see `generation`.
     generation: Option<LayoutFingerprint>,
+    /// Counters of its model and tenant, and the bytes of one of its chunks.
+    usage: Option<(Arc<Usage>, u64)>,
     chunks: u64,
 }
 
@@ -79,6 +83,7 @@ impl Table {
                 requested: false,
                 merged: None,
                 generation: None,
+                usage: None,
                 chunks: 0,
             }
         })
@@ -90,6 +95,7 @@ impl Table {
 #[derive(Debug)]
 pub(crate) struct Spaces {
     table: Mutex<Table>,
+    usages: Usages,
     log: Arc<EventLog>,
     /// Tokens of a whole chunk.
     chunk_size: u32,
@@ -117,9 +123,15 @@ fn tag_of(space: SpaceId) -> u16 {
 }
 
 impl Spaces {
-    pub(crate) fn new(log: Arc<EventLog>, chunk_size: u32, pool_bytes: u64) -> Self {
+    pub(crate) fn new(
+        log: Arc<EventLog>,
+        chunk_size: u32,
+        pool_bytes: u64,
+        max_usages: usize,
+    ) -> Self {
         Self {
             table: Mutex::default(),
+            usages: Usages::new(max_usages),
             log,
             chunk_size,
             last_spaces: FingerprintTable::new(pool_bytes),
@@ -148,6 +160,40 @@ impl Spaces {
         entry.salt_hash = Some(salt_hash);
         entry.description = Some(description);
         entry.requested |= requested;
+    }
+
+    /// Counts the chunks of a described space, of this many bytes each, for its model and tenant.
+    pub(crate) fn count_usage(&self, space: SpaceId, chunk_bytes: u64) {
+        let mut table = self.table.lock();
+        let Some(space) = table.spaces.get_mut(&space) else {
+            return;
+        };
+        if let Some(description) = &space.description {
+            let usage = self.usages.of(&space.model, &description.salt);
+            space.usage = usage.map(|usage| (usage, chunk_bytes));
+        }
+    }
+
+    /// Returns the counters of a space's model and tenant, or of all others for a space that is not known;
+    /// `None` where nothing is counted.
+    pub(crate) fn usage(&self, space: Option<SpaceId>) -> Option<Arc<Usage>> {
+        let others = self.usages.others()?;
+        let table = self.table.lock();
+        let known = space.and_then(|space| table.spaces.get(&space)?.usage.as_ref());
+        Some(known.map_or(others, |(usage, _)| Arc::clone(usage)))
+    }
+
+    /// Returns the counts of each model and tenant.
+    pub(crate) fn usage_status(&self) -> Vec<UsageStatus> {
+        let mut held = HeldBytes::default();
+        let table = self.table.lock();
+        for space in table.spaces.values() {
+            if let Some((usage, chunk_bytes)) = &space.usage {
+                held.add(usage, space.chunks * chunk_bytes);
+            }
+        }
+        drop(table);
+        self.usages.status(&held)
     }
 
     /// Remembers a space whose chunks are merged into those of another, and what it is made of.
@@ -307,6 +353,13 @@ impl EventSink for Spaces {
         let Some(space) = table.spaces.get_mut(&id) else {
             return;
         };
+        if let Some((usage, chunk_bytes)) = &space.usage {
+            match event.change {
+                Change::Stored => add(&usage.stored_bytes, *chunk_bytes),
+                Change::Evicted => add(&usage.evicted_bytes, *chunk_bytes),
+                _ => {}
+            }
+        }
         let is_whole = space.has_whole_chunks(self.chunk_size);
         if event.change.is_arrival() {
             space.chunks += 1;
@@ -333,7 +386,6 @@ impl EventSink for Spaces {
 
 #[cfg(test)]
 mod tests {
-    use lmc_engine::Change;
     use lmc_key::ChunkKey;
 
     use super::*;
@@ -358,7 +410,7 @@ mod tests {
     /// Describes spaces, and stores one chunk in the last of them.
     fn stored(described: &[&KeySpace]) -> Spaces {
         let log = Arc::new(EventLog::new(0, 0));
-        let spaces = Spaces::new(log, WHOLE, 0);
+        let spaces = Spaces::new(log, WHOLE, 0, 0);
         for space in described {
             spaces.describe(space.id(), (*space).clone(), true);
         }

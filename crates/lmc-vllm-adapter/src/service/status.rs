@@ -2,13 +2,14 @@
 
 use std::time::Instant;
 
-use lmc_engine::{EngineStats, EngineUsage, LowerStatus, TierHealth};
+use lmc_engine::{EngineStats, EngineTimes, EngineUsage, LowerStatus, TierHealth};
 use lmc_key::{KeySpace, MemoStats, SpaceId};
 use serde::{Serialize, Serializer};
 
 use crate::service::context::Context;
 use crate::service::ends::HeldStatus;
 use crate::service::stats::{OperationCounts, ServiceCounts, TransportCounts};
+use crate::service::usage::UsageStatus;
 
 /// A registered worker.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -139,6 +140,9 @@ pub struct ServiceStatus {
     pub usage: EngineUsage,
     /// Counters of the tiers.
     pub engine: EngineStats,
+    /// Times that the engine has measured.
+    #[serde(skip)]
+    pub times: EngineTimes,
     /// Event log.
     pub events: EventLogStatus,
     /// Memo of chunk hashes: bytes, known, hashed.
@@ -152,6 +156,10 @@ pub struct ServiceStatus {
     /// Names of the fields in which the space of the last lookup that missed for the reason
     /// `other_space` differs from the space that has the chunk.
     pub other_space_differs: Vec<&'static str>,
+    /// Counts of each model and tenant, the others first. They have salts in clear, so they are not part of
+    /// the status that users see.
+    #[serde(skip)]
+    pub usages: Vec<UsageStatus>,
     /// Counters of the transport.
     pub transport: TransportCounts,
     /// Counters of each operation.
@@ -190,6 +198,7 @@ impl ServiceStatus {
             lower: context.engine.lower_status(),
             usage: context.engine.usage(),
             engine: context.engine.stats(),
+            times: context.engine.times(),
             events: EventLogStatus {
                 enabled: events.enabled,
                 incarnation: events.incarnation,
@@ -203,6 +212,7 @@ impl ServiceStatus {
             memo_hashed: memo.hashed,
             counts: context.stats.service.snapshot(),
             other_space_differs: context.other_space_differs.lock().clone(),
+            usages: context.spaces.usage_status(),
             transport: context.stats.transport(),
             operations: context.stats.operations(),
         }

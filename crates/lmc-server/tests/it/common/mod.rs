@@ -1,5 +1,6 @@
 //! Helpers for tests of the real binary.
 
+pub(crate) mod page;
 pub(crate) mod played;
 pub(crate) mod prompt;
 pub(crate) mod redis;

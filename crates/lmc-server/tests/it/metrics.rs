@@ -1,0 +1,198 @@
+//! The page `/metrics` of the real server: its format, and what its histograms count.
+
+use lmc_testkit::{Folder, until};
+use lmc_vllm_adapter::{CacheKey, Reply, Request};
+
+use crate::common::page::{Page, parse};
+use crate::common::prompt::{CHUNK, CHUNKS, Prompt, await_hits, key, register, retrieve, store};
+use crate::common::{Server, ask};
+
+/// Returns the page of a server, read strictly.
+fn page(server: &Server) -> Page {
+    let answer = server.get("/metrics");
+    let (_, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+    parse(body).unwrap_or_else(|why| panic!("{why}"))
+}
+
+/// Starts a server with a drive in this folder.
+fn start(folder: &Folder, flags: &[&str]) -> Server {
+    let mut all = vec!["--disk", folder.text(), "--disk-create"];
+    all.extend(["--disk-size", "512MiB", "--disk-keep-free", "0"]);
+    // The machine may be busy.
+    all.extend(["--disk-read-timeout-seconds", "60"]);
+    all.extend(flags);
+    Server::start(&all)
+}
+
+/// Returns the count of a histogram, by its name and its labels.
+fn counted(server: &Server, name: &str, labels: &str) -> f64 {
+    server.metric(&format!("{name}_count{labels}"))
+}
+
+#[test]
+fn the_page_is_in_prometheus_strict_format() {
+    let folder = Folder::temporary();
+    let directory = ["--p2p-directory-listen", "127.0.0.1:0"];
+    let server = start(&folder, &directory);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    store(&mut client, &shm_name);
+    let page = page(&server);
+    let info = &page["lmc_build_info"].samples[0];
+    assert_eq!(info.labels["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(info.value, 1.0);
+    let has = |family: &str, what: &str| {
+        let samples = &page[family].samples;
+        samples.iter().any(|sample| sample.labels["what"] == what)
+    };
+    assert!(has("lmc_tier_event_bytes_total", "written"));
+    assert!(has("lmc_tier_events_total", "written"));
+    assert!(!has("lmc_tier_events_total", "written_bytes"));
+}
+
+#[test]
+fn reads_and_writes_of_a_drive_are_timed() {
+    let folder = Folder::temporary();
+    let server = start(&folder, &[]);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    store(&mut client, &shm_name);
+    let disk = "{tier=\"disk\"}";
+    until("all chunks are on disk", || {
+        counted(&server, "lmc_tier_copy_seconds", disk) == CHUNKS as f64
+    });
+    assert_eq!(counted(&server, "lmc_promotion_seconds", ""), 0.0);
+    let body = "{\"tier\": \"l1\", \"force\": true}";
+    let (code, answer) = ask(server.http, "POST", "/cache/clear", body);
+    assert_eq!(code, 200, "{answer}");
+    let hits = retrieve(&mut client, &shm_name, "again");
+    assert_eq!(hits, CHUNKS as u64);
+    let fetched = counted(&server, "lmc_tier_fetch_seconds", disk);
+    assert_eq!(fetched, CHUNKS as f64);
+    for name in ["lmc_promotion_seconds", "lmc_promotion_first_chunk_seconds"] {
+        assert_eq!(counted(&server, name, ""), 1.0, "{name}");
+        assert!(server.metric(&format!("{name}_sum")) > 0.0, "{name}");
+    }
+    // From memory: no tier is asked.
+    retrieve(&mut client, &shm_name, "once more");
+    assert_eq!(counted(&server, "lmc_promotion_seconds", ""), 1.0);
+}
+
+#[test]
+fn chunks_that_are_evicted_leave_their_age_and_their_uses() {
+    // Of 64 chunks, of which a prompt has six.
+    let server = Server::start(&["--l1-size-gb", "2MiB"]);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    store(&mut client, &shm_name);
+    retrieve(&mut client, &shm_name, "a use");
+    for number in 1..40 {
+        Prompt(number).store(&mut client, &shm_name);
+    }
+    let uses = |bound: &str| {
+        let series = format!("lmc_evicted_chunk_uses_bucket{{le=\"{bound}\"}}");
+        server.metric(&series)
+    };
+    until("the prompt that was used is evicted", || {
+        uses("+Inf") - uses("0") == CHUNKS as f64
+    });
+    // One lookup and one retrieve each.
+    assert_eq!(uses("2") - uses("1"), CHUNKS as f64);
+    assert_eq!(
+        server.metric("lmc_evicted_chunk_uses_sum"),
+        2.0 * CHUNKS as f64
+    );
+    let page = page(&server);
+    let count = |family: &str, name: &str| {
+        let samples = &page[family].samples;
+        let sample = samples.iter().find(|sample| sample.name == name);
+        sample.expect("the series").value
+    };
+    let evicted = count(
+        "lmcache_mp_l1_evicted_chunks_total",
+        "lmcache_mp_l1_evicted_chunks_total",
+    );
+    let age = "lmcache_mp_l1_chunk_lifetime_seconds";
+    assert!(count(age, &format!("{age}_count")) >= evicted.min(CHUNKS as f64));
+}
+
+#[test]
+fn tenants_are_counted_apart_under_digests_and_the_rest_together() {
+    let server = Server::start(&["--metrics-tenants", "2"]);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    for (number, salt) in [
+        (0, "first-secret"),
+        (1, "second-secret"),
+        (2, "third-secret"),
+    ] {
+        Prompt(number).store_salted(&mut client, &shm_name, salt);
+    }
+    let again = CacheKey {
+        worker_id: None,
+        cache_salt: "first-secret".to_owned(),
+        ..key("again")
+    };
+    let reply = client.ask(&Request::Lookup(again)).expect("an answer");
+    assert_eq!(reply, Reply::None);
+    assert_eq!(await_hits(&mut client, "again"), CHUNKS as u64);
+    let unknown = CacheKey {
+        worker_id: None,
+        model_name: "of \"no\" engine".to_owned(),
+        ..key("unknown")
+    };
+    client.ask(&Request::Lookup(unknown)).expect("an answer");
+    let answer = server.get("/metrics");
+    assert!(!answer.contains("secret"), "{answer}");
+    let page = page(&server);
+    let of = |family: &str| {
+        let samples = page[family].samples.iter();
+        samples
+            .map(|sample| {
+                (
+                    &*sample.labels["model"],
+                    &*sample.labels["tenant"],
+                    sample.value,
+                )
+            })
+            .collect::<Vec<_>>()
+    };
+    let tokens = (CHUNKS * CHUNK) as f64;
+    let [other, first, second] = of("lmc_tenant_lookup_tokens_total")[..] else {
+        panic!("{page:?}");
+    };
+    assert_eq!(other, ("other", "other", tokens));
+    assert_eq!((first.0, first.2), ("model", tokens));
+    assert_eq!((second.0, second.2), ("model", 0.0));
+    assert!(first.1 != second.1 && first.1.len() == 12, "{first:?}");
+    let values = |family: &str| of(family).iter().map(|one| one.2).collect::<Vec<_>>();
+    assert_eq!(values("lmc_tenant_hit_tokens_total"), [0.0, tokens, 0.0]);
+    let bytes = server.metric("lmc_stored_bytes_total") / 3.0;
+    // The third has none of its own.
+    for family in ["lmc_tenant_stored_bytes_total", "lmc_tenant_bytes"] {
+        assert_eq!(values(family), [bytes; 3], "{family}");
+    }
+    let off = Server::start(&["--metrics-tenants", "0"]);
+    assert!(!off.get("/metrics").contains("lmc_tenant"));
+}
+
+#[test]
+fn chunks_that_are_evicted_and_retrieved_count_for_their_tenant() {
+    // Of 64 chunks, of which a prompt has six.
+    let server = Server::start(&["--l1-size-gb", "2MiB"]);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    store(&mut client, &shm_name);
+    retrieve(&mut client, &shm_name, "a use");
+    let labels = "{model=\"model\",tenant=\"_default\"}";
+    let of = |name: &str| server.metric(&format!("lmc_tenant_{name}{labels}"));
+    assert_eq!(of("retrieved_tokens_total"), (CHUNKS * CHUNK) as f64);
+    for number in 1..40 {
+        Prompt(number).store(&mut client, &shm_name);
+    }
+    until("the counts are of one moment", || {
+        let evicted = server.metric("lmc_evicted_bytes_total");
+        evicted > 0.0 && of("evicted_bytes_total") == evicted
+    });
+    assert_eq!(of("bytes"), server.metric("lmc_chunk_bytes"));
+}
