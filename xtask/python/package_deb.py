@@ -290,3 +290,7 @@ def comes_back(machine):
     log = machine.run("journalctl", "--no-pager", "--unit", "lmc")[1]
     check("the second one was ended by the watchdog", "Watchdog timeout" in log)
     serving(machine)
+    process = shows(machine, "MainPID")
+    ran(machine, "its settings are read again", "systemctl", "reload", "lmc")
+    done = machine.eventually("sh", "-c", "journalctl --unit lmc | grep -q 'settings read again'")
+    check("by the same server", done and shows(machine, "MainPID") == process)
