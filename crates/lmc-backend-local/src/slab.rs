@@ -179,7 +179,7 @@ impl Entry {
 /// When an entry came, and how often it was used.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Life {
-    /// Second of the insert. The older it is, the coarser; too late after 16 million inserts more.
+    /// Second of the insert. The older it is, the coarser. Wrong, and later, once 16 million inserts have followed.
     pub(crate) inserted_at: u32,
     /// Lookups and retrieves that found the entry, up to 255.
     pub(crate) uses: u8,

@@ -195,27 +195,19 @@ impl P2pBackend {
         }
     }
 
-    /// Returns the number of connected peers, and that of the peers and directories that are not connected
-    /// and should be.
+    /// Returns the number of connected peers, and that of the peers and directories of the settings that
+    /// are not connected.
     pub fn connections(&self) -> (usize, usize) {
         let peers = self.node.peers.lock();
-        (peers.with_hello().len(), self.not_connected(&peers).len())
+        let named = self.named.lock();
+        (peers.with_hello().len(), missing(&named, &peers).count())
     }
 
     /// Returns the peers and directories that are not connected: those that the settings name, and
     /// those that were connected before, as far as they are remembered.
     fn not_connected(&self, peers: &Peers) -> Vec<String> {
-        let is_connected = |named: &NamedPeer| {
-            peers.iter().any(|peer| {
-                // The list of named peers is a moment behind.
-                let listens_at = peer.hello.as_ref().map(|hello| &hello.address);
-                named.id.as_deref() == Some(peer.session.peer.as_str())
-                    || (listens_at.is_some() && listens_at == named.address.as_ref())
-            })
-        };
         let named = self.named.lock();
-        let missing = named.iter().filter(|one| !one.itself && !is_connected(one));
-        let mut missing: Vec<String> = missing.map(NamedPeer::describe).collect();
+        let mut missing: Vec<String> = missing(&named, peers).map(NamedPeer::describe).collect();
         // One that was started again is connected under another id.
         let is_back = |gone: &GonePeer| {
             peers.iter().any(|peer| {
@@ -237,6 +229,21 @@ impl P2pBackend {
         let closed = self.tasks.lock().is_none();
         closed.then_some(BackendError::Closed)
     }
+}
+
+/// Returns those of the peers and directories that the settings name that are not connected.
+fn missing<'a>(named: &'a [NamedPeer], peers: &'a Peers) -> impl Iterator<Item = &'a NamedPeer> {
+    let is_connected = |named: &NamedPeer| {
+        peers.iter().any(|peer| {
+            // The list of named peers is a moment behind.
+            let listens_at = peer.hello.as_ref().map(|hello| &hello.address);
+            named.id.as_deref() == Some(peer.session.peer.as_str())
+                || (listens_at.is_some() && listens_at == named.address.as_ref())
+        })
+    };
+    named
+        .iter()
+        .filter(move |one| !one.itself && !is_connected(one))
 }
 
 /// Answers a question of a peer: at once, on the thread of the channel that received it, where

@@ -94,7 +94,7 @@ impl HistogramSnapshot {
     }
 }
 
-/// Counts of whole numbers, in buckets with bounds of one's own.
+/// Counts of whole numbers, in buckets with given bounds.
 #[derive(Debug)]
 pub(crate) struct Distribution {
     bounds: &'static [u64],

@@ -38,6 +38,14 @@ fn examples() -> String {
 
 /// Runs the program with these arguments, the name of the program first.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let code = run_command(args);
+    match stdout::has_failed() {
+        true => ExitCode::FAILURE,
+        false => code,
+    }
+}
+
+fn run_command(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let args: Vec<OsString> = args.into_iter().collect();
     let matches = match command().try_get_matches_from(&args) {
         Ok(matches) => matches,

@@ -240,7 +240,7 @@ const PEERS: [(&str, &str); 2] = [
     ("lmc_peers_connected", "Peers that are connected."),
     (
         "lmc_peers_missing",
-        "Peers and directories that are not connected and should be: those of the settings, and those that were connected before; `lmc peers` names them.",
+        "Peers of --p2p-peer and directories of --p2p-directory that are not connected; `lmc peers` names them.",
     ),
 ];
 
@@ -255,7 +255,7 @@ type TenantMetric = (
 /// Metrics of models and tenants. The label of all that have no series of their own is [`OTHER`].
 #[rustfmt::skip]
 const TENANT_METRICS: &[TenantMetric] = &[
-    ("lmc_tenant_lookup_tokens_total", "counter", "Tokens of whole chunks that lookups of this model and tenant asked for; --metrics-tenants bounds the pairs, and all further ones are other.", |u| u.lookup_tokens),
+    ("lmc_tenant_lookup_tokens_total", "counter", "Tokens of whole chunks that lookups of this model and tenant asked for; --metrics-tenants bounds the pairs, and all further ones are other, as are lookups that were refused.", |u| u.lookup_tokens),
     ("lmc_tenant_hit_tokens_total", "counter", "Tokens that lookups of this model and tenant found, in any tier.", |u| u.hit_tokens),
     ("lmc_tenant_retrieved_tokens_total", "counter", "Tokens that engines retrieved for this model and tenant.", |u| u.retrieved_tokens),
     ("lmc_tenant_stored_bytes_total", "counter", "Payload bytes that engines stored for this model and tenant.", |u| u.stored_bytes),
@@ -498,7 +498,10 @@ fn head(out: &mut String, name: &str, kind: &str, help: &str) {
 /// Buckets of whole doublings; the finer ones between them only serve `lmc status`.
 fn histogram(out: &mut String, name: &str, label: &str, times: &HistogramSnapshot) {
     let mut below = 0;
-    let counts = times.buckets.iter().enumerate().map(|(index, count)| {
+    // The last bucket has all that are longer, too.
+    let bounded = times.buckets.len().saturating_sub(1);
+    let counts = times.buckets[..bounded].iter().enumerate();
+    let counts = counts.map(|(index, count)| {
         below += count;
         (index, below)
     });

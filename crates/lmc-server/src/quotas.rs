@@ -21,14 +21,22 @@ pub(crate) fn of(config: &ServeConfig) -> Result<Quotas> {
     Ok(quotas)
 }
 
-/// Sets quotas, and removes those of `before` that are not among them.
+/// Sets the quotas that differ from those of `before`, and removes those that are gone. Other quotas, which
+/// operators have set over HTTP, stay.
 pub(crate) fn set(quotas: &Quotas, before: &Quotas, service: &Service, digests: &SaltDigests) {
     let engine = service.engine();
     let pool = engine.pool_bytes();
-    for salt in before.keys().filter(|salt| !quotas.contains_key(*salt)) {
-        engine.set_quota(service.tenant(salt), None);
+    for (salt, bytes) in before {
+        let tenant = service.tenant(salt);
+        let is_set = engine.tenant(tenant).quota == Some(*bytes);
+        if is_set && !quotas.contains_key(salt) {
+            engine.set_quota(tenant, None);
+        }
     }
-    for (salt, bytes) in quotas {
+    let changed = quotas
+        .iter()
+        .filter(|(salt, bytes)| before.get(*salt) != Some(*bytes));
+    for (salt, bytes) in changed {
         if *bytes > pool {
             warn!(
                 "quota of {}: {} are more than the pool of {}, so it limits nothing; set a \

@@ -1,10 +1,11 @@
 //! Settings that change while the server runs: they are read again by SIGHUP and `lmc reload`.
 
 use std::fmt;
+use std::sync::Arc;
 
 use anyhow::Result;
 use lmc_vllm_adapter::Service;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use tracing::{info, warn};
 
 use crate::config::{ConfigError, Loaded};
@@ -19,19 +20,18 @@ const REQUEST_LOG: &str = "request-log";
 const QUOTA_FILE: &str = "quota-file";
 /// Stands for the tables of the file, of which no single setting is named.
 const TIERS: &str = "[[tier]]";
+/// Beginnings of the names of settings that are in tables, too.
+const TIER_SETTINGS: [&str; 3] = ["disk", "p2p", "remote"];
 
 /// The settings in effect, and the way to read them again.
 pub struct Reload {
     read: Box<dyn Fn() -> Result<Loaded, ConfigError> + Send + Sync>,
     service: Service,
     digests: SaltDigests,
-    /// Held while settings are read, so that one reload follows the other.
-    current: Mutex<Current>,
-}
-
-struct Current {
-    loaded: Loaded,
-    quotas: Quotas,
+    loaded: RwLock<Arc<Loaded>>,
+    /// The quotas of the settings in effect. Locked while settings are read, so that one reload follows
+    /// the other.
+    quotas: Mutex<Quotas>,
 }
 
 /// Settings that differ from those in effect, by name.
@@ -50,8 +50,7 @@ impl fmt::Debug for Reload {
 }
 
 impl Reload {
-    /// Makes the way to read settings again, for a service that runs with `loaded` and whose quotas are
-    /// set.
+    /// Sets the quotas of `loaded`, with which the service runs. `read` reads the settings again.
     ///
     /// # Errors
     /// An error of the file of quotas.
@@ -67,13 +66,14 @@ impl Reload {
             read: Box::new(read),
             service,
             digests,
-            current: Mutex::new(Current { loaded, quotas }),
+            loaded: RwLock::new(Arc::new(loaded)),
+            quotas: Mutex::new(quotas),
         })
     }
 
     /// Returns the settings in effect.
-    pub(crate) fn loaded(&self) -> Loaded {
-        self.current.lock().loaded.clone()
+    pub(crate) fn loaded(&self) -> Arc<Loaded> {
+        Arc::clone(&self.loaded.read())
     }
 
     pub(crate) fn digests(&self) -> &SaltDigests {
@@ -85,7 +85,8 @@ impl Reload {
     /// # Errors
     /// An error of the settings or the file of quotas; then nothing has changed.
     pub(crate) fn now(&self) -> Result<Outcome> {
-        let mut current = self.current.lock();
+        let mut quotas_before = self.quotas.lock();
+        let mut loaded = Loaded::clone(&self.loaded());
         let read = (self.read)()?;
         let quotas = quotas::of(&read.config)?;
         for warning in &read.warnings {
@@ -93,7 +94,7 @@ impl Reload {
         }
         let mut outcome = Outcome::default();
         for new in read.entries {
-            let mut entries = current.loaded.entries.iter_mut();
+            let mut entries = loaded.entries.iter_mut();
             let Some(old) = entries.find(|old| old.info.name == new.info.name) else {
                 continue;
             };
@@ -106,8 +107,9 @@ impl Reload {
                 false => outcome.restart.push(new.info.name),
             }
         }
-        let config = &mut current.loaded.config;
-        if outcome.restart.is_empty() && config.tiers != read.config.tiers {
+        let config = &mut loaded.config;
+        let has_tier = |name: &&str| TIER_SETTINGS.iter().any(|of| name.starts_with(of));
+        if config.tiers != read.config.tiers && !outcome.restart.iter().any(has_tier) {
             outcome.restart.push(TIERS);
         }
         config.log_level = read.config.log_level;
@@ -116,12 +118,13 @@ impl Reload {
         config.quota_file = read.config.quota_file;
         log::set_level(&config.log_level);
         self.service.set_request_log(config.request_log);
-        if quotas != current.quotas && !outcome.changed.iter().any(|name| name.starts_with("quota"))
-        {
+        let has_quota = outcome.changed.iter().any(|name| name.starts_with("quota"));
+        if quotas != *quotas_before && !has_quota {
             outcome.changed.push(QUOTA_FILE);
         }
-        quotas::set(&quotas, &current.quotas, &self.service, &self.digests);
-        current.quotas = quotas;
+        *self.loaded.write() = Arc::new(loaded);
+        quotas::set(&quotas, &quotas_before, &self.service, &self.digests);
+        *quotas_before = quotas;
         info!("settings read again: {outcome}");
         Ok(outcome)
     }

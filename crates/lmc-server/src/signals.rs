@@ -17,7 +17,7 @@ const TOGETHER: Duration = Duration::from_secs(1);
 /// The signals of this process, noted from the first moment on.
 ///
 /// SIGTERM and SIGINT end the server in order. SIGHUP does where the server was started in a terminal,
-/// which is lost then; elsewhere it is the wish to read the settings again. SIGUSR1 and SIGUSR2, which would kill, are ignored.
+/// which is lost then; elsewhere the settings are read again. SIGUSR1 and SIGUSR2, which would kill, are ignored.
 /// SIGQUIT keeps its meaning, to end at once with a core dump; SIGPIPE is ignored by Rust.
 pub(crate) struct Signals {
     terminate: Signal,
@@ -54,7 +54,7 @@ impl Signals {
         })
     }
 
-    /// Returns what is notified when settings are to be read again.
+    /// Returns the notice that settings are to be read again.
     pub(crate) fn reload(&self) -> Arc<Notify> {
         Arc::clone(&self.reload)
     }

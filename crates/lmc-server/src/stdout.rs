@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io::{self, ErrorKind, Write as _};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Prints as `print!` does.
 macro_rules! out {
@@ -19,18 +20,27 @@ macro_rules! outln {
 
 pub(crate) use {out, outln};
 
+/// Set once something could not be printed.
+static FAILED: AtomicBool = AtomicBool::new(false);
+
+/// Returns true once something could not be printed: the command has failed then.
+pub(crate) fn has_failed() -> bool {
+    FAILED.load(Ordering::Relaxed)
+}
+
 /// Prints a text.
 pub(crate) fn print(text: fmt::Arguments<'_>) {
     bytes(fmt::format(text).as_bytes());
 }
 
-/// Prints bytes. A reader that has read enough is no error; others are shown, and end nothing.
+/// Prints bytes. A reader that has read enough is no error; others are shown, and make the command fail in the end.
 pub(crate) fn bytes(bytes: &[u8]) {
     let mut stdout = io::stdout().lock();
     let written = stdout.write_all(bytes).and_then(|()| stdout.flush());
     if let Err(error) = written
         && error.kind() != ErrorKind::BrokenPipe
     {
+        FAILED.store(true, Ordering::Relaxed);
         eprintln!("lmc: cannot print: {error}");
     }
 }

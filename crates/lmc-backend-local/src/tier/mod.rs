@@ -117,9 +117,9 @@ impl LocalTier {
     }
 
     /// Sets the time, in seconds since any moment, by which ages of chunks are counted. The tier has no
-    /// clock of its own.
+    /// clock of its own; a time before the last one changes nothing.
     pub fn set_seconds(&self, seconds: u32) {
-        self.0.seconds.store(seconds, Ordering::Relaxed);
+        self.0.seconds.fetch_max(seconds, Ordering::Relaxed);
     }
 
     /// Counters since the tier was made.

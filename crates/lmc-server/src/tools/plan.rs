@@ -21,6 +21,8 @@ MODEL is a model's folder or its config.json, as Hugging Face keeps it:
 The figures are arithmetic on that file. What a running engine really has is in `lmc status`: bytes of a
 chunk, of each worker.";
 
+/// Remedy where this command does not know the sizes.
+const STATUS: &str = "start the engine, and look at `lmc status`";
 /// Largest config.json that is read.
 const MAX_CONFIG: u64 = 4 << 20;
 /// Sizes of a cache that are shown without `--size`.
@@ -48,7 +50,7 @@ pub(crate) struct Arguments {
     /// Tokens with which all prompts begin, such as a system prompt: they are kept once.
     #[arg(long, value_name = "N", default_value_t = 0)]
     shared: u64,
-    /// Element type of the KV cache, as vLLM's flag of this name.
+    /// Element type of the KV cache, as for vLLM's flag of this name.
     #[arg(long, value_name = "TYPE", value_enum, default_value_t = Element::Auto)]
     kv_cache_dtype: Element,
     /// Tensor parallelism of the engine.
@@ -73,6 +75,7 @@ enum Element {
     Float32,
     Float16,
     Bfloat16,
+    #[value(alias = "fp8_e4m3", alias = "fp8_e5m2")]
     Fp8,
 }
 
@@ -135,6 +138,18 @@ impl Cache {
         let text = text.clone().find(|part| part.is_object()).unwrap_or(config);
         refuse_unknown(text)?;
         let number = |names: &[&str]| names.iter().find_map(|name| whole(&text[*name]));
+        let kv_heads = [
+            "num_key_value_heads",
+            "num_kv_heads",
+            "n_head_kv",
+            "multi_query_group_num",
+        ];
+        let unread = kv_heads
+            .iter()
+            .find(|name| !text[**name].is_null() && whole(&text[**name]).is_none());
+        if let Some(name) = unread {
+            bail!("its {name} is no number: {STATUS}");
+        }
         let layers = number(&["num_hidden_layers", "n_layer", "n_layers", "num_layers"])
             .context("it has no num_hidden_layers")?;
         let without = number(&["num_kv_shared_layers"]).unwrap_or(0);
@@ -149,9 +164,9 @@ impl Cache {
                 let all = number(&["num_attention_heads", "n_head", "n_heads"]);
                 let heads = match (&text["multi_query"], &text["new_decoder_architecture"]) {
                     (Value::Bool(true), other) if *other != true => Some(1),
-                    _ => number(&["num_key_value_heads", "num_kv_heads", "n_head_kv"]).or(all),
+                    _ => number(&kv_heads).or(all),
                 };
-                let size = number(&["head_dim"]).or_else(|| {
+                let size = number(&["head_dim", "kv_channels"]).or_else(|| {
                     let width = number(&["hidden_size", "n_embd", "d_model"])?;
                     let all = all.filter(|&all| all > 0 && width % all == 0)?;
                     Some(width / all)
@@ -246,6 +261,11 @@ fn refuse_unknown(text: &Value) -> Result<()> {
         "global_head_dim",
         "num_global_key_value_heads",
         "index_topk",
+        "num_key_value_heads_per_layer",
+        "hybrid_layer_pattern",
+        // Layers of linear attention.
+        "attn_type_list",
+        "linear_attn_config",
     ];
     let found = unclear
         .iter()
@@ -253,9 +273,14 @@ fn refuse_unknown(text: &Value) -> Result<()> {
     if let Some(name) = found {
         bail!(
             "its {name} means layers of several kinds or sizes, of which this command does not know the \
-             bytes: start the engine, and look at `lmc status`"
+             bytes: {STATUS}"
         );
     }
+    let differs = |name: &str| whole(&text["head_dim"]) != whole(&text[name]);
+    ensure!(
+        text["v_head_dim"].is_null() || !text["kv_lora_rank"].is_null() || !differs("v_head_dim"),
+        "its keys and values have different sizes: {STATUS}"
+    );
     ensure!(
         text["is_encoder_decoder"] != true,
         "it has an encoder, whose KV cache lmc does not keep"
@@ -331,6 +356,10 @@ impl Plan {
             shared <= tokens,
             "--shared {shared} is more than --tokens {tokens}"
         );
+        ensure!(
+            tokens >= chunk_size,
+            "a prompt of {tokens} tokens has no whole chunk of {chunk_size}, so nothing of it is kept"
+        );
         let token = cache.token(arguments.tensor_parallel_size);
         let token = token.context("a token of so many ranks is too large")?;
         let chunk = token * chunk_size;
@@ -357,7 +386,12 @@ impl Plan {
     /// Returns the tokens and the prompts that a cache of this size holds.
     fn held(&self, size: u64) -> (u64, u64) {
         let chunks = size / self.chunk;
-        let prompts = chunks.saturating_sub(self.shared) / self.own.max(1);
+        let prompts = match chunks.checked_sub(self.shared) {
+            None => 0,
+            // They share all that is kept of them.
+            Some(_) if self.own == 0 => self.prompts,
+            Some(left) => left / self.own,
+        };
         (chunks * self.chunk_tokens, prompts)
     }
 
@@ -540,6 +574,9 @@ mod tests {
             ("head_dim", json!(u32::MAX)),
             ("num_kv_shared_layers", json!(3)),
             ("is_encoder_decoder", json!(true)),
+            ("num_kv_heads", json!([4, 2])),
+            ("v_head_dim", json!(16)),
+            ("linear_attn_config", json!({})),
         ] {
             with(name, value);
         }

@@ -733,7 +733,8 @@ impl Lookups {
         };
         let tokens = new as u64 * self.context.tokens_per_chunk(key);
         add(counter, tokens);
-        if key.unit.is_none()
+        if tokens > 0
+            && key.unit.is_none()
             && let Some(usage) = self.context.spaces.usage(Some(space))
         {
             add(&usage.retrieved_tokens, tokens);
