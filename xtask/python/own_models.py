@@ -96,7 +96,9 @@ def hybrid(run):
             for steps, engine in engines.items():
                 name = f"{kind}, {steps}"
                 engine.ready()
-                for time_of, hits in (("cold", cold), ("warm", expected_hits(*LENGTHS))):
+                # The server would copy blocks that vLLM has given to other tokens.
+                warm = cold if "lmcache-driven" in steps else expected_hits(*LENGTHS)
+                for time_of, hits in (("cold", cold), ("warm", warm)):
                     ids, cached = engine.generate(batch)
                     check(f"{name}: {time_of} ids are those without a connector", ids == wanted)
                     check(f"{name}: {time_of} requests find what they should", cached == hits,

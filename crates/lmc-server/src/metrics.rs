@@ -106,7 +106,7 @@ metrics! {
     "lmc_stored_bytes_total" counter "Bytes made findable." = |s| s.counts.stored_bytes;
     "lmc_retrieved_chunks_total" counter "Chunks handed back." = |s| s.counts.retrieved_chunks;
     "lmc_retrieved_bytes_total" counter "Bytes handed back." = |s| s.counts.retrieved_bytes;
-    "lmc_stores_skipped_total" counter "Stores not made because the request asked for that (lmcache.skip_save)." = |s| s.counts.stores_skipped;
+    "lmc_stores_skipped_total" counter "Stores not made because the request asked for that (lmcache.skip_save), or its engine may change the blocks before they are copied (sliding windows with lmcache_driven)." = |s| s.counts.stores_skipped;
     "lmc_source_waits_total" counter "Lookups that may wait for a peer that their request names, until the peer's engine has computed the prompt (lmcache.pd.wait_ms)." = |s| s.counts.source_waits;
     "lmc_source_waits_refused_total" counter "Lookups that did not wait for a peer because too many others did." = |s| s.counts.source_waits_refused;
     "lmc_pushes_unknown_total" counter "Lookups whose request names a peer to push to (lmcache.pd.to) that is not connected." = |s| s.counts.pushes_unknown;

@@ -168,6 +168,10 @@ impl Copies {
                 }
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
             };
+        if copies.frees_early {
+            add(&self.context.counters().stores_skipped, 1);
+            return Outcome::Reply(Reply::Transferred(true));
+        }
         let lane = match copies.gpu() {
             Some(_) => Lane::GpuStore,
             None => Lane::Store,

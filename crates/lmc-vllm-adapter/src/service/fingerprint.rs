@@ -142,11 +142,17 @@ pub(super) fn of_server_driven(
             engine_group_id: _,
             layer_indices: _,
             tokens_per_block: _,
-            sw_size_tokens: _,
+            sw_size_tokens,
             extra_object_group_tag,
             recurrent_state: _,
             unknown,
         } = group;
+        // Of engines whose blocks may change before they are copied, nothing is stored. Earlier versions
+        // did: their chunks have another name.
+        if *sw_size_tokens >= 0 {
+            description.extend_from_slice(format!("window of group {index}").as_bytes());
+            description.extend_from_slice(&sw_size_tokens.to_le_bytes());
+        }
         if *extra_object_group_tag != 0 {
             description.extend_from_slice(format!("tag of group {index}").as_bytes());
             description.extend_from_slice(&extra_object_group_tag.to_le_bytes());

@@ -237,10 +237,7 @@ impl Instance {
             shape,
             chunk_bytes: end as u64,
             mla: Some(mla),
-            transport: Transport::ServerDriven(Arc::new(ServerCopies::new(
-                registration.instance_id,
-                copies,
-            ))),
+            transport: Transport::ServerDriven(Arc::new(ServerCopies::new(registration, copies))),
             gate: Gate::default(),
             ranks: BTreeSet::new(),
             registered: now,
@@ -249,6 +246,11 @@ impl Instance {
             orphaned: None,
             spaces: RefCell::default(),
         })
+    }
+
+    /// Returns true if its blocks may change before the server has copied them, so that nothing is stored.
+    pub(super) fn frees_early(&self) -> bool {
+        matches!(&self.transport, Transport::ServerDriven(copies) if copies.frees_early)
     }
 
     /// Returns the space of this worker's chunks under a tenant's salt and a request's tags.
@@ -740,7 +742,7 @@ mod tests {
     type Change = (&'static str, fn(&mut RegisterKvCache));
 
     /// Fields that the table names.
-    const LEFT_OUT: [Change; 11] = [
+    const LEFT_OUT: [Change; 10] = [
         ("instance_id", |r| r.instance_id = 2),
         ("model_name", |r| r.model_name = "other".to_owned()),
         ("world_size", |r| r.world_size = 2),
@@ -761,7 +763,6 @@ mod tests {
             });
         }),
         ("engine_group_id", |r| r.groups[0].engine_group_id = 3),
-        ("sw_size_tokens", |r| r.groups[0].sw_size_tokens = 1024),
         ("stride", |r| {
             // Blocks with a gap between them.
             each_tensor(r, |t| {
@@ -774,7 +775,8 @@ mod tests {
         }),
     ];
 
-    const COUNTING: [Change; 7] = [
+    const COUNTING: [Change; 8] = [
+        ("sw_size_tokens", |r| r.groups[0].sw_size_tokens = 1024),
         ("layer_indices", |r| r.groups[0].layer_indices = vec![1, 0]),
         ("dtype", |r| {
             each_tensor(r, |t| t.tensor.dtype = "float16".to_owned())

@@ -7,7 +7,7 @@ use lmc_memory::cuda::{CudaError, DeviceMemory, Gpu, Gpus, SharedMemory, Storage
 use lmc_memory::{KvMemory, KvSegments, MappedSegment, PagedKv, SegmentError, SharedName, own_uid};
 use parking_lot::Mutex;
 
-use crate::protocol::{CpuShm, Cuda, GpuEvent, IpcHandle, KvDescriptor, SharedBy};
+use crate::protocol::{CpuShm, Cuda, GpuEvent, IpcHandle, KvDescriptor, RegisterKvCache, SharedBy};
 use crate::service::ServiceConfig;
 use crate::service::instance::{RegisterError, invalid};
 
@@ -29,6 +29,8 @@ pub(crate) struct ServerCopies {
     /// Number of the engine.
     engine: u64,
     pub(crate) groups: Vec<GroupCopy>,
+    /// True if the engine gives blocks away before it knows that they are copied.
+    pub(crate) frees_early: bool,
     counts: Mutex<Option<Counts>>,
 }
 
@@ -40,11 +42,22 @@ struct Counts {
     memory: Arc<DeviceMemory>,
 }
 
+/// Returns true for an engine with sliding windows: it frees a block when the window has left it, and
+/// computes others in it, whether or not the server has copied it by then. LMCache's connector, which
+/// asks for these copies, does not wait for them.
+fn frees_early(registration: &RegisterKvCache) -> bool {
+    registration
+        .groups
+        .iter()
+        .any(|group| group.sw_size_tokens >= 0)
+}
+
 impl ServerCopies {
-    pub(super) fn new(engine: u64, groups: Vec<GroupCopy>) -> Self {
+    pub(super) fn new(registration: &RegisterKvCache, groups: Vec<GroupCopy>) -> Self {
         Self {
-            engine,
+            engine: registration.instance_id,
             groups,
+            frees_early: frees_early(registration),
             counts: Mutex::default(),
         }
     }

@@ -346,6 +346,7 @@ impl Registry {
         let (dtype, chunk_bytes, unit) = (instance.dtype, instance.chunk_bytes, instance.unit);
         let (unknown, declares_order) =
             (instance.unknown_fields.clone(), instance.declares_order());
+        let frees_early = instance.frees_early();
         workers.refused.remove(&instance_id);
         instance.owner = workers.new_owner();
         // A worker that registers again describes itself again. Transfers that it had prepared
@@ -384,6 +385,14 @@ impl Registry {
                 fields = ?unknown,
                 "this version of lmc does not know these fields of the registration: chunks are \
                  shared only between workers that send the same values in them"
+            );
+        }
+        if frees_early {
+            tracing::warn!(
+                instance = instance_id,
+                "nothing of this engine is kept: its layers have sliding windows, and it may compute other \
+                 tokens in their blocks before this server has copied them; start vLLM with \
+                 --disable-hybrid-kv-cache-manager, or with lmc's own connector"
             );
         }
         if !declares_order {

@@ -129,6 +129,17 @@ impl Engine {
     }
 
     fn register_as(server: &Server, form: Form, instance_id: u64, dtype: &str) -> Self {
+        Self::register_with(server, form, instance_id, dtype, -1)
+    }
+
+    /// `window`: of all layers, in tokens; negative for none.
+    fn register_with(
+        server: &Server,
+        form: Form,
+        instance_id: u64,
+        dtype: &str,
+        window: i64,
+    ) -> Self {
         let (segment, kv_caches) = Self::memory(form, dtype);
         let mut client = server.client();
         client
@@ -143,7 +154,7 @@ impl Engine {
                 groups: vec![EngineGroup {
                     layer_indices: (0..LAYERS as u32).collect(),
                     tokens_per_block: BLOCK as u32,
-                    sw_size_tokens: -1,
+                    sw_size_tokens: window,
                     ..EngineGroup::default()
                 }],
             })))
@@ -339,6 +350,27 @@ fn a_chunk_whose_blocks_the_engine_dropped_is_not_stored() {
     let mut scheduler = server.client();
     assert_eq!(lookup(&mut scheduler, &key), 1);
     assert_eq!(server.status().counts.chunks_null, 1);
+}
+
+/// vLLM gives a block away when a window has left it, and LMCache's connector does not wait for the copies
+/// that it has asked for: what was computed in the block meanwhile was stored as the prompt's.
+#[test]
+fn nothing_of_an_engine_with_windows_is_kept() {
+    let server = Server::start();
+    let mut engine = Engine::register_with(&server, Form::FusedHeadsFirst, 105, "float32", 64);
+    let tokens = prompt(1, 3 * CHUNK);
+    let key = engine.key("a", &tokens, 0..3);
+    let blocks: Vec<u32> = (1..=12).collect();
+    // The connector goes on.
+    assert!(engine.store(&key, &blocks));
+    let mut scheduler = server.client();
+    assert_eq!(lookup(&mut scheduler, &key), 0);
+    assert_eq!(server.status().counts.stores_skipped, 1);
+    // Nor is what another engine of the model has stored, as earlier versions did for windows, too.
+    let mut other = Engine::register(&server, Form::FusedHeadsFirst, 106);
+    let key = other.key("b", &tokens, 0..3);
+    assert!(other.store(&key, &blocks));
+    assert!(!engine.retrieve(&key, &blocks, 0));
 }
 
 #[test]
