@@ -265,44 +265,26 @@ const TENANT_METRICS: &[TenantMetric] = &[
 /// Model and tenant of all pairs that have no series of their own.
 const OTHER: &str = "other";
 
-/// Name, help and value of a histogram of a tier.
-type TierHistogram = (
-    &'static str,
-    &'static str,
-    fn(&LowerStatus) -> &HistogramSnapshot,
-);
+/// Name, help and value of a histogram.
+type Row<S, T> = (&'static str, &'static str, fn(&S) -> &T);
 
 /// Histograms of the lower tiers, with the label `tier`.
 #[rustfmt::skip]
-const TIER_HISTOGRAMS: &[TierHistogram] = &[
+const TIER_HISTOGRAMS: &[Row<LowerStatus, HistogramSnapshot>] = &[
     ("lmc_tier_fetch_seconds", "Time from asking this tier for chunks to each of them being in memory.", |t| &t.read_time),
     ("lmc_tier_copy_seconds", "Time from giving chunks to this tier to each of them being stored there, without the wait in the queue.", |t| &t.write_time),
 ];
 
-/// Name, help and value of a histogram of all tiers together.
-type Histogram = (
-    &'static str,
-    &'static str,
-    fn(&EngineTimes) -> &HistogramSnapshot,
-);
-
 /// Histograms of all tiers together.
 #[rustfmt::skip]
-const HISTOGRAMS: &[Histogram] = &[
+const HISTOGRAMS: &[Row<EngineTimes, HistogramSnapshot>] = &[
     ("lmc_promotion_seconds", "Time from a lookup to its outcome where lower tiers were asked or read, without lookups that may wait for a peer to compute.", |t| &t.promotion),
     ("lmc_promotion_first_chunk_seconds", "Time from the start of reading a prompt from lower tiers to its first chunk in memory, for each rank.", |t| &t.first_chunk),
 ];
 
-/// Name, help and value of a histogram of whole numbers.
-type Distribution = (
-    &'static str,
-    &'static str,
-    fn(&EngineTimes) -> &DistributionSnapshot,
-);
-
 /// Histograms of whole numbers.
 #[rustfmt::skip]
-const DISTRIBUTIONS: &[Distribution] = &[
+const DISTRIBUTIONS: &[Row<EngineTimes, DistributionSnapshot>] = &[
     ("lmcache_mp_l1_chunk_lifetime_seconds", "Age of chunks when they were evicted, since they were stored in memory.", |t| &t.evicted_age_seconds),
     ("lmc_evicted_chunk_uses", "Lookups and retrieves that had found a chunk when it was evicted.", |t| &t.evicted_uses),
 ];

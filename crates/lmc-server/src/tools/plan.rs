@@ -360,8 +360,9 @@ impl Plan {
             tokens >= chunk_size,
             "a prompt of {tokens} tokens has no whole chunk of {chunk_size}, so nothing of it is kept"
         );
-        let token = cache.token(arguments.tensor_parallel_size);
-        let token = token.context("a token of so many ranks is too large")?;
+        let ranks = arguments.tensor_parallel_size;
+        let token = cache.token(ranks);
+        let token = token.with_context(|| format!("a token takes too much on {ranks} ranks"))?;
         let chunk = token * chunk_size;
         let shared = shared / chunk_size;
         let own = tokens / chunk_size - shared;

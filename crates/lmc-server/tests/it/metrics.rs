@@ -1,7 +1,7 @@
 //! The page `/metrics` of the real server: its format, and what its histograms count.
 
 use lmc_testkit::{Folder, until};
-use lmc_vllm_adapter::{CacheKey, Reply, Request};
+use lmc_vllm_adapter::{CacheKey, Client, Reply, Request};
 
 use crate::common::page::{Page, parse};
 use crate::common::prompt::{CHUNK, CHUNKS, Prompt, await_hits, key, register, retrieve, store};
@@ -78,17 +78,27 @@ fn reads_and_writes_of_a_drive_are_timed() {
     assert_eq!(counted(&server, "lmc_promotion_seconds", ""), 1.0);
 }
 
-#[test]
-fn chunks_that_are_evicted_leave_their_age_and_their_uses() {
-    // Of 64 chunks, of which a prompt has six.
+/// A server of 64 chunks, and an engine that has stored a prompt of six and used it.
+fn small() -> (Server, Client, String) {
     let server = Server::start(&["--l1-size-gb", "2MiB"]);
     let mut client = server.client();
     let shm_name = register(&mut client);
     store(&mut client, &shm_name);
     retrieve(&mut client, &shm_name, "a use");
+    (server, client, shm_name)
+}
+
+/// Stores more prompts than a small server holds.
+fn fill(client: &mut Client, shm_name: &str) {
     for number in 1..40 {
-        Prompt(number).store(&mut client, &shm_name);
+        Prompt(number).store(client, shm_name);
     }
+}
+
+#[test]
+fn chunks_that_are_evicted_leave_their_age_and_their_uses() {
+    let (server, mut client, shm_name) = small();
+    fill(&mut client, &shm_name);
     let uses = |bound: &str| {
         let series = format!("lmc_evicted_chunk_uses_bucket{{le=\"{bound}\"}}");
         server.metric(&series)
@@ -178,18 +188,11 @@ fn tenants_are_counted_apart_under_digests_and_the_rest_together() {
 
 #[test]
 fn chunks_that_are_evicted_and_retrieved_count_for_their_tenant() {
-    // Of 64 chunks, of which a prompt has six.
-    let server = Server::start(&["--l1-size-gb", "2MiB"]);
-    let mut client = server.client();
-    let shm_name = register(&mut client);
-    store(&mut client, &shm_name);
-    retrieve(&mut client, &shm_name, "a use");
+    let (server, mut client, shm_name) = small();
     let labels = "{model=\"model\",tenant=\"_default\"}";
     let of = |name: &str| server.metric(&format!("lmc_tenant_{name}{labels}"));
     assert_eq!(of("retrieved_tokens_total"), (CHUNKS * CHUNK) as f64);
-    for number in 1..40 {
-        Prompt(number).store(&mut client, &shm_name);
-    }
+    fill(&mut client, &shm_name);
     // Eviction goes on for a while, and each count is of its own moment.
     until(
         "the tenant has the chunks of all, and lost those of all",
