@@ -7,7 +7,6 @@ use std::time::Duration;
 use anyhow::Result;
 
 use crate::built::Built;
-use crate::nixl;
 use crate::outcomes::Outcomes;
 use crate::scripts::{self, NotToBeHad};
 use crate::shown;
@@ -34,10 +33,6 @@ fn tests(built: &Built, folder: &Path) -> Result<String> {
         .env("LMC_PROMTOOL", folder.join("promtool"))
         .env("LMC_LMCACHE_BOARD", folder.join("lmcache.json"))
         .args(["--ignored", "alerts::"]);
-    match nixl::environment() {
-        Ok(folder) => _ = tests.env("LMC_NIXL_LIBRARY", folder.join("libnixl_capi.so")),
-        Err(why) => println!("SKIPPED quarantine: {why:#}"),
-    }
     let passed = shown::passed(&shown::output(&mut tests, LIMIT)?)?;
     Ok(format!("{passed} cases"))
 }

@@ -54,6 +54,16 @@ const TESTS: [[&str; 3]; 3] = [
     ["lmc-server", "it", "nixl_peers::"],
 ];
 
+/// Variables that UCX and NIXL read when a test program loads them; see `NixlConfig::open`.
+const VARIABLES: [(&str, &str); 6] = [
+    ("UCX_TLS", "tcp"),
+    ("UCX_NET_DEVICES", "lo"),
+    ("UCX_MODULES", "^efa"),
+    ("UCX_LOG_FILE", "stderr"),
+    ("UCX_LOG_LEVEL", "error"),
+    ("NIXL_LOG_LEVEL", "ERROR"),
+];
+
 /// Runs the tests of channels and of peers with NIXL. Whether all passed, or could not be run here; with
 /// `--require`, only the former.
 pub(crate) fn run(required: bool) -> Result<bool> {
@@ -73,7 +83,7 @@ pub(crate) fn run(required: bool) -> Result<bool> {
         tests
             .args([names, "--show-output"])
             .env("LMC_NIXL_LIBRARY", folder.join("libnixl_capi.so"))
-            .env("LMC_NIXL_PYTHON", folder.join("bin/python"));
+            .envs(VARIABLES);
         match shown::output(&mut tests, LIMIT) {
             Ok(said) => {
                 print!("{said}");

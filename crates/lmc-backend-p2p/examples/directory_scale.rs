@@ -42,7 +42,6 @@ fn hello(name: &str) -> Request {
         algorithm: "blake3".to_owned(),
         clears: ClearsId::NONE,
         spaces: Vec::new(),
-        nixl: None,
     })
 }
 

@@ -1,4 +1,4 @@
-//! [`P2pBackend`]: peers as a tier of the engine, over sockets, and NIXL beside them.
+//! [`P2pBackend`]: peers as a tier of the engine.
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;
@@ -44,10 +44,6 @@ pub struct P2pConfig {
     /// Peers to connect to: `HOST:PORT`, `[IPv6]:PORT`. A name may have several addresses, each of
     /// which is a peer; names are resolved again every 30 s.
     pub peers: Vec<String>,
-    /// NIXL channel for the bytes of chunks, over the arena, the name and the keys of the channel
-    /// of sockets. Peers without one, or whose memory is not registered yet, are read over
-    /// sockets. Default: none.
-    pub nixl: Option<Arc<dyn TransferChannel>>,
     /// Directories: `HOST:PORT`, the one that is asked first at the front. Chunks are
     /// announced to all of them.
     pub directories: Vec<String>,
@@ -60,7 +56,6 @@ impl P2pConfig {
             node,
             channel,
             peers: Vec::new(),
-            nixl: None,
             directories: Vec::new(),
         }
     }
@@ -110,7 +105,6 @@ impl P2pBackend {
             mut node,
             mut channel,
             peers,
-            nixl,
             directories,
         } = config;
         node.uses_directories = !directories.is_empty();
@@ -145,7 +139,7 @@ impl P2pBackend {
             let address = channel.address().to_string();
             node.address = address.trim_start_matches("tcp://").to_owned();
         }
-        let node = Node::new(node, DaemonLink::new(channel, nixl), host);
+        let node = Node::new(node, DaemonLink { channel }, host);
         *shared.lock() = Arc::downgrade(&node);
         let mut tasks = JoinSet::new();
         let expiring = Arc::clone(&node);
@@ -162,7 +156,7 @@ impl P2pBackend {
         }
         let dialer = Dialer::new(peers.iter().chain(&directories));
         // A clear that comes before they are resolved names them as well.
-        let named = Arc::new(Mutex::new(dialer.named(node.link.sockets.id())));
+        let named = Arc::new(Mutex::new(dialer.named(node.link.channel.id())));
         if has_names {
             let (dialing, shown) = (Arc::clone(&node), Arc::clone(&named));
             let dialing = dialer.stay_connected(dialing, peers, directories, shown);
@@ -183,13 +177,13 @@ impl P2pBackend {
 
     /// Returns the address that peers connect to.
     pub fn address(&self) -> &Address {
-        self.node.link.sockets.address()
+        self.node.link.channel.address()
     }
 
     /// Returns the state of every peer that is known, for people.
     pub fn status(&self) -> PeersStatus {
         PeersStatus {
-            id: self.node.link.sockets.id().to_string(),
+            id: self.node.link.channel.id().to_string(),
             node: self.node.status(),
             named: self.named.lock().clone(),
         }
@@ -291,7 +285,6 @@ fn note(node: Arc<DaemonNode>, peer: &PeerId, event: &PeerEvent, on: &Handle) {
             if !node.link.is_current(&session) {
                 tracing::info!(%peer, %reason, "peer disconnected; its chunks are misses until it is back");
                 node.disconnected(&session, &reason.to_string());
-                on.spawn(async move { node.link.disconnect_nixl(&session.peer).await });
             }
         }
         _ => {}
@@ -374,10 +367,11 @@ impl Backend for P2pBackend {
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
-        let channel = self.node.link.sockets.stats();
+        let channel = self.node.link.channel.stats();
         let mut counters = self.node.counters().named();
         counters.push(("refused_handshakes", channel.refused_handshakes));
         counters.push(("broken", channel.broken));
+        counters.push(("nixl_failed", channel.nixl_failed));
         if self.node.config.uses_directories {
             let finds = &self.node.finds;
             counters.push(("directory_asked", finds.asked.load(Ordering::Relaxed)));
@@ -404,7 +398,7 @@ impl Backend for P2pBackend {
                 return Ok(());
             };
             tasks.abort_all();
-            let closed = self.node.link.close(deadline).await;
+            let closed = self.node.link.channel.close(deadline).await;
             closed.map_err(|_| BackendError::Deadline)
         })
     }

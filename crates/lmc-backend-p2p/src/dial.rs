@@ -34,8 +34,6 @@ pub struct NamedPeer {
     pub itself: bool,
     /// Reason why the name is not resolved, or the peer not connected.
     pub failure: Option<Failure>,
-    /// Reason why the peer is not connected over NIXL, where both sides have it.
-    pub nixl_failure: Option<Failure>,
 }
 
 impl NamedPeer {
@@ -57,7 +55,6 @@ pub(crate) struct Dialer {
     names: Names,
     connected: HashMap<SocketAddr, PeerId>,
     failures: HashMap<SocketAddr, Failure>,
-    nixl_failures: HashMap<SocketAddr, Failure>,
 }
 
 impl Dialer {
@@ -66,7 +63,6 @@ impl Dialer {
             names: Names::new(names),
             connected: HashMap::new(),
             failures: HashMap::new(),
-            nixl_failures: HashMap::new(),
         }
     }
 
@@ -79,11 +75,10 @@ impl Dialer {
         named: Named,
     ) {
         let mut strangers = BTreeSet::new();
-        let own = node.link.sockets.id().clone();
+        let own = node.link.channel.id().clone();
         loop {
             self.resolve(lookup).await;
             self.connect(&node).await;
-            connect_dialed(&node).await;
             *named.lock() = self.named(&own);
             let directories = self.connected_of(&directories);
             warn_of_strangers(&node, &directories, &mut strangers);
@@ -104,7 +99,6 @@ impl Dialer {
         let named = |address: &SocketAddr| addresses.contains(address);
         self.connected.retain(|address, _| named(address));
         self.failures.retain(|address, _| named(address));
-        self.nixl_failures.retain(|address, _| named(address));
     }
 
     /// Connects to each address whose peer is not connected.
@@ -112,25 +106,9 @@ impl Dialer {
         let addresses: BTreeSet<SocketAddr> = self.names.addresses().collect();
         let connects = addresses.into_iter().map(|address| {
             let known = self.connected.get(&address).cloned();
-            async move {
-                let connected = connect(node, address, known).await;
-                let nixl = match &connected {
-                    Ok(peer) => connect_nixl(node, address.ip().to_string(), peer).await,
-                    Err(_) => Ok(()),
-                };
-                (address, connected, nixl)
-            }
+            async move { (address, connect(node, address, known).await) }
         });
-        for (address, connected, nixl) in join_all(connects).await {
-            match nixl {
-                Ok(()) => drop(self.nixl_failures.remove(&address)),
-                Err(error) => {
-                    let error = error.to_string();
-                    if note(&mut self.nixl_failures, address, &error) {
-                        tracing::warn!(%address, %error, "a peer cannot be connected to over NIXL; it is read over sockets, and NIXL is tried again every second");
-                    }
-                }
-            }
+        for (address, connected) in join_all(connects).await {
             match connected {
                 Ok(peer) => {
                     self.connected.insert(address, peer);
@@ -169,7 +147,6 @@ impl Dialer {
                     id: id.map(PeerId::to_string),
                     itself: id == Some(own),
                     failure: self.failures.get(address).cloned(),
-                    nixl_failure: self.nixl_failures.get(address).cloned(),
                 });
             }
             if addresses.is_empty() {
@@ -179,22 +156,11 @@ impl Dialer {
                     id: None,
                     itself: false,
                     failure: failure.cloned(),
-                    nixl_failure: None,
                 });
             }
         }
         named
     }
-}
-
-/// Connects over NIXL as well to peers that a directory named.
-async fn connect_dialed(node: &DaemonNode) {
-    let dialed = node.dialed().into_iter().map(|(peer, host)| async move {
-        if let Err(error) = connect_nixl(node, host, &peer).await {
-            tracing::debug!(%peer, %error, "no NIXL session; the peer is read over sockets");
-        }
-    });
-    join_all(dialed).await;
 }
 
 async fn lookup(name: String) -> std::io::Result<Vec<SocketAddr>> {
@@ -207,7 +173,7 @@ async fn connect(
     address: SocketAddr,
     known: Option<PeerId>,
 ) -> Result<PeerId, ConnectError> {
-    let channel = &node.link.sockets;
+    let channel = &node.link.channel;
     if let Some(peer) = known.filter(|peer| channel.is_connected(peer) || peer == channel.id()) {
         return Ok(peer);
     }
@@ -221,23 +187,6 @@ async fn connect(
         TransferChannel::connect(channel, &peer, &at, None, deadline).await?;
     }
     Ok(peer)
-}
-
-/// Connects to a connected peer over NIXL as well, once both sides have it and their memory is
-/// registered.
-async fn connect_nixl(node: &DaemonNode, host: String, peer: &PeerId) -> Result<(), ConnectError> {
-    let Some(nixl) = node.nixl_of(peer) else {
-        return Ok(());
-    };
-    let at = Address::Tcp {
-        host,
-        port: nixl.port,
-    };
-    let deadline = now() + CONNECT_TIMEOUT;
-    match node.link.connect_nixl(peer, nixl, &at, deadline).await {
-        Err(ConnectError::NotReady) => Ok(()),
-        connected => connected,
-    }
 }
 
 /// Notes a failure. Returns true if it is not the last one again.

@@ -17,10 +17,10 @@ use lmc_backend::{
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, checksum};
-use lmc_transfer::{Filled, Index, PeerId, Slot, TransferError};
+use lmc_transfer::{DataPlane, Filled, Index, PeerId, Slot, TransferError};
 use parking_lot::Mutex;
 
-use crate::message::{NixlAddress, Reply, Request, Transport};
+use crate::message::{Reply, Request};
 use crate::{Link, Node, NodeConfig, Session};
 
 /// Bytes of a chunk.
@@ -31,11 +31,6 @@ const RESIDENT: u8 = 8;
 const LIMITS: (u64, u64) = (5 * LEN, 3 * LEN);
 /// Leases that one peer may have.
 const PEER_LEASES: usize = 3;
-/// The NIXL channel that the committed hello names.
-const NIXL: NixlAddress = NixlAddress {
-    port: 7701,
-    incarnation: 13,
-};
 /// Time that may pass between two frames.
 const PAUSES: [u64; 8] = [0, 0, 0, 0, 1, 300, 3_000, 40_000];
 
@@ -213,8 +208,8 @@ impl Link for Wire {
         self.0.lock().connected.get(&session.peer) == Some(&session.incarnation)
     }
 
-    fn nixl(&self) -> Option<NixlAddress> {
-        Some(NIXL)
+    fn data_plane(&self, _: &PeerId) -> DataPlane {
+        DataPlane::Nixl
     }
 
     fn connect<'a>(
@@ -230,11 +225,6 @@ impl Link for Wire {
 
     fn disconnect<'a>(&'a self, _: &'a PeerId, _: Instant) -> BoxFuture<'a, ()> {
         Box::pin(std::future::ready(()))
-    }
-
-    /// All peers have the same channel.
-    fn has_nixl(&self, _: &PeerId, nixl: NixlAddress) -> bool {
-        nixl == NIXL
     }
 
     fn request<'a>(
@@ -258,7 +248,6 @@ impl Link for Wire {
     fn grant(
         &self,
         _: &PeerId,
-        _: Transport,
         slots: Vec<SealedSlot>,
     ) -> Result<(Vec<Index>, Counted), TransferError> {
         self.1.fetch_add(1, Ordering::Relaxed);
@@ -271,7 +260,6 @@ impl Link for Wire {
     fn read<'a>(
         &'a self,
         _: &'a PeerId,
-        _: Transport,
         slots: Vec<ReservedSlot>,
         indices: &'a [Index],
         _: Instant,
@@ -285,7 +273,11 @@ impl Link for Wire {
         let slots = slots.into_iter().zip(indices).filter_map(fill).collect();
         let error = self.0.lock().replies.len() % 2 == 1;
         let error = error.then_some(TransferError::Deadline);
-        Box::pin(std::future::ready(Filled { slots, error }))
+        Box::pin(std::future::ready(Filled {
+            slots,
+            error,
+            by: DataPlane::Nixl,
+        }))
     }
 }
 

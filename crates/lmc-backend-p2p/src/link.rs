@@ -4,16 +4,14 @@ use std::time::Instant;
 
 use futures_util::FutureExt;
 use lmc_memory::{ReservedSlot, SealedSlot};
-use lmc_transfer::{BoxFuture, Filled, Index, PeerId, TransferError};
+use lmc_transfer::{BoxFuture, DataPlane, Filled, Index, PeerId, TransferError};
 use tokio::runtime::Handle;
 
-use crate::message::{NixlAddress, Transport};
 use crate::owner::Session;
 
 /// A channel to peers, as the tier uses it: questions, leased memory, one-sided reads.
 ///
-/// Questions go over sockets. Bytes do so where both sides are not connected over NIXL, too. A
-/// simulation with a virtual clock implements this beside the channels of `lmc-transfer`.
+/// A simulation with a virtual clock implements this beside the channel of `lmc-transfer`.
 pub trait Link: Send + Sync + 'static {
     /// Keeps granted memory readable. Dropping it ends the access.
     type Grant: Send + 'static;
@@ -27,12 +25,9 @@ pub trait Link: Send + Sync + 'static {
         None
     }
 
-    /// Returns this side's NIXL channel, as its hello names it.
-    fn nixl(&self) -> Option<NixlAddress>;
-
-    /// Returns true if this NIXL channel of the peer is connected: all memory of both sides is
-    /// registered then.
-    fn has_nixl(&self, peer: &PeerId, nixl: NixlAddress) -> bool;
+    /// Returns the plane that moves the bytes of reads from a peer now: sockets, also for a peer that
+    /// is not connected.
+    fn data_plane(&self, peer: &PeerId) -> DataPlane;
 
     /// Connects to the peer that is said to listen at `HOST:PORT`.
     ///
@@ -59,23 +54,20 @@ pub trait Link: Send + Sync + 'static {
         deadline: Instant,
     ) -> BoxFuture<'a, Result<Vec<u8>, TransferError>>;
 
-    /// Lets a peer that is connected by a transport read these slots by it. Returns where each
-    /// lies: indices of one transport name nothing for the other.
+    /// Lets a connected peer read these slots. Returns where each lies.
     ///
     /// # Errors
     /// [`TransferError`].
     fn grant(
         &self,
         peer: &PeerId,
-        by: Transport,
         slots: Vec<SealedSlot>,
     ) -> Result<(Vec<Index>, Self::Grant), TransferError>;
 
-    /// Reads from a peer's memory what was granted for this transport.
+    /// Reads from a peer's memory what was granted.
     fn read<'a>(
         &'a self,
         peer: &'a PeerId,
-        by: Transport,
         slots: Vec<ReservedSlot>,
         indices: &'a [Index],
         deadline: Instant,

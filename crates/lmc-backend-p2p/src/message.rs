@@ -28,7 +28,7 @@ mod grown;
 
 pub use clears::{ClearsPage, MAX_PAGES, PAGE_ENTRIES, Stamped};
 use grown::Body;
-pub use grown::{FEATURE_LATE_DIGESTS, FEATURE_NIXL, LATE_DIGEST, NixlAddress, Transport};
+pub use grown::{FEATURE_LATE_DIGESTS, LATE_DIGEST};
 
 /// Newest version of the protocol that this crate speaks.
 pub const VERSION: u16 = 2;
@@ -184,9 +184,6 @@ pub struct Hello {
     pub clears: ClearsId,
     /// The live spaces of the side.
     pub spaces: Vec<SpaceNote>,
-    /// The side's NIXL channel; present with [`FEATURE_NIXL`].
-    #[serde(skip)]
-    pub nixl: Option<NixlAddress>,
 }
 
 /// A question to a peer.
@@ -228,10 +225,6 @@ pub struct Lease {
     /// Time in milliseconds for which the owner may wait until it can lend more, or has promoted
     /// chunks from its disk.
     pub wait_ms: u32,
-    /// Best transport by which the asking side can read from the owner now; the owner may choose
-    /// sockets instead.
-    #[serde(skip)]
-    pub transport: Transport,
 }
 
 /// Fields of [`Request::Renew`].
@@ -410,9 +403,6 @@ pub struct Leased {
     pub chunks: Vec<ChunkLease>,
     /// Other peers that hold chunks for which this one is busy: the addresses at which they listen.
     pub holders: Vec<Holder>,
-    /// Transport by which the granted chunks can be read.
-    #[serde(skip)]
-    pub transport: Transport,
 }
 
 /// Fields of [`Reply::Described`].

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::{Host, HostLease, now};
 use lmc_key::{ChunkKey, ClearsId};
-use lmc_transfer::{Keys, PeerId, TransferError};
+use lmc_transfer::{DataPlane, Keys, PeerId, TransferError};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
@@ -16,12 +16,12 @@ use crate::directory::{ChangedKeys, Contacts, Dials, Finds};
 use crate::exchange::{IN_STEP_EVERY, KnownClears};
 use crate::link::{Link, until};
 use crate::message::{
-    ChunkLease, ChunkState, FEATURE_LATE_DIGESTS, FEATURE_NIXL, Hello, Holder, KeyBatch,
-    LATE_DIGEST, Lease, Leased, Located, MAX_HOLDERS, MessageError, NixlAddress, OLDEST_VERSION,
-    Refusal, Release, Released, Renew, Reply, Request, Stamped, Transport, VERSION,
+    ChunkLease, ChunkState, FEATURE_LATE_DIGESTS, Hello, Holder, KeyBatch, LATE_DIGEST, Lease,
+    Leased, Located, MAX_HOLDERS, MessageError, OLDEST_VERSION, Refusal, Release, Released, Renew,
+    Reply, Request, Stamped, VERSION,
 };
 use crate::owner::{Busy, Owner, OwnerLimits, Session};
-use crate::peers::{self, Failure, Peer, PeerCounters, Peers};
+use crate::peers::{self, Failure, PeerCounters, Peers};
 use crate::pushing::Pushes;
 use crate::recent::Recent;
 use crate::spaces::{OwnSpaces, cut};
@@ -228,18 +228,16 @@ impl<L: Link> Node<L> {
             cut(&mut text);
             text
         };
-        let nixl = self.link.nixl();
         Hello {
             oldest: self.config.versions.0,
             newest: self.config.versions.1,
-            features: FEATURE_LATE_DIGESTS | nixl.map_or(0, |_| FEATURE_NIXL),
+            features: FEATURE_LATE_DIGESTS,
             name: short(&self.config.name),
             address: short(&self.config.address),
             chunk_size: self.config.chunk_size,
             algorithm: short(&self.config.algorithm),
             clears: self.clears().1,
             spaces: self.own_spaces().spaces.to_vec(),
-            nixl,
         }
     }
 
@@ -438,13 +436,11 @@ impl<L: Link> Node<L> {
         let held: Vec<(ChunkKey, HostLease)> =
             held.filter_map(|(key, held)| Some((key, held?))).collect();
         let duration = Duration::from_millis(lease.duration_ms.into());
-        let wanted = (lease.transport, is_late);
-        let granted = self.grant(reserved, held, *clears, wanted, duration);
+        let granted = self.grant(reserved, held, *clears, is_late, duration);
         let mut leased = not_leased(Vec::with_capacity(keys.len()));
         let mut found = Vec::new();
-        if let Some((number, transport, duration, chunks)) = granted {
+        if let Some((number, duration, chunks)) = granted {
             leased.lease = number;
-            leased.transport = transport;
             leased.duration_ms = u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
             found = chunks;
         }
@@ -514,32 +510,26 @@ impl<L: Link> Node<L> {
     /// carried out a clear since they were asked for.
     #[allow(
         clippy::type_complexity,
-        reason = "number, transport, duration, and an answer for each chunk"
+        reason = "number, duration, and an answer for each chunk"
     )]
     fn grant(
         &self,
         reserved: Reservation<'_, L::Grant>,
         held: Vec<(ChunkKey, HostLease)>,
         asked_at: ClearsId,
-        (wanted, is_late): (Transport, bool),
+        is_late: bool,
         duration: Duration,
-    ) -> Option<(u64, Transport, Duration, Vec<(ChunkKey, ChunkLease)>)> {
+    ) -> Option<(u64, Duration, Vec<(ChunkKey, ChunkLease)>)> {
         let session = &reserved.session;
         let mut owner = self.owner.lock();
         // Under the same lock as the grant: nothing is admitted in between.
         owner.unreserve(session, reserved.number);
-        let connected = self.connected_by(self.peers.lock().of_session(session)?);
+        self.peers.lock().of_session(session)?;
         if held.is_empty() || self.clears().1 != asked_at {
             return None;
         }
-        let grant = |by| {
-            let slots = held.iter().map(|(_, chunk)| chunk.slot.clone()).collect();
-            let (indices, grant) = self.link.grant(&session.peer, by, slots).ok()?;
-            Some((by, indices, grant))
-        };
-        let over_nixl = (wanted, connected) == (Transport::Nixl, Transport::Nixl);
-        let granted = over_nixl.then(|| grant(Transport::Nixl)).flatten();
-        let (by, indices, grant) = granted.or_else(|| grant(Transport::Sockets))?;
+        let slots = held.iter().map(|(_, chunk)| chunk.slot.clone()).collect();
+        let (indices, grant) = self.link.grant(&session.peer, slots).ok()?;
         let unsummed = unsummed(held.iter().map(|(_, chunk)| chunk));
         let is_late = is_late && !unsummed.is_empty();
         let chunk = |((key, chunk), index): (&(ChunkKey, HostLease), _)| {
@@ -554,7 +544,7 @@ impl<L: Link> Node<L> {
             (*key, granted)
         };
         let granted = held.iter().zip(indices).map(chunk).collect();
-        if is_late && by == Transport::Nixl {
+        if is_late && self.link.data_plane(&session.peer) == DataPlane::Nixl {
             // Sockets sum what they send.
             tokio::spawn(summing::in_turn(Arc::clone(&self.summing), unsummed));
         }
@@ -574,7 +564,7 @@ impl<L: Link> Node<L> {
             counters.served += count;
             counters.served_bytes += bytes;
         });
-        Some((number, by, duration, granted))
+        Some((number, duration, granted))
     }
 
     fn takes_late_digests(&self, session: &Session) -> bool {
@@ -583,37 +573,6 @@ impl<L: Link> Node<L> {
             .get(&session.peer)
             .and_then(|peer| peer.hello.as_ref());
         hello.is_some_and(|hello| hello.features & FEATURE_LATE_DIGESTS != 0)
-    }
-
-    /// Returns the NIXL channel that a peer's hello named.
-    pub(crate) fn nixl_of(&self, peer: &PeerId) -> Option<NixlAddress> {
-        self.peers.lock().get(peer)?.nixl_address()
-    }
-
-    /// Returns the best transport by which a peer is connected.
-    fn connected_by(&self, peer: &Peer) -> Transport {
-        let nixl = peer.nixl_address();
-        let has = nixl.is_some_and(|nixl| self.link.has_nixl(&peer.session.peer, nixl));
-        match has {
-            true => Transport::Nixl,
-            false => Transport::Sockets,
-        }
-    }
-
-    /// Returns the transport by which chunks are read from a peer now; `None` for a peer that is
-    /// not connected.
-    pub fn transport(&self, peer: &PeerId) -> Option<Transport> {
-        let peers = self.peers.lock();
-        Some(self.transport_of(peers.get(peer)?))
-    }
-
-    pub(crate) fn transport_of(&self, peer: &Peer) -> Transport {
-        // It has failed a moment ago.
-        let pauses = !peer.nixl.is_over(now());
-        match pauses {
-            true => Transport::Sockets,
-            false => self.connected_by(peer),
-        }
     }
 
     fn other_holders(&self, session: &Session, key: &ChunkKey) -> Vec<Holder> {
@@ -769,6 +728,5 @@ fn not_leased(chunks: Vec<ChunkLease>) -> Leased {
         duration_ms: 0,
         chunks,
         holders: Vec::new(),
-        transport: Transport::Sockets,
     }
 }

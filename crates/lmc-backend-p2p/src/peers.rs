@@ -10,7 +10,7 @@ use lmc_key::{ClearsId, LayoutFingerprint};
 use lmc_transfer::PeerId;
 use serde::{Serialize, Serializer};
 
-use crate::message::{Described, FEATURE_DIRECTORY, Hello, NixlAddress, Transport};
+use crate::message::{Described, FEATURE_DIRECTORY, Hello};
 use crate::owner::Session;
 use crate::pushing::MAX_PUSHES;
 
@@ -20,8 +20,7 @@ const ASSUMED_RATE: f64 = 1.25e9;
 const ASSUMED_ROUND_TRIP: Duration = Duration::from_micros(200);
 /// Time for which a peer is not asked after its first failure in a row, and at most.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
-/// Time for which a peer is not read after a first lease or read failed, and at most. Where only
-/// NIXL failed, it is read over sockets for this time.
+/// Time for which a peer is not read after a first lease or read failed, and at most.
 const READ_BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 /// Time within which a peer has to lend again for a prompt to go on waiting for it: that of two pauses
 /// in a row.
@@ -169,10 +168,8 @@ pub(crate) struct Peer {
     allowed: Duration,
     /// True from the begin of a pause until the peer is asked whether it is only slow.
     is_unprobed: bool,
-    /// Leases, and reads by any transport.
+    /// Leases and reads.
     lending: BackOff,
-    /// Reads over NIXL.
-    pub(crate) nixl: BackOff,
     pub(crate) last_failure: Option<Failure>,
 }
 
@@ -245,7 +242,6 @@ impl Peer {
             allowed: Duration::ZERO,
             is_unprobed: false,
             lending: BackOff::new(READ_BACK_OFF),
-            nixl: BackOff::new(READ_BACK_OFF),
             last_failure: None,
         }
     }
@@ -290,10 +286,7 @@ impl Peer {
         (!left.is_zero()).then_some(left)
     }
 
-    pub(crate) fn read(&mut self, by: Transport, bytes: u64, took: Duration) {
-        if by == Transport::Nixl {
-            self.nixl.succeeded();
-        }
+    pub(crate) fn read(&mut self, bytes: u64, took: Duration) {
         let rate = bytes as f64 / took.as_secs_f64().max(1e-9);
         self.rate += WEIGHT * (rate - self.rate);
         self.reads += 1;
@@ -306,21 +299,6 @@ impl Peer {
             (self.allowed, self.is_unprobed) = (allowed, true);
         }
         self.last_failure = Some(Failure::new(reason, now));
-    }
-
-    /// Notes that a read by this transport failed. The peer is asked on where only NIXL did.
-    pub(crate) fn read_failed(&mut self, by: Transport, reason: &str, now: Instant) {
-        let reason = format!("a read over {}: {reason}", by.name());
-        match by {
-            Transport::Sockets => {
-                self.lent_badly(reason, now);
-            }
-            Transport::Nixl => {
-                self.counters.failed += 1;
-                self.nixl.failed(now);
-                self.last_failure = Some(Failure::new(reason, now));
-            }
-        }
     }
 
     /// Notes that the peer lent nothing, or not what it had said. It is not asked for a while.
@@ -353,11 +331,6 @@ impl Peer {
         let name = self.hello.as_ref().map(|hello| hello.name.as_str());
         let name = name.filter(|name| !name.is_empty());
         name.unwrap_or(self.session.peer.as_str()).to_owned()
-    }
-
-    /// Returns the NIXL channel that the peer's hello named.
-    pub(crate) fn nixl_address(&self) -> Option<NixlAddress> {
-        self.hello.as_ref()?.nixl
     }
 
     /// Returns true if the peer has said that it is a directory.

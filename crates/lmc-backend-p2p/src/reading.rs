@@ -17,14 +17,14 @@ use lmc_backend::{
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, WrittenSlot};
-use lmc_transfer::{BoxFuture, Filled, PeerId, Slot, TransferError};
+use lmc_transfer::{BoxFuture, DataPlane, Filled, PeerId, Slot, TransferError};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::digest::chunk_digest;
 use crate::link::{Link, until};
 use crate::message::{
     ChunkLease, ChunkState, KeyBatch, LATE_DIGEST, Lease, Leased, Located as LocatedMessage,
-    Refusal, Release, Released, Renew, Reply, Request, Stamped, Transport,
+    Refusal, Release, Released, Renew, Reply, Request, Stamped,
 };
 use crate::node::{HOLD_MARGIN, Node};
 use crate::owner::LEASE_BYTES;
@@ -442,23 +442,19 @@ impl<L: Link> Node<L> {
                 break;
             };
             let later = rest.split_off(len);
-            let (read, again) = self.read_batch(peer, batch, rest, deadline).await;
-            reads.extend(read);
-            rest = again;
-            rest.extend(later);
+            reads.extend(self.read_batch(peer, batch, rest, deadline).await);
+            rest = later;
         }
         reads
     }
 
-    /// Returns the outcomes, and the chunks that NIXL did not read: those are read again, over
-    /// sockets, because NIXL pauses after a failure.
     async fn read_batch(
         self: &Arc<Self>,
         peer: &PeerId,
         batch: KeyBatch,
         items: Vec<Wanted>,
         deadline: Instant,
-    ) -> (Vec<ChunkRead>, Vec<Wanted>) {
+    ) -> Vec<ChunkRead> {
         let paused = {
             let peers = self.peers.lock();
             peers.get(peer).is_none_or(|peer| !peer.lends(now()))
@@ -466,7 +462,7 @@ impl<L: Link> Node<L> {
         if paused {
             let error = || self.unavailable(peer, None);
             let elsewhere = |item| ChunkRead::Elsewhere(item, Some(error()));
-            return (items.into_iter().map(elsewhere).collect(), Vec::new());
+            return items.into_iter().map(elsewhere).collect();
         }
         // Where another has the chunks too, that one is asked before anything is waited for.
         let mut items = items;
@@ -478,17 +474,12 @@ impl<L: Link> Node<L> {
             // The other half is for reading.
             true => (deadline.saturating_duration_since(sent) / 2).min(self.config.lease_wait),
         };
-        let best = self.transport(peer).unwrap_or_default();
         let request = Request::Lease(self.stamped(Lease {
             keys: batch,
             duration_ms: millis(self.config.lease),
             wait_ms: millis(wait),
-            transport: best,
         }));
-        let answers = |leased: &Leased| {
-            let offered = [best, Transport::Sockets].contains(&leased.transport);
-            offered && leased.chunks.len() == items.len()
-        };
+        let answers = |leased: &Leased| leased.chunks.len() == items.len();
         let answer_by = deadline.min(sent + wait + HOLD_MARGIN + ANSWER_MARGIN);
         let Stamped {
             clears,
@@ -503,10 +494,9 @@ impl<L: Link> Node<L> {
                 }
                 let error = || self.unavailable(peer, answer.as_ref().err());
                 let elsewhere = |item| ChunkRead::Elsewhere(item, Some(error()));
-                return (items.into_iter().map(elsewhere).collect(), Vec::new());
+                return items.into_iter().map(elsewhere).collect();
             }
         };
-        let by = leased.transport;
         let mut lease = Leasing {
             node: Arc::clone(self),
             peer: peer.clone(),
@@ -518,11 +508,11 @@ impl<L: Link> Node<L> {
         };
         if !self.is_in_step(peer, clears) {
             let elsewhere = |item| ChunkRead::Elsewhere(item, None);
-            return (items.into_iter().map(elsewhere).collect(), Vec::new());
+            return items.into_iter().map(elsewhere).collect();
         }
         let (granted, mut reads) = self.sort_out(peer, leased, items);
         if granted.is_empty() {
-            return (reads, Vec::new());
+            return reads;
         }
         let (mut slots, mut indices, mut named) = (Vec::new(), Vec::new(), Vec::new());
         for (ordinal, item, index, digest) in granted {
@@ -538,40 +528,39 @@ impl<L: Link> Node<L> {
         }
         let bytes: u64 = slots.iter().map(ReservedSlot::len).sum();
         let begun = now();
-        let filled = lease.while_renewed(self.link.read(peer, by, slots, &indices, deadline));
+        let filled = lease.while_renewed(self.link.read(peer, slots, &indices, deadline));
         let filled = filled.await;
         let took = now().saturating_duration_since(begun);
         self.count_of(peer, |peer| match &filled {
-            Some(Filled { error: None, .. }) => peer.read(by, bytes, took),
+            Some(Filled { error: None, .. }) => peer.read(bytes, took),
             Some(Filled {
                 error: Some(TransferError::Deadline),
                 ..
-            }) if by == Transport::Sockets && !is_patient(begun) => peer.counters.failed += 1,
+            }) if !is_patient(begun) => peer.counters.failed += 1,
             Some(Filled {
                 error: Some(error), ..
             }) => {
-                peer.read_failed(by, &error.to_string(), now());
+                peer.lent_badly(format!("a read: {error}"), now());
             }
             None => {
                 let reason = "a lease was not renewed in time, and a read given up";
                 peer.lent_badly(reason.to_owned(), now());
             }
         });
-        let (slots, error, Released { held, digests }) = match filled {
-            Some(Filled { slots, error }) => {
+        let (slots, by, Released { held, digests }) = match filled {
+            Some(Filled { slots, by, .. }) => {
                 // What has no checksum yet is summed while the owner answers.
                 let (released, slots) = join(lease.release(), sum(slots)).await;
-                (slots, error, released)
+                (slots, by, released)
             }
             // The channel returns the slots to their pool.
             None => {
                 drop(lease);
-                let deadline = Some(TransferError::Deadline);
-                (Vec::new(), deadline, Released::default())
+                (Vec::new(), DataPlane::default(), Released::default())
             }
         };
         let mut slots = slots.into_iter();
-        let (mut good, mut again) = (Vec::new(), Vec::new());
+        let mut good = Vec::new();
         for (ordinal, index, key, digest, others) in named {
             let wanted = |slot| Wanted {
                 index,
@@ -594,10 +583,6 @@ impl<L: Link> Node<L> {
                         }
                     }
                 }
-                Some(Slot::Idle(slot)) if by == Transport::Nixl && error.is_some() => {
-                    again.push(wanted(slot));
-                    continue;
-                }
                 Some(Slot::Idle(slot)) => {
                     let error = self.unavailable(peer, None);
                     reads.push(ChunkRead::Elsewhere(wanted(slot), Some(error)));
@@ -614,7 +599,7 @@ impl<L: Link> Node<L> {
             reads.push(ChunkRead::Done(index, loaded));
         }
         self.send_holds(peer, &good);
-        (reads, again)
+        reads
     }
 
     /// Splits what a peer answered to a lease: chunks to read, each with its number among those
@@ -698,7 +683,7 @@ impl<L: Link> Node<L> {
     /// Returns the slot if its bytes are those of the chunk.
     fn verified(
         &self,
-        (peer, by): (&PeerId, Transport),
+        (peer, by): (&PeerId, DataPlane),
         key: ChunkKey,
         slot: WrittenSlot,
         digest: u64,
@@ -722,7 +707,7 @@ impl<L: Link> Node<L> {
             peer.lent(now());
             peer.counters.read += 1;
             peer.counters.read_bytes += slot.len();
-            if by == Transport::Nixl {
+            if by == DataPlane::Nixl {
                 peer.counters.read_nixl_bytes += slot.len();
             }
         });

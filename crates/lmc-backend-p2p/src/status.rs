@@ -143,7 +143,7 @@ pub struct PeerStatus {
     pub version: Option<u16>,
     /// Seconds since the connect.
     pub connected_seconds: f64,
-    /// Transport by which chunks are read from it now.
+    /// Plane that moves the bytes of reads from it now: `sockets` or `nixl`.
     pub transport: &'static str,
     /// Last failure since the connect.
     pub last_failure: Option<Failure>,
@@ -226,7 +226,7 @@ impl<L: Link> Node<L> {
             address: hello.map(|hello| hello.address.clone()),
             version,
             connected_seconds: (now().saturating_duration_since(peer.since)).as_secs_f64(),
-            transport: self.transport_of(peer).name(),
+            transport: self.link.data_plane(&peer.session.peer).name(),
             last_failure: peer.last_failure.clone(),
             paused_seconds: peer.paused(now()).map(|pause| pause.as_secs_f64()),
             round_trip_seconds: peer.round_trip(),

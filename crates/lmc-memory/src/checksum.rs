@@ -83,6 +83,53 @@ impl PartedChecksum {
         self.len += part.len() as u64;
     }
 
+    /// Copies a part that is not the last, and takes the copy in: at the cost of summing alone.
+    ///
+    /// Of bytes that change meanwhile, some state of each is copied, and the sum is of the copy.
+    ///
+    /// # Panics
+    /// If it is no multiple of [`Self::PART`].
+    ///
+    /// # Safety
+    /// `len` bytes can be read at `from`; as many at `to` are the caller's alone, and do not overlap
+    /// them.
+    pub unsafe fn add_copy(&mut self, from: *const u8, to: *mut u8, len: usize) {
+        assert!(len.is_multiple_of(Self::PART), "a part that ends");
+        match &mut self.state {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the caller vouches for both.
+            State::Avx2(sum) => unsafe { sum.add_copy(from, to, len) },
+            State::Crate(sum) => {
+                // SAFETY: the caller vouches for both.
+                let copy = unsafe {
+                    to.copy_from_nonoverlapping(from, len);
+                    std::slice::from_raw_parts(to, len)
+                };
+                sum.update(copy);
+            }
+        }
+        self.len += len as u64;
+    }
+
+    /// Copies the last part. The sum of the copy and of the parts before.
+    ///
+    /// # Panics
+    /// If it is shorter than [`Self::PART`] and not the only one.
+    ///
+    /// # Safety
+    /// As for [`Self::add_copy`].
+    pub unsafe fn end_copy(mut self, from: *const u8, to: *mut u8, len: usize) -> u64 {
+        let whole = len.saturating_sub(Self::PART) / Self::PART * Self::PART;
+        // SAFETY: the caller vouches for both.
+        let rest = unsafe {
+            self.add_copy(from, to, whole);
+            let (from, to, len) = (from.add(whole), to.add(whole), len - whole);
+            to.copy_from_nonoverlapping(from, len);
+            std::slice::from_raw_parts(to, len)
+        };
+        self.end(rest)
+    }
+
     /// The sum, with the last part.
     ///
     /// # Panics
@@ -159,6 +206,16 @@ mod x86 {
             self.0 = unsafe { lanes(add(load(self.0), bytes, bytes.len() / BLOCK)) };
         }
 
+        /// Copies whole blocks, and takes the copy in.
+        ///
+        /// # Safety
+        /// `len` bytes can be read at `from` and written at `to`.
+        pub(super) unsafe fn add_copy(&mut self, from: *const u8, to: *mut u8, len: usize) {
+            // SAFETY: the processor has AVX2, or there would be no `self`; the caller vouches for the
+            // bytes.
+            self.0 = unsafe { lanes(blocks(load(self.0), from, Some(to), len / BLOCK)) };
+        }
+
         /// Takes in the last bytes of `len`, which are [`LEAST`] or more; the sum.
         pub(super) fn end(self, bytes: &[u8], len: u64) -> u64 {
             // SAFETY: the processor has AVX2, or there would be no `self`.
@@ -192,18 +249,22 @@ mod x86 {
     /// Takes in a stripe.
     ///
     /// # Safety
-    /// The processor must have AVX2, and 64 bytes can be read at both addresses.
+    /// The processor must have AVX2, 64 bytes can be read at both addresses, and written at `to`.
     #[inline]
     #[target_feature(enable = "avx2")]
     unsafe fn accumulate(
         mut acc: [__m256i; 2],
         stripe: *const u8,
+        to: Option<*mut u8>,
         secret: *const u8,
     ) -> [__m256i; 2] {
         for (half, acc) in acc.iter_mut().enumerate() {
-            // SAFETY: the caller vouches for 64 bytes at both.
+            // SAFETY: the caller vouches for 64 bytes at all of them.
             unsafe {
                 let data = _mm256_loadu_si256(stripe.cast::<__m256i>().add(half));
+                if let Some(to) = to {
+                    _mm256_storeu_si256(to.cast::<__m256i>().add(half), data);
+                }
                 let key = _mm256_loadu_si256(secret.cast::<__m256i>().add(half));
                 let mixed = _mm256_xor_si256(data, key);
                 let high = _mm256_shuffle_epi32::<0b00_11_00_01>(mixed);
@@ -239,19 +300,35 @@ mod x86 {
     /// # Safety
     /// The processor must have AVX2.
     #[target_feature(enable = "avx2")]
-    unsafe fn add(mut acc: [__m256i; 2], bytes: &[u8], blocks: usize) -> [__m256i; 2] {
-        assert!(blocks * BLOCK <= bytes.len());
+    unsafe fn add(acc: [__m256i; 2], bytes: &[u8], count: usize) -> [__m256i; 2] {
+        assert!(count * BLOCK <= bytes.len());
+        // SAFETY: the blocks lie in `bytes`.
+        unsafe { blocks(acc, bytes.as_ptr(), None, count) }
+    }
+
+    /// Takes in blocks, which are copied to `to`.
+    ///
+    /// # Safety
+    /// The processor must have AVX2; `count` blocks can be read at `at`, and written at `to`.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn blocks(
+        mut acc: [__m256i; 2],
+        mut at: *const u8,
+        mut to: Option<*mut u8>,
+        count: usize,
+    ) -> [__m256i; 2] {
         let secret = SECRET.as_ptr();
-        let mut at = bytes.as_ptr();
-        // SAFETY: the stripes of `blocks` blocks lie in `bytes`; secrets are read from 0 to 192 of
+        // SAFETY: the caller vouches for the stripes of the blocks; secrets are read from 0 to 192 of
         // 192 bytes; a prefetch touches no memory.
         unsafe {
-            for _ in 0..blocks {
+            for _ in 0..count {
                 for stripe in 0..STRIPES {
                     _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(NEAR).cast());
                     _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(FAR).cast());
-                    acc = accumulate(acc, at, secret.add(8 * stripe));
+                    acc = accumulate(acc, at, to, secret.add(8 * stripe));
                     at = at.add(STRIPE);
+                    to = to.map(|to| to.add(STRIPE));
                 }
                 acc = scramble(acc, secret.add(SECRET.len() - STRIPE));
             }
@@ -276,11 +353,11 @@ mod x86 {
             let mut acc = add(load(before), bytes, blocks);
             let mut at = bytes.as_ptr().add(blocks * BLOCK);
             for stripe in 0..stripes {
-                acc = accumulate(acc, at, secret.add(8 * stripe));
+                acc = accumulate(acc, at, None, secret.add(8 * stripe));
                 at = at.add(STRIPE);
             }
             let end = bytes.as_ptr().add(last);
-            acc = accumulate(acc, end, secret.add(SECRET.len() - STRIPE - 7));
+            acc = accumulate(acc, end, None, secret.add(SECRET.len() - STRIPE - 7));
             lanes(acc)
         }
     }
@@ -321,6 +398,40 @@ mod tests {
                 let part = &bytes[start..start + len];
                 let wanted = xxh3_64(part);
                 assert_eq!(checksum(part), wanted, "{len} bytes from {start}");
+            }
+        }
+    }
+
+    /// Copies, whole and in parts, are those of the bytes, and nothing else is written.
+    #[test]
+    fn it_is_the_same_of_a_copy() {
+        let bytes: Vec<u8> = (0..20_000u64)
+            .map(|i| (i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 53) as u8)
+            .collect();
+        let edges = [0_usize, 1024, 2048, 3072, 16_384];
+        for len in edges.into_iter().flat_map(|edge| edge..edge + 70) {
+            for first in [0, 1024, 4096] {
+                let Some(rest) = len.checked_sub(first) else {
+                    continue;
+                };
+                if first > 0 && rest < PartedChecksum::PART {
+                    continue;
+                }
+                let mut copy = vec![0; len + 7];
+                let (from, to) = (bytes[7..].as_ptr(), copy.as_mut_ptr());
+                let mut sum = PartedChecksum::new();
+                // SAFETY: both have `len` bytes, and do not overlap.
+                let sum = unsafe {
+                    sum.add_copy(from, to, first);
+                    sum.end_copy(from.add(first), to.add(first), rest)
+                };
+                assert_eq!(
+                    sum,
+                    xxh3_64(&bytes[7..7 + len]),
+                    "{len} bytes, {first} first"
+                );
+                assert_eq!(copy[..len], bytes[7..7 + len]);
+                assert_eq!(copy[len..], [0; 7]);
             }
         }
     }

@@ -1,11 +1,9 @@
 //! NIXL between peers: where it is used, and what it reads from the environment.
 
-use std::sync::Arc;
-
 use anyhow::Result;
-use lmc_transfer::{ChannelConfig, TransferChannel};
+use lmc_transfer::SocketConfig;
 
-use crate::config::{HostPort, PeerTransport, PeersSettings, ServeConfig};
+use crate::config::{PeerTransport, PeersSettings, ServeConfig};
 
 /// Returns true if the configuration allows NIXL.
 fn is_allowed(config: &ServeConfig) -> bool {
@@ -16,20 +14,19 @@ fn is_allowed(config: &ServeConfig) -> bool {
 #[cfg(not(feature = "nixl"))]
 pub(crate) fn set_variables(_: &ServeConfig) {}
 
-/// Returns the NIXL channel of a build that has none.
+/// Checks that NIXL is not demanded of a build that has none.
 #[cfg(not(feature = "nixl"))]
 pub(crate) fn open(
     config: &ServeConfig,
     peers: &PeersSettings,
-    _: &ChannelConfig,
-    _: &HostPort,
-) -> Result<Option<Arc<dyn TransferChannel>>> {
+    _: &mut SocketConfig,
+) -> Result<()> {
     anyhow::ensure!(
         !is_allowed(config) || peers.transport != PeerTransport::Nixl,
         "--p2p-transport nixl: this build of lmc has no NIXL; build it with `--features nixl`, or \
          choose sockets or auto"
     );
-    Ok(None)
+    Ok(())
 }
 
 #[cfg(feature = "nixl")]
@@ -40,7 +37,7 @@ mod with_nixl {
     use std::thread::{self, ScopedJoinHandle};
 
     use anyhow::bail;
-    use lmc_transfer::{Address, NixlConfig, has_rdma};
+    use lmc_transfer::{NixlConfig, has_rdma};
     use tracing::{info, warn};
 
     use super::*;
@@ -64,7 +61,7 @@ mod with_nixl {
         })
     }
 
-    /// Variables that UCX and NIXL read when they are loaded; see [`NixlConfig::build`].
+    /// Variables that UCX and NIXL read when they are loaded; see [`NixlConfig::open`].
     const VARIABLES: [(&str, &str); 4] = [
         ("UCX_MODULES", "^efa"),
         ("UCX_LOG_FILE", "stderr"),
@@ -87,42 +84,37 @@ mod with_nixl {
         }
     }
 
-    /// Returns the channel over NIXL, if it is used. Blocks for about half a second.
+    /// Gives a channel NIXL, if that is used. Blocks for about half a second.
     ///
     /// # Errors
     /// NIXL is demanded, and cannot be had.
     pub(crate) fn open(
         config: &ServeConfig,
         peers: &PeersSettings,
-        channel: &ChannelConfig,
-        listen: &HostPort,
-    ) -> Result<Option<Arc<dyn TransferChannel>>> {
+        channel: &mut SocketConfig,
+    ) -> Result<()> {
         let demanded = peers.transport == PeerTransport::Nixl;
         let why_not = match () {
-            () if !is_allowed(config) => return Ok(None),
+            () if !is_allowed(config) => return Ok(()),
             () if demanded => None,
             () if !has_rdma() => Some("no RDMA port of this host is active"),
-            () if channel.keys.is_none() => Some("NIXL requires --p2p-key"),
+            () if channel.channel.keys.is_none() => Some("NIXL requires --p2p-key"),
             () => None,
         };
         if let Some(why) = why_not {
             info!("peers: bytes go over sockets: {why}");
-            return Ok(None);
+            return Ok(());
         }
-        let at = Address::Tcp {
-            host: listen.host.clone(),
-            port: peers.nixl_port,
-        };
-        let channel = NixlConfig::new(channel.clone(), at);
-        match nicer(|| channel.build()) {
-            Ok(channel) => {
-                info!("peers: NIXL control connections on {}", channel.address());
-                Ok(Some(Arc::new(channel)))
+        match nicer(|| NixlConfig::default().open(&channel.channel)) {
+            Ok(nixl) => {
+                info!("peers: bytes go over NIXL where both sides have it");
+                channel.nixl = Some(nixl);
+                Ok(())
             }
             Err(error) if demanded => bail!("--p2p-transport nixl: {error}"),
             Err(error) => {
                 warn!("peers: bytes go over sockets: {error}");
-                Ok(None)
+                Ok(())
             }
         }
     }

@@ -76,7 +76,7 @@ pub(crate) fn open(
     };
     let name = config.p2p_name.clone().unwrap_or_else(host_name);
     let mut channel = channel(config, arena, &name, listen)?;
-    let nixl = nixl::open(config, peers, &channel.channel, listen)?;
+    nixl::open(config, peers, &mut channel)?;
     channel.nice = SERVING_NICE;
     let pool = arena.len() as u64;
     let advertised = peers.advertise.as_ref();
@@ -88,7 +88,6 @@ pub(crate) fn open(
     node.max_chunk = pool / 16;
     node.limits.bytes_per_second = peers.serve_rate;
     let mut tier = P2pConfig::new(node, channel);
-    tier.nixl = nixl;
     tier.peers = peers.peers.iter().map(HostPort::to_string).collect();
     let directories = peers.directories.iter().map(HostPort::to_string);
     tier.directories = directories.collect();

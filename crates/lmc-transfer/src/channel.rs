@@ -8,8 +8,8 @@ use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
 
 use crate::{
-    Address, ConnectError, Filled, InArena, Index, PeerId, ReadLease, Sent, TransferError,
-    WriteLease,
+    Address, ConnectError, DataPlane, Filled, InArena, Index, PeerId, ReadLease, Sent,
+    TransferError, WriteLease,
 };
 
 /// A boxed future that may move between threads. It needs no particular runtime.
@@ -45,7 +45,7 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 /// - **Names.** No other identity takes over the name of a peer that is connected.
 /// - **No panics** for anything that a peer, a network or a library may do.
 pub trait TransferChannel: fmt::Debug + Send + Sync {
-    /// Returns a short name for logs and metrics: `socket`, `nixl`.
+    /// Returns a short name for logs and metrics: `socket`.
     fn kind(&self) -> &'static str;
 
     /// Returns the name of this side.
@@ -91,6 +91,10 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
     fn is_connected(&self, peer: &PeerId) -> bool {
         self.peer_incarnation(peer).is_some()
     }
+
+    /// Returns the plane that moves the bytes of reads from a peer now; `None` for a peer that is not
+    /// connected.
+    fn data_plane(&self, peer: &PeerId) -> Option<DataPlane>;
 
     /// Lets a connected peer read these slots until the lease ends. The lease pins them.
     ///

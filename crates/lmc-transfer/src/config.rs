@@ -120,7 +120,7 @@ pub struct ChannelConfig {
     /// Admits connections, those that peers open and those that this side opens. Default: all are.
     pub admit: Option<Admit>,
     /// The keys that all peers share. Without any, only loopback addresses and Unix sockets are
-    /// served and connected to; `NixlChannel` requires them. Default: none.
+    /// served and connected to; NIXL requires them. Default: none.
     pub keys: Option<Keys>,
     /// Proves this side's name. Default: a new one for each channel, so that a channel that starts
     /// again takes its name over only when its predecessor is gone.

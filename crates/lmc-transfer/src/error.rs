@@ -56,10 +56,6 @@ pub enum ConnectError {
     /// The other side sent something that is no handshake.
     #[error("invalid handshake: {0}")]
     Malformed(String),
-    /// The memory of this side or of the peer is still being registered with NIXL. Connect again
-    /// later, or use a socket channel meanwhile.
-    #[error("memory is still being registered: connect again later")]
-    NotReady,
     /// The other side refused.
     #[error("refused by the peer: {0}")]
     Refused(String),

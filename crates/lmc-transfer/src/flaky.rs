@@ -21,8 +21,8 @@ use tokio::sync::oneshot;
 use crate::blocking::block_on;
 use crate::conformance::{Rig, Rng};
 use crate::{
-    Address, BoxFuture, ChannelConfig, ConnectError, Filled, InArena, Index, PeerId, ReadLease,
-    Sent, Slot, TransferChannel, TransferError, WriteLease,
+    Address, BoxFuture, ChannelConfig, ConnectError, DataPlane, Filled, InArena, Index, PeerId,
+    ReadLease, Sent, Slot, TransferChannel, TransferError, WriteLease,
 };
 
 /// Rates of faults, of 1,000 calls each. Default: none.
@@ -443,7 +443,11 @@ impl Op for In {
             }
         };
         let error = error.or_else(|| Some(injected()));
-        Filled { slots, error }
+        Filled {
+            slots,
+            error,
+            by: DataPlane::default(),
+        }
     }
 
     fn lost(self) -> Filled {
@@ -454,6 +458,7 @@ impl Op for In {
         Filled {
             slots: self.slots.iter().map(|_| Slot::Quarantined).collect(),
             error: Some(injected()),
+            by: DataPlane::default(),
         }
     }
 }
@@ -508,6 +513,10 @@ impl<C: TransferChannel + 'static> TransferChannel for Flaky<C> {
 
     fn peer_incarnation(&self, peer: &PeerId) -> Option<u64> {
         self.inner.peer_incarnation(peer)
+    }
+
+    fn data_plane(&self, peer: &PeerId) -> Option<DataPlane> {
+        self.inner.data_plane(peer)
     }
 
     fn grant_read(
@@ -643,5 +652,9 @@ where
 
     fn kill(&self, channel: &Self::Channel) {
         self.inner.kill(&channel.inner);
+    }
+
+    fn plane(&self) -> DataPlane {
+        self.inner.plane()
     }
 }

@@ -6,8 +6,9 @@
 //! deadline, and every outcome says what became of each slot: filled, untouched, or quarantined
 //! because something may still write to it.
 //!
-//! [`SocketChannel`] works anywhere; `NixlChannel` (feature `nixl`) moves bytes over NIXL: RDMA,
-//! shared memory or TCP.
+//! A [`SocketChannel`] has one session with each peer, over TCP or Unix sockets. Where both sides
+//! have NIXL (feature `nixl`, `NixlPlane`), that moves the bytes of reads: over RDMA, shared
+//! memory or TCP.
 //!
 //! What is *not* here: which process has which chunk, and how peers tell each other
 //! [indices](Index).
@@ -77,8 +78,8 @@ pub use flaky::{Death, Faults, Flaky, FlakyRig};
 pub use lease::{Index, ReadLease, WriteLease};
 pub use name::{Address, AddressError, PeerId, PeerIdError};
 #[cfg(feature = "nixl")]
-pub use nixl::{NixlAgent, NixlChannel, NixlConfig, NixlMemory, NixlReads, has_rdma};
-pub use outcome::{Filled, Sent, Slot};
+pub use nixl::{NixlConfig, NixlPlane, has_rdma};
+pub use outcome::{DataPlane, Filled, Sent, Slot};
 pub use session::{
     Identity, Key, KeyError, Keys, MAX_SECRETS, MIN_KEY, PublicIdentity, read_secret,
 };

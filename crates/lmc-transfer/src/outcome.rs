@@ -70,6 +70,29 @@ pub struct Filled {
     /// The reason why slots are not written. Also `None` when a sender had fewer objects than there are
     /// slots.
     pub error: Option<TransferError>,
+    /// The plane by which all of the bytes came; sockets where some did.
+    pub by: DataPlane,
+}
+
+/// The way of the bytes of one-sided reads and writes of a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum DataPlane {
+    /// The session's own streams.
+    #[default]
+    Sockets,
+    /// NIXL, where both sides have it and have registered their memory.
+    Nixl,
+}
+
+impl DataPlane {
+    /// Returns its name, for logs and metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sockets => "sockets",
+            Self::Nixl => "nixl",
+        }
+    }
 }
 
 impl Filled {
@@ -78,6 +101,7 @@ impl Filled {
         Self {
             slots: slots.into_iter().map(Slot::Idle).collect(),
             error: Some(error),
+            by: DataPlane::Sockets,
         }
     }
 
@@ -86,6 +110,7 @@ impl Filled {
         Self {
             slots: Vec::new(),
             error: None,
+            by: DataPlane::Sockets,
         }
     }
 

@@ -9,13 +9,12 @@ use std::time::{Duration, Instant};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use lmc_backend::{ChunkEvent, EventSink, now};
 use lmc_key::ChunkKey;
-use lmc_transfer::{Address, BoxFuture, PeerId};
+use lmc_transfer::{BoxFuture, PeerId};
 use parking_lot::Mutex;
 
 use super::buckets::Fingerprint;
 use super::lendable::{Lendable, Progress};
 use super::message::{Announce, Announced, Candidate, Find, Found};
-use crate::daemon_link::tcp_address;
 use crate::link::{Link, until};
 use crate::message::{Reply, Request};
 use crate::node::Node;
@@ -195,20 +194,6 @@ impl<L: Link> Node<L> {
         of_directory.retain(|directory, _| directories.contains(directory));
         drop(of_directory);
         *self.contacts.lock() = Contacts { named, directories };
-    }
-
-    /// Returns the peers that are connected because a directory named them, each with its host.
-    pub(crate) fn dialed(&self) -> Vec<(PeerId, String)> {
-        let dialed: Vec<PeerId> = self.dials.lock().dialed.keys().cloned().collect();
-        let peers = self.peers.lock();
-        let host = |peer: PeerId| {
-            let hello = peers.get(&peer)?.hello.as_ref()?;
-            match tcp_address(&hello.address) {
-                Ok(Address::Tcp { host, .. }) => Some((peer, host)),
-                _ => None,
-            }
-        };
-        dialed.into_iter().filter_map(host).collect()
     }
 
     fn directory(self: &Arc<Self>, peer: &PeerId) -> HostedDirectory<L> {

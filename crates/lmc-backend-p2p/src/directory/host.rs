@@ -228,7 +228,6 @@ impl DirectoryHost {
             address: String::new(),
             clears: self.clears.lock().1,
             spaces: Vec::new(),
-            nixl: None,
             ..theirs
         })
     }

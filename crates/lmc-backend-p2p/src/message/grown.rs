@@ -1,7 +1,7 @@
 //! Fields that bodies have grown at their end since version 1.
 
 use postcard::{Result, take_from_bytes, to_extend};
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Serialize, de::DeserializeOwned};
 
 use crate::directory::{Announce, Announced, Find, Found};
 
@@ -9,10 +9,6 @@ use super::{
     ClearsPage, Describe, Described, Hello, KeyBatch, Lease, Leased, Located, Push, Pushed,
     Refusal, Release, Released, Renew, Stamped,
 };
-
-/// Bit of [`Hello::features`]: the hello ends with a [`NixlAddress`], and the side understands
-/// transports other than sockets in leases.
-pub const FEATURE_NIXL: u64 = 1;
 
 /// Bit of [`Hello::features`]: the side understands a digest of [`LATE_DIGEST`] in
 /// [`ChunkLease::Granted`](super::ChunkLease::Granted).
@@ -22,53 +18,8 @@ pub const FEATURE_LATE_DIGESTS: u64 = 1 << 1;
 /// it is read.
 pub const LATE_DIGEST: u64 = 0;
 
-/// The NIXL channel of a daemon.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NixlAddress {
-    /// TCP port of its control connections, on the host of the daemon's address.
-    pub port: u16,
-    /// Incarnation of the channel.
-    pub incarnation: u64,
-}
-
 /// Bytes of a request's id, at most; a longer one is not read.
 pub(super) const MAX_REQUEST_ID: usize = 1024;
-
-/// A transport of the bytes of leased chunks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Transport {
-    /// The connection that carries questions and answers.
-    #[default]
-    Sockets,
-    /// A NIXL channel, in addition to that connection.
-    Nixl,
-}
-
-impl Transport {
-    /// Returns a short name for logs and for people.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Sockets => "sockets",
-            Self::Nixl => "nixl",
-        }
-    }
-
-    /// Writes nothing for sockets, so that the bytes stay as they were without this field.
-    fn write(self, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        match self {
-            Self::Sockets => Ok(bytes),
-            Self::Nixl => to_extend(&1u64, bytes),
-        }
-    }
-
-    /// Reads a transport; an unknown one counts as sockets, which every side has.
-    fn read(tail: &[u8]) -> Self {
-        match take_from_bytes::<u64>(tail) {
-            Ok((1, _)) => Self::Nixl,
-            _ => Self::Sockets,
-        }
-    }
-}
 
 /// The body of a frame.
 pub(super) trait Body: Serialize + DeserializeOwned {
@@ -83,23 +34,6 @@ pub(super) trait Body: Serialize + DeserializeOwned {
     }
 }
 
-impl Body for Hello {
-    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        match &self.nixl {
-            Some(nixl) => to_extend(nixl, bytes),
-            None => Ok(bytes),
-        }
-    }
-
-    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
-        if self.features & FEATURE_NIXL != 0 {
-            let (nixl, _newer) = take_from_bytes(tail)?;
-            self.nixl = Some(nixl);
-        }
-        Ok(())
-    }
-}
-
 impl<T: Body> Body for Stamped<T> {
     fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
         self.message.write_tail(bytes)
@@ -107,28 +41,6 @@ impl<T: Body> Body for Stamped<T> {
 
     fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
         self.message.read_tail(tail)
-    }
-}
-
-impl Body for Lease {
-    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        self.transport.write(bytes)
-    }
-
-    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
-        self.transport = Transport::read(tail);
-        Ok(())
-    }
-}
-
-impl Body for Leased {
-    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        self.transport.write(bytes)
-    }
-
-    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
-        self.transport = Transport::read(tail);
-        Ok(())
     }
 }
 
@@ -203,6 +115,7 @@ macro_rules! not_grown {
 }
 
 not_grown!(
-    Renew, Release, Refusal, Announce, Announced, Find, Found, Describe, Described, Push, Pushed
+    Hello, Lease, Leased, Renew, Release, Refusal, Announce, Announced, Find, Found, Describe,
+    Described, Push, Pushed
 );
 not_grown!(bool, (), u32, u16);

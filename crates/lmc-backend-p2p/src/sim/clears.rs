@@ -15,7 +15,7 @@ use super::schedules::{LOCATE, faults, fetch, prompt};
 use super::{LEN, Rng, delay, run};
 use crate::message::{
     ChunkLease, ChunkState, ClearsPage, KeyBatch, Lease, MAX_PAGES, PAGE_ENTRIES, Reply, Request,
-    Stamped, Transport,
+    Stamped,
 };
 
 /// Most entries of a map.
@@ -140,7 +140,6 @@ fn a_question_at_another_digest_is_answered_absent_and_grants_nothing() {
             keys: batch.clone(),
             duration_ms: 2_000,
             wait_ms: 0,
-            transport: Transport::Sockets,
         };
         let ask = async |clears| {
             let mut replies = Vec::new();

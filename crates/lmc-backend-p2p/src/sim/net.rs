@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt;
 use lmc_backend::{Clears, now};
 use lmc_memory::{ReservedSlot, SealedSlot};
-use lmc_transfer::{BoxFuture, Filled, Index, PeerId, Slot, TransferError};
+use lmc_transfer::{BoxFuture, DataPlane, Filled, Index, PeerId, Slot, TransferError};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
@@ -17,7 +17,7 @@ use super::schedules::{LOCATE, receive};
 use super::{LEN, Rng, delay, once_in};
 use crate::directory::{DirectoryHost, TableLimits};
 use crate::link::Link;
-use crate::message::{NixlAddress, Reply, Request, Transport};
+use crate::message::{Reply, Request};
 use crate::node::{Node, NodeConfig};
 use crate::owner::Session;
 
@@ -54,6 +54,8 @@ pub(super) struct Faults {
     pub(super) enforced: bool,
     /// Slots of reads that fail which something may write to for a while.
     pub(super) quarantined: u64,
+    /// Pieces at which a read fails while its lease stands.
+    pub(super) broken: u64,
     /// Longest time until a daemon hears that a peer is connected or gone.
     pub(super) events: Duration,
     /// Calls of a daemon's chunks right before which they are cleared.
@@ -69,6 +71,7 @@ impl Faults {
             delay: (Duration::from_micros(100), Duration::from_micros(20)),
             enforced: false,
             quarantined: 0,
+            broken: 0,
             events: Duration::ZERO,
             clears: 0,
         }
@@ -98,7 +101,6 @@ pub(super) struct Host {
 
 /// Memory that a peer may read.
 struct Granted {
-    by: Transport,
     reader: usize,
     /// Offsets of the slots.
     offsets: Vec<u64>,
@@ -112,9 +114,6 @@ pub(super) struct State {
     cut: BTreeSet<(usize, usize)>,
     /// Pairs of hosts that are connected, the lower number first.
     linked: BTreeSet<(usize, usize)>,
-    /// NIXL sessions as each side sees them: of a host with another, and the incarnation of that
-    /// one's channel.
-    nixl: BTreeMap<(usize, usize), u64>,
     last_grant: u64,
     last_incarnation: u64,
     /// The files in which daemons note their clears, which restarts find.
@@ -141,14 +140,6 @@ pub(super) fn name(host: usize) -> PeerId {
     format!("host-{host}").parse().expect("a name")
 }
 
-/// Returns the incarnation of a daemon's channel of one kind.
-fn incarnation_by(by: Transport, incarnation: u64) -> u64 {
-    match by {
-        Transport::Sockets => incarnation,
-        Transport::Nixl => incarnation | 1 << 32,
-    }
-}
-
 fn number(peer: &PeerId) -> usize {
     let number = peer.as_str().trim_start_matches("host-");
     number.parse().expect("hosts are numbered")
@@ -162,7 +153,6 @@ impl Net {
             hosts: Vec::new(),
             cut: BTreeSet::new(),
             linked: BTreeSet::new(),
-            nixl: BTreeMap::new(),
             last_grant: 0,
             last_incarnation: 0,
             state_files: BTreeMap::new(),
@@ -244,7 +234,6 @@ impl Net {
             directory: None,
         };
         let mut state = self.0.lock();
-        state.nixl.retain(|(at, _), _| *at != host);
         state.linked.retain(|(a, b)| *a != host && *b != host);
         let old = match state.hosts.get_mut(host) {
             Some(old) => Some(std::mem::replace(old, new)),
@@ -381,32 +370,6 @@ impl Net {
         (others.map(name).collect(), peers.with_hello())
     }
 
-    /// Connects two daemons over NIXL, or ends that connection. The second notices `noticed` later
-    /// than the first.
-    pub(super) fn nixl(&self, a: usize, b: usize, connect: bool, noticed: Duration) {
-        self.set_nixl(a, b, connect);
-        let (net, incarnation) = (self.clone(), self.session(b).incarnation);
-        tokio::spawn(async move {
-            tokio::time::sleep(noticed).await;
-            if net.session(b).incarnation == incarnation {
-                net.set_nixl(b, a, connect);
-            }
-        });
-    }
-
-    fn set_nixl(&self, at: usize, peer: usize, connected: bool) {
-        let mut state = self.0.lock();
-        let theirs = incarnation_by(Transport::Nixl, state.hosts[peer].incarnation);
-        if connected && state.hosts[peer].alive {
-            state.nixl.insert((at, peer), theirs);
-        } else {
-            state.nixl.remove(&(at, peer));
-            // Its leases end with it.
-            let its = |granted: &Granted| (granted.by, granted.reader) == (Transport::Nixl, peer);
-            state.hosts[at].grants.retain(|_, granted| !its(granted));
-        }
-    }
-
     /// Kills a daemon at once. Others learn of it after `noticed`.
     pub(super) fn kill(&self, host: usize, noticed: Duration) {
         let session = self.session(host);
@@ -425,7 +388,6 @@ impl Net {
                 let mut state = net.0.lock();
                 state.linked.retain(|(a, b)| *a != host && *b != host);
                 drop(state);
-                (0..others).for_each(|other| net.set_nixl(other, host, false));
             }
             (0..others).for_each(|other| net.part(other, &session, "killed"));
         });
@@ -449,7 +411,6 @@ impl Net {
                 net.0.lock().linked.remove(&pair);
                 for (host, session) in ends {
                     net.part(host, &session, "cut off");
-                    net.set_nixl(host, number(&session.peer), false);
                 }
             }
         });
@@ -668,24 +629,13 @@ impl Link for SimLink {
         })
     }
 
-    fn nixl(&self) -> Option<NixlAddress> {
-        Some(NixlAddress {
-            port: 2,
-            incarnation: incarnation_by(Transport::Nixl, self.incarnation),
-        })
-    }
-
-    fn has_nixl(&self, peer: &PeerId, nixl: NixlAddress) -> bool {
-        let net = self.net();
-        let state = net.0.lock();
-        let session = state.nixl.get(&(self.me, number(peer)));
-        self.is_mine(&state) && session == Some(&nixl.incarnation)
+    fn data_plane(&self, _: &PeerId) -> DataPlane {
+        DataPlane::Sockets
     }
 
     fn grant(
         &self,
         peer: &PeerId,
-        by: Transport,
         slots: Vec<SealedSlot>,
     ) -> Result<(Vec<Index>, SimGrant), TransferError> {
         let net = self.net();
@@ -696,17 +646,12 @@ impl Link for SimLink {
         state.last_grant += 1;
         let number = state.last_grant;
         let reader = self::number(peer);
-        if by == Transport::Nixl && !state.nixl.contains_key(&(self.me, reader)) {
-            return Err(TransferError::UnknownPeer { peer: peer.clone() });
-        }
         let granted = Granted {
-            by,
             reader,
             offsets: slots.iter().map(SealedSlot::offset).collect(),
         };
         state.hosts[self.me].grants.insert(number, granted);
-        let incarnation = incarnation_by(by, self.incarnation);
-        let index = |slot| Index::arena(incarnation, (number << 16) | slot);
+        let index = |slot| Index::arena(self.incarnation, (number << 16) | slot);
         let indices = (0..slots.len() as u64).map(index).collect();
         let grant = SimGrant {
             net: self.net.clone(),
@@ -720,7 +665,6 @@ impl Link for SimLink {
     fn read<'a>(
         &'a self,
         peer: &'a PeerId,
-        by: Transport,
         slots: Vec<ReservedSlot>,
         indices: &'a [Index],
         deadline: Instant,
@@ -732,13 +676,13 @@ impl Link for SimLink {
                 let state = net.0.lock();
                 let host = &state.hosts[from];
                 let offset = |index: &Index| {
-                    if index.incarnation() != incarnation_by(by, host.incarnation) {
+                    if index.incarnation() != host.incarnation {
                         return None;
                     }
                     let unit = u64::from_le_bytes(index.to_bytes()[16..].try_into().ok()?);
                     let (number, slot) = (unit >> 16, unit & 0xffff);
                     let granted = host.grants.get(&number)?;
-                    assert_eq!((granted.by, granted.reader), (by, me), "another's memory");
+                    assert_eq!(granted.reader, me, "another's memory");
                     Some((number, *granted.offsets.get(slot as usize)?))
                 };
                 indices.iter().map(offset).collect()
@@ -762,22 +706,24 @@ impl Link for SimLink {
                 let half = LEN as usize / 2;
                 let mut read = Vec::new();
                 for part in [0..half, half..LEN as usize] {
-                    let (delay, corrupt) = {
+                    let (delay, corrupt, broken) = {
                         let State { rng, faults, .. } = &mut *net.0.lock();
-                        (delay(rng, faults.delay.1), once_in(rng, faults.corrupt))
+                        let corrupt = once_in(rng, faults.corrupt);
+                        let broken = once_in(rng, faults.broken);
+                        (delay(rng, faults.delay.1), corrupt, broken)
                     };
                     tokio::time::sleep(delay).await;
+                    if broken {
+                        let reason = "a simulated fault".to_owned();
+                        error = Some(TransferError::Failed(reason));
+                        break;
+                    }
                     let state = net.0.lock();
                     let host = &state.hosts[from];
                     let pair = (me.min(from), me.max(from));
                     let there = host.alive && host.incarnation == incarnation;
                     // A network card reads on when a lease has ended.
-                    let leased = match by {
-                        Transport::Sockets => {
-                            !state.faults.enforced || host.grants.contains_key(&grant)
-                        }
-                        Transport::Nixl => state.nixl.contains_key(&(me, from)),
-                    };
+                    let leased = !state.faults.enforced || host.grants.contains_key(&grant);
                     if !there || !leased || state.cut.contains(&pair) || now() >= deadline {
                         error = Some(TransferError::Deadline);
                         break;
@@ -799,6 +745,7 @@ impl Link for SimLink {
             Filled {
                 slots: filled.into_iter().map(|(_, slot)| slot).collect(),
                 error,
+                by: DataPlane::Sockets,
             }
         })
     }

@@ -17,7 +17,7 @@ use lmc_testkit::rounds;
 use super::chunks::SimChunks;
 use super::net::{Faults, Net, SimNode, name};
 use super::{LEN, Rng, bytes, delay, key, once_in, run};
-use crate::message::{OLDEST_VERSION, Transport, VERSION};
+use crate::message::{OLDEST_VERSION, VERSION};
 use crate::spaces::note;
 
 pub(super) const LOCATE: Duration = Duration::from_millis(20);
@@ -39,9 +39,6 @@ pub(super) struct Tally {
     pushed: u64,
     push_dropped: u64,
     pub(super) quarantined: u64,
-    /// Bytes that were read over NIXL, and over sockets.
-    over_nixl: u64,
-    over_sockets: u64,
 }
 
 impl Tally {
@@ -56,8 +53,6 @@ impl Tally {
         self.pushed += other.pushed;
         self.push_dropped += other.push_dropped;
         self.quarantined += other.quarantined;
-        self.over_nixl += other.over_nixl;
-        self.over_sockets += other.over_sockets;
     }
 }
 
@@ -214,6 +209,7 @@ pub(super) fn faults(rng: &mut Rng) -> Faults {
         ),
         enforced: one_of([0, 0, 1, 1]) == 1,
         quarantined: one_of([0, 0, 4, 1]),
+        broken: one_of([0, 0, 40, 8]),
         events: Duration::from_millis(one_of([0, 1, 50, 2_000])),
         clears: one_of([0, 0, 300, 30]),
     }
@@ -270,9 +266,7 @@ async fn schedule(seed: u64) -> Tally {
                             node.exchange_clears(now() + LOCATE).await
                         });
                     }
-                    8 => net.nixl(host, other, false, noticed),
-                    9 | 10 => net.nixl(host, other, true, noticed),
-                    11..16 => keys
+                    8..16 => keys
                         .iter()
                         .for_each(|&key| chunks.store(key, rng.next_u64())),
                     16..18 => {
@@ -333,8 +327,6 @@ async fn schedule(seed: u64) -> Tally {
         sum.busy += counters.busy;
         sum.pushed += counters.pushed;
         sum.push_dropped += counters.push_dropped;
-        sum.over_nixl += counters.read_nixl_bytes;
-        sum.over_sockets += counters.read_bytes - counters.read_nixl_bytes;
     }
     *sum.borrow()
 }
@@ -359,7 +351,6 @@ fn no_schedule_gives_a_wrong_byte_or_leaves_a_lease() {
     assert!(sum.pending > 0, "{sum:?}");
     assert!(sum.lapsed > 0 && sum.corrupt > 0 && sum.busy > 0, "{sum:?}");
     assert!(sum.quarantined > 0, "{sum:?}");
-    assert!(sum.over_nixl > 0 && sum.over_sockets > 0, "{sum:?}");
 }
 
 /// Faults of a network that only delays.
@@ -757,42 +748,6 @@ pub(super) async fn begin_to_read_again(
         tokio::time::sleep(Duration::from_micros(50)).await;
     }
     (keys, reading)
-}
-
-#[test]
-fn a_read_that_nixl_does_not_finish_is_finished_over_sockets() {
-    run(async {
-        let net = Net::new(
-            21,
-            slow(Duration::from_micros(200), Duration::from_millis(20)),
-        );
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
-        let by = || net.node(1).transport(&name(0));
-        assert_eq!(by(), Some(Transport::Sockets), "no NIXL session yet");
-        net.nixl(0, 1, true, Duration::ZERO);
-        tokio::time::sleep(Duration::from_millis(1)).await;
-        assert_eq!(by(), Some(Transport::Nixl));
-        let (_, reading) = begin_to_read_again(&net).await;
-        // By then it reads.
-        tokio::time::sleep(Duration::from_millis(5)).await;
-        net.nixl(1, 0, false, Duration::ZERO);
-        let tally = reading.await.expect("every byte was right");
-        assert_eq!((tally.hits, tally.failed), (8, 0), "{tally:?}");
-        let counters = net.node(1).counters();
-        assert!(
-            counters.read_nixl_bytes < counters.read_bytes,
-            "{counters:?}"
-        );
-        assert_eq!(counters.failed, 1);
-        // It comes back, and is used after a pause.
-        net.nixl(0, 1, true, Duration::ZERO);
-        tokio::time::sleep(Duration::from_millis(1)).await;
-        assert_eq!(by(), Some(Transport::Sockets));
-        tokio::time::sleep(Duration::from_secs(1)).await;
-        assert_eq!(by(), Some(Transport::Nixl));
-        assert_eq!(net.grants(0), 0);
-    });
 }
 
 #[test]

@@ -14,7 +14,7 @@ use super::schedules::{LOCATE, fetch, found, load, prompt, slow};
 use super::{LEN, run};
 use crate::message::{
     ChunkLease, Hello, KeyBatch, Lease, Leased, OLDEST_VERSION, Release, Renew, Reply, Request,
-    Stamped, Transport, VERSION,
+    Stamped, VERSION,
 };
 use crate::node::MAX_SERVING;
 
@@ -27,7 +27,6 @@ fn lease(keys: &[ChunkKey]) -> Request {
         keys: batch(keys),
         duration_ms: 2_000,
         wait_ms: 400,
-        transport: Transport::Sockets,
     };
     Request::Lease(Stamped::new(ClearsId::NONE, lease))
 }
@@ -147,7 +146,6 @@ fn a_peer_that_goes_while_its_hello_is_served_is_forgotten() {
             algorithm: "blake3".to_owned(),
             clears: ClearsId::NONE,
             spaces: Vec::new(),
-            nixl: None,
         });
         assert!(net.link(0, 1));
         net.0.lock().leaving = Some(1);

@@ -5,10 +5,9 @@ use lmc_backend_p2p::directory::{
     Announce, Announced, Candidate, Find, Fingerprint, Found, MAX_ANNOUNCED, SetDigest,
 };
 use lmc_backend_p2p::message::{
-    ChunkLease, ChunkState, ClearsPage, Describe, Described, FEATURE_NIXL, Hello, Holder, KeyBatch,
-    Lease, Leased, Located, MAX_BODY, MAX_KEYS, MAX_PAGES, MessageError, NixlAddress,
-    OLDEST_VERSION, PAGE_ENTRIES, Push, Pushed, Refusal, Release, Released, Renew, Reply, Request,
-    SpaceNote, Stamped, Transport, VERSION,
+    ChunkLease, ChunkState, ClearsPage, Describe, Described, Hello, Holder, KeyBatch, Lease,
+    Leased, Located, MAX_BODY, MAX_KEYS, MAX_PAGES, MessageError, OLDEST_VERSION, PAGE_ENTRIES,
+    Push, Pushed, Refusal, Release, Released, Renew, Reply, Request, SpaceNote, Stamped, VERSION,
 };
 use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use lmc_transfer::Index;
@@ -70,18 +69,6 @@ fn hello() -> Hello {
             salt: [0; 16],
             identity: String::new(),
         }],
-        nixl: None,
-    }
-}
-
-fn hello_with_nixl() -> Hello {
-    Hello {
-        features: FEATURE_NIXL,
-        nixl: Some(NixlAddress {
-            port: 7701,
-            incarnation: 13,
-        }),
-        ..hello()
     }
 }
 
@@ -90,7 +77,6 @@ fn lease() -> Lease {
         keys: batch(),
         duration_ms: 2000,
         wait_ms: 200,
-        transport: Transport::Sockets,
     }
 }
 
@@ -110,7 +96,6 @@ fn leased() -> Leased {
         holders: vec![Holder {
             address: "10.0.0.2:7700".into(),
         }],
-        transport: Transport::Sockets,
     }
 }
 
@@ -138,11 +123,6 @@ fn requests() -> Vec<Request> {
         Request::Holds(stamped(batch())),
         Request::Copy(stamped(batch())),
         Request::Clears(page()),
-        Request::Hello(hello_with_nixl()),
-        Request::Lease(stamped(Lease {
-            transport: Transport::Nixl,
-            ..lease()
-        })),
         Request::Announce(stamped(announce())),
         Request::Find(stamped(Find {
             keys: announce().added,
@@ -219,11 +199,6 @@ fn replies() -> Vec<Reply> {
         Reply::Refused(Refusal::TooMany),
         Reply::Refused(Refusal::Closing),
         Reply::Unsupported(99),
-        Reply::Hello(hello_with_nixl()),
-        Reply::Leased(stamped(Leased {
-            transport: Transport::Nixl,
-            ..leased()
-        })),
         Reply::Released(Released {
             held: vec![true, false],
             digests: vec![300, u64::MAX],
@@ -290,23 +265,6 @@ fn what_a_newer_peer_adds_at_the_end_is_ignored() {
         let bytes = reply.to_bytes().expect("it fits");
         assert_eq!(Reply::from_bytes(&longer(&bytes, &[0xff; 9])), Ok(reply));
     }
-}
-
-#[test]
-fn a_transport_that_is_not_known_counts_as_sockets() {
-    let nixl = Lease {
-        transport: Transport::Nixl,
-        ..lease()
-    };
-    let mut bytes = Request::Lease(stamped(nixl)).to_bytes().expect("it fits");
-    *bytes.last_mut().expect("the transport") = 2;
-    let sockets = Request::Lease(stamped(lease()));
-    assert_eq!(Request::from_bytes(&bytes), Ok(sockets));
-    // A hello that announces NIXL and does not say where is none.
-    let mut hello = hello();
-    hello.features = FEATURE_NIXL;
-    let bytes = Request::Hello(hello).to_bytes().expect("it fits");
-    assert_eq!(Request::from_bytes(&bytes), Err(MessageError::Body(1)));
 }
 
 #[test]

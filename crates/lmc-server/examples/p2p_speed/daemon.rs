@@ -75,8 +75,15 @@ impl Transport {
     ) -> Result<Arc<dyn TransferChannel>> {
         let mut config = channel(name.parse()?, memory)?;
         config.open_arena = true;
+        Ok(Arc::new(
+            self.over(SocketConfig::new(config, any_port()?))?.build()?,
+        ))
+    }
+
+    /// Gives a channel NIXL where it is to have that.
+    fn over(self, config: SocketConfig) -> Result<SocketConfig> {
         match self {
-            Self::Sockets => Ok(Arc::new(SocketConfig::new(config, any_port()?).build()?)),
+            Self::Sockets => Ok(config),
             Self::Nixl => nixl(config),
         }
     }
@@ -93,13 +100,13 @@ fn channel(id: PeerId, memory: &Arc<Arena>) -> Result<ChannelConfig> {
 }
 
 #[cfg(feature = "nixl")]
-fn nixl(config: ChannelConfig) -> Result<Arc<dyn TransferChannel>> {
-    let channel = lmc_transfer::NixlConfig::new(config, any_port()?).build()?;
-    Ok(Arc::new(channel))
+fn nixl(mut config: SocketConfig) -> Result<SocketConfig> {
+    config.nixl = Some(lmc_transfer::NixlConfig::default().open(&config.channel)?);
+    Ok(config)
 }
 
 #[cfg(not(feature = "nixl"))]
-fn nixl(_: ChannelConfig) -> Result<Arc<dyn TransferChannel>> {
+fn nixl(_: SocketConfig) -> Result<SocketConfig> {
     bail!("built without the feature `nixl`")
 }
 
@@ -128,15 +135,10 @@ impl Daemon {
             .enable_all()
             .build()?;
         let channel = channel(new_peer_id(name)?, &memory)?;
-        let over_nixl = match transport {
-            Transport::Sockets => None,
-            Transport::Nixl => Some(nixl(channel.clone())?),
-        };
-        let channel = SocketConfig::new(channel, any_port()?);
+        let channel = transport.over(SocketConfig::new(channel, any_port()?))?;
         let node = NodeConfig::new(name, "", pool as u64);
         let mut tier = P2pConfig::new(node, channel);
         tier.peers = peers;
-        tier.nixl = over_nixl;
         let mut config = EngineConfig::default();
         let host = EngineHost::default();
         config.host = Some(host.clone());

@@ -233,8 +233,6 @@ settings! {
             directories: Vec<HostPort> = "p2p-directory", Value "DIRECTORIES", "none", parse::directories;
             /// Transport of the bytes that peers read from each other. auto: NIXL between hosts with RDMA that have NIXL's library, sockets between others. sockets: sockets only. nixl: NIXL wherever the peer has it, also over TCP and shared memory; the start fails without the library. Needs a build with the feature nixl and --p2p-key.
             transport: PeerTransport = "p2p-transport", Value "NAME", "auto", |raw| parse::choice(raw, parse::PEER_TRANSPORTS);
-            /// TCP port of NIXL's control connections, on the host of --p2p-listen; 0 lets the system choose, and peers learn it over --p2p-listen.
-            nixl_port: u16 = "p2p-nixl-port", Value "PORT", "0", parse::port;
             /// Network devices that NIXL may use, as UCX names them, separated by commas, such as mlx5_0:1,eth0; all leaves the choice to UCX. It is the variable UCX_NET_DEVICES.
             interfaces: Option<String> = "p2p-interfaces", Value "DEVICES", "all", parse::interfaces;
             /// Time that peers have to say which chunks they hold: the delay of a prompt that no peer has.

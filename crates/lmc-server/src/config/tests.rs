@@ -611,7 +611,6 @@ fn variables_of_kubernetes_services_are_ignored_with_one_line() {
         ("lmc", "LMC", 5555),
         ("lmc-http", "LMC_HTTP", 8080),
         ("lmc-server", "LMC_SERVER", 5555),
-        ("lmc-p2p-nixl", "LMC_P2P_NIXL", 7701),
     ] {
         let at = format!("10.96.0.17:{port}");
         let of = |rest: &str, value: &str| (format!("{start}{rest}"), value.to_owned());

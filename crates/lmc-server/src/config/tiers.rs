@@ -107,7 +107,6 @@ const PEERS: &[Key] = &[
     ("key", "p2p_key"),
     ("transport", "p2p_transport"),
     ("encrypt", "p2p_encrypt"),
-    ("nixl_port", "p2p_nixl_port"),
     ("interfaces", "p2p_interfaces"),
     ("name", "p2p_name"),
     ("locate_timeout", "p2p_locate_timeout"),

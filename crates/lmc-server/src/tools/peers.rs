@@ -167,7 +167,7 @@ pub(super) fn table(answer: &Value) -> String {
         let _ = writeln!(out, "\nno peer is connected");
     } else {
         let _ = writeln!(out);
-        connected(&mut out, &peers, list(&answer["named"]));
+        connected(&mut out, &peers);
     }
     if !directories.is_empty() {
         let _ = writeln!(out, "\ndirectories");
@@ -257,7 +257,7 @@ fn describe(space: &Value) -> String {
 }
 
 /// A table of columns as wide as their widest entry, with the lines of each row under it.
-fn connected(out: &mut String, peers: &[&Value], named: &[Value]) {
+fn connected(out: &mut String, peers: &[&Value]) {
     let rows: Vec<[String; COLUMNS.len()]> = peers.iter().map(|peer| row(peer)).collect();
     let width = |column: usize| {
         let entries = rows.iter().map(|row| row[column].chars().count());
@@ -274,10 +274,7 @@ fn connected(out: &mut String, peers: &[&Value], named: &[Value]) {
     line(COLUMNS.to_vec());
     for (row, peer) in rows.iter().zip(peers) {
         line(row.iter().map(String::as_str).collect());
-        let names = named.iter().filter(|named| named["id"] == peer["id"]);
-        let nixl = names.filter_map(|named| failure(&named["nixl_failure"]));
-        let nixl = nixl.map(|failure| format!("not read over NIXL: {failure}"));
-        for note in notes(peer).into_iter().chain(nixl) {
+        for note in notes(peer) {
             line(vec![&format!("  {note}")]);
         }
     }
@@ -454,8 +451,7 @@ mod tests {
                 "layout": "0123456789abcdef", "identity": "", "salt": "fedcba9876543210"}],
             "peers": [used, refused, first, second],
             "named": [
-                {"name": "b:7700", "address": "10.0.0.2:7700", "id": "b-1", "itself": false,
-                 "nixl_failure": {"reason": "no device", "seconds_ago": 3.0}},
+                {"name": "b:7700", "address": "10.0.0.2:7700", "id": "b-1", "itself": false},
                 {"name": "me:7700", "address": "10.0.0.1:7700", "id": "a-1", "itself": true},
                 {"name": "dir:7800", "address": "10.0.0.8:7800", "id": "d-1", "itself": false},
                 {"name": "d:7700", "address": null, "id": null, "itself": false,
@@ -477,7 +473,6 @@ mod tests {
             "so far: 2 busy, 1 failed",
             "shares nothing of m, as these differ: dtype (here bfloat16, there half)",
             "90 s       sockets  200",
-            "not read over NIXL: no device (3 s ago)",
             "NOT USED",
             "not used: the chunk size differs: this side has 256 tokens, the peer 16 (1 s ago)",
             "d:7700: Name or service not known (4 s ago)",

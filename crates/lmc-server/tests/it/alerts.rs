@@ -347,51 +347,6 @@ fn chunks_that_no_queue_can_take_are_dropped() {
     fires_after(&before, &scrape(&server), &["LmcWritesDropped"]);
 }
 
-/// The owner may go on to write to memory of a reader that waits no longer.
-#[cfg(feature = "nixl")]
-#[test]
-#[ignore = "needs promtool and NIXL: cargo xtask test-alerts"]
-fn memory_that_a_stopped_peer_may_write_to_is_in_quarantine() {
-    use crate::nixl_peers::{TCP, skipped, start};
-    use std::{thread, time::Duration};
-    if skipped() {
-        return;
-    }
-    // Chunks of 6 MiB.
-    let worker = |server: &Server| {
-        let mut client = server.client();
-        let shm_name = register_wide(&mut client, 1536);
-        (client, shm_name)
-    };
-    let mut attempt = 0;
-    until("an owner stops in the middle of a read", || {
-        let (folder, port) = (Folder::temporary(), free_port());
-        let owner = start(&folder, port, None, "nixl", TCP);
-        let (mut client, shm_name) = worker(&owner);
-        store(&mut client, &shm_name);
-        let reader = start(&folder, free_port(), Some(port), "nixl", TCP);
-        reader.line("peer connected over NIXL");
-        let (mut client, shm_name) = worker(&reader);
-        thread::scope(|scope| {
-            let reading = scope.spawn(|| retrieve(&mut client, &shm_name, "request"));
-            // Not waited for: it is a moment at random.
-            thread::sleep(Duration::from_millis(attempt * 4 % 60));
-            owner.signal(libc::SIGSTOP);
-            reading.join().expect("right bytes or none")
-        });
-        attempt += 1;
-        let is_quarantined = reader.metric("lmc_quarantined_slots") > 0.0;
-        if is_quarantined {
-            let more = ["LmcTierDown", "LmcPeerLost"];
-            let missing = reader.metric("lmc_peers_missing") > 0.0;
-            let more = if missing { &more[..] } else { &[] };
-            let alerts = [&["LmcMemoryQuarantined"], more].concat();
-            fires_while(&scrape(&reader), &alerts);
-        }
-        is_quarantined
-    });
-}
-
 #[test]
 #[ignore = "needs promtool: cargo xtask test-alerts"]
 fn stores_that_are_not_committed_are_stuck() {

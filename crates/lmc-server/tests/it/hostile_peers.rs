@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use lmc_backend_p2p::chunk_digest;
 use lmc_backend_p2p::message::{
     ChunkLease, ChunkState, Hello, KeyBatch, LATE_DIGEST, Lease, Leased, Located, OLDEST_VERSION,
-    Released, Reply, Request, Stamped, Transport, VERSION,
+    Released, Reply, Request, Stamped, VERSION,
 };
 use lmc_key::{ChunkKey, ClearsId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, checksum};
@@ -262,7 +262,6 @@ fn leased(lease: &Lease, chunks: Vec<ChunkLease>) -> Answer {
         duration_ms: 2000,
         chunks,
         holders: Vec::new(),
-        transport: Transport::Sockets,
     };
     Reply::Leased(stamped(leased)).to_bytes().ok()
 }
@@ -478,7 +477,6 @@ fn a_flood_of_requests_is_bounded_and_others_are_served() {
             algorithm: "blake3".into(),
             clears: ClearsId::NONE,
             spaces: Vec::new(),
-            nixl: None,
         };
         let hello = Request::Hello(hello).to_bytes().expect("it fits");
         let reply = Liar::ask(&channel, &name, hello).await;
@@ -487,7 +485,6 @@ fn a_flood_of_requests_is_bounded_and_others_are_served() {
             keys,
             duration_ms: u32::MAX,
             wait_ms: u32::MAX,
-            transport: Transport::Nixl,
         }));
         let lease = lease.to_bytes().expect("it fits");
         let mut tasks = tokio::task::JoinSet::new();

@@ -67,7 +67,7 @@ fn two_daemons(folder: &Folder, ucx: &str) -> (Server, Server) {
     let (mut client, shm_name) = worker(&owner);
     store(&mut client, &shm_name);
     let reader = start(folder, free_port(), Some(one), "nixl", ucx);
-    reader.line("peer connected over NIXL");
+    reader.line("peer has NIXL");
     (owner, reader)
 }
 

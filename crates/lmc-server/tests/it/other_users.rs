@@ -45,7 +45,7 @@ const VISITS: [(&str, Visit); 5] = [
 
 /// Settings with an address or a port that are no listener that every user can reach, each with the
 /// reason.
-const NO_LISTENERS: [(&str, &str); 3] = [
+const NO_LISTENERS: [(&str, &str); 2] = [
     (
         "isolated-ipc",
         "it listens nowhere; connections are accepted as without it",
@@ -53,10 +53,6 @@ const NO_LISTENERS: [(&str, &str); 3] = [
     (
         "p2p-advertise",
         "the address of --p2p-listen, as peers see it",
-    ),
-    (
-        "p2p-nixl-port",
-        "it asks for the key: lmc-transfer::nixl::control::tests shows it",
     ),
 ];
 

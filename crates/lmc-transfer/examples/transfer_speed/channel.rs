@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use lmc_memory::{Arena, SealedSlot, WrittenSlot};
 use lmc_transfer::{
-    Address, ChannelConfig, Index, Key, PeerId, Rights, SocketConfig, TransferChannel, block_on,
+    Address, ChannelConfig, DataPlane, Index, Key, PeerId, Rights, SocketConfig, TransferChannel,
+    block_on,
 };
 
 use crate::keeper::{Keeper, Other};
@@ -33,9 +34,11 @@ fn open(who: &str, id: &str, arena: &Arc<Arena>) -> Result<Arc<dyn TransferChann
             Ok(Arc::new(config.build()?))
         }
         #[cfg(feature = "nixl")]
-        ["nixl"] => Ok(Arc::new(
-            lmc_transfer::NixlConfig::new(config, tcp).build()?,
-        )),
+        ["nixl"] => {
+            let mut config = SocketConfig::new(config, tcp);
+            config.nixl = Some(lmc_transfer::NixlConfig::default().open(&config.channel)?);
+            Ok(Arc::new(config.build()?))
+        }
         _ => Err(format!("no channel {who:?}").into()),
     }
 }
@@ -97,6 +100,14 @@ impl Driver {
         let channel = open(who, HERE, memory.arena())?;
         let there: PeerId = THERE.parse()?;
         block_on(channel.connect(&there, &address.parse()?, None, soon()))?;
+        let over_nixl = || channel.data_plane(&there) == Some(DataPlane::Nixl);
+        let deadline = soon();
+        while who == "nixl" && !over_nixl() {
+            if Instant::now() > deadline {
+                return Err("bytes do not go over NIXL".into());
+            }
+            std::thread::yield_now();
+        }
         Ok(Self {
             other,
             channel,

@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, WrittenSlot};
 use lmc_transfer::conformance::{Mismatch, check_value};
-use lmc_transfer::{Address, ConnectError, Filled, Index, PeerId, Slot, TransferError, block_on};
+use lmc_transfer::{
+    Address, ConnectError, DataPlane, Filled, Index, PeerId, Slot, TransferError, block_on,
+};
 use serde_json::json;
 
 use crate::control::Control;
@@ -172,6 +174,13 @@ impl Drive {
         )?;
         let knows = self.control.ask(&format!("knows {}", self.own_name()))?;
         ensure(knows == "true", "the server does not know this side")?;
+        // From here on bytes go over NIXL, where both sides are to have it.
+        let over_nixl = || self.side.channel.data_plane(&self.server) == Some(DataPlane::Nixl);
+        let deadline = self.deadline();
+        while self.flags.kind == "nixl" && !over_nixl() {
+            ensure(Instant::now() < deadline, "bytes do not go over NIXL")?;
+            std::thread::sleep(Duration::from_millis(1));
+        }
         let again = self.try_connect(message)?;
         ensure(again.is_none(), "connected twice")
     }
@@ -245,7 +254,7 @@ impl Drive {
         let mut targets = lens.clone();
         targets.extend([4096, 4096]);
         let slots = self.side.targets(&targets)?;
-        let Filled { slots, error } = block_on(self.side.channel.receive(
+        let Filled { slots, error, .. } = block_on(self.side.channel.receive(
             slots,
             &self.server,
             42,

@@ -166,9 +166,11 @@ fn channel(
         "socket" => Ok(Arc::new(SocketConfig::new(config, at).build()?)),
         #[cfg(feature = "nixl")]
         "nixl" => {
-            let mut nixl = lmc_transfer::NixlConfig::new(config, at);
+            let mut nixl = lmc_transfer::NixlConfig::default();
             nixl.backend.clone_from(&flags.backend);
-            Ok(Arc::new(nixl.build()?))
+            let mut config = SocketConfig::new(config, at);
+            config.nixl = Some(nixl.open(&config.channel)?);
+            Ok(Arc::new(config.build()?))
         }
         other => Err(format!("this program was built without a channel {other:?}").into()),
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use lmc_memory::Arena;
 
-use crate::{ChannelConfig, TransferChannel};
+use crate::{ChannelConfig, DataPlane, TransferChannel};
 
 /// A property of channels, checked over a rig.
 ///
@@ -31,8 +31,8 @@ pub trait Rig: Sync {
     /// can be had within one: it moves no byte any more. Calls on it end soon.
     fn kill(&self, channel: &Self::Channel);
 
-    /// Returns whether its channels cannot be made without a shared key.
-    fn requires_key(&self) -> bool {
-        false
+    /// Returns the plane that its channels use once they are connected.
+    fn plane(&self) -> DataPlane {
+        DataPlane::Sockets
     }
 }

@@ -8,8 +8,8 @@ use lmc_memory::{Arena, ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot,
 
 use super::{Rig, check_value, fill_value};
 use crate::{
-    ChannelConfig, ConnectError, Filled, InArena, Index, PeerId, ReadLease, Rights, Sent, Slot,
-    TransferChannel, WriteLease, block_on,
+    ChannelConfig, ConnectError, DataPlane, Filled, InArena, Index, PeerId, ReadLease, Rights,
+    Sent, Slot, TransferChannel, WriteLease, block_on,
 };
 
 /// Time that anything may take that ends by itself.
@@ -64,6 +64,8 @@ pub struct Side<C> {
     pub pool: Pool,
     /// The channel.
     pub channel: C,
+    /// The plane of its channel.
+    plane: DataPlane,
 }
 
 impl<C: TransferChannel> Side<C> {
@@ -94,7 +96,13 @@ impl<C: TransferChannel> Side<C> {
         });
         let id = peer(id);
         assert_eq!(channel.id(), &id, "the rig gives the channel its name");
-        Self { id, pool, channel }
+        let plane = rig.plane();
+        Self {
+            id,
+            pool,
+            channel,
+            plane,
+        }
     }
 
     /// The arena.
@@ -110,6 +118,8 @@ impl<C: TransferChannel> Side<C> {
     pub fn connect(&self, to: &Self) {
         let connected = self.try_connect(to, soon());
         connected.unwrap_or_else(|error| panic!("{} to {}: {error}", self.id, to.id));
+        self.knows(to);
+        to.knows(self);
     }
 
     /// Connects without a message.
@@ -193,6 +203,7 @@ impl<C: TransferChannel> Side<C> {
         let incarnation = Some(other.channel.incarnation());
         eventually("the other side is known", || {
             self.channel.peer_incarnation(&other.id) == incarnation
+                && self.channel.data_plane(&other.id) == Some(self.plane)
         });
     }
 

@@ -108,16 +108,6 @@ impl Socket {
         let _ = socket.set_tcp_user_timeout(Some(timeout));
     }
 
-    /// Ends this side's half.
-    #[cfg(feature = "nixl")]
-    pub(crate) fn end(&self) {
-        // One that is not connected any more has no half to end.
-        let _ = match self {
-            Self::Tcp(stream) => SockRef::from(stream).shutdown(std::net::Shutdown::Write),
-            Self::Unix(stream) => SockRef::from(stream).shutdown(std::net::Shutdown::Write),
-        };
-    }
-
     /// Moves the socket to the reactor of another thread.
     pub(crate) fn watched_by(self, thread: &Handle) -> io::Result<Self> {
         let _entered = thread.enter();

@@ -1,10 +1,11 @@
 //! Every call into NIXL.
 //!
-//! A channel has two kinds of agent. The *target* has a progress thread of UCX's, because over
-//! TCP nothing moves unless the side that is written to helps; nothing else calls it, so that
-//! nothing waits for its lock. The *initiator* has none, and belongs to the thread `lmc-nixl`:
-//! its transfers move only inside that thread's calls, faster than behind a progress thread.
-//! NIXL takes a lock per agent for the whole of every call.
+//! A channel has two kinds of agent. The *target* registers the blocks that peers write to. It has a
+//! progress thread of UCX's, because over TCP nothing moves unless the side that is written to
+//! helps; nothing else calls it but to throw notifications away, so that little waits for its lock. The *initiator* registers the
+//! arena, from which this side writes to peers; none of them gets to know that memory. It has no such
+//! thread, and belongs to the thread `lmc-nixl`: its transfers move only inside that thread's calls,
+//! faster than behind a progress thread. NIXL takes a lock per agent for the whole of every call.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,37 +22,10 @@ use super::plan::Part;
 /// would never sleep.
 const PROGRESS_DELAY_US: u64 = 1000;
 
-/// The kind of memory of an arena.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum NixlMemory {
-    /// The host's. Default.
-    #[default]
-    Host,
-    /// A GPU's, by its number. Not tested: no machine of ours has one.
-    Gpu(u32),
-}
-
-impl NixlMemory {
-    fn kind(self) -> MemType {
-        match self {
-            Self::Host => MemType::Dram,
-            Self::Gpu(_) => MemType::Vram,
-        }
-    }
-
-    fn device(self) -> u64 {
-        match self {
-            Self::Host => 0,
-            Self::Gpu(device) => device.into(),
-        }
-    }
-}
-
 /// Settings of every agent of a channel.
 #[derive(Clone)]
 pub(super) struct Setup {
     pub(super) arena: Arc<Arena>,
-    pub(super) memory: NixlMemory,
     /// NIXL's name of the backend.
     pub(super) backend: String,
     pub(super) parameters: Vec<(String, String)>,
@@ -65,7 +39,6 @@ struct Region {
     arena: Arc<Arena>,
     offset: usize,
     len: usize,
-    memory: NixlMemory,
 }
 
 impl MemoryRegion for Region {
@@ -81,11 +54,11 @@ impl MemoryRegion for Region {
 
 impl NixlDescriptor for Region {
     fn mem_type(&self) -> MemType {
-        self.memory.kind()
+        MemType::Dram
     }
 
     fn device_id(&self) -> u64 {
-        self.memory.device()
+        0
     }
 }
 
@@ -98,7 +71,6 @@ pub(super) struct Registered {
     _backend: Backend,
     regions: Vec<Region>,
     arena: Arc<Arena>,
-    memory: NixlMemory,
     piece: usize,
 }
 
@@ -117,27 +89,17 @@ pub(super) enum Role {
     Initiator,
 }
 
-/// Direction of the bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Operation {
-    Read,
-    Write,
-}
-
-/// A peer's memory.
+/// One incarnation of a peer, and the memory that it lets this side write to.
 #[derive(Debug, Clone)]
-pub(super) struct Remote {
-    /// Name of its target agent.
-    pub(super) agent: String,
+pub(crate) struct Remote {
+    /// Name of its target agent, which no other peer has.
+    pub(crate) agent: String,
     /// Metadata of the agent, by itself.
-    pub(super) metadata: Vec<u8>,
-    /// Address of its arena, in its process.
-    pub(super) base: u64,
-    /// Bytes of its arena.
-    pub(super) len: u64,
-    /// Bytes of each piece that is registered by itself.
-    pub(super) piece: u64,
-    pub(super) memory: NixlMemory,
+    pub(crate) metadata: Vec<u8>,
+    /// Address of its memory, in its process.
+    pub(crate) base: u64,
+    /// Bytes of its memory.
+    pub(crate) len: u64,
 }
 
 /// The state of a request.
@@ -162,6 +124,8 @@ impl fmt::Debug for Request {
 /// Why a request was not posted.
 #[derive(Debug)]
 pub(super) enum PostError {
+    /// The request was never begun: the peer's metadata is refused.
+    Refused(String),
     /// The request was never begun.
     NotBegun(String),
     /// Some of it may have been.
@@ -207,7 +171,6 @@ impl Registered {
             _backend: backend,
             regions: Vec::new(),
             arena: Arc::clone(&setup.arena),
-            memory: setup.memory,
             piece: usize::try_from(setup.piece).unwrap_or(usize::MAX),
         };
         registered.register()?;
@@ -225,7 +188,6 @@ impl Registered {
             arena: Arc::clone(&self.arena),
             offset,
             len: left.min(self.piece),
-            memory: self.memory,
         };
         let registration = self.agent.register_memory(&region, None);
         let fault = |error: NixlError| {
@@ -244,17 +206,11 @@ impl Registered {
         self.agent.get_local_md().map_err(fault)
     }
 
-    /// Makes a peer's agent known to this one. An agent that is refused may stay half known: how it
-    /// is connected to is, and nothing of its memory.
-    pub(super) fn load(&self, remote: &Remote) -> Result<(), String> {
-        match self.agent.load_remote_md(&remote.metadata) {
-            Ok(name) if name == remote.agent => Ok(()),
-            Ok(name) => {
-                self.forget(&name);
-                Err("NIXL says that the peer's metadata is of another agent".to_owned())
-            }
-            Err(error) => Err(format!("NIXL refuses the peer's metadata: {error}")),
-        }
+    /// Makes a peer's agent known to this one. Returns the name that the metadata has. An agent
+    /// that is refused may stay half known: how it is connected to is, and nothing of its memory.
+    pub(super) fn load(&self, metadata: &[u8]) -> Result<String, String> {
+        let loaded = self.agent.load_remote_md(metadata);
+        loaded.map_err(|error| format!("NIXL refuses the peer's metadata: {error}"))
     }
 
     /// Forgets a peer's agent. What is under way goes on.
@@ -264,30 +220,25 @@ impl Registered {
         }
     }
 
-    /// Begins a request. The caller has checked that the parts lie in both arenas.
+    /// Begins to write parts of the arena to the peer's memory. The caller has checked that they lie
+    /// in both.
     pub(super) fn post(
         &self,
-        operation: Operation,
         remote: &Remote,
         parts: &[Part],
     ) -> Result<(Request, Progress), PostError> {
         let not_begun = |error: NixlError| PostError::NotBegun(error.to_string());
         let base = self.arena.base_ptr().as_ptr() as usize;
-        let (here, there) = (self.memory, remote.memory);
-        let mut local = XferDescList::new(here.kind()).map_err(not_begun)?;
-        let mut far = XferDescList::new(there.kind()).map_err(not_begun)?;
+        let mut local = XferDescList::new(MemType::Dram).map_err(not_begun)?;
+        let mut far = XferDescList::new(MemType::Dram).map_err(not_begun)?;
         for part in parts {
             let len = part.len as usize;
-            local.add_desc(base + part.local as usize, len, here.device());
-            far.add_desc((remote.base + part.remote) as usize, len, there.device());
+            local.add_desc(base + part.local as usize, len, 0);
+            far.add_desc((remote.base + part.remote) as usize, len, 0);
         }
-        let operation = match operation {
-            Operation::Read => XferOp::Read,
-            Operation::Write => XferOp::Write,
-        };
         let request = self
             .agent
-            .create_xfer_req(operation, &local, &far, &remote.agent, None)
+            .create_xfer_req(XferOp::Write, &local, &far, &remote.agent, None)
             .map_err(not_begun)?;
         match self.agent.post_xfer_req(&request, None) {
             Ok(true) => Ok((Request(request), Progress::Going)),

@@ -1,8 +1,8 @@
 //! Agents that begin transfers, one after the other, and what they may still have under way.
 //!
 //! A request that was given up goes on, and one that failed may: only its success, or the end of
-//! its agent, proves that it moves nothing more. What it touches is a [`Straggler`] until then,
-//! and nothing new begins with its peer, so that no more than that is ever withheld.
+//! its agent, proves that it moves nothing more. It is a [`Straggler`] until then, and nothing new
+//! begins with its peer, so that a peer that is stuck has few.
 //!
 //! When a request fails, or does not end although its peer is gone, its agent is *retired* and
 //! another is made. A retired agent is destroyed once no active transfer and no abandoned request
@@ -11,55 +11,32 @@
 //! Only a channel that closes does not wait.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_memory::{QuarantinedSlot, SealedSlot};
-
-use super::agent::{Operation, PostError, Progress, Registered, Remote, Request, Role, Setup};
+use super::agent::{PostError, Progress, Registered, Remote, Request, Role, Setup};
 use super::engine::{Command, Commands};
 use super::plan::Part;
-use crate::lease::Pin;
+use super::transfers::Sources;
 
 /// Time that a request whose peer is gone has to end by itself.
 const GRACE: Duration = Duration::from_secs(1);
-/// Before another agent is tried to be made.
+/// Before another agent is tried to be made...
 const RETRY: Duration = Duration::from_secs(1);
-
-/// A send: the incarnation of its receiver, and its number.
-pub(super) type SendKey = (u64, u64);
-
-/// Slots that a request may still touch.
-#[derive(Debug, Default)]
-pub(super) struct Kept {
-    /// Slots that the request reads from.
-    pub(super) sources: Vec<SealedSlot>,
-    /// Slots that the request writes to.
-    pub(super) targets: Vec<QuarantinedSlot>,
-    /// Leases that the request reads from.
-    pub(super) pins: Vec<Pin>,
-    /// The send whose receiver waits for the end of it: the receiver's incarnation, and the
-    /// number.
-    pub(super) send: Option<SendKey>,
-}
-
-impl Kept {
-    /// Gives the slots back: nothing touches them any more.
-    pub(super) fn release(self) {
-        for slot in self.targets {
-            slot.release_proven_quiet();
-        }
-    }
-}
+/// ...and before one is made again because metadata was refused, which a peer can cause at will: each
+/// registers the whole arena.
+const WORN: Duration = Duration::from_secs(60);
 
 /// A transfer that was given up and may still be under way.
-#[derive(Debug)]
 struct Straggler {
     requests: Vec<Request>,
-    kept: Kept,
-    /// The peer's agent.
-    agent: String,
-    /// Time since which the peer is gone.
+    /// Memory that they may still read.
+    sources: Sources,
+    /// Number of its connection.
+    connection: u64,
+    remote: Arc<Remote>,
+    /// Time since which the connection is gone.
     gone: Option<Instant>,
     /// A request failed: only the end of this side's agent proves anything.
     unproven: bool,
@@ -72,7 +49,6 @@ impl Straggler {
     }
 }
 
-#[derive(Debug)]
 struct Initiator {
     generation: u64,
     registered: Registered,
@@ -98,7 +74,7 @@ pub(super) struct Initiators {
     /// One is being made, or is to be made then.
     making: Option<Instant>,
     made: bool,
-    /// Agents that are being ended, by generation, with the peers' agents that they may touch.
+    /// Agents of peers that agents which are being ended may write to, by generation.
     ending: HashMap<u64, Vec<String>>,
     closed: bool,
 }
@@ -153,15 +129,14 @@ impl Initiators {
     pub(super) fn post(
         &mut self,
         generation: u64,
-        operation: Operation,
         remote: &Remote,
         parts: &[Part],
     ) -> Result<(Request, Progress), PostError> {
         let Some(initiator) = self.get(generation) else {
             return Err(PostError::NotBegun("its agent is gone".to_owned()));
         };
-        initiator.load(remote).map_err(PostError::NotBegun)?;
-        initiator.registered.post(operation, remote, parts)
+        initiator.load(remote).map_err(PostError::Refused)?;
+        initiator.registered.post(remote, parts)
     }
 
     pub(super) fn poll(&mut self, generation: u64, request: &Request) -> Progress {
@@ -171,32 +146,24 @@ impl Initiators {
         }
     }
 
-    /// Loads a peer's metadata, to learn before the first transfer whether its memory can be reached.
-    pub(super) fn try_load(&mut self, remote: &Remote) -> Result<(), String> {
-        match self.all.last_mut() {
-            Some(newest) if !newest.retired => newest.load(remote),
-            _ => Ok(()),
-        }
-    }
-
     /// Keeps what may still be under way. `failed`: a request of it has.
     pub(super) fn keep(
         &mut self,
         generation: u64,
-        agent: &str,
+        (connection, remote): (u64, Arc<Remote>),
         requests: Vec<Request>,
-        kept: Kept,
+        sources: Sources,
         failed: bool,
     ) {
         let Some(initiator) = self.get(generation) else {
             // An agent ends only after its transfers: there is nothing under way.
-            kept.release();
             return;
         };
         initiator.stragglers.push(Straggler {
             requests,
-            kept,
-            agent: agent.to_owned(),
+            sources,
+            connection,
+            remote,
             gone: None,
             unproven: failed,
         });
@@ -205,14 +172,14 @@ impl Initiators {
         }
     }
 
-    /// Says that a peer is gone.
-    pub(super) fn peer_gone(&mut self, agent: &str) {
+    /// Says that a connection is gone, and with the last one to a peer its agent.
+    pub(super) fn gone(&mut self, connection: u64, agent: Option<&str>) {
         for initiator in &mut self.all {
-            if initiator.loaded.contains_key(agent) {
+            if let Some(agent) = agent.filter(|agent| initiator.loaded.contains_key(*agent)) {
                 initiator.unwanted.insert(agent.to_owned());
             }
             for straggler in &mut initiator.stragglers {
-                if straggler.agent == agent {
+                if straggler.connection == connection {
                     straggler.gone.get_or_insert_with(Instant::now);
                 }
             }
@@ -236,12 +203,10 @@ impl Initiators {
         }
     }
 
-    /// Looks after all of them. `busy` are the generations that transfers use. Gives the sends
-    /// of which nothing is under way any more.
-    pub(super) fn tend(&mut self, busy: &HashSet<u64>, now: Instant) -> Vec<SendKey> {
-        let mut over = Vec::new();
+    /// Looks after all of them. `busy` are the generations that transfers use.
+    pub(super) fn tend(&mut self, busy: &HashSet<u64>, now: Instant) {
         for initiator in &mut self.all {
-            initiator.poll_stragglers(&mut over);
+            initiator.poll_stragglers();
             let late = |straggler: &Straggler| {
                 let gone = straggler.gone.is_some_and(|since| now >= since + GRACE);
                 straggler.unproven || gone
@@ -262,9 +227,9 @@ impl Initiators {
             free && (closed || !one.stragglers.iter().any(Straggler::may_end))
         };
         for initiator in self.all.extract_if(.., ended) {
-            let touched = initiator.stragglers.iter();
-            let touched = touched.map(|straggler| straggler.agent.clone()).collect();
-            self.ending.insert(initiator.generation, touched);
+            let stragglers = initiator.stragglers.iter();
+            let peers = stragglers.map(|straggler| straggler.remote.agent.clone());
+            self.ending.insert(initiator.generation, peers.collect());
             end(initiator, self.commands.clone());
         }
         let newest = self.all.last();
@@ -272,7 +237,6 @@ impl Initiators {
         if !lasts && !self.closed {
             self.make(now);
         }
-        over
     }
 
     /// Moves on what agents without requests have to do.
@@ -286,7 +250,8 @@ impl Initiators {
         if self.making.is_some_and(|then| !self.made || now < then) {
             return;
         }
-        self.making = Some(now + RETRY);
+        let worn = self.all.last().is_some_and(|newest| newest.worn);
+        self.making = Some(now + if worn { WORN } else { RETRY });
         self.made = false;
         let (name, setup) = (self.next_name(), self.setup.clone());
         let commands = self.commands.clone();
@@ -331,12 +296,12 @@ impl Initiators {
         self.all.is_empty() && self.ending.is_empty() && self.made
     }
 
-    /// Returns whether something of this side may be under way to this peer's agent.
+    /// Returns whether what was given up may be under way to this agent of a peer.
     pub(super) fn may_touch(&self, agent: &str) -> bool {
-        let ending = self.ending.values().flatten();
-        let stragglers = self.all.iter().flat_map(|one| &one.stragglers);
-        let mut touched = stragglers.map(|one| &one.agent).chain(ending);
-        touched.any(|touched| touched == agent)
+        let mut stragglers = self.all.iter().flat_map(|one| &one.stragglers);
+        let mut ending = self.ending.values().flatten();
+        stragglers.any(|straggler| straggler.remote.agent == agent)
+            || ending.any(|peer| peer == agent)
     }
 
     /// Returns whether requests that were given up must be looked at.
@@ -358,15 +323,20 @@ impl Initiator {
             }
             None => {}
         }
-        self.registered
-            .load(remote)
-            .inspect_err(|_| self.worn = true)?;
+        let name = self.registered.load(&remote.metadata);
+        let name = name.inspect_err(|_| self.worn = true)?;
+        if name != remote.agent {
+            // Another peer's may have been loaded under that name before: it is loaded again.
+            self.registered.forget(&name);
+            self.loaded.remove(&name);
+            return Err("NIXL says that the peer's metadata is of another agent".to_owned());
+        }
         let metadata = remote.metadata.clone();
         self.loaded.insert(remote.agent.clone(), metadata);
         Ok(())
     }
 
-    fn poll_stragglers(&mut self, over: &mut Vec<SendKey>) {
+    fn poll_stragglers(&mut self) {
         let registered = &self.registered;
         let proven = |straggler: &mut Straggler| {
             straggler.requests.retain(|request| {
@@ -379,10 +349,7 @@ impl Initiator {
             });
             straggler.requests.is_empty() && !straggler.unproven
         };
-        for straggler in self.stragglers.extract_if(.., proven) {
-            over.extend(straggler.kept.send);
-            straggler.kept.release();
-        }
+        self.stragglers.retain_mut(|straggler| !proven(straggler));
     }
 
     fn forget_unwanted(&mut self, busy: bool) {
@@ -392,7 +359,7 @@ impl Initiator {
         let used: HashSet<&str> = self
             .stragglers
             .iter()
-            .map(|straggler| straggler.agent.as_str())
+            .map(|straggler| straggler.remote.agent.as_str())
             .collect();
         let free: Vec<String> = self
             .unwanted
@@ -411,21 +378,20 @@ impl Initiator {
 /// Ends an agent, and with it what it had under way, on a thread: it may take a while.
 fn end(initiator: Initiator, commands: Commands) {
     spawn("lmc-nixl-end", move || {
-        let mut kept = Vec::new();
+        let mut sources = Vec::new();
         for straggler in initiator.stragglers {
             drop(straggler.requests);
-            kept.push(straggler.kept);
+            sources.push(straggler.sources);
         }
         drop(initiator.registered);
-        let over = kept.iter().filter_map(|kept| kept.send).collect();
-        kept.into_iter().for_each(Kept::release);
+        drop(sources);
         let generation = initiator.generation;
-        commands.give(Command::Ended { generation, over });
+        commands.give(Command::Ended { generation });
     });
 }
 
 /// Runs a thread of this name.
-pub(super) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
+pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
     let spawned = thread::Builder::new().name(name.to_owned()).spawn(work);
     // Without threads, memory is what is out: the process cannot go on in any case.
     spawned.expect("the system can start a thread");

@@ -2,86 +2,65 @@
 
 use std::ops::Range;
 
-/// Bytes of one request at most. NIXL copies inside a call where it goes through shared memory,
-/// so this bounds for how long a small transfer waits behind a large one.
-pub(super) const REQUEST_BYTES: u64 = 8 << 20;
 /// Descriptors of one request at most: over TCP each costs about 10 µs.
 pub(super) const REQUEST_PARTS: usize = 512;
 
-/// Bytes that lie together on both sides; offsets in the arenas.
+/// Bytes that lie together on both sides; offsets in the arena, and in the peer's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Part {
-    pub(super) local: u64,
-    pub(super) remote: u64,
-    pub(super) len: u64,
-}
-
-/// The parts that one request moves.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Piece {
-    /// Indices of the plan's parts.
-    pub(super) parts: Range<usize>,
-    /// Objects of which it moves bytes.
-    pub(super) objects: Range<usize>,
+pub(crate) struct Part {
+    pub(crate) local: u64,
+    pub(crate) remote: u64,
+    pub(crate) len: u64,
 }
 
 /// A batch, cut up.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
     pub(super) parts: Vec<Part>,
-    pub(super) pieces: Vec<Piece>,
+    /// Indices of the parts of each request.
+    pub(super) requests: Vec<Range<usize>>,
 }
 
 impl Plan {
     /// Cuts objects, each with its offset here, its offset there and its length in bytes.
     ///
     /// Neighbours on both sides become one part, because NIXL merges nothing and every
-    /// descriptor costs it the same. No part crosses a border between two pieces of memory that
-    /// are registered by themselves, of `here` and `there` bytes each: NIXL refuses that.
-    pub(super) fn new(objects: impl Iterator<Item = Part>, here: u64, there: u64) -> Self {
+    /// descriptor costs it the same. No part crosses a border between two pieces of the arena that
+    /// are registered by themselves, of `piece` bytes: NIXL refuses that.
+    pub(super) fn new(objects: impl IntoIterator<Item = Part>, piece: u64) -> Self {
         let mut plan = Self::default();
-        // Bytes of the last piece.
-        let mut bytes = 0;
-        for (object, mut rest) in objects.enumerate() {
+        for mut rest in objects {
             while rest.len > 0 {
-                let parts = plan.pieces.last().map_or(0, |piece| piece.parts.len());
-                let fits = parts > 0 && bytes < REQUEST_BYTES;
-                let at_border =
-                    rest.local.is_multiple_of(here) || rest.remote.is_multiple_of(there);
+                let parts = plan.requests.last().map_or(0, Range::len);
+                let at_border = rest.local.is_multiple_of(piece);
                 let follows = plan.parts.last().is_some_and(|last| follows(last, &rest));
-                let joins = fits && follows && !at_border;
-                if !(joins || fits && parts < REQUEST_PARTS) {
+                let joins = parts > 0 && follows && !at_border;
+                if !joins && !(1..REQUEST_PARTS).contains(&parts) {
                     let end = plan.parts.len();
-                    plan.pieces.push(Piece {
-                        parts: end..end,
-                        objects: object..object,
-                    });
-                    bytes = 0;
+                    plan.requests.push(end..end);
                 }
-                let to_border = (here - rest.local % here).min(there - rest.remote % there);
-                let len = rest.len.min(REQUEST_BYTES - bytes).min(to_border);
+                let to_border = piece - rest.local % piece;
+                let len = rest.len.min(to_border);
                 match plan.parts.last_mut() {
                     Some(last) if joins => last.len += len,
                     _ => plan.parts.push(Part { len, ..rest }),
                 }
-                bytes += len;
                 rest = Part {
                     local: rest.local + len,
                     remote: rest.remote + len,
                     len: rest.len - len,
                 };
                 let parts = plan.parts.len();
-                let piece = plan.pieces.last_mut().expect("one was begun above");
-                piece.parts.end = parts;
-                piece.objects.end = object + 1;
+                let request = plan.requests.last_mut().expect("one was begun above");
+                request.end = parts;
             }
         }
         plan
     }
 
-    /// The parts of a piece.
-    pub(super) fn parts(&self, piece: usize) -> &[Part] {
-        &self.parts[self.pieces[piece].parts.clone()]
+    /// The parts of a request.
+    pub(super) fn parts(&self, request: usize) -> &[Part] {
+        &self.parts[self.requests[request].clone()]
     }
 }
 
@@ -93,47 +72,33 @@ fn follows(last: &Part, next: &Part) -> bool {
 mod tests {
     use super::*;
 
-    /// Every byte of every object is moved once, to its offset, by a piece that names the object.
+    /// Every byte of every object is moved once, to its offset.
     fn check(objects: &[Part]) -> Plan {
-        check_with(objects, 1 << 30, 1 << 30)
+        check_with(objects, 1 << 30)
     }
 
-    fn check_with(objects: &[Part], here: u64, there: u64) -> Plan {
-        let plan = Plan::new(objects.iter().copied(), here, there);
-        for part in &plan.parts {
-            let crosses = |start: u64, piece: u64| start / piece != (start + part.len - 1) / piece;
-            assert!(!crosses(part.local, here) && !crosses(part.remote, there));
-        }
-        let mut at = vec![0; objects.len()];
-        for index in 0..plan.pieces.len() {
-            let piece = &plan.pieces[index];
+    fn check_with(objects: &[Part], piece: u64) -> Plan {
+        let plan = Plan::new(objects.iter().copied(), piece);
+        let (mut object, mut at) = (0, 0);
+        for index in 0..plan.requests.len() {
             let parts = plan.parts(index);
             assert!(!parts.is_empty() && parts.len() <= REQUEST_PARTS);
-            assert!(parts.iter().map(|part| part.len).sum::<u64>() <= REQUEST_BYTES);
-            let mut object = piece.objects.start;
             for part in parts {
-                let mut rest = *part;
-                while rest.len > 0 {
-                    while at[object] == objects[object].len {
-                        object += 1;
-                    }
-                    assert!(piece.objects.contains(&object));
+                assert_eq!(part.local / piece, (part.local + part.len - 1) / piece);
+                let mut done = 0;
+                while done < part.len {
                     let wanted = objects[object];
-                    assert_eq!(rest.local, wanted.local + at[object]);
-                    assert_eq!(rest.remote, wanted.remote + at[object]);
-                    let len = rest.len.min(wanted.len - at[object]);
-                    at[object] += len;
-                    rest = Part {
-                        local: rest.local + len,
-                        remote: rest.remote + len,
-                        len: rest.len - len,
-                    };
+                    assert_eq!(part.local + done, wanted.local + at);
+                    assert_eq!(part.remote + done, wanted.remote + at);
+                    let len = (part.len - done).min(wanted.len - at);
+                    (done, at) = (done + len, at + len);
+                    if at == wanted.len {
+                        (object, at) = (object + 1, 0);
+                    }
                 }
             }
-            assert!(object < piece.objects.end);
         }
-        let lens: Vec<u64> = objects.iter().map(|object| object.len).collect();
-        assert_eq!(at, lens);
+        assert_eq!((object, at), (objects.len(), 0));
         plan
     }
 
@@ -145,24 +110,20 @@ mod tests {
     fn neighbours_on_both_sides_are_one_part() {
         let plan = check(&[part(0, 100, 10), part(10, 110, 20), part(30, 200, 5)]);
         assert_eq!(plan.parts, [part(0, 100, 30), part(30, 200, 5)]);
-        assert_eq!(plan.pieces.len(), 1);
+        assert_eq!(plan.requests.len(), 1);
     }
 
     #[test]
-    fn requests_are_bounded_in_bytes_and_descriptors() {
-        let plan = check(&[
-            part(0, 0, 3 * REQUEST_BYTES + 1),
-            part((1 << 40) + 1, (1 << 41) + 1, 7),
-        ]);
-        assert_eq!(plan.pieces.len(), 4);
-        assert_eq!(plan.pieces[3].objects, 0..2);
+    fn requests_are_bounded_in_descriptors_and_cut_at_borders() {
         let scattered: Vec<Part> = (0..2000).map(|i| part(i * 8192, i * 8192, 4096)).collect();
-        assert_eq!(check(&scattered).pieces.len(), 4);
+        assert_eq!(check(&scattered).requests.len(), 4);
         let together: Vec<Part> = (0..64)
             .map(|i| part(i << 20, (i << 20) + 4096, 1 << 20))
             .collect();
         let plan = check(&together);
-        assert_eq!((plan.parts.len(), plan.pieces.len()), (8, 8));
+        assert_eq!((plan.parts.len(), plan.requests.len()), (1, 1));
+        let plan = check_with(&together, 4 << 20);
+        assert_eq!((plan.parts.len(), plan.requests.len()), (16, 1));
     }
 
     #[test]
@@ -194,7 +155,7 @@ mod tests {
                 })
                 .collect();
             check(&objects);
-            check_with(&objects, 1 << 20, 3 << 20);
+            check_with(&objects, 1 << 20);
         }
     }
 }

@@ -45,9 +45,9 @@ impl Accepted {
         self.stream()?.send(&proceed).await
     }
 
-    /// Waits for [`Message::Ready`]: the embedder's message and the transport's payload.
-    pub(crate) async fn ready(&mut self) -> Result<(Option<Vec<u8>>, Vec<u8>), Failure> {
-        let Message::Ready { message, payload } = self.stream()?.recv().await? else {
+    /// Waits for [`Message::Ready`]: the embedder's message.
+    pub(crate) async fn ready(&mut self) -> Result<Option<Vec<u8>>, Failure> {
+        let Message::Ready { message } = self.stream()?.recv().await? else {
             return Err(Failure::Unexpected);
         };
         if message
@@ -56,7 +56,7 @@ impl Accepted {
         {
             return Err(Failure::refused("the message is too long"));
         }
-        Ok((message, payload))
+        Ok(message)
     }
 }
 
@@ -224,7 +224,6 @@ fn hello_of(
     identity: Option<super::PublicIdentity>,
 ) -> Result<(Remote, Vec<u8>), Failure> {
     let Message::Hello {
-        kind,
         from,
         to,
         incarnation,
@@ -234,10 +233,6 @@ fn hello_of(
         return Err(Failure::Unexpected);
     };
     let identity = identity.ok_or(Failure::Unexpected)?;
-    if kind != local.kind {
-        let here = local.kind;
-        return Err(Failure::refused(format!("this is a {here} channel")));
-    }
     if to != local.id.as_str() {
         let here = local.id.to_string();
         return Err(Refusal::WrongPeer { here }.into());

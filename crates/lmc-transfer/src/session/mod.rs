@@ -1,5 +1,4 @@
-//! Sessions: who a peer is, and a sealed stream to it. Channels over sockets and over NIXL begin
-//! all their connections here.
+//! Sessions: who a peer is, and a sealed stream to it. Channels begin all their connections here.
 //!
 //! | step | from | what |
 //! |---|---|---|
@@ -7,11 +6,11 @@
 //! | 2 | acceptor | Noise message 2, if message 1 is under a key that it accepts |
 //! | 3 | initiator | Noise message 3, and sealed from here on: [`Message::Hello`] |
 //! | 4 | acceptor | [`Message::Proceed`] |
-//! | 5 | initiator | [`Message::Ready`]: the embedder's message, the transport's payload |
+//! | 5 | initiator | [`Message::Ready`]: the embedder's message |
 //! | 6 | acceptor | [`Message::Welcome`]: the same of its side |
 //!
-//! What a transport reveals of its memory goes into steps 5 and 6: both sides have proved the
-//! key, their identities and their names by then. Either side may answer [`Message::Refused`].
+//! Both sides have proved the key, their identities and their names by step 5. What follows the
+//! handshake may reveal where memory is. Either side may answer [`Message::Refused`].
 
 use std::collections::HashMap;
 use std::io;
@@ -42,7 +41,7 @@ pub(crate) use noise::{Opening, PREAMBLE, VERSION};
 pub(crate) use noise::{fuzz, pair};
 
 /// Bytes of a transport's payload at most.
-pub(crate) const MAX_PAYLOAD: usize = 256 << 10;
+const MAX_PAYLOAD: usize = 1 << 10;
 /// Bytes of a message of the handshake at most.
 const MAX_LEN: usize = MAX_MESSAGE + MAX_PAYLOAD + 4096;
 /// Bytes of a reason at most, in characters of up to four.
@@ -53,8 +52,6 @@ const MAX_HANDLERS: usize = 16;
 /// The local side of every session.
 #[derive(Debug)]
 pub(crate) struct Local {
-    /// The kind of channel: both sides have the same.
-    pub(crate) kind: &'static str,
     pub(crate) id: PeerId,
     pub(crate) incarnation: u64,
     identity: Identity,
@@ -75,7 +72,6 @@ pub(crate) struct Remote {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
     Hello {
-        kind: String,
         from: String,
         to: String,
         incarnation: u64,
@@ -88,11 +84,9 @@ pub(crate) enum Message {
     },
     Ready {
         message: Option<Vec<u8>>,
-        payload: Vec<u8>,
     },
     Welcome {
         message: Option<Vec<u8>>,
-        payload: Vec<u8>,
     },
     Refused(Refusal),
 }
@@ -104,8 +98,6 @@ pub(crate) enum Refusal {
     WrongPeer { here: String },
     #[error("the name belongs to another identity")]
     Identity,
-    #[error("memory is still being registered")]
-    NotReady,
     #[error("{0}")]
     Other(String),
 }
@@ -142,7 +134,6 @@ impl Failure {
             Self::Noise(error) => ConnectError::Malformed(error.to_string()),
             Self::Refused(Refusal::WrongPeer { here }) => wrong_peer(peer, &here),
             Self::Refused(Refusal::Identity) => ConnectError::Identity { peer: peer.clone() },
-            Self::Refused(Refusal::NotReady) => ConnectError::NotReady,
             Self::Refused(Refusal::Other(why)) => ConnectError::Refused(reason(&why)),
             Self::NotAdmitted(why) => ConnectError::NotAdmitted(why),
             Self::Unexpected => ConnectError::Malformed("a message out of order".into()),
@@ -174,9 +165,8 @@ fn incarnation() -> io::Result<u64> {
 }
 
 impl Local {
-    pub(crate) fn new(kind: &'static str, config: &ChannelConfig) -> io::Result<Self> {
+    pub(crate) fn new(config: &ChannelConfig) -> io::Result<Self> {
         Ok(Self {
-            kind,
             id: config.id.clone(),
             incarnation: incarnation()?,
             identity: match &config.identity {
@@ -366,7 +356,6 @@ async fn initiate(
     let (mut stream, identity) = established(noise, socket)?;
     let identity = identity.ok_or(Failure::Unexpected)?;
     let hello = Message::Hello {
-        kind: local.kind.to_owned(),
         from: local.id.to_string(),
         to: peer.to_string(),
         incarnation: local.incarnation,

@@ -18,7 +18,7 @@ use thiserror::Error;
 use super::keys::{Identity, Key, PublicIdentity};
 
 /// The version that this side speaks.
-pub(crate) const VERSION: u16 = 4;
+pub(crate) const VERSION: u16 = 5;
 /// Bytes before each handshake message: magic (8), version (u16), length (u32), little endian.
 pub(crate) const PREAMBLE: usize = 14;
 const MAGIC: [u8; 8] = *b"lmc-xfer";
@@ -250,15 +250,6 @@ impl Sealer {
                 .write_message(self.nonce, chunk, &mut out[start..]);
             sealed.expect("the buffer fits, and no stream lives for 2^64 messages");
             self.nonce += 1;
-        }
-    }
-
-    /// Another sealer at the same position. Only one of the two may send anything.
-    #[cfg(feature = "nixl")]
-    pub(crate) fn twin(&self) -> Self {
-        Self {
-            cipher: Arc::clone(&self.cipher),
-            nonce: self.nonce,
         }
     }
 

@@ -86,26 +86,6 @@ impl RawSession {
         })
     }
 
-    /// The acceptor's half: lets the initiator prove itself under `key`.
-    #[cfg(feature = "nixl")]
-    pub(crate) fn accept(
-        mut stream: TcpStream,
-        identity: &Identity,
-        key: &Key,
-    ) -> io::Result<Self> {
-        let mut noise = answer(&mut stream, identity, Some(key))?;
-        let Opening::Continue(message) = read_opening(&mut stream)? else {
-            return Err(io::Error::other("out of order"));
-        };
-        noise.read(&message).map_err(io::Error::other)?;
-        let (sealer, opener, _) = noise.finish().map_err(io::Error::other)?;
-        Ok(Self {
-            stream,
-            sealer,
-            opener,
-        })
-    }
-
     pub(crate) fn send(&mut self, message: &Message) -> io::Result<()> {
         let plain = postcard::to_extend(message, Vec::new()).expect("serialized");
         let mut bytes = (plain.len() as u32).to_le_bytes().to_vec();

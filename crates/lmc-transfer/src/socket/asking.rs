@@ -27,11 +27,7 @@ impl Shared {
             let permit = stream.acquire().await?;
             let id = connection.next_id();
             let (reply, replied) = oneshot::channel();
-            let pending = Pending {
-                target: None,
-                reply,
-                permit,
-            };
+            let pending = Pending::of_streams(None, reply, permit);
             let frame = Frame::Ask {
                 id,
                 question: question.into(),

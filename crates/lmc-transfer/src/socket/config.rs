@@ -41,6 +41,9 @@ pub struct SocketConfig {
     /// Added to the nice value of the threads, 0 to 19: above 0 the other threads of this host go
     /// first where there are not enough cores. Default: 0.
     pub nice: u8,
+    /// NIXL for the bytes of one-sided reads, with peers that have it too. Default: none.
+    #[cfg(feature = "nixl")]
+    pub nixl: Option<crate::NixlPlane>,
 }
 
 /// A socket channel could not be built.
@@ -78,6 +81,8 @@ impl SocketConfig {
             keepalive: Duration::from_secs(5),
             peer_memory: 64 << 20,
             nice: 0,
+            #[cfg(feature = "nixl")]
+            nixl: None,
         }
     }
 

@@ -15,11 +15,15 @@ use super::budget::{Account, Charge};
 use super::frame::{Frame, Outcome, Pieces};
 use super::landing::Target;
 use super::offers::{INLINED_OFFERS, OFFER_CAPACITY, Offers};
+#[cfg(feature = "nixl")]
+use super::plane::PlaneLink;
 use super::shared::Shared;
 use super::writer::{AT_ONCE, SendQueue};
 use crate::checks::PeerMemory;
 use crate::lease::{Granted, Pin, Segment};
 use crate::net::Sockets;
+#[cfg(feature = "nixl")]
+use crate::nixl::Block;
 use crate::session::Sealer;
 use crate::{PeerId, PublicIdentity};
 
@@ -41,6 +45,9 @@ pub(super) struct Remote {
     pub(super) keepalive: Duration,
     /// Form of pieces of objects, both ways.
     pub(super) form: PieceForm,
+    /// True if it has NIXL.
+    #[cfg(feature = "nixl")]
+    pub(super) nixl: bool,
 }
 
 /// Form of a piece of an object on its way.
@@ -69,6 +76,9 @@ pub(super) struct Connection {
     /// Inlined offers of the peer that are not finished yet.
     pub(super) inlined: Arc<AtomicUsize>,
     pub(super) account: Arc<Account>,
+    /// The other plane, where both sides have it.
+    #[cfg(feature = "nixl")]
+    pub(super) plane: Option<PlaneLink>,
     /// Number of the last pong.
     pong: watch::Sender<u64>,
     next_id: AtomicU64,
@@ -97,13 +107,44 @@ pub(super) struct Stream {
 pub(super) struct Pending {
     /// The target of the data that is asked for; `None` for a write or a question.
     pub(super) target: Option<Arc<Target>>,
+    /// The block that the peer writes to, for a read by NIXL.
+    #[cfg(feature = "nixl")]
+    pub(super) block: Option<Block>,
     pub(super) reply: oneshot::Sender<Reply>,
     pub(super) permit: OwnedSemaphorePermit,
 }
 
 impl Pending {
+    /// A request that NIXL has no part in.
+    pub(super) fn of_streams(
+        target: Option<Arc<Target>>,
+        reply: oneshot::Sender<Reply>,
+        permit: OwnedSemaphorePermit,
+    ) -> Self {
+        Self {
+            target,
+            #[cfg(feature = "nixl")]
+            block: None,
+            reply,
+            permit,
+        }
+    }
+
+    /// Returns whether it is a read by NIXL.
+    pub(super) fn is_by_nixl(&self) -> bool {
+        #[cfg(feature = "nixl")]
+        return self.block.is_some();
+        #[cfg(not(feature = "nixl"))]
+        false
+    }
+
     /// Answers the call. Its next request has capacity by then.
     pub(super) fn answer(self, reply: Reply) {
+        #[cfg(feature = "nixl")]
+        if let Some(block) = self.block {
+            // The peer has begun nothing.
+            block.over();
+        }
         drop(self.permit);
         let _ = self.reply.send(reply);
     }
@@ -128,6 +169,9 @@ pub(super) enum Reply {
     Outcome(Outcome),
     /// The answer to a question.
     Message(Vec<u8>),
+    /// Why the peer has not written all by NIXL.
+    #[cfg(feature = "nixl")]
+    Unmoved(String),
 }
 
 /// Objects that this side offers.
@@ -361,6 +405,12 @@ impl Connection {
     ) -> (Arc<Self>, Vec<mpsc::UnboundedReceiver<Outgoing>>) {
         let mut queues = Vec::with_capacity(sealers.len());
         let form = remote.form;
+        #[cfg(feature = "nixl")]
+        let plane = shared.config.nixl.as_ref();
+        #[cfg(feature = "nixl")]
+        let plane = plane.filter(|_| remote.nixl && form != PieceForm::Sealed);
+        #[cfg(feature = "nixl")]
+        let plane = plane.map(|plane| PlaneLink::new(plane.plane()));
         let stream = |(stream, sealer)| {
             let (queue, receiver) = SendQueue::new(shared, sockets, stream, sealer, form);
             queues.push(receiver);
@@ -383,6 +433,8 @@ impl Connection {
             inline_capacity: Arc::new(Semaphore::new(INLINED_OFFERS)),
             inlined: Arc::default(),
             account: shared.budget.account(),
+            #[cfg(feature = "nixl")]
+            plane,
             pong: watch::Sender::new(0),
             next_id: AtomicU64::new(1),
             next_stream: AtomicUsize::new(0),

@@ -8,6 +8,8 @@
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+#[cfg(feature = "nixl")]
+use super::plane::Announcement;
 use crate::lease::{Range, Segment};
 use crate::session::{NoiseError, Opener, Sealer, sealed_len};
 use crate::{MAX_BATCH, MAX_MESSAGE};
@@ -88,6 +90,8 @@ pub(super) enum Outcome {
     ReadOnly,
     /// Any other reason.
     Refused(String),
+    /// The other plane does not move this: it is for the streams.
+    NoPlane,
 }
 
 /// A header.
@@ -144,6 +148,36 @@ pub(super) enum Frame {
         id: u64,
         answer: Vec<u8>,
     },
+    /// Describes the memory that the other side may write to, for NIXL.
+    #[cfg(feature = "nixl")]
+    Plane(Announcement),
+    /// Asks the other side to write these ranges of its memory to that memory by NIXL, one after the
+    /// other from this offset on. This side gives up after this number of milliseconds.
+    #[cfg(feature = "nixl")]
+    Fetch {
+        id: u64,
+        ranges: Vec<Range>,
+        offset: u64,
+        millis: u64,
+    },
+    /// Answers a fetch: all of it is written. XXH3 of each range, where objects carry checksums.
+    #[cfg(feature = "nixl")]
+    Moved {
+        id: u64,
+        sums: Vec<u64>,
+    },
+    /// Answers a fetch of which not all is written. Unless it is `idle`, some may still be.
+    #[cfg(feature = "nixl")]
+    Unmoved {
+        id: u64,
+        idle: bool,
+        reason: String,
+    },
+    /// A fetch is given up.
+    #[cfg(feature = "nixl")]
+    Stop {
+        id: u64,
+    },
 }
 
 /// Bytes that are no frame.
@@ -163,6 +197,9 @@ pub(super) enum FrameError {
     Range,
     #[error("a reason of {0} bytes")]
     Reason(usize),
+    #[cfg(feature = "nixl")]
+    #[error("an invalid description of memory")]
+    Memory,
 }
 
 impl Frame {
@@ -181,8 +218,21 @@ impl Frame {
         };
         match &frame {
             Self::Read { ranges, .. } | Self::Write { ranges, .. } => {
-                let sound = |r: &Range| r.len > 0 && r.offset.checked_add(r.len).is_some();
-                check(ranges, MAX_RANGES, sound)?;
+                check(ranges, MAX_RANGES, is_sound)?;
+            }
+            #[cfg(feature = "nixl")]
+            Self::Fetch { ranges, .. } => check(ranges, MAX_RANGES, is_sound)?,
+            #[cfg(feature = "nixl")]
+            Self::Moved { sums, .. } if sums.len() > MAX_RANGES => {
+                return Err(FrameError::Count(sums.len()));
+            }
+            #[cfg(feature = "nixl")]
+            Self::Unmoved { reason, .. } if reason.len() > MAX_REASON => {
+                return Err(FrameError::Reason(reason.len()));
+            }
+            #[cfg(feature = "nixl")]
+            Self::Plane(announcement) if !announcement.is_sound() => {
+                return Err(FrameError::Memory);
             }
             Self::Offer { lens, inlined, .. } => {
                 check(lens, MAX_BATCH, |len| *len > 0)?;
@@ -190,18 +240,15 @@ impl Frame {
                     return Err(FrameError::Inlined);
                 }
             }
-            Self::Answer { outcome, .. } | Self::Finish { outcome, .. } => match outcome {
-                Outcome::Refused(why) if why.len() > MAX_REASON => {
-                    return Err(FrameError::Reason(why.len()));
-                }
-                _ => {}
-            },
+            Self::Answer { outcome, .. } | Self::Finish { outcome, .. } => check_reason(outcome)?,
             Self::Ask { question: body, .. } | Self::Reply { answer: body, .. } => {
                 if body.len() > MAX_MESSAGE {
                     return Err(FrameError::Length(body.len()));
                 }
             }
             Self::Ping(_) | Self::Pong(_) | Self::Data { .. } | Self::Withdraw { .. } => {}
+            #[cfg(feature = "nixl")]
+            Self::Plane(_) | Self::Moved { .. } | Self::Unmoved { .. } | Self::Stop { .. } => {}
         }
         Ok(frame)
     }
@@ -219,6 +266,17 @@ pub(super) fn may_be_inlined(lens: &[u64]) -> bool {
         .iter()
         .fold(0, |sum: u64, len| sum.saturating_add(*len));
     lens.len() <= MAX_INLINED_OBJECTS && total <= MAX_INLINED
+}
+
+fn is_sound(range: &Range) -> bool {
+    range.len > 0 && range.offset.checked_add(range.len).is_some()
+}
+
+fn check_reason(outcome: &Outcome) -> Result<(), FrameError> {
+    match outcome {
+        Outcome::Refused(why) if why.len() > MAX_REASON => Err(FrameError::Reason(why.len())),
+        _ => Ok(()),
+    }
 }
 
 fn check<T>(list: &[T], most: usize, sound: impl Fn(&T) -> bool) -> Result<(), FrameError> {
@@ -423,6 +481,83 @@ mod tests {
         ]
     }
 
+    /// Frames of the other plane.
+    #[cfg(feature = "nixl")]
+    fn of_nixl(id: u64, ranges: Vec<Range>) -> [Frame; 5] {
+        [
+            Frame::Plane(Announcement {
+                agent: "peer@0123456789abcdef".to_owned(),
+                metadata: vec![3; 40],
+                base: 1 << 46,
+                len: 1 << 30,
+            }),
+            Frame::Moved {
+                id,
+                sums: vec![u64::MAX; ranges.len()],
+            },
+            Frame::Fetch {
+                id,
+                ranges,
+                offset: 4096,
+                millis: 500,
+            },
+            Frame::Unmoved {
+                id,
+                idle: false,
+                reason: "no".to_owned(),
+            },
+            Frame::Stop { id },
+        ]
+    }
+
+    #[cfg(feature = "nixl")]
+    #[test]
+    fn frames_of_the_other_plane_are_parsed_whole_or_refused() {
+        let range = Range {
+            region: Region::Lease(u64::MAX),
+            slot: u64::MAX,
+            offset: 1 << 47,
+            len: 1 << 47,
+        };
+        for frame in of_nixl(u64::MAX, vec![range; MAX_RANGES]) {
+            let bytes = frame.encode();
+            assert!(bytes.len() <= MAX_HEADER, "{} bytes", bytes.len());
+            assert_eq!(Frame::parse(&bytes), Ok(frame.clone()));
+            assert!(Frame::parse(&bytes[..bytes.len() - 1]).is_err());
+            fuzz(&[&[255][..], &bytes].concat());
+        }
+        let fetch = |ranges: usize| Frame::Fetch {
+            id: 1,
+            ranges: vec![range; ranges],
+            offset: 0,
+            millis: 0,
+        };
+        let moved = |sums: usize| Frame::Moved {
+            id: 1,
+            sums: vec![0; sums],
+        };
+        for frame in [fetch(0), fetch(MAX_RANGES + 1), moved(MAX_RANGES + 1)] {
+            let parsed = Frame::parse(&frame.encode());
+            assert!(matches!(parsed, Err(FrameError::Count(_))), "{parsed:?}");
+        }
+        let unmoved = Frame::Unmoved {
+            id: 1,
+            idle: true,
+            reason: "x".repeat(MAX_REASON + 1),
+        };
+        let parsed = Frame::parse(&unmoved.encode());
+        assert_eq!(parsed, Err(FrameError::Reason(MAX_REASON + 1)));
+        let [Frame::Plane(announcement), ..] = of_nixl(1, vec![range]) else {
+            panic!("the first one");
+        };
+        let metadata = vec![0; crate::nixl::MAX_METADATA + 1];
+        let long = Frame::Plane(Announcement {
+            metadata,
+            ..announcement
+        });
+        assert_eq!(Frame::parse(&long.encode()), Err(FrameError::Memory));
+    }
+
     /// Writes the seeds of the fuzz target again with `LMC_WRITE_SEEDS=1`.
     #[test]
     fn the_seeds_of_the_fuzz_target_are_valid_frames() {
@@ -448,14 +583,17 @@ mod tests {
             lens,
             inlined,
         };
-        let frames = [
+        let frames = vec![
             Frame::Ping(5),
             Frame::Read {
                 id,
                 ranges: ranges.clone(),
             },
             Frame::Data { id },
-            Frame::Write { id, ranges },
+            Frame::Write {
+                id,
+                ranges: ranges.clone(),
+            },
             Frame::Answer {
                 id,
                 outcome: outcome.clone(),
@@ -473,6 +611,8 @@ mod tests {
                 outcome: Outcome::NotLeased(2),
             },
         ];
+        #[cfg(feature = "nixl")]
+        let frames = [frames, of_nixl(id, ranges).to_vec()].concat();
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
         let folder = folder.join("../../fuzz/seeds/transfer");
         let write = std::env::var_os("LMC_WRITE_SEEDS").is_some();

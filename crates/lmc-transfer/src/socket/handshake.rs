@@ -36,6 +36,8 @@ pub(super) struct Side {
     pub(super) sealed: bool,
     /// True if it wants a checksum for each piece of an object.
     pub(super) summed: bool,
+    /// True if it has NIXL.
+    pub(super) nixl: bool,
 }
 
 /// The acceptor's payload: itself, and how further streams join.
@@ -102,7 +104,7 @@ impl Accept for Shared {
         };
         let _entry = JoiningEntry::new(self, terms.session, joining)?;
         accepted.proceed(&self.local, encode(&terms)).await?;
-        let (message, _) = accepted.ready().await?;
+        let message = accepted.ready().await?;
         let mut others: Vec<(usize, SecureStream)> = Vec::new();
         while others.len() + 1 < count {
             others.push(joins.recv().await.ok_or(Failure::Unexpected)?);
@@ -114,8 +116,7 @@ impl Accept for Shared {
         streams.extend(others.into_iter().map(|(_, stream)| stream));
         // The first frame's nonce follows that of the welcome: so it is sealed now.
         let before = streams[0].sealer.position();
-        let payload = Vec::new();
-        let welcome = streams[0].seal(&Message::Welcome { message, payload });
+        let welcome = streams[0].seal(&Message::Welcome { message });
         let installed = self.install(remote, &mut streams, Some(welcome)).await;
         if installed.is_err()
             && let Some(mut first) = streams.into_iter().next()
@@ -192,6 +193,10 @@ fn side(shared: &Shared, streams: usize, attempt: u64) -> Side {
         keepalive: shared.config.keepalive.as_millis() as u32,
         sealed: config.encrypt_objects,
         summed: config.object_checksums,
+        #[cfg(feature = "nixl")]
+        nixl: shared.config.nixl.is_some(),
+        #[cfg(not(feature = "nixl"))]
+        nixl: false,
     }
 }
 
@@ -228,6 +233,8 @@ fn remote(
         attempt: theirs.attempt,
         keepalive: keepalive.min(MAX_KEEPALIVE).max(shared.config.keepalive),
         form,
+        #[cfg(feature = "nixl")]
+        nixl: theirs.nixl,
     })
 }
 
@@ -277,7 +284,6 @@ async fn go_on(
     }
     let ready = Message::Ready {
         message: message.map(Vec::from),
-        payload: Vec::new(),
     };
     stream.send(&ready).await?;
     let mut joins = JoinSet::new();
@@ -295,7 +301,7 @@ async fn go_on(
         others.push(joined.map_err(|error| Failure::Io(io::Error::other(error)))??);
     }
     others.sort_by_key(|(number, _)| *number);
-    let Message::Welcome { message, .. } = stream.recv().await? else {
+    let Message::Welcome { message } = stream.recv().await? else {
         return Err(Failure::Unexpected);
     };
     let mut streams = vec![stream];

@@ -27,7 +27,7 @@ impl Target {
         }
     }
 
-    fn revoke(&self) {
+    pub(super) fn revoke(&self) {
         *self.open.lock() = false;
     }
 }

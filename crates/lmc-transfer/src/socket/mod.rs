@@ -10,8 +10,11 @@
 //! 64 KiB directly when the stream is idle, and small objects are inlined in the offer of a send.
 //! Each side holds at most 4 MiB of inlined objects per connection.
 //!
-//! A slot of a call can be revoked at any time, since only this process writes to it: what still
-//! comes from the peer is read and discarded. So nothing is ever quarantined.
+//! Over the streams a slot of a call can be revoked at any time, since only this process writes to
+//! it: what still comes from the peer is read and discarded. So nothing is ever quarantined.
+//!
+//! With the feature `nixl`, NIXL moves the bytes of one-sided reads where both sides have it
+//! (`plane`).
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,8 +28,8 @@ use crate::net::Listener;
 use crate::session::{self, Local};
 use crate::timer::Timer;
 use crate::{
-    Address, BoxFuture, ConnectError, Filled, InArena, Index, MAX_MESSAGE, PeerId, ReadLease, Sent,
-    TransferChannel, TransferError, WriteLease, checks,
+    Address, BoxFuture, ConnectError, DataPlane, Filled, InArena, Index, MAX_MESSAGE, PeerId,
+    ReadLease, Sent, TransferChannel, TransferError, WriteLease, checks,
 };
 
 mod asking;
@@ -39,6 +42,8 @@ mod landing;
 mod offers;
 mod one_sided;
 mod paired;
+#[cfg(feature = "nixl")]
+mod plane;
 mod reader;
 mod shared;
 mod spread;
@@ -55,6 +60,10 @@ pub use config::{SocketConfig, SocketError};
 use shared::{Shared, Stop};
 pub use stats::SocketStats;
 use threads::Threads;
+
+/// Time that dropping a channel with NIXL waits for its end.
+#[cfg(feature = "nixl")]
+const DROP_WAIT: std::time::Duration = std::time::Duration::from_secs(2);
 
 /// Decodes any bytes as frames, and as payloads of a handshake.
 #[cfg(any(test, feature = "fuzzing"))]
@@ -83,11 +92,15 @@ impl SocketChannel {
                 error,
             })?
         };
-        let local = Local::new("socket", &config.channel).map_err(SocketError::Start)?;
+        let local = Local::new(&config.channel).map_err(SocketError::Start)?;
         let protected = local.check_listener(&listener);
         protected.map_err(SocketError::Unprotected)?;
         let address = listener.address().clone();
         let timer = Timer::start().map_err(SocketError::Start)?;
+        #[cfg(feature = "nixl")]
+        if let Some(nixl) = &config.nixl {
+            nixl.take(&config.channel)?;
+        }
         let shared = Arc::new(Shared::new(config, local, timer, threads));
         let serve = session::serve(Arc::clone(&shared), listener);
         shared.threads.first().spawn(serve);
@@ -146,6 +159,13 @@ impl Drop for SocketChannel {
     fn drop(&mut self) {
         self.shared.close();
         self.shared.threads.stop();
+        #[cfg(feature = "nixl")]
+        if let Some(plane) = self.shared.plane() {
+            plane.end();
+            if !plane.ends_by(Instant::now() + DROP_WAIT) {
+                tracing::warn!("NIXL is still ending in the background");
+            }
+        }
         self.shared.timer.stop();
     }
 }
@@ -187,6 +207,16 @@ impl TransferChannel for SocketChannel {
 
     fn peer_incarnation(&self, peer: &PeerId) -> Option<u64> {
         self.connected(peer).ok()
+    }
+
+    #[cfg(feature = "nixl")]
+    fn data_plane(&self, peer: &PeerId) -> Option<DataPlane> {
+        self.shared.data_plane(peer)
+    }
+
+    #[cfg(not(feature = "nixl"))]
+    fn data_plane(&self, peer: &PeerId) -> Option<DataPlane> {
+        self.is_connected(peer).then_some(DataPlane::Sockets)
     }
 
     fn grant_read(
@@ -329,9 +359,17 @@ impl SocketChannel {
     async fn close(&self, deadline: Instant) -> Result<(), TransferError> {
         self.shared.close();
         self.shared.threads.stop();
+        let ended = async {
+            #[cfg(feature = "nixl")]
+            if let Some(plane) = self.shared.plane() {
+                plane.end();
+                plane.ended().await;
+            }
+            self.shared.threads.ended().await;
+        };
         tokio::select! {
             biased;
-            () = self.shared.threads.ended() => {}
+            () = ended => {}
             () = self.shared.timer.at(deadline) => {
                 return Err(TransferError::Deadline);
             }

@@ -12,7 +12,7 @@ use super::landing::Landing;
 use super::shared::{Shared, Stop};
 use super::spread::{Portion, spread};
 use crate::lease::{Range, Segment};
-use crate::{Filled, Index, PeerId, Sent, Slot, TransferError, checks};
+use crate::{DataPlane, Filled, Index, PeerId, Sent, Slot, TransferError, checks};
 
 /// Time that a peer has, after a write's deadline, to say that it has seen the abort.
 const GRACE: Duration = Duration::from_millis(50);
@@ -21,9 +21,9 @@ const GRACE: Duration = Duration::from_millis(50);
 type Checked = (Arc<Connection>, Vec<Range>);
 
 /// Progress of the objects of a batch.
-struct Tally {
-    /// Parts of each object that are not yet in place.
-    left: Vec<u32>,
+pub(super) struct Tally {
+    /// Bytes of each object that are not yet in place.
+    left: Vec<u64>,
     error: Option<TransferError>,
     /// True if the peer said that the offer was withdrawn before all of it was read.
     withdrawn: bool,
@@ -32,20 +32,28 @@ struct Tally {
 }
 
 impl Tally {
-    fn new(objects: usize, frames: &[(usize, Vec<Portion>)]) -> Self {
-        let mut left = vec![0; objects];
-        for portion in frames.iter().flat_map(|(_, portions)| portions) {
-            left[portion.object] += 1;
-        }
+    fn new(objects: &[Portion]) -> Self {
         Self {
-            left,
+            left: objects.iter().map(|object| object.local.len).collect(),
             error: None,
             withdrawn: false,
-            sums: vec![None; objects],
+            sums: vec![None; objects.len()],
         }
     }
 
-    fn settle(&mut self, portions: &[Portion], reply: Reply, leased: bool) {
+    /// Ends the call with an error.
+    #[cfg(feature = "nixl")]
+    pub(super) fn fail(&mut self, error: TransferError) {
+        self.error.get_or_insert(error);
+    }
+
+    /// Returns whether the call ends, whatever else arrives.
+    #[cfg(feature = "nixl")]
+    pub(super) fn is_over(&self) -> bool {
+        self.error.is_some() || self.withdrawn
+    }
+
+    pub(super) fn settle(&mut self, portions: &[Portion], reply: Reply, leased: bool) {
         let object = |number: u32| portions.get(number as usize).map(|portion| portion.object);
         let first = portions.first().map_or(0, |portion| portion.object);
         let invalid = || TransferError::Refused("no such range was sent".into());
@@ -79,6 +87,9 @@ impl Tally {
                 None => invalid(),
             },
             Reply::Message(_) => invalid(),
+            #[cfg(feature = "nixl")]
+            Reply::Unmoved(_) => invalid(),
+            Reply::Outcome(Outcome::NoPlane) => invalid(),
             Reply::Outcome(Outcome::ReadOnly) => TransferError::ReadOnly,
             Reply::Outcome(Outcome::Withdrawn) => {
                 self.withdrawn = true;
@@ -103,49 +114,44 @@ impl Tally {
     fn arrived(&mut self, portions: &[Portion], bad: &[u32]) {
         for (number, portion) in (0..).zip(portions) {
             if !bad.contains(&number) {
-                self.left[portion.object] -= 1;
+                self.left[portion.object] -= portion.local.len;
             }
         }
     }
 }
 
-/// Objects that were to be read into slots.
+/// Objects that were to be read into slots. There may be more slots.
 pub(super) struct Fetched {
-    pub(super) slots: Vec<ReservedSlot>,
-    /// For each object whether all of it lies in its slot. There may be more slots.
-    pub(super) whole: Vec<bool>,
+    pub(super) slots: Vec<Slot>,
     pub(super) error: Option<TransferError>,
+    /// True if the peer said that the offer was withdrawn before all of it was read.
     pub(super) withdrawn: bool,
-    /// For each object the checksum of a part of it, and the bytes of that part.
-    sums: Vec<Option<(u64, u64)>>,
+    pub(super) by: DataPlane,
 }
 
 impl Fetched {
-    pub(super) fn done(&self) -> usize {
-        self.whole.iter().take_while(|whole| **whole).count()
-    }
-
     pub(super) fn into_filled(self) -> Filled {
-        let whole = self.whole.into_iter().chain(std::iter::repeat(false));
-        let sums = self.sums.into_iter().chain(std::iter::repeat(None));
-        let slot = |((slot, whole), sum): ((ReservedSlot, bool), Option<(u64, u64)>)| match whole {
-            true => Slot::Written(match sum.filter(|(len, _)| *len == slot.len()) {
-                Some((_, sum)) => slot.written().with_checksum(sum),
-                None => slot.written(),
-            }),
-            false => Slot::Idle(slot),
-        };
         Filled {
-            slots: self
-                .slots
-                .into_iter()
-                .zip(whole)
-                .zip(sums)
-                .map(slot)
-                .collect(),
+            slots: self.slots,
             error: self.error,
+            by: self.by,
         }
     }
+}
+
+/// Slots of which objects are whole, with their checksums where all of an object has one.
+fn filled(slots: Vec<ReservedSlot>, tally: &Tally) -> Vec<Slot> {
+    let whole = tally.left.iter().map(|left| *left == 0);
+    let whole = whole.chain(std::iter::repeat(false));
+    let sums = tally.sums.iter().copied().chain(std::iter::repeat(None));
+    let slot = |((slot, whole), sum): ((ReservedSlot, bool), Option<(u64, u64)>)| match whole {
+        true => Slot::Written(match sum.filter(|(len, _)| *len == slot.len()) {
+            Some((_, sum)) => slot.written().with_checksum(sum),
+            None => slot.written(),
+        }),
+        false => Slot::Idle(slot),
+    };
+    slots.into_iter().zip(whole).zip(sums).map(slot).collect()
 }
 
 /// The objects of a batch, with their slots on this side.
@@ -217,9 +223,22 @@ impl Shared {
         let lies = landing.slots().iter();
         let lies: Vec<(u64, u64)> = lies.map(|slot| (slot.offset(), slot.len())).collect();
         let objects: Vec<Portion> = portions(lies.into_iter(), ranges).collect();
+        let mut tally = Tally::new(&objects);
+        #[cfg(feature = "nixl")]
+        let (objects, by) = {
+            let (landing, tally) = (&mut landing, &mut tally);
+            let left = self.fetch_by_nixl(connection, landing, tally, objects, leased, deadline);
+            let left = left.await;
+            let by = match left.is_empty() {
+                true => DataPlane::Nixl,
+                false => DataPlane::Sockets,
+            };
+            (left, by)
+        };
+        #[cfg(not(feature = "nixl"))]
+        let by = DataPlane::Sockets;
         let frames = spread(objects.iter().copied(), connection.streams.len());
         let first = connection.next_stream(bytes_of(&frames));
-        let mut tally = Tally::new(ranges.len(), &frames);
 
         let mut requests: Vec<(Vec<Portion>, oneshot::Receiver<Reply>)> = Vec::new();
         let ask = async {
@@ -229,11 +248,7 @@ impl Shared {
                 let id = connection.next_id();
                 let target = landing.open(portions.iter().map(|p| p.local).collect());
                 let (reply, replied) = oneshot::channel();
-                let pending = Pending {
-                    target: Some(target),
-                    reply,
-                    permit,
-                };
+                let pending = Pending::of_streams(Some(target), reply, permit);
                 let ranges = portions.iter().map(|portion| portion.remote).collect();
                 let outgoing = Outgoing::of(&Frame::Read { id, ranges });
                 if !stream.request(id, pending, outgoing) {
@@ -269,11 +284,13 @@ impl Shared {
             tally.error = Some(TransferError::Failed(reason.into()));
         }
         Fetched {
-            slots,
-            whole: tally.left.iter().map(|left| *left == 0).collect(),
+            slots: match withdrawn {
+                true => slots.into_iter().map(Slot::Idle).collect(),
+                false => filled(slots, &tally),
+            },
             error: tally.error,
             withdrawn,
-            sums: tally.sums,
+            by,
         }
     }
 
@@ -297,7 +314,7 @@ impl Shared {
         let all: Vec<Portion> = portions(lies, &ranges).collect();
         let frames = spread(all.iter().copied(), connection.streams.len());
         let first = connection.next_stream(bytes_of(&frames));
-        let mut tally = Tally::new(objects.len(), &frames);
+        let mut tally = Tally::new(&all);
 
         let objects = Arc::new(objects);
         let mut sending: Vec<Sending> = Vec::new();
@@ -307,11 +324,7 @@ impl Shared {
                 let permit = stream.acquire().await?;
                 let id = connection.next_id();
                 let (reply, replied) = oneshot::channel();
-                let pending = Pending {
-                    target: None,
-                    reply,
-                    permit,
-                };
+                let pending = Pending::of_streams(None, reply, permit);
                 let ranges = portions.iter().map(|portion| portion.remote).collect();
                 let progress = Arc::new(Progress::new(id, Arc::clone(&objects)));
                 let run = Run {

@@ -18,7 +18,7 @@ use super::offers::{Offer, size_of_offer};
 use super::shared::{Shared, Stop};
 use crate::lease::{Range, Region, Segment};
 use crate::session::reason;
-use crate::{Filled, PeerId, Sent, Slot, TransferError, checks};
+use crate::{DataPlane, Filled, PeerId, Sent, Slot, TransferError, checks};
 
 /// Time that a peer has, after a send's deadline, to say that it has seen the withdrawal.
 const GRACE: Duration = Duration::from_millis(200);
@@ -152,7 +152,11 @@ impl Shared {
             if fetched.withdrawn && fetched.error.is_none() {
                 // It was not sent after all: the next offer is received instead.
                 pull.withdrawn();
-                slots = fetched.slots;
+                let idle = |slot| match slot {
+                    Slot::Idle(slot) => Some(slot),
+                    Slot::Written(_) | Slot::Quarantined => None,
+                };
+                slots = fetched.slots.into_iter().filter_map(idle).collect();
                 continue;
             }
             let outcome = match &fetched.error {
@@ -166,8 +170,9 @@ impl Shared {
                 }
                 Some(error) => Outcome::Refused(reason(&error.to_string())),
             };
-            pull.finish(fetched.done(), outcome);
-            return fetched.into_filled();
+            let filled = fetched.into_filled();
+            pull.finish(filled.done(), outcome);
+            return filled;
         }
     }
 
@@ -219,6 +224,7 @@ fn unpack(slots: Vec<ReservedSlot>, lens: &[u64], mut bytes: &[u8]) -> Filled {
     Filled {
         slots: slots.into_iter().map(fill).collect(),
         error: None,
+        by: DataPlane::Sockets,
     }
 }
 
@@ -243,7 +249,9 @@ fn finished(count: usize, done: u64, outcome: Outcome) -> Sent {
         }),
         Outcome::Aborted => Some(failed("the receiver gave up")),
         Outcome::Withdrawn => Some(failed("the receiver found nothing to receive")),
-        Outcome::NotLeased(_) | Outcome::ReadOnly => Some(failed("the receiver may not read")),
+        Outcome::NotLeased(_) | Outcome::ReadOnly | Outcome::NoPlane => {
+            Some(failed("the receiver may not read"))
+        }
         Outcome::Refused(why) => Some(TransferError::Refused(why)),
     };
     Sent {

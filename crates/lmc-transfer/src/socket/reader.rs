@@ -43,6 +43,9 @@ const RANGE_BYTES: usize = 64;
 /// Bytes of a frame that need no charge.
 const FREE: usize = 16 << 10;
 
+#[cfg(feature = "nixl")]
+mod plane;
+
 pub(super) struct StreamReader {
     shared: Arc<Shared>,
     connection: Arc<Connection>,
@@ -149,7 +152,8 @@ impl StreamReader {
             }
             Frame::Data { id } => {
                 let pending = self.stream().take(id);
-                let asked = pending.and_then(|mut pending| Some((pending.target.take()?, pending)));
+                let asked = pending.filter(|pending| !pending.is_by_nixl());
+                let asked = asked.and_then(|mut pending| Some((pending.target.take()?, pending)));
                 let Some((target, pending)) = asked else {
                     return Err(Gone::Broken("data that was not asked for".into()));
                 };
@@ -187,6 +191,21 @@ impl StreamReader {
                     let _ = offered.finish.send((done, outcome));
                 }
             }
+            #[cfg(feature = "nixl")]
+            Frame::Plane(announcement) => self.announced(announcement)?,
+            #[cfg(feature = "nixl")]
+            Frame::Fetch {
+                id,
+                ranges,
+                offset,
+                millis,
+            } => self.fetch(id, &ranges, offset, millis).await?,
+            #[cfg(feature = "nixl")]
+            Frame::Moved { id, sums } => self.landed(id, &sums).await?,
+            #[cfg(feature = "nixl")]
+            Frame::Unmoved { id, idle, reason } => self.not_landed(id, idle, reason)?,
+            #[cfg(feature = "nixl")]
+            Frame::Stop { id } => self.stopped(id)?,
         }
         Ok(())
     }

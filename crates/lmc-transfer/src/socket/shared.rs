@@ -25,6 +25,8 @@ use crate::config::PeerEvent;
 use crate::connect_once::ConnectOnce;
 use crate::lease::Leases;
 use crate::net::Sockets;
+#[cfg(feature = "nixl")]
+use crate::nixl::{NixlPlane, Plane};
 use crate::session::{Local, SecureStream};
 use crate::timer::Timer;
 use crate::{PeerId, PublicIdentity, TransferError};
@@ -173,6 +175,12 @@ impl Shared {
             }
             Err(stop) => (stop.into(), false),
         }
+    }
+
+    /// The other plane of its sessions.
+    #[cfg(feature = "nixl")]
+    pub(super) fn plane(&self) -> Option<&Arc<Plane>> {
+        self.config.nixl.as_ref().map(NixlPlane::plane)
     }
 
     fn has_capacity(&self, peers: &HashMap<PeerId, Peer>, peer: &PeerId) -> bool {

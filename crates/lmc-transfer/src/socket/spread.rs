@@ -21,7 +21,20 @@ pub(super) fn spread(
     streams: usize,
 ) -> Vec<(usize, Vec<Portion>)> {
     let total: u64 = objects.clone().map(|object| object.local.len).sum();
-    let share = total.div_ceil(streams as u64).next_multiple_of(PIECE);
+    cut(
+        objects,
+        total.div_ceil(streams as u64).next_multiple_of(PIECE),
+        MAX_RANGES,
+    )
+}
+
+/// Returns the portions of each frame, with the number of its share: `share` bytes each, but for the
+/// last one, and `ranges` portions at most.
+pub(super) fn cut(
+    objects: impl Iterator<Item = Portion>,
+    share: u64,
+    ranges: usize,
+) -> Vec<(usize, Vec<Portion>)> {
     let mut frames: Vec<(usize, Vec<Portion>)> = Vec::new();
     let mut before = 0;
     for mut rest in objects {
@@ -36,9 +49,7 @@ pub(super) fn spread(
             rest.remote.len -= len;
             before += len;
             match frames.last_mut() {
-                Some((last, portions))
-                    if *last == stream as usize && portions.len() < MAX_RANGES =>
-                {
+                Some((last, portions)) if *last == stream as usize && portions.len() < ranges => {
                     portions.push(now);
                 }
                 _ => frames.push((stream as usize, vec![now])),

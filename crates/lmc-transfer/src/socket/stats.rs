@@ -50,6 +50,8 @@ counters! {
     refused_requests,
     /// Connections that were ended because the peer broke the protocol or exceeded its memory.
     broken,
+    /// Reads of which NIXL brought not all, or not in time: the rest came over the streams.
+    nixl_failed,
     /// Pieces of objects that were discarded: their call had ended before they came, or their
     /// request was refused. Such slots are returned at once; none is quarantined.
     discarded,

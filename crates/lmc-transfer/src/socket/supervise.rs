@@ -12,6 +12,8 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::connection::{Connection, End, Gone, Outgoing};
 use super::frame::Frame;
+#[cfg(feature = "nixl")]
+use super::plane::announce;
 use super::reader::StreamReader;
 use super::shared::Shared;
 use super::writer::StreamWriter;
@@ -51,6 +53,8 @@ pub(super) async fn supervise(
         let writer = StreamWriter::new(&shared, &connection, &sockets, stream, queue);
         tasks.spawn_on(writer.run(), &thread);
     }
+    #[cfg(feature = "nixl")]
+    tasks.spawn(announce(Arc::clone(&connection)));
     let end = match watch(&connection, &mut tasks).await {
         Err(end) => end,
         Ok(Gone::Io(error)) => {
@@ -60,6 +64,10 @@ pub(super) async fn supervise(
         Ok(gone) => end_of(gone, unix, &shared),
     };
     tasks.shutdown().await;
+    #[cfg(feature = "nixl")]
+    if let Some(link) = &connection.plane {
+        link.end();
+    }
     drop(sockets);
     tracing::debug!(peer = %connection.remote.id, reason = end.reason, "connection ended");
     shared.remove(&connection, &end);

@@ -22,7 +22,7 @@ use crate::session::testing::{
 };
 use crate::session::{Message, PREAMBLE, Sealer};
 use crate::{
-    Address, ChannelConfig, ConnectError, Filled, Identity, Index, PeerId, Rights, Slot,
+    Address, ChannelConfig, ConnectError, Filled, Identity, Index, Key, PeerId, Rights, Slot,
     TransferChannel, TransferError, block_on,
 };
 
@@ -30,6 +30,8 @@ mod asking;
 mod hostile;
 mod inlining;
 mod liveness;
+#[cfg(feature = "nixl")]
+mod nixl;
 mod stalling;
 mod sums;
 mod waiting;
@@ -56,6 +58,15 @@ fn range(offset: u64, len: u64) -> Range {
     Range {
         region: Region::Arena,
         slot: 0,
+        offset,
+        len,
+    }
+}
+
+fn range_of(index: Index, offset: u64, len: u64) -> Range {
+    Range {
+        region: Region::Lease(index.lease),
+        slot: index.slot,
         offset,
         len,
     }
@@ -149,12 +160,12 @@ fn side() -> Side {
         keepalive: 10,
         sealed: false,
         summed: true,
+        nixl: false,
     }
 }
 
 fn hello(from: &str, to: &str, incarnation: u64, side: &Side) -> Message {
     Message::Hello {
-        kind: "socket".to_owned(),
         from: from.to_owned(),
         to: to.to_owned(),
         incarnation,
@@ -201,7 +212,17 @@ impl Raw {
 
     /// A handshake up to the welcome.
     fn handshake(victim: &Victim, incarnation: u64, side: &Side) -> RawSession {
-        let session = RawSession::prove(victim.stream(), raw_identity(), None);
+        Self::handshake_by(victim, incarnation, side, None)
+    }
+
+    /// A handshake under a key, up to the welcome.
+    fn handshake_by(
+        victim: &Victim,
+        incarnation: u64,
+        side: &Side,
+        key: Option<&Key>,
+    ) -> RawSession {
+        let session = RawSession::prove(victim.stream(), raw_identity(), key);
         let mut session = session.expect("it is let in");
         let hello = hello("raw", "victim", incarnation, side);
         session.send(&hello).expect("sent");
@@ -210,10 +231,7 @@ impl Raw {
         };
         let terms: Terms = decode(&payload).expect("terms");
         assert_eq!(terms.side.streams, 1);
-        let ready = Message::Ready {
-            message: None,
-            payload: Vec::new(),
-        };
+        let ready = Message::Ready { message: None };
         session.send(&ready).expect("sent");
         session
     }
@@ -240,11 +258,19 @@ impl Raw {
     /// The next frame that is no sign of life.
     fn frame(&mut self) -> Frame {
         loop {
+            match self.any_frame() {
+                Frame::Ping(_) | Frame::Pong(_) => {}
+                frame => return frame,
+            }
+        }
+    }
+
+    fn any_frame(&mut self) -> Frame {
+        loop {
             let mut input = &self.rest[..];
             let frame = self.decoder.feed(&mut input).expect("valid frames");
             self.rest = input.to_vec();
             match frame {
-                Some(Frame::Ping(_) | Frame::Pong(_)) => {}
                 Some(frame) => return frame,
                 None => self.more(),
             }
@@ -361,19 +387,11 @@ fn what_is_no_handshake_is_closed_counted_and_forgotten() {
     let victim = Victim::new(|_| {});
     let mut odd = side();
     odd.unit = 3;
-    let welcome = Message::Welcome {
-        message: None,
-        payload: Vec::new(),
-    };
-    let mut other_kind = hello("raw", "victim", 1, &side());
-    if let Message::Hello { kind, .. } = &mut other_kind {
-        *kind = "nixl".to_owned();
-    }
+    let welcome = Message::Welcome { message: None };
     let messages = [
         hello("raw", "victim", 1, &odd),
         hello("raw", "another", 1, &side()),
         hello("no name", "victim", 1, &side()),
-        other_kind,
         welcome,
     ];
     for message in &messages {

@@ -17,6 +17,8 @@ use std::sync::Arc;
 use lmc_memory::{Arena, PartedChecksum, checksum};
 
 use crate::lease::Segment;
+#[cfg(feature = "nixl")]
+use crate::nixl::Block;
 use crate::session::Sealer;
 
 #[derive(Debug, Clone)]
@@ -116,6 +118,39 @@ impl Window {
         // arena. The range is of a reserved slot, of this process's own call or of a lease that
         // allows writing (see the module), so no thread has a slice of it.
         unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) }
+    }
+
+    /// Copies bytes of a block, from this offset on, to a piece of a range, and adds them to the range's
+    /// checksum, as [`Self::add_to`] does.
+    #[cfg(feature = "nixl")]
+    pub(super) fn land(
+        &self,
+        piece: Segment,
+        (block, offset): (&Block, u64),
+        sum: &mut Parted,
+        is_last: bool,
+    ) -> Option<u64> {
+        let from = block.at(offset, piece.len);
+        let (to, len) = (self.at(piece), piece.len as usize);
+        let can_end = sum.len == 0 || len >= PartedChecksum::PART;
+        // SAFETY: both ranges were just checked, and lie in two mappings, which live through the
+        // call. The piece is of a reserved slot of this process's own call, so no thread has a slice
+        // of it. No slice of the block is ever made: a peer that keeps no rules may write to it
+        // meanwhile, by its network card or by UCX's thread here, which garbles bytes and no more;
+        // the sum is of the copy.
+        unsafe {
+            if is_last {
+                let Parted { sum, .. } = std::mem::take(sum);
+                if can_end {
+                    return Some(sum.end_copy(from, to, len));
+                }
+                to.copy_from_nonoverlapping(from, len);
+            } else {
+                sum.sum.add_copy(from, to, len);
+                sum.len += piece.len;
+            }
+        }
+        None
     }
 
     /// Receives into a range and, when that is full, into the stash. Bytes that came in all.

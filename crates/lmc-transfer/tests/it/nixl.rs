@@ -1,10 +1,8 @@
-//! The suite and the pitfalls of `NixlChannel`, over TCP and over shared memory.
+//! The suite and the pitfalls of channels with NIXL, over TCP and over shared memory.
 //!
 //! UCX reads its settings when it is loaded, and what is tested includes the end of a process:
 //! so every test runs in a process of its own, which is this program with the test's name. The
 //! tests that a runner sees only begin those.
-mod agents;
-
 mod scenarios;
 
 use std::process::Stdio;
@@ -27,7 +25,7 @@ fn run(scenario: &str, transports: &str) {
         .env(SCENARIO, scenario)
         .env("UCX_TLS", transports)
         .env("UCX_NET_DEVICES", "lo")
-        // A library sets no variables: see `NixlConfig::build`.
+        // A library sets no variables: see `NixlConfig::open`.
         .env("UCX_MODULES", "^efa")
         .env("UCX_LOG_FILE", "stderr")
         .env("UCX_LOG_LEVEL", "error")
@@ -94,19 +92,18 @@ macro_rules! over_both {
 }
 
 over_both! {
-    dropped: dropped_requests_keep_their_slots_over_tcp, dropped_requests_keep_their_slots_over_shared_memory;
+    dropped: dropped_reads_give_their_slots_back_over_tcp, dropped_reads_give_their_slots_back_over_shared_memory;
     killed: killed_peers_are_noticed_over_tcp, killed_peers_are_noticed_over_shared_memory;
     killed_at_work: peers_killed_at_work_harm_no_other_over_tcp, peers_killed_at_work_harm_no_other_over_shared_memory;
     frozen: frozen_peers_hold_nothing_up_over_tcp, frozen_peers_hold_nothing_up_over_shared_memory;
     frozen_then_replaced: a_frozen_peer_survives_a_new_agent_over_tcp, a_frozen_peer_survives_a_new_agent_over_shared_memory;
-    frozen_writer: a_frozen_sender_keeps_the_receivers_slots_over_tcp, a_frozen_sender_keeps_the_receivers_slots_over_shared_memory;
-    frozen_at_close: a_close_leaves_a_frozen_sender_over_tcp, a_close_leaves_a_frozen_sender_over_shared_memory;
-    forgotten_writer: a_forgotten_sender_keeps_the_receivers_slots_over_tcp, a_forgotten_sender_keeps_the_receivers_slots_over_shared_memory;
+    frozen_writer: a_frozen_sender_writes_to_no_slot_later_over_tcp, a_frozen_sender_writes_to_no_slot_later_over_shared_memory;
+    frozen_at_close: a_close_waits_for_no_frozen_sender_over_tcp, a_close_waits_for_no_frozen_sender_over_shared_memory;
+    forgotten_writer: a_forgotten_sender_writes_to_no_slot_later_over_tcp, a_forgotten_sender_writes_to_no_slot_later_over_shared_memory;
     small: many_small_objects_arrive_over_tcp, many_small_objects_arrive_over_shared_memory;
     left_open: a_process_ends_well_with_its_channel_open_over_tcp, a_process_ends_well_with_its_channel_open_over_shared_memory;
     pieces: memory_is_registered_in_pieces_over_tcp, memory_is_registered_in_pieces_over_shared_memory;
     leased: a_frozen_reader_keeps_the_owners_slots_over_tcp, a_frozen_reader_keeps_the_owners_slots_over_shared_memory;
-    python: a_python_agent_reads_and_writes_over_tcp, a_python_agent_reads_and_writes_over_shared_memory;
 }
 
 #[test]
@@ -115,18 +112,8 @@ fn an_idle_channel_burns_no_core() {
 }
 
 #[test]
-fn agents_of_others_are_made_known_and_forgotten() {
-    run("agents", TCP);
-}
-
-#[test]
 fn an_on_connect_that_blocks_takes_a_few_threads() {
     run("blocked_on_connect", TCP);
-}
-
-#[test]
-fn handshakes_of_strangers_are_refused() {
-    run("strangers", TCP);
 }
 
 /// The first test in a process without the library; needs none.

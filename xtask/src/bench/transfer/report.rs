@@ -231,9 +231,10 @@ median of those of the rounds.
 
 - **lmc, sockets**: every byte is under a checksum (XXH3) that the sender makes and the receiver \
 verifies, lands in the slot that was named and nowhere else, and is acknowledged; under a deadline.
-- **lmc, NIXL**: no checksum (the transport's own stands); under a deadline, in requests of 8 MiB, \
-by a thread that other calls share. `send` waits for what the receiver says; a `read` over UCX's tcp \
-is written by the peer, because UCX would emulate it.
+- **lmc, NIXL**: every byte that is read is under a checksum, as over sockets; under a deadline. The \
+owner writes it to a block beside the reader's arena, and the reader copies and sums it from there in \
+one pass. A `write` goes over the session's Unix or TCP sockets. `send` waits for what the receiver \
+says.
 - **iperf3**: sends one and the same buffer again and again without end and throws away what comes, so \
 that its bytes stay in a core's cache and no batch ends; no checksum, no answer. Writes are as long as \
 an object, its limit of 1 MiB at most. Before version 3.16 one thread serves all its streams.

@@ -10,15 +10,6 @@ fn key(byte: u8) -> Key {
     Key::new(&[byte; 32]).expect("32 bytes")
 }
 
-fn range_of(index: Index, offset: u64, len: u64) -> Range {
-    Range {
-        region: Region::Lease(index.lease),
-        slot: index.slot,
-        offset,
-        len,
-    }
-}
-
 /// The acceptor used to prove the key to every stranger, who could then guess it offline.
 #[test]
 fn a_stranger_learns_nothing() {

@@ -1,4 +1,4 @@
-//! Starts and kills NIXL channels.
+//! Starts and kills channels with NIXL.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use lmc_memory::Arena;
 use lmc_transfer::conformance::Rig;
 use lmc_transfer::{
-    Address, ChannelConfig, ConnectError, Key, NixlChannel, NixlConfig, TransferChannel, block_on,
+    Address, ChannelConfig, DataPlane, Key, NixlConfig, SocketChannel, SocketConfig, SocketError,
+    TransferChannel, block_on,
 };
 
 /// Names the scenario of a process of a test.
@@ -23,7 +24,7 @@ pub(crate) fn skipped() -> bool {
     true
 }
 
-/// Channels whose control connections are Unix sockets in a folder of their own.
+/// Channels whose sessions are Unix sockets in a folder of their own.
 pub(crate) struct NixlRig {
     folder: PathBuf,
     own: bool,
@@ -47,7 +48,7 @@ impl NixlRig {
         }
     }
 
-    /// Makes a rig whose control connections are of TCP, at free ports.
+    /// Makes a rig whose sessions are of TCP, at free ports.
     pub(crate) fn with_ports() -> Self {
         let mut rig = Self::beside(PathBuf::new());
         rig.tcp = true;
@@ -78,14 +79,14 @@ impl Drop for NixlRig {
 }
 
 impl Rig for NixlRig {
-    type Channel = NixlChannel;
+    type Channel = SocketChannel;
 
     fn channel(
         &self,
         id: &str,
         arena: Arc<Arena>,
         change: impl FnOnce(&mut ChannelConfig),
-    ) -> NixlChannel {
+    ) -> SocketChannel {
         let address = match self.tcp {
             true => "tcp://127.0.0.1:0".parse().expect("an address"),
             false => Address::Unix(self.folder.join(id)),
@@ -95,14 +96,17 @@ impl Rig for NixlRig {
             .ok()
             .map(Into::into);
         change(&mut config);
-        let mut config = NixlConfig::new(config, address);
-        config.piece = self.piece;
+        let mut nixl = NixlConfig::default();
+        nixl.piece = self.piece;
+        let nixl = config.keys.is_some().then(|| nixl.open(&config));
+        let mut config = SocketConfig::new(config, address);
+        config.nixl = nixl.map(|nixl| nixl.expect("NIXL's library"));
         let deadline = Instant::now() + Duration::from_secs(30);
         loop {
             match config.clone().build() {
                 Ok(channel) => return channel,
                 // One that was dropped lets go of its address in the background.
-                Err(ConnectError::Io(_)) if Instant::now() < deadline => {
+                Err(SocketError::Listen { .. }) if Instant::now() < deadline => {
                     std::thread::sleep(Duration::from_millis(5));
                 }
                 Err(error) => panic!("{error}"),
@@ -110,11 +114,11 @@ impl Rig for NixlRig {
         }
     }
 
-    fn requires_key(&self) -> bool {
-        true
+    fn plane(&self) -> DataPlane {
+        DataPlane::Nixl
     }
 
-    fn kill(&self, channel: &NixlChannel) {
+    fn kill(&self, channel: &SocketChannel) {
         let deadline = Instant::now() + Duration::from_secs(30);
         block_on(channel.close(deadline)).expect("nothing holds it");
     }
