@@ -168,7 +168,7 @@ impl Initiators {
             unproven: failed,
         });
         if failed {
-            self.retire(generation);
+            initiator.retire();
         }
     }
 
@@ -193,16 +193,6 @@ impl Initiators {
         }
     }
 
-    fn retire(&mut self, generation: u64) {
-        if let Some(initiator) = self.get(generation).filter(|one| !one.retired) {
-            initiator.retired = true;
-            tracing::info!(
-                generation,
-                "a NIXL agent is replaced: a transfer did not end"
-            );
-        }
-    }
-
     /// Looks after all of them. `busy` are the generations that transfers use.
     pub(super) fn tend(&mut self, busy: &HashSet<u64>, now: Instant) {
         for initiator in &mut self.all {
@@ -211,13 +201,8 @@ impl Initiators {
                 let gone = straggler.gone.is_some_and(|since| now >= since + GRACE);
                 straggler.unproven || gone
             };
-            if initiator.stragglers.iter().any(late) && !initiator.retired {
-                initiator.retired = true;
-                let generation = initiator.generation;
-                tracing::info!(
-                    generation,
-                    "a NIXL agent is replaced: a transfer did not end"
-                );
+            if initiator.stragglers.iter().any(late) {
+                initiator.retire();
             }
             initiator.forget_unwanted(busy.contains(&initiator.generation));
         }
@@ -313,6 +298,15 @@ impl Initiators {
 }
 
 impl Initiator {
+    fn retire(&mut self) {
+        if !std::mem::replace(&mut self.retired, true) {
+            tracing::info!(
+                generation = self.generation,
+                "a NIXL agent is replaced: a transfer did not end"
+            );
+        }
+    }
+
     fn load(&mut self, remote: &Remote) -> Result<(), String> {
         match self.loaded.get(&remote.agent) {
             Some(metadata) if *metadata == remote.metadata => return Ok(()),

@@ -169,7 +169,7 @@ pub(super) enum Reply {
     Outcome(Outcome),
     /// The answer to a question.
     Message(Vec<u8>),
-    /// Why the peer has not written all by NIXL.
+    /// The reason why the peer has not written all by NIXL.
     #[cfg(feature = "nixl")]
     Unmoved(String),
 }

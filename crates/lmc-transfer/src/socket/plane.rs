@@ -38,7 +38,8 @@ const FAIR_TIMEOUT: Duration = Duration::from_secs(1);
 const BLOCK_TIMEOUT: Duration = Duration::from_millis(100);
 /// Ranges of a fetch at most: as many as one request of NIXL takes.
 const FETCHED_RANGES: usize = 512;
-/// Fetches of one connection that are served at a time. A peer asks for no more than it has blocks for.
+/// Fetches of one connection that are served at a time; others are for the streams. One that was given
+/// up counts until NIXL's thread has seen that.
 const SERVED: usize = 32;
 
 /// Describes the memory that a peer may write to.
@@ -169,16 +170,16 @@ impl PlaneLink {
     }
 
     /// Adds a fetch of the peer, which is answered by [`Self::answer`]. Its flag is set when the peer
-    /// has given it up. `None` where there are as many as there may be.
+    /// has given it up. `None` where [`SERVED`] are served, or another has its number.
     pub(super) fn serve(
         &self,
         id: u64,
         unanswered: &Arc<AtomicUsize>,
         charge: Charge,
-    ) -> Result<Arc<AtomicBool>, Charge> {
+    ) -> Option<Arc<AtomicBool>> {
         let mut serving = self.serving.lock();
         if serving.len() >= SERVED || serving.contains_key(&id) {
-            return Err(charge);
+            return None;
         }
         let stopped = Arc::<AtomicBool>::default();
         let fetch = Serving {
@@ -186,7 +187,7 @@ impl PlaneLink {
             answer: Some((Arc::clone(unanswered), charge)),
         };
         serving.insert(id, fetch);
-        Ok(stopped)
+        Some(stopped)
     }
 
     /// The answer to a fetch that has none. `ends`: nothing serves it any more.

@@ -88,8 +88,9 @@ impl StreamReader {
             }
         };
         let unanswered = &self.stream().unanswered;
-        let Ok(stopped) = link.serve(id, unanswered, charge) else {
-            return Err(Gone::Broken("too many fetches at once".into()));
+        let Some(stopped) = link.serve(id, unanswered, charge) else {
+            self.stream().queue.push(self.answer(id, Outcome::NoPlane));
+            return Ok(());
         };
         let mut there = offset;
         let part = |segment: &Segment| {

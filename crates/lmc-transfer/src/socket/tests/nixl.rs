@@ -201,6 +201,16 @@ fn metadata_that_nixl_refuses_leaves_the_sockets() {
     victim.ends();
 }
 
+/// A victim, and a peer whose memory it knows; `None` where there is no library.
+fn reached() -> Option<(Victim, Memory, Raw)> {
+    if skipped() {
+        return None;
+    }
+    let (victim, memory) = (victim(), Memory::new());
+    let raw = known(&victim, &memory, 1);
+    Some((victim, memory, raw))
+}
+
 /// Connects as a peer whose memory the victim knows.
 fn known(victim: &Victim, memory: &Memory, incarnation: u64) -> Raw {
     let (mut raw, _) = Raw::with_nixl(victim, incarnation);
@@ -222,12 +232,9 @@ fn fetch(id: u64, range: Range, offset: u64) -> Frame {
 /// was announced, or a block, ends the session.
 #[test]
 fn rights_are_those_of_the_session() {
-    if skipped() {
+    let Some((victim, memory, mut raw)) = reached() else {
         return;
-    }
-    let victim = victim();
-    let memory = Memory::new();
-    let mut raw = known(&victim, &memory, 1);
+    };
     let len = (8 << 20) - 4096;
     let lease = victim
         .channel
@@ -287,7 +294,7 @@ fn reads(
     })
 }
 
-/// Answers a read over the streams, of so many objects.
+/// Answers a read of this number of objects over the streams.
 fn serve(raw: &mut Raw, objects: usize, byte: u8) {
     let Frame::Read { id, ranges } = raw.frame() else {
         panic!("it reads over the streams");
@@ -464,12 +471,9 @@ fn late_write(idle: bool) {
 /// A call whose fetch is not answered has the time left that the streams need.
 #[test]
 fn a_plane_that_hangs_leaves_time_for_the_streams() {
-    if skipped() {
+    let Some((victim, _memory, mut raw)) = reached() else {
         return;
-    }
-    let victim = victim();
-    let memory = Memory::new();
-    let mut raw = known(&victim, &memory, 1);
+    };
     let filled = reads(&victim, &mut raw, (2, 20_000), |raw, id, _| {
         assert_eq!(raw.frame(), Frame::Stop { id });
         serve(raw, 2, 4);
@@ -483,12 +487,9 @@ fn a_plane_that_hangs_leaves_time_for_the_streams() {
 /// the same call and under the same lease.
 #[test]
 fn a_read_goes_on_over_the_streams() {
-    if skipped() {
+    let Some((victim, _memory, mut raw)) = reached() else {
         return;
-    }
-    let victim = victim();
-    let memory = Memory::new();
-    let mut raw = known(&victim, &memory, 1);
+    };
     let filled = reads(&victim, &mut raw, (2, 60_000), |raw, id, _| {
         let outcome = Outcome::NoPlane;
         raw.send(&Frame::Answer { id, outcome });
@@ -514,12 +515,9 @@ fn a_read_goes_on_over_the_streams() {
 /// A read that its owner refuses is not tried over the streams.
 #[test]
 fn a_refusal_ends_a_read_on_either_plane() {
-    if skipped() {
+    let Some((victim, _memory, mut raw)) = reached() else {
         return;
-    }
-    let victim = victim();
-    let memory = Memory::new();
-    let mut raw = known(&victim, &memory, 1);
+    };
     let filled = reads(&victim, &mut raw, (2, 60_000), |raw, id, _| {
         let outcome = Outcome::NotLeased(1);
         raw.send(&Frame::Answer { id, outcome });
@@ -541,12 +539,9 @@ fn a_refusal_ends_a_read_on_either_plane() {
 /// A fetch has one answer, also where it is given up while it is served.
 #[test]
 fn each_fetch_has_one_answer() {
-    if skipped() {
+    let Some((victim, _memory, mut raw)) = reached() else {
         return;
-    }
-    let victim = victim();
-    let memory = Memory::new();
-    let mut raw = known(&victim, &memory, 1);
+    };
     let len = 4 << 20;
     let lease = victim
         .channel
