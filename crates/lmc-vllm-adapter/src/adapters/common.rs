@@ -9,7 +9,7 @@ use crate::adapters::link::Link;
 use crate::adapters::log::{Level, Log};
 use crate::adapters::{AdapterError, EngineDescription, Prompt, Timeouts};
 use crate::protocol::{
-    CacheKey, ENGINE_KEYS, IdentityDigest, NOTICES, POOL_DESCRIPTOR, Reply, Request,
+    ABANDON_EARLIER, CacheKey, ENGINE_KEYS, IdentityDigest, NOTICES, POOL_DESCRIPTOR, Reply, Request,
     RequestConfigs, UNITS, WAIT_LOOKUP,
 };
 
@@ -19,6 +19,8 @@ pub(crate) struct Server {
     pub(crate) chunk_size: u32,
     /// True if it understands identities and chunk hashes in keys.
     pub(crate) engine_keys: bool,
+    /// True if it gives back what a worker's earlier connections left.
+    pub(crate) abandon_earlier: bool,
     /// True if it passes the pool's descriptor over this connection.
     pub(crate) pool_descriptor: bool,
     /// True if it says where the chunks of a lookup came from.
@@ -117,6 +119,7 @@ impl Common {
                     chunk_size,
                     tails: wants_tails && knows(ENGINE_KEYS) && knows(UNITS),
                     engine_keys: knows(ENGINE_KEYS),
+                    abandon_earlier: knows(ABANDON_EARLIER),
                     pool_descriptor: knows(POOL_DESCRIPTOR),
                     wait_lookup: knows(WAIT_LOOKUP),
                     notices: knows(NOTICES),

@@ -104,6 +104,9 @@ pub(crate) trait Setup: Send + Sync {
         descriptor: &mut Option<OwnedFd>,
     ) -> Result<Option<Request>, String>;
 
+    /// The setup is over, and requests may pass.
+    fn up(&self) {}
+
     /// Returns the request that asks whether the server is alive.
     fn ping(&self) -> Request {
         Request::Ping { instance_id: None }
@@ -561,6 +564,7 @@ impl Driver {
                     self.log
                         .push(Level::Info, format!("connected to {endpoint}"));
                     self.state.set(session);
+                    self.setup.up();
                     let (end, pending) = self.serve(connection, session).await;
                     self.state.set(0);
                     for (_, pending) in pending {

@@ -123,6 +123,7 @@ impl Mover {
                     if work.stopped {
                         return;
                     }
+                    self.settle(&mut work);
                     let batch = self.take_batch(&mut work);
                     if !batch.is_empty() {
                         work.carrying += 1;
@@ -133,6 +134,23 @@ impl Mover {
             };
             let _carrying = Carrying(&self.shared);
             self.carry_out(batch);
+        }
+    }
+
+    /// Says over a new connection, once, that nothing is copied any more for those before it: the end
+    /// of a connection alone proves nothing to the server, which would keep their slots for its grace
+    /// time.
+    fn settle(&self, work: &mut Work) {
+        let Some(pool) = self.shared.pool(self.link.session()) else {
+            return;
+        };
+        if work.carrying > 0 || work.settled == pool.session || !pool.server.abandon_earlier {
+            return;
+        }
+        work.settled = pool.session;
+        let registered = 1 + usize::from(pool.server.tails);
+        for instance_id in self.shared.instance_ids.into_iter().take(registered) {
+            self.give_back(&pool, Request::AbandonEarlier { instance_id });
         }
     }
 
@@ -369,6 +387,11 @@ impl Mover {
             Direction::Store => Request::AbandonStore { key, instance_id },
             Direction::Retrieve => Request::CommitRetrieve { key, instance_id },
         };
+        self.give_back(pool, request);
+    }
+
+    /// Sends a request that gives back slots. Without an answer they wait for the next connection.
+    fn give_back(&self, pool: &Pool, request: Request) {
         let shared = Arc::clone(&self.shared);
         let timeout = self.shared.common.timeouts.answer;
         (self.link).ask_in(pool.session, request, timeout, move |answer| {

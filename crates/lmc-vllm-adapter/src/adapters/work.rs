@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use lmc_memory::cuda::{CudaError, Mark};
 
+use crate::adapters::link::SessionId;
 use crate::adapters::{EndedStore, Finished, LoadStoreOp};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,6 +72,8 @@ pub(super) struct Work {
     pub(super) withdrawing: bool,
     /// Threads that carry transfers out now.
     pub(super) carrying: usize,
+    /// The last connection over which the server heard that no earlier one is copied for.
+    pub(super) settled: SessionId,
     /// True once another thread carries out the retrieves.
     pub(super) has_loader: bool,
     next_number: u64,

@@ -177,7 +177,7 @@ pub(crate) struct Pool {
 pub(crate) struct Shared {
     pub(crate) common: Arc<Common>,
     /// Ids under which the server knows this worker: of whole chunks, and of single blocks.
-    instance_ids: [u64; 2],
+    pub(crate) instance_ids: [u64; 2],
     /// True if the next ping is about the second id.
     pings_second: AtomicBool,
     pub(crate) kv_rank: u32,
@@ -266,6 +266,12 @@ impl Setup for WorkerSetup {
             _registration: registration,
         });
         Ok(None)
+    }
+
+    fn up(&self) {
+        // A mover that is about to wait has the lock.
+        drop(self.0.work.lock());
+        self.0.changed.notify_all();
     }
 
     fn ping(&self) -> Request {

@@ -241,6 +241,14 @@ impl Choices<'_> {
         format!("r{}", self.below(8))
     }
 
+    fn commit_store(&mut self, instance_id: u64) -> Request {
+        Request::CommitStore {
+            key: self.key(),
+            instance_id,
+            pickled: usize::from(self.below(16) == 0),
+        }
+    }
+
     fn key(&mut self) -> CacheKey {
         let prompt = self.below(4) as u32;
         let chunks = self.below(5);
@@ -580,15 +588,15 @@ impl Run<'_> {
                 key: choices.key(),
                 instance_id,
             },
-            10 if choices.below(4) == 0 => Request::AbandonStore {
-                key: choices.key(),
-                instance_id,
+            10 => match choices.below(8) {
+                0 | 1 => Request::AbandonStore {
+                    key: choices.key(),
+                    instance_id,
+                },
+                2 => Request::AbandonEarlier { instance_id },
+                _ => choices.commit_store(instance_id),
             },
-            10 | 11 => Request::CommitStore {
-                key: choices.key(),
-                instance_id,
-                pickled: usize::from(choices.below(16) == 0),
-            },
+            11 => choices.commit_store(instance_id),
             12 | 13 => Request::PrepareRetrieve {
                 key: choices.key(),
                 instance_id,
@@ -773,6 +781,11 @@ impl Run<'_> {
             }
             (Outcome::Reply(Reply::Bool(true)), Request::CommitRetrieve { key, .. }) => {
                 self.hold(client, instance_id, false, &key, Vec::new());
+            }
+            (Outcome::Reply(Reply::Int(1..)), Request::AbandonEarlier { .. }) => {
+                let is_gone = |client| self.gone.iter().any(|gone| gone.client == client);
+                self.held
+                    .retain(|held| held.instance_id != instance_id || !is_gone(held.client));
             }
             (Outcome::Reply(reply), Request::PoolDescriptor) => {
                 let is_passed = self.takers.remove(&client);

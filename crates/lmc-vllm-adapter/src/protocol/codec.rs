@@ -247,6 +247,9 @@ pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Req
             key: p.read(0, cache_key)?,
             instance_id: p.read(1, |r| r.number("instance_id"))?,
         },
+        Operation::AbandonEarlier => Request::AbandonEarlier {
+            instance_id: p.read(0, |r| r.number("instance_id"))?,
+        },
         Operation::PrepareRetrieve => Request::PrepareRetrieve {
             key: p.read(0, cache_key)?,
             instance_id: p.read(1, |r| r.number("instance_id"))?,
@@ -306,6 +309,7 @@ fn payload_count(operation: Operation) -> Option<usize> {
         | Operation::RegisterEngineDriven
         | Operation::QueryPrefetchStatus
         | Operation::EndSession
+        | Operation::AbandonEarlier
         | Operation::Clear
         | Operation::Ping => 1,
         Operation::GetChunkSize

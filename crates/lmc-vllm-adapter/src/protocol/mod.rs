@@ -24,5 +24,5 @@ pub use operation::{
 };
 #[cfg(any(feature = "adapters", feature = "service"))]
 pub(crate) use operation::{
-    ENGINE_KEYS, NOTICES, POOL_DESCRIPTOR, TAIL_LOOKUP, UNITS, WAIT_LOOKUP,
+    ABANDON_EARLIER, ENGINE_KEYS, NOTICES, POOL_DESCRIPTOR, TAIL_LOOKUP, UNITS, WAIT_LOOKUP,
 };

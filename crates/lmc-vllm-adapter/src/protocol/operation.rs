@@ -113,6 +113,9 @@ operations! {
     CbReorderPlan = "cb_reorder_plan";
     /// Gives back the slots of a prepared store that is not written; lmc's own.
     AbandonStore = "lmc_abandon_store";
+    /// Gives back all slots that a worker's earlier connections left prepared, because it copies into
+    /// or out of none of them any more; lmc's own.
+    AbandonEarlier = "lmc_abandon_earlier";
     /// Passes the descriptor of the pool, with the first byte of the reply; the reply is the pool's
     /// size in bytes. Over Unix sockets, once for each connection; lmc's own.
     PoolDescriptor = "lmc_pool_descriptor";
@@ -145,6 +148,9 @@ impl fmt::Display for Operation {
 /// Capability of a server that reads identities and chunk hashes in keys, and knows
 /// [`Operation::AbandonStore`].
 pub(crate) const ENGINE_KEYS: &str = "lmc_engine_keys";
+
+/// Capability of a server that knows [`Operation::AbandonEarlier`].
+pub(crate) const ABANDON_EARLIER: &str = "lmc_abandon_earlier";
 
 /// Capability of a server that knows [`Operation::PoolDescriptor`], on connections that can pass one.
 pub(crate) const POOL_DESCRIPTOR: &str = "lmc_pool_descriptor";
@@ -600,6 +606,11 @@ pub enum Request {
         /// Id of the worker, chosen by its engine.
         instance_id: u64,
     },
+    /// See [`Operation::AbandonEarlier`].
+    AbandonEarlier {
+        /// Id of the worker, chosen by its engine.
+        instance_id: u64,
+    },
     /// See [`Operation::PrepareRetrieve`].
     PrepareRetrieve {
         /// Range of the prompt to retrieve.
@@ -679,6 +690,7 @@ impl Request {
             Self::PrepareStore { .. } => Operation::PrepareStore,
             Self::CommitStore { .. } => Operation::CommitStore,
             Self::AbandonStore { .. } => Operation::AbandonStore,
+            Self::AbandonEarlier { .. } => Operation::AbandonEarlier,
             Self::PrepareRetrieve { .. } => Operation::PrepareRetrieve,
             Self::CommitRetrieve { .. } => Operation::CommitRetrieve,
             Self::Clear { .. } => Operation::Clear,

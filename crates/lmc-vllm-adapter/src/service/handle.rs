@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 use crate::peer::{Peer, Witness};
 use crate::protocol::{
-    ENGINE_KEYS, NOTICES, Operation, POOL_DESCRIPTOR, Reply, Request, UNITS, WAIT_LOOKUP,
+    ABANDON_EARLIER, ENGINE_KEYS, NOTICES, Operation, POOL_DESCRIPTOR, Reply, Request, UNITS, WAIT_LOOKUP,
 };
 use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::connections::Connections;
@@ -294,6 +294,9 @@ impl Service {
                     .transfers
                     .abandon_store(client, &key, instance_id, now)
             }
+            Request::AbandonEarlier { instance_id } => {
+                parts.transfers.abandon_earlier(client, instance_id)
+            }
             Request::PrepareRetrieve { key, instance_id } => {
                 parts
                     .transfers
@@ -318,7 +321,7 @@ impl Service {
             Request::GetExperimental => {
                 let events = parts.context.events.enabled().then_some(KV_EVENT_STREAM);
                 let pool = (parts.registry.can_pass_pool(client)).then_some(POOL_DESCRIPTOR);
-                let own = [ENGINE_KEYS, WAIT_LOOKUP, UNITS];
+                let own = [ENGINE_KEYS, ABANDON_EARLIER, WAIT_LOOKUP, UNITS];
                 let notices = parts.context.notices.as_ref().map(|_| NOTICES);
                 let capabilities = events.into_iter().chain(own).chain(notices);
                 let capabilities = capabilities.chain(pool);

@@ -271,6 +271,28 @@ impl Prepared {
         taken
     }
 
+    /// Takes the transfers of a worker that fit.
+    pub(crate) fn take_where(
+        &mut self,
+        instance_id: u64,
+        fits: impl Fn(&Transfer) -> bool,
+    ) -> Vec<(Direction, Transfer)> {
+        let Some(transfers) = self.by_worker.get_mut(&instance_id) else {
+            return Vec::new();
+        };
+        let taken = transfers.extract_if(|_, transfer| fits(transfer));
+        let taken: Vec<(Direction, Transfer)> = taken
+            .map(|(id, transfer)| (id.direction, transfer))
+            .collect();
+        if transfers.is_empty() {
+            self.by_worker.remove(&instance_id);
+        }
+        for (direction, transfer) in &taken {
+            self.uncount(instance_id, *direction, transfer);
+        }
+        taken
+    }
+
     /// Bytes of the slots of a connection's transfers.
     pub(crate) fn bytes_of(&self, client: ClientId) -> u64 {
         self.by_client.get(&client).map_or(0, |of| of.bytes)

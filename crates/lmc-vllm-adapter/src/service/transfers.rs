@@ -15,7 +15,7 @@ use crate::service::connections::Connections;
 use crate::service::context::{Context, Hashed, refuse};
 use crate::service::events::StoredChunk;
 use crate::service::gate::Entrance;
-use crate::service::instance::Transport;
+use crate::service::instance::{Instance, Transport};
 use crate::service::lookups::Lookups;
 use crate::service::opened::ServerCopies;
 use crate::service::prepared::{
@@ -533,6 +533,37 @@ impl Transfers {
             add(&self.context.stats.service.stores_failed, 1);
         }
         Reply::Bool(known)
+    }
+
+    /// Gives back what the earlier connections of a worker had prepared, on the word of its own
+    /// client that it copies for none of them. Returns the number of slots.
+    pub(super) fn abandon_earlier(&self, client: ClientId, instance_id: u64) -> Reply {
+        let is_own = |instance: &mut Instance| instance.client == client;
+        if !self.registry.with(instance_id, is_own).unwrap_or(false) {
+            return Reply::Int(0);
+        }
+        let mut prepared = self.prepared.lock();
+        let is_earlier =
+            |transfer: &Transfer| transfer.client < client && self.may_commit(client, transfer);
+        let taken = prepared.take_where(instance_id, is_earlier);
+        self.publish_bytes(&prepared);
+        drop(prepared);
+        let slots: usize = taken.iter().map(|(_, one)| one.pending.slots()).sum();
+        let stores = (taken.iter()).filter(|(direction, _)| *direction == Direction::Store);
+        add(
+            &self.context.stats.service.stores_failed,
+            stores.count() as u64,
+        );
+        if slots > 0 {
+            tracing::info!(
+                instance = instance_id,
+                slots,
+                "slots of ended connections given back by their worker"
+            );
+        }
+        // The slots go back here, where nothing is locked.
+        drop(taken);
+        Reply::Int(slots as u64)
     }
 
     /// Leases all chunks of a range, or none.

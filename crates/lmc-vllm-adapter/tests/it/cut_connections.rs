@@ -6,8 +6,10 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use crate::common::engine::{LAYER, PATIENT, engine, hashes, layers, op};
 use crate::common::{Answer as _, CHUNK, Server, Worker, chunk_bytes, lookup, prompt};
 use lmc_testkit::{in_lab, own_test, rounds, test_arguments};
+use lmc_vllm_adapter::adapters::WorkerAdapter;
 use lmc_vllm_adapter::{CacheKey, Client, Keepalive, Reply, Request, ServiceConfig};
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -267,6 +269,89 @@ fn slots_of_a_cut_writer_are_given_to_no_other_connection() {
     );
     server.service.tick(Instant::now() + HOUR);
     assert_eq!(server.status().usage.reserved_slots, 0);
+}
+
+/// Returns the slots that a worker's earlier connections left and that it gives back.
+fn abandon_earlier(client: &mut Client, instance_id: u64) -> Reply {
+    client.answer(&Request::AbandonEarlier { instance_id })
+}
+
+#[test]
+fn a_worker_that_is_connected_again_gives_back_what_its_ended_connections_left() {
+    let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
+    let mut a = Worker::register(&server, 1);
+    let mut b = Worker::register(&server, 2);
+    let stored = a.key("stored", &prompt(3, 3 * CHUNK), 0..3);
+    assert_eq!(a.store(&stored), 3);
+    let first = a.key("a", &prompt(1, 2 * CHUNK), 0..2);
+    let of_b = b.key("b", &prompt(2, CHUNK), 0..1);
+    assert_eq!(a.prepare_store(&first).0.len(), 2);
+    assert!(a.prepare_retrieve(&stored).is_some());
+    assert_eq!(b.prepare_store(&of_b).0.len(), 1);
+    a.client = server.client();
+    wait_for_open_connections(&server, 2);
+    let held = |server: &Server| {
+        let usage = server.status().usage;
+        (usage.reserved_slots, usage.leases)
+    };
+    assert_eq!(abandon_earlier(&mut a.client, 1), Reply::Int(0), "not registered");
+    let mut a = Worker::register_on(a.client, 1, 0, 1, "float32");
+    let second = a.key("again", &prompt(1, 2 * CHUNK), 0..2);
+    assert_eq!(a.prepare_store(&second).0.len(), 2);
+    assert_eq!(held(&server), (5, 3));
+    assert_eq!(abandon_earlier(&mut b.client, 1), Reply::Int(0), "another's");
+    assert_eq!(held(&server), (5, 3));
+    assert_eq!(abandon_earlier(&mut a.client, 1), Reply::Int(5));
+    assert_eq!(held(&server), (3, 0), "those of open connections stay");
+    assert_eq!(abandon_earlier(&mut a.client, 1), Reply::Int(0));
+    assert!(server.status().held.is_empty());
+    a.client = server.client();
+    drop(b);
+    wait_for_open_connections(&server, 1);
+}
+
+/// A proxy whose first connection ends at the answer that names slots, before a worker has it.
+fn proxy_that_loses_slots(server: SocketAddr) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("bound");
+    std::thread::spawn(move || {
+        let mut loses = true;
+        while let Ok((near, _)) = listener.accept() {
+            let far = TcpStream::connect(server).expect("the server listens");
+            forward(&near, &far);
+            let mut bytes = [0; 1 << 16];
+            let (mut from, mut to) = (&far, &near);
+            while let Ok(read @ 1..) = from.read(&mut bytes) {
+                let names_slots = bytes[..read].windows(6).any(|part| part == b"offset");
+                if (loses && names_slots) || to.write_all(&bytes[..read]).is_err() {
+                    loses = false;
+                    break;
+                }
+            }
+            for side in [&near, &far] {
+                let _ = side.shutdown(Shutdown::Both);
+            }
+        }
+    });
+    address
+}
+
+/// The engine's side reconnected at once, and its slots stayed held for the grace time.
+#[test]
+fn what_a_lost_connection_held_comes_back_when_the_engine_is_connected_again() {
+    let server = Server::with(1 << 20, holding_for_an_hour, |_| {});
+    let through = proxy_that_loses_slots(server.address);
+    let endpoint = format!("tcp://{through}").parse().expect("an address");
+    let worker = WorkerAdapter::start_with(endpoint, engine("i", true), 0, 1, PATIENT);
+    let worker = worker.expect("a worker");
+    let mut memory = vec![vec![0.0; LAYER]];
+    worker.register_kv_caches(layers(&mut memory)).expect("a known layout");
+    worker.submit_store_request(op("a", &hashes(1, 4), 0..4, 7));
+    server.eventually("the slots are back", |status| {
+        status.counts.slots_orphaned == 4 && status.usage.reserved_slots == 0
+    });
+    assert_eq!(worker.stats().connections_lost, 1);
+    worker.shutdown();
 }
 
 /// The lease of a reader ended with its connection, and other chunks were written to the slot.

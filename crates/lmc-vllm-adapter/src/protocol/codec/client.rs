@@ -78,6 +78,7 @@ pub(crate) fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
             pickled,
         } => push(&[key, instance_id, &Bin(&vec![0x80; *pickled])]),
         Request::Clear { force } => push(&[force]),
+        Request::AbandonEarlier { instance_id } => push(&[instance_id]),
         Request::Ping { instance_id } => push(&[instance_id]),
         Request::ReportBlockAllocation {
             instance_id,
@@ -263,6 +264,7 @@ pub(crate) fn decode_reply(operation: Operation, frames: &[Bytes]) -> Result<Rep
         Operation::Noop => Reply::Text(r.str("reply", MAX_NAME)?.to_owned()),
         Operation::GetChunkSize
         | Operation::PoolDescriptor
+        | Operation::AbandonEarlier
         | Operation::QueryPrefetchStatus
         | Operation::WaitPrefetchStatus => Reply::Int(r.number("reply")?),
         Operation::GetExperimental => Reply::Strings(

@@ -139,6 +139,7 @@ fn requests() -> Vec<Request> {
             key: key(),
             instance_id: 9,
         },
+        Request::AbandonEarlier { instance_id: 9 },
         Request::PrepareRetrieve {
             key: key(),
             instance_id: 9,
