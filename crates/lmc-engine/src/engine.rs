@@ -43,6 +43,25 @@ pub(crate) const WRITER: OwnerId = OwnerId(u64::MAX - 1);
 /// Time that lower tiers have for a clear or a removal.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Treatment of chunks that a clear finds in use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InUse {
+    /// They stay for those who hold them.
+    Keep,
+    /// They are removed as well; their memory is free with the last lease.
+    Remove,
+}
+
+impl InUse {
+    /// Returns the treatment that a request with or without force asks for.
+    pub fn of_force(force: bool) -> Self {
+        match force {
+            true => Self::Remove,
+            false => Self::Keep,
+        }
+    }
+}
+
 /// Outcome of [`CacheEngine::clear`]: in any case nothing that was computed before is found by this
 /// engine any more.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -642,25 +661,30 @@ impl CacheEngine {
         self.0.tier.remove_spaces(spaces)
     }
 
-    /// Removes every chunk in DRAM that is neither leased nor pinned; with `force` those too.
-    /// Returns the number of chunks removed. Lower tiers keep theirs, and what they have is still
-    /// found.
-    pub fn clear_dram(&self, force: bool) -> u64 {
-        let which = if force { Clear::All } else { Clear::Idle };
+    /// Removes every chunk in DRAM but those in use, that is leased or pinned. Returns the number of
+    /// chunks removed. Lower tiers keep theirs, and what they have is still found.
+    pub fn clear_dram(&self, in_use: InUse) -> u64 {
+        let which = match in_use {
+            InUse::Keep => Clear::Idle,
+            InUse::Remove => Clear::All,
+        };
         self.0.tier.clear(which).removed
     }
 
     /// Makes everything unfindable that was computed before now, in all tiers, for good: also what
     /// is being written or promoted, and what an engine computes now and stores later. What is
     /// leased stays in memory for those that looked it up before, until its last lease ends; with
-    /// `force` not even they find it. Pins end. A shared tier deletes nothing: its chunks from before
+    /// [`InUse::Remove`] not even they find it. Pins end. A shared tier deletes nothing: its chunks from before
     /// have names that are not asked for. Waits for the state file and for lower tiers, at most 16 seconds.
     ///
     /// # Errors
     /// [`ClearError`]; nothing is cleared then.
-    pub fn clear(&self, force: bool) -> Result<Cleared, ClearError> {
+    pub fn clear(&self, in_use: InUse) -> Result<Cleared, ClearError> {
         let (clears, is_durable) = self.0.host.clear_log().count()?;
-        let which = if force { Clear::All } else { Clear::Unleased };
+        let which = match in_use {
+            InUse::Keep => Clear::Unleased,
+            InUse::Remove => Clear::All,
+        };
         let empty = || self.0.empty(which);
         let state_file = is_durable.then(|| "state file".to_owned());
         let mut cleared = Cleared {

@@ -43,7 +43,7 @@ mod config;
 pub use config::{EngineConfig, EngineError};
 
 mod engine;
-pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, Removed, TierHealth};
+pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, InUse, Removed, TierHealth};
 
 mod events;
 

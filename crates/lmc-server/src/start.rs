@@ -171,7 +171,7 @@ impl Own {
             }
             _ => {}
         }
-        check_private(&self.folder).map_err(anyhow::Error::msg)
+        Ok(check_private(&self.folder)?)
     }
 
     /// Returns the server that another process starts meanwhile, or starts one.

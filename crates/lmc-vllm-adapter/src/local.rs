@@ -1,6 +1,7 @@
 //! Addresses at which engines look for a server of their host.
 
 use std::fs;
+use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -26,25 +27,26 @@ pub fn user_folder() -> PathBuf {
 /// Checks that no other user can put a socket into a folder.
 ///
 /// # Errors
-/// A sentence: the folder is not there, is of another user, or others may write to it.
-pub fn check_private(folder: &Path) -> Result<(), String> {
+/// The folder is not there, is of another user, or others may write to it; with what to do about it.
+pub fn check_private(folder: &Path) -> io::Result<()> {
     let shown = folder.display();
-    let found = fs::symlink_metadata(folder).map_err(|error| format!("{shown}: {error}"))?;
+    let found = fs::symlink_metadata(folder)
+        .map_err(|error| io::Error::new(error.kind(), format!("{shown}: {error}")))?;
     let user = geteuid().as_raw();
     if !found.is_dir() {
-        return Err(format!("{shown} is no folder"));
+        return Err(io::Error::other(format!("{shown} is no folder")));
     }
     if found.uid() != user {
-        return Err(format!(
+        return Err(io::Error::other(format!(
             "{shown} belongs to user {}, not to {user}, and that user could answer in the \
              server's name; remove it",
             found.uid()
-        ));
+        )));
     }
     if found.mode() & 0o022 != 0 {
-        return Err(format!(
+        return Err(io::Error::other(format!(
             "other users may write to {shown}: `chmod go-w {shown}`"
-        ));
+        )));
     }
     Ok(())
 }
@@ -65,11 +67,11 @@ mod tests {
             fs::set_permissions(&folder, mode).expect("it is ours");
         };
         mode(0o755);
-        assert_eq!(check_private(&folder), Ok(()));
+        check_private(&folder).expect("others only read");
         for wrong in [0o775, 0o757, 0o777] {
             mode(wrong);
             let refused = check_private(&folder).expect_err("others may write");
-            assert!(refused.contains("chmod"), "{refused}");
+            assert!(refused.to_string().contains("chmod"), "{refused}");
         }
         mode(0o700);
         let link = folder.join("link");

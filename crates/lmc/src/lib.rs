@@ -32,7 +32,9 @@ pub use lmc_memory as memory;
 pub use lmc_transfer as transfer;
 
 #[doc(no_inline)]
-pub use lmc_engine::{CacheEngine, CloseReport, EngineConfig, Found, Lookup, OwnerId, TenantId};
+pub use lmc_engine::{
+    CacheEngine, CloseReport, EngineConfig, Found, InUse, Lookup, OwnerId, TenantId,
+};
 
 use backend::{Backend, Host};
 use disk::{DiskConfig, DiskError};

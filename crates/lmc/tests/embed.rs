@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use lmc::backend::{ChunkEvent, DRAM, EventSink, Host};
-use lmc::{CacheBuilder, PromptCache};
+use lmc::{CacheBuilder, InUse, PromptCache};
 use lmc_testkit::{Folder, until};
 
 const CHUNK: u64 = 8192;
@@ -174,7 +174,7 @@ mod shared {
         let (engine, keys) = (cache.engine().clone(), cache.keys(&tokens));
         until("all is on disk", || engine.lower_status()[0].written == 6);
         drop(cache);
-        engine.clear_dram(true);
+        engine.clear_dram(InUse::Remove);
         let hashes = keys.iter().map(|key| key.hash).collect();
         let rank = Rank {
             space: keys[0].space,
@@ -194,7 +194,10 @@ mod shared {
     fn a_cache_that_is_refused_changes_nothing_of_another() {
         let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
         let cleared = builder("a", &folder).build().expect("a new folder");
-        cleared.engine().clear(true).expect("a first clear");
+        cleared
+            .engine()
+            .clear(InUse::Remove)
+            .expect("a first clear");
         drop(cleared);
         let tokens: Vec<u32> = (0..96).collect();
         let mut engine = EngineConfig::default();
@@ -230,7 +233,7 @@ mod shared {
         until("all is on disk", || {
             cache.engine().lower_status()[0].written == 6
         });
-        cache.engine().clear_dram(true);
+        cache.engine().clear_dram(InUse::Remove);
         assert_eq!(hits(&cache, &tokens), 6);
     }
 

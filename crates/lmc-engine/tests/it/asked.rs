@@ -14,7 +14,7 @@ use lmc_backend::{
     Located, MemoryBackend, Sharing, StartId, StoreItem, Stored, WriteBackend, ready,
 };
 use lmc_engine::{
-    Admission, CacheEngine, EngineConfig, Found, Host, HostSpace, LeaseLimit, LookupRequest,
+    Admission, CacheEngine, EngineConfig, Found, Host, HostSpace, InUse, LeaseLimit, LookupRequest,
     LowerStatus, LowerTier, OwnerId, PolicyKind, Rank, SpaceBook, StoreRequest, StoreStart,
     TenantId, TierPolicy, WritePolicy,
 };
@@ -621,7 +621,7 @@ fn a_clear_deletes_nothing_in_a_shared_tier_and_its_older_chunks_are_absent() {
     let engine = engine(64, vec![Arc::clone(&tier) as _]);
     write(&engine, SPACE, 0, 0..4);
     settle(&engine);
-    let cleared = engine.clear(true).expect("a few clears");
+    let cleared = engine.clear(InUse::Remove).expect("a few clears");
     assert!(
         cleared.unconfirmed.is_empty() && (cleared.dram, cleared.lower) == (4, 0),
         "{cleared:?}"
@@ -632,7 +632,7 @@ fn a_clear_deletes_nothing_in_a_shared_tier_and_its_older_chunks_are_absent() {
     // Stored again, they lie beside the older ones.
     assert_eq!(write(&engine, SPACE, 0, 0..2), 2);
     settle(&engine);
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     assert_eq!(found(&engine, 0..4).hits, 2);
     assert_idle(&engine);
 }
@@ -679,7 +679,7 @@ fn ranks_are_joined_and_a_rank_without_a_chunk_ends_the_prefix() {
     assert!(found.ranks.iter().all(|rank| rank.leases.len() == 4));
     drop(found);
     // One rank comes from the tier, the other from DRAM.
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     write(&engine, SPACE, 0, 0..6);
     let found = engine
         .lookup(request(&[rank(0), rank(1)], 0..8))
@@ -796,7 +796,7 @@ fn chunks_that_change_their_tier_are_read_with_permits_of_the_tier_that_they_are
     run();
     // The store's share, and what is common; the other prompt waits for it.
     assert_eq!((store.loads(), drive.loads()), (12, 0));
-    assert_eq!(engine.clear_dram(false), 15);
+    assert_eq!(engine.clear_dram(InUse::Keep), 15);
     drop(waiting);
     store.open();
     run();
@@ -853,7 +853,7 @@ fn a_lookup_keeps_no_more_than_its_caller_allows() {
             hits,
             "{allowed} chunks allowed"
         );
-        engine.clear_dram(false);
+        engine.clear_dram(InUse::Keep);
         write(&engine, SPACE, 0, 0..4);
     }
     assert_idle(&engine);
@@ -903,7 +903,7 @@ fn chunks_stored_by_one_engine_are_found_by_another_through_a_shared_tier() {
     write(&a, SPACE, 0, 0..4);
     settle(&a);
     assert_eq!(found(&b, 0..4).hits, 4);
-    a.clear(true).expect("a few clears");
+    a.clear(InUse::Remove).expect("a few clears");
     write(&a, SPACE, 0, 4..8);
     settle(&a);
     until("b has learned of it", || b.clears_id() == a.clears_id());
@@ -916,7 +916,7 @@ fn chunks_stored_by_one_engine_are_found_by_another_through_a_shared_tier() {
 fn what_a_peer_orders_is_promoted_after_a_clear_too() {
     let disk = Arc::new(MemoryBackend::default());
     let engine = engine(64, vec![Arc::clone(&disk) as _]);
-    engine.clear(true).expect("a few clears");
+    engine.clear(InUse::Remove).expect("a few clears");
     let name = SPACE.after(engine.clears_id());
     until("the disk has noted it", || {
         disk.clears() == engine.clear_log().clears()

@@ -184,8 +184,8 @@ impl Fleet {
     fn clear(&mut self) {
         let at = self.some_host();
         let host = &mut self.hosts[at];
-        let force = self.rng.chance(500);
-        host.engine.clear(force).expect("few clears");
+        let in_use = InUse::of_force(self.rng.chance(500));
+        host.engine.clear(in_use).expect("few clears");
         self.see(at);
     }
 
@@ -248,7 +248,7 @@ impl Fleet {
             std::thread::yield_now();
         }
         if self.rng.chance(300) {
-            host.engine.clear_dram(true);
+            host.engine.clear_dram(InUse::Remove);
         }
     }
 

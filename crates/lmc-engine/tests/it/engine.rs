@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use lmc_backend::{Backend, Host, HostChunk, Usage};
 use lmc_engine::{
-    CacheEngine, Change, ChunkEvent, Cleared, DRAM, EngineConfig, EngineHost, EventSink, Inserted,
-    Leases, LookupRequest, OwnerId, PolicyKind, Rank, StoreRequest, StoreStart, StoreTicket,
-    TenantId,
+    CacheEngine, Change, ChunkEvent, Cleared, DRAM, EngineConfig, EngineHost, EventSink, InUse,
+    Inserted, Leases, LookupRequest, OwnerId, PolicyKind, Rank, StoreRequest, StoreStart,
+    StoreTicket, TenantId,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -77,8 +77,8 @@ fn prompt(numbers: std::ops::Range<u64>) -> Vec<StoreRequest> {
     numbers.map(request).collect()
 }
 
-fn clear(engine: &CacheEngine, force: bool) -> Cleared {
-    engine.clear(force).expect("a test clears a few times")
+fn clear(engine: &CacheEngine, in_use: InUse) -> Cleared {
+    engine.clear(in_use).expect("a test clears a few times")
 }
 
 fn fill(ticket: &mut StoreTicket) {
@@ -249,16 +249,20 @@ fn pins_outlive_eviction_and_the_emptying_of_dram_until_each_is_taken_back() {
         write(&engine, &prompt(100 * round..100 * round + 4));
     }
     assert_eq!(leading(&engine, &keys(0..2)), 2);
-    assert!(engine.clear_dram(false) > 0);
+    assert!(engine.clear_dram(InUse::Keep) > 0);
     assert_eq!(leading(&engine, &keys(0..2)), 2);
     assert_eq!(engine.unpin(&keys(0..2)), [true, true]);
-    assert_eq!(engine.clear_dram(false), 1, "the first is pinned once more");
+    assert_eq!(
+        engine.clear_dram(InUse::Keep),
+        1,
+        "the first is pinned once more"
+    );
     assert_eq!(engine.unpin(&keys(0..1)), [true]);
     assert_eq!(engine.unpin(&keys(0..1)), [false]);
-    assert_eq!(engine.clear_dram(false), 1);
+    assert_eq!(engine.clear_dram(InUse::Keep), 1);
     write(&engine, &prompt(0..2));
     engine.pin(&keys(0..2));
-    assert_eq!(clear(&engine, false).dram, 2, "a clear ends pins");
+    assert_eq!(clear(&engine, InUse::Keep).dram, 2, "a clear ends pins");
     assert_idle(&engine);
 }
 
@@ -270,7 +274,7 @@ fn what_is_removed_while_it_is_read_stays_readable_and_is_not_found() {
     assert_eq!(engine.remove(&keys(2..6)).found, [true, true, false, false]);
     assert_eq!(leading(&engine, &keys(0..4)), 2);
     assert_eq!(
-        clear(&engine, true).dram,
+        clear(&engine, InUse::Remove).dram,
         2,
         "by force, what is leased goes too"
     );
@@ -345,7 +349,7 @@ fn every_listener_hears_of_all_that_comes_and_goes() {
     write(&engine, &prompt(0..4));
     write(&engine, &prompt(100..101));
     engine.remove(&keys(0..1));
-    clear(&engine, false);
+    clear(&engine, InUse::Keep);
     let heard = std::mem::take(&mut *first.0.lock());
     assert_eq!(*second.0.lock(), heard);
     let mut there: Vec<ChunkKey> = Vec::new();
@@ -374,7 +378,7 @@ fn every_listener_hears_of_all_that_comes_and_goes() {
 fn chunks_after_a_clear_are_reported_by_their_names_with_their_space() {
     let engine = engine(4);
     let heard = Heard::of(&engine);
-    clear(&engine, true);
+    clear(&engine, InUse::Remove);
     write(&engine, &prompt(0..1));
     let named = ChunkKey {
         space: key(0).space.after(engine.clears_id()),
@@ -436,14 +440,14 @@ fn what_a_clear_leaves_for_its_readers_is_reported_at_the_clear_and_without_a_sp
     let held = lookup(&engine, READER, &keys(0..1));
     let stored = [0, 1].map(|n| (Change::Stored, key(n), space));
     assert_eq!(heard.take(), stored);
-    let cleared = clear(&engine, false);
+    let cleared = clear(&engine, InUse::Keep);
     assert_eq!((cleared.dram, cleared.leased), (1, 1));
     let cleared = [0, 1].map(|n| (Change::Cleared, key(n), space));
     assert_eq!(heard.take(), cleared);
     // The reader still finds it, and its end is none of the chunk that has its name now.
     let again = engine.acquire(READER, clears, &keys(0..1));
     assert!(again.is_some());
-    assert_eq!(clear(&engine, false).leased, 1);
+    assert_eq!(clear(&engine, InUse::Keep).leased, 1);
     write(&engine, &prompt(0..1));
     drop((held, again));
     until("its memory is free", || engine.usage().chunks == 1);
@@ -456,7 +460,7 @@ fn what_a_clear_leaves_for_its_readers_is_reported_at_the_clear_and_without_a_sp
     found.sort_by_key(|(.., space)| *space);
     let freed = (Change::Cleared, key(0), None);
     assert_eq!(found, [freed, (Change::Stored, now, space)]);
-    clear(&engine, false);
+    clear(&engine, InUse::Keep);
     assert_eq!(heard.take(), [(Change::Cleared, now, space)]);
 }
 
@@ -526,7 +530,7 @@ fn many_threads_never_see_a_wrong_byte() {
                             engine.remove(&keys(numbers));
                         }
                         _ => {
-                            drop(clear(&engine, state >> 20 & 1 == 0));
+                            drop(clear(&engine, InUse::of_force(state >> 20 & 1 == 0)));
                         }
                     }
                 }
@@ -534,7 +538,7 @@ fn many_threads_never_see_a_wrong_byte() {
         }
     });
     assert_idle(&engine);
-    clear(&engine, true);
+    clear(&engine, InUse::Remove);
     assert_eq!(engine.usage().used_bytes, 0);
 }
 

@@ -11,9 +11,9 @@ use lmc_backend::conformance::{
 };
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
-    Admission, CacheEngine, Cleared, EngineConfig, Host, Inserted, Leases, Lookup, LookupRequest,
-    LowerStatus, LowerTier, OwnerId, Rank, StoreRequest, StoreStart, StoreTicket, TenantId,
-    TierPolicy, WritePolicy,
+    Admission, CacheEngine, Cleared, EngineConfig, Host, InUse, Inserted, Leases, Lookup,
+    LookupRequest, LowerStatus, LowerTier, OwnerId, Rank, StoreRequest, StoreStart, StoreTicket,
+    TenantId, TierPolicy, WritePolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -73,8 +73,8 @@ fn in_space(key: ChunkKey) -> ChunkKey {
     }
 }
 
-fn clear(engine: &CacheEngine, force: bool) -> Cleared {
-    engine.clear(force).expect("a test clears a few times")
+fn clear(engine: &CacheEngine, in_use: InUse) -> Cleared {
+    engine.clear(in_use).expect("a test clears a few times")
 }
 
 /// The chunks of one prompt.
@@ -180,7 +180,7 @@ fn what_left_dram_comes_up_again_with_its_bytes() {
     assert_eq!(write(&engine, 0..10), 10);
     settle(&engine);
     assert_eq!((status(&engine).chunks, status(&engine).written), (10, 10));
-    assert_eq!(engine.clear_dram(true), 10);
+    assert_eq!(engine.clear_dram(InUse::Remove), 10);
     assert_eq!(leading(&engine, &keys(0..12)), 0);
 
     assert_eq!(fetched(&engine, 0..12).len(), 10);
@@ -208,7 +208,7 @@ fn what_is_in_dram_and_in_lower_tiers_is_listed() {
     let engine = engine(64, Arc::new(MemoryBackend::default()));
     write(&engine, 0..12);
     settle(&engine);
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     write(&engine, 20..30);
     settle(&engine);
     for at_once in [1, 3, 7, 1000] {
@@ -217,7 +217,7 @@ fn what_is_in_dram_and_in_lower_tiers_is_listed() {
         let there = |key: &ChunkKey| listed.contains(key);
         assert!(keys(0..12).iter().chain(&keys(20..30)).all(there));
     }
-    clear(&engine, true);
+    clear(&engine, InUse::Remove);
     assert_eq!(listed(&engine, 5), []);
 }
 
@@ -229,7 +229,7 @@ fn a_prompt_that_is_half_in_dram_is_put_together() {
     // The head stays, a piece of the middle too.
     engine.pin(&keys(0..3));
     engine.pin(&keys(6..8));
-    engine.clear_dram(false);
+    engine.clear_dram(InUse::Keep);
     assert_eq!(fetched(&engine, 0..12).len(), 12);
     assert_eq!(status(&engine).promoted, 7);
 }
@@ -241,7 +241,7 @@ fn two_who_ask_for_the_same_read_it_once() {
     let engine = engine(128, Arc::clone(&tier) as _);
     write(&engine, 0..16);
     settle(&engine);
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     tier.shut();
     let first = fetch(&engine, 2, keys(0..16));
     until("the first reads", || tier.loads() == 16);
@@ -274,7 +274,7 @@ fn an_uncommitted_store_delays_a_fetch_by_a_moment() {
     });
     write(&engine, 0..8);
     settle(&engine);
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     let uncommitted = reserve(&engine, 0..8);
     assert_eq!(uncommitted.len(), 8);
     let both = [2, 3].map(|owner| fetch(&engine, owner, keys(0..8)));
@@ -293,7 +293,7 @@ fn a_cancelled_fetch_ends_and_another_one_of_the_same_chunks_goes_on() {
     let engine = engine(64, Arc::clone(&tier) as _);
     write(&engine, 0..8);
     settle(&engine);
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     tier.shut();
     let first = lookup(&engine, 2, &keys(0..8));
     until("the first reads", || tier.loads() == 8);
@@ -313,7 +313,7 @@ fn a_stalled_tier_is_a_miss_after_the_deadline() {
     write(&engine, 0..8);
     settle(&engine);
     engine.pin(&keys(0..2));
-    engine.clear_dram(false);
+    engine.clear_dram(InUse::Keep);
     tier.shut();
     assert_eq!(fetched(&engine, 0..8).len(), 2, "what DRAM has");
     assert_eq!(status(&engine).promote_failed, 6);
@@ -358,7 +358,7 @@ fn what_a_clear_leaves_in_dram_goes_to_no_peer_and_no_tier() {
     let before = engine.clears_id();
     let held = engine.acquire(OwnerId(7), before, &keys(0..1));
     let held = held.expect("it is there");
-    let cleared = clear(&engine, false);
+    let cleared = clear(&engine, InUse::Keep);
     assert_eq!((cleared.dram, cleared.leased), (1, 1), "{cleared:?}");
     assert!(engine.acquire(OwnerId(7), before, &keys(0..1)).is_some());
     assert_eq!(leading(&engine, &keys(0..1)), 0);
@@ -370,7 +370,7 @@ fn what_a_clear_leaves_in_dram_goes_to_no_peer_and_no_tier() {
     until("the memory is given back", || engine.usage().chunks == 2);
     assert!(engine.acquire(OwnerId(7), before, &keys(0..1)).is_none());
     let held = engine.acquire(OwnerId(7), engine.clears_id(), &keys(0..2));
-    assert_eq!(clear(&engine, false).leased, 2);
+    assert_eq!(clear(&engine, InUse::Keep).leased, 2);
     assert!(engine.close(Instant::now() + DEADLINE).is_complete());
     assert_eq!(status(&engine).written, 0);
     drop(held);
@@ -412,7 +412,7 @@ fn clearing_forgets_what_is_above_below_and_on_its_way() {
     let engine = engine(64, Arc::clone(&tier) as _);
     write(&engine, 0..8);
     settle(&engine);
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     // Four are being read and four being copied when all is forgotten.
     tier.shut();
     let promoting = fetch(&engine, 2, keys(0..4));
@@ -425,7 +425,7 @@ fn clearing_forgets_what_is_above_below_and_on_its_way() {
             tier.open();
         })
     };
-    let cleared = clear(&engine, true);
+    let cleared = clear(&engine, InUse::Remove);
     open.join().expect("it only waits");
     assert_eq!(cleared.dram, 4);
     assert!(
@@ -448,14 +448,14 @@ fn nothing_comes_up_while_all_is_being_forgotten() {
     let engine = engine(64, Arc::clone(&tier) as _);
     write(&engine, 0..8);
     settle(&engine);
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     // Writes that are under way, and a read.
     tier.shut();
     write(&engine, 20..24);
     until("they are written", || tier.stores() == 12);
     let promoting = fetch(&engine, 2, keys(0..8));
     until("they are read", || tier.loads() == 8);
-    let cleared = clear(&engine, true);
+    let cleared = clear(&engine, InUse::Remove);
     assert!(
         cleared.unconfirmed.is_empty() && cleared.lower == 8,
         "{cleared:?}"
@@ -476,7 +476,7 @@ fn a_write_begun_before_a_clear_is_found_in_no_tier_after_it() {
         let lower = Arc::new(MemoryBackend::default());
         let engine = engine_with(64, lower, |_, policy| policy.write = write_policy);
         let begun = reserve(&engine, 0..4);
-        clear(&engine, false);
+        clear(&engine, InUse::Keep);
         assert_eq!(engine.commit(begun), [Inserted::Cleared; 4]);
         settle(&engine);
         assert_eq!(leading(&engine, &keys(0..4)), 0);
@@ -493,7 +493,7 @@ fn removing_forgets_a_chunk_in_every_tier() {
     write(&engine, 0..4);
     settle(&engine);
     assert_eq!(engine.remove(&keys(1..2)).found, [true]);
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     assert_eq!(fetched(&engine, 0..4).len(), 1);
     assert_eq!(engine.remove(&keys(3..5)).found, [true, false]);
 }
@@ -628,7 +628,7 @@ fn a_tier_full_of_faults_costs_hits_and_nothing_else() {
             match rng.below(8) {
                 0..=3 => drop(write(&engine, start..end)),
                 4..=6 => drop(fetched(&engine, start..end)),
-                _ => drop(engine.clear_dram(true)),
+                _ => drop(engine.clear_dram(InUse::Remove)),
             }
         }
         assert_idle(&engine);
@@ -644,7 +644,7 @@ fn an_engine_that_goes_leaves_no_one_waiting() {
     });
     write(&engine, 0..8);
     settle(&engine);
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     tier.shut();
     let promoting = fetch(&engine, 2, keys(0..8));
     until("they are read", || tier.loads() == 8);
@@ -664,7 +664,7 @@ fn what_comes_up_while_it_is_removed_is_not_found_afterwards() {
     let engine = engine(64, Arc::clone(&tier) as _);
     write(&engine, 0..1);
     settle(&engine);
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     // A copy under way, of something else, keeps the removal waiting.
     tier.shut();
     write(&engine, 20..21);
@@ -700,7 +700,7 @@ fn removing_one_chunk_costs_other_prompts_nothing() {
     write(&engine, 0..8);
     write(&engine, 20..21);
     settle(&engine);
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     tier.shut();
     let promoting = fetch(&engine, 2, keys(0..8));
     until("it reads", || tier.loads() == 8);
@@ -742,7 +742,7 @@ fn everything_at_once_ends_and_serves_right_bytes() {
                     round += 7;
                     let first = (round * 5) % 60;
                     match number {
-                        0 => drop(clear(&engine, round % 2 == 0)),
+                        0 => drop(clear(&engine, InUse::of_force(round % 2 == 0))),
                         1 => drop(engine.remove(&keys(first..first + 3))),
                         2 | 3 => drop(write(&engine, first..first + 6)),
                         _ => {

@@ -7,8 +7,8 @@ use std::thread;
 use lmc_backend::conformance::{Gated, Operation, fill_value, test_hash};
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
-    CacheEngine, EngineConfig, Found, LeaseLimit, Lookup, LookupRequest, LowerTier, Merge, OwnerId,
-    Rank, StoreRequest, StoreStart, TenantId, TierPolicy, TierRun, WritePolicy,
+    CacheEngine, EngineConfig, Found, InUse, LeaseLimit, Lookup, LookupRequest, LowerTier, Merge,
+    OwnerId, Rank, StoreRequest, StoreStart, TenantId, TierPolicy, TierRun, WritePolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -232,7 +232,7 @@ fn parts_of_another_length_are_misses() {
 #[test]
 fn nothing_from_before_a_clear_is_merged() {
     let engine = engine(32, &tier_with([0..4, 0..4]));
-    engine.clear(true).expect("a clear");
+    engine.clear(InUse::Remove).expect("a clear");
     check(&find(&engine, 0..4), 0, 0);
     for rank in [0, 1] {
         store(&engine, part(rank), 0..2);
@@ -291,7 +291,7 @@ fn a_clear_while_the_parts_are_read_leaves_nothing() {
     until("a part is being read", || tier.loads() > 0);
     let clearing = {
         let engine = engine.clone();
-        thread::spawn(move || engine.clear(true).expect("a clear"))
+        thread::spawn(move || engine.clear(InUse::Remove).expect("a clear"))
     };
     until("the clear is under way", || {
         engine.clears_id() != lookup.clears()

@@ -1,5 +1,6 @@
 //! Ranges of memory.
 
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -99,17 +100,17 @@ impl Arena {
     /// this first. Later calls for the same range cost next to nothing.
     ///
     /// # Errors
-    /// A text: there is no memory for the range, or it lies outside of the arena.
-    pub fn ensure(&self, offset: u64, len: u64) -> Result<(), String> {
+    /// There is no memory for the range, with what to do about it, or it lies outside of the arena.
+    pub fn ensure(&self, offset: u64, len: u64) -> io::Result<()> {
         let inside = offset
             .checked_add(len)
             .is_some_and(|end| end <= self.len() as u64);
         if !inside {
-            return Err(format!("{len} bytes at {offset} lie outside the arena"));
+            let text = format!("{len} bytes at {offset} lie outside the arena");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        self.backing
-            .ensure(offset, len)
-            .map_err(|error| prefault::explain(&error))
+        let explained = |error: io::Error| io::Error::new(error.kind(), prefault::explain(&error));
+        self.backing.ensure(offset, len).map_err(explained)
     }
 
     /// Takes the name of a shared arena away at once; the memory stays mapped until drop.

@@ -1,5 +1,6 @@
 //! Slots of an arena.
 
+use std::io;
 use std::sync::Arc;
 #[cfg(not(test))]
 use std::sync::atomic::AtomicU32;
@@ -199,7 +200,7 @@ impl Pool {
         let mut state = self.inner.state.lock();
         state.slots -= 1;
         state.withheld.push((node, unit));
-        state.fault = Some(fault);
+        state.fault = Some(fault.to_string());
         None
     }
 
@@ -218,7 +219,7 @@ impl Pool {
             let mut state = self.inner.state.lock();
             if let Err(fault) = ensured {
                 state.withheld.push((node, unit));
-                state.fault = Some(fault);
+                state.fault = Some(fault.to_string());
                 return;
             }
             state.fit.give(node);
@@ -260,7 +261,7 @@ impl Inner {
         }
     }
 
-    fn ensure(&self, unit: u32, units: u32) -> Result<(), String> {
+    fn ensure(&self, unit: u32, units: u32) -> io::Result<()> {
         let bytes = |units: u32| u64::from(units) << self.align_bits;
         self.arena.ensure(bytes(unit), bytes(units))
     }

@@ -13,7 +13,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use lmc_engine::{HistogramSnapshot, TenantId, TenantStatus};
+use lmc_engine::{HistogramSnapshot, InUse, TenantId, TenantStatus};
 use lmc_key::Salt;
 use lmc_vllm_adapter::{InspectError, InstanceStatus, OperationCounts, Service, ServiceStatus};
 use serde_json::{Map, Value, json};
@@ -326,16 +326,17 @@ async fn clear(State(http): Shared, body: Bytes) -> Response {
     if shared && http.deletion.is_under_way() {
         return refusal(StatusCode::CONFLICT, UNDER_WAY);
     }
-    let engine = http.service.engine().clone();
+    let (engine, in_use) = (http.service.engine().clone(), InUse::of_force(force));
     if dram_only {
-        let Ok(chunks) = tokio::task::spawn_blocking(move || engine.clear_dram(force)).await else {
+        let Ok(chunks) = tokio::task::spawn_blocking(move || engine.clear_dram(in_use)).await
+        else {
             return refusal(StatusCode::INTERNAL_SERVER_ERROR, CLEAR_FAILED);
         };
         tracing::info!(chunks, force, "memory emptied over HTTP");
         let cleared = json!({"tier": "l1", "chunks": chunks, "chunks_below": 0});
         return Json(json!({"status": "ok", "cleared": cleared})).into_response();
     }
-    let cleared = match tokio::task::spawn_blocking(move || engine.clear(force)).await {
+    let cleared = match tokio::task::spawn_blocking(move || engine.clear(in_use)).await {
         Ok(Ok(cleared)) => cleared,
         Ok(Err(error)) => {
             let text = format!("nothing is cleared: {error}");

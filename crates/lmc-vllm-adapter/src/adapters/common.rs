@@ -9,8 +9,8 @@ use crate::adapters::link::Link;
 use crate::adapters::log::{Level, Log};
 use crate::adapters::{AdapterError, EngineDescription, Prompt, Timeouts};
 use crate::protocol::{
-    ABANDON_EARLIER, CacheKey, ENGINE_KEYS, IdentityDigest, NOTICES, POOL_DESCRIPTOR, Reply, Request,
-    RequestConfigs, UNITS, WAIT_LOOKUP,
+    ABANDON_EARLIER, CacheKey, ENGINE_KEYS, IdentityDigest, NOTICES, POOL_DESCRIPTOR, Reply,
+    Request, RequestConfigs, UNITS, WAIT_LOOKUP,
 };
 
 /// Properties of a server that requests depend on.

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use lmc_backend::{Backend, MemoryBackend};
-use lmc_engine::{CacheEngine, EngineConfig};
+use lmc_engine::{CacheEngine, EngineConfig, InUse};
 use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_memory::ArenaConfig;
 use parking_lot::Mutex;
@@ -901,7 +901,7 @@ impl Run<'_> {
         );
         assert!(status.instances.is_empty());
         assert_eq!((status.usage.leases, status.usage.reserved_slots), (0, 0));
-        drop(service.engine().clear(true));
+        drop(service.engine().clear(InUse::Remove));
         let used = || service.status(self.now).usage.used_bytes;
         self.environment
             .wait_until("release of all memory", || used() == 0);

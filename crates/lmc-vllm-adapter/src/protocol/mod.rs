@@ -13,6 +13,10 @@ pub use descriptor::{
     CpuShm, Cuda, DescriptorError, GpuEvent, IpcHandle, KvDescriptor, SharedBy, TensorMeta,
 };
 pub use msgpack::ValueError;
+#[cfg(any(feature = "adapters", feature = "service"))]
+pub(crate) use operation::{
+    ABANDON_EARLIER, ENGINE_KEYS, NOTICES, POOL_DESCRIPTOR, TAIL_LOOKUP, UNITS, WAIT_LOOKUP,
+};
 pub(crate) use operation::{
     AWAITED, MAX_AWAITED, MAX_SOURCE, PUSH_TO, SOURCES, TAG, WAIT, wait_of,
 };
@@ -21,8 +25,4 @@ pub use operation::{
     IdentityDigest, KvEvent, KvEventBatch, KvEventKind, MAX_SOURCE_WAIT, Operation,
     RegisterKvCache, Reply, Request, RequestConfigs, SlotDescriptor, Sources, TierChunks,
     UnknownFields,
-};
-#[cfg(any(feature = "adapters", feature = "service"))]
-pub(crate) use operation::{
-    ABANDON_EARLIER, ENGINE_KEYS, NOTICES, POOL_DESCRIPTOR, TAIL_LOOKUP, UNITS, WAIT_LOOKUP,
 };

@@ -7,14 +7,15 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use lmc_engine::{CacheEngine, HostSpace, SpaceBook, TenantId};
+use lmc_engine::{CacheEngine, HostSpace, InUse, SpaceBook, TenantId};
 use lmc_key::{LayoutFingerprint, SpaceId};
 use lmc_memory::CopyPool;
 use tokio::sync::watch;
 
 use crate::peer::{Peer, Witness};
 use crate::protocol::{
-    ABANDON_EARLIER, ENGINE_KEYS, NOTICES, Operation, POOL_DESCRIPTOR, Reply, Request, UNITS, WAIT_LOOKUP,
+    ABANDON_EARLIER, ENGINE_KEYS, NOTICES, Operation, POOL_DESCRIPTOR, Reply, Request, UNITS,
+    WAIT_LOOKUP,
 };
 use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::connections::Connections;
@@ -307,7 +308,7 @@ impl Service {
                     .transfers
                     .commit_retrieve(client, &key, instance_id, now)
             }
-            Request::Clear { force } => return self.clear(force),
+            Request::Clear { force } => return self.clear(InUse::of_force(force)),
             Request::GetChunkSize => {
                 Reply::Int(u64::from(parts.context.config.hasher.chunk_size()))
             }
@@ -365,9 +366,9 @@ impl Service {
 
     /// Forgets everything. An engine that clears its own cache may have new weights: nothing of
     /// the old ones may be found in any tier.
-    fn clear(&self, force: bool) -> Outcome {
+    fn clear(&self, in_use: InUse) -> Outcome {
         let engine = self.0.context.engine.clone();
-        Outcome::Job(Job::new(Lane::Clear, move || match engine.clear(force) {
+        Outcome::Job(Job::new(Lane::Clear, move || match engine.clear(in_use) {
             Ok(cleared) if cleared.unconfirmed.is_empty() => Reply::None,
             Ok(cleared) => refuse(&format!(
                 "cleared here; not confirmed by {}: see `lmc status`",

@@ -18,6 +18,7 @@ use crate::common::engine::{
 };
 use crate::common::{CHUNK, Server, Worker, lookup, prompt};
 use lmc_backend::MemoryBackend;
+use lmc_engine::InUse;
 use lmc_key::ChunkHash;
 use lmc_testkit::{Folder, free_port};
 use lmc_vllm_adapter::adapters::{
@@ -115,7 +116,7 @@ fn tokens_that_are_found_are_named_by_their_tiers() {
     server.eventually("all copies are written", |status| {
         status.lower[0].queued_bytes == 0
     });
-    server.service.engine().clear_dram(true);
+    server.service.engine().clear_dram(InUse::Remove);
     assert_eq!(tiers(&engine, "c", 2), [from("memory", 2)]);
     assert_eq!(tiers(&engine, "d", 4), [from("dram", 2), from("memory", 2)]);
     assert_eq!(engine.scheduler.lookup_tiers("d"), [], "it has ended");

@@ -8,6 +8,7 @@ use crate::common::{Answer as _, CHUNK, MODEL, Segment, Server, Worker, prompt, 
 use bytes::Bytes;
 use lmc_backend::conformance::Gated;
 use lmc_backend::{Backend, LocalIndex, MemoryBackend, WriteBackend};
+use lmc_engine::InUse;
 use lmc_testkit::{DEADLINE, until};
 use lmc_vllm_adapter::{
     CacheKey, Client, ClientError, CpuShm, EngineGroup, KvDescriptor, Operation, RegisterKvCache,
@@ -24,7 +25,7 @@ fn with_blocked_tier(zmq: impl FnOnce(&mut ZmqConfig)) -> (Server, Tier, CacheKe
     let key = worker.key("s", &prompt(1, 2 * CHUNK), 0..2);
     worker.store(&key);
     server.eventually("all copies are written", |s| s.lower[0].queued_bytes == 0);
-    server.service.engine().clear_dram(true);
+    server.service.engine().clear_dram(InUse::Remove);
     tier.shut();
     (server, tier, key)
 }

@@ -294,12 +294,20 @@ fn a_worker_that_is_connected_again_gives_back_what_its_ended_connections_left()
         let usage = server.status().usage;
         (usage.reserved_slots, usage.leases)
     };
-    assert_eq!(abandon_earlier(&mut a.client, 1), Reply::Int(0), "not registered");
+    assert_eq!(
+        abandon_earlier(&mut a.client, 1),
+        Reply::Int(0),
+        "not registered"
+    );
     let mut a = Worker::register_on(a.client, 1, 0, 1, "float32");
     let second = a.key("again", &prompt(1, 2 * CHUNK), 0..2);
     assert_eq!(a.prepare_store(&second).0.len(), 2);
     assert_eq!(held(&server), (5, 3));
-    assert_eq!(abandon_earlier(&mut b.client, 1), Reply::Int(0), "another's");
+    assert_eq!(
+        abandon_earlier(&mut b.client, 1),
+        Reply::Int(0),
+        "another's"
+    );
     assert_eq!(held(&server), (5, 3));
     assert_eq!(abandon_earlier(&mut a.client, 1), Reply::Int(5));
     assert_eq!(held(&server), (3, 0), "those of open connections stay");
@@ -345,7 +353,9 @@ fn what_a_lost_connection_held_comes_back_when_the_engine_is_connected_again() {
     let worker = WorkerAdapter::start_with(endpoint, engine("i", true), 0, 1, PATIENT);
     let worker = worker.expect("a worker");
     let mut memory = vec![vec![0.0; LAYER]];
-    worker.register_kv_caches(layers(&mut memory)).expect("a known layout");
+    worker
+        .register_kv_caches(layers(&mut memory))
+        .expect("a known layout");
     worker.submit_store_request(op("a", &hashes(1, 4), 0..4, 7));
     server.eventually("the slots are back", |status| {
         status.counts.slots_orphaned == 4 && status.usage.reserved_slots == 0

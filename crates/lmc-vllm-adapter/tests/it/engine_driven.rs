@@ -3,6 +3,7 @@
 use crate::common::{
     Answer as _, CHUNK, CHUNK_BYTES, MODEL, Server, Worker, end_session, lookup, prompt,
 };
+use lmc_engine::InUse;
 use lmc_vllm_adapter::{
     CacheKey, Client, ConfigValue, EngineDrivenContext, KvEventKind, Operation, Reply, Request,
     UnknownFields,
@@ -670,7 +671,7 @@ fn concurrent_prepares_of_one_store_reserve_once() {
         assert_eq!(given.len(), held, "round {round}");
         worker.commit_store(&key);
         assert!(held > 0);
-        server.service.engine().clear_dram(true);
+        server.service.engine().clear_dram(InUse::Remove);
     }
     server.assert_idle();
 }

@@ -9,6 +9,7 @@ use crate::common::{
 };
 use lmc_backend::MemoryBackend;
 use lmc_backend::conformance::Gated;
+use lmc_engine::InUse;
 use lmc_key::SpaceId;
 use lmc_vllm_adapter::{
     CacheKey, Client, ConfigValue, EngineDrivenContext, Reply, Request, UnknownFields,
@@ -225,9 +226,9 @@ fn chunks_of_an_unknown_format_end_in_every_tier() {
     let key = first.key("a", &tokens, 0..3);
     assert_eq!(first.store(&key), 3);
     copied(3);
-    server.service.engine().clear_dram(true);
+    server.service.engine().clear_dram(InUse::Remove);
     assert_eq!(hits(&server, &key, "below"), 3, "they are promoted");
-    server.service.engine().clear_dram(true);
+    server.service.engine().clear_dram(InUse::Remove);
     // One prompt is being promoted ...
     tier.shut();
     let mut scheduler = server.client();

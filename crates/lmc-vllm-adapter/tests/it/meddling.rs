@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::engine::{BLOCK, BLOCKS, Engine, blocks, engine, hashes, op, tokens, until};
 use crate::common::{CHUNK, Server};
+use lmc_engine::InUse;
 use lmc_testkit::rounds;
 use lmc_vllm_adapter::RequestConfigs;
 use lmc_vllm_adapter::adapters::{Endpoint, SchedulerAdapter, Timeouts};
@@ -844,7 +845,7 @@ fn no_schedule_of_calls_and_answers_breaks_a_promise() {
             // As often as requests come, not as time passes: on a busy machine nothing would be
             // there long enough to be loaded.
             if schedule.next > before && schedule.one_of(25) == 0 {
-                server.service.engine().clear_dram(false);
+                server.service.engine().clear_dram(InUse::Keep);
             }
             before = schedule.next;
             let found = loaded + schedule.loaded > 0;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::common::{CHUNK, CHUNK_BYTES, Server, Worker, end_session, lookup, prompt};
 use lmc_backend::conformance::{Faults, Faulty, Gated};
 use lmc_backend::{Backend, MemoryBackend};
-use lmc_engine::EngineConfig;
+use lmc_engine::{EngineConfig, InUse};
 use lmc_vllm_adapter::{
     CacheKey, Client, ConfigValue, EngineDrivenContext, Reply, Request, ServiceConfig,
 };
@@ -38,7 +38,7 @@ impl Setting {
         self.server.eventually("all copies are written", |status| {
             status.lower[0].written == CHUNKS as u64
         });
-        self.server.service.engine().clear_dram(true);
+        self.server.service.engine().clear_dram(InUse::Remove);
     }
 
     fn with_tier(engine: EngineConfig, tier: Arc<dyn Backend>) -> Self {
@@ -111,13 +111,13 @@ fn what_was_never_stored_evicted_or_cleared_has_a_reason_each() {
     assert_eq!(setting.look_up(&key), (CHUNKS as u64, Vec::new()));
     (100..132).for_each(|number| setting.store(number));
     setting.misses(1, "evicted");
-    setting.server.service.engine().clear_dram(true);
+    setting.server.service.engine().clear_dram(InUse::Remove);
     setting.misses(131, "cleared");
     setting
         .server
         .service
         .engine()
-        .clear(false)
+        .clear(InUse::Keep)
         .expect("a clear");
     setting.misses(131, "cleared");
     setting.misses(1, "cleared");
@@ -179,7 +179,7 @@ fn the_fields_of_a_space_that_has_the_same_tokens_are_named() {
     // What was stored in both is missed for its own reason.
     assert_eq!(other.store(&key), CHUNKS);
     assert_eq!(setting.look_up(&key), (CHUNKS as u64, Vec::new()));
-    setting.server.service.engine().clear_dram(true);
+    setting.server.service.engine().clear_dram(InUse::Remove);
     setting.misses_key(&key, "cleared");
 }
 
@@ -221,7 +221,7 @@ fn no_reason_tells_what_another_tenant_has_stored() {
         assert_eq!(setting.server.status().other_space_differs, ["model"]);
         // The last space of these tokens is the victim's then.
         let key = of(&mut setting, "victim", &model);
-        setting.server.service.engine().clear_dram(true);
+        setting.server.service.engine().clear_dram(InUse::Remove);
         setting.worker.store(&key);
     }
 }
@@ -318,7 +318,7 @@ fn a_drive_with_chunks_of_other_settings_is_named_for_what_is_not_known() {
     key.end += CHUNK as u64;
     let rest = vec![("never_stored".to_owned(), 1)];
     assert_eq!(setting.look_up(&key), (CHUNKS as u64, rest));
-    setting.server.service.engine().clear_dram(true);
+    setting.server.service.engine().clear_dram(InUse::Remove);
     setting.misses(1, "cleared");
     // The drive's chunks of other settings were evicted, or cleared.
     tier.has_unreachable.store(false, Ordering::Relaxed);

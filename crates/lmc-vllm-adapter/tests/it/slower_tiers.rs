@@ -11,7 +11,7 @@ use lmc_backend::{
     Backend, BackendError, BoxFuture, Clears, LocateHint, Located, MemoryBackend, StartId,
     WriteBackend,
 };
-use lmc_engine::{ClearLog, EngineConfig, EngineHost};
+use lmc_engine::{ClearLog, EngineConfig, EngineHost, InUse};
 use lmc_key::ChunkKey;
 use lmc_vllm_adapter::{
     CacheKey, Client, KvEvent, KvEventKind, Operation, Reply, Request, TierChunks,
@@ -30,7 +30,7 @@ fn evict_to_lower_tier(server: &Server) {
     server.eventually("all copies are written", |status| {
         status.lower[0].queued_bytes == 0
     });
-    server.service.engine().clear_dram(true);
+    server.service.engine().clear_dram(InUse::Remove);
 }
 
 fn key_for(key: &CacheKey, request: &str) -> CacheKey {
@@ -440,7 +440,7 @@ fn what_is_promoted_for_a_request_of_before_a_clear_is_not_reported() {
     evict_to_lower_tier(&server);
     assert_eq!(lookup(&mut scheduler, &key), 2, "it began before the clear");
     end_session(&mut scheduler, "a");
-    server.service.engine().clear_dram(true);
+    server.service.engine().clear_dram(InUse::Remove);
     let (stored, removed) = (KvEventKind::Stored, KvEventKind::Removed);
     let kinds: Vec<_> = events(&server).iter().map(|event| event.kind).collect();
     assert_eq!(kinds, [stored, stored, removed, removed]);

@@ -9,6 +9,7 @@ use crate::common::engine::{
 };
 use crate::common::{CHUNK, Server};
 use lmc_backend::MemoryBackend;
+use lmc_engine::InUse;
 use lmc_vllm_adapter::RequestConfigs;
 use lmc_vllm_adapter::adapters::{EngineDescription, LoadStoreOp, Prompt};
 
@@ -151,7 +152,7 @@ fn tokens_of_chunks_and_tail_are_named_by_their_tiers() {
     server.eventually("all copies are written", |status| {
         status.lower[0].queued_bytes == 0
     });
-    server.service.engine().clear_dram(true);
+    server.service.engine().clear_dram(InUse::Remove);
     assert_eq!(tiers(&engine, "b", 4), [from("memory", 4)]);
     assert_eq!(tiers(&engine, "c", 6), [from("dram", 4), from("memory", 2)]);
     assert!(load(&mut engine, "c", 1, 0..6));

@@ -1,6 +1,6 @@
 //! Tiers beside others that hang.
 
-use lmc_engine::WritePolicy;
+use lmc_engine::{InUse, WritePolicy};
 
 use super::*;
 
@@ -257,7 +257,7 @@ fn a_clear_a_removal_and_a_close_reach_each_tier_however_long_another_takes() {
             let before = sound.ended(operation);
             let asking = engine.clone();
             let asking = thread::spawn(move || match operation {
-                Operation::Clear => drop(asking.clear(false)),
+                Operation::Clear => drop(asking.clear(InUse::Keep)),
                 Operation::Remove => drop(asking.remove(&keys(0..1))),
                 _ => drop(asking.close(soon())),
             });

@@ -2,7 +2,7 @@
 
 use lmc_backend::FailedSlot;
 use lmc_backend::conformance::{Faults, Faulty};
-use lmc_engine::{Miss, MissReason};
+use lmc_engine::{InUse, Miss, MissReason};
 
 use super::*;
 
@@ -39,13 +39,13 @@ fn a_chunk_that_went_has_another_reason_than_one_that_never_came() {
     write(&engine, SPACE, 0, 0..8);
     engine.remove(&keys(5..6));
     assert_eq!(miss(&engine, 5), probably(MissReason::Removed));
-    engine.clear_dram(true);
+    engine.clear_dram(InUse::Remove);
     assert_eq!(miss(&engine, 0), probably(MissReason::Cleared));
     write(&engine, SPACE, 0, 0..8);
     write(&engine, SPACE, 0, 100..116);
     assert_eq!(miss(&engine, 0), probably(MissReason::Evicted));
     // What had been evicted before a clear would have been cleared by it.
-    engine.clear(false).expect("a clear");
+    engine.clear(InUse::Keep).expect("a clear");
     assert_eq!(miss(&engine, 0), probably(MissReason::Cleared));
     let new = engine.lookup(request(&[RANK], 200..208)).wait_blocking();
     let missing = new.missing.expect("nothing was found");

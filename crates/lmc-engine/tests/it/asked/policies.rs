@@ -1,6 +1,6 @@
 //! Policies of single tiers.
 
-use lmc_engine::{Parts, SpaceFilter};
+use lmc_engine::{InUse, Parts, SpaceFilter};
 
 use super::*;
 
@@ -106,7 +106,7 @@ fn a_tier_is_asked_for_parts_of_chunks_where_its_policy_says_so() {
             assert_eq!(lookup.wait_blocking().hits, hits);
             let is_asked = tier.asked.load(Ordering::Relaxed) > before;
             assert_eq!(is_asked, hits > 0, "{parts:?}");
-            engine.clear_dram(true);
+            engine.clear_dram(InUse::Remove);
         }
         assert_idle(&engine);
     }

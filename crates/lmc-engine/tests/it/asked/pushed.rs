@@ -1,6 +1,7 @@
 //! Chunks that pass between hosts: pushed here, pushed to others, and lent.
 
 use lmc_backend::ChunkRun;
+use lmc_engine::InUse;
 use tokio::runtime::Runtime;
 
 use super::*;
@@ -180,7 +181,7 @@ fn what_no_engine_here_would_ask_for_is_not_read() {
         parent: None,
     };
     assert_eq!(receiver.receive_run("a", other), (0, false));
-    receiver.engine.clear(true).expect("a first clear");
+    receiver.engine.clear(InUse::Remove).expect("a first clear");
     assert_eq!(receiver.receive("a", 0..4), (0, false), "of before it");
     let source = status(&receiver.engine, 0);
     assert_eq!((source.promoted, receiver.engine.usage().chunks), (0, 0));
@@ -326,7 +327,7 @@ fn a_lookup_says_which_of_its_chunks_no_one_has_seen() {
 fn what_is_in_dram_is_pushed_by_its_name_after_the_clears() {
     let passing = Passing::new(false);
     let engine = engine(64, vec![Arc::clone(&passing) as _]);
-    engine.clear(true).expect("the first one");
+    engine.clear(InUse::Remove).expect("the first one");
     write(&engine, SPACE, 0, 0..2);
     write(&engine, SPACE, 0, 3..5);
     let prompt = |numbers: Range<u64>| -> Vec<_> {
@@ -347,7 +348,7 @@ fn what_is_in_dram_is_pushed_by_its_name_after_the_clears() {
     let pushed = || std::mem::take(&mut *passing.pushed.lock().expect("no test failed"));
     let runs: Vec<ChunkRun> = pushed().into_iter().map(|(run, _)| run).collect();
     assert_eq!(runs[..2], [run(0..2, None), run(3..5, Some(2))]);
-    engine.clear(true).expect("the second one");
+    engine.clear(InUse::Remove).expect("the second one");
     engine.push(&prompt(0..6), "known");
     assert_eq!(pushed()[0].0.keys, [], "they are of before it");
 }

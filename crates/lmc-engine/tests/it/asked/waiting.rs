@@ -3,6 +3,7 @@
 use std::sync::atomic::AtomicBool;
 
 use lmc_backend::now;
+use lmc_engine::InUse;
 use tokio::runtime::Runtime;
 
 use super::*;
@@ -214,7 +215,7 @@ fn a_short_wait_is_short_whatever_other_prompts_wait_for() {
 fn a_wait_ends_with_a_clear_after_which_nothing_comes_under_these_names() {
     let prefill = Prefill::new();
     let lookup = prefill.in_the_middle(100 * DEADLINE);
-    prefill.engine.clear(false).expect("a first clear");
+    prefill.engine.clear(InUse::Keep).expect("a first clear");
     assert!(lookup.wait_blocking().hits <= 2);
     assert_idle(&prefill.engine);
 }

@@ -4,6 +4,7 @@ use super::*;
 use crate::protocol::RequestConfigs;
 use crate::service::notices::{MAX_ARRIVALS, MAX_KEYS, Notice};
 use crate::service::prefills::LATE_STORES;
+use lmc_engine::InUse;
 
 fn notified() -> Service {
     service(|config| config.notices = true)
@@ -137,7 +138,7 @@ fn a_request_that_looks_up_again_is_the_same_one() {
     look_up(&service, key("a", 3));
     end(&service, "a");
     assert_eq!(due(&service, LATE_STORES), []);
-    service.engine().clear_dram(true);
+    service.engine().clear_dram(InUse::Remove);
     for _ in 0..2 {
         look_up(&service, key("b", 2));
         end(&service, "b");
@@ -231,7 +232,7 @@ fn a_store_that_has_begun_is_waited_for() {
     commit_store(&service, "a");
     assert_eq!(due(&service, LATE_STORES), stored("a"));
     // Not for ever.
-    service.engine().clear_dram(true);
+    service.engine().clear_dram(InUse::Remove);
     look_up(&service, key("b", 2));
     prepare_store(&service, "b");
     end(&service, "b");
@@ -347,7 +348,7 @@ fn chunks_that_came_and_went_before_a_request_began_are_not_its_own() {
     look_up(&service, key("other", 5));
     assert_eq!(due(&service, Duration::ZERO), []);
     store_rank(&service, "a", 0, 1);
-    service.engine().clear_dram(true);
+    service.engine().clear_dram(InUse::Remove);
     look_up(&service, key("a", 2));
     assert_eq!(due(&service, Duration::ZERO), []);
     end(&service, "a");
