@@ -3,10 +3,11 @@
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use lmc_engine::{CacheEngine, Change, ChunkEvent, DRAM, EventSink, FingerprintTable, TenantId};
 use lmc_key::{ChunkHash, KeySpace, LayoutFingerprint, Salt, SpaceId};
-use parking_lot::Mutex;
+use parking_lot::RwLock;
 
 use crate::service::events::EventLog;
 use crate::service::stats::add;
@@ -32,10 +33,14 @@ struct Space {
     generation: Option<LayoutFingerprint>,
     /// Counters of its model and tenant, and the bytes of one of its chunks.
     usage: Option<(Arc<Usage>, u64)>,
-    chunks: u64,
+    chunks: AtomicU64,
 }
 
 impl Space {
+    fn chunks(&self) -> u64 {
+        self.chunks.load(Ordering::Relaxed)
+    }
+
     fn has_whole_chunks(&self, chunk_size: u32) -> bool {
         let description = self.description.as_ref();
         description.is_none_or(|space| space.chunk_size == chunk_size)
@@ -70,7 +75,7 @@ impl Table {
     /// Returns a space's entry, added if it was not there.
     fn entry(&mut self, space: SpaceId, model: &str) -> &mut Space {
         if self.spaces.len() > self.purge_spaces_above {
-            self.spaces.retain(|_, space| space.chunks > 0);
+            self.spaces.retain(|_, space| space.chunks() > 0);
             self.purge_spaces_above = PURGE_ABOVE.max(2 * self.spaces.len());
         }
         let tagged = &mut self.tagged;
@@ -84,7 +89,7 @@ impl Table {
                 merged: None,
                 generation: None,
                 usage: None,
-                chunks: 0,
+                chunks: AtomicU64::new(0),
             }
         })
     }
@@ -94,7 +99,9 @@ impl Table {
 /// removals on to the event log.
 #[derive(Debug)]
 pub(crate) struct Spaces {
-    table: Mutex<Table>,
+    /// Written to when a space or a tenant is named. Reports of chunks only read it: they come under the
+    /// locks of shards, which must not wait for each other here.
+    table: RwLock<Table>,
     usages: Usages,
     log: Arc<EventLog>,
     /// Tokens of a whole chunk.
@@ -130,7 +137,7 @@ impl Spaces {
         max_usages: usize,
     ) -> Self {
         Self {
-            table: Mutex::default(),
+            table: RwLock::default(),
             usages: Usages::new(max_usages),
             log,
             chunk_size,
@@ -141,21 +148,24 @@ impl Spaces {
 
     /// Returns false for a space whose chunks are known to be of another size than the server's.
     pub(crate) fn has_whole_chunks(&self, space: SpaceId) -> bool {
-        let table = self.table.lock();
+        let table = self.table.read();
         let known = table.spaces.get(&space);
         known.is_none_or(|space| space.has_whole_chunks(self.chunk_size))
     }
 
     /// Remembers the model of a space that is about to be stored into.
     pub(crate) fn name(&self, space: SpaceId, model: &str) -> Arc<str> {
-        Arc::clone(&self.table.lock().entry(space, model).model)
+        if let Some(known) = self.table.read().spaces.get(&space) {
+            return Arc::clone(&known.model);
+        }
+        Arc::clone(&self.table.write().entry(space, model).model)
     }
 
     /// Remembers what a space is made of. `requested` is false where a worker registered, and no
     /// request has named a salt yet.
     pub(crate) fn describe(&self, space: SpaceId, description: KeySpace, requested: bool) {
         let salt_hash = self.hasher.hash_one(&description.salt);
-        let mut table = self.table.lock();
+        let mut table = self.table.write();
         let entry = table.entry(space, description.model.as_str());
         entry.salt_hash = Some(salt_hash);
         entry.description = Some(description);
@@ -164,7 +174,7 @@ impl Spaces {
 
     /// Counts the chunks of a described space, of this many bytes each, for its model and tenant.
     pub(crate) fn count_usage(&self, space: SpaceId, chunk_bytes: u64) {
-        let mut table = self.table.lock();
+        let mut table = self.table.write();
         let Some(space) = table.spaces.get_mut(&space) else {
             return;
         };
@@ -178,7 +188,7 @@ impl Spaces {
     /// `None` where nothing is counted.
     pub(crate) fn usage(&self, space: Option<SpaceId>) -> Option<Arc<Usage>> {
         let others = self.usages.others()?;
-        let table = self.table.lock();
+        let table = self.table.read();
         let known = space.and_then(|space| table.spaces.get(&space)?.usage.as_ref());
         Some(known.map_or(others, |(usage, _)| Arc::clone(usage)))
     }
@@ -186,10 +196,10 @@ impl Spaces {
     /// Returns the counts of each model and tenant.
     pub(crate) fn usage_status(&self) -> Vec<UsageStatus> {
         let mut held = HeldBytes::default();
-        let table = self.table.lock();
+        let table = self.table.read();
         for space in table.spaces.values() {
             if let Some((usage, chunk_bytes)) = &space.usage {
-                held.add(usage, space.chunks * chunk_bytes);
+                held.add(usage, space.chunks() * chunk_bytes);
             }
         }
         drop(table);
@@ -203,7 +213,7 @@ impl Spaces {
         description: KeySpace,
         into: (SpaceId, u16),
     ) {
-        let mut table = self.table.lock();
+        let mut table = self.table.write();
         let entry = table.entry(space, description.model.as_str());
         entry.description = Some(description);
         entry.merged = Some(into);
@@ -211,14 +221,14 @@ impl Spaces {
 
     /// Returns the space and KV rank of the chunks that those of a rank are merged into.
     pub(crate) fn merged(&self, space: SpaceId, kv_rank: u16) -> Option<(SpaceId, u16)> {
-        let (into, ranks) = self.table.lock().spaces.get(&space)?.merged?;
+        let (into, ranks) = self.table.read().spaces.get(&space)?.merged?;
         Some((into, kv_rank / ranks))
     }
 
     /// Returns the spaces that have chunks in DRAM, and those of these layouts of registered
     /// workers: the ones that requests named, or else the one without a salt.
     pub(crate) fn live(&self, registered: &HashSet<LayoutFingerprint>) -> Vec<SpaceStatus> {
-        let table = self.table.lock();
+        let table = self.table.read();
         let requested: HashSet<LayoutFingerprint> = (table.spaces.values())
             .filter(|space| space.requested)
             .filter_map(|space| Some(space.description.as_ref()?.layout))
@@ -228,10 +238,10 @@ impl Spaces {
             let layout = description.layout;
             let named = space.requested || !requested.contains(&layout);
             let registered = named && registered.contains(&layout);
-            (registered || space.chunks > 0).then(|| SpaceStatus {
+            (registered || space.chunks() > 0).then(|| SpaceStatus {
                 id,
                 description: description.clone(),
-                chunks: space.chunks,
+                chunks: space.chunks(),
                 registered,
             })
         });
@@ -246,21 +256,21 @@ impl Spaces {
 
     /// Returns true if there are chunks of a space in DRAM.
     pub(crate) fn has_chunks(&self, space: SpaceId) -> bool {
-        let table = self.table.lock();
+        let table = self.table.read();
         let known = table.spaces.get(&space);
-        known.is_some_and(|space| space.chunks > 0)
+        known.is_some_and(|space| space.chunks() > 0)
     }
 
     /// Returns what a space is made of; `None` where only its id is known.
     pub(crate) fn description(&self, space: SpaceId) -> Option<KeySpace> {
-        self.table.lock().spaces.get(&space)?.description.clone()
+        self.table.read().spaces.get(&space)?.description.clone()
     }
 
     /// Returns another space in which a chunk with this hash was stored last, as far as that is
     /// remembered. Both are of one tenant: no tenant may learn from the reason of its misses what another
     /// has stored.
     pub(crate) fn other_space(&self, space: SpaceId, hash: &ChunkHash) -> Option<OtherSpace> {
-        let table = self.table.lock();
+        let table = self.table.read();
         let asked = table.spaces.get(&space)?;
         let tag = self.last_spaces.get((asked.salt_hash?, hash))?;
         let id = *table.tagged.get(&tag)?;
@@ -278,7 +288,7 @@ impl Spaces {
 
     /// Remembers that a named space is of a generation.
     pub(crate) fn set_generation(&self, space: SpaceId, generation: LayoutFingerprint) {
-        if let Some(space) = self.table.lock().spaces.get_mut(&space) {
+        if let Some(space) = self.table.write().spaces.get_mut(&space) {
             space.generation = Some(generation);
         }
     }
@@ -286,14 +296,14 @@ impl Spaces {
     /// Returns true if workers can name a space also when all workers of now have gone: it is of no
     /// generation. False for a space that no request has named.
     pub(crate) fn is_lasting(&self, space: SpaceId) -> bool {
-        let table = self.table.lock();
+        let table = self.table.read();
         let known = table.spaces.get(&space);
         known.is_some_and(|space| space.generation.is_none())
     }
 
     /// The spaces of a generation.
     pub(crate) fn of_generation(&self, generation: LayoutFingerprint) -> HashSet<SpaceId> {
-        let table = self.table.lock();
+        let table = self.table.read();
         let of_it = table.spaces.iter();
         let of_it = of_it.filter(|(_, space)| space.generation == Some(generation));
         of_it.map(|(&id, _)| id).collect()
@@ -308,7 +318,10 @@ impl Spaces {
         if salt.is_empty() {
             return TenantId::default();
         }
-        let mut table = self.table.lock();
+        if let Some(&tenant) = self.table.read().tenants.get(salt) {
+            return tenant;
+        }
+        let mut table = self.table.write();
         if let Some(&tenant) = table.tenants.get(salt) {
             return tenant;
         }
@@ -330,12 +343,12 @@ impl Spaces {
         if salt.is_empty() {
             return Some(TenantId::default());
         }
-        self.table.lock().tenants.get(salt).copied()
+        self.table.read().tenants.get(salt).copied()
     }
 
     /// The tenants that are known, with their salts.
     pub(crate) fn tenants(&self) -> Vec<(Salt, TenantId)> {
-        let table = self.table.lock();
+        let table = self.table.read();
         table
             .tenants
             .iter()
@@ -349,8 +362,8 @@ impl EventSink for Spaces {
         let Some(id) = event.space.filter(|_| event.tier == DRAM) else {
             return;
         };
-        let mut table = self.table.lock();
-        let Some(space) = table.spaces.get_mut(&id) else {
+        let table = self.table.read();
+        let Some(space) = table.spaces.get(&id) else {
             return;
         };
         if let Some((usage, chunk_bytes)) = &space.usage {
@@ -362,7 +375,7 @@ impl EventSink for Spaces {
         }
         let is_whole = space.has_whole_chunks(self.chunk_size);
         if event.change.is_arrival() {
-            space.chunks += 1;
+            space.chunks.fetch_add(1, Ordering::Relaxed);
             // Chunks of tails would push out those whose misses have a reason.
             let salt_hash = space.salt_hash.filter(|_| is_whole);
             drop(table);
@@ -372,7 +385,9 @@ impl EventSink for Spaces {
             }
             return;
         }
-        space.chunks = space.chunks.saturating_sub(1);
+        // Events of a space that was forgotten and named again meanwhile do not go below none.
+        let less = |chunks: u64| chunks.checked_sub(1);
+        let _ = (space.chunks).fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
         let is_part = space.merged.is_some() && !space.requested;
         if !self.log.enabled() || is_part || !is_whole {
             // Nor was it announced.
