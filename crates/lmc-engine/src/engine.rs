@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::future::Future;
 use std::iter;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -35,8 +35,8 @@ use crate::store::{StoreRequest, StoreStart, StoreTicket};
 const EVICT_AT_ONCE: usize = 256;
 /// Time at the end of a close in which nothing more is offered, at most.
 const CLOSE_MARGIN: Duration = Duration::from_secs(2);
-/// Value of [`Inner::unoffered`] before a close.
-const NOT_CLOSED: u64 = u64::MAX;
+/// Value of [`Inner::unoffered`] while DRAM is not written back.
+const NOT_BEGUN: u64 = u64::MAX;
 
 /// Owner of the leases that the engine takes while it offers chunks to lower tiers.
 pub(crate) const WRITER: OwnerId = OwnerId(u64::MAX - 1);
@@ -162,8 +162,10 @@ struct Inner {
     watermark_evictions: AtomicU64,
     ghosts: Arc<Ghosts>,
     lives: Arc<Lives>,
-    /// Bytes that a close has still to offer to lower tiers, or [`NOT_CLOSED`].
+    /// Bytes that a drain or a close has still to offer to lower tiers, or [`NOT_BEGUN`].
     unoffered: AtomicU64,
+    /// True while no chunks are taken.
+    is_draining: AtomicBool,
     stop: Arc<Stop>,
 }
 
@@ -326,7 +328,8 @@ impl CacheEngine {
             watermark_evictions: AtomicU64::new(0),
             ghosts,
             lives,
-            unoffered: AtomicU64::new(NOT_CLOSED),
+            unoffered: AtomicU64::new(NOT_BEGUN),
+            is_draining: AtomicBool::new(false),
             stop: Arc::clone(&stop),
         });
         let weak = Arc::downgrade(&inner);
@@ -501,6 +504,20 @@ impl CacheEngine {
     /// `clears` is [`Self::clears_id`] from before the chunks were computed. After a clear since then
     /// they are answered with [`StoreStart::Cleared`].
     pub fn store(
+        &self,
+        owner: OwnerId,
+        clears: ClearsId,
+        requests: &[StoreRequest],
+    ) -> Vec<StoreStart> {
+        if self.is_draining() {
+            return requests.iter().map(|_| StoreStart::Draining).collect();
+        }
+        self.reserve(owner, clears, requests)
+    }
+
+    /// Reserves memory as [`Self::store`] does, also while the engine drains: for chunks that a lookup
+    /// makes of others.
+    pub(crate) fn reserve(
         &self,
         owner: OwnerId,
         clears: ClearsId,
@@ -712,6 +729,35 @@ impl CacheEngine {
         Ok(cleared)
     }
 
+    /// Takes no chunks from now on, from engines and from peers; lookups and reads go on. What was
+    /// reserved before can be committed.
+    pub fn begin_drain(&self) {
+        self.0.is_draining.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes chunks again, and ends [`Self::write_back`].
+    pub fn end_drain(&self) {
+        self.0.is_draining.store(false, Ordering::Relaxed);
+        self.0.unoffered.store(NOT_BEGUN, Ordering::Relaxed);
+    }
+
+    /// Returns true while no chunks are taken.
+    pub fn is_draining(&self) -> bool {
+        self.0.is_draining.load(Ordering::Relaxed)
+    }
+
+    /// Gives all that DRAM holds to the tiers with [`WritePolicy::Back`], the heads of prompts first,
+    /// while the engine drains. Returns when each has taken all, or the drain has ended; they are still
+    /// writing then, as [`Self::unwritten_bytes`] says.
+    pub fn write_back(&self) {
+        if let Some(lower) = self.0.written_back().filter(|_| !self.pool_is_lost()) {
+            self.write_all_back(lower, || !self.is_draining());
+        }
+        if !self.is_draining() {
+            self.0.unoffered.store(NOT_BEGUN, Ordering::Relaxed);
+        }
+    }
+
     /// Waits until queued writes have ended and closes the lower tiers. To those with
     /// [`WritePolicy::Back`] all that DRAM holds is written first, the heads of prompts before what
     /// follows on them. Returns what could not be done by the deadline.
@@ -724,7 +770,8 @@ impl CacheEngine {
         if self.0.written_back().is_some() && !self.pool_is_lost() {
             // The rest of the time is for the writes that are under way then.
             let left = deadline.saturating_duration_since(now());
-            late = self.write_all_back(lower, deadline - (left / 4).min(CLOSE_MARGIN));
+            let deadline = deadline - (left / 4).min(CLOSE_MARGIN);
+            late = self.write_all_back(lower, || now() >= deadline);
         }
         let (failed, unwritten) = lower.close(deadline);
         CloseReport {
@@ -736,9 +783,9 @@ impl CacheEngine {
     }
 
     /// Offers every chunk to the tiers that are written back to, to each when its queue has capacity
-    /// for it, however full those of the others are. Returns the number of chunks for which there was
-    /// no time, counted for each tier.
-    fn write_all_back(&self, lower: &LowerTiers, deadline: Instant) -> u64 {
+    /// for it, however full those of the others are, until `is_over` returns true. Returns the number of
+    /// chunks for which there was no time, counted for each tier.
+    fn write_all_back(&self, lower: &LowerTiers, is_over: impl Fn() -> bool) -> u64 {
         let tiers = lower.tiers();
         let chunks = self.0.tier.list_heads_first();
         // For each tier the chunk that comes next, and the bytes of it and those after it.
@@ -748,7 +795,7 @@ impl CacheEngine {
         loop {
             let left = next.iter().map(|(_, _, left)| *left).max().unwrap_or(0);
             self.0.unoffered.store(left, Ordering::Relaxed);
-            if left == 0 || now() >= deadline {
+            if left == 0 || is_over() {
                 break;
             }
             let mut is_waiting = true;
@@ -787,15 +834,15 @@ impl CacheEngine {
     }
 
     /// Bytes of chunks that lower tiers may lack if the process ends now: copies on their way and,
-    /// where only what is evicted is copied ([`WritePolicy::Back`]), what [`Self::close`] has
-    /// not offered yet, or before it all that DRAM holds.
+    /// where only what is evicted is copied ([`WritePolicy::Back`]), what [`Self::write_back`] or
+    /// [`Self::close`] has not offered yet, or before them all that DRAM holds.
     pub fn unwritten_bytes(&self) -> u64 {
         let Some(lower) = &self.0.lower else {
             return 0;
         };
         let unoffered = match self.0.unoffered.load(Ordering::Relaxed) {
             _ if self.0.written_back().is_none() => 0,
-            NOT_CLOSED => self.usage().chunk_bytes,
+            NOT_BEGUN => self.usage().chunk_bytes,
             bytes => bytes,
         };
         lower.queued() + unoffered

@@ -441,7 +441,7 @@ impl CacheEngine {
         peer: &str,
         timeout: Duration,
     ) -> Received {
-        if self.pool_is_lost() {
+        if self.pool_is_lost() || self.is_draining() {
             return Received::default();
         }
         let keys = &run.keys;

@@ -316,7 +316,7 @@ impl Merging {
             if is_over() {
                 return Err(Refused::Over);
             }
-            match engine.store(request.owner, self.clears, &[wanted]).pop() {
+            match engine.reserve(request.owner, self.clears, &[wanted]).pop() {
                 Some(StoreStart::Reserved(mut ticket)) => {
                     let run_bytes = self.merges[rank].run_bytes;
                     if !interleave(run_bytes, &parts, ticket.bytes_mut()) {
@@ -331,7 +331,9 @@ impl Merging {
                     thread::sleep(POLL);
                 }
                 Some(StoreStart::NoMemory) => return Err(Refused::NoMemory),
-                Some(StoreStart::Busy | StoreStart::Cleared) | None => return Err(Refused::Over),
+                Some(StoreStart::Busy | StoreStart::Cleared | StoreStart::Draining) | None => {
+                    return Err(Refused::Over);
+                }
             }
         }
         let leases = engine.acquire(request.owner, self.clears, &[key(at)]);

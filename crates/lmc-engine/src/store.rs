@@ -31,6 +31,8 @@ pub enum StoreStart {
     /// No memory can be had for the chunk now: all that could be evicted is leased, pinned, or
     /// promised to another tenant.
     NoMemory,
+    /// The engine takes no chunks ([`CacheEngine::begin_drain`](crate::CacheEngine::begin_drain)).
+    Draining,
 }
 
 /// The right to write one chunk, and the memory for it.

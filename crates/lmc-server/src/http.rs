@@ -31,6 +31,7 @@ use tower_http::compression::CompressionLayer;
 
 use crate::cli::error_text;
 use crate::config::policy_name;
+use crate::drain::Drain;
 use crate::metrics;
 use crate::reload::{Outcome, Reload};
 use connections::Bounds;
@@ -50,6 +51,8 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Reason for which a server that stops serves no engine and changes nothing.
 const STOPPING: &str = "the server is stopping";
+/// Reason for which a server that is drained is not ready.
+const DRAINING: &str = "the server is being drained (lmc drain): it stores nothing more";
 
 /// State that the handlers share.
 #[derive(Debug)]
@@ -76,6 +79,7 @@ pub struct Http {
     /// True once the server stops; it answers people until its tiers are closed.
     pub(crate) stopping: Option<watch::Receiver<bool>>,
     changes: Changes,
+    drain: Drain,
 }
 
 /// Requests that change something, which a stop waits for. Clones share them.
@@ -104,6 +108,7 @@ impl Http {
             guard: Guard::new(&loaded.config),
             trusted_users: loaded.config.trusted_users.clone(),
             probe: Probe::new(service.clone(), engines),
+            drain: Drain::new(service.clone()),
             reload,
             service,
             peers: None,
@@ -160,6 +165,10 @@ fn router(http: Arc<Http>) -> Router {
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics_page))
         .route("/reload", post(reload))
+        .route(
+            "/drain",
+            get(drained).post(begin_drain).delete(cancel_drain),
+        )
         .merge(peers::routes())
         .merge(lmcache::routes())
         .fallback(unknown_path)
@@ -228,7 +237,7 @@ async fn within_deadline(request: Request, next: Next) -> Response {
 async fn unknown_path(uri: Uri) -> Response {
     let text = format!(
         "{} is not served here; there are /healthz, /livez, /readyz, /metrics, /status, /peers, /config, \
-         /reload, /cache/clear, /quota and /healthcheck",
+         /reload, /drain, /cache/clear, /quota and /healthcheck",
         uri.path()
     );
     refusal(StatusCode::NOT_FOUND, text)
@@ -239,9 +248,10 @@ async fn unknown_method(method: Method, uri: Uri) -> Response {
     refusal(StatusCode::METHOD_NOT_ALLOWED, text)
 }
 
-/// `ok`, or `degraded` while a tier has a fault.
+/// `ok`; `degraded` while a tier has a fault; `draining` while nothing is stored.
 pub(crate) fn condition(status: &ServiceStatus) -> &'static str {
     match status.tiers.iter().any(|tier| tier.fault.is_some()) {
+        _ if status.is_draining => "draining",
         true => "degraded",
         false => "ok",
     }
@@ -259,14 +269,37 @@ async fn reload(State(http): Shared) -> Response {
     }
 }
 
+async fn begin_drain(State(http): Shared) -> Response {
+    let drain = http.drain.clone();
+    // It looks at the state of the service, which may wait for locks.
+    match tokio::task::spawn_blocking(move || drain.begin()).await {
+        Ok(()) => drained(State(http)).await,
+        Err(error) => refusal(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+    }
+}
+
+async fn cancel_drain(State(http): Shared) -> Response {
+    http.drain.cancel();
+    drained(State(http)).await
+}
+
+/// Answers how far a drain is.
+async fn drained(State(http): Shared) -> Response {
+    match http.probe.status().await {
+        Ok(status) => Json(http.drain.state(&status)).into_response(),
+        Err(reason) => refusal(StatusCode::SERVICE_UNAVAILABLE, reason),
+    }
+}
+
 /// Answers whenever this process can.
 async fn alive() -> Response {
     Json(json!({"status": "alive"})).into_response()
 }
 
-/// Answers 200 while engines are served.
+/// Answers 200 while engines are served, and new ones are welcome.
 async fn ready(State(http): Shared) -> Response {
     match served(&http).await {
+        Ok(status) if status.is_draining => not_served(("draining", DRAINING.to_owned())),
         Ok(_) => Json(json!({"status": "ready"})).into_response(),
         Err(fault) => not_served(fault),
     }

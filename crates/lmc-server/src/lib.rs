@@ -13,6 +13,7 @@ pub mod config;
 mod daemon;
 mod disk;
 mod doctor;
+mod drain;
 pub mod http;
 mod late_filter;
 mod limits;

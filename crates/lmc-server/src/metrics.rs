@@ -94,6 +94,7 @@ metrics! {
     "lmc_quarantined_slots" gauge "Slots that something may still be writing to after a failure." = |s| s.usage.quarantined_slots;
     "lmc_pool_withheld_bytes" gauge "Bytes of the pool that the system has no memory for: /dev/shm is full." = |s| s.usage.withheld_bytes;
     "lmc_faulty_tiers" gauge "Tiers that are not all well; GET /status says why." = |s| s.tiers.iter().filter(|tier| tier.fault.is_some()).count();
+    "lmc_draining" gauge "1 while the server is drained and stores nothing, else 0." = |s| u64::from(s.is_draining);
     "lmc_sessions" gauge "Requests under way." = |s| s.sessions.sessions;
     "lmc_workers" gauge "Workers registered." = |s| s.instances.len();
     "lmc_pending_stores" gauge "Stores prepared and not committed." = |s| s.transfers.stores;
@@ -138,6 +139,7 @@ metrics! {
     "lmc_reported_blocks_total" counter "Blocks that engines reported as allocated." = |s| s.counts.reported_blocks;
     "lmc_chunks_present_total" counter "Chunks not stored because they were there or being written already." = |s| s.counts.chunks_present;
     "lmc_chunks_outdated_total" counter "Chunks not stored because the cache was cleared since their request began, or may have been." = |s| s.counts.chunks_outdated;
+    "lmc_chunks_drained_total" counter "Chunks not stored because the server was being drained." = |s| s.counts.chunks_drained;
     "lmc_chunks_null_total" counter "Chunks not stored because the engine had dropped some of their blocks." = |s| s.counts.chunks_null;
     "lmc_chunk_hits_total" counter "Chunks that lookups and retrieves asked for and found, each time." = |s| s.engine.hits;
     "lmc_chunk_misses_total" counter "Chunks that lookups and retrieves asked for and did not find, each time." = |s| s.engine.misses;

@@ -1,8 +1,9 @@
 //! Commands that talk to a server or look into its folder: `lmc status`, `lmc peers`, `lmc clear`,
-//! `lmc quota`, `lmc disk`, `lmc remote`; and `lmc start`, `lmc proxy`, `lmc plan`.
+//! `lmc drain`, `lmc quota`, `lmc disk`, `lmc remote`; and `lmc start`, `lmc proxy`, `lmc plan`.
 
 mod clear;
 mod disk;
+mod drain;
 mod format;
 pub(crate) mod http;
 mod peers;
@@ -56,6 +57,9 @@ pub(crate) enum Tool {
         #[arg(long)]
         shared: bool,
     },
+    /// Takes a server out of service: it stores nothing more, and writes to its tiers what they lack
+    #[command(after_help = drain::HELP)]
+    Drain(drain::Arguments),
     /// Says what a model's KV cache takes, and how many prompts a cache of some size holds
     #[command(after_help = plan::HELP)]
     Plan(plan::Arguments),
@@ -109,6 +113,7 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
             (server, Call::new("POST", "/cache/clear", Some(body)))
         }
         Tool::Reload(server) => (server, Call::new("POST", "/reload", Some(json!({})))),
+        Tool::Drain(arguments) => return drain::run(arguments),
         Tool::Start(arguments) => return start::run(arguments),
         Tool::Proxy(arguments) => return proxy::run(arguments),
         Tool::Plan(arguments) => return done(plan::run(arguments)),

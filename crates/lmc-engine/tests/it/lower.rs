@@ -565,6 +565,47 @@ fn what_is_written_back_goes_down_at_a_close_too() {
 }
 
 #[test]
+fn an_engine_that_drains_takes_nothing_and_writes_back_what_it_holds() {
+    let tier = gated();
+    let engine = engine_with(32, Arc::clone(&tier) as _, |_, policy| {
+        policy.write = WritePolicy::Back;
+        policy.write_queue_bytes = Some(2 * CHUNK);
+    });
+    write(&engine, 0..12);
+    let begun = reserve(&engine, 12..14);
+    engine.write_back();
+    assert_eq!(engine.unwritten_bytes(), 12 * CHUNK, "it does not drain");
+    engine.begin_drain();
+    let starts = engine.store(OwnerId(1), engine.clears_id(), &requests(20..22));
+    assert!(
+        starts
+            .iter()
+            .all(|start| matches!(start, StoreStart::Draining))
+    );
+    assert_eq!(engine.commit(begun).len(), 2, "it began before");
+    assert_eq!(fetched(&engine, 0..14).len(), 14, "what is there is read");
+    engine.write_back();
+    until("all is written", || engine.unwritten_bytes() == 0);
+    assert_eq!(
+        (status(&engine).written, status(&engine).write_dropped),
+        (14, 0)
+    );
+    engine.end_drain();
+    assert_eq!(write(&engine, 20..22), 2);
+    assert_eq!(engine.unwritten_bytes(), 16 * CHUNK);
+    // A tier that takes nothing holds a drain up until it is cancelled.
+    tier.shut();
+    engine.begin_drain();
+    let draining = engine.clone();
+    let writer = thread::spawn(move || draining.write_back());
+    until("it waits for the tier", || status(&engine).queued_bytes > 0);
+    engine.end_drain();
+    writer.join().expect("it ends");
+    tier.open();
+    settle(&engine);
+}
+
+#[test]
 fn a_slow_tier_makes_memory_give_up_no_more_than_it_must() {
     let tier = gated();
     let engine = engine_with(32, Arc::clone(&tier) as _, |config, policy| {

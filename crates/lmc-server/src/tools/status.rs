@@ -19,6 +19,7 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
     let health = match answer["status"].as_str() {
         Some("ok") => "healthy".to_owned(),
         Some("degraded") => "DEGRADED".to_owned(),
+        Some("draining") => "draining (lmc drain): it stores nothing more".to_owned(),
         _ => format!("NOT ANSWERING ENGINES: {}", text(&answer["reason"])),
     };
     let up = duration(number(&status["uptime_seconds"]));

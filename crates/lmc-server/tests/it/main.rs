@@ -9,6 +9,7 @@ mod containers;
 mod daemon;
 mod disk;
 mod doctor;
+mod drain;
 mod encrypted_peers;
 mod first_chunks;
 mod frozen_copies;

@@ -121,6 +121,8 @@ counters! {
     chunks_no_room,
     /// Chunks not stored because the cache was cleared since their request began, or may have been.
     chunks_outdated,
+    /// Chunks not stored because the engine was being drained.
+    chunks_drained,
     /// Chunks not stored because the engine had dropped some of their blocks.
     chunks_null,
     /// Retrieves that ended well, in either mode.

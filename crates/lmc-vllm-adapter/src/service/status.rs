@@ -122,6 +122,8 @@ pub struct ServiceStatus {
     pub identity: String,
     /// Seconds since the start.
     pub uptime_seconds: f64,
+    /// True while no chunks are stored.
+    pub is_draining: bool,
     /// Workers, oldest first.
     pub instances: Vec<InstanceStatus>,
     /// Bytes of the pool that are registered with the driver of GPUs.
@@ -189,6 +191,7 @@ impl ServiceStatus {
             hash_algorithm: context.config.hasher.algorithm().to_string(),
             identity: context.config.identity.to_string(),
             uptime_seconds: uptime.as_secs_f64(),
+            is_draining: context.engine.is_draining(),
             instances,
             gpu_registered_bytes,
             sessions,

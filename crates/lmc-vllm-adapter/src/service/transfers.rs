@@ -238,6 +238,7 @@ impl Transfers {
                     StoreStart::Present | StoreStart::Busy => add(&counters.chunks_present, 1),
                     StoreStart::NoMemory => add(&counters.chunks_no_room, 1),
                     StoreStart::Cleared => add(&counters.chunks_outdated, 1),
+                    StoreStart::Draining => add(&counters.chunks_drained, 1),
                 }
             }
             asked = end;

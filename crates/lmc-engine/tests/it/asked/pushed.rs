@@ -60,6 +60,15 @@ impl Backend for Passing {
     }
 }
 
+#[test]
+fn an_engine_that_drains_wants_nothing_that_is_pushed() {
+    let receiver = Receiver::new();
+    receiver.engine.begin_drain();
+    assert_eq!(receiver.receive("peer", 0..4), (0, false));
+    receiver.engine.end_drain();
+    assert_eq!(receiver.receive("peer", 0..4), (4, true));
+}
+
 /// A book of one space.
 #[derive(Debug)]
 struct Used;
