@@ -170,14 +170,11 @@ async fn serve(
         .local_addr()
         .context("the HTTP socket has no address")?;
     summary(config, &service, &arena);
-    for (name, host) in [("engines", &config.host), ("HTTP", &config.http_host)] {
-        if !is_loopback(host) {
-            warn!(
-                "{name} can reach this server from other hosts ({host}), and nothing here \
-                 authenticates them: keep the network closed, or listen on 127.0.0.1"
-            );
-        }
-    }
+    warn_of_the_network(config);
+    let http_url = match config.http_tls_cert {
+        Some(_) => format!("https://{http_address}"),
+        None => format!("http://{http_address}"),
+    };
     let (stop, stopped) = watch::channel(false);
     let mut http = Http::new(service.clone(), address, Arc::clone(&reload));
     let probe = http.probe().alone();
@@ -189,7 +186,7 @@ async fn serve(
     let (stop_http, http_stopped) = watch::channel(false);
     let http = tokio::spawn(http::serve(http_socket, http, http_stopped));
     if let Some(background) = &background {
-        background.listens(http_address);
+        background.listens(&http_url);
     }
     let ticks = tokio::spawn(tick(service.clone(), background, stopped.clone()));
     let reloads = tokio::spawn(reload_on_signal(reload, signals.reload(), stopped.clone()));
@@ -201,7 +198,7 @@ async fn serve(
     let for_watchdog = stopped.clone();
     let mut engines = tokio::spawn(server.run(stopped));
     info!(
-        "listening for engines on tcp://{address}, HTTP on http://{http_address} \
+        "listening for engines on tcp://{address}, HTTP on {http_url} \
          ({:.0} ms after the start)",
         started.elapsed().as_secs_f64() * 1e3
     );
@@ -290,6 +287,26 @@ async fn serve(
         started.elapsed().as_secs_f64()
     );
     Ok(stop)
+}
+
+/// Warns of what other hosts can reach and nothing protects.
+fn warn_of_the_network(config: &ServeConfig) {
+    let open = |who: &str, host: &str, remedy: &str| {
+        warn!(
+            "{who} can reach this server from other hosts ({host}), and nothing here \
+             authenticates them: {remedy}keep the network closed, or listen on 127.0.0.1"
+        );
+    };
+    if !is_loopback(&config.host) {
+        open("engines", &config.host, "");
+    }
+    let (host, has_token) = (&config.http_host, config.http_token_file.is_some());
+    if !is_loopback(host) && !has_token {
+        open("HTTP", host, "set --http-token-file, ");
+    }
+    if !is_loopback(host) && has_token && config.http_tls_cert.is_none() {
+        warn!("the HTTP token can be read on the network: set --http-tls-cert and --http-tls-key");
+    }
 }
 
 fn stopped_at_once(signal: &str, service: &Service) {

@@ -1,5 +1,6 @@
 //! The HTTP side: health, metrics, status, and what LMCache's own tools ask.
 
+pub(crate) mod access;
 pub(crate) mod connections;
 mod deletion;
 pub(crate) mod guard;
@@ -14,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::{DefaultBodyLimit, Extension, Request, State};
-use axum::http::{Method, StatusCode, Uri, header};
+use axum::http::{HeaderValue, Method, StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -23,7 +24,7 @@ use lmc_backend_p2p::P2pBackend;
 use lmc_backend_p2p::directory::DirectoryHost;
 use lmc_backend_remote::RemoteTier;
 use lmc_key::Salt;
-use lmc_vllm_adapter::{Service, ServiceStatus, TrustedUsers};
+use lmc_vllm_adapter::{Service, ServiceStatus};
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
@@ -34,6 +35,7 @@ use crate::config::policy_name;
 use crate::drain::Drain;
 use crate::metrics;
 use crate::reload::{Outcome, Reload};
+use access::LiveAccess;
 use connections::Bounds;
 use guard::{ConnectionUser, Guard};
 pub(crate) use probe::Probe;
@@ -59,7 +61,7 @@ const DRAINING: &str = "the server is being drained (lmc drain): it stores nothi
 pub struct Http {
     service: Service,
     guard: Guard,
-    trusted_users: TrustedUsers,
+    access: LiveAccess,
     probe: Probe,
     /// The settings in effect.
     reload: Arc<Reload>,
@@ -106,7 +108,7 @@ impl Http {
         let loaded = reload.loaded();
         Self {
             guard: Guard::new(&loaded.config),
-            trusted_users: loaded.config.trusted_users.clone(),
+            access: reload.access().clone(),
             probe: Probe::new(service.clone(), engines),
             drain: Drain::new(service.clone()),
             reload,
@@ -147,7 +149,7 @@ type Shared = State<Arc<Http>>;
 
 /// Answers until `stopped` turns true.
 pub async fn serve(socket: TcpListener, http: Http, stopped: watch::Receiver<bool>) {
-    let trusted_users = http.trusted_users.clone();
+    let access = http.access.clone();
     let router = router(Arc::new(http));
     let bounds = Bounds {
         connections: MAX_CONNECTIONS,
@@ -155,7 +157,7 @@ pub async fn serve(socket: TcpListener, http: Http, stopped: watch::Receiver<boo
         end: END_DEADLINE,
         unread: None,
     };
-    connections::serve(socket, router, Some(trusted_users), stopped, bounds).await;
+    connections::serve(socket, router, Some(access), stopped, bounds).await;
 }
 
 fn router(http: Arc<Http>) -> Router {
@@ -204,11 +206,22 @@ fn state_of<'a>(
 async fn guarded(
     State(http): Shared,
     Extension(user): Extension<ConnectionUser>,
-    request: Request,
+    mut request: Request,
     next: Next,
 ) -> Response {
-    if let Err((code, reason)) = http.guard.check(&request, user) {
-        return refusal(code, reason);
+    let access = http.access.now();
+    match http.guard.check(&request, user, access.token.as_ref()) {
+        Ok(user) => drop(request.extensions_mut().insert(user)),
+        Err((code, reason)) => {
+            let mut refused = refusal(code, reason);
+            if code == StatusCode::UNAUTHORIZED {
+                let scheme = HeaderValue::from_static("Bearer");
+                refused
+                    .headers_mut()
+                    .insert(header::WWW_AUTHENTICATE, scheme);
+            }
+            return refused;
+        }
     }
     if request.method().is_safe() {
         return next.run(request).await;

@@ -9,6 +9,7 @@ use parking_lot::{Mutex, RwLock};
 use tracing::{info, warn};
 
 use crate::config::{ConfigError, Loaded};
+use crate::http::access::{Access, LiveAccess};
 use crate::log;
 use crate::quotas::{self, Quotas};
 use crate::salts::SaltDigests;
@@ -29,6 +30,7 @@ pub struct Reload {
     service: Service,
     digests: SaltDigests,
     loaded: RwLock<Arc<Loaded>>,
+    access: LiveAccess,
     /// The quotas of the settings in effect. Locked while settings are read, so that one reload follows
     /// the other.
     quotas: Mutex<Quotas>,
@@ -53,7 +55,7 @@ impl Reload {
     /// Sets the quotas of `loaded`, with which the service runs. `read` reads the settings again.
     ///
     /// # Errors
-    /// An error of the file of quotas.
+    /// An error of the files of quotas, of the token or of TLS.
     pub fn new(
         loaded: Loaded,
         read: impl Fn() -> Result<Loaded, ConfigError> + Send + Sync + 'static,
@@ -61,8 +63,10 @@ impl Reload {
         digests: SaltDigests,
     ) -> Result<Self> {
         let quotas = quotas::of(&loaded.config)?;
+        let access = LiveAccess::new(Access::read(&loaded.config)?);
         quotas::set(&quotas, &Quotas::new(), &service, &digests);
         Ok(Self {
+            access,
             read: Box::new(read),
             service,
             digests,
@@ -76,6 +80,11 @@ impl Reload {
         Arc::clone(&self.loaded.read())
     }
 
+    /// Returns who may use the HTTP side.
+    pub(crate) fn access(&self) -> &LiveAccess {
+        &self.access
+    }
+
     pub(crate) fn digests(&self) -> &SaltDigests {
         &self.digests
     }
@@ -83,12 +92,14 @@ impl Reload {
     /// Reads the settings again. May block: on files, and on the evictions of a new quota.
     ///
     /// # Errors
-    /// An error of the settings or the file of quotas; then nothing has changed.
+    /// An error of the settings or of a file that they name; then nothing has changed.
     pub(crate) fn now(&self) -> Result<Outcome> {
         let mut quotas_before = self.quotas.lock();
         let mut loaded = Loaded::clone(&self.loaded());
         let read = (self.read)()?;
         let quotas = quotas::of(&read.config)?;
+        // The files of the settings in effect: the names of others need a restart.
+        let access = Access::read(&loaded.config)?;
         for warning in &read.warnings {
             warn!("{warning}");
         }
@@ -117,6 +128,7 @@ impl Reload {
         config.quotas = read.config.quotas;
         config.quota_file = read.config.quota_file;
         log::set_level(&config.log_level);
+        self.access.set(access);
         self.service.set_request_log(config.request_log);
         let has_quota = outcome.changed.iter().any(|name| name.starts_with("quota"));
         if quotas != *quotas_before && !has_quota {

@@ -5,7 +5,6 @@ mod descriptors;
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, ErrorKind, Write as _};
-use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -467,12 +466,12 @@ impl Background {
     }
 
     /// Notes that this server listens, and with which flags, for `lmc start`.
-    pub(crate) fn listens(&self, http: SocketAddr) {
+    pub(crate) fn listens(&self, http: &str) {
         let flags: Vec<String> = std::env::args().skip(COMMAND.len() + 2).collect();
         let record = json!({
             "version": version(),
             "process": std::process::id(),
-            "http": format!("http://{http}"),
+            "http": http,
             "flags": flags,
         });
         if let Err(error) = write_whole(&record_beside(&self.socket), &record.to_string()) {

@@ -80,7 +80,8 @@ pub(crate) enum Tool {
 // A doc comment here would become the text of each command.
 #[derive(Debug, Args)]
 pub(crate) struct Server {
-    /// The server's HTTP address (--http-host, --http-port).
+    /// The server's HTTP address (--http-host, --http-port). The variable LMC_HTTP_TOKEN_FILE names the
+    /// file with its token, LMC_CA_FILE certificates to trust for https in place of the system's.
     #[arg(
         long,
         value_name = "URL",

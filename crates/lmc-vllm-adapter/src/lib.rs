@@ -60,7 +60,7 @@ pub use service::{
 };
 #[cfg(feature = "service")]
 pub use transport::{BindError, Keepalive, ZmqConfig, ZmqServer};
-pub use transport::{Limits, TrustedUsers, Untrusted, ZmtpError};
+pub use transport::{Limits, Trust, TrustedUsers, Untrusted, ZmtpError};
 
 /// Release of lmcache whose multiprocess protocol this crate implements.
 pub const LMCACHE_RELEASE: &str = "0.5.6";

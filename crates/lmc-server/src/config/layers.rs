@@ -14,6 +14,7 @@ use super::tiers::Kind;
 const OTHER_VARIABLES: &[&str] = &[
     "LMC_CONFIG",
     "LMC_URL",
+    "LMC_CA_FILE",
     "LMC_WRITE_DOCS",
     "LMC_CACHE_DIR",
     "LMC_NIXL_LIBRARY",

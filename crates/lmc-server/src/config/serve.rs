@@ -139,6 +139,24 @@ impl ServeConfig {
                 ),
             );
         }
+        for (given, needed, name, of) in [
+            (
+                &self.http_tls_cert,
+                &self.http_tls_key,
+                "http-tls-cert",
+                "--http-tls-key",
+            ),
+            (
+                &self.http_tls_key,
+                &self.http_tls_cert,
+                "http-tls-key",
+                "--http-tls-cert",
+            ),
+        ] {
+            if given.is_some() && needed.is_none() {
+                layers.refuse(name, format!("requires {of}"));
+            }
+        }
         if self.transfer_mode == TransferMode::EngineDriven && self.shm_name == SegmentName::None {
             layers.refuse(
                 "shm-name",

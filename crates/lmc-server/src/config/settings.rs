@@ -93,6 +93,12 @@ settings! {
             http_port: u16 = "http-port", Value "PORT", "8080", parse::port;
             /// Host names under which the HTTP side may be asked, separated by commas, such as the name of a Kubernetes Service; IP addresses, localhost and the name in --http-host always may. Requests under other names are refused, because a web page could have sent them (DNS rebinding).
             http_allowed_hosts: Vec<String> = "http-allowed-host", Value "NAMES", "none", parse::host_names;
+            /// File with a token on its first line, of at least 16 characters. Requests to the HTTP side then have to show it (Authorization: Bearer TOKEN), but for those of trusted users of this host (--trusted-users) and for /livez, /readyz and /healthz. A file that other users may read is refused, as for --p2p-key.
+            http_token_file: Option<PathBuf> = "http-token-file", Value "FILE", "none", parse::optional_path;
+            /// File with the certificate of the HTTP side in PEM, and those that it is signed by. The port then speaks TLS only. Needs --http-tls-key.
+            http_tls_cert: Option<PathBuf> = "http-tls-cert", Value "FILE", "none", parse::optional_path;
+            /// File with the private key of --http-tls-cert in PEM. A file that other users may read is refused, as for --p2p-key.
+            http_tls_key: Option<PathBuf> = "http-tls-key", Value "FILE", "none", parse::optional_path;
             /// Pairs of model and tenant that /metrics has series of their own for (lmc_tenant_*), in the order in which they were first used; all further ones together are `other`. A tenant is named by the first 12 digits of its salt's digest, which changes with each start unless --p2p-key or --remote-key names a key. 0 has no such series.
             metrics_tenants: usize = "metrics-tenants", Value "N", "64", |raw| parse::count(raw, 0, 10_000);
         }

@@ -14,19 +14,24 @@ use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use lmc_vllm_adapter::TrustedUsers;
 use parking_lot::Mutex;
 use rustix::net::sockopt::set_tcp_user_timeout;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
 use tracing::{debug, warn};
 
+use super::access::LiveAccess;
 use super::guard::ConnectionUser;
 
 /// Longest time from the start of a connection, or the end of an answer, to the end of the next
 /// request's head.
 const HEAD_DEADLINE: Duration = Duration::from_secs(30);
+/// Longest time of a TLS handshake.
+const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(10);
 /// Time that a stop gives a connection that waits for a request: only the last bytes of an answer
 /// may be in flight.
 const IDLE_END_DEADLINE: Duration = Duration::from_secs(1);
@@ -47,12 +52,12 @@ pub(crate) struct Bounds {
     pub(crate) unread: Option<Duration>,
 }
 
-/// Answers until `stopped` turns true, then lets answers under way end. With `trusted_users`,
-/// requests say whether the user of their connection is one.
+/// Answers until `stopped` turns true, then lets answers under way end. With `access`, requests say
+/// whether the user of their connection is trusted, and connections speak TLS where it says so.
 pub(crate) async fn serve(
     socket: TcpListener,
     router: Router,
-    trusted_users: Option<TrustedUsers>,
+    access: Option<LiveAccess>,
     mut stopped: watch::Receiver<bool>,
     bounds: Bounds,
 ) {
@@ -77,19 +82,26 @@ pub(crate) async fn serve(
         let Some(seat) = seats.take(Instant::now()) else {
             continue;
         };
-        let check = |trusted: &TrustedUsers| ConnectionUser(trusted.check(&stream));
-        let user = trusted_users.as_ref().map(check);
-        let connection = connection(
-            stream,
-            user,
-            Arc::clone(&seat),
-            router.clone(),
-            stopped.clone(),
-            bounds,
-        );
-        let seats = seats.clone();
+        if let Some(unread) = bounds.unread
+            && let Err(error) = set_tcp_user_timeout(&stream, unread.as_millis() as u32)
+        {
+            debug!(%error, "a client that reads nothing may hold its connection");
+        }
+        let access = access.as_ref().map(LiveAccess::now);
+        let (user, tls) = access.map_or((None, None), |access| {
+            let user = ConnectionUser(access.trusted_users.check(&stream));
+            (Some(user), access.tls.clone())
+        });
+        let (router, stopped, seats) = (router.clone(), stopped.clone(), seats.clone());
         connections.spawn(async move {
-            connection.await;
+            match tls {
+                None => connection(stream, user, &seat, router, stopped, bounds).await,
+                Some(tls) => {
+                    if let Some(stream) = encrypted(&tls, stream, &seat, stopped.clone()).await {
+                        connection(stream, user, &seat, router, stopped, bounds).await;
+                    }
+                }
+            }
             seats.leave(&seat);
         });
     }
@@ -191,26 +203,43 @@ impl HttpBody for Answer {
     }
 }
 
-async fn connection(
+/// Makes the TLS session of a connection; `None` where that fails or is late, or the seat is needed.
+async fn encrypted(
+    tls: &TlsAcceptor,
     stream: TcpStream,
+    seat: &Seat,
+    mut stopped: watch::Receiver<bool>,
+) -> Option<TlsStream<TcpStream>> {
+    let accepted = tokio::select! {
+        accepted = tokio::time::timeout(HANDSHAKE_DEADLINE, tls.accept(stream)) => accepted,
+        () = seat.evicted.notified() => return None,
+        _ = stopped.wait_for(|&stop| stop) => return None,
+    };
+    match accepted {
+        Ok(Ok(stream)) => Some(stream),
+        Ok(Err(error)) => {
+            debug!(%error, "TLS handshake failed");
+            None
+        }
+        Err(_) => None,
+    }
+}
+
+async fn connection(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
     user: Option<ConnectionUser>,
-    seat: Arc<Seat>,
+    seat: &Arc<Seat>,
     router: Router,
     mut stopped: watch::Receiver<bool>,
     bounds: Bounds,
 ) {
-    if let Some(unread) = bounds.unread
-        && let Err(error) = set_tcp_user_timeout(&stream, unread.as_millis() as u32)
-    {
-        debug!(%error, "a client that reads nothing may hold its connection");
-    }
     let router = TowerToHyperService::new(router);
     let service = service_fn(|mut request: Request<Incoming>| {
         if let Some(user) = user {
             request.extensions_mut().insert(user);
         }
         seat.request_began();
-        let (answer, at_work) = (router.call(request), AtWork(Arc::clone(&seat)));
+        let (answer, at_work) = (router.call(request), AtWork(Arc::clone(seat)));
         async move {
             let answer: Response<Body> = answer.await?;
             Ok::<_, Infallible>(answer.map(|body| Answer {

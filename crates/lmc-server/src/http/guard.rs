@@ -16,9 +16,10 @@ use std::time::{Duration, Instant};
 
 use axum::http::header::{CONTENT_TYPE, HOST, ORIGIN};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode};
-use lmc_vllm_adapter::Untrusted;
+use lmc_vllm_adapter::{Trust, Untrusted};
 use tracing::warn;
 
+use super::access::Token;
 use crate::config::ServeConfig;
 
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
@@ -27,7 +28,7 @@ const WARN_EVERY: Duration = Duration::from_secs(10);
 
 /// Trust in the user at the other end of a connection.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct ConnectionUser(pub(super) Result<(), Untrusted>);
+pub(super) struct ConnectionUser(pub(super) Result<Trust, Untrusted>);
 
 /// The names under which the HTTP side may be asked, and when it last warned of another.
 #[derive(Debug)]
@@ -68,16 +69,20 @@ impl Guard {
     }
 
     /// Lets a request of a connection's user pass, or returns the code and the reason of the
-    /// refusal.
+    /// refusal. With a `token`, requests of others than trusted users of this host have to show it, and
+    /// count as theirs then. Returns the user that the request counts for.
     pub(super) fn check<B>(
         &self,
         request: &Request<B>,
         user: ConnectionUser,
-    ) -> Result<(), (StatusCode, String)> {
+        token: Option<&Token>,
+    ) -> Result<ConnectionUser, (StatusCode, String)> {
         let checked = self.check_host(request).and_then(|()| {
             check_site(request.headers())?;
+            let user = check_token(request, user, token)?;
             check_user(request.method(), user)?;
-            check_content_type(request.method(), request.headers())
+            check_content_type(request.method(), request.headers())?;
+            Ok(user)
         });
         if let Err((_, reason)) = &checked
             && self.may_warn()
@@ -151,6 +156,33 @@ pub(crate) fn check_site(headers: &HeaderMap) -> Result<(), (StatusCode, String)
     }
 }
 
+/// Paths that need no token: they say no more than whether engines are served, and probes of clusters
+/// show none.
+const OPEN: [&str; 3] = ["/healthz", "/livez", "/readyz"];
+
+/// Refuses what does not show the token and is not of a trusted user of this host.
+fn check_token<B>(
+    request: &Request<B>,
+    user: ConnectionUser,
+    token: Option<&Token>,
+) -> Result<ConnectionUser, (StatusCode, String)> {
+    let Some(token) = token else {
+        return Ok(user);
+    };
+    let is_open = request.method().is_safe() && OPEN.contains(&request.uri().path());
+    match user.0 {
+        Ok(Trust::User) => Ok(user),
+        _ if token.is_in(request.headers()) => Ok(ConnectionUser(Ok(Trust::User))),
+        _ if is_open => Ok(user),
+        _ => {
+            let reason = "this server asks for a token (--http-token-file): send it as \
+                          Authorization: Bearer TOKEN; the lmc tools read the file that \
+                          LMC_HTTP_TOKEN_FILE names";
+            Err((StatusCode::UNAUTHORIZED, reason.to_owned()))
+        }
+    }
+}
+
 /// Refuses changes by users that are not trusted. What is only read is for monitoring users, too.
 fn check_user(method: &Method, user: ConnectionUser) -> Result<(), (StatusCode, String)> {
     match user.0 {
@@ -212,6 +244,60 @@ mod tests {
         config.http_host = "Node-7".to_owned();
         config.http_allowed_hosts = vec!["lmc.cache.svc".to_owned()];
         Guard::new(&config)
+    }
+
+    /// The code of a refusal, 0 where there is none, and whether the request counts as a trusted user's.
+    fn checked(user: Result<Trust, Untrusted>, line: &str, shown: Option<&str>) -> (u16, bool) {
+        let token = Token::new("0123456789abcdef");
+        let (method, path) = line.split_once(' ').expect("a method and a path");
+        let mut request = Request::builder().method(method).uri(path);
+        request = request.header(CONTENT_TYPE, "application/json");
+        if let Some(shown) = shown {
+            request = request.header("authorization", format!("Bearer {shown}"));
+        }
+        let request = request.body(()).expect("a request");
+        let user = ConnectionUser(user);
+        match guard().check(&request, user, Some(&token)) {
+            Ok(ConnectionUser(user)) => (0, user == Ok(Trust::User)),
+            Err((code, _)) => (code.as_u16(), false),
+        }
+    }
+
+    /// Nothing but the network kept others from clearing the cache of a server in a cluster.
+    #[test]
+    fn with_a_token_requests_from_elsewhere_have_to_show_it() {
+        let elsewhere = [
+            Ok(Trust::Unknown),
+            Err(Untrusted::User(7)),
+            Err(Untrusted::Closed),
+        ];
+        for line in [
+            "GET /status",
+            "GET /metrics",
+            "POST /cache/clear",
+            "DELETE /quota/a",
+            "POST /livez",
+        ] {
+            assert_eq!(checked(Ok(Trust::User), line, None), (0, true), "{line}");
+            for user in elsewhere {
+                assert_eq!(checked(user, line, None).0, 401, "{line}");
+                assert_eq!(
+                    checked(user, line, Some("0123456789abcdee")).0,
+                    401,
+                    "{line}"
+                );
+                assert_eq!(
+                    checked(user, line, Some("0123456789abcdef")),
+                    (0, true),
+                    "{line}"
+                );
+            }
+        }
+        for line in ["GET /livez", "HEAD /readyz", "GET /healthz?x"] {
+            for user in elsewhere {
+                assert_eq!(checked(user, line, None), (0, false), "{line}");
+            }
+        }
     }
 
     #[test]

@@ -84,7 +84,7 @@ async fn health(State(http): Shared) -> Response {
 async fn settings(State(http): Shared, Extension(user): Extension<ConnectionUser>) -> Response {
     let loaded = http.reload.loaded();
     let shown = match user.0 {
-        Ok(()) => config(&http.service, &loaded, str::to_owned),
+        Ok(_) => config(&http.service, &loaded, str::to_owned),
         Err(_) => config(&http.service, &loaded, |text| {
             let salt = salts::parse(text).unwrap_or_default();
             http.reload.digests().of(&salt).to_string()
@@ -566,7 +566,7 @@ async fn quotas(State(http): Shared, Extension(user): Extension<ConnectionUser>)
                 "current_usage_gb": tenant.bytes as f64 / GIB,
             });
             let name = match user.0 {
-                Ok(()) => salts::in_clear(&salt).to_owned(),
+                Ok(_) => salts::in_clear(&salt).to_owned(),
                 Err(_) => http.reload.digests().of(&salt).to_string(),
             };
             users.insert(name, entry);

@@ -2,18 +2,48 @@
 
 use std::convert::Infallible;
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::Value;
+use tokio_rustls::rustls::crypto::ring;
+use ureq::tls::{Certificate, RootCerts, TlsConfig};
 
 use crate::config::mask_password_of;
+use crate::http::access::{certificates, token_of};
 
 /// Default address of the HTTP side.
 pub(crate) const DEFAULT_URL: &str = "http://127.0.0.1:8080";
 /// A clear waits for its state file and for tiers, at most 16 s.
 const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Variable that names the file with the server's token, as for the server itself.
+const TOKEN_FILE: &str = "LMC_HTTP_TOKEN_FILE";
+/// Variable that names a file with certificates to trust in place of the system's.
+const CA_FILE: &str = "LMC_CA_FILE";
+
+/// Returns the file that a variable names.
+fn file_of(variable: &str) -> Option<PathBuf> {
+    let path = std::env::var_os(variable)?;
+    (!path.is_empty() && !path.eq_ignore_ascii_case("none")).then(|| path.into())
+}
+
+fn tls() -> Result<TlsConfig> {
+    let certificates = match file_of(CA_FILE) {
+        Some(path) => certificates(&path).context(CA_FILE)?,
+        None => rustls_native_certs::load_native_certs().certs,
+    };
+    let certificates: Vec<Certificate<'static>> = (certificates.iter())
+        .map(|der| Certificate::from_der(der).to_owned())
+        .collect();
+    Ok(TlsConfig::builder()
+        .root_certs(RootCerts::new_with_certs(&certificates))
+        .unversioned_rustls_crypto_provider(Arc::new(ring::default_provider()))
+        .build())
+}
 
 /// Address of a server's HTTP side, shown without a password.
 #[derive(Clone, PartialEq, Eq)]
@@ -67,13 +97,6 @@ impl Call {
 
     /// Sends it to the server at `url`; a URL without a scheme means http.
     pub(crate) fn send(&self, url: &HttpUrl) -> Result<Value> {
-        let agent: ureq::Agent = ureq::Agent::config_builder()
-            .timeout_global(Some(DEADLINE))
-            .http_status_as_error(false)
-            // Servers are on this host or in its network; variables name a proxy for what is not.
-            .proxy(None)
-            .build()
-            .into();
         let HttpUrl(address) = url;
         let address = address.trim_end_matches('/');
         let scheme = if address.contains("://") {
@@ -82,12 +105,32 @@ impl Call {
             "http://"
         };
         let target = format!("{scheme}{address}{}", self.path);
-        let sent = match (self.method, &self.body) {
-            ("DELETE", _) => agent.delete(&target).call(),
-            ("PUT", Some(body)) => agent.put(&target).send_json(body),
-            ("POST", Some(body)) => agent.post(&target).send_json(body),
-            _ => agent.get(&target).call(),
+        let config = ureq::Agent::config_builder()
+            .timeout_global(Some(DEADLINE))
+            .http_status_as_error(false)
+            // Servers are on this host or in its network; variables name a proxy for what is not.
+            .proxy(None);
+        let config = match target.starts_with("https://") {
+            true => config.tls_config(tls()?),
+            false => config,
         };
+        let agent: ureq::Agent = config.build().into();
+        let mut request = ureq::http::Request::builder()
+            .method(self.method)
+            .uri(&target);
+        if let Some(path) = file_of(TOKEN_FILE) {
+            let token = token_of(&path).context(TOKEN_FILE)?;
+            request = request.header("authorization", format!("Bearer {token}"));
+        }
+        let sent = match &self.body {
+            Some(body) => {
+                let request = request.header("content-type", "application/json");
+                let body = serde_json::to_vec(body)?;
+                request.body(body).map(|request| agent.run(request))
+            }
+            None => request.body(()).map(|request| agent.run(request)),
+        };
+        let sent = sent.with_context(|| format!("{url} is no URL of a server"))?;
         // An error of the library may repeat the URL.
         let sent = sent.map_err(|error| {
             let shown = mask_password_of(address);

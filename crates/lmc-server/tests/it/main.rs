@@ -15,6 +15,7 @@ mod first_chunks;
 mod frozen_copies;
 mod gpu;
 mod hostile_peers;
+mod http_access;
 mod metrics;
 mod misses;
 mod monitoring;

@@ -26,7 +26,7 @@ pub(crate) use passing::receive_with;
 pub use router::{BindError, Keepalive, ZmqConfig, ZmqServer};
 #[cfg(feature = "adapters")]
 pub(crate) use stream::Stream;
-pub use trust::{TrustedUsers, Untrusted};
+pub use trust::{Trust, TrustedUsers, Untrusted};
 #[cfg(feature = "adapters")]
 pub(crate) use zmtp::encode_pong;
 pub(crate) use zmtp::{Decoder, Event, encode_message, encode_ready, greeting};

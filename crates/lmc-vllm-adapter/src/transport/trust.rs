@@ -33,6 +33,16 @@ impl Default for TrustedUsers {
     }
 }
 
+/// Knowledge of the user behind a connection that is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trust {
+    /// A user of this host, who is trusted.
+    User,
+    /// The kernel does not show the user: the other end is on another host or in another network
+    /// namespace.
+    Unknown,
+}
+
 /// Why a connection of another process on this host is not used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -65,13 +75,13 @@ impl TrustedUsers {
     ///
     /// # Errors
     /// [`Untrusted`] if the user is not trusted or cannot be looked up any more.
-    pub fn check(&self, stream: &TcpStream) -> Result<(), Untrusted> {
+    pub fn check(&self, stream: &TcpStream) -> Result<Trust, Untrusted> {
         self.check_uid(peer::of_tcp(stream).uid, || peer::is_closed(stream))
     }
 
     /// Checks the user of a connection whose other end was looked up before.
     #[cfg(feature = "service")]
-    pub(super) fn check_peer(&self, stream: &Stream, peer: &Peer) -> Result<(), Untrusted> {
+    pub(super) fn check_peer(&self, stream: &Stream, peer: &Peer) -> Result<Trust, Untrusted> {
         self.check_uid(peer.uid, || match stream {
             Stream::Tcp(stream) => peer::is_closed(stream),
             Stream::Unix(_) => false,
@@ -82,15 +92,15 @@ impl TrustedUsers {
         &self,
         uid: Option<u32>,
         is_closed: impl FnOnce() -> bool,
-    ) -> Result<(), Untrusted> {
+    ) -> Result<Trust, Untrusted> {
         let Self::OwnAnd(others) = self else {
-            return Ok(());
+            return Ok(uid.map_or(Trust::Unknown, |_| Trust::User));
         };
         match uid {
-            Some(uid) if uid == 0 || uid == own_uid() || others.contains(&uid) => Ok(()),
+            Some(uid) if uid == 0 || uid == own_uid() || others.contains(&uid) => Ok(Trust::User),
             Some(uid) => Err(Untrusted::User(uid)),
             None if is_closed() => Err(Untrusted::Closed),
-            None => Ok(()),
+            None => Ok(Trust::Unknown),
         }
     }
 }
@@ -104,21 +114,27 @@ mod tests {
         let stranger = own_uid() + 4_242;
         let check_uid = |users: &TrustedUsers, uid| users.check_uid(uid, || false);
         let own = TrustedUsers::default();
-        assert_eq!(check_uid(&own, Some(0)), Ok(()));
-        assert_eq!(check_uid(&own, Some(own_uid())), Ok(()));
+        assert_eq!(check_uid(&own, Some(0)), Ok(Trust::User));
+        assert_eq!(check_uid(&own, Some(own_uid())), Ok(Trust::User));
         let refused = Err(Untrusted::User(stranger));
         assert_eq!(check_uid(&own, Some(stranger)), refused);
         let named = TrustedUsers::OwnAnd(vec![stranger]);
-        assert_eq!(check_uid(&named, Some(stranger)), Ok(()));
-        assert_eq!(check_uid(&TrustedUsers::All, Some(stranger)), Ok(()));
+        assert_eq!(check_uid(&named, Some(stranger)), Ok(Trust::User));
+        assert_eq!(
+            check_uid(&TrustedUsers::All, Some(stranger)),
+            Ok(Trust::User)
+        );
     }
 
     #[test]
     fn an_unknown_user_is_served_unless_its_socket_was_of_this_host() {
         let own = TrustedUsers::default();
-        assert_eq!(own.check_uid(None, || false), Ok(()));
+        assert_eq!(own.check_uid(None, || false), Ok(Trust::Unknown));
         assert_eq!(own.check_uid(None, || true), Err(Untrusted::Closed));
-        assert_eq!(TrustedUsers::All.check_uid(None, || true), Ok(()));
+        assert_eq!(
+            TrustedUsers::All.check_uid(None, || true),
+            Ok(Trust::Unknown)
+        );
     }
 
     /// Otherwise an untrusted user could send requests and close at once, to be of unknown user.
@@ -129,7 +145,7 @@ mod tests {
         let address = listener.local_addr().expect("bound");
         let client = TcpStream::connect(address).await.expect("it listens");
         let (accepted, _) = listener.accept().await.expect("a connection");
-        assert_eq!(TrustedUsers::default().check(&accepted), Ok(()));
+        assert_eq!(TrustedUsers::default().check(&accepted), Ok(Trust::User));
         drop(client);
         let found = TrustedUsers::default().check(&accepted);
         assert_eq!(found, Err(Untrusted::Closed));
