@@ -10,13 +10,17 @@ use crate::common::{Server, ask, lmc};
 /// Starts a server whose drive gets what leaves memory.
 fn start(folder: &Folder) -> Server {
     Server::start(&[
-        "--l1-size-gb=64MiB",
-        "--state-dir=none",
+        "--l1-size-gb",
+        "64MiB",
         "--disk-create",
-        "--disk-size=512MiB",
-        "--disk-keep-free=0",
-        "--disk-read-timeout-seconds=60",
-        "--disk-write=back",
+        "--disk-size",
+        "512MiB",
+        "--disk-keep-free",
+        "0",
+        "--disk-read-timeout-seconds",
+        "60",
+        "--disk-write",
+        "back",
         "--disk",
         folder.text(),
     ])
