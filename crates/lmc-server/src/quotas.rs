@@ -1,18 +1,121 @@
-//! The quotas of the configuration, from `--quota` and from the file of `--quota-file`.
+//! The quotas of the configuration, from `--quota` and from the file of `--quota-file`, and those that
+//! operators set over HTTP.
 
 use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context as _, Result, anyhow};
 use lmc_key::Salt;
 use lmc_transfer::read_secret;
 use lmc_vllm_adapter::Service;
+use serde::{Deserialize, Serialize};
 use tracing::warn;
 
 use crate::config::{Raw, ServeConfig, human_bytes, parse_quotas};
 use crate::salts::SaltDigests;
+use crate::state::write_private;
 
 /// Bytes of each tenant that has a quota.
 pub(crate) type Quotas = BTreeMap<Salt, u64>;
+
+/// The quotas that were set or removed over HTTP, in a file that only this user may read.
+#[derive(Debug)]
+pub(crate) struct KeptQuotas {
+    path: Option<PathBuf>,
+    kept: BTreeMap<Salt, KeptQuota>,
+}
+
+/// A quota that was set or removed over HTTP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+struct KeptQuota {
+    /// `None` for one that was removed.
+    bytes: Option<u64>,
+    /// The quota of the configuration at that time. Once the configuration has another, that counts.
+    configured: Option<u64>,
+}
+
+impl KeptQuotas {
+    /// Reads the file, and sets what the configuration has not changed since. One that cannot be read is
+    /// left as it is, and nothing is kept.
+    pub(crate) fn open(path: Option<PathBuf>, configured: &Quotas, service: &Service) -> Self {
+        let Some(path) = path else {
+            return Self {
+                path: None,
+                kept: BTreeMap::new(),
+            };
+        };
+        let read = match path.exists() {
+            true => read_kept(&path),
+            false => Ok(BTreeMap::new()),
+        };
+        let (path, kept) = match read {
+            Ok(kept) => (Some(path), kept),
+            Err(error) => {
+                warn!("quotas that were set over HTTP are not known, and not kept: {error:#}");
+                (None, BTreeMap::new())
+            }
+        };
+        let mut this = Self { path, kept };
+        this.drop_changed(configured);
+        for (salt, kept) in &this.kept {
+            (service.engine()).set_quota(service.tenant(salt), kept.bytes);
+        }
+        this
+    }
+
+    /// Notes a quota that was set or removed. Returns true if a restart finds it.
+    pub(crate) fn note(&mut self, salt: &Salt, bytes: Option<u64>, configured: &Quotas) -> bool {
+        let configured = configured.get(salt).copied();
+        match bytes == configured {
+            true => drop(self.kept.remove(salt)),
+            false => drop(
+                self.kept
+                    .insert(salt.clone(), KeptQuota { bytes, configured }),
+            ),
+        }
+        self.write()
+    }
+
+    /// Forgets what the configuration has another quota for by now.
+    pub(crate) fn follow(&mut self, configured: &Quotas) {
+        if self.drop_changed(configured) {
+            self.write();
+        }
+    }
+
+    fn drop_changed(&mut self, configured: &Quotas) -> bool {
+        let before = self.kept.len();
+        self.kept
+            .retain(|salt, kept| configured.get(salt).copied() == kept.configured);
+        self.kept.len() < before
+    }
+
+    fn write(&self) -> bool {
+        let Some(path) = &self.path else {
+            return false;
+        };
+        let kept: BTreeMap<&str, &KeptQuota> = self
+            .kept
+            .iter()
+            .map(|(salt, kept)| (salt.as_str(), kept))
+            .collect();
+        let written = serde_json::to_string(&kept).map_err(io::Error::other);
+        let written = written.and_then(|text| write_private(path, &text));
+        if let Err(error) = &written {
+            warn!(%error, path = %path.display(), "a quota that was set over HTTP ends with this process");
+        }
+        written.is_ok()
+    }
+}
+
+fn read_kept(path: &Path) -> Result<BTreeMap<Salt, KeptQuota>> {
+    let text = read_secret(path)?;
+    let kept: BTreeMap<String, KeptQuota> =
+        serde_json::from_str(&text).with_context(|| format!("{}", path.display()))?;
+    let salted = |(salt, kept): (String, KeptQuota)| Ok((salt.parse()?, kept));
+    kept.into_iter().map(salted).collect()
+}
 
 /// Returns the quotas of the configuration. Those of `--quota` win over those of the file.
 pub(crate) fn of(config: &ServeConfig) -> Result<Quotas> {

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use anyhow::Result;
+use lmc_key::Salt;
 use lmc_vllm_adapter::Service;
 use parking_lot::{Mutex, RwLock};
 use tracing::{info, warn};
@@ -11,8 +12,9 @@ use tracing::{info, warn};
 use crate::config::{ConfigError, Loaded};
 use crate::http::access::{Access, LiveAccess};
 use crate::log;
-use crate::quotas::{self, Quotas};
+use crate::quotas::{self, KeptQuotas, Quotas};
 use crate::salts::SaltDigests;
+use crate::state;
 
 /// Settings that take effect when they are read again. All others need a restart.
 const LIVE: [&str; 4] = [LOG_LEVEL, REQUEST_LOG, "quota", QUOTA_FILE];
@@ -31,9 +33,9 @@ pub struct Reload {
     digests: SaltDigests,
     loaded: RwLock<Arc<Loaded>>,
     access: LiveAccess,
-    /// The quotas of the settings in effect. Locked while settings are read, so that one reload follows
-    /// the other.
-    quotas: Mutex<Quotas>,
+    /// The quotas of the settings in effect, and those that were set over HTTP. Locked while settings are
+    /// read, so that one change follows the other.
+    quotas: Mutex<(Quotas, KeptQuotas)>,
 }
 
 /// Settings that differ from those in effect, by name.
@@ -65,13 +67,14 @@ impl Reload {
         let quotas = quotas::of(&loaded.config)?;
         let access = LiveAccess::new(Access::read(&loaded.config)?);
         quotas::set(&quotas, &Quotas::new(), &service, &digests);
+        let kept = KeptQuotas::open(state::quotas_file(&loaded.config), &quotas, &service);
         Ok(Self {
             access,
             read: Box::new(read),
             service,
             digests,
             loaded: RwLock::new(Arc::new(loaded)),
-            quotas: Mutex::new(quotas),
+            quotas: Mutex::new((quotas, kept)),
         })
     }
 
@@ -89,12 +92,19 @@ impl Reload {
         &self.digests
     }
 
+    /// Sets or removes a quota. Returns true if a restart finds it. May block, as [`Self::now`].
+    pub(crate) fn set_quota(&self, salt: &Salt, bytes: Option<u64>) -> bool {
+        let (configured, kept) = &mut *self.quotas.lock();
+        (self.service.engine()).set_quota(self.service.tenant(salt), bytes);
+        kept.note(salt, bytes, configured)
+    }
+
     /// Reads the settings again. May block: on files, and on the evictions of a new quota.
     ///
     /// # Errors
     /// An error of the settings or of a file that they name; then nothing has changed.
     pub(crate) fn now(&self) -> Result<Outcome> {
-        let mut quotas_before = self.quotas.lock();
+        let (quotas_before, kept) = &mut *self.quotas.lock();
         let mut loaded = Loaded::clone(&self.loaded());
         let read = (self.read)()?;
         let quotas = quotas::of(&read.config)?;
@@ -135,7 +145,8 @@ impl Reload {
             outcome.changed.push(QUOTA_FILE);
         }
         *self.loaded.write() = Arc::new(loaded);
-        quotas::set(&quotas, &quotas_before, &self.service, &self.digests);
+        quotas::set(&quotas, quotas_before, &self.service, &self.digests);
+        kept.follow(&quotas);
         *quotas_before = quotas;
         info!("settings read again: {outcome}");
         Ok(outcome)

@@ -25,6 +25,7 @@ use self::descriptors::keep_descriptors;
 use crate::cli::version;
 use crate::config::{Entry, Raw, ServeConfig, Source, mask_password_of};
 use crate::limits;
+use crate::state::write_private;
 use crate::stdout::outln;
 
 pub(crate) const HELP: &str = "\
@@ -388,18 +389,6 @@ fn is_kept(name: &OsString) -> bool {
     VARIABLES.contains(&name) || VARIABLES_FROM.iter().any(|from| name.starts_with(from))
 }
 
-/// Writes a file that is there whole or not at all.
-fn write_whole(path: &Path, text: &str) -> Result<()> {
-    let new = path.with_extension("new");
-    let mut file = OpenOptions::new();
-    let file = file.create(true).write(true).truncate(true).mode(0o600);
-    let written = file
-        .open(&new)
-        .and_then(|mut file| file.write_all(text.as_bytes()))
-        .and_then(|()| fs::rename(&new, path));
-    written.context(format!("{}", path.display()))
-}
-
 /// Returns the end of a log as one line.
 fn last_lines(log: &Path) -> String {
     let text = fs::read(log).unwrap_or_default();
@@ -474,7 +463,7 @@ impl Background {
             "http": http,
             "flags": flags,
         });
-        if let Err(error) = write_whole(&record_beside(&self.socket), &record.to_string()) {
+        if let Err(error) = write_private(&record_beside(&self.socket), &record.to_string()) {
             warn!("`lmc start` does not know the settings of this server: {error:#}");
         }
     }

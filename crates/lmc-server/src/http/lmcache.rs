@@ -515,10 +515,15 @@ async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -
              DELETE /quota/SALT"
         ));
     }
-    change_quota(&http, &salt, Some(bytes)).await;
-    tracing::info!(salt = %http.reload.digests().of(&salt), bytes, "quota set over HTTP");
-    let body = json!({"cache_salt": salts::in_clear(&salt), "limit_gb": limit, "status": "ok"});
-    Json(body).into_response()
+    let is_kept = change_quota(&http, &salt, Some(bytes)).await;
+    tracing::info!(salt = %http.reload.digests().of(&salt), bytes, is_kept, "quota set over HTTP");
+    Json(json!({
+        "cache_salt": salts::in_clear(&salt),
+        "limit_gb": limit,
+        "status": "ok",
+        "kept": is_kept,
+    }))
+    .into_response()
 }
 
 fn count_quotas(http: &Http) -> usize {
@@ -529,12 +534,13 @@ fn count_quotas(http: &Http) -> usize {
         .count()
 }
 
-/// Runs on a thread that may block: a change walks the index.
-async fn change_quota(http: &Http, salt: &Salt, quota: Option<u64>) {
-    let engine = http.service.engine().clone();
-    let tenant = http.service.tenant(salt);
-    // Cannot fail but by a panic, which is printed where it happens.
-    let _ = tokio::task::spawn_blocking(move || engine.set_quota(tenant, quota)).await;
+/// Runs on a thread that may block: a change walks the index, and is written to a file. Returns true if
+/// a restart finds it.
+async fn change_quota(http: &Http, salt: &Salt, quota: Option<u64>) -> bool {
+    let (reload, salt) = (Arc::clone(&http.reload), salt.clone());
+    let changed = tokio::task::spawn_blocking(move || reload.set_quota(&salt, quota));
+    // It fails by a panic only, which is printed where it happens.
+    changed.await.unwrap_or(false)
 }
 
 async fn delete_quota(State(http): Shared, Path(salt): Path<String>) -> Response {

@@ -39,6 +39,7 @@ impl Server {
         let given = [
             flag("eviction-policy", "arc"),
             flag("port", "0"),
+            flag("state-dir", "none"),
             flag("http-allowed-host", "lmc,lmc.cache.svc"),
         ];
         let loaded = ServeConfig::load(given, [], None).expect("a good configuration");

@@ -13,7 +13,9 @@ use crate::stdout::{out, outln};
 
 /// Note on the lifetime of a quota that is set over HTTP.
 pub(super) const LASTS: &str =
-    "until the server stops; `lmc serve --quota SALT=SIZE` or --quota-file sets it at every start";
+    "over restarts, until --quota or --quota-file has another for the salt";
+/// The same, of a server without a state folder.
+const LASTS_NOT: &str = "until the server stops, which has no state folder (--state-dir)";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
@@ -21,7 +23,7 @@ pub(crate) enum Verb {
     List(Server),
     /// Shows one quota and its use; exit code 1 when none is set
     Get(Tenant),
-    /// Sets a quota, until the server stops
+    /// Sets a quota
     Set {
         #[command(flatten)]
         tenant: Tenant,
@@ -70,7 +72,14 @@ pub(super) fn run(verb: &Verb) -> Result<()> {
     match verb {
         Verb::List(_) => out!("{}", table(&answer["users"])),
         Verb::Get(_) => outln!("{salt}: {} of {}", used(&answer), limit(&answer)),
-        Verb::Set { .. } => outln!("quota of {salt}: {}, {LASTS}", limit(&answer)),
+        Verb::Set { .. } => {
+            let lasts = if answer["kept"] == true {
+                LASTS
+            } else {
+                LASTS_NOT
+            };
+            outln!("quota of {salt}: {}, {lasts}", limit(&answer));
+        }
         Verb::Delete(_) => outln!("quota of {salt} removed"),
     }
     Ok(())

@@ -233,7 +233,10 @@ fn quotas_are_shown_in_bytes_and_a_missing_one_is_an_error() {
     let (code, set) = quota(&["set", "team-a", "8MiB"]);
     assert_eq!(code, Some(0));
     // It is lost when the server stops, and the text names what is not.
-    assert!(set.contains("8.00 MiB") && set.contains("--quota"), "{set}");
+    assert!(
+        set.contains("8.00 MiB") && set.contains("over restarts"),
+        "{set}"
+    );
     let (_, list) = quota(&["list"]);
     assert!(
         list.contains("team-a") && list.contains("8.00 MiB"),

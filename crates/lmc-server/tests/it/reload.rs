@@ -50,15 +50,8 @@ impl Daemon {
         String::from_utf8(said.stdout).expect("text")
     }
 
-    /// The quota of a tenant in bytes; `None` without one.
     fn quota(&self, salt: &str) -> Option<u64> {
-        let (_, answer) = ask(self.server.http, "GET", &format!("/quota/{salt}"), "");
-        let (_, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
-        let quota: Value = serde_json::from_str(body).expect("JSON");
-        let gib = quota["limit_gb"]
-            .as_f64()
-            .filter(|_| quota["exists"] != false)?;
-        (gib > 0.0).then_some((gib * (1u64 << 30) as f64) as u64)
+        quota(&self.server, salt)
     }
 
     fn setting(&self, name: &str) -> String {
@@ -67,6 +60,17 @@ impl Daemon {
         let config: Value = serde_json::from_str(body).expect("JSON");
         config["lmc"][name]["value"].to_string()
     }
+}
+
+/// The quota of a tenant in bytes; `None` without one.
+fn quota(server: &Server, salt: &str) -> Option<u64> {
+    let (_, answer) = ask(server.http, "GET", &format!("/quota/{salt}"), "");
+    let (_, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+    let quota: Value = serde_json::from_str(body).expect("JSON");
+    let gib = quota["limit_gb"]
+        .as_f64()
+        .filter(|_| quota["exists"] != false)?;
+    (gib > 0.0).then_some((gib * (1u64 << 30) as f64) as u64)
 }
 
 fn config_of(folder: &Path) -> PathBuf {
@@ -138,4 +142,44 @@ fn a_hang_up_without_a_terminal_reads_the_settings_again() {
     daemon.server.signal(libc::SIGHUP);
     daemon.server.line("settings stay as they are");
     daemon.server.terminate();
+}
+
+#[test]
+fn a_quota_that_was_set_over_http_lasts_until_the_configuration_has_another() {
+    const MIB: u64 = 1 << 20;
+    let state = Folder::temporary();
+    let start = |quota: &str| Server::start(&["--state-dir", state.text(), "--quota", quota]);
+    let set = |server: &Server, salt: &str, bytes: u64| {
+        let body = format!("{{\"limit_gb\": {}}}", bytes as f64 / (1u64 << 30) as f64);
+        let (code, answer) = ask(server.http, "PUT", &format!("/quota/{salt}"), &body);
+        assert!(code == 200 && answer.contains("\"kept\":true"), "{answer}");
+    };
+    let quotas = |server: &Server| ["a", "b"].map(|salt| quota(server, salt));
+    let server = start("a=1MiB");
+    set(&server, "a", 2 * MIB);
+    set(&server, "b", 4 * MIB);
+    drop(server);
+    let file = state.join("lmc.quotas");
+    let mode = fs::metadata(&file).expect("the file").permissions().mode();
+    assert_eq!(mode & 0o777, 0o600, "it has salts in clear");
+    let server = start("a=1MiB");
+    assert_eq!(quotas(&server), [Some(2 * MIB), Some(4 * MIB)]);
+    assert_eq!(ask(server.http, "DELETE", "/quota/b", "").0, 200);
+    assert_eq!(ask(server.http, "DELETE", "/quota/a", "").0, 200);
+    drop(server);
+    assert_eq!(
+        quotas(&start("a=1MiB")),
+        [None, None],
+        "removed, and not configured since"
+    );
+    assert_eq!(quotas(&start("a=3MiB")), [Some(3 * MIB), None]);
+    fs::write(&file, "{").expect("a file");
+    let server = start("a=3MiB");
+    drop(server.line("quotas that were set over HTTP are not known"));
+    assert_eq!(quotas(&server), [Some(3 * MIB), None]);
+    assert_eq!(
+        fs::read_to_string(&file).expect("the file"),
+        "{",
+        "it is left as it is"
+    );
 }
