@@ -1,6 +1,5 @@
 //! Every developer action of lmc: `cargo xtask --help`.
 
-mod alerts;
 mod bench;
 mod build;
 mod built;
@@ -20,6 +19,7 @@ mod rdma;
 mod remote;
 mod repeat;
 mod scripts;
+mod server_tests;
 mod shown;
 mod slow;
 mod steps;
@@ -83,6 +83,8 @@ enum Action {
     TestRemote,
     /// Test the alert rules and boards with Prometheus' own tool on real servers
     TestAlerts,
+    /// Test the page in a browser with Chromium, and its accessibility
+    TestPage,
     TestRdma(rdma::RdmaArgs),
     TestGpu(gpu::GpuArgs),
     Ptx(gpu::PtxArgs),
@@ -123,7 +125,8 @@ fn run(action: &Action) -> Result<bool> {
         Action::TestNixl { require } => nixl::run(*require),
         Action::TestMultinode => multinode::run(),
         Action::TestRemote => remote::run(),
-        Action::TestAlerts => alerts::run(),
+        Action::TestAlerts => server_tests::run_alerts(),
+        Action::TestPage => server_tests::run_page(),
         Action::TestRdma(args) => rdma::run(args),
         Action::TestGpu(args) => gpu::run(args),
         Action::Ptx(args) => gpu::ptx(args),

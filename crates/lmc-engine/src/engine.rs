@@ -1,19 +1,22 @@
 //! `CacheEngine`: one object over all tiers.
 
+mod drain;
+
 use std::collections::HashSet;
 use std::future::Future;
+use std::hash::{BuildHasher as _, RandomState};
 use std::iter;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lmc_backend::{ChunkRun, DRAM, Host, now};
 use lmc_backend_local::{
-    Clear, Inserted, Leases, ListedChunk, LocalConfig, LocalSink, LocalTier, MarkId, Origin,
-    OwnerId, TenantId, WriteStart,
+    Clear, Inserted, Leases, LocalConfig, LocalSink, LocalTier, MarkId, Origin, OwnerId, TenantId,
+    WriteStart,
 };
-use lmc_key::{ChunkKey, ClearsId, LayoutFingerprint, SpaceId};
+use lmc_key::{ChunkHash, ChunkKey, ClearsId, LayoutFingerprint, SpaceId};
 use lmc_memory::{Arena, Pool, PoolConfig, SealedSlot, SharedName};
 use parking_lot::{Condvar, Mutex};
 use serde::Serialize;
@@ -21,10 +24,12 @@ use tokio::task::AbortHandle;
 
 use crate::clears::{ClearError, ClearLog};
 use crate::config::{EngineConfig, EngineError};
+use crate::demand::{Demand, DemandCurve};
 use crate::events::{Lives, Relay};
 use crate::ghosts::Ghosts;
 use crate::host::EngineHost;
-use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, POLL, Tiers};
+use crate::lookup::Rank;
+use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, Tiers};
 use crate::policy::{LowerTier, WritePolicy};
 use crate::pushed::PushedChunks;
 use crate::status::{EngineStats, EngineTimes, EngineUsage, TenantStatus};
@@ -46,9 +51,9 @@ const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Treatment of chunks that a clear finds in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InUse {
-    /// They stay for those who hold them.
+    /// The chunks stay for those who hold them.
     Keep,
-    /// They are removed as well; their memory is free with the last lease.
+    /// The chunks are removed as well; their memory is free with the last lease.
     Remove,
 }
 
@@ -161,6 +166,7 @@ struct Inner {
     watermark_checks: AtomicU64,
     watermark_evictions: AtomicU64,
     ghosts: Arc<Ghosts>,
+    demand: Demand,
     lives: Arc<Lives>,
     /// Bytes that a drain or a close has still to offer to lower tiers, or [`NOT_BEGUN`].
     unoffered: AtomicU64,
@@ -327,6 +333,7 @@ impl CacheEngine {
             watermark_checks: AtomicU64::new(0),
             watermark_evictions: AtomicU64::new(0),
             ghosts,
+            demand: Demand::new(RandomState::new().hash_one(())),
             lives,
             unoffered: AtomicU64::new(NOT_BEGUN),
             is_draining: AtomicBool::new(false),
@@ -512,7 +519,14 @@ impl CacheEngine {
         if self.is_draining() {
             return requests.iter().map(|_| StoreStart::Draining).collect();
         }
-        self.reserve(owner, clears, requests)
+        let starts = self.reserve(owner, clears, requests);
+        for (request, start) in requests.iter().zip(&starts) {
+            if request.key.kv_rank == 0 && matches!(start, StoreStart::Reserved(_)) {
+                let StoreRequest { key, len, .. } = request;
+                self.0.demand.stored(key.space, &key.hash, *len);
+            }
+        }
+        starts
     }
 
     /// Reserves memory as [`Self::store`] does, also while the engine drains: for chunks that a lookup
@@ -729,123 +743,17 @@ impl CacheEngine {
         Ok(cleared)
     }
 
-    /// Takes no chunks from now on, from engines and from peers; lookups and reads go on. What was
-    /// reserved before can be committed.
-    pub fn begin_drain(&self) {
-        self.0.is_draining.store(true, Ordering::Relaxed);
+    /// Returns the hit ratio that caches of other sizes would have given, as an estimate.
+    pub fn demand(&self) -> DemandCurve {
+        self.0.demand.curve()
     }
 
-    /// Takes chunks again, and ends [`Self::write_back`].
-    pub fn end_drain(&self) {
-        self.0.is_draining.store(false, Ordering::Relaxed);
-        self.0.unoffered.store(NOT_BEGUN, Ordering::Relaxed);
-    }
-
-    /// Returns true while no chunks are taken.
-    pub fn is_draining(&self) -> bool {
-        self.0.is_draining.load(Ordering::Relaxed)
-    }
-
-    /// Gives all that DRAM holds to the tiers with [`WritePolicy::Back`], the heads of prompts first,
-    /// while the engine drains. Returns when each has taken all, or the drain has ended; they are still
-    /// writing then, as [`Self::unwritten_bytes`] says.
-    pub fn write_back(&self) {
-        if let Some(lower) = self.0.written_back().filter(|_| !self.pool_is_lost()) {
-            self.write_all_back(lower, || !self.is_draining());
+    /// Counts what a prompt asks for.
+    pub(crate) fn note_demand(&self, hashes: &[ChunkHash], ranks: &[Rank]) {
+        let bytes: Option<u64> = ranks.iter().map(|rank| rank.chunk_bytes).sum();
+        if let (Some(first), Some(bytes)) = (ranks.first(), bytes) {
+            (self.0.demand).asked(first.space, hashes, bytes, ranks.len());
         }
-        if !self.is_draining() {
-            self.0.unoffered.store(NOT_BEGUN, Ordering::Relaxed);
-        }
-    }
-
-    /// Waits until queued writes have ended and closes the lower tiers. To those with
-    /// [`WritePolicy::Back`] all that DRAM holds is written first, the heads of prompts before what
-    /// follows on them. Returns what could not be done by the deadline.
-    pub fn close(&self, deadline: Instant) -> CloseReport {
-        let Some(lower) = &self.0.lower else {
-            return CloseReport::default();
-        };
-        let before = lower.tiers().unwritten();
-        let mut late = 0;
-        if self.0.written_back().is_some() && !self.pool_is_lost() {
-            // The rest of the time is for the writes that are under way then.
-            let left = deadline.saturating_duration_since(now());
-            let deadline = deadline - (left / 4).min(CLOSE_MARGIN);
-            late = self.write_all_back(lower, || now() >= deadline);
-        }
-        let (failed, unwritten) = lower.close(deadline);
-        CloseReport {
-            failed,
-            late: late + unwritten.late,
-            declined: unwritten.declined - before.declined,
-            write_failed: unwritten.failed - before.failed,
-        }
-    }
-
-    /// Offers every chunk to the tiers that are written back to, to each when its queue has capacity
-    /// for it, however full those of the others are, until `is_over` returns true. Returns the number of
-    /// chunks for which there was no time, counted for each tier.
-    fn write_all_back(&self, lower: &LowerTiers, is_over: impl Fn() -> bool) -> u64 {
-        let tiers = lower.tiers();
-        let chunks = self.0.tier.list_heads_first();
-        // For each tier the chunk that comes next, and the bytes of it and those after it.
-        let all: u64 = chunks.iter().map(|chunk| chunk.len).sum();
-        let of_tier = |tier| (tier, 0, all);
-        let mut next: Vec<_> = tiers.written(WritePolicy::Back).map(of_tier).collect();
-        loop {
-            let left = next.iter().map(|(_, _, left)| *left).max().unwrap_or(0);
-            self.0.unoffered.store(left, Ordering::Relaxed);
-            if left == 0 || is_over() {
-                break;
-            }
-            let mut is_waiting = true;
-            for (tier, at, left) in &mut next {
-                if let Some(chunk) = chunks.get(*at)
-                    && tiers.has_capacity(*tier, chunk.len)
-                {
-                    self.offer_leaving(tiers, *tier, chunk);
-                    *at += 1;
-                    *left -= chunk.len;
-                    is_waiting = false;
-                }
-            }
-            if is_waiting {
-                thread::sleep(POLL);
-            }
-        }
-        next.iter()
-            .map(|(_, at, _)| (chunks.len() - at) as u64)
-            .sum()
-    }
-
-    /// Offers a chunk to a tier that is written back to, if it is still in DRAM.
-    fn offer_leaving(&self, tiers: &Tiers, tier: usize, chunk: &ListedChunk) {
-        let _held = tiers.block_removal();
-        let leases = self.0.tier.lease_uncounted(WRITER, &[chunk.key]);
-        for (slot, origin) in leases.iter().zip(leases.origins()) {
-            let offer = Offer {
-                key: chunk.key,
-                parent: chunk.parent,
-                origin,
-                slot: slot.clone(),
-            };
-            tiers.offer_leaving_to(tier, &offer);
-        }
-    }
-
-    /// Bytes of chunks that lower tiers may lack if the process ends now: copies on their way and,
-    /// where only what is evicted is copied ([`WritePolicy::Back`]), what [`Self::write_back`] or
-    /// [`Self::close`] has not offered yet, or before them all that DRAM holds.
-    pub fn unwritten_bytes(&self) -> u64 {
-        let Some(lower) = &self.0.lower else {
-            return 0;
-        };
-        let unoffered = match self.0.unoffered.load(Ordering::Relaxed) {
-            _ if self.0.written_back().is_none() => 0,
-            NOT_BEGUN => self.usage().chunk_bytes,
-            bytes => bytes,
-        };
-        lower.queued() + unoffered
     }
 
     /// Grants a tenant this many bytes of its own, or with none a share of what is left.

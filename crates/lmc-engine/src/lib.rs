@@ -40,9 +40,11 @@ mod clears;
 pub use clears::{ClearError, ClearLog, StateFileError};
 
 mod config;
+mod demand;
 pub use config::{EngineConfig, EngineError};
 
 mod engine;
+pub use demand::DemandCurve;
 pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, InUse, Removed, TierHealth};
 
 mod events;

@@ -96,6 +96,8 @@ pub struct LookupRequest {
     for_peers: bool,
     /// Hash of the chunk before the first one, where it is known.
     parent: Option<ChunkHash>,
+    /// True if an engine asks, for a whole prompt.
+    is_demand: bool,
 }
 
 impl LookupRequest {
@@ -112,12 +114,13 @@ impl LookupRequest {
             waits_for_merge: false,
             for_peers: false,
             parent: None,
+            is_demand: true,
         }
     }
 
     /// Says that peers ask: the ranks have the names of their spaces after the clears.
     pub(crate) fn for_peers(mut self, parent: Option<ChunkHash>) -> Self {
-        self.for_peers = true;
+        (self.for_peers, self.is_demand) = (true, false);
         self.parent = parent;
         self
     }
@@ -179,6 +182,7 @@ impl LookupRequest {
             waits_for_merge: false,
             for_peers: self.for_peers,
             parent: first.checked_sub(1).map(|before| self.hashes[before]),
+            is_demand: false,
         }
     }
 
@@ -512,6 +516,9 @@ impl CacheEngine {
     pub fn lookup(&self, request: LookupRequest) -> Lookup {
         if self.pool_is_lost() {
             return Lookup::done(self.clears_id(), Found::default());
+        }
+        if request.is_demand {
+            self.note_demand(&request.hashes, &request.ranks);
         }
         let clears = self.clears_id();
         let align = self.local().pool().align();

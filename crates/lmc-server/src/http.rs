@@ -4,6 +4,7 @@ pub(crate) mod access;
 pub(crate) mod connections;
 mod deletion;
 pub(crate) mod guard;
+mod live;
 mod lmcache;
 mod peers;
 mod probe;
@@ -82,6 +83,9 @@ pub struct Http {
     pub(crate) stopping: Option<watch::Receiver<bool>>,
     changes: Changes,
     drain: Drain,
+    history: Arc<live::History>,
+    /// Bounds the streams of pages.
+    streams: Arc<Semaphore>,
 }
 
 /// Requests that change something, which a stop waits for. Clones share them.
@@ -111,6 +115,8 @@ impl Http {
             access: reload.access().clone(),
             probe: Probe::new(service.clone(), engines),
             drain: Drain::new(service.clone()),
+            history: Arc::default(),
+            streams: Arc::new(Semaphore::new(live::MAX_STREAMS)),
             reload,
             service,
             peers: None,
@@ -150,6 +156,9 @@ type Shared = State<Arc<Http>>;
 /// Answers until `stopped` turns true.
 pub async fn serve(socket: TcpListener, http: Http, stopped: watch::Receiver<bool>) {
     let access = http.access.clone();
+    let (history, probe) = (Arc::clone(&http.history), http.probe.alone());
+    let sampled = stopped.clone();
+    tokio::spawn(async move { history.keep(probe, sampled).await });
     let router = router(Arc::new(http));
     let bounds = Bounds {
         connections: MAX_CONNECTIONS,
@@ -171,6 +180,7 @@ fn router(http: Arc<Http>) -> Router {
             "/drain",
             get(drained).post(begin_drain).delete(cancel_drain),
         )
+        .merge(live::routes())
         .merge(peers::routes())
         .merge(lmcache::routes())
         .fallback(unknown_path)
@@ -249,8 +259,8 @@ async fn within_deadline(request: Request, next: Next) -> Response {
 
 async fn unknown_path(uri: Uri) -> Response {
     let text = format!(
-        "{} is not served here; there are /healthz, /livez, /readyz, /metrics, /status, /peers, /config, \
-         /reload, /drain, /cache/clear, /quota and /healthcheck",
+        "{} is not served here; there are / for a browser, /healthz, /livez, /readyz, /metrics, /status, /peers, /config, \
+         /reload, /drain, /live, /history, /advise, /cache/clear, /quota and /healthcheck",
         uri.path()
     );
     refusal(StatusCode::NOT_FOUND, text)

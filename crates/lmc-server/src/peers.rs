@@ -55,7 +55,10 @@ fn channel(
         // Every user of this host can connect to loopback and listen there, and no other address is
         // used without a key.
         let users = config.trusted_users.clone();
-        let admit = move |stream: &TcpStream| users.check(stream).map_err(|why| why.to_string());
+        let admit = move |stream: &TcpStream| match users.check(stream) {
+            Ok(_) => Ok(()),
+            Err(why) => Err(why.to_string()),
+        };
         channel.admit = Some(Arc::new(admit));
     }
     channel.encrypt_objects = config.p2p_encrypt;

@@ -4,7 +4,7 @@ mod descriptors;
 
 use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, ErrorKind, Write as _};
+use std::io::{self, ErrorKind};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -478,6 +478,7 @@ impl Background {
 mod tests {
     use super::*;
     use crate::config::ServeConfig;
+    use std::io::Write as _;
 
     #[test]
     fn the_settings_of_the_background_win_over_defaults_alone() {

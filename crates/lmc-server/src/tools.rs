@@ -1,6 +1,7 @@
-//! Commands that talk to a server or look into its folder: `lmc status`, `lmc peers`, `lmc clear`,
+//! Commands that talk to a server or look into its folder: `lmc status`, `lmc peers`, `lmc advise`, `lmc clear`,
 //! `lmc drain`, `lmc quota`, `lmc disk`, `lmc remote`; and `lmc start`, `lmc proxy`, `lmc plan`.
 
+mod advise;
 mod clear;
 mod disk;
 mod drain;
@@ -44,6 +45,9 @@ pub(crate) enum Tool {
     /// Shows a server's peers: who is there, what they hold, what moved, what failed and why
     #[command(after_help = peers::HELP)]
     Peers(peers::Arguments),
+    /// Says what share of chunks a larger or smaller cache would have found
+    #[command(after_help = advise::HELP)]
+    Advise(Server),
     /// Empties the cache of a server, in memory and on disk
     #[command(after_help = clear::HELP)]
     Clear {
@@ -102,6 +106,7 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
             Some(peers::Verb::Copy(order)) => return done(peers::copy(order)),
             None => (&arguments.server, Call::get("/peers")),
         },
+        Tool::Advise(server) => (server, Call::get("/advise")),
         Tool::Clear {
             server,
             force,
@@ -127,6 +132,7 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
         _ if server.json => outln!("{}", serde_json::to_string_pretty(&answer)?),
         Tool::Status(_) => out!("{}", status::table(&server.url, &answer)),
         Tool::Peers(_) => out!("{}", peers::table(&answer)),
+        Tool::Advise(_) => out!("{}", advise::table(&answer)),
         Tool::Reload(_) => out!("{}", reloaded(&answer)),
         _ => outln!("{}", clear::cleared(&answer["cleared"])),
     }

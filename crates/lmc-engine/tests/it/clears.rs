@@ -7,7 +7,7 @@ use std::time::Instant;
 use lmc_backend::conformance::{Rng, test_hash};
 use lmc_backend::{Backend, Clears, MemoryBackend};
 use lmc_engine::{
-    CacheEngine, ClearLog, ClearsId, EngineConfig, EngineHost, LookupRequest, OwnerId, Rank,
+    CacheEngine, ClearLog, ClearsId, EngineConfig, EngineHost, InUse, LookupRequest, OwnerId, Rank,
     StoreRequest, StoreStart, TenantId,
 };
 use lmc_key::{ChunkKey, SpaceId};

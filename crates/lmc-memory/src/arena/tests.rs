@@ -273,7 +273,7 @@ fn a_policy_of_numactl_is_lifted() {
         policy
     };
     if set(1) != 0 {
-        let why = std::io::Error::last_os_error();
+        let why = io::Error::last_os_error();
         println!("SKIPPED: no policy can be set here: {why}");
         return;
     }

@@ -1,4 +1,4 @@
-//! Who may use the HTTP side beyond this host: a bearer token, and TLS.
+//! Access to the HTTP side beyond this host: a bearer token, and TLS.
 
 use std::fmt;
 use std::fs;
@@ -23,7 +23,7 @@ use crate::config::ServeConfig;
 /// Least characters of a token.
 const LEAST_TOKEN: usize = 16;
 
-/// What decides about connections and requests, as its files were read last.
+/// Rules for connections and requests, as the files of the configuration were read last.
 pub(crate) struct Access {
     pub(super) trusted_users: TrustedUsers,
     pub(super) token: Option<Token>,
@@ -87,9 +87,8 @@ impl Token {
     pub(super) fn is_in(&self, headers: &HeaderMap) -> bool {
         let mut shown = headers.get_all(AUTHORIZATION).into_iter();
         shown.any(|value| {
-            let (scheme, shown) = match value.as_bytes().split_first_chunk::<7>() {
-                Some(split) => split,
-                None => return false,
+            let Some((scheme, shown)) = value.as_bytes().split_first_chunk::<7>() else {
+                return false;
             };
             scheme.eq_ignore_ascii_case(b"bearer ") && self.is(shown.trim_ascii())
         })

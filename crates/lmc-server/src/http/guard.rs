@@ -156,9 +156,9 @@ pub(crate) fn check_site(headers: &HeaderMap) -> Result<(), (StatusCode, String)
     }
 }
 
-/// Paths that need no token: they say no more than whether engines are served, and probes of clusters
-/// show none.
-const OPEN: [&str; 3] = ["/healthz", "/livez", "/readyz"];
+/// Paths that need no token: three say no more than whether engines are served, and probes of clusters
+/// show none; the page asks its reader for it.
+const OPEN: [&str; 4] = ["/", "/healthz", "/livez", "/readyz"];
 
 /// Refuses what does not show the token and is not of a trusted user of this host.
 fn check_token<B>(

@@ -35,10 +35,6 @@ const NO_L2: &str =
 
 pub(super) fn routes() -> Router<Arc<Http>> {
     Router::new()
-        .route(
-            "/",
-            get(async || Json(json!({"status": "ok", "service": "lmc"}))),
-        )
         .route("/healthcheck", get(health))
         .route("/status", get(status))
         .route("/config", get(settings))
@@ -156,22 +152,30 @@ fn config(service: &Service, loaded: &Loaded, shown_salt: impl Fn(&str) -> Strin
 /// LMCache's fields where its tools look for them, and everything of ours under `lmc`; with
 /// `full=1` every bucket of the durations, too.
 async fn status(State(http): Shared, Query(asked): Query<Map<String, Value>>) -> Response {
-    let (fault, status) = match super::served(&http).await {
+    let full = asked.get("full").is_some_and(|full| full == "1");
+    match state(&http, full).await {
+        Ok(state) => Json(state).into_response(),
+        Err(reason) => refusal(StatusCode::SERVICE_UNAVAILABLE, reason),
+    }
+}
+
+/// Returns the state, `full` with the histograms of operations.
+///
+/// # Errors
+/// The reason why it is not known.
+pub(super) async fn state(http: &Http, full: bool) -> Result<Value, String> {
+    let (fault, status) = match super::served(http).await {
         Ok(status) => (None, status),
-        Err(fault) => match http.probe.status().await {
-            Ok(status) => (Some(fault), status),
-            Err(reason) => return refusal(StatusCode::SERVICE_UNAVAILABLE, reason),
-        },
+        Err(fault) => (Some(fault), http.probe.status().await?),
     };
-    let mut answer = lmcache_status(&http, fault.is_none(), &status);
+    let mut answer = lmcache_status(http, fault.is_none(), &status);
     let (word, reason) = fault.unzip();
     answer["status"] = word.unwrap_or_else(|| super::condition(&status)).into();
     answer["reason"] = reason.into();
-    let full = asked.get("full").is_some_and(|full| full == "1");
     answer["lmc"] = json!(status);
     answer["lmc"]["operations"] = operations(&status, full);
     answer["lmc"]["log_lines_dropped"] = crate::log::dropped_lines().into();
-    Json(answer).into_response()
+    Ok(answer)
 }
 
 /// Number and duration of each operation's requests.

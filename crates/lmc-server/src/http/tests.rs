@@ -154,6 +154,54 @@ fn check(server: &Server, ask: (&str, &str, &str), code: u16, fields: &[(&str, V
 }
 
 #[test]
+fn a_browser_gets_the_page_and_states_until_the_server_stops() {
+    let server = Server::start();
+    let asks = |path: &str| {
+        format!(
+            "GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\naccept: text/html,*/*\r\nconnection: close\r\n\r\n"
+        )
+    };
+    let page = server.raw(asks("/").as_bytes());
+    let (head, body) = page.split_once("\r\n\r\n").expect("a head and a body");
+    assert!(
+        head.contains("content-type: text/html") && head.contains("default-src 'none'"),
+        "{head}"
+    );
+    assert!(body.starts_with("<!doctype html>"), "{body}");
+    // It works without any other host; the name of a vocabulary is none.
+    let body = body.replace("http://www.w3.org/2000/svg", "");
+    assert!(
+        !body.contains("http://") && !body.contains("https://"),
+        "it names another host"
+    );
+
+    let mut stream = TcpStream::connect(server.http).expect("a connection");
+    stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
+    stream
+        .write_all(asks("/live").as_bytes())
+        .expect("a request");
+    let mut read = String::new();
+    let mut bytes = [0; 1 << 16];
+    while !read.contains("\"chunk_size\"") {
+        let len = stream.read(&mut bytes).expect("a state");
+        assert!(len > 0, "the stream has ended: {read}");
+        read += &String::from_utf8_lossy(&bytes[..len]);
+    }
+    assert!(
+        read.contains("content-type: text/event-stream") && read.contains("data: {"),
+        "{read}"
+    );
+    server.stopping.send_replace(true);
+    stream
+        .read_to_string(&mut read)
+        .expect("the end of the stream");
+
+    let (code, advice) = server.json("GET", "/advise", "");
+    assert_eq!((code, &advice["followed"]), (200, &0.into()));
+    assert!(server.json("GET", "/history", "").1["samples"].is_array());
+}
+
+#[test]
 fn a_server_at_work_says_so_on_every_path() {
     let server = Server::start();
     check(

@@ -153,7 +153,7 @@ mod tests {
             (answer("drained", 0, 0), "no tier", false),
             (answer("drained", 7, 1), "7 chunks", true),
             (answer("serving", 0, 1), "cancelled", true),
-            (answer("draining", 0, 1), "within 9s: 3.0 MiB", true),
+            (answer("draining", 0, 1), "within 9s: 3.00 MiB", true),
         ] {
             let (text, code) = result(&answer, "9s");
             assert!(text.contains(part), "{text}");

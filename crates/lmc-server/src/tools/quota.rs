@@ -14,7 +14,7 @@ use crate::stdout::{out, outln};
 /// Note on the lifetime of a quota that is set over HTTP.
 pub(super) const LASTS: &str =
     "over restarts, until --quota or --quota-file has another for the salt";
-/// The same, of a server without a state folder.
+/// Note on the lifetime of such a quota at a server without a state folder.
 const LASTS_NOT: &str = "until the server stops, which has no state folder (--state-dir)";
 
 #[derive(Debug, Subcommand)]

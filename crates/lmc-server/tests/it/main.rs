@@ -2,6 +2,7 @@
 
 mod alerts;
 mod bench;
+mod browser;
 mod clears;
 mod cli;
 mod common;

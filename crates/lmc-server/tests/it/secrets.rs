@@ -17,9 +17,14 @@ const PASSWORD: &str = "marked-password";
 /// Port of the HTTP side that [`reading_stranger`] asks.
 const HTTP: &str = "LMC_TEST_STRANGER_HTTP";
 
-/// All that is read over HTTP.
-const PATHS: [&str; 15] = [
+/// All that is read over HTTP, but for `/live`, which sends what `/status` answers.
+const PATHS: [&str; 20] = [
     "/",
+    "/advise",
+    "/drain",
+    "/history",
+    "/livez",
+    "/readyz",
     "/healthz",
     "/healthcheck",
     "/metrics",

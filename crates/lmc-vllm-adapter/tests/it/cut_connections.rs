@@ -3,7 +3,8 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use crate::common::engine::{LAYER, PATIENT, engine, hashes, layers, op};
@@ -318,27 +319,33 @@ fn a_worker_that_is_connected_again_gives_back_what_its_ended_connections_left()
     wait_for_open_connections(&server, 1);
 }
 
-/// A proxy whose first connection ends at the answer that names slots, before a worker has it.
+/// A proxy that ends a connection, once, at the answer that names slots, before a worker has it.
 fn proxy_that_loses_slots(server: SocketAddr) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("bound");
+    let loses = Arc::new(AtomicBool::new(true));
     std::thread::spawn(move || {
-        let mut loses = true;
-        while let Ok((near, _)) = listener.accept() {
-            let far = TcpStream::connect(server).expect("the server listens");
-            forward(&near, &far);
-            let mut bytes = [0; 1 << 16];
-            let (mut from, mut to) = (&far, &near);
-            while let Ok(read @ 1..) = from.read(&mut bytes) {
-                let names_slots = bytes[..read].windows(6).any(|part| part == b"offset");
-                if (loses && names_slots) || to.write_all(&bytes[..read]).is_err() {
-                    loses = false;
-                    break;
+        while let (Ok((near, _)), Ok(far)) = (listener.accept(), TcpStream::connect(server)) {
+            let (asking, asked) = [&near, &far]
+                .map(|side| side.try_clone().expect("a handle"))
+                .into();
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut &asking, &mut &asked);
+                let _ = asked.shutdown(Shutdown::Both);
+            });
+            let loses = Arc::clone(&loses);
+            std::thread::spawn(move || {
+                let mut bytes = [0; 1 << 16];
+                while let Ok(read @ 1..) = (&far).read(&mut bytes) {
+                    let names_slots = bytes[..read].windows(6).any(|part| part == b"offset");
+                    let is_lost = names_slots && loses.swap(false, Ordering::Relaxed);
+                    if is_lost || (&near).write_all(&bytes[..read]).is_err() {
+                        break;
+                    }
                 }
-            }
-            for side in [&near, &far] {
-                let _ = side.shutdown(Shutdown::Both);
-            }
+                let _ = near.shutdown(Shutdown::Both);
+                let _ = far.shutdown(Shutdown::Both);
+            });
         }
     });
     address

@@ -1,0 +1,410 @@
+//! The hit ratio that other sizes of the cache would give, from a sample of the chunks that prompts ask for.
+//!
+//! A chunk is found by an LRU cache that holds all that was used since its last use. A sample of the
+//! chunks, chosen by their hashes, is kept in the order of use; the bytes after a chunk, scaled up by the
+//! share that the sample is of all, are the size that finds it (SHARDS, Waldspurger et al., FAST '15).
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use lmc_key::{ChunkHash, SpaceId};
+use parking_lot::Mutex;
+use serde::Serialize;
+
+/// Chunks that are followed, at most. With more of them the sample becomes a smaller share.
+const FOLLOWED: usize = 8192;
+/// Slots in the order of use, which is closed up when all were taken.
+const SLOTS: usize = 4 * FOLLOWED;
+/// Smallest size that is distinguished, and the number of sizes, four for each doubling.
+const LEAST_BYTES: f64 = (1 << 20) as f64;
+const SIZES: usize = 120;
+/// Uses of followed chunks after which the older half of all that was counted is forgotten.
+const FORGET_AFTER: u64 = 1 << 20;
+/// Spaces of which the number of KV ranks is remembered.
+const SPACES: usize = 64;
+
+/// Hit ratio by the size of the cache.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct DemandCurve {
+    /// Uses of followed chunks that this is made of; the fewer, the less it says.
+    pub followed: u64,
+    /// Share of the chunks that prompts asked for that would have been found, by the bytes of a cache in
+    /// LRU order, from small to large: `(bytes, ratio)`.
+    pub points: Vec<(u64, f64)>,
+}
+
+impl DemandCurve {
+    /// Returns the hit ratio of a cache of this size; `None` where nothing was asked for.
+    pub fn hit_ratio(&self, bytes: u64) -> Option<f64> {
+        let after = self.points.partition_point(|(size, _)| *size <= bytes);
+        let (before, next) = (
+            self.points.get(after.checked_sub(1)?)?,
+            self.points.get(after),
+        );
+        let Some(next) = next else {
+            return Some(before.1);
+        };
+        let share = (bytes - before.0) as f64 / (next.0 - before.0) as f64;
+        Some(before.1 + share * (next.1 - before.1))
+    }
+}
+
+/// Follows a sample of the chunks that prompts ask for.
+pub(crate) struct Demand {
+    /// Chunks with a smaller tag are followed.
+    limit: AtomicU64,
+    seed: u64,
+    sample: Mutex<Sample>,
+}
+
+impl fmt::Debug for Demand {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Demand").finish_non_exhaustive()
+    }
+}
+
+impl Demand {
+    /// `seed` is random, so that no client chooses what is followed.
+    pub(crate) fn new(seed: u64) -> Self {
+        Self {
+            limit: AtomicU64::new(u64::MAX),
+            seed,
+            sample: Mutex::default(),
+        }
+    }
+
+    /// A prompt asks for chunks of a space, of this many bytes each in all KV ranks together.
+    pub(crate) fn asked(&self, space: SpaceId, hashes: &[ChunkHash], bytes: u64, ranks: usize) {
+        let mut sample = None;
+        for hash in hashes {
+            let tag = self.tag(space, hash);
+            if tag < self.limit.load(Ordering::Relaxed) {
+                let sample = sample.get_or_insert_with(|| {
+                    let mut sample = self.sample.lock();
+                    sample.note_ranks(space, ranks);
+                    sample
+                });
+                self.limit.store(sample.used(tag, bytes), Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// A chunk of the first KV rank of a space is stored, of this many bytes.
+    pub(crate) fn stored(&self, space: SpaceId, hash: &ChunkHash, bytes: u64) {
+        let tag = self.tag(space, hash);
+        if tag < self.limit.load(Ordering::Relaxed) {
+            let mut sample = self.sample.lock();
+            let ranks = sample.ranks.get(&space).copied().unwrap_or(1) as u64;
+            let limit = sample.stored(tag, bytes.saturating_mul(ranks));
+            self.limit.store(limit, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn curve(&self) -> DemandCurve {
+        self.sample.lock().curve()
+    }
+
+    /// Returns evenly distributed bits of a chunk's identity.
+    fn tag(&self, space: SpaceId, hash: &ChunkHash) -> u64 {
+        let first = |bytes: &[u8]| {
+            bytes
+                .first_chunk()
+                .map_or(0, |bytes| u64::from_le_bytes(*bytes))
+        };
+        let mut tag = first(hash.as_bytes()) ^ first(space.as_bytes()).rotate_left(32) ^ self.seed;
+        // The finalizer of SplitMix64.
+        tag = (tag ^ tag >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        tag = (tag ^ tag >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        tag ^ tag >> 31
+    }
+}
+
+/// A followed chunk: its slot in the order of use, and its bytes.
+#[derive(Debug, Clone, Copy)]
+struct Followed {
+    slot: usize,
+    bytes: u64,
+}
+
+#[derive(Debug)]
+struct Sample {
+    limit: u64,
+    chunks: HashMap<u64, Followed>,
+    /// Bytes of the chunks by slot, as a Fenwick tree: sums of any prefix in a logarithm of steps.
+    sums: Vec<u64>,
+    bytes: u64,
+    /// The slot of the next use.
+    next: usize,
+    /// Uses, and those that a cache of each size would have found, scaled up to all chunks.
+    asked: f64,
+    found: Vec<f64>,
+    followed: u64,
+    until_forgetting: u64,
+    ranks: HashMap<SpaceId, usize>,
+}
+
+impl Default for Sample {
+    fn default() -> Self {
+        Self {
+            limit: u64::MAX,
+            chunks: HashMap::new(),
+            sums: vec![0; SLOTS + 1],
+            bytes: 0,
+            next: 0,
+            asked: 0.0,
+            found: vec![0.0; SIZES],
+            followed: 0,
+            until_forgetting: FORGET_AFTER,
+            ranks: HashMap::new(),
+        }
+    }
+}
+
+impl Sample {
+    fn note_ranks(&mut self, space: SpaceId, ranks: usize) {
+        if self.ranks.len() >= SPACES && !self.ranks.contains_key(&space) {
+            self.ranks.clear();
+        }
+        self.ranks.insert(space, ranks);
+    }
+
+    /// Counts a use of a chunk. Returns the limit of the tags to follow.
+    fn used(&mut self, tag: u64, bytes: u64) -> u64 {
+        let scale = self.scale();
+        self.asked += scale;
+        self.followed += 1;
+        if let Some(known) = self.chunks.get(&tag).copied() {
+            let after = self.bytes - self.sum_to(known.slot);
+            let size = (after + bytes) as f64 * scale;
+            if let Some(found) = self.found.get_mut(index_of(size)) {
+                *found += scale;
+            }
+            self.remove(tag);
+        }
+        self.until_forgetting -= 1;
+        if self.until_forgetting == 0 {
+            self.until_forgetting = FORGET_AFTER;
+            self.asked /= 2.0;
+            self.found.iter_mut().for_each(|found| *found /= 2.0);
+        }
+        self.add(tag, bytes)
+    }
+
+    /// Notes a chunk that no prompt has asked for yet.
+    fn stored(&mut self, tag: u64, bytes: u64) -> u64 {
+        match self.chunks.contains_key(&tag) {
+            true => self.limit,
+            false => self.add(tag, bytes),
+        }
+    }
+
+    /// Number of chunks that a followed one stands for.
+    fn scale(&self) -> f64 {
+        u64::MAX as f64 / self.limit as f64
+    }
+
+    fn add(&mut self, tag: u64, bytes: u64) -> u64 {
+        if self.chunks.len() >= FOLLOWED {
+            self.limit /= 2;
+            let limit = self.limit;
+            self.chunks.retain(|tag, _| *tag < limit);
+            self.close_up();
+        }
+        if self.next == SLOTS {
+            self.close_up();
+        }
+        if tag < self.limit {
+            let slot = self.next;
+            self.next += 1;
+            self.chunks.insert(tag, Followed { slot, bytes });
+            self.bytes += bytes;
+            self.change(slot, |sum| *sum += bytes);
+        }
+        self.limit
+    }
+
+    fn remove(&mut self, tag: u64) {
+        if let Some(Followed { slot, bytes }) = self.chunks.remove(&tag) {
+            self.bytes -= bytes;
+            self.change(slot, |sum| *sum -= bytes);
+        }
+    }
+
+    /// Gives the chunks the first slots, in their order.
+    fn close_up(&mut self) {
+        let mut chunks: Vec<&mut Followed> = self.chunks.values_mut().collect();
+        chunks.sort_unstable_by_key(|chunk| chunk.slot);
+        let mut sums = vec![0; SLOTS + 1];
+        self.bytes = 0;
+        self.next = chunks.len();
+        for (slot, chunk) in chunks.into_iter().enumerate() {
+            chunk.slot = slot;
+            self.bytes += chunk.bytes;
+            sums[slot + 1] = chunk.bytes;
+        }
+        for at in 1..=SLOTS {
+            let above = at + lowest_bit(at);
+            if above <= SLOTS {
+                sums[above] += sums[at];
+            }
+        }
+        self.sums = sums;
+    }
+
+    fn change(&mut self, slot: usize, change: impl Fn(&mut u64)) {
+        let mut at = slot + 1;
+        while at <= SLOTS {
+            change(&mut self.sums[at]);
+            at += lowest_bit(at);
+        }
+    }
+
+    /// Returns the bytes of the chunks up to a slot, with it.
+    fn sum_to(&self, slot: usize) -> u64 {
+        let (mut at, mut sum) = (slot + 1, 0);
+        while at > 0 {
+            sum += self.sums[at];
+            at -= lowest_bit(at);
+        }
+        sum
+    }
+
+    fn curve(&self) -> DemandCurve {
+        if self.asked == 0.0 {
+            return DemandCurve::default();
+        }
+        let mut found = 0.0;
+        let mut points = vec![(0, 0.0)];
+        for (index, more) in self.found.iter().enumerate() {
+            found += more;
+            points.push((size_of(index), found / self.asked));
+        }
+        DemandCurve {
+            followed: self.followed,
+            points,
+        }
+    }
+}
+
+fn lowest_bit(at: usize) -> usize {
+    at & at.wrapping_neg()
+}
+
+/// Returns the index of the smallest size that is not below this one.
+fn index_of(bytes: f64) -> usize {
+    (4.0 * (bytes / LEAST_BYTES).log2()).ceil().max(0.0) as usize
+}
+
+fn size_of(index: usize) -> u64 {
+    (LEAST_BYTES * (index as f64 / 4.0).exp2()) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use lmc_backend::conformance::{Rng, test_hash};
+
+    use super::*;
+
+    const SPACE: SpaceId = SpaceId::new([7; 16]);
+    const CHUNK: u64 = 1 << 20;
+
+    /// Hits of an LRU cache of some chunks.
+    struct Lru {
+        order: VecDeque<u64>,
+        most: usize,
+        hits: u64,
+    }
+
+    impl Lru {
+        fn used(&mut self, number: u64) {
+            match self.order.iter().position(|known| *known == number) {
+                Some(at) => {
+                    self.hits += 1;
+                    self.order.remove(at);
+                }
+                None if self.order.len() == self.most => drop(self.order.pop_front()),
+                None => {}
+            }
+            self.order.push_back(number);
+        }
+    }
+
+    #[test]
+    fn the_curve_is_that_of_lru_caches_of_each_size() {
+        let demand = Demand::new(1);
+        let mut caches = [16, 256, 1024].map(|most| Lru {
+            order: VecDeque::new(),
+            most,
+            hits: 0,
+        });
+        let (mut rng, rounds) = (Rng::new(3), 30_000);
+        for _ in 0..rounds {
+            // Few chunks are asked for often, and many now and then.
+            let number = rng.below(64) * rng.below(64) * rng.below(2);
+            caches.iter_mut().for_each(|cache| cache.used(number));
+            demand.asked(SPACE, &[test_hash(number)], CHUNK, 1);
+        }
+        let curve = demand.curve();
+        assert_eq!(curve.followed, rounds);
+        for Lru { most, hits, .. } in caches {
+            let (expected, found) = (
+                hits as f64 / rounds as f64,
+                curve.hit_ratio(most as u64 * CHUNK),
+            );
+            let found = found.expect("chunks were asked for");
+            assert!(
+                (expected - found).abs() < 0.02,
+                "{most}: {found}, not {expected}"
+            );
+        }
+        assert!(curve.points.is_sorted());
+    }
+
+    /// A sample of many more chunks than are followed tells of all of them.
+    #[test]
+    fn a_part_of_the_chunks_stands_for_all() {
+        let demand = Demand::new(2);
+        let chunks = 16 * FOLLOWED as u64;
+        for _ in 0..3 {
+            for number in 0..chunks {
+                demand.asked(SPACE, &[test_hash(number)], CHUNK / 2, 2);
+            }
+        }
+        let sample = demand.sample.lock();
+        assert!(sample.chunks.len() <= FOLLOWED && sample.chunks.len() > FOLLOWED / 3);
+        let all = chunks * CHUNK / 2;
+        let curve = sample.curve();
+        // Each is found when the cache has all of them, two times of three.
+        let ratio = |bytes| curve.hit_ratio(bytes).expect("chunks were asked for");
+        assert!(ratio(all / 2) < 0.02, "{}", ratio(all / 2));
+        assert!(
+            (ratio(all * 3 / 2) - 2.0 / 3.0).abs() < 0.05,
+            "{}",
+            ratio(all * 3 / 2)
+        );
+    }
+
+    #[test]
+    fn what_was_stored_is_found_when_it_is_first_asked_for() {
+        let demand = Demand::new(3);
+        demand.asked(SPACE, &[test_hash(0)], 4 * CHUNK, 4);
+        demand.stored(SPACE, &test_hash(1), CHUNK);
+        demand.stored(SPACE, &test_hash(0), CHUNK);
+        demand.asked(SPACE, &[test_hash(0), test_hash(1)], 4 * CHUNK, 4);
+        let curve = demand.curve();
+        let ratio = |chunks: u64| {
+            curve
+                .hit_ratio(chunks * CHUNK)
+                .expect("chunks were asked for")
+        };
+        assert!(
+            ratio(4) < 0.01 && (ratio(8) - 2.0 / 3.0).abs() < 0.01,
+            "{curve:?}"
+        );
+        assert_eq!(DemandCurve::default().hit_ratio(1), None);
+    }
+}

@@ -1,0 +1,133 @@
+//! The end of an engine's service: it takes no chunks, and its tiers get what DRAM holds.
+
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::Instant;
+
+use lmc_backend::now;
+use lmc_backend_local::ListedChunk;
+
+use super::{CLOSE_MARGIN, CacheEngine, CloseReport, NOT_BEGUN, WRITER};
+use crate::lower::{LowerTiers, Offer, POLL, Tiers};
+use crate::policy::WritePolicy;
+
+impl CacheEngine {
+    /// Takes no chunks from now on, from engines and from peers; lookups and reads go on. What was
+    /// reserved before can be committed.
+    pub fn begin_drain(&self) {
+        self.0.is_draining.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes chunks again, and ends [`Self::write_back`].
+    pub fn end_drain(&self) {
+        self.0.is_draining.store(false, Ordering::Relaxed);
+        self.0.unoffered.store(NOT_BEGUN, Ordering::Relaxed);
+    }
+
+    /// Returns true while no chunks are taken.
+    pub fn is_draining(&self) -> bool {
+        self.0.is_draining.load(Ordering::Relaxed)
+    }
+
+    /// Gives all that DRAM holds to the tiers with [`WritePolicy::Back`], the heads of prompts first,
+    /// while the engine drains. Returns when each has taken all, or the drain has ended; they are still
+    /// writing then, as [`Self::unwritten_bytes`] says.
+    pub fn write_back(&self) {
+        if let Some(lower) = self.0.written_back().filter(|_| !self.pool_is_lost()) {
+            self.write_all_back(lower, || !self.is_draining());
+        }
+        if !self.is_draining() {
+            self.0.unoffered.store(NOT_BEGUN, Ordering::Relaxed);
+        }
+    }
+
+    /// Waits until queued writes have ended and closes the lower tiers. To those with
+    /// [`WritePolicy::Back`] all that DRAM holds is written first, the heads of prompts before what
+    /// follows on them. Returns what could not be done by the deadline.
+    pub fn close(&self, deadline: Instant) -> CloseReport {
+        let Some(lower) = &self.0.lower else {
+            return CloseReport::default();
+        };
+        let before = lower.tiers().unwritten();
+        let mut late = 0;
+        if self.0.written_back().is_some() && !self.pool_is_lost() {
+            // The rest of the time is for the writes that are under way then.
+            let left = deadline.saturating_duration_since(now());
+            let deadline = deadline - (left / 4).min(CLOSE_MARGIN);
+            late = self.write_all_back(lower, || now() >= deadline);
+        }
+        let (failed, unwritten) = lower.close(deadline);
+        CloseReport {
+            failed,
+            late: late + unwritten.late,
+            declined: unwritten.declined - before.declined,
+            write_failed: unwritten.failed - before.failed,
+        }
+    }
+
+    /// Offers every chunk to the tiers that are written back to, to each when its queue has capacity
+    /// for it, however full those of the others are, until `is_over` returns true. Returns the number of
+    /// chunks for which there was no time, counted for each tier.
+    fn write_all_back(&self, lower: &LowerTiers, is_over: impl Fn() -> bool) -> u64 {
+        let tiers = lower.tiers();
+        let chunks = self.0.tier.list_heads_first();
+        // For each tier the chunk that comes next, and the bytes of it and those after it.
+        let all: u64 = chunks.iter().map(|chunk| chunk.len).sum();
+        let of_tier = |tier| (tier, 0, all);
+        let mut next: Vec<_> = tiers.written(WritePolicy::Back).map(of_tier).collect();
+        loop {
+            let left = next.iter().map(|(_, _, left)| *left).max().unwrap_or(0);
+            self.0.unoffered.store(left, Ordering::Relaxed);
+            if left == 0 || is_over() {
+                break;
+            }
+            let mut is_waiting = true;
+            for (tier, at, left) in &mut next {
+                if let Some(chunk) = chunks.get(*at)
+                    && tiers.has_capacity(*tier, chunk.len)
+                {
+                    self.offer_leaving(tiers, *tier, chunk);
+                    *at += 1;
+                    *left -= chunk.len;
+                    is_waiting = false;
+                }
+            }
+            if is_waiting {
+                thread::sleep(POLL);
+            }
+        }
+        next.iter()
+            .map(|(_, at, _)| (chunks.len() - at) as u64)
+            .sum()
+    }
+
+    /// Offers a chunk to a tier that is written back to, if it is still in DRAM.
+    fn offer_leaving(&self, tiers: &Tiers, tier: usize, chunk: &ListedChunk) {
+        let _held = tiers.block_removal();
+        let leases = self.0.tier.lease_uncounted(WRITER, &[chunk.key]);
+        for (slot, origin) in leases.iter().zip(leases.origins()) {
+            let offer = Offer {
+                key: chunk.key,
+                parent: chunk.parent,
+                origin,
+                slot: slot.clone(),
+            };
+            tiers.offer_leaving_to(tier, &offer);
+        }
+    }
+
+    /// Bytes of chunks that lower tiers may lack if the process ends now: copies on their way and,
+    /// where only what is evicted is copied ([`WritePolicy::Back`]), what [`Self::write_back`] or
+    /// [`Self::close`] has not offered yet, or before them all that DRAM holds.
+    pub fn unwritten_bytes(&self) -> u64 {
+        let Some(lower) = &self.0.lower else {
+            return 0;
+        };
+        let unoffered = match self.0.unoffered.load(Ordering::Relaxed) {
+            _ if self.0.written_back().is_none() => 0,
+            NOT_BEGUN => self.usage().chunk_bytes,
+            bytes => bytes,
+        };
+        lower.queued() + unoffered
+    }
+}
