@@ -12,6 +12,7 @@ mod plan;
 mod quota;
 mod remote;
 mod status;
+mod top;
 
 use std::process::ExitCode;
 
@@ -42,6 +43,9 @@ pub(crate) enum Tool {
     /// Shows a server's hits, memory, disk, workers and latencies
     #[command(after_help = "Exit code 1 where no server answers, or it does not answer engines.")]
     Status(Server),
+    /// Shows a server's state in a terminal, and draws it again every two seconds
+    #[command(after_help = top::HELP)]
+    Top(Address),
     /// Shows a server's peers: who is there, what they hold, what moved, what failed and why
     #[command(after_help = peers::HELP)]
     Peers(peers::Arguments),
@@ -83,7 +87,7 @@ pub(crate) enum Tool {
 
 // A doc comment here would become the text of each command.
 #[derive(Debug, Args)]
-pub(crate) struct Server {
+pub(crate) struct Address {
     /// The server's HTTP address (--http-host, --http-port). The variable LMC_HTTP_TOKEN_FILE names the
     /// file with its token, LMC_CA_FILE certificates to trust for https in place of the system's.
     #[arg(
@@ -94,6 +98,13 @@ pub(crate) struct Server {
         default_value = DEFAULT_URL
     )]
     url: HttpUrl,
+}
+
+// A doc comment here would become the text of each command.
+#[derive(Debug, Args)]
+pub(crate) struct Server {
+    #[command(flatten)]
+    address: Address,
     /// Print JSON, as the server answers.
     #[arg(long)]
     json: bool,
@@ -120,6 +131,7 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
         }
         Tool::Reload(server) => (server, Call::new("POST", "/reload", Some(json!({})))),
         Tool::Drain(arguments) => return drain::run(arguments),
+        Tool::Top(address) => return done(top::run(&address.url)),
         Tool::Start(arguments) => return start::run(arguments),
         Tool::Proxy(arguments) => return proxy::run(arguments),
         Tool::Plan(arguments) => return done(plan::run(arguments)),
@@ -127,10 +139,10 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
         Tool::Remote(verb) => return done(remote::run(verb)),
         Tool::Quota(verb) => return done(quota::run(verb)),
     };
-    let answer = call.send(&server.url)?;
+    let answer = call.send(&server.address.url)?;
     match tool {
         _ if server.json => outln!("{}", serde_json::to_string_pretty(&answer)?),
-        Tool::Status(_) => out!("{}", status::table(&server.url, &answer)),
+        Tool::Status(_) => out!("{}", status::table(&server.address.url, &answer)),
         Tool::Peers(_) => out!("{}", peers::table(&answer)),
         Tool::Advise(_) => out!("{}", advise::table(&answer)),
         Tool::Reload(_) => out!("{}", reloaded(&answer)),

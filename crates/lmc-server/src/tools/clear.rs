@@ -36,11 +36,12 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// is an error.
 pub(super) fn shared(server: &Server, force: bool) -> Result<ExitCode> {
     let body = json!({"tier": "all", "force": force, "shared": true});
-    let mut answer = Call::new("POST", "/cache/clear", Some(body)).send(&server.url)?;
+    let mut answer = Call::new("POST", "/cache/clear", Some(body)).send(&server.address.url)?;
     let bar = ProgressBar::new_spinner().with_message("deleting in the shared stores");
     while stores(&answer).any(|store| store["state"] == "deleting") {
         thread::sleep(LOOK_EVERY);
-        answer["stores"] = Call::get("/cache/clear/shared").send(&server.url)?["stores"].take();
+        answer["stores"] =
+            Call::get("/cache/clear/shared").send(&server.address.url)?["stores"].take();
         bar.set_position(
             stores(&answer)
                 .filter_map(|store| store["seen"].as_u64())

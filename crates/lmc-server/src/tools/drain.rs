@@ -48,7 +48,7 @@ pub(crate) struct Arguments {
 }
 
 pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let url = &arguments.server.url;
+    let url = &arguments.server.address.url;
     if arguments.cancel {
         let answer = Call::new("DELETE", "/drain", None).send(url)?;
         show(arguments, &answer, "the server stores chunks again")?;

@@ -73,7 +73,7 @@ pub(super) fn copy(order: &Order) -> Result<()> {
             body[field] = value.as_str().into();
         }
     }
-    let url = &order.server.url;
+    let url = &order.server.address.url;
     let mut copy = Call::new("POST", "/peers/copy", Some(body)).send(url)?;
     let bar = progress_bar(copy["chunks"].as_u64().unwrap_or(0), "copying");
     while copy["state"] == "copying" {

@@ -59,7 +59,7 @@ pub(super) fn run(verb: &Verb) -> Result<()> {
             (&tenant.server, &*tenant.salt, call)
         }
     };
-    let answer = call.send(&server.url)?;
+    let answer = call.send(&server.address.url)?;
     if server.json {
         outln!("{}", serde_json::to_string_pretty(&answer)?);
     }

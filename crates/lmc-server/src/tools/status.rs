@@ -7,6 +7,16 @@ use serde_json::Value;
 use super::format::{bytes, duration, number, percent, text};
 use super::http::HttpUrl;
 
+/// Returns the state in the words of /healthz, which load balancers and people see.
+pub(super) fn health(answer: &Value) -> String {
+    match answer["status"].as_str() {
+        Some("ok") => "healthy".to_owned(),
+        Some("degraded") => "DEGRADED".to_owned(),
+        Some("draining") => "draining (lmc drain): it stores nothing more".to_owned(),
+        _ => format!("NOT ANSWERING ENGINES: {}", text(&answer["reason"])),
+    }
+}
+
 pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
     let status = &answer["lmc"];
     let (usage, counts, engine) = (&status["usage"], &status["counts"], &status["engine"]);
@@ -15,13 +25,7 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "{name:<12} {value}");
     };
-    // The words of /healthz, which load balancers and people see.
-    let health = match answer["status"].as_str() {
-        Some("ok") => "healthy".to_owned(),
-        Some("degraded") => "DEGRADED".to_owned(),
-        Some("draining") => "draining (lmc drain): it stores nothing more".to_owned(),
-        _ => format!("NOT ANSWERING ENGINES: {}", text(&answer["reason"])),
-    };
+    let health = health(answer);
     let up = duration(number(&status["uptime_seconds"]));
     line("server", format!("{url}, {health}, up {up}"));
     line(
@@ -181,7 +185,7 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
 
 /// Reasons of misses, as [`ServiceCounts`](lmc_vllm_adapter::ServiceCounts) and people name them. A
 /// counter adds up misses whose reason is certain and those whose reason is probable.
-const MISSES: &[(&str, &str)] = &[
+pub(super) const MISSES: &[(&str, &str)] = &[
     ("never_stored", "probably never stored"),
     ("evicted", "probably evicted"),
     ("cleared", "probably cleared"),
