@@ -19,7 +19,7 @@ const SLOTS: usize = 4 * FOLLOWED;
 /// Smallest size that is distinguished, and the number of sizes, four for each doubling.
 const LEAST_BYTES: f64 = (1 << 20) as f64;
 const SIZES: usize = 120;
-/// Uses of followed chunks after which the older half of all that was counted is forgotten.
+/// Uses of followed chunks after which all that was counted is halved, so that the latest count for more.
 const FORGET_AFTER: u64 = 1 << 20;
 /// Spaces of which the number of KV ranks is remembered.
 const SPACES: usize = 64;
@@ -80,24 +80,33 @@ impl Demand {
         let mut sample = None;
         for hash in hashes {
             let tag = self.tag(space, hash);
-            if tag < self.limit.load(Ordering::Relaxed) {
-                let sample = sample.get_or_insert_with(|| {
-                    let mut sample = self.sample.lock();
-                    sample.note_ranks(space, ranks);
-                    sample
-                });
-                self.limit.store(sample.used(tag, bytes), Ordering::Relaxed);
+            if tag >= self.limit.load(Ordering::Relaxed) {
+                continue;
             }
+            let sample = match &mut sample {
+                Some(sample) => sample,
+                none => {
+                    // It is a sample: no prompt waits for another here.
+                    let Some(mut locked) = self.sample.try_lock() else {
+                        return;
+                    };
+                    locked.note_ranks(space, ranks);
+                    none.insert(locked)
+                }
+            };
+            self.limit.store(sample.used(tag, bytes), Ordering::Relaxed);
         }
     }
 
-    /// A chunk of the first KV rank of a space is stored, of this many bytes.
+    /// A chunk of the first KV rank of a space is stored, of this many bytes. Nothing happens where no
+    /// prompt has asked for chunks of the space.
     pub(crate) fn stored(&self, space: SpaceId, hash: &ChunkHash, bytes: u64) {
         let tag = self.tag(space, hash);
-        if tag < self.limit.load(Ordering::Relaxed) {
-            let mut sample = self.sample.lock();
-            let ranks = sample.ranks.get(&space).copied().unwrap_or(1) as u64;
-            let limit = sample.stored(tag, bytes.saturating_mul(ranks));
+        if tag < self.limit.load(Ordering::Relaxed)
+            && let Some(mut sample) = self.sample.try_lock()
+            && let Some(ranks) = sample.ranks.get(&space).copied()
+        {
+            let limit = sample.stored(tag, bytes.saturating_mul(ranks as u64));
             self.limit.store(limit, Ordering::Relaxed);
         }
     }
@@ -172,6 +181,9 @@ impl Sample {
 
     /// Counts a use of a chunk. Returns the limit of the tags to follow.
     fn used(&mut self, tag: u64, bytes: u64) -> u64 {
+        if tag >= self.limit {
+            return self.limit;
+        }
         let scale = self.scale();
         self.asked += scale;
         self.followed += 1;

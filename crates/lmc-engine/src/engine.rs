@@ -33,7 +33,7 @@ use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, Tiers};
 use crate::policy::{LowerTier, WritePolicy};
 use crate::pushed::PushedChunks;
 use crate::status::{EngineStats, EngineTimes, EngineUsage, TenantStatus};
-use crate::store::{StoreRequest, StoreStart, StoreTicket};
+use crate::store::{StoreRequest, StoreStart, StoreTicket, UnderWay};
 
 /// Chunks evicted under one lock above the high watermark, so that other threads can take it in
 /// between.
@@ -172,6 +172,8 @@ struct Inner {
     unoffered: AtomicU64,
     /// True while no chunks are taken.
     is_draining: AtomicBool,
+    /// Stores that have begun and are neither committed nor given back.
+    storing: Arc<AtomicU64>,
     stop: Arc<Stop>,
 }
 
@@ -337,6 +339,7 @@ impl CacheEngine {
             lives,
             unoffered: AtomicU64::new(NOT_BEGUN),
             is_draining: AtomicBool::new(false),
+            storing: Arc::default(),
             stop: Arc::clone(&stop),
         });
         let weak = Arc::downgrade(&inner);
@@ -516,6 +519,7 @@ impl CacheEngine {
         clears: ClearsId,
         requests: &[StoreRequest],
     ) -> Vec<StoreStart> {
+        let _under_way = UnderWay::new(&self.0.storing);
         if self.is_draining() {
             return requests.iter().map(|_| StoreStart::Draining).collect();
         }
@@ -552,7 +556,8 @@ impl CacheEngine {
             let (key, parent) = (*key, *parent);
             match self.0.tier.begin_write(owner, tenant, key, len) {
                 Ok(WriteStart::Reserved(new)) => {
-                    StoreStart::Reserved(StoreTicket::new(new, parent))
+                    let under_way = UnderWay::new(&self.0.storing);
+                    StoreStart::Reserved(StoreTicket::new(new, parent, under_way))
                 }
                 Ok(WriteStart::Present) => StoreStart::Present,
                 Ok(WriteStart::Busy) => StoreStart::Busy,
@@ -571,7 +576,9 @@ impl CacheEngine {
         if self.pool_is_lost() {
             return tickets.iter().map(|_| Inserted::Cleared).collect();
         }
-        let writes: Vec<_> = tickets.into_iter().map(StoreTicket::written).collect();
+        // Under way until the tiers have what is to go there.
+        let (writes, _under_way): (Vec<_>, Vec<UnderWay>) =
+            tickets.into_iter().map(StoreTicket::written).unzip();
         let tiers = self.lower().map(LowerTiers::tiers);
         let is_offered =
             |tiers: &&Arc<Tiers>| tiers.has_written(WritePolicy::Through) || tiers.counts_uses();

@@ -155,6 +155,14 @@ impl LookupRequest {
         self
     }
 
+    /// Leaves the chunks out of [`CacheEngine::demand`]: they are of another size than most. Default: they
+    /// are in it.
+    #[must_use]
+    pub fn without_demand(mut self) -> Self {
+        self.is_demand = false;
+        self
+    }
+
     /// Returns the number of engines with more ranks that are named.
     pub fn merges(&self) -> usize {
         self.merges.len()

@@ -1,5 +1,8 @@
 //! Storing chunks: the request, its answer, and the right to write a chunk.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use lmc_backend_local as local;
 use lmc_backend_local::TenantId;
 use lmc_key::ChunkKey;
@@ -43,11 +46,37 @@ pub enum StoreStart {
 pub struct StoreTicket {
     grant: local::WriteGrant,
     parent: Option<ChunkKey>,
+    under_way: UnderWay,
+}
+
+/// Counts a store as under way until it is dropped.
+#[derive(Debug)]
+pub(crate) struct UnderWay(Arc<AtomicU64>);
+
+impl UnderWay {
+    pub(crate) fn new(count: &Arc<AtomicU64>) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(count))
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl StoreTicket {
-    pub(crate) fn new(grant: local::WriteGrant, parent: Option<ChunkKey>) -> Self {
-        Self { grant, parent }
+    pub(crate) fn new(
+        grant: local::WriteGrant,
+        parent: Option<ChunkKey>,
+        under_way: UnderWay,
+    ) -> Self {
+        Self {
+            grant,
+            parent,
+            under_way,
+        }
     }
 
     /// Returns the key of the chunk, by its name after the clears.
@@ -76,7 +105,8 @@ impl StoreTicket {
         self.grant.slot.bytes_mut()
     }
 
-    pub(crate) fn written(self) -> local::Write {
-        self.grant.written(self.parent)
+    /// Returns the write, and what counts it as under way until it is committed.
+    pub(crate) fn written(self) -> (local::Write, UnderWay) {
+        (self.grant.written(self.parent), self.under_way)
     }
 }

@@ -1,5 +1,5 @@
-//! Taking a server out of service before it is stopped: it takes no chunks any more, writes to its
-//! tiers what memory holds and they lack, and answers with what it has meanwhile.
+//! Taking a server out of service before it is stopped: it takes no chunks any more, gives what memory
+//! holds to tiers that get only what leaves it, and answers with what it has meanwhile.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,10 +54,12 @@ impl Drain {
         let (service, is_offered) = (self.service.clone(), Arc::clone(&new.is_offered));
         let thread = thread::Builder::new().name("lmc-drain".to_owned());
         match thread.spawn(move || write_back(&service, &is_offered)) {
-            Ok(_) => info!("draining: no chunks are stored any more, and tiers get what they lack"),
+            Ok(_) => info!(
+                "draining: no chunks are stored any more, and what memory holds goes to the drives"
+            ),
             Err(error) => {
                 // The stop writes back as well.
-                warn!(%error, "draining: no chunks are stored any more; tiers get what they lack at the stop");
+                warn!(%error, "draining: no chunks are stored any more; the stop writes what is left");
             }
         }
         *current = Some(new);
@@ -74,23 +76,24 @@ impl Drain {
     /// Returns how far it is.
     pub(crate) fn state(&self, status: &ServiceStatus) -> Value {
         let current = self.current.lock().clone();
+        // This first: what was under way before it is in the other two.
+        let is_offered = |current: &Current| current.is_offered.load(Ordering::Acquire);
+        let is_offered = current.as_ref().is_some_and(is_offered);
         let (stores, unwritten) = (
-            status.transfers.stores,
+            stores_to_end(&self.service, status),
             self.service.engine().unwritten_bytes(),
         );
-        let is_done = |current: &Current| {
-            current.is_offered.load(Ordering::Acquire) && stores == 0 && unwritten == 0
-        };
+        let is_done = is_offered && stores == 0 && unwritten == 0;
         json!({
             "state": match &current {
                 None => "serving",
-                Some(current) if is_done(current) => "drained",
+                Some(_) if is_done => "drained",
                 Some(_) => "draining",
             },
             "seconds": current.as_ref().map_or(0.0, |current| current.begun.elapsed().as_secs_f64()),
             "stores": stores,
             "unwritten_bytes": unwritten,
-            "failed_chunks": current.as_ref().map_or(0, |current| failed(status) - current.failed_before),
+            "failed_chunks": current.as_ref().map_or(0, |current| failed(status).saturating_sub(current.failed_before)),
             "connections": status.transport.connections_open,
             "tiers": status.lower.len(),
         })
@@ -103,23 +106,27 @@ fn failed(status: &ServiceStatus) -> u64 {
     status.lower.iter().map(failed).sum()
 }
 
-/// Gives the tiers what memory holds, and once more what was committed meanwhile, until no store is left
-/// from before the drain.
+/// Returns the chunks that are being stored since before the drain. Those of connections that have ended do
+/// not count: their workers may never commit them.
+fn stores_to_end(service: &Service, status: &ServiceStatus) -> u64 {
+    let orphaned = status.transfers.orphaned_store_slots as u64;
+    (service.engine().stores_under_way()).saturating_sub(orphaned)
+}
+
+/// Gives the tiers what memory holds, and once more when the stores have ended that had begun before the
+/// drain.
 fn write_back(service: &Service, is_offered: &AtomicBool) {
     let engine = service.engine();
     let stored = |status: &ServiceStatus| status.counts.stored_chunks;
-    let mut before = stored(&service.status(Instant::now()));
+    let before = stored(&service.status(Instant::now()));
     engine.write_back();
-    while engine.is_draining() {
-        let status = service.status(Instant::now());
-        if status.transfers.stores > 0 {
-            thread::sleep(LOOK_EVERY);
-        } else if stored(&status) > before {
-            before = stored(&status);
-            engine.write_back();
-        } else {
-            is_offered.store(true, Ordering::Release);
-            return;
-        }
+    let mut status = service.status(Instant::now());
+    while engine.is_draining() && stores_to_end(service, &status) > 0 {
+        thread::sleep(LOOK_EVERY);
+        status = service.status(Instant::now());
     }
+    if stored(&service.status(Instant::now())) > before {
+        engine.write_back();
+    }
+    is_offered.store(engine.is_draining(), Ordering::Release);
 }

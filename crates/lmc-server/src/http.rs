@@ -25,7 +25,7 @@ use lmc_backend_p2p::P2pBackend;
 use lmc_backend_p2p::directory::DirectoryHost;
 use lmc_backend_remote::RemoteTier;
 use lmc_key::Salt;
-use lmc_vllm_adapter::{Service, ServiceStatus};
+use lmc_vllm_adapter::{Service, ServiceStatus, Trust};
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
@@ -83,7 +83,8 @@ pub struct Http {
     pub(crate) stopping: Option<watch::Receiver<bool>>,
     changes: Changes,
     drain: Drain,
-    history: Arc<live::History>,
+    history: live::History,
+    states: live::LastState,
     /// Bounds the streams of pages.
     streams: Arc<Semaphore>,
 }
@@ -115,7 +116,8 @@ impl Http {
             access: reload.access().clone(),
             probe: Probe::new(service.clone(), engines),
             drain: Drain::new(service.clone()),
-            history: Arc::default(),
+            history: live::History::default(),
+            states: live::LastState::default(),
             streams: Arc::new(Semaphore::new(live::MAX_STREAMS)),
             reload,
             service,
@@ -156,10 +158,9 @@ type Shared = State<Arc<Http>>;
 /// Answers until `stopped` turns true.
 pub async fn serve(socket: TcpListener, http: Http, stopped: watch::Receiver<bool>) {
     let access = http.access.clone();
-    let (history, probe) = (Arc::clone(&http.history), http.probe.alone());
-    let sampled = stopped.clone();
-    tokio::spawn(async move { history.keep(probe, sampled).await });
-    let router = router(Arc::new(http));
+    let http = Arc::new(http);
+    tokio::spawn(live::keep(Arc::clone(&http), stopped.clone()));
+    let router = router(http);
     let bounds = Bounds {
         connections: MAX_CONNECTIONS,
         life: Some(LIFE),
@@ -302,8 +303,11 @@ async fn begin_drain(State(http): Shared) -> Response {
 }
 
 async fn cancel_drain(State(http): Shared) -> Response {
-    http.drain.cancel();
-    drained(State(http)).await
+    let drain = http.drain.clone();
+    match tokio::task::spawn_blocking(move || drain.cancel()).await {
+        Ok(()) => drained(State(http)).await,
+        Err(error) => refusal(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+    }
 }
 
 /// Answers how far a drain is.
@@ -341,10 +345,14 @@ fn not_served((status, reason): (&'static str, String)) -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
 }
 
-async fn health(State(http): Shared) -> Response {
+async fn health(State(http): Shared, Extension(user): Extension<ConnectionUser>) -> Response {
     match served(&http).await {
         Ok(status) => {
-            let body = json!({"status": condition(&status), "tiers": status.tiers});
+            let mut body = json!({"status": condition(&status)});
+            // Faults name paths and addresses, and whoever has no token is answered here.
+            if http.access.now().token.is_none() || user.0 == Ok(Trust::User) {
+                body["tiers"] = json!(status.tiers);
+            }
             Json(body).into_response()
         }
         Err(fault) => not_served(fault),

@@ -119,6 +119,7 @@ metrics! {
     "lmc_commits_foreign_total" counter "Commits and unregistrations refused because another connection owns the transfer or the worker." = |s| s.counts.commits_foreign;
     "lmc_slots_orphaned_total" counter "Slots held after the connection that had prepared them ended." = |s| s.counts.slots_orphaned;
     "lmc_slots_released_by_death_total" counter "Slots of ended connections released because their process was dead." = |s| s.counts.slots_released_by_death;
+    "lmc_slots_released_by_worker_total" counter "Slots of ended connections released because their worker said that it copies for none of them." = |s| s.counts.slots_released_by_worker;
     "lmc_slots_released_by_grace_total" counter "Slots of ended connections released because the grace time was over." = |s| s.counts.slots_released_by_grace;
     "lmc_retrieves_missed_total" counter "Retrieves that missed a chunk." = |s| s.counts.retrieves_missed;
     "lmc_gather_seconds_total" counter "Time that the server spent copying into the pool." = |s| s.counts.gather_nanos as f64 / 1e9;

@@ -57,7 +57,7 @@ impl KeptQuotas {
             }
         };
         let mut this = Self { path, kept };
-        this.drop_changed(configured);
+        this.follow(configured);
         for (salt, kept) in &this.kept {
             (service.engine()).set_quota(service.tenant(salt), kept.bytes);
         }
@@ -77,18 +77,20 @@ impl KeptQuotas {
         self.write()
     }
 
-    /// Forgets what the configuration has another quota for by now.
+    /// Forgets what the configuration has another quota for by now. One that it has no more stays as it was
+    /// set over HTTP.
     pub(crate) fn follow(&mut self, configured: &Quotas) {
-        if self.drop_changed(configured) {
+        let before = self.kept.clone();
+        self.kept.retain(|salt, kept| match configured.get(salt) {
+            Some(bytes) => kept.configured == Some(*bytes),
+            None => {
+                kept.configured = None;
+                kept.bytes.is_some()
+            }
+        });
+        if self.kept != before {
             self.write();
         }
-    }
-
-    fn drop_changed(&mut self, configured: &Quotas) -> bool {
-        let before = self.kept.len();
-        self.kept
-            .retain(|salt, kept| configured.get(salt).copied() == kept.configured);
-        self.kept.len() < before
     }
 
     fn write(&self) -> bool {

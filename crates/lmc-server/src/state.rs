@@ -28,6 +28,9 @@ pub(crate) fn quotas_file(config: &ServeConfig) -> Option<PathBuf> {
 
 /// Replaces a file that only this user may read, durably.
 pub(crate) fn write_private(path: &Path, text: &str) -> io::Result<()> {
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder)?;
+    }
     let new = path.with_extension("new");
     let mut options = OpenOptions::new();
     let options = options.create(true).write(true).truncate(true).mode(0o600);

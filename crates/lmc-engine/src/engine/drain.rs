@@ -15,7 +15,8 @@ impl CacheEngine {
     /// Takes no chunks from now on, from engines and from peers; lookups and reads go on. What was
     /// reserved before can be committed.
     pub fn begin_drain(&self) {
-        self.0.is_draining.store(true, Ordering::Relaxed);
+        // Whoever has not seen it counts as under way already.
+        self.0.is_draining.store(true, Ordering::SeqCst);
     }
 
     /// Takes chunks again, and ends [`Self::write_back`].
@@ -24,9 +25,15 @@ impl CacheEngine {
         self.0.unoffered.store(NOT_BEGUN, Ordering::Relaxed);
     }
 
+    /// Returns the number of chunks that callers of [`Self::store`] were granted and have neither committed
+    /// nor given back.
+    pub fn stores_under_way(&self) -> u64 {
+        self.0.storing.load(Ordering::SeqCst)
+    }
+
     /// Returns true while no chunks are taken.
     pub fn is_draining(&self) -> bool {
-        self.0.is_draining.load(Ordering::Relaxed)
+        self.0.is_draining.load(Ordering::SeqCst)
     }
 
     /// Gives all that DRAM holds to the tiers with [`WritePolicy::Back`], the heads of prompts first,
@@ -85,8 +92,8 @@ impl CacheEngine {
             for (tier, at, left) in &mut next {
                 if let Some(chunk) = chunks.get(*at)
                     && tiers.has_capacity(*tier, chunk.len)
+                    && self.offer_leaving(tiers, *tier, chunk)
                 {
-                    self.offer_leaving(tiers, *tier, chunk);
                     *at += 1;
                     *left -= chunk.len;
                     is_waiting = false;
@@ -101,19 +108,21 @@ impl CacheEngine {
             .sum()
     }
 
-    /// Offers a chunk to a tier that is written back to, if it is still in DRAM.
-    fn offer_leaving(&self, tiers: &Tiers, tier: usize, chunk: &ListedChunk) {
+    /// Offers a chunk to a tier that is written back to, if it is still in DRAM. Returns false if it has to
+    /// be offered again: what is evicted meanwhile goes to the same queue.
+    fn offer_leaving(&self, tiers: &Tiers, tier: usize, chunk: &ListedChunk) -> bool {
         let _held = tiers.block_removal();
         let leases = self.0.tier.lease_uncounted(WRITER, &[chunk.key]);
-        for (slot, origin) in leases.iter().zip(leases.origins()) {
+        let mut offers = leases.iter().zip(leases.origins()).map(|(slot, origin)| {
             let offer = Offer {
                 key: chunk.key,
                 parent: chunk.parent,
                 origin,
                 slot: slot.clone(),
             };
-            tiers.offer_leaving_to(tier, &offer);
-        }
+            tiers.offer_leaving_to(tier, &offer)
+        });
+        offers.all(|is_taken| is_taken)
     }
 
     /// Bytes of chunks that lower tiers may lack if the process ends now: copies on their way and,

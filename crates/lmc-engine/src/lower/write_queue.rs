@@ -220,33 +220,40 @@ impl Tiers {
             let Some(space) = self.clears.current_space_of(offer.key.space) else {
                 continue;
             };
-            for index in 0..self.tiers.len() {
-                self.offer_to(index, space, offer, moment);
+            for (index, tier) in self.tiers.iter().enumerate() {
+                if !self.offer_to(index, space, offer, moment) {
+                    count(&tier.counters.write_dropped, 1);
+                }
             }
         }
     }
 
-    /// Offers a chunk to one tier, as [`Self::offer`] does to all.
-    pub(crate) fn offer_leaving_to(&self, index: usize, offer: &Offer) {
-        if let Some(space) = self.clears.current_space_of(offer.key.space) {
-            self.offer_to(index, space, offer, Moment::Leaving);
-        }
+    /// Offers a chunk to one tier, as [`Self::offer`] does to all. Returns false if its queue is full: the
+    /// chunk can be offered later. One that is larger than the queue is dropped and counted.
+    pub(crate) fn offer_leaving_to(&self, index: usize, offer: &Offer) -> bool {
+        let Some(space) = self.clears.current_space_of(offer.key.space) else {
+            return true;
+        };
+        let tier = &self.tiers[index];
+        let is_taken = self.offer_to(index, space, offer, Moment::Leaving);
+        let is_too_large = !is_taken && offer.slot.len() > tier.queue.max_bytes;
+        count(&tier.counters.write_dropped, u64::from(is_too_large));
+        is_taken || is_too_large
     }
 
-    fn offer_to(&self, index: usize, space: SpaceId, offer: &Offer, moment: Moment) {
+    /// Returns false if the tier wants a chunk and its queue is full.
+    fn offer_to(&self, index: usize, space: SpaceId, offer: &Offer, moment: Moment) -> bool {
         let tier = &self.tiers[index];
         if offer.origin.is_tier(index)
             || tier.backend.writer().is_none()
             || !tier.policy.spaces.picks(space)
             || !tier.takes(&offer.key, moment, offer.origin.is_after(index))
         {
-            return;
+            return true;
         }
         let mut item = StoreItem::new(offer.key, offer.slot.clone());
         item.parent = offer.parent;
-        if !tier.queue.push(item) {
-            count(&tier.counters.write_dropped, 1);
-        }
+        tier.queue.push(item)
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderName, StatusCode, header};
@@ -17,13 +17,16 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::watch;
+use tokio::time::MissedTickBehavior;
 
-use super::{Http, Probe, Shared, lmcache, refusal};
+use super::{Http, STOPPING, Shared, lmcache, refusal};
 
 /// Time between two states of a stream.
 const LIVE_EVERY: Duration = Duration::from_secs(2);
-/// Time between two samples of the history, and their number: one hour and its start.
-const SAMPLE_EVERY: Duration = Duration::from_secs(10);
+/// Time of a stream, which the page follows with another: less than that of a connection.
+const STREAM_LIFE: Duration = Duration::from_secs(240);
+/// States from one sample of the history to the next, and the samples: one hour and its start.
+const SAMPLE_TICKS: u64 = 5;
 const SAMPLES: usize = 361;
 /// Streams at a time.
 pub(super) const MAX_STREAMS: usize = 16;
@@ -60,36 +63,64 @@ async fn page(headers: HeaderMap) -> Response {
     (headers, Html(include_str!("page.html"))).into_response()
 }
 
-/// Sends the state, as `/status` answers it, until the client leaves or the server stops.
+/// Sends each state, until the client leaves, the server stops, or it is time for another connection.
 async fn live(State(http): Shared) -> Response {
+    if http.is_stopping() {
+        return refusal(StatusCode::SERVICE_UNAVAILABLE, STOPPING);
+    }
     let Ok(seat) = Arc::clone(&http.streams).try_acquire_owned() else {
         let text = format!("{MAX_STREAMS} pages are open already: close one");
         return refusal(StatusCode::SERVICE_UNAVAILABLE, text);
     };
-    let stopping = http.stopping.clone();
-    let states = unfold((http, seat, stopping, true), |state| async move {
-        let (http, seat, mut stopping, is_first) = state;
-        if !is_first {
-            tokio::select! {
-                () = tokio::time::sleep(LIVE_EVERY) => {}
-                () = stopped(&mut stopping) => return None,
-            }
-        }
-        let event = match lmcache::state(&http, false).await {
-            Ok(state) => Event::default().json_data(state),
-            Err(reason) => Event::default().event("fault").json_data(reason),
-        };
-        Some((event, (http, seat, stopping, false)))
-    });
+    let end = tokio::time::Instant::now() + STREAM_LIFE;
+    let states = unfold(
+        (http.states.subscribe(), seat),
+        move |(mut states, seat)| async move {
+            let changed = tokio::time::timeout_at(end, states.changed()).await;
+            changed.ok()?.ok()?;
+            let state = states.borrow_and_update().clone()?;
+            let event = match &*state {
+                Ok(state) => Event::default().json_data(state),
+                Err(reason) => Event::default().event("fault").json_data(reason),
+            };
+            Some((event, (states, seat)))
+        },
+    );
     Sse::new(states).into_response()
 }
 
-async fn stopped(stopping: &mut Option<watch::Receiver<bool>>) {
-    match stopping {
-        // An error means that the sender is gone, which ends the server as well.
-        Some(stopping) => drop(stopping.wait_for(|&stop| stop).await),
-        None => std::future::pending().await,
+/// The last state of a server that pages look at; `None` before the first and after the last.
+pub(super) type LastState = watch::Sender<Option<Arc<Result<Value, String>>>>;
+
+/// Looks at the state while pages do, and takes samples for the history, until the server stops. All pages
+/// share one look.
+pub(super) async fn keep(http: Arc<Http>, mut stopped: watch::Receiver<bool>) {
+    let probe = http.probe.alone();
+    let mut stopping = http.stopping.clone().unwrap_or_else(|| stopped.clone());
+    let mut every = tokio::time::interval(LIVE_EVERY);
+    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    for tick in 0u64.. {
+        tokio::select! {
+            _ = every.tick() => {}
+            // Errors mean that the senders are gone, which ends the server as well.
+            _ = stopping.wait_for(|&stop| stop) => break,
+            _ = stopped.wait_for(|&stop| stop) => break,
+        }
+        let is_sample = tick.is_multiple_of(SAMPLE_TICKS);
+        let is_watched = http.states.receiver_count() > 0;
+        if !is_sample && !is_watched {
+            continue;
+        }
+        let status = probe.status().await;
+        if let (true, Ok(status)) = (is_sample, &status) {
+            http.history.add(Sample::of(status));
+        }
+        if is_watched {
+            let state = status.map(|status| lmcache::state_of(&http, None, &status, false));
+            http.states.send_replace(Some(Arc::new(state)));
+        }
     }
+    http.states.send_replace(None);
 }
 
 /// The figures of the last hour.
@@ -124,7 +155,6 @@ struct TierSample {
 
 impl Sample {
     fn of(status: &ServiceStatus) -> Self {
-        let time = SystemTime::now().duration_since(UNIX_EPOCH);
         let counts = &status.counts;
         let tiers = status.lower.iter().map(|tier| TierSample {
             tier: tier.tier.clone(),
@@ -133,7 +163,7 @@ impl Sample {
             promoted_bytes: tier.promoted_bytes,
         });
         Self {
-            time: time.unwrap_or_default().as_secs(),
+            time: lmcache::seconds_since_1970(),
             asked_tokens: counts.lookup_tokens,
             found_dram_tokens: counts.hit_tokens_dram,
             found_lower_tokens: counts.hit_tokens_lower,
@@ -158,21 +188,6 @@ fn missed(counts: &Value) -> Value {
 }
 
 impl History {
-    /// Takes samples until the server stops.
-    pub(super) async fn keep(&self, probe: Probe, mut stopped: watch::Receiver<bool>) {
-        let mut every = tokio::time::interval(SAMPLE_EVERY);
-        every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        loop {
-            tokio::select! {
-                _ = every.tick() => {}
-                _ = stopped.wait_for(|&stop| stop) => return,
-            }
-            if let Ok(status) = probe.status().await {
-                self.add(Sample::of(&status));
-            }
-        }
-    }
-
     fn add(&self, sample: Sample) {
         let mut samples = self.0.lock();
         if samples.len() == SAMPLES {
@@ -184,7 +199,8 @@ impl History {
 
 async fn history(State(http): Shared) -> Response {
     let samples: Vec<Sample> = http.history.0.lock().iter().cloned().collect();
-    Json(json!({"every_seconds": SAMPLE_EVERY.as_secs(), "samples": samples})).into_response()
+    Json(json!({"every_seconds": SAMPLE_TICKS * LIVE_EVERY.as_secs(), "samples": samples}))
+        .into_response()
 }
 
 /// Answers which hit ratio caches of other sizes would have given.

@@ -6,6 +6,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::body::Bytes;
 use axum::extract::{Extension, Path, Query, State};
@@ -15,7 +16,9 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use lmc_engine::{HistogramSnapshot, InUse, TenantId, TenantStatus};
 use lmc_key::Salt;
-use lmc_vllm_adapter::{InspectError, InstanceStatus, OperationCounts, Service, ServiceStatus};
+use lmc_vllm_adapter::{
+    InspectError, InstanceStatus, OperationCounts, Service, ServiceStatus, Trust,
+};
 use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
@@ -80,8 +83,8 @@ async fn health(State(http): Shared) -> Response {
 async fn settings(State(http): Shared, Extension(user): Extension<ConnectionUser>) -> Response {
     let loaded = http.reload.loaded();
     let shown = match user.0 {
-        Ok(_) => config(&http.service, &loaded, str::to_owned),
-        Err(_) => config(&http.service, &loaded, |text| {
+        Ok(Trust::User) => config(&http.service, &loaded, str::to_owned),
+        _ => config(&http.service, &loaded, |text| {
             let salt = salts::parse(text).unwrap_or_default();
             http.reload.digests().of(&salt).to_string()
         }),
@@ -163,19 +166,37 @@ async fn status(State(http): Shared, Query(asked): Query<Map<String, Value>>) ->
 ///
 /// # Errors
 /// The reason why it is not known.
-pub(super) async fn state(http: &Http, full: bool) -> Result<Value, String> {
+async fn state(http: &Http, full: bool) -> Result<Value, String> {
     let (fault, status) = match super::served(http).await {
         Ok(status) => (None, status),
         Err(fault) => (Some(fault), http.probe.status().await?),
     };
-    let mut answer = lmcache_status(http, fault.is_none(), &status);
+    Ok(state_of(http, fault, &status, full))
+}
+
+/// Returns the seconds since 1970.
+pub(super) fn seconds_since_1970() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.unwrap_or_default().as_secs()
+}
+
+/// Returns the state of a server with this status, `full` with the histograms of operations. `fault`: the
+/// word and the reason where engines are not served.
+pub(super) fn state_of(
+    http: &Http,
+    fault: Option<(&'static str, String)>,
+    status: &ServiceStatus,
+    full: bool,
+) -> Value {
+    let mut answer = lmcache_status(http, fault.is_none(), status);
     let (word, reason) = fault.unzip();
-    answer["status"] = word.unwrap_or_else(|| super::condition(&status)).into();
+    answer["status"] = word.unwrap_or_else(|| super::condition(status)).into();
     answer["reason"] = reason.into();
     answer["lmc"] = json!(status);
-    answer["lmc"]["operations"] = operations(&status, full);
+    answer["lmc"]["time"] = seconds_since_1970().into();
+    answer["lmc"]["operations"] = operations(status, full);
     answer["lmc"]["log_lines_dropped"] = crate::log::dropped_lines().into();
-    Ok(answer)
+    answer
 }
 
 /// Number and duration of each operation's requests.
@@ -576,8 +597,8 @@ async fn quotas(State(http): Shared, Extension(user): Extension<ConnectionUser>)
                 "current_usage_gb": tenant.bytes as f64 / GIB,
             });
             let name = match user.0 {
-                Ok(_) => salts::in_clear(&salt).to_owned(),
-                Err(_) => http.reload.digests().of(&salt).to_string(),
+                Ok(Trust::User) => salts::in_clear(&salt).to_owned(),
+                _ => http.reload.digests().of(&salt).to_string(),
             };
             users.insert(name, entry);
         }

@@ -17,8 +17,8 @@ use crate::stdout::outln;
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
-Stores of engines and pushes of peers are refused from then on, /readyz answers 503, and tiers that are
-written back to get what memory holds. Lookups and reads go on, so engines and peers lose nothing until
+Stores of engines and pushes of peers are refused from then on, /readyz answers 503, and tiers with
+--disk-write back (or --remote-write back) get what memory holds. Lookups and reads go on, so engines and peers lose nothing until
 the server stops. To stop it is a second step: systemctl stop lmc, or SIGTERM.
 
 Exit code 1: not all was written within --timeout, or tiers did not take all. The drain goes on.
@@ -66,7 +66,12 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let bar = progress_bar(unwritten(&answer));
     while answer["state"] == "draining" && deadline.is_none_or(|end| Instant::now() < end) {
         thread::sleep(LOOK_EVERY);
-        answer = Call::get("/drain").send(url)?;
+        match Call::get("/drain").send(url) {
+            Ok(now) => answer = now,
+            // Its writes may keep it from an answer for a moment.
+            Err(error) if deadline.is_some_and(|end| Instant::now() >= end) => return Err(error),
+            Err(_) => continue,
+        }
         let left = unwritten(&answer);
         bar.set_length(bar.length().unwrap_or(0).max(left));
         bar.set_position(bar.length().unwrap_or(0) - left);

@@ -104,7 +104,7 @@ pub(crate) trait Setup: Send + Sync {
         descriptor: &mut Option<OwnedFd>,
     ) -> Result<Option<Request>, String>;
 
-    /// The setup is over, and requests may pass.
+    /// Called when the setup is over, and requests may pass. Default: does nothing.
     fn up(&self) {}
 
     /// Returns the request that asks whether the server is alive.

@@ -117,6 +117,9 @@ impl Transfers {
             let age = now.saturating_duration_since(transfer.since);
             status.overdue += usize::from(age >= deadline);
             status.orphaned += usize::from(transfer.orphaned);
+            if transfer.orphaned && direction == Direction::Store {
+                status.orphaned_store_slots += transfer.pending.slots();
+            }
         }
         status
     }

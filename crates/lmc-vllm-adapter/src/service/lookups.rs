@@ -244,6 +244,10 @@ impl Lookups {
             .with_tenant(tenant)
             .with_hint(hint)
             .with_limit(share_of(context, client));
+        let request = match key.unit {
+            None => request,
+            Some(_) => request.without_demand(),
+        };
         let request = self.with_merges(request, &candidates, key);
         // Of the lookup, and of the chunks that are merged.
         let rounds = 2 + 4 * request.merges() as u32;

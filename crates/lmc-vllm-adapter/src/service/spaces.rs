@@ -288,6 +288,12 @@ impl Spaces {
 
     /// Remembers that a named space is of a generation.
     pub(crate) fn set_generation(&self, space: SpaceId, generation: LayoutFingerprint) {
+        let table = self.table.read();
+        let known = table.spaces.get(&space);
+        if known.is_none_or(|space| space.generation == Some(generation)) {
+            return;
+        }
+        drop(table);
         if let Some(space) = self.table.write().spaces.get_mut(&space) {
             space.generation = Some(generation);
         }

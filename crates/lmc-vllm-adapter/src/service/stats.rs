@@ -158,6 +158,8 @@ counters! {
     slots_orphaned,
     /// Slots of ended connections released because their process was dead.
     slots_released_by_death,
+    /// Slots of ended connections released because their worker said that it copies for none of them.
+    slots_released_by_worker,
     /// Slots of ended connections released because the grace time was over.
     slots_released_by_grace,
     /// Pickled payloads refused.

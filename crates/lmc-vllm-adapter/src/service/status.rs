@@ -89,6 +89,8 @@ pub struct TransferStatus {
     pub overdue: usize,
     /// Transfers of either kind whose connection has ended.
     pub orphaned: usize,
+    /// Slots of the stores among them.
+    pub orphaned_store_slots: usize,
 }
 
 /// The event log.

@@ -475,14 +475,15 @@ impl Transfers {
     /// Returns true for the connection that prepared a transfer. Once that has ended, for every
     /// other, unless its process is known to be another one.
     fn may_commit(&self, client: ClientId, transfer: &Transfer) -> bool {
-        if transfer.client == client {
-            return true;
-        }
-        let before = self.connections.pids_of(transfer.client);
+        transfer.client == client
+            || (transfer.orphaned && !self.is_of_another(client, transfer.client))
+    }
+
+    /// Returns true if two connections are known to be of different processes.
+    fn is_of_another(&self, client: ClientId, before: ClientId) -> bool {
+        let before = self.connections.pids_of(before);
         let now = self.connections.pids_of(client);
-        let is_other =
-            !before.is_empty() && !now.is_empty() && !before.iter().any(|p| now.contains(p));
-        transfer.orphaned && !is_other
+        !before.is_empty() && !now.is_empty() && !before.iter().any(|pid| now.contains(pid))
     }
 
     pub(super) fn commit_store(
@@ -544,17 +545,19 @@ impl Transfers {
             return Reply::Int(0);
         }
         let mut prepared = self.prepared.lock();
-        let is_earlier =
-            |transfer: &Transfer| transfer.client < client && self.may_commit(client, transfer);
+        // It could register here only once its earlier connection had ended, whether or not the end has
+        // been noted at each of its transfers by now.
+        let is_earlier = |transfer: &Transfer| {
+            transfer.client < client && !self.is_of_another(client, transfer.client)
+        };
         let taken = prepared.take_where(instance_id, is_earlier);
         self.publish_bytes(&prepared);
         drop(prepared);
         let slots: usize = taken.iter().map(|(_, one)| one.pending.slots()).sum();
         let stores = (taken.iter()).filter(|(direction, _)| *direction == Direction::Store);
-        add(
-            &self.context.stats.service.stores_failed,
-            stores.count() as u64,
-        );
+        let counters = &self.context.stats.service;
+        add(&counters.stores_abandoned, stores.count() as u64);
+        add(&counters.slots_released_by_worker, slots as u64);
         if slots > 0 {
             tracing::info!(
                 instance = instance_id,
