@@ -1,12 +1,15 @@
 //! The HTTP side beyond this host: TLS, and the token that tools send.
 
 use std::fs;
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-use lmc_testkit::{Folder, free_port, write_secret};
+use lmc_testkit::{DEADLINE, Folder, free_port, is_root, until, write_secret};
 
 use crate::common::{Server, ask, lmc};
+use crate::other_users::run_as_stranger;
 
 fn data(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -47,7 +50,7 @@ fn tools_reach_a_server_over_tls_and_its_files_are_read_again() {
         token.to_str().expect("text"),
     ]);
     let status = |trusted: &Path| tool(http, &["status"], &token, trusted);
-    lmc_testkit::until("it answers over TLS", || {
+    until("it answers over TLS", || {
         status(&data("ca.crt")).status.success()
     });
     let stranger = tool(http, &["status"], &token, &data("server.crt"));
@@ -72,14 +75,75 @@ fn tools_reach_a_server_over_tls_and_its_files_are_read_again() {
         status(&data("ca.crt")).status.success(),
         "the old one stays"
     );
-    fs::copy(data("server.crt"), &cert).expect("a file");
+    // Another one takes its turn without a restart.
+    fs::copy(data("other.crt"), &cert).expect("a file");
+    write_secret(&key, &fs::read_to_string(data("other.key")).expect("a key"));
+    let reload = tool(http, &["reload"], &token, &data("ca.crt"));
+    assert!(reload.status.success(), "{reload:?}");
     assert!(
-        tool(http, &["reload"], &token, &data("ca.crt"))
-            .status
-            .success()
+        !status(&data("ca.crt")).status.success(),
+        "the old one is gone"
     );
-    assert!(status(&data("ca.crt")).status.success());
+    let done = status(&data("other.crt"));
+    assert!(done.status.success(), "{done:?}");
     drop(server);
+}
+
+/// Port of the HTTP side that [`asking_stranger`] asks, and the token that it shows.
+const HTTP: &str = "LMC_TEST_STRANGER_HTTP";
+const TOKEN: &str = "LMC_TEST_STRANGER_TOKEN";
+
+/// The process of another user that asks without a token, and with one. Does nothing when the test suite
+/// runs it.
+#[test]
+fn asking_stranger() {
+    let (Ok(http), Ok(token)) = (std::env::var(HTTP), std::env::var(TOKEN)) else {
+        return;
+    };
+    let http: u16 = http.parse().expect("a port");
+    for line in [
+        "GET /status",
+        "POST /cache/clear",
+        "GET /healthz",
+        "GET /",
+        "GET /live",
+    ] {
+        for shown in ["", token.as_str()] {
+            let mut stream = TcpStream::connect(("127.0.0.1", http)).expect("a connection");
+            stream.set_read_timeout(Some(DEADLINE)).expect("a timeout");
+            let head = format!(
+                "{line} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {shown}\r\n\
+                 content-type: application/json\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{{}}"
+            );
+            stream.write_all(head.as_bytes()).expect("a request");
+            // A stream of states goes on: its head says enough.
+            let mut start = [0; 12];
+            stream.read_exact(&mut start).expect("an answer");
+            let start = String::from_utf8_lossy(&start);
+            println!("{line} {}: {start}", shown.len());
+        }
+    }
+}
+
+#[test]
+fn another_user_is_answered_with_the_token_alone() {
+    if !is_root() {
+        return println!("skipped: not root");
+    }
+    let folder = Folder::temporary();
+    let token = folder.join("token");
+    write_secret(&token, "0123456789abcdef\n");
+    let server = Server::start(&["--http-token-file", token.to_str().expect("text")]);
+    let port = server.http.to_string();
+    let variables = [(HTTP, port.as_str()), (TOKEN, "0123456789abcdef")];
+    let said = run_as_stranger(asking_stranger, &variables);
+    for line in ["GET /status", "POST /cache/clear", "GET /live"] {
+        assert!(said.contains(&format!("{line} 0: HTTP/1.1 401")), "{said}");
+        assert!(said.contains(&format!("{line} 16: HTTP/1.1 200")), "{said}");
+    }
+    for line in ["GET /healthz", "GET /"] {
+        assert!(said.contains(&format!("{line} 0: HTTP/1.1 200")), "{said}");
+    }
 }
 
 #[test]
