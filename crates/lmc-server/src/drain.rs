@@ -91,7 +91,7 @@ impl Drain {
                 Some(_) => "draining",
             },
             "seconds": current.as_ref().map_or(0.0, |current| current.begun.elapsed().as_secs_f64()),
-            "stores": stores,
+            "storing_chunks": stores,
             "unwritten_bytes": unwritten,
             "failed_chunks": current.as_ref().map_or(0, |current| failed(status).saturating_sub(current.failed_before)),
             "connections": status.transport.connections_open,

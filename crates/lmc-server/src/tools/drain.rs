@@ -125,9 +125,9 @@ fn result(answer: &Value, timeout: &str) -> (String, ExitCode) {
 
 fn left(answer: &Value) -> String {
     format!(
-        "{} to be written, {} stores to end; `lmc drain` waits again, `lmc drain --cancel` ends it",
+        "{} to be written, {} chunks being stored; `lmc drain` waits again, `lmc drain --cancel` ends it",
         bytes(&answer["unwritten_bytes"]),
-        answer["stores"]
+        answer["storing_chunks"]
     )
 }
 
@@ -150,7 +150,7 @@ mod tests {
         let answer = |state: &str, failed: u64, tiers: u64| {
             json!({
                 "state": state, "failed_chunks": failed, "tiers": tiers, "connections": 2,
-                "unwritten_bytes": 3 << 20, "stores": 1,
+                "unwritten_bytes": 3 << 20, "storing_chunks": 1,
             })
         };
         for (answer, part, fails) in [

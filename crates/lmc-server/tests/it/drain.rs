@@ -91,8 +91,8 @@ fn a_drain_waits_for_stores_that_had_begun_and_can_be_cancelled() {
     assert_eq!(waited.status.code(), Some(1), "{waited:?}");
     let state: serde_json::Value = serde_json::from_slice(&waited.stdout).expect("JSON");
     assert_eq!(
-        (&state["state"], &state["stores"]),
-        (&"draining".into(), &1.into())
+        (&state["state"], &state["storing_chunks"]),
+        (&"draining".into(), &CHUNKS.into())
     );
     Prompt(1).commit_store(&mut client);
     assert!(drain(&server, &[]).status.success());

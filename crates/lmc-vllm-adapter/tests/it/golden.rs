@@ -51,7 +51,7 @@ fn server() -> Server {
 
 /// Returns an answer without the capabilities that only lmc has.
 fn without_own_capability(mut answer: Vec<Bytes>) -> Vec<Bytes> {
-    let ours = b"\x94\xafkv_event_stream\xaflmc_engine_keys\xaflmc_wait_lookup\xa9lmc_units";
+    let ours = b"\x95\xafkv_event_stream\xaflmc_engine_keys\xb3lmc_abandon_earlier\xaflmc_wait_lookup\xa9lmc_units";
     if let Some(value) = answer.last_mut()
         && value[..] == ours[..]
     {
