@@ -12,7 +12,8 @@ use lmc_transfer::{Address, ConnectError, PeerId, TransferChannel};
 use parking_lot::Mutex;
 use serde::Serialize;
 
-use crate::backend::DaemonNode;
+use crate::daemon_link::DaemonLink;
+use crate::node::Node;
 use crate::peers::Failure;
 use crate::resolve::Names;
 
@@ -20,6 +21,7 @@ use crate::resolve::Names;
 const CONNECT_EVERY: Duration = Duration::from_secs(1);
 /// Time that a connect may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// A peer that the settings name, at one of its addresses.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
@@ -69,13 +71,13 @@ impl Dialer {
     /// Keeps connections to the peers that are named. Runs until it is dropped.
     pub(crate) async fn stay_connected(
         mut self,
-        node: Arc<DaemonNode>,
+        node: Arc<Node<DaemonLink>>,
         peers: Vec<String>,
         directories: Vec<String>,
         named: Named,
     ) {
         let mut strangers = BTreeSet::new();
-        let own = node.link.channel.id().clone();
+        let own = node.sessions.link.channel.id().clone();
         loop {
             self.resolve(lookup).await;
             self.connect(&node).await;
@@ -102,7 +104,7 @@ impl Dialer {
     }
 
     /// Connects to each address whose peer is not connected.
-    pub(crate) async fn connect(&mut self, node: &DaemonNode) {
+    pub(crate) async fn connect(&mut self, node: &Node<DaemonLink>) {
         let addresses: BTreeSet<SocketAddr> = self.names.addresses().collect();
         let connects = addresses.into_iter().map(|address| {
             let known = self.connected.get(&address).cloned();
@@ -169,11 +171,11 @@ async fn lookup(name: String) -> std::io::Result<Vec<SocketAddr>> {
 
 /// Connects to the peer at an address, unless it is connected or this daemon itself.
 async fn connect(
-    node: &DaemonNode,
+    node: &Node<DaemonLink>,
     address: SocketAddr,
     known: Option<PeerId>,
 ) -> Result<PeerId, ConnectError> {
-    let channel = &node.link.channel;
+    let channel = &node.sessions.link.channel;
     if let Some(peer) = known.filter(|peer| channel.is_connected(peer) || peer == channel.id()) {
         return Ok(peer);
     }
@@ -197,8 +199,12 @@ fn note<K: Eq + Hash>(failures: &mut HashMap<K, Failure>, key: K, error: &str) -
 }
 
 /// Warns once of each daemon that is named as a directory and is none.
-fn warn_of_strangers(node: &DaemonNode, directories: &[PeerId], known: &mut BTreeSet<PeerId>) {
-    let peers = node.peers.lock();
+fn warn_of_strangers(
+    node: &Node<DaemonLink>,
+    directories: &[PeerId],
+    known: &mut BTreeSet<PeerId>,
+) {
+    let peers = node.sessions.peers.lock();
     for peer in directories.iter().filter_map(|peer| peers.get(peer)) {
         let name = &peer.session.peer;
         if peer.hello.is_some() && !peer.is_directory() && known.insert(name.clone()) {

@@ -482,6 +482,7 @@ async fn cuts_and_restarts(seed: u64) {
                 for other in (0..count).filter(|&other| other != host) {
                     let is_known = net
                         .node(host)
+                        .sessions
                         .peers
                         .lock()
                         .get(&super::net::name(other))

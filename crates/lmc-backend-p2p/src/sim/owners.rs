@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use lmc_backend::{LocateHint, now};
+use lmc_backend::now;
 use lmc_key::ChunkKey;
 
 use super::net::{Faults, Net};
 use super::run;
 use super::schedules::{
-    Found, LOCATE, Tally, begin_to_read_again, fetch, found, load, prompt, slow,
+    Found, LOCATE, Tally, begin_to_read_again, fetch, found, load, look_up, prompt, slow,
 };
 use crate::message::{ChunkLease, LATE_DIGEST, Released, Reply, Request};
 
@@ -19,9 +19,7 @@ const LONG: Duration = Duration::from_secs(30);
 
 /// Returns the chunks that peers have.
 async fn locate(net: &Net, host: usize, keys: &[ChunkKey]) -> Vec<Found> {
-    let node = net.node(host);
-    let located = node.locate(keys, LocateHint::none(), now() + LOCATE).await;
-    found(keys, located)
+    found(keys, look_up(net, host, keys).await)
 }
 
 /// An owner that stops after a lookup was once waited for until the load's deadline.
@@ -154,10 +152,7 @@ fn a_peer_that_has_chunks_and_lends_none_is_left_alone() {
             now() - begun
         );
         // What it has meanwhile is not known, and it is asked again later.
-        let located = net
-            .node(0)
-            .locate(&keys, LocateHint::none(), now() + LOCATE)
-            .await;
+        let located = look_up(&net, 0, &keys).await;
         assert!(located[0].is_err(), "{located:?}");
         // People are shown why.
         let paused = || net.node(0).status().peers[0].paused_seconds;
@@ -308,10 +303,7 @@ fn a_chunk_of_another_length_spoils_no_other_and_pauses_its_owner() {
         });
         let tally = fetch(&net, 0, &keys).await;
         assert_eq!((tally.hits, tally.misses), (7, 1), "{tally:?}");
-        let located = net
-            .node(0)
-            .locate(&keys, LocateHint::none(), now() + LOCATE)
-            .await;
+        let located = look_up(&net, 0, &keys).await;
         assert!(located[0].is_err(), "{located:?}");
     });
 }
