@@ -1,7 +1,6 @@
 //! Connections to the peers that the settings name, and why some are not there.
 
 use std::collections::{BTreeSet, HashMap};
-use std::hash::Hash;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -120,7 +119,9 @@ impl Dialer {
                     // It may have started again, under another name.
                     self.connected.remove(&address);
                     let error = error.to_string();
-                    if note(&mut self.failures, address, &error) {
+                    let new = Failure::new(error.clone(), now());
+                    let old = self.failures.insert(address, new);
+                    if old.is_none_or(|old| old.reason != error) {
                         tracing::warn!(%address, %error, "a peer cannot be connected to; it is tried again every second");
                     }
                 }
@@ -189,13 +190,6 @@ async fn connect(
         TransferChannel::connect(channel, &peer, &at, None, deadline).await?;
     }
     Ok(peer)
-}
-
-/// Notes a failure. Returns true if it is not the last one again.
-fn note<K: Eq + Hash>(failures: &mut HashMap<K, Failure>, key: K, error: &str) -> bool {
-    let new = Failure::new(error.to_owned(), now());
-    let old = failures.insert(key, new);
-    old.is_none_or(|old| old.reason != error)
 }
 
 /// Warns once of each daemon that is named as a directory and is none.

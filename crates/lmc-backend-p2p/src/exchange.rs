@@ -30,9 +30,6 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 /// The reason why an exchange of clears ended early; the peer's status shows it.
 #[derive(Debug, thiserror::Error)]
 enum ExchangeError {
-    /// No hello was exchanged.
-    #[error("no hello was exchanged")]
-    NoHello,
     /// The peer did not answer with the page that was asked for.
     #[error(transparent)]
     Ask(#[from] AskError),
@@ -77,8 +74,8 @@ impl<L: Link> Exchange<L> {
         match &learned {
             Ok(()) if is_known => {}
             Ok(()) => {
-                self.sessions
-                    .with(session, |peer| peer.counters.clears += 1);
+                let count = |peer: &mut Peer| peer.counters.clears += 1;
+                self.sessions.with(session, count);
                 tracing::info!(peer = %session.peer, "clears of a peer were carried out here");
             }
             Err(error) => {
@@ -108,7 +105,7 @@ impl<L: Link> Exchange<L> {
         if self.sessions.with(session, |peer| peer.clears) == Some(Some(known)) {
             return;
         }
-        let Ok((theirs, _)) = self.send_clears(session, deadline).await else {
+        let Some((theirs, _)) = self.send_clears(session, deadline).await else {
             return;
         };
         if self.learn(session, &theirs).await.is_ok() {
@@ -118,26 +115,24 @@ impl<L: Link> Exchange<L> {
     }
 
     /// Sends a peer all clears that were carried out here. Returns clears that the peer has carried out,
-    /// which are not taken in yet, and whether a restart of the peer finds them.
-    ///
-    /// # Errors
-    /// [`ExchangeError`].
+    /// which are not taken in yet, and whether a restart of the peer finds them. Returns `None` without
+    /// an accepted hello, or where that failed, as the peer's status shows.
     async fn send_clears(
         &self,
         session: &Session,
         deadline: Instant,
-    ) -> Result<(Arc<Clears>, bool), ExchangeError> {
+    ) -> Option<(Arc<Clears>, bool)> {
         let (ours, id) = self.sessions.clears();
-        if self.sessions.with(session, |peer| peer.hello.is_some()) != Some(true) {
-            return Err(ExchangeError::NoHello);
+        let has_hello = self.sessions.with(session, |peer| peer.hello.is_some());
+        has_hello.filter(|has_hello| *has_hello)?;
+        match self.send_pages(session, (&ours, id), deadline).await {
+            Ok((theirs, is_noted)) => Some((theirs.map_or(ours, Arc::new), is_noted)),
+            Err(error) => {
+                let failed = |peer: &mut Peer| peer.did_not_exchange(error.to_string(), now());
+                self.sessions.with(session, failed);
+                None
+            }
         }
-        let sent = self.send_pages(session, (&ours, id), deadline).await;
-        if let Err(error) = &sent {
-            let failed = |peer: &mut Peer| peer.did_not_exchange(error.to_string(), now());
-            self.sessions.with(session, failed);
-        }
-        let (theirs, is_noted) = sent?;
-        Ok((theirs.map_or(ours, Arc::new), is_noted))
     }
 
     /// Sends all pages of a map. Returns the map of the peer, `None` if that is the same, and whether
@@ -213,7 +208,7 @@ impl<L: Link> Exchange<L> {
                 new
             };
             let unconfirmed = new.into_iter().map(|(session, name)| async move {
-                let Ok((theirs, is_noted)) = self.send_clears(&session, deadline).await else {
+                let Some((theirs, is_noted)) = self.send_clears(&session, deadline).await else {
                     return Some(name);
                 };
                 // What is not noted by the deadline is exchanged once more.

@@ -453,29 +453,25 @@ impl<L: Link> Reader<L> {
         &self,
         peer: &PeerId,
         batch: KeyBatch,
-        items: Vec<Wanted>,
+        mut items: Vec<Wanted>,
         deadline: Instant,
     ) -> Vec<ChunkRead> {
         if self.sessions.with_peer(peer, |peer| peer.lends(now())) != Some(true) {
-            let error = || self.unavailable(peer, None);
-            let elsewhere = |item| ChunkRead::Elsewhere(item, Some(error()));
-            return items.into_iter().map(elsewhere).collect();
+            return elsewhere(items, || Some(self.unavailable(peer, None)));
         }
         // Where another has the chunks too, that one is asked before anything is waited for.
-        let mut items = items;
         self.retain_connected(&mut items[0].others);
         let sent = now();
         let is_patient = |begun| deadline.saturating_duration_since(begun) >= PATIENT;
+        let config = &self.sessions.config;
         let wait = match items[0].others.is_empty() {
             false => Duration::ZERO,
             // The other half is for reading.
-            true => {
-                (deadline.saturating_duration_since(sent) / 2).min(self.sessions.config.lease_wait)
-            }
+            true => (deadline.saturating_duration_since(sent) / 2).min(config.lease_wait),
         };
         let request = Request::Lease(self.sessions.stamped(Lease {
             keys: batch,
-            duration_ms: millis(self.sessions.config.lease),
+            duration_ms: millis(config.lease),
             wait_ms: millis(wait),
         }));
         let answers = |leased: &Leased| leased.chunks.len() == items.len();
@@ -492,9 +488,8 @@ impl<L: Link> Reader<L> {
                     self.sessions
                         .with_peer(peer, |peer| _ = peer.lent_badly(reason, now()));
                 }
-                let error = || self.unavailable(peer, answer.as_ref().err());
-                let elsewhere = |item| ChunkRead::Elsewhere(item, Some(error()));
-                return items.into_iter().map(elsewhere).collect();
+                let error = answer.as_ref().err();
+                return elsewhere(items, || Some(self.unavailable(peer, error)));
             }
         };
         let mut lease = Leasing {
@@ -507,8 +502,7 @@ impl<L: Link> Reader<L> {
             sent,
         };
         if !self.sessions.is_in_step(peer, clears) {
-            let elsewhere = |item| ChunkRead::Elsewhere(item, None);
-            return items.into_iter().map(elsewhere).collect();
+            return elsewhere(items, || None);
         }
         let (granted, mut reads) = self.sort_out(peer, leased, items);
         if granted.is_empty() {
@@ -516,15 +510,9 @@ impl<L: Link> Reader<L> {
         }
         let (mut slots, mut indices, mut named) = (Vec::new(), Vec::new(), Vec::new());
         for (ordinal, item, index, digest) in granted {
-            let Wanted {
-                index: position,
-                key,
-                slot,
-                others,
-            } = item;
             indices.push(index);
-            slots.push(slot);
-            named.push((ordinal, position, key, digest, others));
+            slots.push(item.slot);
+            named.push((ordinal, item.index, item.key, digest, item.others));
         }
         let bytes: u64 = slots.iter().map(ReservedSlot::len).sum();
         let begun = now();
@@ -746,6 +734,12 @@ impl<L: Link> Reader<L> {
 
 fn millis(duration: Duration) -> u32 {
     u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
+}
+
+/// Returns chunks that a peer does not serve, each with a reason.
+fn elsewhere(items: Vec<Wanted>, error: impl Fn() -> Option<BackendError>) -> Vec<ChunkRead> {
+    let read = |item| ChunkRead::Elsewhere(item, error());
+    items.into_iter().map(read).collect()
 }
 
 fn not_loaded(slot: ReservedSlot, error: Option<BackendError>) -> Loaded {

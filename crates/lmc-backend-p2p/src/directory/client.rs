@@ -18,7 +18,7 @@ use super::lendable::{Lendable, Progress};
 use super::message::{Announce, Announced, Candidate, Find, Found};
 use crate::link::{Link, tcp_address, until};
 use crate::message::{Reply, Request};
-use crate::peers::Peers;
+use crate::peers::{Peer, Peers};
 use crate::session::{AskError, Sessions};
 
 /// Time between two announcements to a directory, at least; what changes meanwhile goes together.
@@ -465,17 +465,12 @@ impl<L: Link> DirectoryClient<L> {
         let parsed = candidates.into_iter();
         let parsed = parsed.filter_map(|one| Some((one.peer.parse::<PeerId>().ok()?, one.address)));
         let candidates: Vec<(PeerId, String)> = parsed.collect();
-        let able = |peer: &PeerId| {
-            let able = self
-                .sessions
-                .with_peer(peer, |peer| peer.can_be_asked(now()));
-            able == Some(true)
-        };
+        let can_be_asked = |peer: &mut Peer| peer.can_be_asked(now());
+        let able = |peer: &PeerId| self.sessions.with_peer(peer, can_be_asked) == Some(true);
         for (peer, address) in &candidates {
-            let known = self.sessions.peers.lock().get(peer).is_some();
-            match known {
-                true => self.dials.lock().asked(peer),
-                false => self.dial(peer, address),
+            match self.sessions.with_peer(peer, |_| ()) {
+                Some(()) => self.dials.lock().asked(peer),
+                None => self.dial(peer, address),
             }
         }
         let wait_until = now() + deadline.saturating_duration_since(now()) / 2;

@@ -165,6 +165,17 @@ impl Net {
         })))
     }
 
+    /// Returns a network of daemons with pools of 64 chunks, the first of which is connected to all
+    /// others.
+    pub(super) async fn with_daemons(seed: u64, faults: Faults, daemons: usize) -> Self {
+        let net = Self::new(seed, faults);
+        (0..daemons).for_each(|host| net.start(host, 64, |_| ()));
+        for other in 1..daemons {
+            assert!(net.connect(0, other).await);
+        }
+        net
+    }
+
     /// Starts a daemon with a pool of `slots` chunks; again, if one of this number has ended.
     pub(super) fn start(&self, host: usize, slots: u64, change: impl FnOnce(&mut NodeConfig)) {
         let memory = Memory::default();

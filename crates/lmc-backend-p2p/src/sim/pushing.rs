@@ -12,9 +12,7 @@ use crate::message::{KeyBatch, Push, Pushed, Reply, Request};
 
 /// Returns two connected daemons, the first with a prompt of this number of chunks.
 async fn prefilled(faults: Faults, chunks: u64) -> (Net, ChunkRun) {
-    let net = Net::new(31, faults);
-    (0..2).for_each(|host| net.start(host, 64, |_| ()));
-    assert!(net.connect(0, 1).await);
+    let net = Net::with_daemons(31, faults, 2).await;
     let prompt = computed(&net, 1, chunks);
     (net, prompt)
 }
@@ -231,9 +229,7 @@ fn a_peer_that_pushes_a_wrong_length_is_the_only_one_that_is_paused_for_it() {
 fn a_peer_reads_on_order_one_batch_after_the_other() {
     use crate::CopyError;
     run(async {
-        let net = Net::new(27, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(27, Faults::none(), 2).await;
         let chunks: Vec<_> = prompt(0, 8).into_iter().map(|key| (key, LEN)).collect();
         let node = net.node(0);
         assert_eq!(node.peers_named("stranger"), []);

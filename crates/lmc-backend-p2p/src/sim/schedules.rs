@@ -527,9 +527,7 @@ fn what_was_cleared_at_one_side_of_a_cut_is_served_by_neither_afterwards() {
 #[test]
 fn a_clear_is_not_lost_to_a_side_that_cleared_more_often() {
     run(async {
-        let net = Net::new(5, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(5, Faults::none(), 2).await;
         let noticed = Duration::from_millis(10);
         net.cut(0, 1, true, noticed);
         tokio::time::sleep(noticed * 2).await;
@@ -556,9 +554,7 @@ fn a_clear_is_not_lost_to_a_side_that_cleared_more_often() {
 #[test]
 fn two_daemons_that_ask_each_other_end_at_once() {
     run(async {
-        let net = Net::new(7, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(7, Faults::none(), 2).await;
         let keys = prompt(0, 4);
         let begun = now();
         let (one, other) = tokio::join!(fetch(&net, 0, &keys), fetch(&net, 1, &keys));
@@ -580,9 +576,7 @@ fn two_daemons_that_ask_each_other_end_at_once() {
 #[test]
 fn a_silent_peer_is_not_taken_for_one_without_the_chunk() {
     run(async {
-        let net = Net::new(9, Faults::none());
-        (0..3).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let net = Net::with_daemons(9, Faults::none(), 3).await;
         let keys = prompt(0, 1);
         net.freeze(1, Duration::from_secs(5));
         let located = look_up(&net, 0, &keys).await;
@@ -602,9 +596,7 @@ fn a_silent_peer_is_not_taken_for_one_without_the_chunk() {
 #[test]
 fn a_peer_that_never_answers_delays_a_lookup_by_the_timeout_at_most() {
     run(async {
-        let net = Net::new(8, Faults::none());
-        (0..3).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let net = Net::with_daemons(8, Faults::none(), 3).await;
         net.freeze(1, Duration::from_secs(3_600));
         let mut waits = Vec::new();
         for number in 0..20 {
@@ -850,9 +842,7 @@ fn hinted_peers_are_asked_alone_and_others_where_they_do_not_have_all() {
 #[test]
 fn the_status_names_peers_that_went_until_they_are_back() {
     run(async {
-        let net = Net::new(23, Faults::none());
-        (0..3).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let net = Net::with_daemons(23, Faults::none(), 3).await;
         let keys = prompt(0, 3);
         keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
         fetch(&net, 0, &keys).await;
@@ -900,9 +890,7 @@ fn spaces_that_appear_after_the_connect_are_described() {
     };
     let note = |world_size| note(&space(world_size), None);
     run(async {
-        let net = Net::new(21, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(21, Faults::none(), 2).await;
         let holds = |net: &Net| {
             let (node, peer) = (net.node(1), net.session(0));
             let mut peers = node.sessions.peers.lock();

@@ -290,9 +290,7 @@ fn leases_wait_for_the_rate_at_which_chunks_are_served() {
 #[test]
 fn a_read_whose_thread_ends_fails_its_chunks() {
     run(async {
-        let net = Net::new(57, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(57, Faults::none(), 2).await;
         let keys = prompt(0, 3);
         keys.iter().for_each(|key| net.chunks(0).store(*key, 0));
         let home = tokio::runtime::Builder::new_current_thread()
@@ -340,9 +338,7 @@ fn a_caller_without_time_says_nothing_about_the_peer() {
     run(async {
         for (millis, lends) in [(20, true), (600, false)] {
             let time = Duration::from_millis(millis);
-            let net = Net::new(58, Faults::none());
-            (0..2).for_each(|host| net.start(host, 64, |_| ()));
-            assert!(net.connect(0, 1).await);
+            let net = Net::with_daemons(58, Faults::none(), 2).await;
             let keys = prompt(0, 1);
             net.chunks(0).store(keys[0], 0);
             let found = found(&keys, look_up(&net, 1, &keys).await);
