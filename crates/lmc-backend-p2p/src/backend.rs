@@ -1,13 +1,9 @@
 //! [`P2pBackend`]: peers as a tier of the engine.
 
 use std::fmt;
-use std::panic::AssertUnwindSafe;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
-use futures_util::FutureExt;
 use lmc_backend::{
     Answers, Backend, BackendError, BoxFuture, ChunkRun, Cleared, Clears, Health, Host, LoadItem,
     Loaded, LocateHint, Located, Sharing, Usage, now, ready,
@@ -17,15 +13,14 @@ use lmc_transfer::{Address, PeerEvent, PeerId, SocketConfig, SocketError, Transf
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
-use tokio_util::task::AbortOnDropHandle;
 
-use crate::daemon_link::DaemonLink;
+use crate::config::NodeConfig;
+use crate::daemon_link::{DaemonLink, answer_on, random};
 use crate::dial::{Dialer, Named, NamedPeer};
-use crate::link::Link;
-use crate::node::{Node, NodeConfig};
-use crate::owner::Session;
+use crate::link::{Link, Session};
+use crate::node::Node;
 use crate::peers::{GonePeer, Peers};
-use crate::reading::ASKED_AT_ONCE;
+use crate::reader::ASKED_AT_ONCE;
 use crate::status::PeersStatus;
 
 /// Time that a clear waits for peers: slower ones are named as unconfirmed, and learn of it
@@ -71,14 +66,7 @@ pub fn new_peer_id(name: &str) -> std::io::Result<PeerId> {
     id.parse().map_err(std::io::Error::other)
 }
 
-/// Returns a random number of the system.
-pub(crate) fn random() -> std::io::Result<u64> {
-    let mut bytes = [0; 8];
-    getrandom::fill(&mut bytes)?;
-    Ok(u64::from_le_bytes(bytes))
-}
-
-pub(crate) type DaemonNode = Node<DaemonLink>;
+type DaemonNode = Node<DaemonLink>;
 
 /// The chunks of peers, as a tier of the engine.
 ///
@@ -149,14 +137,14 @@ impl P2pBackend {
         let pushing = Arc::clone(&node);
         tasks.spawn_on(async move { pushing.push_waiting().await }, &runtime);
         let has_names = !(peers.is_empty() && directories.is_empty());
-        if node.config.uses_directories {
+        if node.sessions.config.uses_directories {
             let seed = random().map_err(SocketError::Start)?;
             let announcing = Arc::clone(&node).announce_chunks(seed);
             tasks.spawn_on(announcing, &runtime);
         }
         let dialer = Dialer::new(peers.iter().chain(&directories));
         // A clear that comes before they are resolved names them as well.
-        let named = Arc::new(Mutex::new(dialer.named(node.link.channel.id())));
+        let named = Arc::new(Mutex::new(dialer.named(node.sessions.link.channel.id())));
         if has_names {
             let (dialing, shown) = (Arc::clone(&node), Arc::clone(&named));
             let dialing = dialer.stay_connected(dialing, peers, directories, shown);
@@ -177,13 +165,13 @@ impl P2pBackend {
 
     /// Returns the address that peers connect to.
     pub fn address(&self) -> &Address {
-        self.node.link.channel.address()
+        self.node.sessions.link.channel.address()
     }
 
     /// Returns the state of every peer that is known, for people.
     pub fn status(&self) -> PeersStatus {
         PeersStatus {
-            id: self.node.link.channel.id().to_string(),
+            id: self.node.sessions.link.channel.id().to_string(),
             node: self.node.status(),
             named: self.named.lock().clone(),
         }
@@ -192,7 +180,7 @@ impl P2pBackend {
     /// Returns the number of connected peers, and that of the peers and directories of the settings that
     /// are not connected.
     pub fn connections(&self) -> (usize, usize) {
-        let peers = self.node.peers.lock();
+        let peers = self.node.sessions.peers.lock();
         let named = self.named.lock();
         (peers.with_hello().len(), missing(&named, &peers).count())
     }
@@ -240,25 +228,6 @@ fn missing<'a>(named: &'a [NamedPeer], peers: &'a Peers) -> impl Iterator<Item =
         .filter(move |one| !one.itself && !is_connected(one))
 }
 
-/// Answers a question of a peer: at once, on the thread of the channel that received it, where
-/// nothing has to be waited for, because waking another thread and this one again takes longer than
-/// most answers; otherwise on a runtime. A panic becomes an empty answer, so that the channel's
-/// thread goes on.
-pub(crate) fn answer_on(
-    runtime: &Handle,
-    answer: impl Future<Output = Vec<u8>> + Send + 'static,
-) -> BoxFuture<'static, Bytes> {
-    let answer = AssertUnwindSafe(answer).catch_unwind();
-    let mut answer = Box::pin(answer.map(Result::unwrap_or_default));
-    let entered = runtime.enter();
-    if let Some(answer) = answer.as_mut().now_or_never() {
-        return Box::pin(std::future::ready(answer.into()));
-    }
-    drop(entered);
-    let serving = AbortOnDropHandle::new(runtime.spawn(answer));
-    Box::pin(async move { serving.await.unwrap_or_default().into() })
-}
-
 /// Notes that a peer came or went.
 fn note(node: Arc<DaemonNode>, peer: &PeerId, event: &PeerEvent, on: &Handle) {
     let session = |incarnation: u64| Session {
@@ -282,7 +251,7 @@ fn note(node: Arc<DaemonNode>, peer: &PeerId, event: &PeerEvent, on: &Handle) {
         } => {
             let session = session(*incarnation);
             // The same incarnation may be connected again.
-            if !node.link.is_current(&session) {
+            if !node.sessions.link.is_current(&session) {
                 tracing::info!(%peer, %reason, "peer disconnected; its chunks are misses until it is back");
                 node.disconnected(&session, &reason.to_string());
             }
@@ -338,7 +307,11 @@ impl Backend for P2pBackend {
     }
 
     fn has_layouts(&self, layouts: &[(LayoutFingerprint, u32)], sources: &[String]) -> Vec<bool> {
-        self.node.peers.lock().have_layouts(layouts, sources)
+        self.node
+            .sessions
+            .peers
+            .lock()
+            .have_layouts(layouts, sources)
     }
 
     fn push(&self, run: ChunkRun, to: &str) -> bool {
@@ -357,7 +330,7 @@ impl Backend for P2pBackend {
             // A peer that does not answer is sent them again within seconds.
             let deadline = deadline.min(now() + CLEAR_TIMEOUT);
             let missing = |peers: &Peers| self.not_connected(peers);
-            let unconfirmed = self.node.pass_on(&clears, deadline, missing).await;
+            let unconfirmed = self.node.exchange.pass_on(&clears, deadline, missing).await;
             Ok(Cleared::new(0).with_unconfirmed(unconfirmed))
         })
     }
@@ -367,22 +340,19 @@ impl Backend for P2pBackend {
     }
 
     fn counters(&self) -> Vec<(&'static str, u64)> {
-        let channel = self.node.link.channel.stats();
+        let channel = self.node.sessions.link.channel.stats();
         let mut counters = self.node.counters().named();
         counters.push(("refused_handshakes", channel.refused_handshakes));
         counters.push(("broken", channel.broken));
         counters.push(("nixl_failed", channel.nixl_failed));
-        if self.node.config.uses_directories {
-            let finds = &self.node.finds;
-            counters.push(("directory_asked", finds.asked.load(Ordering::Relaxed)));
-            counters.push(("directory_failed", finds.failed.load(Ordering::Relaxed)));
-            counters.push(("directory_full", finds.full.load(Ordering::Relaxed)));
+        if self.node.sessions.config.uses_directories {
+            counters.extend(self.node.directories.counters());
         }
         counters
     }
 
     fn health(&self) -> Health {
-        let connected = self.node.peers.lock().with_hello().len();
+        let connected = self.node.sessions.peers.lock().with_hello().len();
         let named = self.named.lock();
         match connected == 0 && named.iter().any(|peer| !peer.itself) {
             true => Health::Degraded {
@@ -398,7 +368,7 @@ impl Backend for P2pBackend {
                 return Ok(());
             };
             tasks.abort_all();
-            let closed = self.node.link.channel.close(deadline).await;
+            let closed = self.node.sessions.link.channel.close(deadline).await;
             closed.map_err(|_| BackendError::Deadline)
         })
     }
@@ -411,40 +381,5 @@ impl Drop for P2pBackend {
             let _entered = self.runtime.enter();
             drop(tasks);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::thread;
-
-    use tokio::runtime::Builder;
-    use tokio::sync::oneshot;
-
-    use super::*;
-
-    #[test]
-    fn an_answer_that_waits_for_nothing_is_made_at_once_and_another_on_the_runtime() {
-        let runtime = Builder::new_multi_thread().worker_threads(1).build();
-        let runtime = runtime.expect("a runtime");
-        let here = thread::current().id();
-        let elsewhere = move || vec![u8::from(thread::current().id() != here)];
-        let at_once = answer_on(runtime.handle(), async move { elsewhere() });
-        assert_eq!(at_once.now_or_never(), Some(Bytes::from(vec![0])));
-        let (go, gone) = oneshot::channel::<()>();
-        let later = answer_on(runtime.handle(), async move {
-            let _ = gone.await;
-            elsewhere()
-        });
-        go.send(()).expect("it waits for this");
-        assert_eq!(runtime.block_on(later), Bytes::from(vec![1]));
-    }
-
-    #[test]
-    fn a_panic_is_an_empty_answer_and_does_not_reach_the_thread_of_the_channel() {
-        let runtime = Builder::new_multi_thread().worker_threads(1).build();
-        let runtime = runtime.expect("a runtime");
-        let answer = answer_on(runtime.handle(), async { panic!("a fault of this test") });
-        assert_eq!(answer.now_or_never(), Some(Bytes::new()));
     }
 }

@@ -1,27 +1,24 @@
 //! [`DaemonLink`]: the channel of a daemon to its peers.
 
+use std::panic::AssertUnwindSafe;
 use std::time::Instant;
 
+use bytes::Bytes;
+use futures_util::FutureExt;
 use lmc_memory::{ReservedSlot, SealedSlot};
 use lmc_transfer::{
-    Address, AddressError, BoxFuture, DataPlane, Filled, Index, PeerId, ReadLease, SocketChannel,
+    Address, BoxFuture, ConnectError, DataPlane, Filled, Index, PeerId, ReadLease, SocketChannel,
     TransferChannel, TransferError,
 };
 use tokio::runtime::Handle;
+use tokio_util::task::AbortOnDropHandle;
 
-use crate::link::Link;
-use crate::owner::Session;
+use crate::link::{Link, Session};
 
 /// The channel of a daemon to its peers.
 #[derive(Debug)]
 pub struct DaemonLink {
     pub(crate) channel: SocketChannel,
-}
-
-/// Parses the address that a peer's hello or a directory names, with or without `tcp://`.
-pub(crate) fn tcp_address(text: &str) -> Result<Address, AddressError> {
-    let bare = text.strip_prefix("tcp://").unwrap_or(text);
-    format!("tcp://{bare}").parse()
 }
 
 impl Link for DaemonLink {
@@ -30,13 +27,14 @@ impl Link for DaemonLink {
     fn connect<'a>(
         &'a self,
         peer: &'a PeerId,
-        address: &'a str,
+        at: &'a Address,
         deadline: Instant,
-    ) -> BoxFuture<'a, Result<(), String>> {
+    ) -> BoxFuture<'a, Result<(), ConnectError>> {
         Box::pin(async move {
-            let at = tcp_address(address).map_err(|error| error.to_string())?;
-            let connected = self.channel.connect(peer, &at, None, deadline).await;
-            connected.map(drop).map_err(|error| error.to_string())
+            self.channel
+                .connect(peer, at, None, deadline)
+                .await
+                .map(drop)
         })
     }
 
@@ -86,5 +84,66 @@ impl Link for DaemonLink {
         deadline: Instant,
     ) -> BoxFuture<'a, Filled> {
         self.channel.read(slots, peer, indices, deadline)
+    }
+}
+
+/// Answers a question of a peer: at once, on the thread of the channel that received it, where
+/// nothing has to be waited for, because waking another thread and this one again takes longer than
+/// most answers; otherwise on a runtime. A panic becomes an empty answer, so that the channel's
+/// thread goes on.
+pub(crate) fn answer_on(
+    runtime: &Handle,
+    answer: impl Future<Output = Vec<u8>> + Send + 'static,
+) -> BoxFuture<'static, Bytes> {
+    let answer = AssertUnwindSafe(answer).catch_unwind();
+    let mut answer = Box::pin(answer.map(Result::unwrap_or_default));
+    let entered = runtime.enter();
+    if let Some(answer) = answer.as_mut().now_or_never() {
+        return Box::pin(std::future::ready(answer.into()));
+    }
+    drop(entered);
+    let serving = AbortOnDropHandle::new(runtime.spawn(answer));
+    Box::pin(async move { serving.await.unwrap_or_default().into() })
+}
+
+/// Returns a random number of the system.
+pub(crate) fn random() -> std::io::Result<u64> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes)?;
+    Ok(u64::from_le_bytes(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use tokio::runtime::Builder;
+    use tokio::sync::oneshot;
+
+    use super::*;
+
+    #[test]
+    fn an_answer_that_waits_for_nothing_is_made_at_once_and_another_on_the_runtime() {
+        let runtime = Builder::new_multi_thread().worker_threads(1).build();
+        let runtime = runtime.expect("a runtime");
+        let here = thread::current().id();
+        let elsewhere = move || vec![u8::from(thread::current().id() != here)];
+        let at_once = answer_on(runtime.handle(), async move { elsewhere() });
+        assert_eq!(at_once.now_or_never(), Some(Bytes::from(vec![0])));
+        let (go, gone) = oneshot::channel::<()>();
+        let later = answer_on(runtime.handle(), async move {
+            let _ = gone.await;
+            elsewhere()
+        });
+        go.send(()).expect("it waits for this");
+        assert_eq!(runtime.block_on(later), Bytes::from(vec![1]));
+    }
+
+    #[test]
+    fn a_panic_is_an_empty_answer_and_does_not_reach_the_thread_of_the_channel() {
+        let runtime = Builder::new_multi_thread().worker_threads(1).build();
+        let runtime = runtime.expect("a runtime");
+        let answer = answer_on(runtime.handle(), async { panic!("a fault of this test") });
+        assert_eq!(answer.now_or_never(), Some(Bytes::new()));
     }
 }

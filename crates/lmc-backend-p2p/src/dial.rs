@@ -1,7 +1,6 @@
 //! Connections to the peers that the settings name, and why some are not there.
 
 use std::collections::{BTreeSet, HashMap};
-use std::hash::Hash;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +11,8 @@ use lmc_transfer::{Address, ConnectError, PeerId, TransferChannel};
 use parking_lot::Mutex;
 use serde::Serialize;
 
-use crate::backend::DaemonNode;
+use crate::daemon_link::DaemonLink;
+use crate::node::Node;
 use crate::peers::Failure;
 use crate::resolve::Names;
 
@@ -20,6 +20,7 @@ use crate::resolve::Names;
 const CONNECT_EVERY: Duration = Duration::from_secs(1);
 /// Time that a connect may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// A peer that the settings name, at one of its addresses.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
@@ -69,13 +70,13 @@ impl Dialer {
     /// Keeps connections to the peers that are named. Runs until it is dropped.
     pub(crate) async fn stay_connected(
         mut self,
-        node: Arc<DaemonNode>,
+        node: Arc<Node<DaemonLink>>,
         peers: Vec<String>,
         directories: Vec<String>,
         named: Named,
     ) {
         let mut strangers = BTreeSet::new();
-        let own = node.link.channel.id().clone();
+        let own = node.sessions.link.channel.id().clone();
         loop {
             self.resolve(lookup).await;
             self.connect(&node).await;
@@ -102,7 +103,7 @@ impl Dialer {
     }
 
     /// Connects to each address whose peer is not connected.
-    pub(crate) async fn connect(&mut self, node: &DaemonNode) {
+    pub(crate) async fn connect(&mut self, node: &Node<DaemonLink>) {
         let addresses: BTreeSet<SocketAddr> = self.names.addresses().collect();
         let connects = addresses.into_iter().map(|address| {
             let known = self.connected.get(&address).cloned();
@@ -118,7 +119,9 @@ impl Dialer {
                     // It may have started again, under another name.
                     self.connected.remove(&address);
                     let error = error.to_string();
-                    if note(&mut self.failures, address, &error) {
+                    let new = Failure::new(error.clone(), now());
+                    let old = self.failures.insert(address, new);
+                    if old.is_none_or(|old| old.reason != error) {
                         tracing::warn!(%address, %error, "a peer cannot be connected to; it is tried again every second");
                     }
                 }
@@ -169,11 +172,11 @@ async fn lookup(name: String) -> std::io::Result<Vec<SocketAddr>> {
 
 /// Connects to the peer at an address, unless it is connected or this daemon itself.
 async fn connect(
-    node: &DaemonNode,
+    node: &Node<DaemonLink>,
     address: SocketAddr,
     known: Option<PeerId>,
 ) -> Result<PeerId, ConnectError> {
-    let channel = &node.link.channel;
+    let channel = &node.sessions.link.channel;
     if let Some(peer) = known.filter(|peer| channel.is_connected(peer) || peer == channel.id()) {
         return Ok(peer);
     }
@@ -189,16 +192,13 @@ async fn connect(
     Ok(peer)
 }
 
-/// Notes a failure. Returns true if it is not the last one again.
-fn note<K: Eq + Hash>(failures: &mut HashMap<K, Failure>, key: K, error: &str) -> bool {
-    let new = Failure::new(error.to_owned(), now());
-    let old = failures.insert(key, new);
-    old.is_none_or(|old| old.reason != error)
-}
-
 /// Warns once of each daemon that is named as a directory and is none.
-fn warn_of_strangers(node: &DaemonNode, directories: &[PeerId], known: &mut BTreeSet<PeerId>) {
-    let peers = node.peers.lock();
+fn warn_of_strangers(
+    node: &Node<DaemonLink>,
+    directories: &[PeerId],
+    known: &mut BTreeSet<PeerId>,
+) {
+    let peers = node.sessions.peers.lock();
     for peer in directories.iter().filter_map(|peer| peers.get(peer)) {
         let name = &peer.session.peer;
         if peer.hello.is_some() && !peer.is_directory() && known.insert(name.clone()) {

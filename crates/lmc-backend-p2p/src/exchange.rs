@@ -12,62 +12,51 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use lmc_backend::{Clears, TooManyClears, now};
-use lmc_key::ClearsId;
-use lmc_transfer::PeerId;
+use lmc_key::{ClearsId, Printable};
 
-use crate::link::{Link, until};
-use crate::message::{ClearsPage, Reply, Request, Stamped};
-use crate::node::Node;
-use crate::owner::Session;
+use crate::link::{Link, Session, until};
+use crate::message::{ClearsPage, Describe, Reply, Request};
 use crate::peers::{Peer, Peers};
+use crate::session::{AskError, HelloError, IN_STEP_EVERY, Sessions};
+use crate::spaces::mismatches;
 
-/// Time between two exchanges with peers at another digest, and of what each side holds.
-pub(crate) const IN_STEP_EVERY: Duration = Duration::from_secs(5);
 /// Time that peers have to answer in one: a slow one does not delay the next of the others.
 const IN_STEP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Pause between two exchanges that messages cause.
 const IN_STEP_PAUSE: Duration = Duration::from_millis(50);
+/// Time that a hello and the exchange of clears after it may take.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A map of clears with its digest, so that this is computed once for each map.
-pub(crate) type KnownClears = Option<(Arc<Clears>, ClearsId)>;
+/// The reason why an exchange of clears ended early; the peer's status shows it.
+#[derive(Debug, thiserror::Error)]
+enum ExchangeError {
+    /// The peer did not answer with the page that was asked for.
+    #[error(transparent)]
+    Ask(#[from] AskError),
+    /// The peer's map has too many entries.
+    #[error(transparent)]
+    TooManyClears(#[from] TooManyClears),
+}
 
-impl<L: Link> Node<L> {
-    /// Returns the clears that this daemon has carried out, and their digest.
-    pub(crate) fn clears(&self) -> (Arc<Clears>, ClearsId) {
-        let clears = self.host.clears();
-        let mut known = self.known_clears.lock();
-        if let Some((map, id)) = &*known
-            && Arc::ptr_eq(map, &clears)
-        {
-            return (clears, *id);
-        }
-        let id = clears.id();
-        *known = Some((Arc::clone(&clears), id));
-        (clears, id)
-    }
+/// Exchanges clears with peers, and descriptions of what each side holds. State of a peer's exchanges is
+/// in its [`Peer`].
+pub(crate) struct Exchange<L> {
+    pub(crate) sessions: Arc<Sessions<L>>,
+}
 
-    /// Adds the digest of this daemon's clears to a message.
-    pub(crate) fn stamped<T>(&self, message: T) -> Stamped<T> {
-        Stamped::new(self.clears().1, message)
-    }
-
-    /// Returns true if a peer that sent this digest has carried out the clears of this daemon, and no
-    /// others. If not, the two exchange their maps at once.
-    pub(crate) fn is_in_step(&self, peer: &PeerId, theirs: ClearsId) -> bool {
-        let same = theirs == self.clears().1;
-        if !same {
-            if let Some(peer) = self.peers.lock().get_mut(peer) {
-                peer.clears = None;
-            }
-            self.out_of_step.notify_one();
-        }
-        same
+impl<L: Link> Exchange<L> {
+    /// Implements [`Node::connected`](crate::Node::connected).
+    pub(crate) async fn connected(&self, session: &Session) -> Result<(), HelloError> {
+        let deadline = now() + HELLO_TIMEOUT;
+        self.sessions.exchange_hellos(session, deadline).await?;
+        self.exchange_with(session, deadline).await;
+        Ok(())
     }
 
     /// Returns a page of this daemon's clears, whose digest this is.
     fn page(&self, clears: &Clears, id: ClearsId, number: u16) -> ClearsPage {
         ClearsPage {
-            is_volatile: !self.host.clears_are_noted(),
+            is_volatile: !self.sessions.host.clears_are_noted(),
             ..ClearsPage::of(clears, id, number)
         }
     }
@@ -77,21 +66,21 @@ impl<L: Link> Node<L> {
     /// # Errors
     /// [`TooManyClears`], which the peer's status shows. Nothing is taken in then.
     async fn learn(&self, session: &Session, theirs: &Clears) -> Result<(), TooManyClears> {
-        let is_known = self.host.clears().contains(theirs);
-        if is_known && self.host.clears_are_noted() {
+        let is_known = self.sessions.host.clears().contains(theirs);
+        if is_known && self.sessions.host.clears_are_noted() {
             return Ok(());
         }
-        let learned = self.host.learn(theirs.clone(), "a peer").await;
+        let learned = self.sessions.host.learn(theirs.clone(), "a peer").await;
         match &learned {
             Ok(()) if is_known => {}
             Ok(()) => {
-                self.count(session, |counters| counters.clears += 1);
+                let count = |peer: &mut Peer| peer.counters.clears += 1;
+                self.sessions.with(session, count);
                 tracing::info!(peer = %session.peer, "clears of a peer were carried out here");
             }
             Err(error) => {
-                if let Some(peer) = self.peers.lock().of_session(session)
-                    && peer.did_not_exchange(error.to_string(), now())
-                {
+                let is_new = |peer: &mut Peer| peer.did_not_exchange(error.to_string(), now());
+                if self.sessions.with(session, is_new) == Some(true) {
                     tracing::warn!(peer = %session.peer, %error, "a peer has carried out other clears, and no chunk passes between it and this server");
                 }
             }
@@ -101,53 +90,49 @@ impl<L: Link> Node<L> {
 
     /// Takes in a page of a peer's clears. Returns the page of the same number of this daemon's.
     pub(crate) async fn answer_page(&self, session: &Session, theirs: ClearsPage) -> ClearsPage {
-        if let Some(peer) = self.peers.lock().of_session(session) {
-            peer.clears = Some(theirs.clears);
-        }
+        let clears = theirs.clears;
+        self.sessions
+            .with(session, |peer| peer.clears = Some(clears));
         // The status shows an error, and the answer does not have what was not taken in.
         let _ = self.learn(session, &theirs.entries).await;
-        let (clears, id) = self.clears();
+        let (clears, id) = self.sessions.clears();
         self.page(&clears, id, theirs.page)
     }
 
     /// Exchanges clears with a peer. The peer's status shows why that failed.
     pub(crate) async fn exchange_with(&self, session: &Session, deadline: Instant) {
-        let known = self.clears().1;
-        let is_at = |peer: &mut Peer| peer.clears == Some(known);
-        if self.peers.lock().of_session(session).is_some_and(is_at) {
+        let known = self.sessions.clears().1;
+        if self.sessions.with(session, |peer| peer.clears) == Some(Some(known)) {
             return;
         }
-        let Ok((theirs, _)) = self.send_clears(session, deadline).await else {
+        let Some((theirs, _)) = self.send_clears(session, deadline).await else {
             return;
         };
-        if self.learn(session, &theirs).await.is_ok()
-            && let Some(peer) = self.peers.lock().of_session(session)
-        {
-            peer.exchanges.succeeded();
+        if self.learn(session, &theirs).await.is_ok() {
+            self.sessions
+                .with(session, |peer| peer.exchanges.succeeded());
         }
     }
 
     /// Sends a peer all clears that were carried out here. Returns clears that the peer has carried out,
-    /// which are not taken in yet, and whether a restart of the peer finds them.
-    ///
-    /// # Errors
-    /// The reason, for people.
+    /// which are not taken in yet, and whether a restart of the peer finds them. Returns `None` without
+    /// an accepted hello, or where that failed, as the peer's status shows.
     async fn send_clears(
         &self,
         session: &Session,
         deadline: Instant,
-    ) -> Result<(Arc<Clears>, bool), String> {
-        let (ours, id) = self.clears();
-        let has_hello = |peer: &mut Peer| peer.hello.is_some();
-        if !self.peers.lock().of_session(session).is_some_and(has_hello) {
-            return Err("no hello was exchanged".to_owned());
+    ) -> Option<(Arc<Clears>, bool)> {
+        let (ours, id) = self.sessions.clears();
+        let has_hello = self.sessions.with(session, |peer| peer.hello.is_some());
+        has_hello.filter(|has_hello| *has_hello)?;
+        match self.send_pages(session, (&ours, id), deadline).await {
+            Ok((theirs, is_noted)) => Some((theirs.map_or(ours, Arc::new), is_noted)),
+            Err(error) => {
+                let failed = |peer: &mut Peer| peer.did_not_exchange(error.to_string(), now());
+                self.sessions.with(session, failed);
+                None
+            }
         }
-        let sent = self.send_pages(session, (&ours, id), deadline).await;
-        if let (Err(reason), Some(peer)) = (&sent, self.peers.lock().of_session(session)) {
-            peer.did_not_exchange(reason.clone(), now());
-        }
-        let (theirs, is_noted) = sent?;
-        Ok((theirs.map_or(ours, Arc::new), is_noted))
     }
 
     /// Sends all pages of a map. Returns the map of the peer, `None` if that is the same, and whether
@@ -157,27 +142,25 @@ impl<L: Link> Node<L> {
         session: &Session,
         (ours, id): (&Clears, ClearsId),
         deadline: Instant,
-    ) -> Result<(Option<Clears>, bool), String> {
+    ) -> Result<(Option<Clears>, bool), ExchangeError> {
         let mut heard = Clears::default();
         let mut number = 0;
         loop {
             let page = self.page(ours, id, number);
             let pages = page.pages;
             let request = Request::Clears(page);
-            let theirs = match self.ask(&session.peer, &request, deadline).await? {
+            let theirs = match self.sessions.ask(&session.peer, &request, deadline).await? {
                 Reply::Cleared(theirs) if theirs.page == number => theirs,
-                Reply::Refused(refusal) => return Err(refusal.to_string()),
-                _ => return Err("another answer than to a page of clears".to_owned()),
+                other => return Err(AskError::unexpected(other).into()),
             };
-            if let Some(peer) = self.peers.lock().of_session(session) {
-                peer.clears = Some(theirs.clears);
-            }
+            let clears = theirs.clears;
+            self.sessions
+                .with(session, |peer| peer.clears = Some(clears));
             let is_noted = !theirs.is_volatile;
-            if theirs.clears == id {
+            if clears == id {
                 return Ok((None, is_noted));
             }
-            let joined = heard.join(&theirs.entries);
-            joined.map_err(|error| error.to_string())?;
+            heard.join(&theirs.entries)?;
             number += 1;
             if number >= pages.max(theirs.pages) {
                 return Ok((Some(heard), is_noted));
@@ -185,11 +168,10 @@ impl<L: Link> Node<L> {
         }
     }
 
-    /// Exchanges clears with the connected peers that are not known to have carried out the same
-    /// ones, except those with which that failed a moment ago.
-    pub async fn exchange_clears(&self, deadline: Instant) {
+    /// Implements [`Node::exchange_clears`](crate::Node::exchange_clears).
+    pub(crate) async fn exchange_clears(&self, deadline: Instant) {
         let due: Vec<Session> = {
-            let peers = self.peers.lock();
+            let peers = self.sessions.peers.lock();
             let due = |peer: &&Peer| peer.hello.is_some() && peer.exchanges.is_over(now());
             peers
                 .iter()
@@ -214,7 +196,7 @@ impl<L: Link> Node<L> {
         let (mut asked, mut named) = (HashSet::new(), Vec::new());
         loop {
             let new: Vec<(Session, String)> = {
-                let peers = self.peers.lock();
+                let peers = self.sessions.peers.lock();
                 let new = peers
                     .iter()
                     .filter(|peer| asked.insert(peer.session.clone()));
@@ -226,7 +208,7 @@ impl<L: Link> Node<L> {
                 new
             };
             let unconfirmed = new.into_iter().map(|(session, name)| async move {
-                let Ok((theirs, is_noted)) = self.send_clears(&session, deadline).await else {
+                let Some((theirs, is_noted)) = self.send_clears(&session, deadline).await else {
                     return Some(name);
                 };
                 // What is not noted by the deadline is exchanged once more.
@@ -241,20 +223,72 @@ impl<L: Link> Node<L> {
         }
     }
 
-    /// Exchanges clears with peers at another digest, and sends a hello again to peers without one,
-    /// from time to time and as soon as a message shows either; asks peers what they hold. Runs
-    /// until it is dropped.
-    pub async fn stay_in_step(&self) {
+    /// Implements [`Node::stay_in_step`](crate::Node::stay_in_step).
+    pub(crate) async fn stay_in_step(&self) {
         loop {
-            let _ = until(now() + IN_STEP_EVERY, self.out_of_step.notified()).await;
+            let _ = until(now() + IN_STEP_EVERY, self.sessions.out_of_step.notified()).await;
             let deadline = now() + IN_STEP_TIMEOUT;
-            let strangers = self.peers.lock().without_hello();
+            let strangers = self.sessions.peers.lock().without_hello();
             // The peer's last failure has the reason.
             let hellos = strangers.iter().map(|session| self.connected(session));
             let hellos = until(deadline, join_all(hellos));
             let exchange = self.exchange_clears(deadline);
             tokio::join!(exchange, hellos, self.describe_peers(deadline));
             tokio::time::sleep(IN_STEP_PAUSE).await;
+        }
+    }
+
+    /// Asks all peers what they hold, and warns of models in which they share nothing with this
+    /// daemon.
+    pub(crate) async fn describe_peers(&self, deadline: Instant) {
+        let asked: Vec<_> = {
+            let peers = self.sessions.peers.lock();
+            let asked = peers
+                .iter()
+                .filter(|peer| peer.hello.is_some() && !peer.is_directory());
+            let asked = asked.map(|peer| (peer.session.clone(), peer.holds.digest));
+            asked.collect()
+        };
+        let own = self.sessions.spaces.notes();
+        let answers = asked.iter().map(|(session, digest)| async move {
+            let request = Request::Describe(Describe { digest: *digest });
+            (
+                session,
+                self.sessions.ask(&session.peer, &request, deadline).await,
+            )
+        });
+        for (session, answer) in join_all(answers).await {
+            let mut peers = self.sessions.peers.lock();
+            let peer = peers.of_session(session);
+            // A peer of an earlier release described its spaces in its hello only.
+            if let (Some(peer), Ok(Reply::Described(mut described))) = (peer, answer) {
+                if described.digest == peer.holds.digest {
+                    described.spaces = std::mem::take(&mut peer.holds.spaces);
+                }
+                peer.holds = described;
+            }
+        }
+        let merged = self.sessions.spaces.merged(&self.sessions.peers);
+        let mut peers = self.sessions.peers.lock();
+        for (session, _) in &asked {
+            let Some(peer) = peers.of_session(session) else {
+                continue;
+            };
+            for mismatch in mismatches(&own.spaces, &peer.holds.spaces, &merged) {
+                let fields = mismatch.differences.iter().map(|one| one.field);
+                let fields: Vec<&str> = fields.collect();
+                // Tenants are meant to be apart.
+                let expected = fields == ["salt"];
+                if !expected && peer.warned.insert(mismatch.model.clone()) {
+                    tracing::warn!(
+                        peer = %session.peer,
+                        model = %Printable(&mismatch.model),
+                        ?fields,
+                        "a peer serves this model in another space, so this side finds none of its \
+                         chunks of it; `lmc peers` shows both values of these fields"
+                    );
+                }
+            }
         }
     }
 }

@@ -17,7 +17,7 @@ use lmc_backend::{
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, checksum};
-use lmc_transfer::{DataPlane, Filled, Index, PeerId, Slot, TransferError};
+use lmc_transfer::{Address, ConnectError, DataPlane, Filled, Index, PeerId, Slot, TransferError};
 use parking_lot::Mutex;
 
 use crate::message::{Reply, Request};
@@ -97,7 +97,7 @@ async fn run(data: &[u8]) {
     tokio::time::sleep(Duration::from_secs(60)).await;
     assert_eq!(node.leased(), (0, 0), "a reservation was left");
     assert_eq!(grants.load(Ordering::Relaxed), 0, "a grant was left");
-    assert!(node.pushes.is_empty(), "a push was left");
+    assert!(node.pusher.is_empty(), "a push was left");
     expiring.abort();
     pushing.abort();
     chunks.clear();
@@ -131,7 +131,7 @@ fn parse(frame: &[u8]) {
 async fn read(node: &Arc<Node<Wire>>, chunks: &Shelf) {
     let keys: Vec<ChunkKey> = (1..=4).map(key).collect();
     let deadline = || Instant::from(tokio::time::Instant::now()) + Duration::from_millis(100);
-    node.describe_peers(deadline()).await;
+    node.exchange.describe_peers(deadline()).await;
     let run = ChunkRun {
         keys: keys.clone(),
         chunk_bytes: LEN,
@@ -214,13 +214,13 @@ impl Link for Wire {
 
     fn connect<'a>(
         &'a self,
-        _: &'a PeerId,
-        _: &'a str,
+        peer: &'a PeerId,
+        _: &'a Address,
         _: Instant,
-    ) -> BoxFuture<'a, Result<(), String>> {
-        Box::pin(std::future::ready(
-            Err("peers connect by themselves".into()),
-        ))
+    ) -> BoxFuture<'a, Result<(), ConnectError>> {
+        // Peers connect by themselves.
+        let peer = peer.clone();
+        Box::pin(std::future::ready(Err(ConnectError::Deadline { peer })))
     }
 
     fn disconnect<'a>(&'a self, _: &'a PeerId, _: Instant) -> BoxFuture<'a, ()> {

@@ -16,7 +16,7 @@
 //! chunks, where there are too many to ask all.
 
 mod backend;
-mod copying;
+mod config;
 mod daemon_link;
 mod dial;
 mod digest;
@@ -28,16 +28,17 @@ mod exchange;
     allow(unreachable_pub, reason = "public only for the fuzz targets")
 )]
 pub mod fuzzing;
+mod leases;
 mod link;
 pub mod message;
 mod node;
 mod owner;
 mod peers;
-mod probe;
 mod pushing;
-mod reading;
+mod reader;
 mod recent;
 mod resolve;
+mod session;
 #[cfg(test)]
 mod sim;
 mod spaces;
@@ -46,16 +47,19 @@ mod summing;
 mod unfit;
 
 pub use backend::{P2pBackend, P2pConfig, new_peer_id};
-pub use copying::CopyError;
+pub use config::NodeConfig;
 pub use daemon_link::DaemonLink;
 pub use dial::NamedPeer;
 pub use digest::chunk_digest;
-pub use link::Link;
-pub use node::{HelloError, Node, NodeConfig};
-pub use owner::{Busy, Owner, OwnerLimits, Session};
+pub use directory::DirectoryUse;
+pub use leases::{Busy, LeaseTable, OwnerLimits};
+pub use link::{Link, Session};
+pub use node::Node;
 pub use peers::{Failure, GonePeer, PeerCounters};
+pub use pushing::CopyError;
+pub use session::{AskError, HelloError};
 pub use spaces::{Difference, Mismatch};
-pub use status::{DirectoryUse, Holding, NodeStatus, PeerStatus, PeersStatus, SpaceView};
+pub use status::{Holding, NodeStatus, PeerStatus, PeersStatus, SpaceView};
 pub use unfit::Unfit;
 
 /// The README's examples, compiled and run with the doctests.

@@ -4,10 +4,19 @@ use std::time::Instant;
 
 use futures_util::FutureExt;
 use lmc_memory::{ReservedSlot, SealedSlot};
-use lmc_transfer::{BoxFuture, DataPlane, Filled, Index, PeerId, TransferError};
+use lmc_transfer::{
+    Address, AddressError, BoxFuture, ConnectError, DataPlane, Filled, Index, PeerId, TransferError,
+};
 use tokio::runtime::Handle;
 
-use crate::owner::Session;
+/// Names one connection of a peer: a lease ends with it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Session {
+    /// Name of the peer on the channel.
+    pub peer: PeerId,
+    /// Incarnation of the peer's channel.
+    pub incarnation: u64,
+}
 
 /// A channel to peers, as the tier uses it: questions, leased memory, one-sided reads.
 ///
@@ -29,16 +38,16 @@ pub trait Link: Send + Sync + 'static {
     /// is not connected.
     fn data_plane(&self, peer: &PeerId) -> DataPlane;
 
-    /// Connects to the peer that is said to listen at `HOST:PORT`.
+    /// Connects to the peer that is said to listen at an address.
     ///
     /// # Errors
-    /// The reason, for people; also where another peer listens there.
+    /// [`ConnectError`]; also where another peer listens there.
     fn connect<'a>(
         &'a self,
         peer: &'a PeerId,
-        address: &'a str,
+        at: &'a Address,
         deadline: Instant,
-    ) -> BoxFuture<'a, Result<(), String>>;
+    ) -> BoxFuture<'a, Result<(), ConnectError>>;
 
     /// Ends the connections to a peer.
     fn disconnect<'a>(&'a self, peer: &'a PeerId, deadline: Instant) -> BoxFuture<'a, ()>;
@@ -72,6 +81,12 @@ pub trait Link: Send + Sync + 'static {
         indices: &'a [Index],
         deadline: Instant,
     ) -> BoxFuture<'a, Filled>;
+}
+
+/// Parses the address that a peer's hello or a directory names, with or without `tcp://`.
+pub(crate) fn tcp_address(text: &str) -> Result<Address, AddressError> {
+    let bare = text.strip_prefix("tcp://").unwrap_or(text);
+    format!("tcp://{bare}").parse()
 }
 
 /// Awaits `future` until the deadline, on the runtime's clock.

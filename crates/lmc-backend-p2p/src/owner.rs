@@ -1,359 +1,577 @@
-//! The owner's side of leases: who may read what of this daemon's memory, and until when. No IO
-//! and no clock.
+//! [`Owner`]: this daemon as the owner of its chunks. It answers what peers ask.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_key::ChunkKey;
-use lmc_transfer::PeerId;
+use lmc_backend::{ChunkRun, HostChunk, HostLease, LocateHint, now};
+use lmc_key::{ChunkHash, ChunkKey, ClearsId};
+use lmc_transfer::DataPlane;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
 
-/// Bytes of one lease, at most: those of one request, and of one read. One is read while the owner
-/// sums the next, where its chunks have no checksum yet.
-pub(crate) const LEASE_BYTES: u64 = 16 << 20;
+use crate::digest::{digest, known_digest, unsummed};
+use crate::directory::ChangedKeys;
+use crate::exchange::Exchange;
+use crate::leases::{Busy, LeaseTable, OwnerLimits};
+use crate::link::{Link, Session, until};
+use crate::message::{
+    ChunkLease, ChunkState, FEATURE_LATE_DIGESTS, Holder, KeyBatch, LATE_DIGEST, Lease, Leased,
+    Located, MAX_HOLDERS, MessageError, Push, Pushed, Refusal, Release, Released, Renew, Reply,
+    Request, Stamped,
+};
+use crate::peers::{self, Peer};
+use crate::recent::Recent;
+use crate::session::{HOLD_MARGIN, ORDER_TIMEOUT, Sessions};
+use crate::summing::{self, SummingTurn};
 
-/// Bounds of what peers may lease.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct OwnerLimits {
-    /// Bytes leased to all peers together, at most.
-    pub bytes: u64,
-    /// Bytes leased to one peer, at most.
-    pub peer_bytes: u64,
-    /// Leases of one peer, at most.
-    pub peer_leases: usize,
-    /// Bytes of one lease, at most, unless it has one chunk.
-    pub lease_bytes: u64,
-    /// Duration of a lease, at most.
-    pub duration: Duration,
-    /// Time from a lease's grant to its end, at most, however often it is renewed.
-    pub age: Duration,
-    /// Bytes that peers may lease in a second; `None` for no bound.
-    pub bytes_per_second: Option<u64>,
+/// Requests of one peer under way at a time, at most, of the kinds that take time.
+pub(crate) const MAX_SERVING: usize = 64;
+/// Chunks of which other holders are known, at most.
+const HOLDERS: usize = 1 << 16;
+/// Time that an owner keeps a peer waiting for a lease, at most.
+const MAX_WAIT: Duration = Duration::from_millis(500);
+/// Pause of a request that waits for the rate at which peers may lease.
+const RATE_PAUSE: Duration = Duration::from_millis(5);
+/// Time in which the daemon that orders says which of the chunks it has. No prompt waits for it.
+const ORDER_LOCATE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Chunks that a peer has leased. Dropping it ends the access, and lets them be evicted.
+#[derive(Debug)]
+struct Served<G> {
+    _grant: G,
+    leased: Vec<HostLease>,
+    /// True if digests come with the release.
+    is_late: bool,
 }
 
-impl OwnerLimits {
-    /// Returns the bounds for a pool of `pool` bytes: a quarter of it for all peers, and half of
-    /// that for one.
-    pub fn for_pool(pool: u64) -> Self {
+/// Leases of peers in this daemon's memory, and the peers that hold chunks which they read here.
+///
+/// Lock order: `leases` and `holders` before the peers of [`Sessions`], never one under the other.
+pub(crate) struct LentChunks<G> {
+    leases: Mutex<LeaseTable<Served<G>>>,
+    /// Set when the next lease ends earlier than before.
+    expiry: Notify,
+    /// Set when a lease has ended: requests that wait for capacity go on in their order.
+    freed: Notify,
+    /// Peers that hold chunks which they read here.
+    holders: Mutex<Recent<Vec<Session>>>,
+}
+
+impl<G> LentChunks<G> {
+    pub(crate) fn new(limits: OwnerLimits) -> Self {
         Self {
-            bytes: pool / 4,
-            peer_bytes: pool / 8,
-            peer_leases: 256,
-            lease_bytes: LEASE_BYTES,
-            duration: Duration::from_secs(30),
-            age: Duration::from_secs(60),
-            bytes_per_second: None,
+            leases: Mutex::new(LeaseTable::new(limits)),
+            expiry: Notify::new(),
+            freed: Notify::new(),
+            holders: Mutex::new(Recent::new(HOLDERS)),
         }
     }
-}
 
-/// Names one connection of a peer: a lease ends with it.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Session {
-    /// Name of the peer on the channel.
-    pub peer: PeerId,
-    /// Incarnation of the peer's channel.
-    pub incarnation: u64,
-}
-
-/// A lease that was granted. Dropping its grant ends the access, and unpins the slots.
-///
-/// `G` is the channel's lease with the engine's; the simulation has one of its own.
-#[derive(Debug)]
-struct Granted<G> {
-    session: Session,
-    keys: Vec<ChunkKey>,
-    bytes: u64,
-    expires: Instant,
-    /// End of the last renewal.
-    latest: Instant,
-    grant: G,
-}
-
-#[derive(Debug, Default)]
-struct SessionUse {
-    bytes: u64,
-    leases: usize,
-}
-
-/// The reason why a lease is not granted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Busy {
-    /// Leases to all peers hold as much as they may.
-    Pool,
-    /// Leases to this peer hold as much as they may, or this one.
-    Peer,
-    /// Peers lease faster than they may.
-    Rate,
-}
-
-/// All leases of peers in this daemon's memory.
-///
-/// Time comes in as an argument. A lease whose time is over serves nothing more, whether
-/// [`Self::expire`] was called or not.
-#[derive(Debug)]
-pub struct Owner<G> {
-    limits: OwnerLimits,
-    leases: HashMap<u64, Granted<G>>,
-    by_expiry: BTreeSet<(Instant, u64)>,
-    uses: HashMap<Session, SessionUse>,
-    bytes: u64,
-    /// Number of the last lease; never used twice.
-    last: u64,
-    /// Bytes of leases that are about to be granted, by their numbers.
-    reserved: HashMap<u64, u64>,
-    rate: Option<Rate>,
-}
-
-/// A bound on bytes in time: a bucket that holds one second's worth, and goes into debt for a lease
-/// that is larger than what is left.
-#[derive(Debug)]
-struct Rate {
-    per_second: u64,
-    left: i128,
-    at: Option<Instant>,
-}
-
-impl Rate {
-    /// Refills the bucket, and returns the bytes that are left.
-    fn left(&mut self, now: Instant) -> i128 {
-        let most = i128::from(self.per_second);
-        let Some(at) = self.at else {
-            (self.left, self.at) = (most, Some(now));
-            return most;
-        };
-        let nanos = now.saturating_duration_since(at).as_nanos() as i128;
-        let gained = most * nanos / 1_000_000_000;
-        if gained > 0 {
-            self.left = (self.left + gained).min(most);
-            // The time of less than a byte counts the next time.
-            let counted = gained * 1_000_000_000 / most;
-            self.at = Some(at + Duration::from_nanos(counted as u64));
-        }
-        self.left
-    }
-}
-
-impl<G> Owner<G> {
-    /// Returns an owner that has leased nothing.
-    pub fn new(limits: OwnerLimits) -> Self {
-        let rate = limits.bytes_per_second.map(|per_second| Rate {
-            per_second,
-            left: 0,
-            at: None,
+    /// Ends the leases of a session, which [`Sessions`] does not have any more: no lease is granted to
+    /// it afterwards.
+    pub(crate) fn end(&self, session: &Session) {
+        let ended = self.leases.lock().end_session(session);
+        drop(ended);
+        self.freed.notify_waiters();
+        self.holders.lock().retain(|holders| {
+            holders.retain(|holder| holder != session);
+            !holders.is_empty()
         });
+    }
+}
+
+/// This daemon as the owner of its chunks: answers the requests of peers, and leases memory to peers
+/// within bounds. Its locks are those of [`LentChunks`].
+pub(crate) struct Owner<L: Link> {
+    sessions: Arc<Sessions<L>>,
+    exchange: Arc<Exchange<L>>,
+    lent: Arc<LentChunks<L::Grant>>,
+    /// Chunks whose state directories are to hear of again.
+    changed: Arc<ChangedKeys>,
+    summing: SummingTurn,
+}
+
+impl<L: Link> Owner<L> {
+    pub(crate) fn new(
+        sessions: Arc<Sessions<L>>,
+        exchange: Arc<Exchange<L>>,
+        lent: Arc<LentChunks<L::Grant>>,
+        changed: Arc<ChangedKeys>,
+    ) -> Self {
         Self {
-            limits,
-            leases: HashMap::new(),
-            by_expiry: BTreeSet::new(),
-            uses: HashMap::new(),
-            bytes: 0,
-            last: 0,
-            reserved: HashMap::new(),
-            rate,
+            sessions,
+            exchange,
+            lent,
+            changed,
+            summing: Arc::default(),
         }
     }
 
-    /// Returns how many leading chunks of these lengths a peer may lease now, and why not all. A
-    /// chunk that is longer than the bound is leased to a peer that leases nothing else.
-    pub fn admit(
-        &mut self,
+    /// Answers a request of a connected peer.
+    pub(crate) async fn serve(&self, session: &Session, request: &[u8]) -> Vec<u8> {
+        let reply = match Request::from_bytes(request) {
+            Err(MessageError::Kind(kind)) => Reply::Unsupported(kind),
+            Err(_) => {
+                self.sessions
+                    .with(session, |peer| peer.counters.malformed += 1);
+                Reply::Refused(Refusal::of_unparsed(request))
+            }
+            Ok(request) => match self.begin(session, &request) {
+                Err(refusal) => Reply::Refused(refusal),
+                Ok(_serving) => self.answer(session, request).await,
+            },
+        };
+        if matches!(reply, Reply::Refused(_)) {
+            self.sessions
+                .with(session, |peer| peer.counters.refused += 1);
+        }
+        // Every field of a reply is bounded so that it fits.
+        let too_long = |_| Reply::Refused(Refusal::Malformed).to_bytes();
+        reply.to_bytes().or_else(too_long).unwrap_or_default()
+    }
+
+    /// Begins to serve a request, which counts until what is returned is dropped. `None` for one
+    /// that is answered at once and is never one too many: renewals and releases are what gives
+    /// capacity back.
+    fn begin(&self, session: &Session, request: &Request) -> Result<Option<Arc<()>>, Refusal> {
+        let hello = matches!(request, Request::Hello(_));
+        if hello && self.sessions.link.is_current(session) {
+            self.sessions.note_connected(session);
+            if !self.sessions.link.is_current(session) {
+                // It may have gone before it was noted.
+                self.sessions.disconnected(session, "the peer disconnected");
+            }
+        }
+        let is_brief = matches!(
+            request,
+            Request::Hello(_) | Request::Renew(_) | Request::Release(_) | Request::Clears(_)
+        );
+        let begun = self.sessions.with(session, |peer| match is_brief {
+            _ if peer.hello.is_none() && !hello => Err(Refusal::NoHello),
+            true => Ok(None),
+            false => {
+                let serving = peers::begin(&peer.serving, MAX_SERVING);
+                serving.map(Some).ok_or(Refusal::TooMany)
+            }
+        });
+        begun.unwrap_or(Err(Refusal::NoHello))
+    }
+
+    async fn answer(&self, session: &Session, request: Request) -> Reply {
+        match request {
+            Request::Hello(hello) => match self.sessions.accept_hello(session, hello) {
+                Ok(()) => Reply::Hello(self.sessions.hello()),
+                Err(unfit) => Reply::Refused(unfit.refusal()),
+            },
+            Request::Locate(keys) => Reply::Located(self.located(session, &keys)),
+            Request::Lease(lease) => Reply::Leased(self.lease(session, &lease).await),
+            Request::Renew(Renew { lease, duration_ms }) => {
+                let duration = Duration::from_millis(duration_ms.into());
+                let mut leases = self.lent.leases.lock();
+                Reply::Renewed(leases.renew(session, lease, duration, now()))
+            }
+            Request::Release(release) => Reply::Released(self.release(session, release).await),
+            Request::Holds(keys) => {
+                if self.sessions.is_in_step(&session.peer, keys.clears) {
+                    self.note_holder(session, &keys.message);
+                }
+                Reply::Noted(())
+            }
+            Request::Announce(_) | Request::Find(_) => Reply::Unsupported(request.kind()),
+            Request::Copy(keys) => self.read_for(session, &keys).await,
+            Request::Push(push) => self.receive(session, &push).await,
+            Request::Describe(asked) => Reply::Described(self.sessions.spaces.described(asked)),
+            Request::Clears(page) => Reply::Cleared(self.exchange.answer_page(session, page).await),
+        }
+    }
+
+    /// Notes that a peer holds chunks that it read here.
+    fn note_holder(&self, session: &Session, keys: &KeyBatch) {
+        let mut holders = self.lent.holders.lock();
+        for key in keys.keys() {
+            let of_key = holders.entry(key, Vec::new);
+            of_key.retain(|holder| holder.peer != session.peer);
+            of_key.push(session.clone());
+            if of_key.len() > MAX_HOLDERS {
+                of_key.remove(0);
+            }
+        }
+    }
+
+    async fn release(&self, session: &Session, Release { lease }: Release) -> Released {
+        // While the lease stands: what is summed stays within its bounds.
+        let unsummed = match self.lent.leases.lock().granted(session, lease) {
+            Some(served) if served.is_late => unsummed(served.leased.iter()),
+            _ => Vec::new(),
+        };
+        if !unsummed.is_empty() {
+            summing::in_turn(Arc::clone(&self.summing), unsummed).await;
+        }
+        let released = self.lent.leases.lock().release(session, lease, now());
+        self.lent.freed.notify_waiters();
+        let Some((served, keys)) = released else {
+            return Released::default();
+        };
+        let digest = |(key, chunk): (&ChunkKey, &HostLease)| digest(key, chunk);
+        let digests = keys.iter().zip(&served.leased).map(digest);
+        Released {
+            held: vec![true; keys.len()],
+            digests: match served.is_late {
+                true => digests.collect(),
+                false => Vec::new(),
+            },
+        }
+    }
+
+    fn states(&self, keys: &[ChunkKey]) -> Vec<ChunkState> {
+        let states = self.sessions.host.states(keys).into_iter();
+        states.map(ChunkState::from).collect()
+    }
+
+    fn located(&self, session: &Session, asked: &Stamped<KeyBatch>) -> Stamped<Located> {
+        let keys = asked.message.keys();
+        let load = self.lent.leases.lock().load();
+        if !self.sessions.is_in_step(&session.peer, asked.clears) {
+            let states = vec![ChunkState::Absent; keys.len()];
+            return self.sessions.stamped(Located {
+                states,
+                load,
+                is_over: false,
+            });
+        }
+        // First: what is stored before the end is there then.
+        let awaited = asked.message.awaited.as_deref();
+        let is_over = awaited.is_some_and(|request| self.sessions.host.is_over(request));
+        let states = self.states(&keys);
+        // A prefill is asked about again and again, and directories named it for nothing.
+        if self.sessions.config.uses_directories && awaited.is_none() {
+            // A directory may have named this daemon for the first that is absent.
+            let mut asked = keys.iter().zip(&states);
+            if let Some((key, _)) = asked.find(|(_, state)| state.bytes().is_none()) {
+                self.changed.note(key);
+            }
+        }
+        let located = Located {
+            states,
+            load,
+            is_over,
+        };
+        Stamped::new(asked.clears, located)
+    }
+
+    async fn lease(&self, session: &Session, asked: &Stamped<Lease>) -> Stamped<Leased> {
+        let Stamped {
+            clears,
+            message: lease,
+        } = asked;
+        let keys = lease.keys.keys();
+        if !self.sessions.is_in_step(&session.peer, *clears) {
+            return self
+                .sessions
+                .stamped(not_leased(vec![ChunkLease::Absent; keys.len()]));
+        }
+        let wait = Duration::from_millis(lease.wait_ms.into()).min(MAX_WAIT);
+        let wait_until = now() + wait;
+        let states = self.states(&keys);
+        let present = |(key, state): (&ChunkKey, &ChunkState)| Some((*key, state.bytes()?));
+        let asked: Vec<(ChunkKey, u64)> = keys.iter().zip(&states).filter_map(present).collect();
+        let lens: Vec<u64> = asked.iter().map(|(_, len)| *len).collect();
+        let reserved = self.admit(session, &lens, wait_until).await;
+        let admitted = reserved.chunks;
+        let allowed: Vec<ChunkKey> = asked[..admitted].iter().map(|(key, _)| *key).collect();
+        let is_late = self.takes_late_digests(session);
+        let held = async {
+            let held = self.sessions.host.lease(&allowed, wait_until).await;
+            if !is_late {
+                let unsummed = unsummed(held.iter().flatten());
+                summing::in_turn(Arc::clone(&self.summing), unsummed).await;
+            }
+            held
+        };
+        // A promotion that does not end in time is a miss of all.
+        let held = until(wait_until + HOLD_MARGIN, held).await;
+        let held = held.unwrap_or_default();
+        let held = allowed.iter().copied().zip(held);
+        let held: Vec<(ChunkKey, HostLease)> =
+            held.filter_map(|(key, held)| Some((key, held?))).collect();
+        let duration = Duration::from_millis(lease.duration_ms.into());
+        let granted = self.grant(reserved, held, *clears, is_late, duration);
+        let mut leased = not_leased(Vec::with_capacity(keys.len()));
+        let mut found = Vec::new();
+        if let Some((number, duration, chunks)) = granted {
+            leased.lease = number;
+            leased.duration_ms = u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
+            found = chunks;
+        }
+        let mut found = found.into_iter().peekable();
+        let mut present = 0;
+        let mut busy = None;
+        for (key, state) in keys.iter().zip(&states) {
+            present += usize::from(state.bytes().is_some());
+            let chunk = match found.next_if(|(granted, _)| granted == key) {
+                Some((_, chunk)) => chunk,
+                // Admission stops at the first chunk that does not fit.
+                None if state.bytes().is_some() && present > admitted => {
+                    busy.get_or_insert(key);
+                    ChunkLease::Busy
+                }
+                None => ChunkLease::Absent,
+            };
+            leased.chunks.push(chunk);
+        }
+        if let Some(first) = busy {
+            leased.holders = self.other_holders(session, first);
+        }
+        Stamped::new(*clears, leased)
+    }
+
+    /// Waits until at least the first of these chunks may be leased to the peer. Returns how many
+    /// may be.
+    async fn admit(
+        &self,
         session: &Session,
         lens: &[u64],
-        now: Instant,
-    ) -> (usize, Option<Busy>) {
-        let (bytes, leases) = match self.uses.get(session) {
-            Some(used) => (used.bytes, used.leases),
-            None => (0, 0),
-        };
-        if leases >= self.limits.peer_leases {
-            return (0, Some(Busy::Peer));
-        }
-        let rate = self.rate.as_mut().map(|rate| rate.left(now));
-        let mut sum = 0;
-        for (index, &len) in lens.iter().enumerate() {
-            sum += len;
-            let busy = if self.bytes + sum > self.limits.bytes && self.bytes + index as u64 > 0 {
-                Busy::Pool
-            } else if (bytes + sum > self.limits.peer_bytes && bytes + index as u64 > 0)
-                || (sum > self.limits.lease_bytes && index > 0)
-            {
-                Busy::Peer
-            } else if rate.is_some_and(|left| left <= 0 || (i128::from(sum) > left && index > 0)) {
-                Busy::Rate
-            } else {
-                continue;
-            };
-            return (index, Some(busy));
-        }
-        (lens.len(), None)
-    }
-
-    /// Counts bytes as leased to a peer until [`Self::unreserve`], so that what several requests
-    /// are admitted for at once stays within the bounds. Returns the reservation's number.
-    pub fn reserve(&mut self, session: &Session, bytes: u64) -> u64 {
-        self.last += 1;
-        self.reserved.insert(self.last, bytes);
-        self.bytes += bytes;
-        let used = self.uses.entry(session.clone()).or_default();
-        used.bytes += bytes;
-        used.leases += 1;
-        self.last
-    }
-
-    /// Ends a reservation.
-    pub fn unreserve(&mut self, session: &Session, number: u64) {
-        if let Some(bytes) = self.reserved.remove(&number) {
-            self.give_back(session, bytes);
-        }
-    }
-
-    fn give_back(&mut self, session: &Session, bytes: u64) {
-        self.bytes -= bytes;
-        if let Some(used) = self.uses.get_mut(session) {
-            used.bytes -= bytes;
-            used.leases -= 1;
-            if used.leases == 0 {
-                self.uses.remove(session);
-            }
-        }
-    }
-
-    /// Notes a lease that was granted. Returns its number and its duration, which is not longer
-    /// than the bound.
-    pub fn grant(
-        &mut self,
-        session: Session,
-        chunks: Vec<(ChunkKey, u64)>,
-        duration: Duration,
-        grant: G,
-        now: Instant,
-    ) -> (u64, Duration) {
-        let duration = duration.min(self.limits.duration).min(self.limits.age);
-        let bytes = chunks.iter().map(|(_, len)| len).sum();
-        if let Some(rate) = &mut self.rate {
-            rate.left = rate.left(now) - i128::from(bytes);
-        }
-        self.last += 1;
-        let granted = Granted {
+        wait_until: Instant,
+    ) -> Reservation<'_, L::Grant> {
+        let reservation = |chunks: usize, number| Reservation {
+            lent: &self.lent,
             session: session.clone(),
-            keys: chunks.into_iter().map(|(key, _)| key).collect(),
-            bytes,
-            expires: now + duration,
-            latest: now + self.limits.age,
-            grant,
+            chunks,
+            number,
         };
-        self.by_expiry.insert((granted.expires, self.last));
-        self.leases.insert(self.last, granted);
-        self.bytes += bytes;
-        let used = self.uses.entry(session).or_default();
-        used.bytes += bytes;
-        used.leases += 1;
-        (self.last, duration)
-    }
-
-    /// Extends a lease of this session. Returns false if it does not stand any more, because a
-    /// lease that is over is never taken up again, or if it would stand for too long.
-    pub fn renew(
-        &mut self,
-        session: &Session,
-        lease: u64,
-        duration: Duration,
-        now: Instant,
-    ) -> bool {
-        let granted = self.leases.get_mut(&lease);
-        let renewed = now + duration.min(self.limits.duration);
-        let granted = granted.filter(|granted| {
-            granted.session == *session && granted.expires > now && renewed <= granted.latest
-        });
-        let Some(granted) = granted else {
-            return false;
-        };
-        self.by_expiry.remove(&(granted.expires, lease));
-        granted.expires = granted.expires.max(renewed);
-        self.by_expiry.insert((granted.expires, lease));
-        true
-    }
-
-    /// Returns the grant of a lease of this session.
-    pub fn granted(&self, session: &Session, lease: u64) -> Option<&G> {
-        let granted = self.leases.get(&lease)?;
-        (granted.session == *session).then_some(&granted.grant)
-    }
-
-    /// Ends a lease of this session. Returns the grant and its chunks if it stood until now.
-    pub fn release(
-        &mut self,
-        session: &Session,
-        lease: u64,
-        now: Instant,
-    ) -> Option<(G, Vec<ChunkKey>)> {
-        let its = self.leases.get(&lease)?.session == *session;
-        let granted = its.then(|| self.remove(lease))??;
-        (granted.expires > now).then_some((granted.grant, granted.keys))
-    }
-
-    /// Ends the leases whose time is over. Returns their grants.
-    pub fn expire(&mut self, now: Instant) -> Vec<G> {
-        let mut over = Vec::new();
-        while let Some(&(expires, lease)) = self.by_expiry.first() {
-            if expires > now {
-                break;
+        loop {
+            let freed = self.lent.freed.notified();
+            tokio::pin!(freed);
+            // From here on no end of a lease is missed.
+            freed.as_mut().enable();
+            let busy = {
+                let mut leases = self.lent.leases.lock();
+                let (admitted, busy) = leases.admit(session, lens, now());
+                if admitted > 0 {
+                    let bytes = lens[..admitted].iter().sum();
+                    return reservation(admitted, leases.reserve(session, bytes));
+                }
+                busy
+            };
+            if lens.is_empty() || now() >= wait_until {
+                return reservation(0, 0);
             }
-            over.extend(self.remove(lease).map(|granted| granted.grant));
+            let pause = match busy {
+                Some(Busy::Rate) => wait_until.min(now() + RATE_PAUSE),
+                _ => wait_until,
+            };
+            let _ = until(pause, freed).await;
         }
-        over
     }
 
-    /// Returns when the next lease ends by itself.
-    pub fn next_expiry(&self) -> Option<Instant> {
-        self.by_expiry.first().map(|(expires, _)| *expires)
-    }
-
-    /// Ends all leases of a session. Returns their grants.
-    pub fn end_session(&mut self, session: &Session) -> Vec<G> {
-        if !self.uses.contains_key(session) {
-            return Vec::new();
+    /// Grants the chunks that were reserved, as far as they are there; none where this daemon has
+    /// carried out a clear since they were asked for.
+    #[allow(
+        clippy::type_complexity,
+        reason = "number, duration, and an answer for each chunk"
+    )]
+    fn grant(
+        &self,
+        reserved: Reservation<'_, L::Grant>,
+        held: Vec<(ChunkKey, HostLease)>,
+        asked_at: ClearsId,
+        is_late: bool,
+        duration: Duration,
+    ) -> Option<(u64, Duration, Vec<(ChunkKey, ChunkLease)>)> {
+        let session = &reserved.session;
+        let mut leases = self.lent.leases.lock();
+        // Under the same lock as the grant: nothing is admitted in between.
+        leases.unreserve(session, reserved.number);
+        self.sessions.peers.lock().of_session(session)?;
+        if held.is_empty() || self.sessions.clears().1 != asked_at {
+            return None;
         }
-        let its =
-            |(lease, granted): (&u64, &Granted<G>)| (granted.session == *session).then_some(*lease);
-        let leases: Vec<u64> = self.leases.iter().filter_map(its).collect();
-        let ended = leases.into_iter().filter_map(|lease| self.remove(lease));
-        ended.map(|granted| granted.grant).collect()
+        let slots = held.iter().map(|(_, chunk)| chunk.slot.clone()).collect();
+        let (indices, grant) = self.sessions.link.grant(&session.peer, slots).ok()?;
+        let unsummed = unsummed(held.iter().map(|(_, chunk)| chunk));
+        let is_late = is_late && !unsummed.is_empty();
+        let chunk = |((key, chunk), index): (&(ChunkKey, HostLease), _)| {
+            let granted = ChunkLease::Granted {
+                index,
+                len: chunk.slot.len(),
+                digest: match is_late {
+                    true => known_digest(key, chunk).unwrap_or(LATE_DIGEST),
+                    false => digest(key, chunk),
+                },
+            };
+            (*key, granted)
+        };
+        let granted = held.iter().zip(indices).map(chunk).collect();
+        if is_late && self.sessions.link.data_plane(&session.peer) == DataPlane::Nixl {
+            // Sockets sum what they send.
+            tokio::spawn(summing::in_turn(Arc::clone(&self.summing), unsummed));
+        }
+        let chunks = held.iter().map(|(key, chunk)| (*key, chunk.slot.len()));
+        let chunks: Vec<(ChunkKey, u64)> = chunks.collect();
+        let bytes: u64 = chunks.iter().map(|(_, len)| len).sum();
+        let served = Served {
+            _grant: grant,
+            leased: held.into_iter().map(|(_, chunk)| chunk).collect(),
+            is_late,
+        };
+        let count = chunks.len() as u64;
+        let (number, duration) = leases.grant(session.clone(), chunks, duration, served, now());
+        drop(leases);
+        self.lent.expiry.notify_one();
+        self.sessions.with(session, |peer| {
+            peer.counters.served += count;
+            peer.counters.served_bytes += bytes;
+        });
+        Some((number, duration, granted))
     }
 
-    fn remove(&mut self, lease: u64) -> Option<Granted<G>> {
-        let granted = self.leases.remove(&lease)?;
-        self.by_expiry.remove(&(granted.expires, lease));
-        self.give_back(&granted.session, granted.bytes);
-        Some(granted)
+    fn takes_late_digests(&self, session: &Session) -> bool {
+        let takes = |peer: &mut Peer| peer.has_feature(FEATURE_LATE_DIGESTS);
+        self.sessions.with_peer(&session.peer, takes) == Some(true)
     }
 
-    /// Returns the number of leases.
-    pub fn len(&self) -> usize {
-        self.leases.len()
+    fn other_holders(&self, session: &Session, key: &ChunkKey) -> Vec<Holder> {
+        let holders = self.lent.holders.lock();
+        let sessions = holders.get(key).into_iter().flatten().rev();
+        let others: Vec<&Session> = sessions
+            .filter(|other| other.peer != session.peer)
+            .collect();
+        let peers = self.sessions.peers.lock();
+        let address = |other: &&Session| {
+            let hello = peers.get(&other.peer)?.hello.as_ref()?;
+            let address = hello.address.clone();
+            Some(Holder { address })
+        };
+        others
+            .iter()
+            .filter_map(address)
+            .take(MAX_HOLDERS)
+            .collect()
     }
 
-    /// Returns true if nothing is leased.
-    pub fn is_empty(&self) -> bool {
-        self.leases.is_empty()
+    /// Ends leases when their time is over. Runs until it is dropped.
+    pub(crate) async fn expire_leases(&self) {
+        loop {
+            let (over, next) = {
+                let mut leases = self.lent.leases.lock();
+                (leases.expire(now()), leases.next_expiry())
+            };
+            if !over.is_empty() {
+                drop(over);
+                self.lent.freed.notify_waiters();
+            }
+            let again = self.lent.expiry.notified();
+            match next {
+                Some(at) => {
+                    let _ = until(at, again).await;
+                }
+                None => again.await,
+            }
+        }
     }
 
-    /// Returns the bytes that are leased.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
+    /// Reads chunks from a peer that asked for it. Answers how many of them are in memory then.
+    async fn read_for(&self, session: &Session, keys: &Stamped<KeyBatch>) -> Reply {
+        if !self.sessions.is_in_step(&session.peer, keys.clears) {
+            return Reply::Copying(0);
+        }
+        let begun = self.sessions.with(session, |peer| peer.begin_copy());
+        let Some(Some(_one_at_a_time)) = begun else {
+            return Reply::Refused(Refusal::TooMany);
+        };
+        let keys = keys.message.keys();
+        let hint = LocateHint::default()
+            .with_sources(Arc::new([session.peer.to_string()]))
+            .with_timeout(ORDER_LOCATE_TIMEOUT);
+        // What was not read by then is not waited for.
+        let _ = until(
+            now() + ORDER_TIMEOUT,
+            self.sessions.host.promote(&keys, hint),
+        )
+        .await;
+        let states = self.sessions.host.states(&keys).into_iter();
+        let there = states.filter(|state| matches!(state, HostChunk::Memory { .. }));
+        Reply::Copying(there.count() as u32)
+    }
+
+    /// Reads chunks that a peer pushes. Answers how many of them are in memory then.
+    async fn receive(&self, session: &Session, push: &Stamped<Push>) -> Reply {
+        let Stamped { clears, message } = push;
+        let none = |is_wanted| {
+            Reply::Pushed(Pushed {
+                chunks: 0,
+                is_wanted,
+            })
+        };
+        if !(1..=self.sessions.config.max_chunk).contains(&message.chunk_bytes) {
+            return none(false);
+        }
+        if !self.sessions.is_in_step(&session.peer, *clears) {
+            return none(true);
+        }
+        let begun = self.sessions.with(session, |peer| peer.begin_push());
+        let Some(Some(_one_of_few)) = begun else {
+            return Reply::Refused(Refusal::TooMany);
+        };
+        let keys = message.keys.keys();
+        let parent = message.parent.zip(keys.first());
+        let run = ChunkRun {
+            parent: parent.map(|(hash, first)| ChunkKey {
+                hash: ChunkHash::new(hash),
+                ..*first
+            }),
+            keys,
+            chunk_bytes: message.chunk_bytes,
+        };
+        let peer = session.peer.as_str();
+        let received = self.sessions.host.receive(run, peer, ORDER_LOCATE_TIMEOUT);
+        // A chunk that was not read by then is not waited for.
+        match until(now() + ORDER_TIMEOUT, received).await {
+            Some(received) => Reply::Pushed(Pushed {
+                chunks: received.chunks as u32,
+                is_wanted: received.is_wanted,
+            }),
+            None => none(true),
+        }
+    }
+
+    /// Returns the number of leases that peers have here, and their bytes.
+    pub(crate) fn leased(&self) -> (usize, u64) {
+        let leases = self.lent.leases.lock();
+        (leases.len(), leases.bytes())
     }
 
     /// Returns the number of leases of each session that has any, and their bytes.
-    pub fn by_session(&self) -> HashMap<Session, (usize, u64)> {
-        let uses = self.uses.iter();
-        let used = uses.map(|(session, used)| (session.clone(), (used.leases, used.bytes)));
-        used.collect()
+    pub(crate) fn leased_by_session(&self) -> HashMap<Session, (usize, u64)> {
+        self.lent.leases.lock().by_session()
     }
+}
 
-    /// Returns the bytes leased, in parts of 255 of what may be.
-    pub fn load(&self) -> u8 {
-        let parts = u128::from(self.bytes) * 255 / u128::from(self.limits.bytes.max(1));
-        parts.min(255) as u8
+/// Bytes that a peer may lease, until the chunks are there.
+struct Reservation<'a, G> {
+    lent: &'a LentChunks<G>,
+    session: Session,
+    /// Leading chunks that it is for.
+    chunks: usize,
+    number: u64,
+}
+
+impl<G> Drop for Reservation<'_, G> {
+    fn drop(&mut self) {
+        self.lent
+            .leases
+            .lock()
+            .unreserve(&self.session, self.number);
+        self.lent.freed.notify_waiters();
+    }
+}
+
+fn not_leased(chunks: Vec<ChunkLease>) -> Leased {
+    Leased {
+        lease: 0,
+        duration_ms: 0,
+        chunks,
+        holders: Vec::new(),
     }
 }

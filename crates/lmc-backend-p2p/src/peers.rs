@@ -10,9 +10,8 @@ use lmc_key::{ClearsId, LayoutFingerprint};
 use lmc_transfer::PeerId;
 use serde::{Serialize, Serializer};
 
+use crate::link::Session;
 use crate::message::{Described, FEATURE_DIRECTORY, Hello};
-use crate::owner::Session;
-use crate::pushing::MAX_PUSHES;
 
 /// Rate of reads that is assumed of a peer before the first one: 10 Gbit/s.
 const ASSUMED_RATE: f64 = 1.25e9;
@@ -28,6 +27,8 @@ const SOON: Duration = Duration::from_secs(3);
 /// Time without an exchange of clears after a first one failed, and at most.
 const EXCHANGE_BACK_OFF: (Duration, Duration) =
     (Duration::from_millis(100), Duration::from_secs(5));
+/// Pushes of one daemon that a peer reads at a time, at most.
+pub(crate) const MAX_PUSHES: usize = 4;
 /// Peers that are remembered after they went.
 const MAX_GONE: usize = 16;
 /// Weight of the newest measurement.
@@ -333,10 +334,15 @@ impl Peer {
         name.unwrap_or(self.session.peer.as_str()).to_owned()
     }
 
+    /// Returns true if the peer's hello has a feature bit.
+    pub(crate) fn has_feature(&self, bit: u64) -> bool {
+        let hello = self.hello.as_ref();
+        hello.is_some_and(|hello| hello.features & bit != 0)
+    }
+
     /// Returns true if the peer has said that it is a directory.
     pub(crate) fn is_directory(&self) -> bool {
-        let hello = self.hello.as_ref();
-        hello.is_some_and(|hello| hello.features & FEATURE_DIRECTORY != 0)
+        self.has_feature(FEATURE_DIRECTORY)
     }
 
     /// Returns false while no lease is asked of the peer, because one or a read failed.
@@ -467,6 +473,13 @@ impl Peers {
             }
         }
         found
+    }
+
+    /// Returns the connected peers that a name, an address or a name on the channel means.
+    pub(crate) fn named(&self, name: &str) -> Vec<PeerId> {
+        let name = [name.to_owned()];
+        let named = self.iter().filter(|peer| peer.is_one_of(&name));
+        named.map(|peer| peer.session.peer.clone()).collect()
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Peer> {

@@ -1,26 +1,29 @@
-//! Pushes: a request wants its chunks at a peer. This daemon names them as they come, and the peer
-//! reads them as it reads any other chunk, into memory of its own.
+//! [`Pusher`]: a request wants its chunks at a peer, or an operator does. This daemon names the chunks,
+//! and the peer reads them as it reads any other chunk, into memory of its own.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use lmc_backend::{ChunkRun, HostChunk, now};
-use lmc_key::{ChunkHash, ChunkKey, ClearsId};
+use lmc_key::{ChunkKey, ClearsId};
 use lmc_transfer::PeerId;
 use parking_lot::Mutex;
+use thiserror::Error;
 use tokio::sync::Notify;
 
-use crate::copying::{ANSWER_MARGIN, BATCH_BYTES, ORDER_LOCATE_TIMEOUT, ORDER_TIMEOUT};
 use crate::link::{Link, until};
-use crate::message::{FEATURE_DIRECTORY, KeyBatch, Push, Pushed, Refusal, Reply, Request, Stamped};
-use crate::node::Node;
-use crate::owner::Session;
+use crate::message::{KeyBatch, Push, Pushed, Refusal, Reply, Request};
+use crate::peers::{MAX_PUSHES, Peer};
+use crate::session::{AskError, ORDER_TIMEOUT, Sessions};
 
-/// Pushes of one daemon that a peer reads at a time, at most.
-pub(crate) const MAX_PUSHES: usize = 4;
+/// Bytes that a peer is to read at a time, at most.
+const BATCH_BYTES: u64 = 32 << 20;
+/// Time for the answer, beyond [`ORDER_TIMEOUT`].
+const ANSWER_MARGIN: Duration = Duration::from_secs(2);
 /// Chunks that wait for one peer, at most.
 const MAX_WAITING: usize = 1 << 16;
 /// Time for which a push is tried: later its request has read or computed the chunks itself.
@@ -28,14 +31,35 @@ const PUSH_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause before a push is tried again that the peer could not read, and at most.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
+/// A copy that did not come to its end.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum CopyError {
+    /// The peer reads for another order of this daemon.
+    #[error("the peer is still reading for an earlier order")]
+    Busy,
+    /// The peer's release cannot copy.
+    #[error("the peer's release does not take orders to copy")]
+    Unsupported,
+    /// The peer did not answer.
+    #[error(transparent)]
+    NoAnswer(AskError),
+}
+
+/// Names chunks of this daemon to peers, which read the chunks. No lock is taken under its own.
+pub(crate) struct Pusher<L> {
+    sessions: Arc<Sessions<L>>,
+    waiting: PushQueues,
+    /// Chunks that were not pushed to peers which had gone.
+    dropped: AtomicU64,
+}
+
 /// The chunks that wait to be pushed.
 #[derive(Debug, Default)]
-pub(crate) struct Pushes {
+struct PushQueues {
     by_peer: Mutex<HashMap<PeerId, PushQueue>>,
     /// Set when chunks came.
     came: Notify,
-    /// Chunks that were not pushed to peers which had gone.
-    pub(crate) dropped: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -55,7 +79,7 @@ struct WaitingRun {
     until: Instant,
 }
 
-impl Pushes {
+impl PushQueues {
     /// Adds the chunks of a run that are not known yet, as far as the bound allows. Returns the number of
     /// chunks that it does not allow.
     fn add(&self, peer: &PeerId, run: &ChunkRun, clears: ClearsId, until: Instant) -> usize {
@@ -109,11 +133,6 @@ impl Pushes {
         taken
     }
 
-    #[cfg(any(test, feature = "fuzzing"))]
-    pub(crate) fn is_empty(&self) -> bool {
-        self.by_peer.lock().is_empty()
-    }
-
     /// Returns the time at which the first waiting run is given up.
     fn next_end(&self) -> Option<Instant> {
         let by_peer = self.by_peer.lock();
@@ -135,14 +154,33 @@ impl Pushes {
     }
 }
 
-impl<L: Link> Node<L> {
-    /// Pushes chunks to the peer that a name, an address or a name on the channel means. Returns false
-    /// if no such peer is connected. A daemon pushes nothing to itself.
-    pub fn push(&self, run: ChunkRun, to: &str) -> bool {
+impl<L: Link> Pusher<L> {
+    pub(crate) fn new(sessions: Arc<Sessions<L>>) -> Self {
+        Self {
+            sessions,
+            waiting: PushQueues::default(),
+            dropped: AtomicU64::new(0),
+        }
+    }
+
+    #[cfg(any(test, feature = "fuzzing"))]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.waiting.by_peer.lock().is_empty()
+    }
+
+    /// Returns the number of chunks that were not pushed to peers which had gone.
+    pub(crate) fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+
+    /// Implements [`Node::push`](crate::Node::push).
+    pub(crate) fn push(&self, run: ChunkRun, to: &str) -> bool {
         let Some(peer) = self.peer_to_push_to(to) else {
-            return to == self.config.name || to == self.config.address;
+            let config = &self.sessions.config;
+            return to == config.name || to == config.address;
         };
-        let dropped = (self.pushes).add(&peer, &run, self.clears().1, now() + PUSH_TIMEOUT);
+        let (clears, end) = (self.sessions.clears().1, now() + PUSH_TIMEOUT);
+        let dropped = self.waiting.add(&peer, &run, clears, end);
         self.count_pushed(&peer, 0, dropped);
         true
     }
@@ -150,36 +188,33 @@ impl<L: Link> Node<L> {
     /// Returns the peer that was connected last, of those that a name means.
     fn peer_to_push_to(&self, name: &str) -> Option<PeerId> {
         let name = [name.to_owned()];
-        let peers = self.peers.lock();
-        let named = peers.iter().filter(|peer| {
-            let hello = peer.hello.as_ref();
-            let takes = hello.is_some_and(|hello| hello.features & FEATURE_DIRECTORY == 0);
-            takes && peer.is_one_of(&name)
-        });
+        let peers = self.sessions.peers.lock();
+        let takes = |peer: &&Peer| peer.hello.is_some() && !peer.is_directory();
+        let named = (peers.iter()).filter(|peer| takes(peer) && peer.is_one_of(&name));
         let last = named.max_by_key(|peer| peer.since)?;
         Some(last.session.peer.clone())
     }
 
     /// Pushes the chunks that wait. Runs until it is dropped.
-    pub async fn push_waiting(&self) {
+    pub(crate) async fn push_waiting(&self) {
         let mut pushing = FuturesUnordered::new();
         loop {
-            let runs = self.pushes.take(now()).into_iter();
+            let runs = self.waiting.take(now()).into_iter();
             pushing.extend(runs.map(|(peer, run)| async move {
                 let pushed = self.push_run(&peer, &run).await;
                 self.count_pushed(&peer, pushed, run.run.keys.len() - pushed);
                 (peer, run)
             }));
-            let came = self.pushes.came.notified();
+            let came = self.waiting.came.notified();
             let came = async {
-                match self.pushes.next_end() {
+                match self.waiting.next_end() {
                     Some(end) => _ = until(end, came).await,
                     None => came.await,
                 }
             };
             tokio::select! {
                 () = came => {}
-                Some((peer, run)) = pushing.next() => self.pushes.ended(&peer, &run),
+                Some((peer, run)) = pushing.next() => self.waiting.ended(&peer, &run),
             }
         }
     }
@@ -190,12 +225,12 @@ impl<L: Link> Node<L> {
         let mut pause = PAUSE.0;
         // A request after a clear asks for other keys.
         while now() < waiting.until
-            && self.clears().1 == waiting.clears
+            && self.sessions.clears().1 == waiting.clears
             && let Some((push, len)) = batch(&waiting.run, pushed)
         {
-            let push = Request::Push(self.stamped(push));
+            let push = Request::Push(self.sessions.stamped(push));
             let deadline = now() + ORDER_TIMEOUT + ANSWER_MARGIN;
-            let (read, is_wanted) = match self.ask(peer, &push, deadline).await {
+            let (read, is_wanted) = match self.sessions.ask(peer, &push, deadline).await {
                 Ok(Reply::Pushed(Pushed { chunks, is_wanted })) => (chunks as usize, is_wanted),
                 Ok(Reply::Refused(Refusal::TooMany)) => (0, true),
                 // The peer has failed, or its release takes no pushes.
@@ -209,7 +244,7 @@ impl<L: Link> Node<L> {
             if read < len {
                 // Chunks after one that is gone here are of no use.
                 let next = &waiting.run.keys[pushed..=pushed];
-                if !is_wanted || self.host.states(next)[..] == [HostChunk::Absent] {
+                if !is_wanted || self.sessions.host.states(next)[..] == [HostChunk::Absent] {
                     break;
                 }
                 let rest = waiting.until.saturating_duration_since(now());
@@ -222,59 +257,52 @@ impl<L: Link> Node<L> {
 
     fn count_pushed(&self, peer: &PeerId, pushed: usize, dropped: usize) {
         let (pushed, dropped) = (pushed as u64, dropped as u64);
-        match self.peers.lock().get_mut(peer) {
+        match self.sessions.peers.lock().get_mut(peer) {
             Some(peer) => {
                 peer.counters.pushed += pushed;
                 peer.counters.push_dropped += dropped;
             }
             // It has gone meanwhile.
-            None => _ = self.pushes.dropped.fetch_add(dropped, Ordering::Relaxed),
+            None => _ = self.dropped.fetch_add(dropped, Ordering::Relaxed),
         }
     }
 
-    /// Reads chunks that a peer pushes. Answers how many of them are in memory then.
-    pub(crate) async fn receive(&self, session: &Session, push: &Stamped<Push>) -> Reply {
-        let Stamped { clears, message } = push;
-        let none = |is_wanted| {
-            Reply::Pushed(Pushed {
-                chunks: 0,
-                is_wanted,
-            })
-        };
-        if !(1..=self.config.max_chunk).contains(&message.chunk_bytes) {
-            return none(false);
+    /// Implements [`Node::copy_to`](crate::Node::copy_to).
+    pub(crate) async fn copy_to(
+        &self,
+        peer: &PeerId,
+        chunks: &[(ChunkKey, u64)],
+    ) -> Result<u64, CopyError> {
+        let mut copied = 0;
+        let mut rest = chunks;
+        while !rest.is_empty() {
+            let mut bytes = 0;
+            let fits = |(_, len): &&(ChunkKey, u64)| {
+                bytes += len;
+                bytes <= BATCH_BYTES
+            };
+            let most = rest.iter().take_while(fits).count().max(1);
+            let keys: Vec<ChunkKey> = rest[..most].iter().map(|(key, _)| *key).collect();
+            let Some((batch, len)) = KeyBatch::leading(&keys) else {
+                break;
+            };
+            rest = &rest[len..];
+            let deadline = now() + ORDER_TIMEOUT + ANSWER_MARGIN;
+            let order = Request::Copy(self.sessions.stamped(batch));
+            let there = match self.sessions.ask(peer, &order, deadline).await {
+                Ok(Reply::Copying(there)) => (there as usize).min(len),
+                Ok(Reply::Refused(Refusal::TooMany)) => return Err(CopyError::Busy),
+                Ok(Reply::Unsupported(_)) => return Err(CopyError::Unsupported),
+                Ok(other) => return Err(CopyError::NoAnswer(AskError::unexpected(other))),
+                Err(error) => return Err(CopyError::NoAnswer(error)),
+            };
+            copied += there as u64;
+            if there < len {
+                // What follows a gap is of no use.
+                break;
+            }
         }
-        if !self.is_in_step(&session.peer, *clears) {
-            return none(true);
-        }
-        let begun = self
-            .peers
-            .lock()
-            .of_session(session)
-            .map(|peer| peer.begin_push());
-        let Some(Some(_one_of_few)) = begun else {
-            return Reply::Refused(Refusal::TooMany);
-        };
-        let keys = message.keys.keys();
-        let parent = message.parent.zip(keys.first());
-        let run = ChunkRun {
-            parent: parent.map(|(hash, first)| ChunkKey {
-                hash: ChunkHash::new(hash),
-                ..*first
-            }),
-            keys,
-            chunk_bytes: message.chunk_bytes,
-        };
-        let peer = session.peer.as_str();
-        let received = self.host.receive(run, peer, ORDER_LOCATE_TIMEOUT);
-        // A chunk that was not read by then is not waited for.
-        match until(now() + ORDER_TIMEOUT, received).await {
-            Some(received) => Reply::Pushed(Pushed {
-                chunks: received.chunks as u32,
-                is_wanted: received.is_wanted,
-            }),
-            None => none(true),
-        }
+        Ok(copied)
     }
 }
 

@@ -5,26 +5,34 @@ use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::future::join_all;
-use lmc_backend::{HostSpace, now};
-use lmc_key::{LayoutFingerprint, Printable};
+use lmc_backend::{Host, HostSpace, now};
+use lmc_key::LayoutFingerprint;
 use lmc_transfer::Keys;
+use parking_lot::Mutex;
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::link::Link;
-use crate::message::{Describe, Described, MAX_SPACES, MAX_TEXT, Reply, Request, SpaceNote};
-use crate::node::Node;
+use crate::message::{Describe, Described, MAX_SPACES, MAX_TEXT, SpaceNote};
+use crate::peers::Peers;
 
 /// Time for which a description of the own spaces is used again.
 const DESCRIBED_FOR: Duration = Duration::from_secs(1);
 
-/// The own spaces as they were described last.
+/// The own live spaces, described for peers.
 #[derive(Debug, Clone)]
-pub(crate) struct OwnSpaces {
-    at: Instant,
+pub(crate) struct SpaceNotes {
     digest: u64,
     pub(crate) spaces: Arc<[SpaceNote]>,
+}
+
+/// The spaces of this daemon's engines. Their description is made once a second at most.
+#[derive(Debug)]
+pub(crate) struct OwnSpaces {
+    host: Arc<dyn Host>,
+    /// Keys under which salts are described.
+    keys: Option<Keys>,
+    /// The last description, and its time.
+    last: Mutex<Option<(Instant, SpaceNotes)>>,
 }
 
 /// Layouts whose chunks are merged here, each with its number of KV ranks.
@@ -142,37 +150,43 @@ pub(crate) fn cut(text: &mut String) {
     text.truncate(end);
 }
 
-impl<L: Link> Node<L> {
+impl OwnSpaces {
+    pub(crate) fn new(host: Arc<dyn Host>, keys: Option<Keys>) -> Self {
+        Self {
+            host,
+            keys,
+            last: Mutex::default(),
+        }
+    }
+
     /// Returns the own live spaces as peers see them, at most a second old.
-    pub(crate) fn own_spaces(&self) -> OwnSpaces {
-        let mut known = self.own_spaces.lock();
-        if let Some(known) = &*known
-            && now() < known.at + DESCRIBED_FOR
+    pub(crate) fn notes(&self) -> SpaceNotes {
+        let mut last = self.last.lock();
+        if let Some((at, notes)) = &*last
+            && now() < *at + DESCRIBED_FOR
         {
-            return known.clone();
+            return notes.clone();
         }
         let spaces = self.host.spaces();
-        let keys = self.config.salt_keys.as_ref();
         let spaces = spaces.iter().take(MAX_SPACES);
-        let spaces: Vec<SpaceNote> = spaces.map(|space| note(space, keys)).collect();
+        let spaces: Vec<SpaceNote> = spaces.map(|one| note(one, self.keys.as_ref())).collect();
         let mut bytes = Vec::new();
         for space in &spaces {
             // An id decides all other fields.
             bytes.extend(space.space);
         }
-        known
-            .insert(OwnSpaces {
-                at: now(),
-                digest: xxh3_64(&bytes).max(1),
-                spaces: spaces.into(),
-            })
-            .clone()
+        let notes = SpaceNotes {
+            digest: xxh3_64(&bytes).max(1),
+            spaces: spaces.into(),
+        };
+        *last = Some((now(), notes.clone()));
+        notes
     }
 
     /// Returns the layouts of peers whose chunks engines of this host merge. The peers must not be locked.
-    pub(crate) fn merged_layouts(&self) -> MergedLayouts {
+    pub(crate) fn merged(&self, peers: &Mutex<Peers>) -> MergedLayouts {
         let mut layouts: HashSet<_> = {
-            let peers = self.peers.lock();
+            let peers = peers.lock();
             let all = peers.iter().flat_map(|peer| &peer.holds.spaces);
             all.map(|space| (space.layout, space.world_size)).collect()
         };
@@ -184,8 +198,9 @@ impl<L: Link> Node<L> {
         layouts
     }
 
+    /// Returns what this daemon holds, as it is described to a peer.
     pub(crate) fn described(&self, asked: Describe) -> Described {
-        let own = self.own_spaces();
+        let own = self.notes();
         let usage = self.host.usage();
         let spaces = match own.digest == asked.digest {
             true => Vec::new(),
@@ -197,57 +212,6 @@ impl<L: Link> Node<L> {
             bytes: usage.bytes,
             pool: usage.capacity.unwrap_or(0),
             spaces,
-        }
-    }
-
-    /// Asks all peers what they hold, and warns of models in which they share nothing with this
-    /// daemon.
-    pub(crate) async fn describe_peers(&self, deadline: Instant) {
-        let asked: Vec<_> = {
-            let peers = self.peers.lock();
-            let asked = peers
-                .iter()
-                .filter(|peer| peer.hello.is_some() && !peer.is_directory());
-            let asked = asked.map(|peer| (peer.session.clone(), peer.holds.digest));
-            asked.collect()
-        };
-        let own = self.own_spaces();
-        let answers = asked.iter().map(|(session, digest)| async move {
-            let request = Request::Describe(Describe { digest: *digest });
-            (session, self.ask(&session.peer, &request, deadline).await)
-        });
-        for (session, answer) in join_all(answers).await {
-            let mut peers = self.peers.lock();
-            let peer = peers.of_session(session);
-            // A peer of an earlier release described its spaces in its hello only.
-            if let (Some(peer), Ok(Reply::Described(mut described))) = (peer, answer) {
-                if described.digest == peer.holds.digest {
-                    described.spaces = std::mem::take(&mut peer.holds.spaces);
-                }
-                peer.holds = described;
-            }
-        }
-        let merged = self.merged_layouts();
-        let mut peers = self.peers.lock();
-        for (session, _) in &asked {
-            let Some(peer) = peers.of_session(session) else {
-                continue;
-            };
-            for mismatch in mismatches(&own.spaces, &peer.holds.spaces, &merged) {
-                let fields = mismatch.differences.iter().map(|one| one.field);
-                let fields: Vec<&str> = fields.collect();
-                // Tenants are meant to be apart.
-                let expected = fields == ["salt"];
-                if !expected && peer.warned.insert(mismatch.model.clone()) {
-                    tracing::warn!(
-                        peer = %session.peer,
-                        model = %Printable(&mismatch.model),
-                        ?fields,
-                        "a peer serves this model in another space, so this side finds none of its \
-                         chunks of it; `lmc peers` shows both values of these fields"
-                    );
-                }
-            }
         }
     }
 }

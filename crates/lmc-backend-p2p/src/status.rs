@@ -2,15 +2,17 @@
 
 use std::collections::BTreeMap;
 
+use lmc_backend::now;
 use serde::Serialize;
 
 use crate::dial::NamedPeer;
+use crate::directory::{DirectoryClient, DirectoryUse};
 use crate::link::Link;
 use crate::message::SpaceNote;
-use crate::node::Node;
+use crate::owner::Owner;
 use crate::peers::{Failure, GonePeer, Peer};
-use crate::spaces::{MergedLayouts, Mismatch, hex, mismatches};
-use lmc_backend::now;
+use crate::session::Sessions;
+use crate::spaces::{Mismatch, hex, mismatches};
 
 /// State of a [`P2pBackend`](crate::P2pBackend) and of every peer that it knows.
 #[derive(Debug, Clone, Serialize)]
@@ -25,7 +27,7 @@ pub struct PeersStatus {
     pub named: Vec<NamedPeer>,
 }
 
-/// State of a [`Node`].
+/// State of a [`Node`](crate::Node).
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct NodeStatus {
@@ -101,33 +103,6 @@ pub struct Holding {
     pub pool: u64,
 }
 
-/// Use of a directory by this daemon, since the directory was connected.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct DirectoryUse {
-    /// True for the directory that is asked first now.
-    pub is_asked: bool,
-    /// Prompts whose holders it was asked for, and answered.
-    pub answered: u64,
-    /// Prompts that the directory was asked for and named a holder of.
-    pub found: u64,
-    /// Prompts for which it gave no answer in time.
-    pub failed: u64,
-    /// Chunks that this daemon can lend, and announces.
-    pub chunks: u64,
-    /// True while it does not know all of them.
-    pub is_behind: bool,
-    /// Limit for which it did not keep all of them.
-    pub limit: Option<u64>,
-}
-
-impl DirectoryUse {
-    pub(crate) fn answered(&mut self, found: bool) {
-        self.answered += 1;
-        self.found += u64::from(found);
-    }
-}
-
 /// State of one connected peer. Texts are as the peer sent them: escape them before they are shown.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
@@ -171,78 +146,64 @@ pub struct PeerStatus {
     pub counters: BTreeMap<&'static str, u64>,
 }
 
-impl<L: Link> Node<L> {
-    /// Returns the state of this daemon among its peers.
-    pub fn status(&self) -> NodeStatus {
-        let (own, merged) = (self.own_spaces().spaces, self.merged_layouts());
-        let (leases, leased_bytes) = self.leased();
-        // Not while the peers are locked: grants lock them the other way round.
-        let leased = self.owner.lock().by_session();
-        let asked = self.asked_directory();
-        let peers = self.peers.lock();
+impl NodeStatus {
+    pub(crate) fn of<L: Link>(
+        sessions: &Sessions<L>,
+        owner: &Owner<L>,
+        directories: &DirectoryClient<L>,
+    ) -> Self {
+        let config = &sessions.config;
+        let own = sessions.spaces.notes().spaces;
+        let merged = sessions.spaces.merged(&sessions.peers);
+        let (leases, leased_bytes) = owner.leased();
+        let (leased, uses) = (owner.leased_by_session(), directories.uses());
+        let peers = sessions.peers.lock();
         let status = |peer: &Peer| {
-            let leased = leased.get(&peer.session).copied();
-            let mut status = self.peer_status(peer, leased.unwrap_or_default(), (&own, &merged));
-            if let Some(directory) = &mut status.directory {
-                directory.is_asked = asked.as_ref() == Some(&peer.session.peer);
+            let (id, hello) = (&peer.session.peer, peer.hello.as_ref());
+            let (oldest, newest) = config.versions;
+            let (leases, leased_bytes) = leased.get(&peer.session).copied().unwrap_or_default();
+            let its_use = || uses.get(id).copied().unwrap_or_default();
+            let holds = Holding {
+                chunks: peer.holds.chunks,
+                bytes: peer.holds.bytes,
+                pool: peer.holds.pool,
+            };
+            PeerStatus {
+                id: id.to_string(),
+                name: hello.map(|hello| hello.name.clone()),
+                address: hello.map(|hello| hello.address.clone()),
+                version: hello.and_then(|hello| hello.common_version(oldest, newest)),
+                connected_seconds: (now().saturating_duration_since(peer.since)).as_secs_f64(),
+                transport: sessions.link.data_plane(id).name(),
+                last_failure: peer.last_failure.clone(),
+                paused_seconds: peer.paused(now()).map(|pause| pause.as_secs_f64()),
+                round_trip_seconds: peer.round_trip(),
+                read_bytes_per_second: peer.read_rate(),
+                load: f64::from(peer.load) / 255.0,
+                holds: (peer.holds.digest != 0).then_some(holds),
+                directory: peer.is_directory().then(its_use),
+                leases,
+                leased_bytes,
+                spaces: peer.holds.spaces.iter().map(SpaceView::from).collect(),
+                mismatches: mismatches(&own, &peer.holds.spaces, &merged),
+                counters: peer.counters.by_name(),
             }
-            status
         };
         let mut connected: Vec<PeerStatus> = peers.iter().map(status).collect();
         connected.sort_by(|a, b| (&a.name, &a.id).cmp(&(&b.name, &b.id)));
-        NodeStatus {
-            name: self.config.name.clone(),
-            address: self.config.address.clone(),
-            versions: self.config.versions,
-            chunk_size: self.config.chunk_size,
-            algorithm: self.config.algorithm.clone(),
+        Self {
+            name: config.name.clone(),
+            address: config.address.clone(),
+            versions: config.versions,
+            chunk_size: config.chunk_size,
+            algorithm: config.algorithm.clone(),
             leases,
             leased_bytes,
-            leasable_bytes: self.config.limits.bytes,
+            leasable_bytes: config.limits.bytes,
             spaces: own.iter().map(SpaceView::from).collect(),
             peers: connected,
             gone: peers.gone().cloned().collect(),
             counters: peers.counters().by_name(),
-        }
-    }
-
-    fn peer_status(
-        &self,
-        peer: &Peer,
-        (leases, leased_bytes): (usize, u64),
-        (own, merged): (&[SpaceNote], &MergedLayouts),
-    ) -> PeerStatus {
-        let (oldest, newest) = self.config.versions;
-        let hello = peer.hello.as_ref();
-        let version = hello.and_then(|hello| hello.common_version(oldest, newest));
-        let holds = (peer.holds.digest != 0).then_some(Holding {
-            chunks: peer.holds.chunks,
-            bytes: peer.holds.bytes,
-            pool: peer.holds.pool,
-        });
-        PeerStatus {
-            id: peer.session.peer.to_string(),
-            name: hello.map(|hello| hello.name.clone()),
-            address: hello.map(|hello| hello.address.clone()),
-            version,
-            connected_seconds: (now().saturating_duration_since(peer.since)).as_secs_f64(),
-            transport: self.link.data_plane(&peer.session.peer).name(),
-            last_failure: peer.last_failure.clone(),
-            paused_seconds: peer.paused(now()).map(|pause| pause.as_secs_f64()),
-            round_trip_seconds: peer.round_trip(),
-            read_bytes_per_second: peer.read_rate(),
-            load: f64::from(peer.load) / 255.0,
-            holds,
-            directory: peer.is_directory().then(|| {
-                let of_directory = self.finds.of_directory.lock();
-                let its = of_directory.get(&peer.session.peer);
-                its.copied().unwrap_or_default()
-            }),
-            leases,
-            leased_bytes,
-            spaces: peer.holds.spaces.iter().map(SpaceView::from).collect(),
-            mismatches: mismatches(own, &peer.holds.spaces, merged),
-            counters: peer.counters.by_name(),
         }
     }
 }

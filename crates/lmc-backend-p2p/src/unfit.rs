@@ -3,8 +3,8 @@
 use lmc_key::Printable;
 use thiserror::Error;
 
+use crate::config::NodeConfig;
 use crate::message::{Hello, Refusal};
-use crate::node::NodeConfig;
 
 /// A setting in which two daemons differ, so that neither uses the other.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

@@ -1,5 +1,5 @@
-//! The member's side of directories: announces which chunks this daemon can lend, and asks for
-//! members that have the chunks of a prompt.
+//! [`DirectoryClient`]: the member's side of directories. It announces which chunks this daemon can
+//! lend, and asks for members that have the chunks of a prompt.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -9,16 +9,17 @@ use std::time::{Duration, Instant};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use lmc_backend::{ChunkEvent, EventSink, now};
 use lmc_key::ChunkKey;
-use lmc_transfer::{BoxFuture, PeerId};
+use lmc_transfer::PeerId;
 use parking_lot::Mutex;
+use serde::Serialize;
 
 use super::buckets::Fingerprint;
 use super::lendable::{Lendable, Progress};
 use super::message::{Announce, Announced, Candidate, Find, Found};
-use crate::link::{Link, until};
+use crate::link::{Link, tcp_address, until};
 use crate::message::{Reply, Request};
-use crate::node::Node;
-use crate::status::DirectoryUse;
+use crate::peers::{Peer, Peers};
+use crate::session::{AskError, Sessions};
 
 /// Time between two announcements to a directory, at least; what changes meanwhile goes together.
 const FLUSH_EVERY: Duration = Duration::from_millis(100);
@@ -49,65 +50,6 @@ const MAX_DIALED: usize = 64;
 /// Time without a question after which such a member may be disconnected for another.
 const DIALED_IDLE: Duration = Duration::from_secs(30);
 
-/// A directory, as the tier of peers uses it.
-pub trait Directory: Send + Sync {
-    /// Announces what this daemon can lend.
-    ///
-    /// # Errors
-    /// The reason, for people.
-    fn announce(
-        &self,
-        announce: Announce,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Announced, String>>;
-
-    /// Asks which members have chunks of a prompt.
-    ///
-    /// # Errors
-    /// The reason, for people.
-    fn find(&self, find: Find, deadline: Instant) -> BoxFuture<'_, Result<Found, String>>;
-}
-
-/// A directory that another daemon hosts.
-struct HostedDirectory<L: Link> {
-    node: Arc<Node<L>>,
-    peer: PeerId,
-}
-
-impl<L: Link> Directory for HostedDirectory<L> {
-    fn announce(
-        &self,
-        announce: Announce,
-        deadline: Instant,
-    ) -> BoxFuture<'_, Result<Announced, String>> {
-        Box::pin(async move {
-            let request = Request::Announce(self.node.stamped(announce));
-            match self.node.ask(&self.peer, &request, deadline).await? {
-                Reply::Announced(answer) => {
-                    self.node.is_in_step(&self.peer, answer.clears);
-                    Ok(answer.message)
-                }
-                Reply::Refused(refusal) => Err(refusal.to_string()),
-                _ => Err("another reply than to an announcement".to_owned()),
-            }
-        })
-    }
-
-    fn find(&self, find: Find, deadline: Instant) -> BoxFuture<'_, Result<Found, String>> {
-        Box::pin(async move {
-            let request = Request::Find(self.node.stamped(find));
-            match self.node.ask(&self.peer, &request, deadline).await? {
-                Reply::Found(found) => {
-                    self.node.is_in_step(&self.peer, found.clears);
-                    Ok(found.message)
-                }
-                Reply::Refused(refusal) => Err(refusal.to_string()),
-                _ => Err("another reply than to a question for chunks".to_owned()),
-            }
-        })
-    }
-}
-
 /// Keys of chunks that may have come or gone.
 #[derive(Debug, Default)]
 pub(crate) struct ChangedKeys {
@@ -137,17 +79,44 @@ impl EventSink for ChangedKeys {
     }
 }
 
+/// Use of a directory by this daemon, since the directory was connected.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct DirectoryUse {
+    /// True for the directory that is asked first now.
+    pub is_asked: bool,
+    /// Prompts whose holders it was asked for, and answered.
+    pub answered: u64,
+    /// Prompts that the directory was asked for and named a holder of.
+    pub found: u64,
+    /// Prompts for which it gave no answer in time.
+    pub failed: u64,
+    /// Chunks that this daemon can lend, and announces.
+    pub chunks: u64,
+    /// True while it does not know all of them.
+    pub is_behind: bool,
+    /// Limit for which it did not keep all of them.
+    pub limit: Option<u64>,
+}
+
+impl DirectoryUse {
+    fn answered(&mut self, found: bool) {
+        self.answered += 1;
+        self.found += u64::from(found);
+    }
+}
+
 /// Peers that the configuration names, as far as they are connected.
 #[derive(Debug, Default)]
-pub(crate) struct Contacts {
-    pub(crate) named: HashSet<PeerId>,
+struct Contacts {
+    named: HashSet<PeerId>,
     /// Directories in the order in which they are asked.
-    pub(crate) directories: Vec<PeerId>,
+    directories: Vec<PeerId>,
 }
 
 /// Members that are connected because a directory named them.
 #[derive(Debug, Default)]
-pub(crate) struct Dials {
+struct Dials {
     under_way: HashSet<PeerId>,
     failed: HashMap<PeerId, Instant>,
     /// Time of the last question to each.
@@ -166,19 +135,6 @@ struct Announcing {
     again: Option<Instant>,
 }
 
-/// Counters of the member's side.
-#[derive(Debug, Default)]
-pub(crate) struct Finds {
-    /// Use of each connected directory.
-    pub(crate) of_directory: Mutex<HashMap<PeerId, DirectoryUse>>,
-    /// Questions that a directory answered.
-    pub(crate) asked: AtomicU64,
-    /// Questions that no directory answered.
-    pub(crate) failed: AtomicU64,
-    /// Announcements of which a directory did not keep everything.
-    pub(crate) full: AtomicU64,
-}
-
 /// Peers to send a `locate` to.
 pub(crate) struct ToAsk {
     pub(crate) peers: Vec<PeerId>,
@@ -186,25 +142,104 @@ pub(crate) struct ToAsk {
     pub(crate) unknown: Option<String>,
 }
 
-impl<L: Link> Node<L> {
-    /// Sets which of the connected peers are named in the configuration: those that are asked for
-    /// every prompt, and directories, the first first.
-    pub fn set_contacts(&self, named: HashSet<PeerId>, directories: Vec<PeerId>) {
-        let mut of_directory = self.finds.of_directory.lock();
-        of_directory.retain(|directory, _| directories.contains(directory));
-        drop(of_directory);
+/// The directories that this daemon announces chunks to and asks.
+///
+/// Lock order: `dials` after the peers of [`Sessions`]; each of its other locks is held alone.
+pub(crate) struct DirectoryClient<L> {
+    sessions: Arc<Sessions<L>>,
+    contacts: Mutex<Contacts>,
+    dials: Mutex<Dials>,
+    pub(crate) changed: Arc<ChangedKeys>,
+    /// Use of each connected directory.
+    uses: Mutex<HashMap<PeerId, DirectoryUse>>,
+    /// Questions that a directory answered.
+    asked: AtomicU64,
+    /// Questions that no directory answered.
+    failed: AtomicU64,
+    /// Announcements of which a directory did not keep everything.
+    full: AtomicU64,
+}
+
+impl<L: Link> DirectoryClient<L> {
+    pub(crate) fn new(sessions: Arc<Sessions<L>>) -> Self {
+        let changed = Arc::<ChangedKeys>::default();
+        if sessions.config.uses_directories {
+            sessions.host.events().listen(Arc::clone(&changed) as _);
+        }
+        Self {
+            sessions,
+            contacts: Mutex::default(),
+            dials: Mutex::default(),
+            changed,
+            uses: Mutex::default(),
+            asked: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
+            full: AtomicU64::new(0),
+        }
+    }
+
+    /// Returns the counters with their names, which fit a metric's label.
+    pub(crate) fn counters(&self) -> [(&'static str, u64); 3] {
+        [
+            ("directory_asked", self.asked.load(Ordering::Relaxed)),
+            ("directory_failed", self.failed.load(Ordering::Relaxed)),
+            ("directory_full", self.full.load(Ordering::Relaxed)),
+        ]
+    }
+
+    /// Returns the use of each connected directory.
+    pub(crate) fn uses(&self) -> HashMap<PeerId, DirectoryUse> {
+        let mut uses = self.uses.lock().clone();
+        if let Some(asked) = self.asked_directory() {
+            uses.entry(asked).or_default().is_asked = true;
+        }
+        uses
+    }
+
+    /// Implements [`Node::set_contacts`](crate::Node::set_contacts).
+    pub(crate) fn set_contacts(&self, named: HashSet<PeerId>, directories: Vec<PeerId>) {
+        let mut uses = self.uses.lock();
+        uses.retain(|directory, _| directories.contains(directory));
+        drop(uses);
         *self.contacts.lock() = Contacts { named, directories };
     }
 
-    fn directory(self: &Arc<Self>, peer: &PeerId) -> HostedDirectory<L> {
-        HostedDirectory {
-            node: Arc::clone(self),
-            peer: peer.clone(),
+    /// Announces to a directory what this daemon can lend.
+    async fn announce(
+        &self,
+        directory: &PeerId,
+        announce: Announce,
+    ) -> Result<Announced, AskError> {
+        let request = Request::Announce(self.sessions.stamped(announce));
+        let deadline = now() + ANNOUNCE_TIMEOUT;
+        match self.sessions.ask(directory, &request, deadline).await? {
+            Reply::Announced(answer) => {
+                self.sessions.is_in_step(directory, answer.clears);
+                Ok(answer.message)
+            }
+            other => Err(AskError::unexpected(other)),
+        }
+    }
+
+    /// Asks a directory which members have chunks of a prompt.
+    async fn find_at(
+        &self,
+        directory: &PeerId,
+        find: Find,
+        deadline: Instant,
+    ) -> Result<Found, AskError> {
+        let request = Request::Find(self.sessions.stamped(find));
+        match self.sessions.ask(directory, &request, deadline).await? {
+            Reply::Found(found) => {
+                self.sessions.is_in_step(directory, found.clears);
+                Ok(found.message)
+            }
+            other => Err(AskError::unexpected(other)),
         }
     }
 
     /// Announces to the directories which chunks this daemon can lend. Runs until it is dropped.
-    pub async fn announce_chunks(self: Arc<Self>, seed: u64) {
+    pub(crate) async fn announce_chunks(&self, seed: u64) {
         let mut lendable = Lendable::new(seed);
         let mut announcing: HashMap<PeerId, Announcing> = HashMap::new();
         let mut sending = FuturesUnordered::new();
@@ -232,16 +267,8 @@ impl<L: Link> Node<L> {
             announcing.retain(|peer, state| state.sending || directories.contains(peer));
             let now = now();
             for peer in directories {
-                let able = self
-                    .peers
-                    .lock()
-                    .get(&peer)
-                    .is_some_and(|peer| peer.is_directory());
-                self.finds
-                    .of_directory
-                    .lock()
-                    .entry(peer.clone())
-                    .or_default();
+                let able = self.sessions.with_peer(&peer, |peer| peer.is_directory());
+                self.uses.lock().entry(peer.clone()).or_default();
                 let state = announcing
                     .entry(peer.clone())
                     .or_insert_with(|| Announcing {
@@ -257,14 +284,13 @@ impl<L: Link> Node<L> {
                     state.again = None;
                 }
                 let due = lendable.has_news(&state.progress) || now >= state.alive;
-                if !able || state.sending || now < state.next || !due {
+                if able != Some(true) || state.sending || now < state.next || !due {
                     continue;
                 }
                 state.sending = true;
                 let announce = lendable.next(&mut state.progress);
-                let directory = self.directory(&peer);
                 sending.push(async move {
-                    let answer = directory.announce(announce, now + ANNOUNCE_TIMEOUT).await;
+                    let answer = self.announce(&peer, announce).await;
                     (peer, answer)
                 });
             }
@@ -275,7 +301,7 @@ impl<L: Link> Node<L> {
     async fn note_changed(&self, lendable: &mut Lendable) -> bool {
         let changed = std::mem::take(&mut *self.changed.keys.lock());
         for keys in changed.chunks(STATES_AT_ONCE) {
-            for (key, state) in keys.iter().zip(self.host.states(keys)) {
+            for (key, state) in keys.iter().zip(self.sessions.host.states(keys)) {
                 lendable.note(Fingerprint::of(key), state.bytes().is_some());
             }
             tokio::task::yield_now().await;
@@ -286,7 +312,7 @@ impl<L: Link> Node<L> {
     /// Notes some chunks of a listing. Returns where it goes on.
     async fn list(&self, lendable: &mut Lendable, mut listing: Option<u128>) -> Option<u128> {
         for _ in 0..PAGE.1 {
-            let (keys, next) = self.host.list(listing?, PAGE.0).await;
+            let (keys, next) = self.sessions.host.list(listing?, PAGE.0).await;
             for key in keys {
                 lendable.note(Fingerprint::of(&key), true);
             }
@@ -301,7 +327,7 @@ impl<L: Link> Node<L> {
     fn note_answer(
         &self,
         peer: &PeerId,
-        answer: Result<Announced, String>,
+        answer: Result<Announced, AskError>,
         lendable: &Lendable,
         state: Option<&mut Announcing>,
     ) {
@@ -327,7 +353,7 @@ impl<L: Link> Node<L> {
             Ok(Announced::Applied | Announced::Full { .. }) => now + FLUSH_EVERY,
             Ok(Announced::Busy) | Err(_) => now + FAILED_PAUSE,
         };
-        if let Some(of_it) = self.finds.of_directory.lock().get_mut(peer) {
+        if let Some(of_it) = self.uses.lock().get_mut(peer) {
             of_it.chunks = lendable.len() as u64;
             of_it.is_behind = lendable.has_news(&state.progress);
             of_it.limit = match answer {
@@ -337,14 +363,14 @@ impl<L: Link> Node<L> {
             };
         }
         if matches!(answer, Ok(Announced::Full { .. })) {
-            self.finds.full.fetch_add(1, Ordering::Relaxed);
+            self.full.fetch_add(1, Ordering::Relaxed);
         }
         match answer {
             Ok(Announced::Full { limit }) if state.again.is_none() => {
                 state.again = Some(now + FULL_PAUSE);
                 tracing::warn!(directory = %peer, limit, "the directory keeps no more chunks, so peers do not find all of this server's; start it with a larger --p2p-directory-entries, or use several directories");
             }
-            Err(reason) => tracing::debug!(directory = %peer, reason, "announcement failed"),
+            Err(error) => tracing::debug!(directory = %peer, %error, "announcement failed"),
             _ => {}
         }
     }
@@ -352,9 +378,9 @@ impl<L: Link> Node<L> {
     /// Returns the peers to ask for chunks of a prompt: those that a directory names and those that
     /// the configuration names, or all where there are no directories.
     pub(crate) async fn to_ask(self: &Arc<Self>, keys: &[ChunkKey], deadline: Instant) -> ToAsk {
-        let (all, left_out) = self.peers.lock().to_ask(now());
+        let (all, left_out) = self.sessions.peers.lock().to_ask(now());
         let not_asked = |peer: &PeerId| format!("{peer} is not asked now");
-        if !self.config.uses_directories {
+        if !self.sessions.config.uses_directories {
             return ToAsk {
                 peers: all,
                 unknown: left_out.first().map(not_asked),
@@ -367,8 +393,8 @@ impl<L: Link> Node<L> {
             .collect();
         let found = self.find(keys, deadline).await;
         let counter = match &found {
-            Some(_) => &self.finds.asked,
-            None => &self.finds.failed,
+            Some(_) => &self.asked,
+            None => &self.failed,
         };
         counter.fetch_add(1, Ordering::Relaxed);
         let Some(found) = found else {
@@ -391,35 +417,27 @@ impl<L: Link> Node<L> {
     }
 
     /// Returns the directory that is asked first now.
-    pub(crate) fn asked_directory(&self) -> Option<PeerId> {
+    fn asked_directory(&self) -> Option<PeerId> {
         let directories = self.contacts.lock().directories.clone();
-        let peers = self.peers.lock();
-        directories.into_iter().find(|directory| {
-            let peer = peers.get(directory);
-            peer.is_some_and(|peer| peer.is_directory() && peer.can_be_asked(now()))
-        })
+        let peers = self.sessions.peers.lock();
+        directories.into_iter().find(|one| answers(&peers, one))
     }
 
     /// Asks the directories one after the other until one answers.
-    async fn find(self: &Arc<Self>, keys: &[ChunkKey], deadline: Instant) -> Option<Found> {
+    async fn find(&self, keys: &[ChunkKey], deadline: Instant) -> Option<Found> {
         let directories = self.contacts.lock().directories.clone();
         let find = Find {
             keys: keys.iter().map(Fingerprint::of).collect(),
         };
         let mut unsettled = None;
         for peer in directories {
-            let able = {
-                let peers = self.peers.lock();
-                let peer = peers.get(&peer);
-                peer.is_some_and(|peer| peer.is_directory() && peer.can_be_asked(now()))
-            };
-            if !able {
+            if !answers(&self.sessions.peers.lock(), &peer) {
                 continue;
             }
             // The other half is for those that it names.
             let half = deadline.saturating_duration_since(now()) / 2;
-            let answer = self.directory(&peer).find(find.clone(), now() + half).await;
-            if let Some(of_it) = self.finds.of_directory.lock().get_mut(&peer) {
+            let answer = self.find_at(&peer, find.clone(), now() + half).await;
+            if let Some(of_it) = self.uses.lock().get_mut(&peer) {
                 match &answer {
                     Ok(found) => of_it.answered(!found.candidates.is_empty()),
                     Err(_) => of_it.failed += 1,
@@ -428,9 +446,9 @@ impl<L: Link> Node<L> {
             match answer {
                 Ok(found) if found.settled || !found.candidates.is_empty() => return Some(found),
                 Ok(found) => unsettled = Some(found),
-                Err(reason) => {
-                    self.probe(&peer);
-                    tracing::debug!(directory = %peer, reason, "no answer");
+                Err(error) => {
+                    self.sessions.probe(&peer);
+                    tracing::debug!(directory = %peer, %error, "no answer");
                 }
             }
         }
@@ -447,20 +465,17 @@ impl<L: Link> Node<L> {
         let parsed = candidates.into_iter();
         let parsed = parsed.filter_map(|one| Some((one.peer.parse::<PeerId>().ok()?, one.address)));
         let candidates: Vec<(PeerId, String)> = parsed.collect();
-        let able = |peer: &PeerId| {
-            let peers = self.peers.lock();
-            peers.get(peer).is_some_and(|peer| peer.can_be_asked(now()))
-        };
+        let can_be_asked = |peer: &mut Peer| peer.can_be_asked(now());
+        let able = |peer: &PeerId| self.sessions.with_peer(peer, can_be_asked) == Some(true);
         for (peer, address) in &candidates {
-            let known = self.peers.lock().get(peer).is_some();
-            match known {
-                true => self.dials.lock().asked(peer),
-                false => self.dial(peer, address),
+            match self.sessions.with_peer(peer, |_| ()) {
+                Some(()) => self.dials.lock().asked(peer),
+                None => self.dial(peer, address),
             }
         }
         let wait_until = now() + deadline.saturating_duration_since(now()) / 2;
         loop {
-            let hello = self.hello_came.notified();
+            let hello = self.sessions.hello_came.notified();
             tokio::pin!(hello);
             hello.as_mut().enable();
             let dialing = {
@@ -483,37 +498,44 @@ impl<L: Link> Node<L> {
 
     /// Connects to a member, in the background.
     fn dial(self: &Arc<Self>, peer: &PeerId, address: &str) {
-        let idle = match self.dials.lock().begin(peer, now()) {
-            Dial::No => return,
-            Dial::Yes { instead_of } => instead_of,
+        let dial = {
+            let peers = self.sessions.peers.lock();
+            self.dials.lock().begin(peer, &peers, now())
+        };
+        let Dial::Yes { instead_of: idle } = dial else {
+            return;
         };
         let (this, peer, address) = (Arc::clone(self), peer.clone(), address.to_owned());
         tokio::spawn(async move {
             let deadline = now() + DIAL_TIMEOUT;
+            let sessions = &this.sessions;
             if let Some(idle) = idle {
-                this.link.disconnect(&idle, deadline).await;
+                sessions.link.disconnect(&idle, deadline).await;
             }
-            let connected = this.link.connect(&peer, &address, deadline).await;
-            let mut connected = connected.is_ok();
+            let mut connected = match tcp_address(&address) {
+                Ok(at) => sessions.link.connect(&peer, &at, deadline).await.is_ok(),
+                Err(_) => false,
+            };
             // It is asked once the hellos are exchanged.
             while connected {
-                let hello = this.hello_came.notified();
+                let hello = sessions.hello_came.notified();
                 tokio::pin!(hello);
                 hello.as_mut().enable();
-                let known = this
-                    .peers
-                    .lock()
-                    .get(&peer)
-                    .is_some_and(|peer| peer.hello.is_some());
-                if known {
+                if sessions.with_peer(&peer, |peer| peer.hello.is_some()) == Some(true) {
                     break;
                 }
                 connected = until(deadline, hello).await.is_some();
             }
             this.dials.lock().end(&peer, connected, now());
-            this.hello_came.notify_waiters();
+            sessions.hello_came.notify_waiters();
         });
     }
+}
+
+/// Returns true if a directory of this name is connected, and was not left alone after a failure.
+fn answers(peers: &Peers, directory: &PeerId) -> bool {
+    let peer = peers.get(directory);
+    peer.is_some_and(|peer| peer.is_directory() && peer.can_be_asked(now()))
 }
 
 /// Answer to whether a member may be connected to.
@@ -529,7 +551,8 @@ impl Dials {
         }
     }
 
-    fn begin(&mut self, peer: &PeerId, now: Instant) -> Dial {
+    fn begin(&mut self, peer: &PeerId, connected: &Peers, now: Instant) -> Dial {
+        self.dialed.retain(|peer, _| connected.get(peer).is_some());
         self.failed.retain(|_, at| now < *at + DIAL_AGAIN);
         if self.failed.contains_key(peer) || self.under_way.contains(peer) {
             return Dial::No;
@@ -559,10 +582,5 @@ impl Dials {
             true => self.dialed.insert(peer.clone(), now),
             false => self.failed.insert(peer.clone(), now),
         };
-    }
-
-    /// Notes that a peer is not connected any more.
-    pub(crate) fn gone(&mut self, peer: &PeerId) {
-        self.dialed.remove(peer);
     }
 }

@@ -19,12 +19,12 @@ use tokio::task::JoinSet;
 use super::buckets::Fingerprint;
 use super::message::{Announce, Announced, Find, Found};
 use super::table::{Table, TableLimits};
-use crate::backend::{answer_on, random};
+use crate::daemon_link::{answer_on, random};
+use crate::link::Session;
 use crate::message::{
     ClearsPage, FEATURE_DIRECTORY, Hello, MessageError, OLDEST_VERSION, Refusal, Reply, Request,
     Stamped, VERSION,
 };
-use crate::owner::Session;
 
 /// Time between two rounds of housekeeping.
 const HOUSEKEEPING: Duration = Duration::from_millis(100);

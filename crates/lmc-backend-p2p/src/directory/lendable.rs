@@ -225,7 +225,7 @@ mod tests {
     use lmc_testkit::rounds;
 
     use super::*;
-    use crate::owner::Session;
+    use crate::link::Session;
 
     fn one(n: u64) -> Fingerprint {
         let [a, b, c, d, e, f, ..] = n.to_le_bytes();

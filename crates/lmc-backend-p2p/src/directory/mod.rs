@@ -6,7 +6,7 @@
 //! is slow, gone or wrong costs a miss.
 //!
 //! [`Table`] is the directory without IO and clock, [`DirectoryHost`] answers members from it,
-//! [`DirectoryServer`] listens for them. [`Directory`] is what a member needs of one.
+//! [`DirectoryServer`] listens for them.
 
 mod buckets;
 mod client;
@@ -17,9 +17,8 @@ mod runs;
 mod table;
 
 pub use buckets::{Fingerprint, SetDigest};
-pub(crate) use client::ChangedKeys;
-pub use client::Directory;
-pub(crate) use client::{Contacts, Dials, Finds};
+pub use client::DirectoryUse;
+pub(crate) use client::{ChangedKeys, DirectoryClient};
 pub use host::{DirectoryCounters, DirectoryHost, DirectoryServer, DirectoryStatus};
 pub use message::{
     Announce, Announced, Candidate, Find, Fingerprints, Found, MAX_ANNOUNCED, MAX_CANDIDATES,

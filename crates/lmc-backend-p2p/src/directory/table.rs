@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::buckets::{Buckets, Fingerprint, SetDigest};
 use super::message::{Announce, Announced, Candidate};
 use super::runs::Runs;
-use crate::owner::Session;
+use crate::link::Session;
 
 /// Keys of a prompt whose buckets are brought into the cache together.
 const TOUCHED: usize = 16;

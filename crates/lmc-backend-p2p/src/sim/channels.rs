@@ -15,8 +15,8 @@ use super::net::Memory;
 use super::schedules::found;
 use super::{LEN, bytes, key};
 use crate::backend::{P2pBackend, P2pConfig, new_peer_id};
+use crate::config::NodeConfig;
 use crate::dial::Dialer;
-use crate::node::NodeConfig;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 const CHUNKS: u64 = 8;
@@ -100,7 +100,15 @@ impl Daemon {
 
     /// Waits until a peer's hello was accepted: before that, its questions are refused.
     async fn until_known(&self, peer: &PeerId) {
-        let knows = || self.tier.node().peers.lock().with_hello().contains(peer);
+        let knows = || {
+            self.tier
+                .node()
+                .sessions
+                .peers
+                .lock()
+                .with_hello()
+                .contains(peer)
+        };
         until(knows, "no hello").await;
     }
 }
@@ -147,7 +155,7 @@ fn each_address_of_a_name_is_a_peer_and_this_daemon_is_none() {
             (id, daemon.id == reader.id)
         });
         assert_eq!(found, BTreeSet::from(expected));
-        assert_eq!(reader.tier.node().peers.lock().iter().count(), 2);
+        assert_eq!(reader.tier.node().sessions.peers.lock().iter().count(), 2);
         // Each has a half of the prompt.
         let half = CHUNKS / 2;
         (0..half).for_each(|chunk| owners[0].chunks.store(key(0, chunk), 0));
@@ -225,7 +233,7 @@ fn a_clear_names_the_peers_that_have_not_confirmed_it() {
         assert_eq!(other.chunks.carried_out(), clears);
         other.tier.close(deadline).await.expect("in time");
         until(
-            || this.tier.node().peers.lock().iter().count() == 0,
+            || this.tier.node().sessions.peers.lock().iter().count() == 0,
             "still there",
         )
         .await;

@@ -25,9 +25,7 @@ const SETTLED: Duration = Duration::from_secs(20);
 
 /// Starts two daemons, the first of which has the chunks.
 async fn owner_and_reader(seed: u64) -> (Net, Vec<ChunkKey>) {
-    let net = Net::new(seed, Faults::none());
-    (0..2).for_each(|host| net.start(host, 64, |_| ()));
-    assert!(net.connect(0, 1).await);
+    let net = Net::with_daemons(seed, Faults::none(), 2).await;
     let keys = prompt(0, 4);
     keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
     (net, keys)
@@ -482,6 +480,7 @@ async fn cuts_and_restarts(seed: u64) {
                 for other in (0..count).filter(|&other| other != host) {
                     let is_known = net
                         .node(host)
+                        .sessions
                         .peers
                         .lock()
                         .get(&super::net::name(other))

@@ -6,14 +6,14 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use lmc_backend::{Host, LocateHint, Located, now};
+use lmc_backend::{Host, Located, now};
 use lmc_key::{ChunkKey, ClearsId};
 use lmc_testkit::rounds;
 
 use super::chunks::one_clear_each;
 use super::clears::count_pages;
 use super::net::{Faults, Net, name};
-use super::schedules::{LOCATE, Tally, faults, fetch, prompt};
+use super::schedules::{LOCATE, Tally, faults, fetch, look_up, prompt};
 use super::{Rng, delay, key, run};
 use crate::directory::{Announce, Announced, Find, Fingerprint, MAX_ANNOUNCED, TableLimits};
 use crate::message::{Hello, OLDEST_VERSION, Refusal, Reply, Request, Stamped, VERSION};
@@ -32,12 +32,12 @@ fn start_member(net: &Net, host: usize, slots: u64, directories: &[usize], named
         while net.session(host) == me {
             for &directory in &directories {
                 let session = net.session(directory);
-                let connected = node.peers.lock().of_session(&session).is_some();
+                let connected = node.sessions.peers.lock().of_session(&session).is_some();
                 if !connected {
                     net.connect(host, directory).await;
                 }
             }
-            let known = |host: &&usize| node.peers.lock().get(&name(**host)).is_some();
+            let known = |host: &&usize| node.sessions.peers.lock().get(&name(**host)).is_some();
             let connected = directories.iter().filter(known).map(|&host| name(host));
             node.set_contacts(named.clone(), connected.collect());
             tokio::time::sleep(Duration::from_secs(1)).await;
@@ -93,10 +93,7 @@ fn what_one_has_is_found_by_another_that_does_not_name_it() {
         // Now two have it, and the third asks no more of them than it needs.
         announced().await;
         assert_eq!(fetch(&net, 3, &keys).await.hits, 8);
-        let located = net
-            .node(3)
-            .locate(&prompt(1, 1), LocateHint::none(), now() + LOCATE)
-            .await;
+        let located = look_up(&net, 3, &prompt(1, 1)).await;
         assert!(matches!(located[0], Ok(Located::Absent)), "{located:?}");
     });
 }
@@ -113,7 +110,7 @@ fn a_daemon_that_returns_empty_attracts_no_load() {
         let directory = net.directory(0).expect("a directory");
         assert_eq!(directory.status().entries, 4);
         while net.chunks(1).evict(0).is_some() {}
-        std::mem::take(&mut *net.node(1).changed.keys.lock());
+        std::mem::take(&mut *net.node(1).directories.changed.keys.lock());
         announced().await;
         assert_eq!(directory.status().entries, 4, "no event said so");
         assert_eq!(fetch(&net, 2, &keys[..1]).await.hits, 0);
@@ -148,10 +145,7 @@ fn without_a_directory_chunks_are_unknown_and_static_peers_are_asked() {
         net.kill(0, Duration::ZERO);
         tokio::time::sleep(Duration::from_secs(1)).await;
         let other = prompt(1, 1);
-        let located = net
-            .node(3)
-            .locate(&other, LocateHint::none(), now() + LOCATE)
-            .await;
+        let located = look_up(&net, 3, &other).await;
         assert!(located[0].is_err(), "{located:?}");
         start_member(&net, 3, 64, &[0, 1], &[2]);
         assert!(net.connect(3, 2).await);

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt;
 use lmc_backend::{Clears, now};
 use lmc_memory::{ReservedSlot, SealedSlot};
-use lmc_transfer::{BoxFuture, DataPlane, Filled, Index, PeerId, Slot, TransferError};
+use lmc_transfer::{
+    Address, BoxFuture, ConnectError, DataPlane, Filled, Index, PeerId, Slot, TransferError,
+};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
@@ -15,11 +17,12 @@ use tokio::sync::Notify;
 use super::chunks::{SimChunks, StateFile};
 use super::schedules::{LOCATE, receive};
 use super::{LEN, Rng, delay, once_in};
+use crate::config::NodeConfig;
 use crate::directory::{DirectoryHost, TableLimits};
-use crate::link::Link;
+use crate::link::{Link, Session};
 use crate::message::{Reply, Request};
-use crate::node::{Node, NodeConfig};
-use crate::owner::Session;
+use crate::node::Node;
+use crate::peers::{Peer, Peers};
 
 pub(super) type SimNode = Node<SimLink>;
 
@@ -162,6 +165,17 @@ impl Net {
         })))
     }
 
+    /// Returns a network of daemons with pools of 64 chunks, the first of which is connected to all
+    /// others.
+    pub(super) async fn with_daemons(seed: u64, faults: Faults, daemons: usize) -> Self {
+        let net = Self::new(seed, faults);
+        (0..daemons).for_each(|host| net.start(host, 64, |_| ()));
+        for other in 1..daemons {
+            assert!(net.connect(0, other).await);
+        }
+        net
+    }
+
     /// Starts a daemon with a pool of `slots` chunks; again, if one of this number has ended.
     pub(super) fn start(&self, host: usize, slots: u64, change: impl FnOnce(&mut NodeConfig)) {
         let memory = Memory::default();
@@ -278,7 +292,9 @@ impl Net {
             match directory {
                 Some(directory) => directory.disconnected(&session),
                 // As the tier does: the same incarnation may be connected again.
-                None if !node.link.is_current(&session) => node.disconnected(&session, reason),
+                None if !node.sessions.link.is_current(&session) => {
+                    node.disconnected(&session, reason)
+                }
                 None => {}
             }
         });
@@ -340,7 +356,10 @@ impl Net {
     /// Passes on what a daemon has cleared. Returns the peers that have not confirmed that in time.
     pub(super) async fn pass_on(&self, host: usize) -> Vec<String> {
         let (node, clears) = (self.node(host), self.chunks(host).carried_out());
-        node.pass_on(&clears, now() + LOCATE, |_| Vec::new()).await
+        let missing = |_: &Peers| Vec::new();
+        node.exchange
+            .pass_on(&clears, now() + LOCATE, missing)
+            .await
     }
 
     /// Waits until an event is heard of.
@@ -360,8 +379,8 @@ impl Net {
             let pair = (host.min(other), host.max(other));
             other != host && state.linked.contains(&pair)
         });
-        let peers = node.peers.lock();
-        let current = |peer: &&crate::peers::Peer| {
+        let peers = node.sessions.peers.lock();
+        let current = |peer: &&Peer| {
             let session = &peer.session;
             state.hosts[number(&session.peer)].incarnation == session.incarnation
         };
@@ -544,16 +563,18 @@ impl Link for SimLink {
     fn connect<'a>(
         &'a self,
         peer: &'a PeerId,
-        address: &'a str,
+        at: &'a Address,
         _: Instant,
-    ) -> BoxFuture<'a, Result<(), String>> {
+    ) -> BoxFuture<'a, Result<(), ConnectError>> {
         let (net, me, to) = (self.net(), self.me, number(peer));
         Box::pin(async move {
-            if address != format!("{peer}:1") {
-                return Err("another peer listens there".to_owned());
+            if at.to_string() != format!("tcp://{peer}:1") {
+                let (expected, found) = (peer.clone(), name(usize::MAX));
+                return Err(ConnectError::WrongPeer { expected, found });
             }
             if !net.travel(me, to).await {
-                return Err("no answer".to_owned());
+                let peer = peer.clone();
+                return Err(ConnectError::Deadline { peer });
             }
             tokio::spawn(async move { net.connect(me, to).await });
             Ok(())

@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use lmc_backend::{LocateHint, now};
+use lmc_backend::now;
 use lmc_key::ChunkKey;
 
 use super::net::{Faults, Net};
 use super::run;
 use super::schedules::{
-    Found, LOCATE, Tally, begin_to_read_again, fetch, found, load, prompt, slow,
+    Found, LOCATE, Tally, begin_to_read_again, fetch, found, load, look_up, prompt, slow,
 };
 use crate::message::{ChunkLease, LATE_DIGEST, Released, Reply, Request};
 
@@ -19,18 +19,14 @@ const LONG: Duration = Duration::from_secs(30);
 
 /// Returns the chunks that peers have.
 async fn locate(net: &Net, host: usize, keys: &[ChunkKey]) -> Vec<Found> {
-    let node = net.node(host);
-    let located = node.locate(keys, LocateHint::none(), now() + LOCATE).await;
-    found(keys, located)
+    found(keys, look_up(net, host, keys).await)
 }
 
 /// An owner that stops after a lookup was once waited for until the load's deadline.
 #[test]
 fn an_owner_that_stops_before_the_lease_costs_part_of_the_deadline() {
     run(async {
-        let net = Net::new(31, Faults::none());
-        (0..3).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let net = Net::with_daemons(31, Faults::none(), 3).await;
         let keys = prompt(0, 8);
         for (owner, count) in [(1, 8), (2, 7)] {
             keys[..count]
@@ -56,9 +52,7 @@ fn an_owner_that_stops_before_the_lease_costs_part_of_the_deadline() {
 #[test]
 fn what_was_located_is_read_however_much_is_located_meanwhile() {
     run(async {
-        let net = Net::new(41, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(41, Faults::none(), 2).await;
         let keys = prompt(0, 4);
         keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
         let found = locate(&net, 0, &keys).await;
@@ -135,9 +129,7 @@ fn a_read_goes_on_for_as_long_as_its_lease_is_renewed() {
 #[test]
 fn a_peer_that_has_chunks_and_lends_none_is_left_alone() {
     run(async {
-        let net = Net::new(37, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(37, Faults::none(), 2).await;
         let keys = prompt(0, 4);
         keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
         net.forge(1, |request, reply| {
@@ -154,10 +146,7 @@ fn a_peer_that_has_chunks_and_lends_none_is_left_alone() {
             now() - begun
         );
         // What it has meanwhile is not known, and it is asked again later.
-        let located = net
-            .node(0)
-            .locate(&keys, LocateHint::none(), now() + LOCATE)
-            .await;
+        let located = look_up(&net, 0, &keys).await;
         assert!(located[0].is_err(), "{located:?}");
         // People are shown why.
         let paused = || net.node(0).status().peers[0].paused_seconds;
@@ -173,9 +162,7 @@ fn a_peer_that_has_chunks_and_lends_none_is_left_alone() {
 #[test]
 fn requests_that_fail_together_make_one_pause() {
     run(async {
-        let net = Net::new(39, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(39, Faults::none(), 2).await;
         let keys = prompt(0, 1);
         net.chunks(1).store(keys[0], 0);
         net.freeze(1, LOCATE * 2);
@@ -192,9 +179,7 @@ fn requests_that_fail_together_make_one_pause() {
 fn a_late_digest_that_is_wrong_or_does_not_come_is_a_miss() {
     for comes in [true, false] {
         run(async {
-            let net = Net::new(42, Faults::none());
-            (0..2).for_each(|host| net.start(host, 64, |_| ()));
-            assert!(net.connect(0, 1).await);
+            let net = Net::with_daemons(42, Faults::none(), 2).await;
             let keys = prompt(0, 8);
             keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
             let late = Arc::new(AtomicUsize::new(0));
@@ -229,9 +214,7 @@ fn a_late_digest_that_is_wrong_or_does_not_come_is_a_miss() {
 #[test]
 fn a_peer_that_answers_late_is_soon_asked_again() {
     run(async {
-        let net = Net::new(43, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(43, Faults::none(), 2).await;
         let keys = prompt(0, 1);
         net.chunks(1).store(keys[0], 0);
         let (pause, late) = (Duration::from_millis(100), LOCATE * 3);
@@ -273,9 +256,7 @@ fn slots_that_are_lost_in_a_read_leave_the_others_to_their_chunks() {
                 broken: 8,
                 ..slow(Duration::from_micros(200), Duration::from_millis(20))
             };
-            let net = Net::new(seed, faults);
-            (0..2).for_each(|host| net.start(host, 64, |_| ()));
-            assert!(net.connect(0, 1).await);
+            let net = Net::with_daemons(seed, faults, 2).await;
             let (_, reading) = begin_to_read_again(&net).await;
             let tally = reading.await.expect("every byte was right");
             let counters = net.node(1).counters();
@@ -290,9 +271,7 @@ fn slots_that_are_lost_in_a_read_leave_the_others_to_their_chunks() {
 #[test]
 fn a_chunk_of_another_length_spoils_no_other_and_pauses_its_owner() {
     run(async {
-        let net = Net::new(41, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(41, Faults::none(), 2).await;
         let keys = prompt(0, 8);
         keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
         net.forge(1, |_, mut reply| {
@@ -308,10 +287,7 @@ fn a_chunk_of_another_length_spoils_no_other_and_pauses_its_owner() {
         });
         let tally = fetch(&net, 0, &keys).await;
         assert_eq!((tally.hits, tally.misses), (7, 1), "{tally:?}");
-        let located = net
-            .node(0)
-            .locate(&keys, LocateHint::none(), now() + LOCATE)
-            .await;
+        let located = look_up(&net, 0, &keys).await;
         assert!(located[0].is_err(), "{located:?}");
     });
 }

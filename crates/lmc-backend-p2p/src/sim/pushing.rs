@@ -3,18 +3,16 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use lmc_backend::{ChunkRun, LocateHint, Located, now};
+use lmc_backend::{ChunkRun, Located, now};
 
 use super::net::{Faults, Net};
-use super::schedules::{LOCATE, prompt, run_of, slow};
+use super::schedules::{look_up, prompt, run_of, slow};
 use super::{LEN, run};
 use crate::message::{KeyBatch, Push, Pushed, Reply, Request};
 
 /// Returns two connected daemons, the first with a prompt of this number of chunks.
 async fn prefilled(faults: Faults, chunks: u64) -> (Net, ChunkRun) {
-    let net = Net::new(31, faults);
-    (0..2).for_each(|host| net.start(host, 64, |_| ()));
-    assert!(net.connect(0, 1).await);
+    let net = Net::with_daemons(31, faults, 2).await;
     let prompt = computed(&net, 1, chunks);
     (net, prompt)
 }
@@ -30,7 +28,7 @@ fn computed(net: &Net, number: u64, chunks: u64) -> ChunkRun {
 /// Waits until no push waits or is under way. Returns how long that took.
 async fn pushes_end(net: &Net) -> Duration {
     let begun = now();
-    while !net.node(0).pushes.is_empty() {
+    while !net.node(0).pusher.is_empty() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     now() - begun
@@ -172,7 +170,7 @@ fn a_daemon_reads_four_pushes_of_a_peer_at_a_time_and_refuses_others() {
                 chunk_bytes,
                 parent: None,
             };
-            let push = Request::Push(net.node(0).stamped(push)).to_bytes();
+            let push = Request::Push(net.node(0).sessions.stamped(push)).to_bytes();
             let push = push.expect("it fits");
             let (node, session) = (net.node(1), net.session(0));
             async move { Reply::from_bytes(&node.serve(&session, &push).await).expect("a reply") }
@@ -216,12 +214,12 @@ fn a_peer_that_pushes_a_wrong_length_is_the_only_one_that_is_paused_for_it() {
         pushes_end(&net).await;
         let node = net.node(1);
         let missed = |host| {
-            let mut peers = node.peers.lock();
+            let mut peers = node.sessions.peers.lock();
             let peer = peers.of_session(&net.session(host)).expect("connected");
             (peer.counters.missed > 0, peer.can_be_asked(now()))
         };
         assert_eq!((missed(0), missed(2)), ((true, false), (false, true)));
-        let located = node.locate(&keys, LocateHint::none(), now() + LOCATE).await;
+        let located = look_up(&net, 1, &keys).await;
         let present = |one: &Result<Located, _>| matches!(one, Ok(Located::Present(_)));
         assert!(located.iter().all(present), "{located:?}");
     });
@@ -229,11 +227,9 @@ fn a_peer_that_pushes_a_wrong_length_is_the_only_one_that_is_paused_for_it() {
 
 #[test]
 fn a_peer_reads_on_order_one_batch_after_the_other() {
-    use crate::copying::CopyError;
+    use crate::CopyError;
     run(async {
-        let net = Net::new(27, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(27, Faults::none(), 2).await;
         let chunks: Vec<_> = prompt(0, 8).into_iter().map(|key| (key, LEN)).collect();
         let node = net.node(0);
         assert_eq!(node.peers_named("stranger"), []);

@@ -56,6 +56,18 @@ impl Tally {
     }
 }
 
+/// Asks the peers of a daemon for chunks.
+pub(super) async fn look_up(
+    net: &Net,
+    host: usize,
+    keys: &[ChunkKey],
+) -> Vec<Result<Located, BackendError>> {
+    let deadline = now() + LOCATE;
+    net.node(host)
+        .locate(keys, LocateHint::none(), deadline)
+        .await
+}
+
 /// Does what an engine does for a prompt: locates its chunks, loads those that peers have, checks
 /// every byte, and commits them.
 pub(super) async fn fetch(net: &Net, host: usize, keys: &[ChunkKey]) -> Tally {
@@ -314,7 +326,7 @@ async fn schedule(seed: u64) -> Tally {
         let (node, chunks) = (net.node(host), net.chunks(host));
         assert_eq!(node.leased(), (0, 0), "a lease was left");
         assert_eq!(net.grants(host), 0, "a grant was left");
-        assert!(node.pushes.is_empty(), "a push was left");
+        assert!(node.pusher.is_empty(), "a push was left");
         let slots = chunks.pool.usage().slots;
         assert_eq!(slots, chunks.len() as u64, "a slot was left");
         let (connected, known) = net.connected(host);
@@ -381,7 +393,10 @@ fn a_thousand_readers_of_one_prompt_stay_within_the_owners_bounds() {
             let mut peak = 0;
             loop {
                 peak = most.leased().1.max(peak);
-                assert!(peak <= most.config.limits.bytes, "{peak} bytes are leased");
+                assert!(
+                    peak <= most.sessions.config.limits.bytes,
+                    "{peak} bytes are leased"
+                );
                 tokio::time::sleep(Duration::from_micros(50)).await;
                 if peak > 0 && most.leased().0 == 0 {
                     return peak;
@@ -512,9 +527,7 @@ fn what_was_cleared_at_one_side_of_a_cut_is_served_by_neither_afterwards() {
 #[test]
 fn a_clear_is_not_lost_to_a_side_that_cleared_more_often() {
     run(async {
-        let net = Net::new(5, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(5, Faults::none(), 2).await;
         let noticed = Duration::from_millis(10);
         net.cut(0, 1, true, noticed);
         tokio::time::sleep(noticed * 2).await;
@@ -541,9 +554,7 @@ fn a_clear_is_not_lost_to_a_side_that_cleared_more_often() {
 #[test]
 fn two_daemons_that_ask_each_other_end_at_once() {
     run(async {
-        let net = Net::new(7, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(7, Faults::none(), 2).await;
         let keys = prompt(0, 4);
         let begun = now();
         let (one, other) = tokio::join!(fetch(&net, 0, &keys), fetch(&net, 1, &keys));
@@ -554,16 +565,10 @@ fn two_daemons_that_ask_each_other_end_at_once() {
         assert!(now() < begun + LOCATE, "neither waits for the other");
         // What an engine writes is pending for the other, and for no one else.
         net.chunks(0).begin_store(keys[0]);
-        let located = net
-            .node(1)
-            .locate(&keys, LocateHint::none(), now() + LOCATE)
-            .await;
+        let located = look_up(&net, 1, &keys).await;
         assert!(matches!(located[0], Ok(Located::Pending)), "{located:?}");
         assert!(matches!(located[1], Ok(Located::Absent)), "{located:?}");
-        let located = net
-            .node(0)
-            .locate(&keys, LocateHint::none(), now() + LOCATE)
-            .await;
+        let located = look_up(&net, 0, &keys).await;
         assert!(matches!(located[0], Ok(Located::Absent)), "{located:?}");
     });
 }
@@ -571,22 +576,14 @@ fn two_daemons_that_ask_each_other_end_at_once() {
 #[test]
 fn a_silent_peer_is_not_taken_for_one_without_the_chunk() {
     run(async {
-        let net = Net::new(9, Faults::none());
-        (0..3).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let net = Net::with_daemons(9, Faults::none(), 3).await;
         let keys = prompt(0, 1);
         net.freeze(1, Duration::from_secs(5));
-        let located = net
-            .node(0)
-            .locate(&keys, LocateHint::none(), now() + LOCATE)
-            .await;
+        let located = look_up(&net, 0, &keys).await;
         assert!(located[0].is_err(), "{located:?}");
         // It is not asked again for a while, and what it has is not known.
         let begun = now();
-        let located = net
-            .node(0)
-            .locate(&keys, LocateHint::none(), now() + LOCATE)
-            .await;
+        let located = look_up(&net, 0, &keys).await;
         assert!(located[0].is_err(), "{located:?}");
         assert!(now() < begun + LOCATE, "it is not waited for");
         net.chunks(2).store(keys[0], 0);
@@ -599,17 +596,12 @@ fn a_silent_peer_is_not_taken_for_one_without_the_chunk() {
 #[test]
 fn a_peer_that_never_answers_delays_a_lookup_by_the_timeout_at_most() {
     run(async {
-        let net = Net::new(8, Faults::none());
-        (0..3).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let net = Net::with_daemons(8, Faults::none(), 3).await;
         net.freeze(1, Duration::from_secs(3_600));
         let mut waits = Vec::new();
         for number in 0..20 {
             let begun = now();
-            let located = net
-                .node(0)
-                .locate(&prompt(number, 1), LocateHint::none(), begun + LOCATE)
-                .await;
+            let located = look_up(&net, 0, &prompt(number, 1)).await;
             assert!(located[0].is_err(), "it may have the chunk: {located:?}");
             waits.push(now() - begun);
         }
@@ -622,10 +614,7 @@ fn a_peer_that_never_answers_delays_a_lookup_by_the_timeout_at_most() {
         let keys = prompt(99, 1);
         net.chunks(2).store(keys[0], 0);
         let begun = now();
-        let located = net
-            .node(0)
-            .locate(&keys, LocateHint::none(), begun + LOCATE)
-            .await;
+        let located = look_up(&net, 0, &keys).await;
         assert!(matches!(located[0], Ok(Located::Present(_))), "{located:?}");
         assert!(now() - begun <= LOCATE / 2, "{:?}", now() - begun);
     });
@@ -643,10 +632,7 @@ fn a_peer_that_was_not_waited_for_is_not_taken_for_one_without_the_chunk() {
         let keys = prompt(0, 1);
         net.chunks(1).store(keys[0], 0);
         net.freeze(2, Duration::from_secs(5));
-        let located = net
-            .node(0)
-            .locate(&keys, LocateHint::none(), now() + LOCATE)
-            .await;
+        let located = look_up(&net, 0, &keys).await;
         assert!(located[0].is_err(), "{located:?}");
     });
 }
@@ -680,8 +666,8 @@ fn chunks_that_an_owner_does_not_lend_are_read_from_another() {
 
 #[test]
 fn peers_that_do_not_fit_are_refused_with_a_reason() {
-    use crate::node::{HelloError, NodeConfig};
     use crate::unfit::Unfit;
+    use crate::{HelloError, NodeConfig};
     type Change = fn(&mut NodeConfig);
     let cases: [(Change, Unfit); 3] = [
         (
@@ -720,10 +706,7 @@ fn peers_that_do_not_fit_are_refused_with_a_reason() {
             assert_eq!(status.peers[0].version, None);
             let keys = prompt(0, 1);
             net.chunks(0).store(keys[0], 0);
-            let located = net
-                .node(1)
-                .locate(&keys, LocateHint::none(), now() + LOCATE)
-                .await;
+            let located = look_up(&net, 1, &keys).await;
             assert!(matches!(located[0], Ok(Located::Absent)), "{located:?}");
         });
     }
@@ -859,9 +842,7 @@ fn hinted_peers_are_asked_alone_and_others_where_they_do_not_have_all() {
 #[test]
 fn the_status_names_peers_that_went_until_they_are_back() {
     run(async {
-        let net = Net::new(23, Faults::none());
-        (0..3).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let net = Net::with_daemons(23, Faults::none(), 3).await;
         let keys = prompt(0, 3);
         keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
         fetch(&net, 0, &keys).await;
@@ -909,12 +890,10 @@ fn spaces_that_appear_after_the_connect_are_described() {
     };
     let note = |world_size| note(&space(world_size), None);
     run(async {
-        let net = Net::new(21, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(21, Faults::none(), 2).await;
         let holds = |net: &Net| {
             let (node, peer) = (net.node(1), net.session(0));
-            let mut peers = node.peers.lock();
+            let mut peers = node.sessions.peers.lock();
             peers.of_session(&peer).expect("connected").holds.clone()
         };
         assert_eq!(holds(&net).spaces, []);

@@ -5,18 +5,18 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
-use lmc_backend::{LocateHint, now};
+use lmc_backend::now;
 use lmc_key::{ChunkKey, ClearsId};
 use parking_lot::Mutex;
 
 use super::net::{Faults, Net};
-use super::schedules::{LOCATE, fetch, found, load, prompt, slow};
+use super::schedules::{fetch, found, load, look_up, prompt, slow};
 use super::{LEN, run};
 use crate::message::{
     ChunkLease, Hello, KeyBatch, Lease, Leased, OLDEST_VERSION, Release, Renew, Reply, Request,
     Stamped, VERSION,
 };
-use crate::node::MAX_SERVING;
+use crate::owner::MAX_SERVING;
 
 fn batch(keys: &[ChunkKey]) -> KeyBatch {
     KeyBatch::leading(keys).expect("keys").0
@@ -150,7 +150,7 @@ fn a_peer_that_goes_while_its_hello_is_served_is_forgotten() {
         assert!(net.link(0, 1));
         net.0.lock().leaving = Some(1);
         serve(net.clone(), 1, hello).await;
-        assert_eq!(net.node(0).peers.lock().iter().count(), 0);
+        assert_eq!(net.node(0).sessions.peers.lock().iter().count(), 0);
     });
 }
 
@@ -164,7 +164,7 @@ fn a_peer_that_goes_while_its_connect_is_noted_is_forgotten() {
         net.0.lock().leaving = Some(1);
         let connected = net.node(0).connected(&net.session(1)).await;
         assert!(connected.is_err(), "{connected:?}");
-        assert_eq!(net.node(0).peers.lock().iter().count(), 0);
+        assert_eq!(net.node(0).sessions.peers.lock().iter().count(), 0);
     });
 }
 
@@ -195,9 +195,7 @@ fn a_busy_owner_names_the_peers_that_have_read_its_chunks_and_those_are_read() {
         }
         let keys = prompt(0, 4);
         keys.iter().for_each(|&key| net.chunks(0).store(key, 0));
-        let hint = LocateHint::none();
-        let located = net.node(2).locate(&keys, hint, now() + LOCATE).await;
-        let found = found(&keys, located);
+        let found = found(&keys, look_up(&net, 2, &keys).await);
         assert_eq!(found.len(), 4);
         assert_eq!(fetch(&net, 1, &keys).await.hits, 4);
         // By then the owner has heard of it.
@@ -292,9 +290,7 @@ fn leases_wait_for_the_rate_at_which_chunks_are_served() {
 #[test]
 fn a_read_whose_thread_ends_fails_its_chunks() {
     run(async {
-        let net = Net::new(57, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(57, Faults::none(), 2).await;
         let keys = prompt(0, 3);
         keys.iter().for_each(|key| net.chunks(0).store(*key, 0));
         let home = tokio::runtime::Builder::new_current_thread()
@@ -342,14 +338,10 @@ fn a_caller_without_time_says_nothing_about_the_peer() {
     run(async {
         for (millis, lends) in [(20, true), (600, false)] {
             let time = Duration::from_millis(millis);
-            let net = Net::new(58, Faults::none());
-            (0..2).for_each(|host| net.start(host, 64, |_| ()));
-            assert!(net.connect(0, 1).await);
+            let net = Net::with_daemons(58, Faults::none(), 2).await;
             let keys = prompt(0, 1);
             net.chunks(0).store(keys[0], 0);
-            let reader = net.node(1);
-            let located = reader.locate(&keys, LocateHint::none(), now() + LOCATE);
-            let found = found(&keys, located.await);
+            let found = found(&keys, look_up(&net, 1, &keys).await);
             net.freeze(0, time + Duration::from_millis(20));
             assert_eq!(load(&net, 1, &found, time).await.hits, 0);
             // The pause after a question that was not answered is over, that after a lease is not.

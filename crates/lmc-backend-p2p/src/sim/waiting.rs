@@ -36,9 +36,7 @@ async fn locate(net: &Net, keys: &[ChunkKey], hint: LocateHint) -> String {
 #[test]
 fn a_prompt_waits_for_a_peer_that_it_names_as_long_as_that_is_connected() {
     run(async {
-        let net = Net::new(26, Faults::none());
-        (0..3).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await && net.connect(0, 2).await);
+        let net = Net::with_daemons(26, Faults::none(), 3).await;
         let keys = &prompt(1, 4);
         net.chunks(2).store(keys[3], 0);
         let locate = async |hint| locate(&net, keys, hint).await;
@@ -67,9 +65,7 @@ fn a_prompt_waits_for_a_peer_that_it_names_as_long_as_that_is_connected() {
 #[test]
 fn nothing_is_expected_of_a_peer_that_lends_badly_again_and_again() {
     run(async {
-        let net = Net::new(27, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(27, Faults::none(), 2).await;
         let keys = prompt(1, 3);
         net.chunks(1).begin_store(keys[1]);
         assert_eq!(locate(&net, &keys, waits("host-1")).await, "~w~");
@@ -89,9 +85,7 @@ fn nothing_is_expected_of_a_peer_that_lends_badly_again_and_again() {
 #[test]
 fn a_peer_that_does_not_answer_in_time_is_late_and_one_that_is_not_asked_is_down() {
     run(async {
-        let net = Net::new(28, Faults::none());
-        (0..2).for_each(|host| net.start(host, 64, |_| ()));
-        assert!(net.connect(0, 1).await);
+        let net = Net::with_daemons(28, Faults::none(), 2).await;
         let keys = prompt(1, 3);
         net.chunks(1).store(keys[0], 0);
         let locate =

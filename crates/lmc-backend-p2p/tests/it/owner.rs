@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use lmc_backend_p2p::{Busy, Owner, OwnerLimits, Session};
+use lmc_backend_p2p::{Busy, LeaseTable, OwnerLimits, Session};
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use proptest::prelude::*;
 
@@ -66,7 +66,7 @@ proptest! {
         (limits.bytes, limits.peer_bytes, limits.peer_leases) = (12 * CHUNK, 6 * CHUNK, 3);
         (limits.lease_bytes, limits.age) = (4 * CHUNK, Duration::from_millis(180));
         limits.duration = Duration::from_millis(100);
-        let mut owner: Owner<u64> = Owner::new(limits);
+        let mut owner: LeaseTable<u64> = LeaseTable::new(limits);
         let mut now = Instant::now();
         let mut model: Vec<Model> = Vec::new();
         for op in ops {
@@ -137,7 +137,7 @@ proptest! {
 fn peers_lease_no_faster_than_they_may() {
     let mut limits = OwnerLimits::for_pool(1 << 30);
     limits.bytes_per_second = Some(100 * CHUNK);
-    let mut owner: Owner<()> = Owner::new(limits);
+    let mut owner: LeaseTable<()> = LeaseTable::new(limits);
     let begun = Instant::now();
     let (mut leased, mut now) = (0, begun);
     while now < begun + Duration::from_secs(10) {
@@ -160,7 +160,7 @@ fn peers_lease_no_faster_than_they_may() {
 
 #[test]
 fn a_chunk_above_the_bound_is_leased_alone() {
-    let mut owner: Owner<()> = Owner::new(OwnerLimits::for_pool(8));
+    let mut owner: LeaseTable<()> = LeaseTable::new(OwnerLimits::for_pool(8));
     let now = Instant::now();
     assert_eq!(
         owner.admit(&session(0), &[100, 1], now),

@@ -1,4 +1,4 @@
-//! Finding chunks at peers, and reading them out of the peers' memory.
+//! [`Reader`]: finding chunks at peers, and reading them out of the peers' memory.
 //!
 //! A chunk that is read is believed only if its lease stood without a gap from grant to
 //! release, and its bytes give the digest that came with the lease. The owner alone knows the
@@ -21,14 +21,15 @@ use lmc_transfer::{BoxFuture, DataPlane, Filled, PeerId, Slot, TransferError};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::digest::chunk_digest;
+use crate::directory::DirectoryClient;
+use crate::leases::LEASE_BYTES;
 use crate::link::{Link, until};
 use crate::message::{
     ChunkLease, ChunkState, KeyBatch, LATE_DIGEST, Lease, Leased, Located as LocatedMessage,
     Refusal, Release, Released, Renew, Reply, Request, Stamped,
 };
-use crate::node::{HOLD_MARGIN, Node};
-use crate::owner::LEASE_BYTES;
 use crate::peers::Peer;
+use crate::session::{AskError, HOLD_MARGIN, Sessions};
 use crate::summing::sum;
 
 /// Chunks that a question may name although nothing is known to be at a peer.
@@ -72,19 +73,17 @@ enum ChunkRead {
     Elsewhere(Wanted, Option<BackendError>),
 }
 
-impl<L: Link> Node<L> {
-    /// Asks peers which chunks they have: all at once, or those that a directory names. Those that
-    /// the hint names are asked before, and the others only where these do not have every chunk,
-    /// or after half of the time, and not if the question is a repeated one or is for the named ones alone.
-    /// A chunk that no peer has is absent only if every one that was asked answered. It is expected
-    /// where the prompt waits for a connected peer that the hint names, unless that says that the request
-    /// is over, or is out of step.
-    ///
-    /// # Errors
-    /// [`BackendError`] for chunks that a peer may have which did not answer, or is not asked
-    /// because it failed a moment ago.
-    pub async fn locate(
-        self: &Arc<Self>,
+/// This daemon as a reader of its peers' chunks. It has no lock: the holders that a lookup found come
+/// back as the handles of its locations, and each load has leases of its own.
+pub(crate) struct Reader<L> {
+    pub(crate) sessions: Arc<Sessions<L>>,
+    pub(crate) directories: Arc<DirectoryClient<L>>,
+}
+
+impl<L: Link> Reader<L> {
+    /// Implements [`Node::locate`](crate::Node::locate).
+    pub(crate) async fn locate(
+        &self,
         keys: &[ChunkKey],
         hint: &LocateHint,
         deadline: Instant,
@@ -98,7 +97,7 @@ impl<L: Link> Node<L> {
     }
 
     async fn locate_batch(
-        self: &Arc<Self>,
+        &self,
         keys: &[ChunkKey],
         batch: KeyBatch,
         hint: &LocateHint,
@@ -106,16 +105,20 @@ impl<L: Link> Node<L> {
     ) -> Vec<Result<Located, BackendError>> {
         let mut of_hinted = batch.clone();
         of_hinted.awaited = hint.awaited.clone().filter(|_| hint.wait.is_some());
-        let of_hinted = Request::Locate(self.stamped(of_hinted));
-        let request = Request::Locate(self.stamped(batch));
+        let of_hinted = Request::Locate(self.sessions.stamped(of_hinted));
+        let request = Request::Locate(self.sessions.stamped(batch));
         let begun = now();
         let hinted = match hint.sources.is_empty() {
             true => Vec::new(),
-            false => self.peers.lock().to_ask_first(&hint.sources, begun),
+            false => self
+                .sessions
+                .peers
+                .lock()
+                .to_ask_first(&hint.sources, begun),
         };
         let (request, of_hinted) = (&request, &of_hinted);
         let ask = |peer: PeerId, request| async move {
-            let answer = self.ask(&peer, request, deadline).await;
+            let answer = self.sessions.ask(&peer, request, deadline).await;
             (peer, answer)
         };
         let mut answers = FuturesUnordered::new();
@@ -137,7 +140,7 @@ impl<L: Link> Node<L> {
                 if !std::mem::take(&mut asks_others) {
                     break;
                 }
-                let to_ask = self.to_ask(keys, deadline).await;
+                let to_ask = self.directories.to_ask(keys, deadline).await;
                 silent = silent.or(to_ask.unknown);
                 let others = to_ask.peers.into_iter();
                 let others: Vec<PeerId> = others.filter(|peer| !hinted.contains(peer)).collect();
@@ -158,12 +161,11 @@ impl<L: Link> Node<L> {
                             now() + now().saturating_duration_since(begun).max(AS_LONG_AGAIN);
                         wait_until = wait_until.min(again);
                     }
-                    if let Some(peer) = self.peers.lock().get_mut(&peer) {
-                        peer.load = located.load;
-                    }
+                    let load = located.load;
+                    self.sessions.with_peer(&peer, |peer| peer.load = load);
                     let is_complete = hinted.contains(&peer)
                         && self.is_complete(located)
-                        && self.is_in_step(&peer, answer.clears);
+                        && self.sessions.is_in_step(&peer, answer.clears);
                     answered.push((peer, answer));
                     if is_complete {
                         // Nothing is absent, whatever the others have.
@@ -172,9 +174,9 @@ impl<L: Link> Node<L> {
                     }
                 }
                 Ok(_) => silent = Some(format!("{peer} gave another answer than was asked for")),
-                Err(reason) => {
-                    self.probe(&peer);
-                    silent = Some(format!("{peer}: {reason}"));
+                Err(error) => {
+                    self.sessions.probe(&peer);
+                    silent = Some(format!("{peer}: {error}"));
                 }
             }
         }
@@ -184,7 +186,7 @@ impl<L: Link> Node<L> {
         // Nothing is expected of these.
         let mut refused: Vec<PeerId> = Vec::new();
         let in_step = answered.into_iter().filter_map(|(peer, answer)| {
-            let same = self.is_in_step(&peer, answer.clears);
+            let same = self.sessions.is_in_step(&peer, answer.clears);
             if !same || answer.message.is_over {
                 refused.push(peer.clone());
             }
@@ -192,7 +194,7 @@ impl<L: Link> Node<L> {
         });
         let mut answered: Vec<(PeerId, LocatedMessage)> = in_step.collect();
         self.rank(keys, &hinted, &mut answered);
-        let peers = self.peers.lock();
+        let peers = self.sessions.peers.lock();
         let is_expected = hint.wait.is_some() && peers.may_lend(&hint.sources, &refused, now());
         let is_late = now() >= deadline;
         // Consecutive chunks mostly have the same.
@@ -249,7 +251,7 @@ impl<L: Link> Node<L> {
         });
         let wrong = wrong.map(|state| *state = ChunkState::Absent).count();
         if wrong > 0 {
-            self.count_of(peer, |peer| {
+            self.sessions.with_peer(peer, |peer| {
                 peer.counters.missed += wrong as u64;
                 let reason = "it has chunks of another length than their space's";
                 peer.lent_badly(reason.to_owned(), now());
@@ -260,7 +262,7 @@ impl<L: Link> Node<L> {
     /// Returns the payload bytes of a chunk that a peer has, unless there is no such chunk.
     fn sound(&self, state: ChunkState) -> Option<u64> {
         let len = state.bytes()?;
-        (len > 0 && len <= self.config.max_chunk).then_some(len)
+        (len > 0 && len <= self.sessions.config.max_chunk).then_some(len)
     }
 
     /// Returns true if a peer has every chunk now, or is writing it.
@@ -279,7 +281,7 @@ impl<L: Link> Node<L> {
         hinted: &[PeerId],
         answered: &mut [(PeerId, LocatedMessage)],
     ) {
-        let peers = self.peers.lock();
+        let peers = self.sessions.peers.lock();
         let prefix = |located: &LocatedMessage| {
             let states = located.states.iter();
             states.take_while(|state| state.bytes().is_some()).count()
@@ -296,7 +298,7 @@ impl<L: Link> Node<L> {
             .take_while(|(_, l)| prefix(l) == best)
             .count();
         if equal >= 2 {
-            let seed = keys[0].fold() ^ address_seed(&self.config.address);
+            let seed = keys[0].fold() ^ address_seed(&self.sessions.config.address);
             let one = (seed % equal as u64) as usize;
             let other = (one + 1 + ((seed >> 32) % (equal as u64 - 1)) as usize) % equal;
             let chosen = match answered[one].1.load <= answered[other].1.load {
@@ -308,9 +310,8 @@ impl<L: Link> Node<L> {
         answered.sort_by_key(|(peer, located)| !hinted.contains(peer) || prefix(located) == 0);
     }
 
-    /// Reads chunks into the slots given, from the peers at which `locate` found them, as the handles
-    /// say. A chunk that was not located is a miss.
-    pub fn load(
+    /// Implements [`Node::load`](crate::Node::load).
+    pub(crate) fn load(
         self: &Arc<Self>,
         items: Vec<LoadItem>,
         deadline: Instant,
@@ -353,7 +354,7 @@ impl<L: Link> Node<L> {
         items: Vec<Wanted>,
         deadline: Instant,
     ) -> BoxFuture<'static, Vec<(usize, Loaded)>> {
-        let home = self.link.home(&peer);
+        let home = self.sessions.link.home(&peer);
         let indices: Vec<usize> = items.iter().map(|item| item.index).collect();
         let mut group = Box::pin(Arc::clone(self).load_group(peer, items, deadline));
         let Some(home) = home else {
@@ -422,14 +423,14 @@ impl<L: Link> Node<L> {
     /// Removes the peers that have gone since they were located.
     fn retain_connected(&self, route: &mut Route) {
         if !route.is_empty() {
-            let peers = self.peers.lock();
+            let peers = self.sessions.peers.lock();
             route.retain(|one| peers.get(one).is_some());
         }
     }
 
     /// Leases chunks of one peer, reads them, and releases the lease.
     async fn read_from(
-        self: &Arc<Self>,
+        &self,
         peer: &PeerId,
         items: Vec<Wanted>,
         deadline: Instant,
@@ -449,34 +450,28 @@ impl<L: Link> Node<L> {
     }
 
     async fn read_batch(
-        self: &Arc<Self>,
+        &self,
         peer: &PeerId,
         batch: KeyBatch,
-        items: Vec<Wanted>,
+        mut items: Vec<Wanted>,
         deadline: Instant,
     ) -> Vec<ChunkRead> {
-        let paused = {
-            let peers = self.peers.lock();
-            peers.get(peer).is_none_or(|peer| !peer.lends(now()))
-        };
-        if paused {
-            let error = || self.unavailable(peer, None);
-            let elsewhere = |item| ChunkRead::Elsewhere(item, Some(error()));
-            return items.into_iter().map(elsewhere).collect();
+        if self.sessions.with_peer(peer, |peer| peer.lends(now())) != Some(true) {
+            return elsewhere(items, || Some(self.unavailable(peer, None)));
         }
         // Where another has the chunks too, that one is asked before anything is waited for.
-        let mut items = items;
         self.retain_connected(&mut items[0].others);
         let sent = now();
         let is_patient = |begun| deadline.saturating_duration_since(begun) >= PATIENT;
+        let config = &self.sessions.config;
         let wait = match items[0].others.is_empty() {
             false => Duration::ZERO,
             // The other half is for reading.
-            true => (deadline.saturating_duration_since(sent) / 2).min(self.config.lease_wait),
+            true => (deadline.saturating_duration_since(sent) / 2).min(config.lease_wait),
         };
-        let request = Request::Lease(self.stamped(Lease {
+        let request = Request::Lease(self.sessions.stamped(Lease {
             keys: batch,
-            duration_ms: millis(self.config.lease),
+            duration_ms: millis(config.lease),
             wait_ms: millis(wait),
         }));
         let answers = |leased: &Leased| leased.chunks.len() == items.len();
@@ -484,21 +479,21 @@ impl<L: Link> Node<L> {
         let Stamped {
             clears,
             message: leased,
-        } = match self.ask(peer, &request, answer_by).await {
+        } = match self.sessions.ask(peer, &request, answer_by).await {
             Ok(Reply::Leased(leased)) if answers(&leased.message) => leased,
             answer => {
                 let is_late = answer.is_err() && now() >= answer_by && !is_patient(sent);
                 if !is_late && answer != Ok(Reply::Refused(Refusal::TooMany)) {
                     let reason = "a lease was not answered".to_owned();
-                    self.count_of(peer, |peer| _ = peer.lent_badly(reason, now()));
+                    self.sessions
+                        .with_peer(peer, |peer| _ = peer.lent_badly(reason, now()));
                 }
-                let error = || self.unavailable(peer, answer.as_ref().err());
-                let elsewhere = |item| ChunkRead::Elsewhere(item, Some(error()));
-                return items.into_iter().map(elsewhere).collect();
+                let error = answer.as_ref().err();
+                return elsewhere(items, || Some(self.unavailable(peer, error)));
             }
         };
         let mut lease = Leasing {
-            node: Arc::clone(self),
+            sessions: Arc::clone(&self.sessions),
             peer: peer.clone(),
             number: leased.lease,
             duration: Duration::from_millis(leased.duration_ms.into()),
@@ -506,9 +501,8 @@ impl<L: Link> Node<L> {
             // earlier than the lease's begin.
             sent,
         };
-        if !self.is_in_step(peer, clears) {
-            let elsewhere = |item| ChunkRead::Elsewhere(item, None);
-            return items.into_iter().map(elsewhere).collect();
+        if !self.sessions.is_in_step(peer, clears) {
+            return elsewhere(items, || None);
         }
         let (granted, mut reads) = self.sort_out(peer, leased, items);
         if granted.is_empty() {
@@ -516,22 +510,16 @@ impl<L: Link> Node<L> {
         }
         let (mut slots, mut indices, mut named) = (Vec::new(), Vec::new(), Vec::new());
         for (ordinal, item, index, digest) in granted {
-            let Wanted {
-                index: position,
-                key,
-                slot,
-                others,
-            } = item;
             indices.push(index);
-            slots.push(slot);
-            named.push((ordinal, position, key, digest, others));
+            slots.push(item.slot);
+            named.push((ordinal, item.index, item.key, digest, item.others));
         }
         let bytes: u64 = slots.iter().map(ReservedSlot::len).sum();
         let begun = now();
-        let filled = lease.while_renewed(self.link.read(peer, slots, &indices, deadline));
+        let filled = lease.while_renewed(self.sessions.link.read(peer, slots, &indices, deadline));
         let filled = filled.await;
         let took = now().saturating_duration_since(begun);
-        self.count_of(peer, |peer| match &filled {
+        self.sessions.with_peer(peer, |peer| match &filled {
             Some(Filled { error: None, .. }) => peer.read(bytes, took),
             Some(Filled {
                 error: Some(TransferError::Deadline),
@@ -656,7 +644,7 @@ impl<L: Link> Node<L> {
                 item.others.extend(new);
             }
         }
-        self.count_of(peer, |peer| {
+        self.sessions.with_peer(peer, |peer| {
             peer.counters.missed += missed + wrong;
             if wrong > 0 {
                 let reason = "it lent chunks of another length than it had said";
@@ -669,7 +657,7 @@ impl<L: Link> Node<L> {
 
     /// Returns the connected peers that listen at these addresses.
     fn peers_at<'a>(&self, addresses: impl Iterator<Item = &'a str>) -> Vec<PeerId> {
-        let peers = self.peers.lock();
+        let peers = self.sessions.peers.lock();
         let at = |address: &str| {
             let listens = |peer: &&Peer| {
                 let hello = peer.hello.as_ref();
@@ -690,11 +678,12 @@ impl<L: Link> Node<L> {
         held: bool,
     ) -> Result<WrittenSlot, ReservedSlot> {
         if !held {
-            self.count_of(peer, |peer| peer.counters.lapsed += 1);
+            self.sessions
+                .with_peer(peer, |peer| peer.counters.lapsed += 1);
             return Err(slot.into_reserved());
         }
         if chunk_digest(&key, slot.checksum()) != digest {
-            self.count_of(peer, |known| {
+            self.sessions.with_peer(peer, |known| {
                 known.counters.corrupt += 1;
                 // One line for each pause.
                 if known.lent_badly("a chunk with a wrong checksum".to_owned(), now()) {
@@ -703,7 +692,7 @@ impl<L: Link> Node<L> {
             });
             return Err(slot.into_reserved());
         }
-        self.count_of(peer, |peer| {
+        self.sessions.with_peer(peer, |peer| {
             peer.lent(now());
             peer.counters.read += 1;
             peer.counters.read_bytes += slot.len();
@@ -717,31 +706,24 @@ impl<L: Link> Node<L> {
     /// Sends the owner a request that names this daemon as a further holder of chunks that were
     /// verified. Waits for nothing, nor for their commit: a holder is advice, and one that did not
     /// commit costs another reader a request.
-    fn send_holds(self: &Arc<Self>, peer: &PeerId, keys: &[ChunkKey]) {
+    fn send_holds(&self, peer: &PeerId, keys: &[ChunkKey]) {
         let Some((batch, _)) = KeyBatch::leading(keys) else {
             return;
         };
-        let (this, peer) = (Arc::clone(self), peer.clone());
-        let request = Request::Holds(self.stamped(batch));
+        let (sessions, peer) = (Arc::clone(&self.sessions), peer.clone());
+        let request = Request::Holds(self.sessions.stamped(batch));
         tokio::spawn(async move {
             let deadline = now() + RELEASE_TIMEOUT;
-            let _ = this.ask(&peer, &request, deadline).await;
+            let _ = sessions.ask(&peer, &request, deadline).await;
         });
     }
 
-    fn count_of(&self, peer: &PeerId, change: impl FnOnce(&mut Peer)) {
-        if let Some(peer) = self.peers.lock().get_mut(peer) {
-            change(peer);
-        }
-    }
-
-    fn unavailable(&self, peer: &PeerId, reason: Option<&String>) -> BackendError {
+    fn unavailable(&self, peer: &PeerId, error: Option<&AskError>) -> BackendError {
         let known = || {
-            let peers = self.peers.lock();
-            let failure = peers.get(peer)?.last_failure.as_ref();
-            failure.map(|failure| failure.reason.clone())
+            let failure = |peer: &mut Peer| Some(peer.last_failure.as_ref()?.reason.clone());
+            self.sessions.with_peer(peer, failure).flatten()
         };
-        let reason = reason.cloned().or_else(known);
+        let reason = error.map(AskError::to_string).or_else(known);
         let reason = reason.unwrap_or_else(|| "it gave another answer than was asked for".into());
         Unavailable {
             reason: format!("{peer}: {reason}"),
@@ -752,6 +734,12 @@ impl<L: Link> Node<L> {
 
 fn millis(duration: Duration) -> u32 {
     u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
+}
+
+/// Returns chunks that a peer does not serve, each with a reason.
+fn elsewhere(items: Vec<Wanted>, error: impl Fn() -> Option<BackendError>) -> Vec<ChunkRead> {
+    let read = |item| ChunkRead::Elsewhere(item, error());
+    items.into_iter().map(read).collect()
 }
 
 fn not_loaded(slot: ReservedSlot, error: Option<BackendError>) -> Loaded {
@@ -771,7 +759,7 @@ fn address_seed(address: &str) -> u64 {
 
 /// A lease that this daemon has of a peer. Dropping it gives it back.
 struct Leasing<L: Link> {
-    node: Arc<Node<L>>,
+    sessions: Arc<Sessions<L>>,
     peer: PeerId,
     /// 0 once it is released, or where nothing was granted.
     number: u64,
@@ -805,8 +793,8 @@ impl<L: Link> Leasing<L> {
                 duration_ms: millis(self.duration),
             });
             let sent = now();
-            let (node, peer) = (Arc::clone(&self.node), self.peer.clone());
-            let renewal = node.ask(&peer, &request, self.trusted_until());
+            let (sessions, peer) = (Arc::clone(&self.sessions), self.peer.clone());
+            let renewal = sessions.ask(&peer, &request, self.trusted_until());
             tokio::pin!(renewal);
             tokio::select! {
                 read = &mut read => return Some(read),
@@ -824,7 +812,7 @@ impl<L: Link> Leasing<L> {
     async fn release(mut self) -> Released {
         let request = Request::Release(Release { lease: self.number });
         let deadline = now() + RELEASE_TIMEOUT;
-        let released = self.node.ask(&self.peer, &request, deadline).await;
+        let released = self.sessions.ask(&self.peer, &request, deadline).await;
         // Until here dropping this sends another release.
         self.number = 0;
         match released {
@@ -843,9 +831,9 @@ impl<L: Link> Drop for Leasing<L> {
             return;
         }
         let request = Request::Release(Release { lease: self.number });
-        let (node, peer) = (Arc::clone(&self.node), self.peer.clone());
+        let (sessions, peer) = (Arc::clone(&self.sessions), self.peer.clone());
         runtime.spawn(async move {
-            let _ = node.ask(&peer, &request, now() + RELEASE_TIMEOUT).await;
+            let _ = sessions.ask(&peer, &request, now() + RELEASE_TIMEOUT).await;
         });
     }
 }
