@@ -1,21 +1,18 @@
-//! Small files of a drive that are replaced whole.
+//! Files of a drive: operations that are waited for, segments that are opened, and small files that are
+//! replaced whole.
 
 use std::io;
+use std::sync::mpsc;
+use std::time::Duration;
 
-use super::{Drive, wait_for};
-use crate::volume::{AlignedBuf, Kind, Volume};
+use crate::log::segment_name;
+use crate::volume::{AlignedBuf, Buf, FileId, Kind, Op, Volume};
 
-impl Drive {
-    /// Returns the bytes of a file of the drive; none where there is no such file.
-    pub(crate) fn read_file(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
-        read_file(&*self.shared.volume, name)
-    }
+/// Name of the file that says what the folder is.
+pub(crate) const HEADER_NAME: &str = "drive";
 
-    /// Replaces a file of the drive, durably: a kill leaves the file before or this one.
-    pub(crate) fn replace_file(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
-        replace_file(&*self.shared.volume, name, bytes)
-    }
-}
+/// Timeout of a drive thread's own operations, where they are carried out on another thread.
+const OWN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Returns the bytes of a file; none where there is no such file.
 pub(crate) fn read_file(volume: &dyn Volume, name: &str) -> io::Result<Option<Vec<u8>>> {
@@ -42,4 +39,52 @@ pub(crate) fn replace_file(volume: &dyn Volume, name: &str, bytes: &[u8]) -> io:
     written?;
     volume.rename(&unfinished, name)?;
     volume.sync_names()
+}
+
+/// Opens an existing segment. One that a kill has left half made gets the rest of its blocks;
+/// without space for them, its chunks can still be read.
+pub(super) fn open_segment(volume: &dyn Volume, segment: u32, bytes: u64) -> io::Result<FileId> {
+    let name = segment_name(segment);
+    match volume.open(&name, Some(bytes)) {
+        Err(error) if is_full(&error) => volume.open(&name, None),
+        opened => opened,
+    }
+}
+
+/// Returns true if the file system is full, or the quota of this user is.
+pub(super) fn is_full(error: &io::Error) -> bool {
+    use io::ErrorKind::{QuotaExceeded, StorageFull};
+    matches!(error.kind(), StorageFull | QuotaExceeded)
+}
+
+/// Carries out an operation of the drive's own and waits for it: what, on which file, where, with
+/// which bytes.
+pub(super) fn wait_for(
+    volume: &dyn Volume,
+    kind: Kind,
+    file: FileId,
+    offset: u64,
+    buf: Option<AlignedBuf>,
+) -> io::Result<()> {
+    let (sender, receiver) = mpsc::channel();
+    volume.carry_out(Op {
+        kind,
+        file,
+        offset,
+        len: buf.as_ref().map_or(0, |buf| buf.len() as u64),
+        buf: buf.map(Buf::Own),
+        // The waiter may have left.
+        abandoned: None,
+        done: Box::new(move |done| drop(sender.send(done.result))),
+    });
+    let late = |_| Err(io::ErrorKind::TimedOut.into());
+    receiver.recv_timeout(OWN_TIMEOUT).unwrap_or_else(late)
+}
+
+/// Returns a copy of an error for another waiter.
+pub(super) fn again(error: &io::Error) -> io::Error {
+    match error.raw_os_error() {
+        Some(code) => io::Error::from_raw_os_error(code),
+        None => io::Error::new(error.kind(), error.to_string()),
+    }
 }

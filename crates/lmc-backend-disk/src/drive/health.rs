@@ -9,7 +9,6 @@
 //! the drive is out until they are again, which after a removal means until a restart.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -17,11 +16,9 @@ use lmc_backend::{Events, Health, Unavailable};
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
-use super::{Drive, Shared};
 use crate::backend::TIER;
 use crate::counters::{Counters, count};
-use crate::format::{DriveHeader, Location, PutRecord, blocks};
-use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op};
+use crate::format::{Location, PutRecord, blocks};
 
 /// Failures in a row after which a drive is out, or unwritable.
 const FAILURES: u32 = 3;
@@ -57,10 +54,10 @@ struct Faults {
 
 /// Allocation for a chunk that could not be written or made durable.
 #[derive(Clone, Copy, Debug)]
-struct Broken {
-    location: Location,
+pub(super) struct Broken {
+    pub(super) location: Location,
     /// Blocks of the chunk's payload, which follows its header.
-    payload: u64,
+    pub(super) payload: u64,
 }
 
 #[derive(Debug)]
@@ -146,13 +143,25 @@ impl Condition {
         self.faults.lock().events = Some(events);
     }
 
-    /// Says what is wrong with the log.
-    pub(super) fn log_failed(&self, reason: String) {
+    /// Notes that the log cannot be written.
+    pub(super) fn log_failed(&self, error: &io::Error, counters: &Counters) {
+        count(&counters.write_errors, 1);
+        let reason = format!("the index log cannot be written: {error}");
+        // A drive that is out for its files was warned of.
+        if self.changed_files().is_none() {
+            warn!(
+                reason,
+                "index log write failed; the drive is read-only until it recovers"
+            );
+        }
         self.faults.lock().log = Some(reason);
     }
 
     pub(super) fn log_works(&self) {
-        self.faults.lock().log = None;
+        if self.is_log_broken() {
+            info!("index log works again; the drive is writable");
+            self.faults.lock().log = None;
+        }
     }
 
     /// Records whether a segment could be made. A full file system is no fault.
@@ -187,7 +196,7 @@ impl Condition {
     }
 
     /// Records that a write succeeded. There may still be no space for chunks.
-    fn write_works(&self) {
+    pub(super) fn write_works(&self) {
         let mut faults = self.faults.lock();
         faults.writes = 0;
         if faults.unwritable.take().is_some() {
@@ -218,6 +227,90 @@ impl Condition {
         }
     }
 
+    /// Counts a read that failed or was late, and takes the drive out after several in a row.
+    pub(super) fn read_counts_as_failed(&self, what: &str, counters: &Counters) {
+        let mut faults = self.faults.lock();
+        faults.reads += 1;
+        if faults.reads >= FAILURES && faults.out.is_none() {
+            count(&counters.taken_out, 1);
+            warn!(
+                reason = what,
+                "reads from a drive failed; it is taken out, and its chunks are misses until it recovers"
+            );
+            faults.out = Fault::new(what);
+            self.set_out(&faults);
+        }
+    }
+
+    /// Begins a look whether reads work again; returns false when it is not time for one.
+    pub(super) fn begin_read_probe(&self, every: Duration) -> bool {
+        let mut faults = self.faults.lock();
+        faults.out.as_mut().is_some_and(|fault| fault.due(every))
+    }
+
+    /// Records the outcome of a look at the drive's first block.
+    pub(super) fn read_probed(&self, answers: bool) {
+        let mut faults = self.faults.lock();
+        if !answers {
+            return Fault::remains(&mut faults.out);
+        }
+        faults.reads = 0;
+        if faults.out.take().is_some() {
+            info!("drive recovered");
+            self.set_out(&faults);
+        }
+    }
+
+    /// Begins a write where writes failed, and returns these locations, each time another one first;
+    /// `None` when it is not time for it.
+    pub(super) fn begin_write_probe(&self, every: Duration) -> Option<Vec<Broken>> {
+        let mut faults = self.faults.lock();
+        let due = |fault: &mut Fault| fault.due(every);
+        if !faults.unwritable.as_mut().is_some_and(due) {
+            return None;
+        }
+        let locations = faults.broken.clone();
+        if !locations.is_empty() {
+            faults.broken.rotate_left(1);
+        }
+        Some(locations)
+    }
+
+    /// Records that a write probe has changed nothing.
+    pub(super) fn write_probe_failed(&self) {
+        Fault::remains(&mut self.faults.lock().unwritable);
+    }
+
+    /// Records that nothing was written within a deadline that was long enough.
+    pub(super) fn writes_late(&self, what: &str) {
+        self.faults.lock().count_write(what);
+    }
+
+    /// Returns the reason why the drive is not to be used, if there is one.
+    pub(super) fn unavailable(&self) -> Option<Unavailable> {
+        if !self.is_out() {
+            return None;
+        }
+        let faults = self.faults.lock();
+        let reason = faults.why_out()?.to_owned();
+        Some(Unavailable { reason })
+    }
+
+    pub(super) fn health(&self) -> Health {
+        let faults = self.faults.lock();
+        if let Some(reason) = faults.why_out() {
+            let reason = reason.to_owned();
+            return Health::Down { reason };
+        }
+        let unwritable = faults.unwritable.as_ref();
+        let unwritable = || unwritable.map(|fault| fault.reason.clone());
+        let of_writes = faults.log.clone().or_else(unwritable);
+        match of_writes.or_else(|| faults.growth.clone()) {
+            Some(reason) => Health::Degraded { reason },
+            None => Health::Ready,
+        }
+    }
+
     /// The segments that may be given up for a chunk, the first before the others; None for any.
     /// Once chunks could not be kept in several, one that has failed is as good as another.
     pub(super) fn may_give_up(&self) -> Option<Vec<u32>> {
@@ -243,239 +336,5 @@ impl Faults {
             );
             self.unwritable = Fault::new(what);
         }
-    }
-}
-
-/// Returns true if a read failed because of its location, and not for lack of memory or the like.
-fn is_about_a_location(error: &io::Error) -> bool {
-    let code = error.raw_os_error();
-    let known = [libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EREMOTEIO];
-    code.is_some_and(|code| known.contains(&code)) || error.kind() == io::ErrorKind::UnexpectedEof
-}
-
-impl Shared {
-    fn read_counts_as_failed(&self, what: &str) {
-        let mut faults = self.condition.faults.lock();
-        faults.reads += 1;
-        if faults.reads >= FAILURES && faults.out.is_none() {
-            count(&self.counters.taken_out, 1);
-            warn!(
-                reason = what,
-                "reads from a drive failed; it is taken out, and its chunks are misses until it recovers"
-            );
-            faults.out = Fault::new(what);
-            self.condition.set_out(&faults);
-        }
-    }
-
-    /// A chunk could not be read. Either its location is bad, and it is forgotten, or the drive is, or
-    /// it was for a moment only.
-    pub(super) fn read_failed(self: &Arc<Self>, found: PutRecord, error: &io::Error) {
-        let (what, is_local) = (format!("reading: {error}"), is_about_a_location(error));
-        self.look(move |shared, answers| match answers {
-            true if is_local => shared.read_again(found),
-            true => {}
-            false => shared.read_counts_as_failed(&what),
-        });
-    }
-
-    /// Reads a chunk a second time, and forgets it when its location cannot be read then either.
-    fn read_again(self: &Arc<Self>, found: PutRecord) {
-        let segment = found.location.segment;
-        let file = {
-            let mut state = self.state.lock();
-            if state.index.find(&found.key) != Some(found) {
-                return;
-            }
-            let Some(file) = state.files.get(segment as usize).copied().flatten() else {
-                return;
-            };
-            state.index.enter(segment, false);
-            file
-        };
-        let shared = Arc::clone(self);
-        let len = (1 + blocks(found.len)) * BLOCK;
-        self.volume.submit(vec![Op {
-            kind: Kind::Read,
-            file: file.id,
-            offset: u64::from(found.location.block) * BLOCK,
-            len,
-            buf: Some(Buf::Own(AlignedBuf::new(len))),
-            abandoned: None,
-            done: Box::new(move |done| {
-                shared.state.lock().index.leave(segment);
-                if done.result.is_err_and(|error| is_about_a_location(&error)) {
-                    shared.retire(&found);
-                }
-            }),
-        }]);
-    }
-
-    /// Reads the drive's first block, and tells whether that works.
-    fn look(self: &Arc<Self>, then: impl FnOnce(&Arc<Self>, bool) + Send + 'static) {
-        let shared = Arc::clone(self);
-        self.volume.submit(vec![Op {
-            kind: Kind::Read,
-            file: self.header_file,
-            offset: 0,
-            len: BLOCK,
-            buf: Some(Buf::Own(AlignedBuf::new(BLOCK))),
-            abandoned: None,
-            done: Box::new(move |done| {
-                let answers = match (done.result, done.buf) {
-                    (Ok(()), Some(Buf::Own(block))) => {
-                        DriveHeader::decode(&block).is_ok_and(|header| header == shared.header)
-                    }
-                    _ => false,
-                };
-                then(&shared, answers);
-            }),
-        }]);
-    }
-
-    fn probe_reads(self: &Arc<Self>) {
-        {
-            let mut faults = self.condition.faults.lock();
-            let due = |fault: &mut Fault| fault.due(self.settings.probe_every);
-            if !faults.out.as_mut().is_some_and(due) {
-                return;
-            }
-        }
-        self.look(|shared, answers| {
-            let mut faults = shared.condition.faults.lock();
-            if !answers {
-                return Fault::remains(&mut faults.out);
-            }
-            faults.reads = 0;
-            if faults.out.take().is_some() {
-                info!("drive recovered");
-                shared.condition.set_out(&faults);
-            }
-        });
-    }
-
-    /// Writes as much as failed once more where it did, each time at another of these locations,
-    /// unless something is being written anyway.
-    fn probe_writes(self: &Arc<Self>) {
-        let locations = {
-            let mut faults = self.condition.faults.lock();
-            let due = |fault: &mut Fault| fault.due(self.settings.probe_every);
-            if !faults.unwritable.as_mut().is_some_and(due) {
-                return;
-            }
-            let locations = faults.broken.clone();
-            if !locations.is_empty() {
-                faults.broken.rotate_left(1);
-            }
-            locations
-        };
-        let location = {
-            let mut state = self.state.lock();
-            let location = locations.into_iter().find_map(|broken| {
-                let Location {
-                    segment,
-                    generation,
-                    ..
-                } = broken.location;
-                let file = state.files.get(segment as usize).copied().flatten()?;
-                let same = state.index.generation(segment) == generation;
-                // A free segment may begin its next use while this is written.
-                (same && !state.index.is_free(segment)).then_some((broken, file.id))
-            });
-            match location {
-                Some((broken, _)) => state.index.enter(broken.location.segment, false),
-                // What is under way tells how the drive is when it ends.
-                None if !state.writing.is_empty() => {
-                    drop(state);
-                    return Fault::remains(&mut self.condition.faults.lock().unwritable);
-                }
-                None => {}
-            }
-            location
-        };
-        match location {
-            Some((broken, file)) => self.write_again(Kind::WriteDurably, broken, file),
-            // It has answered, and there is no location to try.
-            None => self.condition.write_works(),
-        }
-    }
-
-    fn write_again(self: &Arc<Self>, kind: Kind, broken: Broken, file: FileId) {
-        let shared = Arc::clone(self);
-        let len = broken.payload * BLOCK;
-        self.volume.submit(vec![Op {
-            kind,
-            file,
-            offset: u64::from(broken.location.block + 1) * BLOCK,
-            len,
-            buf: Some(Buf::Own(AlignedBuf::new(len))),
-            abandoned: None,
-            done: Box::new(move |done| {
-                let code = done.result.as_ref().map_err(io::Error::raw_os_error);
-                // A file system that does not know how to do both at once.
-                let unknown = matches!(code, Err(Some(libc::EOPNOTSUPP | libc::EINVAL)));
-                if unknown && kind == Kind::WriteDurably {
-                    return shared.write_again(Kind::Write, broken, file);
-                }
-                shared.state.lock().index.leave(broken.location.segment);
-                match done.result {
-                    Ok(()) => shared.condition.write_works(),
-                    Err(_) => Fault::remains(&mut shared.condition.faults.lock().unwritable),
-                }
-            }),
-        }]);
-    }
-}
-
-impl Drive {
-    /// Returns the reason why the drive is not to be used, if there is one.
-    pub(crate) fn unavailable(&self) -> Option<Unavailable> {
-        let condition = &self.shared.condition;
-        if !condition.is_out() {
-            return None;
-        }
-        let faults = condition.faults.lock();
-        let reason = faults.why_out()?.to_owned();
-        Some(Unavailable { reason })
-    }
-
-    pub(crate) fn health(&self) -> Health {
-        let faults = self.shared.condition.faults.lock();
-        if let Some(reason) = faults.why_out() {
-            let reason = reason.to_owned();
-            return Health::Down { reason };
-        }
-        let unwritable = faults.unwritable.as_ref();
-        let unwritable = || unwritable.map(|fault| fault.reason.clone());
-        let of_writes = faults.log.clone().or_else(unwritable);
-        match of_writes.or_else(|| faults.growth.clone()) {
-            Some(reason) => Health::Degraded { reason },
-            None => Health::Ready,
-        }
-    }
-
-    /// Notes that reads had no answer by their deadline, for which they had so long.
-    pub(crate) fn late_reads(&self, reads: u64, waited: Duration) {
-        count(&self.shared.counters.late, reads);
-        if reads > 0 && waited >= self.shared.settings.stall {
-            let what = format!("no answer in {waited:.1?}");
-            self.shared.read_counts_as_failed(&what);
-        }
-    }
-
-    /// Notes that writes had no answer by their deadline, for which they had so long.
-    pub(crate) fn late_writes(&self, writes: u64, waited: Duration) {
-        count(&self.shared.counters.late, writes);
-        if writes > 0 && waited >= self.shared.settings.stall {
-            let what = format!("nothing was written in {waited:.1?}");
-            self.shared.condition.faults.lock().count_write(&what);
-        }
-    }
-
-    /// Looks whether a drive that failed works again, when it is time for that.
-    pub(crate) fn probe(&self) {
-        self.shared.probe_reads();
-        self.shared.probe_writes();
-        self.shared.probe_growth();
     }
 }

@@ -2,16 +2,17 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use lmc_backend::{BackendError, FailedSlot, LoadItem, Loaded};
+use lmc_backend::{BackendError, FailedSlot, LoadItem, Loaded, ReadRate};
 use lmc_memory::{PartedChecksum, ReservedSlot};
 use parking_lot::Mutex;
 
-use super::{Drive, Shared};
+use super::probes::HealthProbes;
+use super::state::DriveCore;
 use crate::batch::Batch;
 use crate::counters::count;
-use crate::format::{ChunkHeader, PutRecord, Record, blocks, payload_sum};
+use crate::format::{ChunkHeader, PutRecord, blocks, payload_sum};
 use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op, Part, is_abandoned};
 
 /// Least bytes of a part of a payload. Parts are read side by side; each is summed on the thread that
@@ -96,10 +97,27 @@ impl Reading {
     }
 }
 
-impl Drive {
-    /// Starts to read a chunk; what comes of it goes to `waiter`.
-    pub(crate) fn load(&self, item: LoadItem, waiter: Waiter) {
-        let shared = &self.shared;
+/// Reads of chunks.
+#[derive(Debug)]
+pub(super) struct ChunkReader {
+    core: Arc<DriveCore>,
+    probes: Arc<HealthProbes>,
+    rate: ReadRate,
+}
+
+impl ChunkReader {
+    pub(super) fn new(core: Arc<DriveCore>, probes: Arc<HealthProbes>) -> Self {
+        let rate = ReadRate::default();
+        Self { core, probes, rate }
+    }
+
+    /// Returns the estimated time to read `bytes` bytes.
+    pub(super) fn time(&self, bytes: u64) -> Duration {
+        self.rate.time(bytes)
+    }
+
+    /// Starts to read a chunk; the outcome goes to `waiter`.
+    pub(super) fn load(self: &Arc<Self>, item: LoadItem, waiter: Waiter) {
         let LoadItem { key, slot, .. } = item;
         let answer = |loaded| waiter.0.answer(waiter.1, loaded);
         let failed = |error, slot| Loaded::Failed {
@@ -107,12 +125,12 @@ impl Drive {
             slot: FailedSlot::Released(slot),
         };
         let (found, file) = {
-            let mut state = shared.state.lock();
+            let mut state = self.core.state.lock();
             if state.closed {
                 return answer(failed(BackendError::Closed, slot));
             }
             let Some(found) = state.index.find(&key) else {
-                count(&shared.counters.missed, 1);
+                count(&self.core.counters.missed, 1);
                 return answer(Loaded::Miss(slot));
             };
             let (expected, found_len) = (found.len, slot.len());
@@ -130,7 +148,7 @@ impl Drive {
             state.index.enter(segment, true);
             (found, file)
         };
-        shared.read_rate.begin(Instant::now());
+        self.rate.begin(Instant::now());
         let at = u64::from(found.location.block) * BLOCK;
         let len = blocks(found.len) * BLOCK;
         // A slot that is not laid out for direct I/O is filled from memory that is.
@@ -154,7 +172,7 @@ impl Drive {
             error: None,
         })));
         let op = |offset, len, buf, part: Option<usize>| {
-            let (reading, shared) = (Arc::clone(&reading), Arc::clone(shared));
+            let (reading, this) = (Arc::clone(&reading), Arc::clone(self));
             let (batch, waiter) = (&waiter.0, waiter.clone());
             Op {
                 kind: Kind::Read,
@@ -171,7 +189,7 @@ impl Drive {
                         let reading = held.take();
                         drop(held);
                         if let Some(reading) = reading {
-                            shared.read_ended(&found, reading, &waiter);
+                            this.read_ended(&found, reading, &waiter);
                         }
                     }
                 }),
@@ -187,25 +205,23 @@ impl Drive {
             ops.push(op(offset, capacity, part, Some(number)));
             offset += capacity;
         }
-        shared.volume.submit(ops);
+        self.core.volume.submit(ops);
     }
-}
 
-impl Shared {
     /// Checks what was read and answers.
     fn read_ended(self: &Arc<Self>, found: &PutRecord, mut reading: Reading, waiter: &Waiter) {
-        self.state.lock().index.leave(found.location.segment);
+        self.core.state.lock().index.leave(found.location.segment);
         let (batch, index) = waiter;
         let read = if reading.error.is_some() {
             0
         } else {
             found.len + BLOCK
         };
-        self.read_rate.end(read, Instant::now());
+        self.rate.end(read, Instant::now());
         let (header, error) = (reading.header.take(), reading.error.take());
         if let Some(error) = error.as_ref().filter(|error| !is_abandoned(error)) {
-            count(&self.counters.read_errors, 1);
-            self.read_failed(*found, error);
+            count(&self.core.counters.read_errors, 1);
+            self.probes.read_failed(*found, error);
         }
         // A slot that the kernel may still write to has no owner; the waiter gets its answer at the
         // deadline.
@@ -219,7 +235,7 @@ impl Shared {
             };
             return batch.answer(*index, failed);
         }
-        self.condition.read_works();
+        self.core.condition.read_works();
         if slot.arena().is_lost() {
             // The sum is of other bytes than the drive's, which says nothing about the drive's.
             let failed = Loaded::Failed {
@@ -230,7 +246,7 @@ impl Shared {
         }
         let right = |header: &AlignedBuf| {
             ChunkHeader::decode(header).is_ok_and(|header| {
-                header.drive_id == self.header.drive_id
+                header.drive_id == self.core.header.drive_id
                     && header.key == found.key
                     && header.location == found.location
                     && (header.len, header.payload_sum) == (found.len, found.payload_sum)
@@ -239,29 +255,18 @@ impl Shared {
         let counter = match header {
             Some(Buf::Own(header)) if right(&header) => {
                 if sum == found.payload_sum {
-                    count(&self.counters.read, 1);
-                    count(&self.counters.read_bytes, found.len);
+                    count(&self.core.counters.read, 1);
+                    count(&self.core.counters.read_bytes, found.len);
                     let slot = slot.written().with_checksum(sum);
                     return batch.answer(*index, Loaded::Hit(slot));
                 }
-                &self.counters.bad_payloads
+                &self.core.counters.bad_payloads
             }
-            _ => &self.counters.bad_headers,
+            _ => &self.core.counters.bad_headers,
         };
         count(counter, 1);
-        self.retire(found);
+        self.core.retire(found);
         batch.answer(*index, Loaded::Miss(slot));
-    }
-
-    /// Forgets a chunk whose bytes are wrong or cannot be read, for good.
-    pub(super) fn retire(&self, found: &PutRecord) {
-        let mut state = self.state.lock();
-        if state.index.retire(found) {
-            let record = Record::Remove { key: found.key };
-            state.queue.push(record, None);
-            drop(state);
-            self.work.notify_one();
-        }
     }
 }
 

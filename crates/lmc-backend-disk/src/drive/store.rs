@@ -1,14 +1,18 @@
-//! Storing chunks: who waits for what, and writing them.
+//! Storing chunks: their waiters, and their writes.
 
+use std::collections::VecDeque;
 use std::io;
+use std::mem;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use lmc_backend::{BackendError, StoreItem, Stored};
 use lmc_key::ChunkKey;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
-use super::{LogChange, Ready, SegmentFile, Shared, StoreWaiter, Writing, again};
+use super::files::again;
+use super::space::{Found, SegmentSpace};
+use super::state::{DriveCore, DriveState, LogChange, Ready, SegmentFile, StoreWaiter, Writing};
 use crate::counters::count;
 use crate::format::{ChunkHeader, PutRecord, blocks};
 use crate::index::Extent;
@@ -24,11 +28,29 @@ struct Writes {
     lost: bool,
 }
 
-impl Shared {
+/// Stores of chunks, until the log's thread takes them over.
+#[derive(Debug)]
+pub(super) struct ChunkWriter {
+    core: Arc<DriveCore>,
+    space: Arc<SegmentSpace>,
+    /// Bytes of chunks that are on their way to the drive.
+    writing_bytes: AtomicU64,
+}
+
+impl ChunkWriter {
+    pub(super) fn new(core: Arc<DriveCore>, space: Arc<SegmentSpace>) -> Self {
+        Self {
+            core,
+            space,
+            writing_bytes: AtomicU64::new(0),
+        }
+    }
+
+    /// Starts to store a chunk; the answer goes to `waiter`.
     pub(super) fn store(self: &Arc<Self>, item: StoreItem, waiter: StoreWaiter) {
         let len = item.slot.len();
         let refusal = {
-            let mut state = self.state.lock();
+            let mut state = self.core.state.lock();
             let max = state.index.max_len();
             if state.closed {
                 Err(BackendError::Closed)
@@ -42,10 +64,10 @@ impl Shared {
                     false => writing.others.push(waiter),
                 }
                 return;
-            } else if self.writing_bytes.load(Ordering::Relaxed) >= self.settings.max_writing
-                || !self.condition.is_writable()
+            } else if self.writing_bytes.load(Ordering::Relaxed) >= self.core.settings.max_writing
+                || !self.core.condition.is_writable()
             {
-                count(&self.counters.declined_busy, 1);
+                count(&self.core.counters.declined_busy, 1);
                 Ok(Stored::Declined)
             } else {
                 let writing = Writing {
@@ -61,9 +83,101 @@ impl Shared {
         waiter.0.answer(waiter.1, refusal);
     }
 
+    /// Starts to write a stored chunk to another location; the answer goes to `waiter`. `sum` is the
+    /// checksum of its bytes. The chunk is found at the old location until the new one is durable.
+    ///
+    /// No other chunk is evicted for it: without free space the answer is [`BackendError::Full`].
+    /// The answer is [`Stored::Declined`] when the chunk is not there any more, or another store
+    /// writes it.
+    pub(super) fn relocate(self: &Arc<Self>, item: StoreItem, sum: u64, waiter: StoreWaiter) {
+        let (key, len) = (item.key, item.slot.len());
+        {
+            let mut state = self.core.state.lock();
+            if state.closed {
+                return waiter.0.answer(waiter.1, Err(BackendError::Closed));
+            }
+            let there = state.index.find(&key).is_some();
+            let written = state.writing.contains_key(&key);
+            if !there || written || !self.core.condition.is_writable() {
+                return waiter.0.answer(waiter.1, Ok(Stored::Declined));
+            }
+            let writing = Writing {
+                first: Some(waiter),
+                ..Writing::default()
+            };
+            state.writing.insert(key, writing);
+        }
+        self.writing_bytes.fetch_add(len, Ordering::Relaxed);
+        match self.space.allocate_spare(len) {
+            Some((extent, file)) => self.write(item, Some(sum), extent, file),
+            None => self.store_ended(&key, len, |_| Err(BackendError::Full { needed: len })),
+        }
+    }
+
+    /// Starts to write a chunk that is in `writing`, now or when there is a segment for it. They
+    /// begin in the order in which they came.
+    fn write_or_park(self: &Arc<Self>, item: StoreItem) {
+        let mut state = self.core.state.lock();
+        if state.growth.parked.is_empty() {
+            self.write_first(state, item);
+        } else {
+            state.growth.parked.push_back(item);
+        }
+    }
+
+    /// Starts to write the chunks that waited, up to the first for which there is no segment.
+    pub(super) fn write_parked(self: &Arc<Self>) {
+        loop {
+            let mut state = self.core.state.lock();
+            let Some(item) = state.growth.parked.pop_front() else {
+                return;
+            };
+            if !self.write_first(state, item) {
+                return;
+            }
+        }
+    }
+
+    /// Starts to write a chunk before those that wait. False when it waits now, in front of them.
+    fn write_first(
+        self: &Arc<Self>,
+        mut state: MutexGuard<'_, DriveState>,
+        item: StoreItem,
+    ) -> bool {
+        let (key, len) = (item.key, item.slot.len());
+        let doomed = state.writing.get(&key).is_some_and(|chunk| chunk.doomed);
+        let found = if state.growth.over {
+            Found::No(|_| Err(BackendError::Closed))
+        } else if doomed || self.core.condition.changed_files().is_some() {
+            Found::No(|_| Ok(Stored::Declined))
+        } else {
+            self.space.allocate(&mut state, len)
+        };
+        match found {
+            Found::Extent(extent, file) => {
+                drop(state);
+                self.write(item, None, extent, file);
+            }
+            Found::Later => {
+                state.growth.parked.push_front(item);
+                return false;
+            }
+            Found::No(answer) => {
+                drop(state);
+                self.store_ended(&key, len, |_| answer(len));
+            }
+        }
+        true
+    }
+
+    /// Takes the chunks that wait for a segment, which no thread will write any more.
+    pub(super) fn take_parked(&self) -> VecDeque<StoreItem> {
+        mem::take(&mut self.core.state.lock().growth.parked)
+    }
+
     /// Writes a chunk's bytes and its header. The sum of the bytes, where it is not known, is made
     /// while those are on their way.
-    pub(super) fn write(
+    fn write(
         self: &Arc<Self>,
         item: StoreItem,
         sum: Option<u64>,
@@ -98,8 +212,8 @@ impl Shared {
             lost: false,
         }));
         let write = |offset, len, buf| {
-            let (writes, shared) = (Arc::clone(&writes), Arc::clone(self));
-            self.volume.submit(vec![Op {
+            let (writes, this) = (Arc::clone(&writes), Arc::clone(self));
+            self.core.volume.submit(vec![Op {
                 kind: Kind::Write,
                 file: file.id,
                 offset,
@@ -113,7 +227,7 @@ impl Shared {
                     writes.error = writes.error.take().or(done.result.err());
                     if writes.left == 0 {
                         let lost = writes.lost;
-                        shared.write_ended(writes.ready, writes.error.take(), lost);
+                        this.write_ended(writes.ready, writes.error.take(), lost);
                     }
                 }),
             }]);
@@ -128,7 +242,7 @@ impl Shared {
         drop(slot);
         let mut header = AlignedBuf::new(BLOCK);
         ChunkHeader {
-            drive_id: self.header.drive_id,
+            drive_id: self.core.header.drive_id,
             key,
             parent: parent.map(|parent| parent.hash),
             location,
@@ -143,13 +257,18 @@ impl Shared {
         let put = ready.put;
         match error {
             _ if lost => {
-                self.state.lock().index.leave(put.location.segment);
+                self.core.state.lock().index.leave(put.location.segment);
                 let lost = || BackendError::Io(io::Error::other("the slot's memory was lost"));
                 self.store_ended(&put.key, put.len, |_| Err(lost()));
             }
             None => {
-                self.state.lock().queue.changes.push(LogChange::Put(ready));
-                self.work.notify_one();
+                self.core
+                    .state
+                    .lock()
+                    .queue
+                    .changes
+                    .push(LogChange::Put(ready));
+                self.core.work.notify_one();
             }
             Some(error) => {
                 self.write_failed(&put, &error);
@@ -160,13 +279,14 @@ impl Shared {
 
     /// Handles a chunk that could not be written or made durable: its location is abandoned.
     pub(super) fn write_failed(&self, put: &PutRecord, error: &io::Error) {
-        count(&self.counters.write_errors, 1);
+        count(&self.core.counters.write_errors, 1);
         {
-            let mut state = self.state.lock();
+            let mut state = self.core.state.lock();
             state.index.leave(put.location.segment);
             state.index.close_active(put.location.segment);
         }
-        self.condition
+        self.core
+            .condition
             .write_failed(put, &format!("writing: {error}"));
     }
 
@@ -178,9 +298,9 @@ impl Shared {
         answer: impl Fn(bool) -> Result<Stored, BackendError>,
     ) {
         self.writing_bytes.fetch_sub(len, Ordering::Relaxed);
-        let ended = self.state.lock().writing.remove(key);
+        let ended = self.core.state.lock().writing.remove(key);
         // The log's thread may wait for the last of them to stop.
-        self.work.notify_one();
+        self.core.work.notify_one();
         let Some(Writing {
             first,
             others,

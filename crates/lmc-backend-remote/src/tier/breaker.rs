@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::RemoteConfig;
+use super::config::RemoteConfig;
 use crate::store::StoreError;
 
 /// Failures without a success in between after which a path is out.

@@ -1,14 +1,13 @@
 //! Clears: those that are known here, and the object by which daemons pass them on.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use lmc_backend::{BackendError, Cleared, Clears, TooManyClears, now};
+use lmc_backend::{BackendError, Cleared, Clears, TooManyClears, Unavailable, now};
 use parking_lot::Mutex;
 use tokio::sync::{Notify, watch};
 
-use super::Shared;
+use super::access::StoreAccess;
 use crate::format::{
     ChunkFolder, ClearsError, ClearsRecord, Generation, MAX_CLEARS_LEN, Name, Scope,
 };
@@ -30,7 +29,7 @@ const PAGE: usize = 1000;
 
 /// Clears and generation as they are known here. All times are of the boot clock.
 #[derive(Debug)]
-pub(super) struct Known {
+struct Known {
     /// The clears that the engine has carried out.
     current: Arc<Clears>,
     /// The clears of `current`, and all that the store has passed on.
@@ -122,32 +121,36 @@ impl Known {
     }
 
     /// Returns the folder of chunks, or the reason why none may be used.
-    fn folder(&self, now: Duration, interval: Duration) -> Result<ChunkFolder, String> {
+    fn folder(&self, now: Duration, interval: Duration) -> Result<ChunkFolder, Unavailable> {
         let Some(folder) = self.folder.filter(|_| self.is_read(now, interval)) else {
             let fault = self
                 .fault
                 .as_deref()
                 .unwrap_or("the store has not answered yet");
-            return Err(format!(
+            let reason = format!(
                 "the clears that other daemons have carried out are not known: {fault}; check that the \
                  store answers, and that this user may read and write {} there",
                 Name::Clears
-            ));
+            );
+            return Err(Unavailable { reason });
         };
-        match self.is_behind {
-            false => Ok(folder),
-            true => Err(
-                "other daemons have carried out clears that this one has not yet: it does so within \
-                 seconds, unless its log says why not"
-                    .to_owned(),
-            ),
+        if self.is_behind {
+            let reason =
+                "other daemons have carried out clears that this one has not yet: it does so \
+                          within seconds, unless its log says why not"
+                    .to_owned();
+            return Err(Unavailable { reason });
         }
+        Ok(folder)
     }
 }
 
-/// Knowledge of the clears, for the tasks of the tier.
+/// The clears as they are known here, kept in step with the object in the store.
+///
+/// Lock order: `syncing`, `known`, `mapped`.
 #[derive(Debug)]
-pub(super) struct Knowledge {
+pub(super) struct ClearsSync {
+    access: Arc<StoreAccess>,
     known: Mutex<Known>,
     /// One reader and writer of the object at a time.
     syncing: tokio::sync::Mutex<()>,
@@ -159,9 +162,11 @@ pub(super) struct Knowledge {
     mapped: Mutex<Option<ChunkFolder>>,
 }
 
-impl Knowledge {
-    pub(super) fn new(current: Arc<Clears>, now: Duration) -> Self {
+impl ClearsSync {
+    pub(super) fn new(access: &Arc<StoreAccess>, current: Arc<Clears>) -> Self {
+        let now = access.config.boot_clock.now();
         Self {
+            access: Arc::clone(access),
             known: Mutex::new(Known::new(current, now)),
             syncing: tokio::sync::Mutex::default(),
             was_read: watch::channel(false).0,
@@ -175,30 +180,36 @@ impl Knowledge {
         Arc::clone(&self.known.lock().all)
     }
 
+    /// Waits until the object was read once.
     pub(super) async fn wait_until_read(&self) {
         // The sender lives as long as `self`.
         let _ = self.was_read.subscribe().wait_for(|&read| read).await;
     }
-}
 
-impl Shared {
-    /// Returns the folder of the chunks that may be stored and asked for now, or the reason why none
+    /// Returns the folder of the chunks that may be stored and asked for now, or the reason why no chunk
     /// may.
-    pub(super) fn folder(&self) -> Result<ChunkFolder, String> {
-        let now = self.config.boot_clock.now();
-        let known = self.clears.known.lock();
-        known.folder(now, self.config.clears_interval)
+    pub(super) fn folder(&self) -> Result<ChunkFolder, Unavailable> {
+        let config = &self.access.config;
+        let now = config.boot_clock.now();
+        self.known.lock().folder(now, config.clears_interval)
+    }
+
+    /// Returns the folder of the chunks of an operation that begins now, or the reason why none can
+    /// begin on any path.
+    pub(super) fn check(&self) -> Result<ChunkFolder, BackendError> {
+        self.access.check_open()?;
+        Ok(self.folder()?)
     }
 
     /// Keeps the clears in step with the store.
-    pub(super) async fn mind(self: Arc<Self>) {
-        let (first, most) = self.config.probe_pause;
+    pub(super) async fn keep_in_step(self: Arc<Self>) {
+        let (first, most) = self.access.config.probe_pause;
         let (mut failures, mut was_known) = (0u32, false);
         loop {
-            let pause = match self.sync_clears(now() + READ_TIMEOUT).await {
+            let pause = match self.sync(now() + READ_TIMEOUT).await {
                 Ok(_) => {
                     failures = 0;
-                    self.config.clears_interval
+                    self.access.config.clears_interval
                 }
                 Err(_) => {
                     failures = failures.saturating_add(1);
@@ -206,7 +217,7 @@ impl Shared {
                 }
             };
             match self.folder() {
-                Err(reason) if was_known && failures > 0 => {
+                Err(Unavailable { reason }) if was_known && failures > 0 => {
                     tracing::warn!(reason, "remote store not used; its chunks are misses");
                     was_known = false;
                 }
@@ -218,7 +229,7 @@ impl Shared {
             }
             tokio::select! {
                 () = tokio::time::sleep(jittered(pause)) => {}
-                () = self.clears.raised.notified() => {}
+                () = self.raised.notified() => {}
             }
         }
     }
@@ -229,16 +240,14 @@ impl Shared {
         clears: Arc<Clears>,
         deadline: Instant,
     ) -> Result<Cleared, BackendError> {
-        if self.is_closed.load(Ordering::Acquire) {
-            return Err(BackendError::Closed);
-        }
-        let carried_out = self.clears.known.lock().carried_out(clears);
+        self.access.check_open()?;
+        let carried_out = self.known.lock().carried_out(clears);
         carried_out.map_err(StoreError::unavailable)?;
-        let shared = Arc::clone(self);
-        let passed_on = self.spawn(async move {
-            let synced = shared.sync_clears(deadline).await;
+        let this = Arc::clone(self);
+        let passed_on = self.access.spawn(async move {
+            let synced = this.sync(deadline).await;
             if !matches!(synced, Ok(None)) {
-                shared.clears.raised.notify_one();
+                this.raised.notify_one();
             }
             synced
         });
@@ -251,24 +260,26 @@ impl Shared {
 
     /// Joins the clears of the store with those known here, and writes them where the store does not
     /// have them all. Returns the refusal of a write where the store may be read.
-    pub(super) async fn sync_clears(
-        &self,
-        deadline: Instant,
-    ) -> Result<Option<StoreError>, StoreError> {
-        let syncing = async { Ok::<_, StoreError>(self.clears.syncing.lock().await) };
+    pub(super) async fn sync(&self, deadline: Instant) -> Result<Option<StoreError>, StoreError> {
+        let syncing = async { Ok::<_, StoreError>(self.syncing.lock().await) };
         let _syncing = until(deadline, syncing).await?;
-        let synced = self.try_sync_clears(deadline).await;
+        let synced = self.try_sync(deadline).await;
         if let Err(error) = &synced {
-            self.counters.clears_unread.add(1);
-            self.clears.known.lock().fault = Some(error.to_string());
+            self.access.counters.clears_unread.add(1);
+            self.known.lock().fault = Some(error.to_string());
         }
         synced
     }
 
-    async fn try_sync_clears(&self, deadline: Instant) -> Result<Option<StoreError>, StoreError> {
+    async fn try_sync(&self, deadline: Instant) -> Result<Option<StoreError>, StoreError> {
         for _ in 0..MAX_ATTEMPTS {
-            let read_at = self.config.boot_clock.now();
-            let read = match self.store.read_clears(MAX_CLEARS_LEN, deadline).await {
+            let read_at = self.access.config.boot_clock.now();
+            let read = match self
+                .access
+                .store
+                .read_clears(MAX_CLEARS_LEN, deadline)
+                .await
+            {
                 Err(StoreError::TooLarge { found, .. }) => {
                     return Err(self.not_understood(ClearsError::Len(found)));
                 }
@@ -293,14 +304,15 @@ impl Shared {
             let bytes = object.encode();
             let len = bytes.len() as u64;
             match self
+                .access
                 .store
                 .swap_clears(bytes.into(), version, deadline)
                 .await
             {
                 Ok(true) => {
                     let all_are_in = self.note_object(&object, read_at)?.is_none();
-                    self.clears.known.lock().rewrite_at = read_at + REWRITES.1;
-                    self.refusals.written(len, now());
+                    self.known.lock().rewrite_at = read_at + REWRITES.1;
+                    self.access.refusals.written(len, now());
                     // Clears that came meanwhile are written at once.
                     if all_are_in {
                         return Ok(None);
@@ -308,7 +320,7 @@ impl Shared {
                 }
                 Ok(false) => {}
                 Err(error) if is_found && error.is_refusal() => {
-                    self.refusals.refused(&error, len, now());
+                    self.access.refusals.refused(&error, len, now());
                     return Ok(Some(error));
                 }
                 Err(error) => return Err(error),
@@ -326,14 +338,14 @@ impl Shared {
         object: &ClearsRecord,
         now: Duration,
     ) -> Result<Option<ClearsRecord>, StoreError> {
-        let mut known = self.clears.known.lock();
+        let mut known = self.known.lock();
         known.found(object, now).map_err(StoreError::unavailable)?;
-        self.clears.was_read.send_replace(true);
+        self.was_read.send_replace(true);
         let is_old = now >= known.rewrite_at;
         if is_old {
             known.rewrite_at = now + REWRITES.0;
             // The map of the folder is written again with the next chunk.
-            *self.clears.mapped.lock() = None;
+            *self.mapped.lock() = None;
         }
         let is_whole = object.clears.contains(&known.all);
         Ok((is_old || !is_whole).then(|| ClearsRecord {
@@ -349,15 +361,15 @@ impl Shared {
         is_damaged: bool,
         deadline: Instant,
     ) -> Result<ClearsRecord, StoreError> {
-        let interval = self.config.clears_interval;
+        let interval = self.access.config.clears_interval;
         let what = if is_damaged { "damaged" } else { "absent" };
         let next = |is_empty| {
-            let next = self.clears.known.lock().successor(now, interval, is_empty);
+            let next = self.known.lock().successor(now, interval, is_empty);
             next.map_err(StoreError::unavailable)
         };
         let next = match next(false)? {
             Some(next) => Some(next),
-            None if has_nothing(&*self.store, deadline).await => next(true)?,
+            None if has_nothing(&*self.access.store, deadline).await => next(true)?,
             None => None,
         };
         let next = next.ok_or_else(|| {
@@ -369,7 +381,7 @@ impl Shared {
             ))
         })?;
         tracing::warn!(generation = %next.generation, "{} of the remote store is {what}, and is written", Name::Clears);
-        if !is_damaged && let Ok(Some(command)) = self.store.old_chunks(deadline).await {
+        if !is_damaged && let Ok(Some(command)) = self.access.store.old_chunks(deadline).await {
             tracing::warn!(
                 "chunks of an older lmc lie in the remote store, and are not read; to remove them: {command}"
             );
@@ -380,7 +392,7 @@ impl Shared {
     /// Gives up what is known: a later lmc passes clears on by this object, which are not known here. It
     /// is not overwritten.
     fn not_understood(&self, error: ClearsError) -> StoreError {
-        self.clears.known.lock().read_at = None;
+        self.known.lock().read_at = None;
         StoreError::unavailable(format!("{error}: use one release of lmc with one store"))
     }
 
@@ -391,20 +403,21 @@ impl Shared {
         folder: ChunkFolder,
         deadline: Instant,
     ) -> Result<bool, StoreError> {
-        if *self.clears.mapped.lock() == Some(folder) {
+        if *self.mapped.lock() == Some(folder) {
             return Ok(true);
         }
-        let clears = Clears::clone(&self.clears.known.lock().current);
+        let clears = Clears::clone(&self.known.lock().current);
         let generation = folder.generation;
         let map = ClearsRecord { generation, clears };
         if map.folder() != folder {
             return Ok(false);
         }
         let write = self
+            .access
             .store
             .write(Name::Map(folder), map.encode().into(), deadline);
         write.await?;
-        *self.clears.mapped.lock() = Some(folder);
+        *self.mapped.lock() = Some(folder);
         Ok(true)
     }
 }

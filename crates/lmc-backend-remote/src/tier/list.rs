@@ -7,7 +7,8 @@ use std::time::Instant;
 use lmc_backend::{BackendError, Cursor, Listed, Page, Unavailable, now};
 use parking_lot::Mutex;
 
-use super::Shared;
+use super::access::StoreAccess;
+use super::clears::ClearsSync;
 use crate::format::{ChunkFolder, Scope, ValueName};
 use crate::store::StoreError;
 
@@ -16,10 +17,15 @@ const MAX_LISTINGS: usize = 16;
 /// Chunks of a page, at most.
 const MAX_PAGE: usize = 1000;
 
-/// Starts of the next pages of listings.
-#[derive(Debug, Default)]
-pub(super) struct Listings(Mutex<Tokens>);
+/// The listings that are under way.
+#[derive(Debug)]
+pub(super) struct Listings {
+    access: Arc<StoreAccess>,
+    clears: Arc<ClearsSync>,
+    tokens: Mutex<Tokens>,
+}
 
+/// Starts of the next pages of listings.
 #[derive(Debug, Default)]
 struct Tokens {
     tokens: BTreeMap<u128, String>,
@@ -27,11 +33,19 @@ struct Tokens {
 }
 
 impl Listings {
+    pub(super) fn new(access: &Arc<StoreAccess>, clears: &Arc<ClearsSync>) -> Self {
+        Self {
+            access: Arc::clone(access),
+            clears: Arc::clone(clears),
+            tokens: Mutex::default(),
+        }
+    }
+
     fn token(&self, cursor: Cursor) -> Result<Option<String>, BackendError> {
         if cursor == Cursor::START {
             return Ok(None);
         }
-        let token = self.0.lock().tokens.get(&cursor.raw()).cloned();
+        let token = self.tokens.lock().tokens.get(&cursor.raw()).cloned();
         let lost = || Unavailable {
             reason: "the listing is too old: start it again".to_owned(),
         };
@@ -40,7 +54,7 @@ impl Listings {
 
     /// Replaces the position of a listing by the next one.
     fn advance(&self, from: Cursor, next: Option<String>) -> Option<Cursor> {
-        let state = &mut *self.0.lock();
+        let state = &mut *self.tokens.lock();
         state.tokens.remove(&from.raw());
         state.last += 1;
         state.tokens.insert(state.last, next?);
@@ -49,26 +63,24 @@ impl Listings {
         }
         Some(Cursor::from_raw(state.last))
     }
-}
 
-impl Shared {
     pub(super) async fn list(
         self: &Arc<Self>,
         cursor: Cursor,
         limit: usize,
         deadline: Instant,
     ) -> Result<Page, BackendError> {
-        let folder = self.check()?;
-        self.paths.lookups.check(now())?;
-        let token = self.listings.token(cursor)?;
-        let shared = Arc::clone(self);
-        let listed = self.spawn(async move {
-            let page = shared.page(folder, token.as_deref(), limit, deadline).await;
-            shared.counters.failed.add(page.is_err().into());
+        let folder = self.clears.check()?;
+        self.access.paths.lookups.check(now())?;
+        let token = self.token(cursor)?;
+        let this = Arc::clone(self);
+        let listed = self.access.spawn(async move {
+            let page = this.page(folder, token.as_deref(), limit, deadline).await;
+            this.access.counters.failed.add(page.is_err().into());
             page
         });
         let (items, next) = listed.await.map_err(|_| BackendError::Closed)??;
-        let next = self.listings.advance(cursor, next);
+        let next = self.advance(cursor, next);
         Ok(Page { items, next })
     }
 
@@ -81,13 +93,17 @@ impl Shared {
     ) -> Result<(Vec<Listed>, Option<String>), StoreError> {
         let limit = limit.clamp(1, MAX_PAGE);
         let page = self
+            .access
             .store
             .list(Scope::values_of(folder), token, limit, deadline)
             .await?;
         let names = page.objects.iter();
         let names: Vec<ValueName> = names.filter_map(|object| object.name.value()).collect();
         let mut items = Vec::new();
-        for (name, head) in names.iter().zip(self.store.heads(&names, deadline).await) {
+        for (name, head) in names
+            .iter()
+            .zip(self.access.store.heads(&names, deadline).await)
+        {
             let Some(head) = head? else {
                 continue;
             };

@@ -9,6 +9,7 @@ use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{rounds, soon};
 
 use super::*;
+use crate::clock::BootClock;
 use crate::conformance::{CallFault, Calls, FaultyStore, MemoryStore, StoreFaults};
 use crate::format::{ClearsRecord, Name};
 
@@ -28,7 +29,7 @@ enum Harm {
 }
 
 struct Daemon {
-    shared: Arc<Shared>,
+    tier: RemoteTier,
     view: Arc<FaultyStore>,
     engine: Clears,
     start: StartId,
@@ -120,7 +121,7 @@ impl Model {
         let clears = Arc::new(engine.clone());
         let runtime = self.runtime.handle().clone();
         Daemon {
-            shared: Shared::new(config, view.clone(), clears, runtime),
+            tier: RemoteTier::new(config, view.clone(), clears, runtime),
             view,
             engine,
             start: StartId::new(start),
@@ -134,14 +135,14 @@ impl Model {
         let now = self.now();
         self.daemons[n].reads(now);
         let daemon = &self.daemons[n];
-        let _ = self.runtime.block_on(daemon.shared.sync_clears(soon()));
+        let _ = self.runtime.block_on(daemon.tier.clears.sync(soon()));
         self.before.extend(self.store.bytes(Name::Clears));
     }
 
     /// Carries out what others have cleared, as an engine does.
     fn follow(&mut self, n: usize) {
         let daemon = &mut self.daemons[n];
-        let all = daemon.shared.clears.all();
+        let all = daemon.tier.clears();
         if daemon.engine.join(&all).expect("few clears") {
             self.pass_on(n);
         }
@@ -152,7 +153,7 @@ impl Model {
         self.daemons[n].reads(now);
         let daemon = &self.daemons[n];
         let clears = Arc::new(daemon.engine.clone());
-        let cleared = self.runtime.block_on(daemon.shared.clear(clears, soon()));
+        let cleared = self.runtime.block_on(daemon.tier.clear(clears, soon()));
         if cleared.is_ok_and(|cleared| cleared.is_durable) {
             let object = self.object().expect("the object that was confirmed");
             assert!(
@@ -187,22 +188,22 @@ impl Model {
             at: self.now(),
             clears: daemon.engine.clone(),
         });
-        if daemon.shared.check().is_err() {
+        if daemon.tier.clears.check().is_err() {
             return;
         }
-        let stored = daemon.shared.store(vec![item], soon());
+        let stored = daemon.tier.store(vec![item], soon());
         let stored = self.runtime.block_on(in_order(stored, 1));
         assert!(matches!(stored[..], [Some(Ok(_))]), "{stored:?}");
     }
 
     fn load(&mut self, n: usize) {
         let daemon = &self.daemons[n];
-        if daemon.shared.check().is_err() {
+        if daemon.tier.clears.check().is_err() {
             return;
         }
         let slot = self.pool.reserve(LEN).expect("the slots came back");
         let item = LoadItem::new(test_key(self.rng.below(KEYS)), slot);
-        let loaded = daemon.shared.load(vec![item], soon());
+        let loaded = daemon.tier.load(vec![item], soon());
         let loaded = self.runtime.block_on(in_order(loaded, 1)).pop().flatten();
         let Some(slot) = loaded.expect("an answer").hit() else {
             return;
@@ -253,7 +254,7 @@ impl Model {
         let (now, object) = (self.now(), self.object());
         let knows = |daemon: &Daemon| {
             let puts_back = daemon.read_at.is_some_and(|at| now - at <= 3 * INTERVAL);
-            let all = daemon.shared.clears.all();
+            let all = daemon.tier.clears();
             !puts_back || object.as_ref().is_none_or(|o| all.contains(&o.clears))
         };
         if self.harm == Harm::Denied || !self.daemons.iter().all(knows) {
@@ -300,7 +301,7 @@ impl Model {
         }
         for pair in self.daemons.windows(2) {
             assert_eq!(pair[0].engine, pair[1].engine);
-            let folders = pair.iter().map(|daemon| daemon.shared.folder());
+            let folders = pair.iter().map(|daemon| daemon.tier.clears.folder());
             let folders: Vec<_> = folders.collect();
             assert!(
                 folders[0].is_ok() && folders[0] == folders[1],

@@ -5,22 +5,63 @@ use std::time::{Duration, Instant};
 
 use futures_util::{StreamExt, stream};
 use lmc_backend::{
-    Answers, BackendError, FailedSlot, LoadItem, Loaded, Located, Location, Unavailable, now, ready,
+    Answers, BackendError, FailedSlot, LoadItem, Loaded, Located, Location, ReadRate, Unavailable,
+    now, ready,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{ReservedSlot, checksum};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::JoinSet;
 
+use super::access::{StoreAccess, each, same};
 use super::breaker::Attempt;
-use super::recent::Asked;
-use super::{Shared, each, same};
+use super::clears::ClearsSync;
+use super::recent::{Asked, RecentKeys};
 use crate::format::{ChunkFolder, Header, Refusal, ValueName};
 use crate::store::{GetItem, Got, Head, StoreError};
 
+/// Lookups that may be under way at a time.
+const MAX_LOOKUPS: usize = 64;
+/// Keys that are remembered as touched.
+const MAX_TOUCHED: usize = 65_536;
+/// Time before a key is touched again, where its store keeps it for twice as long or longer.
+const TOUCH_PAUSE: Duration = Duration::from_secs(3600);
+
 type Heads = Vec<Result<Option<Head>, StoreError>>;
 
-impl Shared {
+/// Lookups and loads of values.
+#[derive(Debug)]
+pub(super) struct ValueReader {
+    access: Arc<StoreAccess>,
+    clears: Arc<ClearsSync>,
+    /// Keys that the store does not have; the writer takes those out that it stores.
+    absent: Arc<RecentKeys>,
+    /// Keys whose value was found damaged: absent as well, unless they are stored here again.
+    damaged: Arc<RecentKeys>,
+    /// Keys that were touched.
+    touched: RecentKeys,
+    lookups: Semaphore,
+    rate: ReadRate,
+}
+
+impl ValueReader {
+    pub(super) fn new(
+        access: &Arc<StoreAccess>,
+        clears: &Arc<ClearsSync>,
+        absent: &Arc<RecentKeys>,
+        damaged: &Arc<RecentKeys>,
+    ) -> Self {
+        Self {
+            touched: RecentKeys::new(touch_pause(access.store.touch_age()), MAX_TOUCHED),
+            lookups: Semaphore::new(MAX_LOOKUPS),
+            rate: ReadRate::default(),
+            access: Arc::clone(access),
+            clears: Arc::clone(clears),
+            absent: Arc::clone(absent),
+            damaged: Arc::clone(damaged),
+        }
+    }
+
     pub(super) async fn locate(
         self: &Arc<Self>,
         keys: &[ChunkKey],
@@ -28,8 +69,8 @@ impl Shared {
     ) -> Vec<Result<Located, BackendError>> {
         let now = now();
         // A chunk that cannot be loaded is not offered, except to the load that tries it.
-        let checked = self.check().and_then(|folder| {
-            self.paths.loads.check(now)?;
+        let checked = self.clears.check().and_then(|folder| {
+            self.access.paths.loads.check(now)?;
             Ok(folder)
         });
         let folder = match checked {
@@ -38,13 +79,14 @@ impl Shared {
         };
         let asked = keys.iter().filter(|key| !self.is_known_absent(key, now));
         let asked: Vec<ChunkKey> = asked.copied().collect();
-        self.counters
+        self.access
+            .counters
             .known_absent
             .add((keys.len() - asked.len()) as u64);
         if asked.is_empty() {
             return keys.iter().map(|_| Ok(Located::Absent)).collect();
         }
-        let mut found = match self.paths.lookups.begin(now) {
+        let mut found = match self.access.paths.lookups.begin(now) {
             Ok(attempt) => self.ask(attempt, folder, asked.clone(), deadline).await,
             Err(error) => each(asked.len(), &error.into()),
         }
@@ -73,28 +115,28 @@ impl Shared {
     ) -> Vec<Result<Located, BackendError>> {
         let len = keys.len();
         let (answer, answered) = oneshot::channel();
-        let shared = Arc::clone(self);
-        self.spawn_tracked(async move {
-            let Ok(_permit) = shared.lookups.try_acquire() else {
-                shared.counters.lookups_refused.add(1);
+        let this = Arc::clone(self);
+        self.access.spawn_tracked(async move {
+            let Ok(_permit) = this.lookups.try_acquire() else {
+                this.access.counters.lookups_refused.add(1);
                 let reason = "too many lookups wait for the store".to_owned();
                 let _ = answer.send(each(keys.len(), &Unavailable { reason }.into()));
                 return;
             };
-            let asked: Vec<Asked> = keys.iter().map(|key| shared.absent.asking(key)).collect();
-            let until = deadline.max(now() + shared.config.timeout);
+            let asked: Vec<Asked> = keys.iter().map(|key| this.absent.asking(key)).collect();
+            let until = deadline.max(now() + this.access.config.timeout);
             let names: Vec<ValueName> = keys.iter().map(|&key| folder.value(key)).collect();
-            let mut heads = shared.store.heads(&names, until);
+            let mut heads = this.access.store.heads(&names, until);
             let in_time = tokio::time::timeout_at(deadline.into(), &mut heads).await;
             // The caller may have left: its answers are of use to the next one.
             match in_time {
                 Ok(heads) => {
-                    let _ = answer.send(shared.located(attempt, &keys, &asked, heads));
+                    let _ = answer.send(this.located(attempt, &keys, &asked, heads));
                 }
                 Err(_) => {
                     let _ = answer.send(each(keys.len(), &BackendError::Deadline));
                     let heads = heads.await;
-                    shared.located(attempt, &keys, &asked, heads);
+                    this.located(attempt, &keys, &asked, heads);
                 }
             }
         });
@@ -110,7 +152,7 @@ impl Shared {
         asked: &[Asked],
         heads: Heads,
     ) -> Vec<Result<Located, BackendError>> {
-        self.note(attempt, &heads);
+        self.access.note(attempt, &heads);
         let now = now();
         let heads = keys.iter().zip(asked).zip(heads);
         let located = heads.map(|((key, asked), head)| {
@@ -121,7 +163,7 @@ impl Shared {
             match head.check(key) {
                 Ok(header) => Ok(self.location(&header)),
                 Err(refusal) => {
-                    self.counters.refused(refusal);
+                    self.access.counters.refused(refusal);
                     Ok(Located::Absent)
                 }
             }
@@ -144,8 +186,8 @@ impl Shared {
         if items.is_empty() {
             return ready([]);
         }
-        let begun = self.check().and_then(|folder| {
-            let attempt = self.paths.loads.begin(now())?;
+        let begun = self.clears.check().and_then(|folder| {
+            let attempt = self.access.paths.loads.begin(now())?;
             Ok((folder, attempt))
         });
         let (folder, attempt) = match begun {
@@ -157,7 +199,7 @@ impl Shared {
         };
         let (answers, mut answered) = mpsc::unbounded_channel();
         let reading = Arc::clone(self).read(attempt, folder, items, deadline, answers);
-        let reading = self.spawn(reading);
+        let reading = self.access.spawn(reading);
         Box::pin(stream::poll_fn(move |context| {
             // The task ends with the stream.
             let _ = &reading;
@@ -181,13 +223,13 @@ impl Shared {
             slot,
         };
         let items = items.into_iter().map(item).collect();
-        let mut reading = Reading::begin(&self);
+        let mut reading = Reading::begin(&self.rate);
         let mut verifying = JoinSet::new();
-        let mut got = self.store.get(items, deadline);
+        let mut got = self.access.store.get(items, deadline);
         while let Some((index, got)) = got.next().await {
             match &got {
                 Got::Value { .. } => attempt.succeeded(),
-                Got::Failed { error, .. } => self.note_failure(&mut attempt, error),
+                Got::Failed { error, .. } => self.access.note_failure(&mut attempt, error),
                 // Answered by the header, or without one.
                 Got::Absent(_) | Got::Refused { .. } => {}
             }
@@ -197,12 +239,12 @@ impl Shared {
                 Got::Value { header, slot, age } => {
                     let asked = asked.get(index).map(|(_, damaged)| *damaged);
                     reading.bytes += header.stored_len;
-                    let (shared, answers) = (Arc::clone(&self), answers.clone());
+                    let (this, answers) = (Arc::clone(&self), answers.clone());
                     verifying.spawn(async move {
-                        let loaded = shared.verify(&header, slot, asked);
+                        let loaded = this.verify(&header, slot, asked);
                         let is_hit = matches!(loaded, Loaded::Hit(_));
                         let _ = answers.send((index, loaded));
-                        (is_hit && shared.is_aging(&header.key, age)).then_some(header.key)
+                        (is_hit && this.is_aging(&header.key, age)).then_some(header.key)
                     });
                 }
                 Got::Absent(slot) => {
@@ -212,7 +254,7 @@ impl Shared {
                     answer(Loaded::Miss(slot));
                 }
                 Got::Refused { refusal, slot } => {
-                    self.counters.refused(refusal);
+                    self.access.counters.refused(refusal);
                     answer(match refusal {
                         Refusal::Length { expected, found } => {
                             failed(BackendError::Length { expected, found }, slot)
@@ -231,15 +273,16 @@ impl Shared {
         let aging = verified.into_iter().flatten();
         let aging: Vec<ValueName> = aging.map(|key| folder.value(key)).collect();
         if !aging.is_empty() {
-            let shared = Arc::clone(&self);
-            self.spawn_tracked(async move { shared.touch(aging).await });
+            let this = Arc::clone(&self);
+            self.access
+                .spawn_tracked(async move { this.touch(aging).await });
         }
     }
 
     /// Returns true for a value that has lived for more than half of its time and was not touched
     /// lately.
     fn is_aging(&self, key: &ChunkKey, age: Option<Duration>) -> bool {
-        let (Some(age), Some(touch_age)) = (age, self.store.touch_age()) else {
+        let (Some(age), Some(touch_age)) = (age, self.access.store.touch_age()) else {
             return false;
         };
         age > touch_age && !self.touched.contains(key, now())
@@ -249,15 +292,15 @@ impl Shared {
     /// of prompts first, and leave tails that no prompt reaches.
     async fn touch(&self, names: Vec<ValueName>) {
         let now = now();
-        if self.paths.writes.check(now).is_err() {
+        if self.access.paths.writes.check(now).is_err() {
             return;
         }
         for ValueName { key, .. } in &names {
             self.touched.insert(*key, self.touched.asking(key), now);
         }
-        let deadline = now + self.config.timeout;
-        let touched = self.store.touch(&names, deadline).await;
-        self.note_aside(&touched);
+        let deadline = now + self.access.config.timeout;
+        let touched = self.access.store.touch(&names, deadline).await;
+        self.access.note_aside(&touched);
         for (name, touched) in names.iter().zip(&touched) {
             if touched.as_ref().is_err_and(|error| !error.is_refusal()) {
                 // The next hit tries it again, before the value expires.
@@ -265,7 +308,7 @@ impl Shared {
             }
         }
         let done = touched.iter().filter(|touched| matches!(touched, Ok(true)));
-        self.counters.touched.add(done.count() as u64);
+        self.access.counters.touched.add(done.count() as u64);
     }
 
     /// Compares a payload with its header. `asked`: of the damaged keys, before the read.
@@ -279,7 +322,7 @@ impl Shared {
         if sum == header.plain_sum {
             return Loaded::Hit(slot.with_checksum(sum));
         }
-        self.counters.damaged.add(1);
+        self.access.counters.damaged.add(1);
         if let Some(asked) = asked {
             self.damaged.insert(header.key, asked, now());
         }
@@ -292,21 +335,41 @@ fn failed(error: BackendError, slot: ReservedSlot) -> Loaded {
     Loaded::Failed { error, slot }
 }
 
+/// Returns the time before a key of a store is touched again. A value is touched from `touch_age` on,
+/// which is at most half of its time, so a pause of that length lets none expire that is read later.
+fn touch_pause(touch_age: Option<Duration>) -> Duration {
+    touch_age.map_or(TOUCH_PAUSE, |age| TOUCH_PAUSE.min(age))
+}
+
 /// The time in which a batch is read, for estimates.
 struct Reading<'a> {
-    shared: &'a Shared,
+    rate: &'a ReadRate,
     bytes: u64,
 }
 
 impl<'a> Reading<'a> {
-    fn begin(shared: &'a Shared) -> Self {
-        shared.rate.begin(now());
-        Self { shared, bytes: 0 }
+    fn begin(rate: &'a ReadRate) -> Self {
+        rate.begin(now());
+        Self { rate, bytes: 0 }
     }
 }
 
 impl Drop for Reading<'_> {
     fn drop(&mut self) {
-        self.shared.rate.end(self.bytes, now());
+        self.rate.end(self.bytes, now());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_touched_once_an_hour_where_its_time_allows_that_and_before_it_expires() {
+        let minutes = |n: u64| Duration::from_secs(60 * n);
+        for (age, pause) in [(1, 1), (59, 59), (60, 60), (10_000, 60)] {
+            assert_eq!(touch_pause(Some(minutes(age))), minutes(pause), "{age}");
+        }
+        assert_eq!(touch_pause(None), minutes(60));
     }
 }

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::RemoteConfig;
 use super::breaker::IDLE_PAUSES;
+use super::config::RemoteConfig;
 use crate::store::StoreError;
 
 /// The knowledge that a store refuses writes.

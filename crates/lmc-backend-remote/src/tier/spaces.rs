@@ -10,8 +10,8 @@ use lmc_key::{ClearsId, SpaceId};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use super::Shared;
-use super::clears::jittered;
+use super::access::StoreAccess;
+use super::clears::{ClearsSync, jittered};
 use crate::format::{ChunkFolder, Name, SpaceError, SpaceRecord, Tenant};
 use crate::small::read_description;
 use crate::store::StoreError;
@@ -31,9 +31,10 @@ type Describe = Box<dyn Fn(SpaceId, ClearsId) -> Option<SpaceRecord> + Send + Sy
 /// A space that chunks of a folder are of, by its name in keys.
 type Space = (ChunkFolder, SpaceId);
 
-/// The spaces that chunks were stored in.
-#[derive(Default)]
-pub(super) struct Spaces {
+/// The spaces that chunks were stored in, with the task that describes them in the store.
+pub(super) struct SpaceDescriptions {
+    access: Arc<StoreAccess>,
+    clears: Arc<ClearsSync>,
     describe: OnceLock<Describe>,
     state: Mutex<State>,
     changed: Notify,
@@ -46,13 +47,23 @@ struct State {
     waiting: VecDeque<Space>,
 }
 
-impl fmt::Debug for Spaces {
+impl fmt::Debug for SpaceDescriptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Spaces").finish_non_exhaustive()
+        f.debug_struct("SpaceDescriptions").finish_non_exhaustive()
     }
 }
 
-impl Spaces {
+impl SpaceDescriptions {
+    pub(super) fn new(access: &Arc<StoreAccess>, clears: &Arc<ClearsSync>) -> Self {
+        Self {
+            access: Arc::clone(access),
+            clears: Arc::clone(clears),
+            describe: OnceLock::new(),
+            state: Mutex::default(),
+            changed: Notify::new(),
+        }
+    }
+
     /// Describes spaces by a function from now on. Only the first call counts.
     pub(super) fn describe_by(&self, describe: Describe) {
         let _ = self.describe.set(describe);
@@ -93,32 +104,30 @@ impl Spaces {
         }
         state.known.insert(space, now());
     }
-}
 
-impl Shared {
     /// Describes the spaces that are noted, one at a time. A failure is counted, and does not count
     /// against the store.
-    pub(super) async fn describe_spaces(self: Arc<Self>) {
-        let pause = self.config.probe_pause.1;
+    pub(super) async fn describe_all(self: Arc<Self>) {
+        let pause = self.access.config.probe_pause.1;
         let mut is_failing = false;
         loop {
-            let Some((space, record)) = self.spaces.next() else {
-                self.spaces.changed.notified().await;
+            let Some((space, record)) = self.next() else {
+                self.changed.notified().await;
                 continue;
             };
-            let may_write = self.paths.writes.check(now()).is_ok();
-            if may_write && self.check().is_ok() {
+            let may_write = self.access.paths.writes.check(now()).is_ok();
+            if may_write && self.clears.check().is_ok() {
                 let Err(error) = self.write_description(space, &record).await else {
-                    self.spaces.described(space);
+                    self.described(space);
                     is_failing = false;
                     continue;
                 };
-                self.counters.spaces_undescribed.add(1);
+                self.access.counters.spaces_undescribed.add(1);
                 if !std::mem::replace(&mut is_failing, true) {
                     tracing::warn!(space = %record.space(), %error, "space not described in the remote store; `lmc remote` cannot select it by model or tenant until that succeeds");
                 }
             }
-            self.spaces.note(space);
+            self.note(space);
             tokio::time::sleep(jittered(pause)).await;
         }
     }
@@ -129,9 +138,9 @@ impl Shared {
         (folder, space): Space,
         record: &SpaceRecord,
     ) -> Result<(), StoreError> {
-        let deadline = now() + self.config.timeout;
+        let deadline = now() + self.access.config.timeout;
         let name = Name::Space(folder, space);
-        let found = read_description(&*self.store, folder, space, deadline).await?;
+        let found = read_description(&*self.access.store, folder, space, deadline).await?;
         let has_digest = |tenant: Tenant| matches!(tenant, Tenant::Salted(Some(_)));
         let is_there = found.is_some_and(|found| match found {
             Ok(found) => has_digest(found.tenant()) || !has_digest(record.tenant()),
@@ -141,7 +150,8 @@ impl Shared {
         match is_there {
             true => Ok(()),
             false => {
-                self.store
+                self.access
+                    .store
                     .write(name, record.encode().into(), deadline)
                     .await
             }

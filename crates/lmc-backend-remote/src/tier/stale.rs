@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use lmc_backend::{BackendError, Unavailable, now};
 
-use super::Shared;
+use super::access::StoreAccess;
+use super::clears::ClearsSync;
 use crate::format::{ChunkFolder, Name, Scope};
 use crate::small::StaleFolders;
 
@@ -24,56 +25,55 @@ pub struct StaleDeleted {
     pub deleted: u64,
 }
 
-impl Shared {
-    /// Deletes what is in stale folders. Ends at the first page with a failure, which does not count
-    /// against the store.
-    pub(super) async fn delete_stale(
-        self: Arc<Self>,
-        progress: impl Fn(StaleDeleted) + Send,
-    ) -> Result<StaleDeleted, BackendError> {
-        let (mut done, mut token) = (StaleDeleted::default(), None::<String>);
-        let mut emptied: HashSet<ChunkFolder> = HashSet::new();
-        loop {
-            self.check()?;
-            let deadline = now() + TIMEOUT;
-            let page = self
-                .store
-                .list(Scope::Folders, token.as_deref(), PAGE, deadline);
-            let page = page.await?;
-            let stale = StaleFolders::read(&*self.store, deadline).await?;
-            let mut stale = stale.ok_or_else(|| Unavailable {
-                reason: format!("{} cannot be read", Name::Clears),
-            })?;
-            let mut names = Vec::new();
-            for object in &page.objects {
-                done.seen += u64::from(object.name.value().is_some());
-                let Some(folder) = object.name.folder() else {
-                    continue;
-                };
-                if !stale.contains(&*self.store, folder, deadline).await? {
-                    continue;
-                }
-                match object.name {
-                    // Without its map, nothing else of a folder would be known to be stale.
-                    Name::Map(_) => _ = emptied.insert(folder),
-                    name => names.push(name),
-                }
+/// Deletes what is in stale folders. Ends at the first page with a failure, which does not count
+/// against the store.
+pub(super) async fn delete_stale(
+    access: Arc<StoreAccess>,
+    clears: Arc<ClearsSync>,
+    progress: impl Fn(StaleDeleted) + Send,
+) -> Result<StaleDeleted, BackendError> {
+    let (mut done, mut token) = (StaleDeleted::default(), None::<String>);
+    let mut emptied: HashSet<ChunkFolder> = HashSet::new();
+    loop {
+        clears.check()?;
+        let deadline = now() + TIMEOUT;
+        let page = access
+            .store
+            .list(Scope::Folders, token.as_deref(), PAGE, deadline);
+        let page = page.await?;
+        let stale = StaleFolders::read(&*access.store, deadline).await?;
+        let mut stale = stale.ok_or_else(|| Unavailable {
+            reason: format!("{} cannot be read", Name::Clears),
+        })?;
+        let mut names = Vec::new();
+        for object in &page.objects {
+            done.seen += u64::from(object.name.value().is_some());
+            let Some(folder) = object.name.folder() else {
+                continue;
+            };
+            if !stale.contains(&*access.store, folder, deadline).await? {
+                continue;
             }
-            let removed = self.store.remove(&names, deadline).await;
-            for (name, removed) in names.iter().zip(removed) {
-                let removed = u64::from(removed? && name.value().is_some());
-                done.deleted += removed;
-                self.counters.stale_deleted.add(removed);
+            match object.name {
+                // Without its map, nothing else of a folder would be known to be stale.
+                Name::Map(_) => _ = emptied.insert(folder),
+                name => names.push(name),
             }
-            progress(done);
-            token = page.next;
-            if token.is_none() {
-                let maps: Vec<Name> = emptied.into_iter().map(Name::Map).collect();
-                for removed in self.store.remove(&maps, deadline).await {
-                    removed?;
-                }
-                return Ok(done);
+        }
+        let removed = access.store.remove(&names, deadline).await;
+        for (name, removed) in names.iter().zip(removed) {
+            let removed = u64::from(removed? && name.value().is_some());
+            done.deleted += removed;
+            access.counters.stale_deleted.add(removed);
+        }
+        progress(done);
+        token = page.next;
+        if token.is_none() {
+            let maps: Vec<Name> = emptied.into_iter().map(Name::Map).collect();
+            for removed in access.store.remove(&maps, deadline).await {
+                removed?;
             }
+            return Ok(done);
         }
     }
 }

@@ -9,9 +9,12 @@ use lmc_backend::{Answers, BackendError, StoreItem, Stored, now, ready};
 use lmc_key::ChunkKey;
 use tokio::sync::{mpsc, oneshot};
 
+use super::access::{StoreAccess, each, same};
 use super::breaker::Attempt;
-use super::claims::Claim;
-use super::{Shared, each, same};
+use super::claims::{Claim, Claims};
+use super::clears::ClearsSync;
+use super::recent::RecentKeys;
+use super::spaces::SpaceDescriptions;
 use crate::format::{ChunkFolder, Header, MAX_PAYLOAD_LEN, Name, ValueName};
 use crate::store::{Head, Put, PutItem, PutMode, StoreError};
 
@@ -52,7 +55,36 @@ enum Decision {
     Put(PutMode),
 }
 
-impl Shared {
+/// Stores and removals of values.
+#[derive(Debug)]
+pub(super) struct ValueWriter {
+    access: Arc<StoreAccess>,
+    clears: Arc<ClearsSync>,
+    spaces: Arc<SpaceDescriptions>,
+    /// Keys that the reader has not found, and those whose value it found damaged.
+    absent: Arc<RecentKeys>,
+    damaged: Arc<RecentKeys>,
+    claims: Arc<Claims>,
+}
+
+impl ValueWriter {
+    pub(super) fn new(
+        access: &Arc<StoreAccess>,
+        clears: &Arc<ClearsSync>,
+        spaces: &Arc<SpaceDescriptions>,
+        absent: &Arc<RecentKeys>,
+        damaged: &Arc<RecentKeys>,
+    ) -> Self {
+        Self {
+            access: Arc::clone(access),
+            clears: Arc::clone(clears),
+            spaces: Arc::clone(spaces),
+            absent: Arc::clone(absent),
+            damaged: Arc::clone(damaged),
+            claims: Arc::default(),
+        }
+    }
+
     pub(super) fn store(
         self: &Arc<Self>,
         items: Vec<StoreItem>,
@@ -67,14 +99,16 @@ impl Shared {
         }
         let (answers, mut answered) = mpsc::unbounded_channel();
         // What the store was given runs to its end: it would not be known to be over otherwise.
-        self.spawn_tracked(Arc::clone(self).write(folder, items, deadline, answers));
+        self.access
+            .spawn_tracked(Arc::clone(self).write(folder, items, deadline, answers));
         Box::pin(stream::poll_fn(move |context| answered.poll_recv(context)))
     }
 
-    /// As `check`, for what is written or removed.
+    /// Returns the folder of the chunks of a store or a removal that begins now, or the reason why none
+    /// can begin.
     fn check_writes(&self) -> Result<ChunkFolder, BackendError> {
-        let folder = self.check()?;
-        self.paths.writes.check(now())?;
+        let folder = self.clears.check()?;
+        self.access.paths.writes.check(now())?;
         Ok(folder)
     }
 
@@ -165,11 +199,11 @@ impl Shared {
             match &put {
                 Ok(Put::Written) => {
                     attempt.succeeded();
-                    self.refusals.written(len, now());
+                    self.access.refusals.written(len, now());
                 }
                 // The store may have looked, and taken no value.
                 Ok(Put::Present) => {}
-                Err(error) => self.note_failed_write(&mut attempt, error, len),
+                Err(error) => self.access.note_failed_write(&mut attempt, error, len),
             }
             // After an error the chunk may be there, too.
             self.absent.stored(&item.key);
@@ -180,7 +214,7 @@ impl Shared {
                 Ok(_) if item.slot.arena().is_lost() => {
                     // What was written may be the zeroes that came after the loss.
                     let name = folder.value(item.key).into();
-                    self.store.remove(&[name], deadline).await;
+                    self.access.store.remove(&[name], deadline).await;
                     Err(std::io::Error::other("the slot's memory was lost").into())
                 }
                 Ok(Put::Written) => {
@@ -208,12 +242,12 @@ impl Shared {
         if names.is_empty() {
             return Vec::new();
         }
-        let attempt = match self.paths.lookups.begin(now()) {
+        let attempt = match self.access.paths.lookups.begin(now()) {
             Ok(attempt) => attempt,
             Err(error) => return error.each(names.len()),
         };
-        let heads = self.store.heads(names, deadline).await;
-        self.note(attempt, &heads);
+        let heads = self.access.store.heads(names, deadline).await;
+        self.access.note(attempt, &heads);
         heads
     }
 
@@ -225,11 +259,11 @@ impl Shared {
         len: u64,
         deadline: Instant,
     ) -> Result<Option<Attempt>, StoreError> {
-        let mut attempt = self.paths.writes.begin(now())?;
-        match self.write_map(folder, deadline).await {
+        let mut attempt = self.access.paths.writes.begin(now())?;
+        match self.clears.write_map(folder, deadline).await {
             Ok(is_asked_for) => Ok(is_asked_for.then_some(attempt)),
             Err(error) => {
-                self.note_failed_write(&mut attempt, &error, len);
+                self.access.note_failed_write(&mut attempt, &error, len);
                 Err(error)
             }
         }
@@ -237,15 +271,16 @@ impl Shared {
 
     fn decide(&self, item: &StoreItem, head: Result<Option<Head>, StoreError>) -> Decision {
         let answer = |answer| Decision::Answer(answer);
-        let (offset, found) = (self.store.payload_offset(), item.slot.len());
+        let (offset, found) = (self.access.store.payload_offset(), item.slot.len());
         let max = self
+            .access
             .store
             .max_value_len()
             .saturating_sub(offset)
             .min(MAX_PAYLOAD_LEN);
         if found > max {
             let error = StoreError::TooLarge { max, found };
-            self.refusals.refused(&error, found, now());
+            self.access.refusals.refused(&error, found, now());
             return answer(Err(error.into()));
         }
         let head = match head {
@@ -257,7 +292,7 @@ impl Shared {
             Ok(_) if self.damaged.contains(&item.key, now()) => Decision::Put(PutMode::Replace),
             Ok(_) => answer(Ok(Stored::Present)),
             Err(refusal) => {
-                self.counters.refused(refusal);
+                self.access.counters.refused(refusal);
                 match refusal.is_newer() {
                     true => answer(Ok(Stored::Declined)),
                     false => Decision::Put(PutMode::Replace),
@@ -274,7 +309,7 @@ impl Shared {
         puts: Vec<(StoreItem, PutMode)>,
         deadline: Instant,
     ) -> impl Stream<Item = (usize, Result<Put, StoreError>)> {
-        let offset = self.store.payload_offset();
+        let offset = self.access.store.payload_offset();
         let (groups, mut summed) = mpsc::unbounded_channel();
         tokio::task::spawn_blocking(move || {
             let (mut first, mut group, mut bytes) = (0, Vec::new(), 0);
@@ -302,7 +337,7 @@ impl Shared {
         });
         let groups = stream::poll_fn(move |context| summed.poll_recv(context));
         let put = move |(first, items)| {
-            let put = self.store.put(items, deadline);
+            let put = self.access.store.put(items, deadline);
             put.map(move |(at, put)| (first + at, put))
         };
         groups.map(put).flatten_unordered(None)
@@ -321,10 +356,10 @@ impl Shared {
             return Vec::new();
         }
         let (answer, answered) = oneshot::channel();
-        let (shared, batch) = (Arc::clone(self), keys.to_vec());
-        self.spawn_tracked(async move {
+        let (this, batch) = (Arc::clone(self), keys.to_vec());
+        self.access.spawn_tracked(async move {
             let is_abandoned = || answer.is_closed();
-            let removed = shared
+            let removed = this
                 .remove_all(folder, &batch, deadline, is_abandoned)
                 .await;
             // The receiver is gone when the caller is.
@@ -353,8 +388,8 @@ impl Shared {
             }
             let names = claimed.iter().map(|(_, key)| folder.value(*key).into());
             let names: Vec<Name> = names.collect();
-            let removed = self.store.remove(&names, deadline).await;
-            self.note_aside(&removed);
+            let removed = self.access.store.remove(&names, deadline).await;
+            self.access.note_aside(&removed);
             let removed = removed
                 .into_iter()
                 .map(|one| one.map_err(BackendError::from));

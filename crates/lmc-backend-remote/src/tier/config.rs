@@ -1,0 +1,54 @@
+//! Settings of the tier.
+
+use std::time::Duration;
+
+use crate::clock::BootClock;
+
+/// Settings of a [`RemoteTier`](super::RemoteTier).
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct RemoteConfig {
+    /// Name of the tier in logs and metrics. Default: `remote`.
+    pub name: String,
+    /// Time for which a key that the store does not have is not asked for again. Default: 2 s.
+    pub absent_ttl: Duration,
+    /// Keys that are remembered as absent, at most. Default: 65,536.
+    pub max_absent: usize,
+    /// Time that the store has to answer before that counts as a failure, also when the caller
+    /// waits for less. Default: 2 s.
+    pub timeout: Duration,
+    /// Pause between two reads of the clears that other daemons have passed on. The store is used
+    /// only while they were read within three of it. Default: 2 s.
+    pub clears_interval: Duration,
+    /// Clock that says how long ago they were read. Default: `CLOCK_BOOTTIME`.
+    pub boot_clock: BootClock,
+    /// Pause before the clears are read again after a failure, and before a request tries a path of the
+    /// store that was taken out: at first, and at most. Default: 250 ms and 15 s.
+    pub probe_pause: (Duration, Duration),
+}
+
+impl RemoteConfig {
+    /// Returns the settings of the nth store of a program, counted from 0: named `remote`, `remote2`,
+    /// `remote3`.
+    pub fn nth(number: usize) -> Self {
+        let mut this = Self::default();
+        if number > 0 {
+            this.name += &(number + 1).to_string();
+        }
+        this
+    }
+}
+
+impl Default for RemoteConfig {
+    fn default() -> Self {
+        Self {
+            name: "remote".to_owned(),
+            absent_ttl: Duration::from_secs(2),
+            max_absent: 65_536,
+            timeout: Duration::from_secs(2),
+            clears_interval: Duration::from_secs(2),
+            boot_clock: BootClock::default(),
+            probe_pause: (Duration::from_millis(250), Duration::from_secs(15)),
+        }
+    }
+}
