@@ -349,7 +349,7 @@ async fn health(State(http): Shared, Extension(user): Extension<ConnectionUser>)
     match served(&http).await {
         Ok(status) => {
             let mut body = json!({"status": condition(&status)});
-            // Faults name paths and addresses, and whoever has no token is answered here.
+            // Faults name paths and addresses, and requests without the token are answered here.
             if http.access.now().token.is_none() || user.0 == Ok(Trust::User) {
                 body["tiers"] = json!(status.tiers);
             }

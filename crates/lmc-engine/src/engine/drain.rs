@@ -15,7 +15,7 @@ impl CacheEngine {
     /// Takes no chunks from now on, from engines and from peers; lookups and reads go on. What was
     /// reserved before can be committed.
     pub fn begin_drain(&self) {
-        // Whoever has not seen it counts as under way already.
+        // A store that has not seen it counts as under way already.
         self.0.is_draining.store(true, Ordering::SeqCst);
     }
 

@@ -73,7 +73,7 @@ fn follow(
     }
 }
 
-/// What is drawn.
+/// The content of the screen.
 #[derive(Debug, Default)]
 struct Screen {
     address: String,
