@@ -42,9 +42,6 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_
 const TICK: Duration = Duration::from_millis(100);
 /// Time between two pings.
 const PING_INTERVAL: Duration = Duration::from_millis(500);
-/// A look at deadlines that comes later than this was kept from running: the machine is starved, and
-/// nothing is said about the server.
-const STARVED: Duration = Duration::from_secs(1);
 /// Requests that may wait for an answer; more fail at once.
 const MAX_PENDING: usize = 16_384;
 /// Limits of a reply.
@@ -211,7 +208,8 @@ impl Link {
             endpoint,
             setup,
             log,
-            ping_timeout,
+            ping_looks: u32::try_from(ping_timeout.as_millis() / TICK.as_millis())
+                .unwrap_or(u32::MAX),
             state: Arc::clone(&state),
             commands: received,
             last_session: 0,
@@ -469,21 +467,25 @@ fn unless_blocked(result: io::Result<usize>) -> io::Result<Option<usize>> {
 /// Requests and pings of one connection that have no answer yet.
 struct Traffic {
     pending: HashMap<u64, Pending>,
-    /// Number and deadline of the ping that is under way.
-    ping: Option<(u64, Instant)>,
+    /// The ping that is under way.
+    ping: Option<Ping>,
     next_ping: Instant,
-    /// Time of the last look at the deadlines.
-    looked: Instant,
+}
+
+/// A ping without an answer. Its time is counted in looks at the deadlines, not by the clock: on a
+/// machine that is starved, this thread and the server are both late.
+struct Ping {
+    uid: u64,
+    /// Looks since the server was last heard.
+    silent_looks: u32,
 }
 
 impl Traffic {
     fn new() -> Self {
-        let now = Instant::now();
         Self {
             pending: HashMap::new(),
             ping: None,
-            next_ping: now + PING_INTERVAL,
-            looked: now,
+            next_ping: Instant::now() + PING_INTERVAL,
         }
     }
 
@@ -492,36 +494,32 @@ impl Traffic {
         let Some(uid) = frames.first().and_then(number) else {
             return Some(End::Lost("its answer has no number".to_owned()));
         };
-        if self.ping.is_some_and(|(number, _)| number == uid) {
+        if self.ping.as_ref().is_some_and(|ping| ping.uid == uid) {
             self.ping = None;
             // It does not know this worker: the setup registers again.
             let is_unknown = decode_reply(Operation::Ping, &frames[1..]) == Ok(Reply::Bool(false));
             return is_unknown.then_some(End::Reconnect);
         }
         if let Some(asked) = self.pending.remove(&uid) {
+            if let Some(ping) = &mut self.ping {
+                ping.silent_looks = 0;
+            }
             (asked.on_answer)(answer(asked.operation, &frames[1..]));
         }
         None
     }
 
-    /// Fails the requests whose deadline has passed; ends the connection if that of a ping has.
-    fn expire(&mut self, now: Instant) -> Option<End> {
-        let gap = now.duration_since(std::mem::replace(&mut self.looked, now));
-        if gap > STARVED
-            && let Some((_, deadline)) = &mut self.ping
-        {
-            *deadline += gap;
-        }
+    /// Fails the requests whose deadline has passed; ends the connection where a ping has been
+    /// without an answer for `ping_looks` looks.
+    fn expire(&mut self, now: Instant, ping_looks: u32) -> Option<End> {
         let late = (self.pending).extract_if(|_, pending| pending.deadline <= now);
         for (_, late) in late {
             (late.on_answer)(Err(LinkError::Timeout));
         }
-        match self.ping {
-            Some((_, deadline)) if deadline <= now => {
-                Some(End::Lost("it does not answer pings".to_owned()))
-            }
-            _ => None,
-        }
+        let ping = self.ping.as_mut()?;
+        ping.silent_looks += 1;
+        let is_silent = ping.silent_looks > ping_looks;
+        is_silent.then(|| End::Lost("it does not answer pings".to_owned()))
     }
 }
 
@@ -533,8 +531,8 @@ struct Driver {
     is_looked_for: bool,
     setup: Arc<dyn Setup>,
     log: Arc<Log>,
-    /// Limit on the answer to a ping: after it the server is taken for dead.
-    ping_timeout: Duration,
+    /// Looks at the deadlines in which a ping is answered: after them the server is taken for dead.
+    ping_looks: u32,
     state: Arc<State>,
     commands: mpsc::UnboundedReceiver<Command>,
     last_session: SessionId,
@@ -676,13 +674,16 @@ impl Driver {
     /// Looks at the deadlines, and sends a ping when it is due.
     fn look(&mut self, connection: &mut Connection, traffic: &mut Traffic) -> Option<End> {
         let now = Instant::now();
-        if let Some(end) = traffic.expire(now) {
+        if let Some(end) = traffic.expire(now, self.ping_looks) {
             return Some(end);
         }
         if traffic.ping.is_none() && traffic.next_ping <= now {
             traffic.next_ping = now + PING_INTERVAL;
             let uid = self.uid();
-            traffic.ping = Some((uid, now + self.ping_timeout));
+            traffic.ping = Some(Ping {
+                uid,
+                silent_looks: 0,
+            });
             let request = encode_request(uid, &self.setup.ping());
             encode_message(&request, &mut connection.output);
         }
@@ -862,6 +863,37 @@ mod tests {
         });
         let address = address.recv().expect("it listens");
         Endpoint::Tcp(address.to_string())
+    }
+
+    /// A machine that stood still for an hour is one with a dead server, by the clock.
+    #[test]
+    fn a_late_look_does_not_make_the_server_dead() {
+        let mut traffic = Traffic::new();
+        let ping = |uid| {
+            let silent_looks = 0;
+            Some(Ping { uid, silent_looks })
+        };
+        traffic.ping = ping(1);
+        let mut now = Instant::now();
+        for _ in 0..3 {
+            now += Duration::from_secs(3600);
+            assert!(traffic.expire(now, 3).is_none());
+        }
+        assert!(matches!(traffic.expire(now, 3), Some(End::Lost(_))));
+        // The answer to another request shows that it lives.
+        traffic.ping = ping(2);
+        let sent = Pending {
+            operation: Operation::Ping,
+            deadline: now + Duration::from_secs(3600),
+            on_answer: Box::new(|_| ()),
+        };
+        traffic.pending.insert(3, sent);
+        for _ in 0..3 {
+            assert!(traffic.expire(now, 3).is_none());
+        }
+        let number = encode_request(3, &Request::GetExperimental).swap_remove(0);
+        assert!(traffic.answered(&[number]).is_none());
+        assert!(traffic.expire(now, 3).is_none(), "it was heard");
     }
 
     #[tokio::test]

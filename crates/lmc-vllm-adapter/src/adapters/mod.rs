@@ -63,7 +63,8 @@ pub struct Timeouts {
     pub start: Duration,
     /// Wait for an answer that needs no work of the server. Default: 5 s.
     pub answer: Duration,
-    /// Wait for the answer to a ping, after which the server is taken for dead. Default: 2 s.
+    /// Wait for the answer to a ping, after which the server is taken for dead; longer where the
+    /// machine is so busy that the wait itself is late. Default: 2 s.
     pub ping: Duration,
 }
 
