@@ -97,10 +97,6 @@ impl Fault {
 }
 
 impl Condition {
-    pub(super) fn is_out(&self) -> bool {
-        self.out.load(Ordering::Acquire)
-    }
-
     pub(super) fn is_log_broken(&self) -> bool {
         self.faults.lock().log.is_some()
     }
@@ -288,7 +284,7 @@ impl Condition {
 
     /// Returns the reason why the drive is not to be used, if there is one.
     pub(super) fn unavailable(&self) -> Option<Unavailable> {
-        if !self.is_out() {
+        if !self.out.load(Ordering::Acquire) {
             return None;
         }
         let faults = self.faults.lock();

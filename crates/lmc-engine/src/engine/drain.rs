@@ -21,7 +21,7 @@ impl CacheEngine {
 
     /// Takes chunks again, and ends [`Self::write_back`].
     pub fn end_drain(&self) {
-        self.0.is_draining.store(false, Ordering::Relaxed);
+        self.0.is_draining.store(false, Ordering::SeqCst);
         self.0.unoffered.store(NOT_BEGUN, Ordering::Relaxed);
     }
 

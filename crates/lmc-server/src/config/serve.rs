@@ -139,23 +139,10 @@ impl ServeConfig {
                 ),
             );
         }
-        for (given, needed, name, of) in [
-            (
-                &self.http_tls_cert,
-                &self.http_tls_key,
-                "http-tls-cert",
-                "--http-tls-key",
-            ),
-            (
-                &self.http_tls_key,
-                &self.http_tls_cert,
-                "http-tls-key",
-                "--http-tls-cert",
-            ),
-        ] {
-            if given.is_some() && needed.is_none() {
-                layers.refuse(name, format!("requires {of}"));
-            }
+        match (&self.http_tls_cert, &self.http_tls_key) {
+            (Some(_), None) => layers.refuse("http-tls-cert", "requires --http-tls-key"),
+            (None, Some(_)) => layers.refuse("http-tls-key", "requires --http-tls-cert"),
+            _ => {}
         }
         if self.transfer_mode == TransferMode::EngineDriven && self.shm_name == SegmentName::None {
             layers.refuse(

@@ -37,3 +37,8 @@ pub(super) fn duration(seconds: f64) -> String {
         s => format!("{:.1} h", s / 3600.0),
     }
 }
+
+/// Returns a time that a server gives in seconds; `-` where it gives none.
+pub(super) fn took(seconds: &Value) -> String {
+    seconds.as_f64().map_or_else(|| "-".to_owned(), duration)
+}

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
-use super::format::{bytes, duration, number, percent, text};
+use super::format::{bytes, duration, number, percent, text, took};
 use super::http::HttpUrl;
 
 /// Returns the state in the words of /healthz, which load balancers and people see.
@@ -185,7 +185,7 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
 
 /// Reasons of misses, as [`ServiceCounts`](lmc_vllm_adapter::ServiceCounts) and people name them. A
 /// counter adds up misses whose reason is certain and those whose reason is probable.
-pub(super) const MISSES: &[(&str, &str)] = &[
+const MISSES: &[(&str, &str)] = &[
     ("never_stored", "probably never stored"),
     ("evicted", "probably evicted"),
     ("cleared", "probably cleared"),
@@ -203,8 +203,9 @@ pub(super) const MISSES: &[(&str, &str)] = &[
     ("recompute", "faster to recompute"),
 ];
 
-/// Returns the shares of the tokens looked up that were missed, by reason; `None` where none was.
-fn missed(status: &Value) -> Option<String> {
+/// Returns the reasons for which tokens were missed, the most frequent first: share of the tokens looked
+/// up, name.
+pub(super) fn reasons_missed(status: &Value) -> Vec<(String, String)> {
     let counts = &status["counts"];
     let of = |reason: &str| number(&counts[format!("missed_{reason}")]);
     let differs = status["other_space_differs"].as_array();
@@ -222,11 +223,19 @@ fn missed(status: &Value) -> Option<String> {
         .collect();
     reasons.sort_by(|one, other| other.0.total_cmp(&one.0));
     let share = |tokens| percent(tokens, number(&counts["lookup_tokens"]));
-    let shown = reasons
-        .iter()
-        .map(|(tokens, name)| format!("{} {name}", share(*tokens)));
-    let mut parts: Vec<String> = shown.collect();
-    match number(&counts["lookup_tail_tokens"]) {
+    reasons
+        .into_iter()
+        .map(|(tokens, name)| (share(tokens), name))
+        .collect()
+}
+
+/// Returns the shares of the tokens looked up that were missed, by reason; `None` where none was.
+fn missed(status: &Value) -> Option<String> {
+    let reasons = reasons_missed(status).into_iter();
+    let mut parts: Vec<String> = reasons
+        .map(|(share, name)| format!("{share} {name}"))
+        .collect();
+    match number(&status["counts"]["lookup_tail_tokens"]) {
         0.0 => {}
         tokens => parts.push(format!(
             "besides {tokens} tokens after the last whole chunk"
@@ -299,7 +308,6 @@ fn operations(out: &mut String, operations: &Value) {
         "operation", "answered", "p50", "p99", "refused"
     );
     for operation in used {
-        let took = |seconds: &Value| seconds.as_f64().map_or_else(|| "-".to_owned(), duration);
         let _ = writeln!(
             out,
             "{:<42} {:>9} {:>9} {:>9} {:>8}",

@@ -12,9 +12,9 @@ use ratatui::text::Line;
 use ratatui::widgets::{Block, Cell, Gauge, Paragraph, Row, Sparkline, Table};
 use serde_json::Value;
 
-use super::format::{bytes, duration, number, percent, text};
+use super::format::{bytes, duration, number, percent, text, took};
 use super::http::{Call, HttpUrl};
-use super::status::{MISSES, health};
+use super::status::{health, reasons_missed};
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
@@ -232,17 +232,8 @@ fn table<'a>(
 }
 
 fn missed(status: &Value) -> Table<'static> {
-    let counts = &status["counts"];
-    let mut reasons: Vec<(f64, &str)> = MISSES
-        .iter()
-        .map(|(reason, name)| (number(&counts[format!("missed_{reason}")]), *name))
-        .filter(|(tokens, _)| *tokens > 0.0)
-        .collect();
-    reasons.sort_by(|one, other| other.0.total_cmp(&one.0));
-    let share = |tokens| percent(tokens, number(&counts["lookup_tokens"]));
-    let rows = reasons
-        .into_iter()
-        .map(|(tokens, name)| vec![share(tokens), name.to_owned()]);
+    let reasons = reasons_missed(status).into_iter();
+    let rows = reasons.map(|(share, name)| vec![share, name]);
     table(
         "not found, since the start",
         &["share", "reason"],
@@ -255,7 +246,6 @@ fn operations(operations: &[Value]) -> Table<'static> {
     let used = operations
         .iter()
         .filter(|one| number(&one["answered"]) > 0.0);
-    let took = |seconds: &Value| seconds.as_f64().map_or_else(|| "-".to_owned(), duration);
     let rows = used.map(|one| {
         vec![
             text(&one["operation"]),
