@@ -13,6 +13,7 @@ use lmc_backend::{
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
+use crate::TIER;
 use crate::batch::Batch;
 use crate::counters::{Counters, DiskStats};
 use crate::drive::Drive;
@@ -22,9 +23,6 @@ use crate::set::SetMember;
 use crate::spaces::{Unreachable, UnreachableSegment};
 use crate::timer::Timer;
 use crate::volume::BLOCK;
-
-/// Name of the tier.
-pub(crate) const TIER: &str = "disk";
 
 /// Chunks on one or more drives, found again after any kill.
 ///

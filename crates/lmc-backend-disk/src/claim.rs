@@ -15,9 +15,8 @@ use std::time::{Duration, Instant};
 use tracing::debug;
 
 use crate::clears_file::CLEARS_NAME;
-use crate::config::UNFINISHED_HEADER;
-use crate::drive::HEADER_NAME;
 use crate::error::DiskError;
+use crate::files::{HEADER_NAME, UNFINISHED_HEADER};
 use crate::format::{BLOCK_LEN, DRIVE_MAGIC};
 use crate::log::is_numbered;
 use crate::set::SET_NAME;

@@ -9,7 +9,7 @@ use std::io;
 
 use lmc_backend::Clears;
 
-use crate::drive::read_file;
+use crate::files::read_file;
 use crate::format::{
     BLOCK_LEN, FormatError, Head, Reader, VERSION, Writer, check_head, put_sum, sum_is_right,
 };

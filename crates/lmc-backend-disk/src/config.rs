@@ -15,9 +15,10 @@ use tracing::{info, warn};
 
 use crate::backend::DiskBackend;
 use crate::claim::{Claim, Content, content, remove_remains};
-use crate::drive::{Drive, DriveSettings, HEADER_NAME, replace_file};
+use crate::drive::{Drive, DriveSettings};
 use crate::drive_set::{DriveSet, absolute, ago, now};
 use crate::error::DiskError;
+use crate::files::{HEADER_NAME, replace_file};
 use crate::format::{BLOCK_LEN, DriveHeader, FormatError, VERSION};
 use crate::id::{hex, random_id};
 use crate::index::MAX_SEGMENTS;
@@ -32,8 +33,6 @@ const STALL: Duration = Duration::from_millis(500);
 /// Time that a closing drive waits for its threads.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Name of a drive's header file until it is complete.
-pub(crate) const UNFINISHED_HEADER: &str = "drive.unfinished";
 /// Least bytes of a drive.
 const MIN_SIZE: u64 = 4 << 20;
 

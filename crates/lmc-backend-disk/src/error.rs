@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use lmc_backend::TooManyClears;
 use thiserror::Error;
 
-use crate::drive::HEADER_NAME;
+use crate::files::HEADER_NAME;
 
 /// A disk tier cannot be opened. Nothing on the drive was changed.
 #[derive(Debug, Error)]

@@ -9,7 +9,7 @@ use lmc_backend::{Change, Events};
 use lmc_key::{ChunkKey, ClearsId, SpaceId};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::backend::TIER;
+use crate::TIER;
 use crate::format::{Location, PutRecord, Record, blocks};
 
 /// A chunk in the list of its segment.

@@ -23,6 +23,7 @@ mod counters;
 mod drive;
 mod drive_set;
 mod error;
+mod files;
 mod format;
 mod id;
 mod index;
@@ -32,6 +33,7 @@ mod set;
 #[cfg(test)]
 mod sim;
 mod spaces;
+mod status;
 mod timer;
 mod volume;
 
@@ -40,10 +42,14 @@ pub use config::{DiskConfig, DiskIo, usable_bytes};
 pub use counters::DiskStats;
 pub use error::DiskError;
 pub use format::VERSION as FORMAT_VERSION;
-pub use inspect::{Compacted, DriveStatus, SegmentStatus};
+pub use inspect::Compacted;
 pub use set::SetMember;
 pub use spaces::{SpaceUsage, Unreachable};
+pub use status::{DriveStatus, SegmentStatus};
 pub use volume::check_io_uring;
+
+/// Name of the tier.
+const TIER: &str = "disk";
 
 /// The README's examples, compiled and run with the doctests.
 #[cfg(doctest)]

@@ -45,9 +45,6 @@ pub use config::{LocalConfig, LocalConfigError};
 mod events;
 pub use events::{LocalSink, Removal, RemovedEvent, StoredEvent};
 
-mod lease;
-pub use lease::{Lease, Leases};
-
 mod origin;
 pub use origin::Origin;
 

@@ -10,7 +10,6 @@ use lmc_memory::SealedSlot;
 
 use crate::TenantId;
 use crate::class::Class;
-use crate::lease::Leased;
 use crate::origin::Origin;
 use crate::policy::{EvictionPolicy, List, NIL, PolicyKind};
 use crate::slab::{Entry, EntryRef, EvictionState, Identity, Life, Slab};
@@ -58,6 +57,15 @@ pub(crate) struct Shard {
     shared_writes: HashMap<ChunkKey, Vec<u64>, FoldState>,
     /// Number of pins of each pinned entry, by index.
     pins: HashMap<u32, u32>,
+}
+
+/// One leased chunk inside of a lease.
+#[derive(Debug)]
+pub(crate) struct Leased {
+    /// An owner of the bytes of its own: they stay even when the chunk is removed.
+    pub(crate) slot: SealedSlot,
+    pub(crate) name: EntryRef,
+    pub(crate) origin: Origin,
 }
 
 /// An entry that was taken out of the index. The caller drops the slot after the lock, and takes

@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 
 use crate::config::NodeConfig;
 use crate::daemon_link::{DaemonLink, answer_on, random};
-use crate::dial::{Dialer, Named, NamedPeer};
+use crate::dial::{Dialer, Named};
 use crate::link::{Link, Session};
 use crate::node::Node;
 use crate::peers::{GonePeer, Peers};

@@ -15,37 +15,12 @@ use crate::daemon_link::DaemonLink;
 use crate::node::Node;
 use crate::peers::Failure;
 use crate::resolve::Names;
+use crate::status::NamedPeer;
 
 /// Time after which a peer that is not connected is tried again.
 const CONNECT_EVERY: Duration = Duration::from_secs(1);
 /// Time that a connect may take.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// A peer that the settings name, at one of its addresses.
-#[derive(Debug, Clone, Serialize)]
-#[non_exhaustive]
-pub struct NamedPeer {
-    /// The name with its port, as the settings have it.
-    pub name: String,
-    /// Address of the name, or the one of several that this is about; none where the name is not resolved.
-    pub address: Option<String>,
-    /// Name of the peer on the channel; none while it is not connected.
-    pub id: Option<String>,
-    /// True for the address of this daemon itself, which is ignored.
-    pub itself: bool,
-    /// Reason why the name is not resolved, or the peer not connected.
-    pub failure: Option<Failure>,
-}
-
-impl NamedPeer {
-    /// Returns the name, with the address where that is another.
-    pub(crate) fn describe(&self) -> String {
-        match &self.address {
-            Some(address) if *address != self.name => format!("{} ({address})", self.name),
-            _ => self.name.clone(),
-        }
-    }
-}
 
 /// The peers that the settings name, as they are shown to people.
 pub(crate) type Named = Arc<Mutex<Vec<NamedPeer>>>;

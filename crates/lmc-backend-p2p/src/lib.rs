@@ -49,7 +49,6 @@ mod unfit;
 pub use backend::{P2pBackend, P2pConfig, new_peer_id};
 pub use config::NodeConfig;
 pub use daemon_link::DaemonLink;
-pub use dial::NamedPeer;
 pub use digest::chunk_digest;
 pub use directory::DirectoryUse;
 pub use leases::{Busy, LeaseTable, OwnerLimits};
@@ -59,7 +58,7 @@ pub use peers::{Failure, GonePeer, PeerCounters};
 pub use pushing::CopyError;
 pub use session::{AskError, HelloError};
 pub use spaces::{Difference, Mismatch};
-pub use status::{Holding, NodeStatus, PeerStatus, PeersStatus, SpaceView};
+pub use status::{Holding, NamedPeer, NodeStatus, PeerStatus, PeersStatus, SpaceView};
 pub use unfit::Unfit;
 
 /// The README's examples, compiled and run with the doctests.

@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use lmc_backend::now;
 use serde::Serialize;
 
-use crate::dial::NamedPeer;
 use crate::directory::{DirectoryClient, DirectoryUse};
 use crate::link::Link;
 use crate::message::SpaceNote;
@@ -25,6 +24,32 @@ pub struct PeersStatus {
     pub node: NodeStatus,
     /// The peers that the settings name, each at each of its addresses.
     pub named: Vec<NamedPeer>,
+}
+
+/// A peer that the settings name, at one of its addresses.
+#[derive(Debug, Clone, Serialize)]
+#[non_exhaustive]
+pub struct NamedPeer {
+    /// The name with its port, as the settings have it.
+    pub name: String,
+    /// Address of the name, or the one of several that this is about; none where the name is not resolved.
+    pub address: Option<String>,
+    /// Name of the peer on the channel; none while it is not connected.
+    pub id: Option<String>,
+    /// True for the address of this daemon itself, which is ignored.
+    pub itself: bool,
+    /// Reason why the name is not resolved, or the peer not connected.
+    pub failure: Option<Failure>,
+}
+
+impl NamedPeer {
+    /// Returns the name, with the address where that is another.
+    pub(crate) fn describe(&self) -> String {
+        match &self.address {
+            Some(address) if *address != self.name => format!("{} ({address})", self.name),
+            _ => self.name.clone(),
+        }
+    }
 }
 
 /// State of a [`Node`](crate::Node).

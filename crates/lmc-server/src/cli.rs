@@ -16,6 +16,7 @@ use crate::config::{
 };
 use crate::start::{self, Background};
 use crate::stdout::out;
+use crate::text::{error_text, version};
 use crate::{bench, daemon, doctor, limits, stdout, tools, transfer_config};
 
 const EXAMPLES: &str = "\
@@ -136,15 +137,6 @@ fn command() -> Command {
         )
 }
 
-/// The version, with the commit where it is known.
-pub(crate) fn version() -> String {
-    let version = env!("CARGO_PKG_VERSION");
-    match env!("BUILD_COMMIT") {
-        "" => version.to_owned(),
-        commit => format!("{version} (commit {commit})"),
-    }
-}
-
 fn completions(matches: &ArgMatches) -> Result<()> {
     let shell: Shell = *matches.get_one("shell").expect("clap requires it");
     let mut script = Vec::new();
@@ -170,22 +162,6 @@ fn man(matches: &ArgMatches) -> Result<()> {
     clap_mangen::Man::new(page.name(name)).render(&mut text)?;
     stdout::bytes(&text);
     Ok(())
-}
-
-/// An error with its causes, each said once: an I/O error's text often ends a context already.
-pub(crate) fn error_text(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    for cause in error.chain() {
-        let cause = cause.to_string();
-        if text.contains(&cause) {
-            continue;
-        }
-        if !text.is_empty() {
-            text.push_str(": ");
-        }
-        text.push_str(&cause);
-    }
-    text
 }
 
 fn serve_command() -> Command {
@@ -414,17 +390,6 @@ mod tests {
             .into_iter()
             .map(|(name, raw)| (name, raw.text().expect("a text").to_owned()))
             .collect()
-    }
-
-    #[test]
-    fn every_cause_of_an_error_is_said_once() {
-        let refused = || std::io::Error::from_raw_os_error(111);
-        let twice = anyhow::Error::new(refused()).context(format!("http: {}", refused()));
-        let twice = twice.context("no server answers");
-        let expected = format!("no server answers: http: {}", refused());
-        assert_eq!(error_text(&twice), expected);
-        let chain = anyhow::anyhow!("c").context("b").context("a");
-        assert_eq!(error_text(&chain), "a: b: c");
     }
 
     #[test]

@@ -18,7 +18,6 @@ use tokio::net::TcpListener;
 use tokio::sync::{Notify, watch};
 use tracing::{error, info, warn};
 
-use crate::cli::error_text;
 use crate::config::{
     ConfigError, Loaded, LogFormat, SegmentName, ServeConfig, TierSettings, human_bytes,
     human_duration, is_loopback, policy_name,
@@ -30,6 +29,7 @@ use crate::salts::SaltDigests;
 use crate::signals::Signals;
 use crate::start::Background;
 use crate::supervisor::Supervisor;
+use crate::text::error_text;
 use crate::vllm::own_transfer_config;
 use crate::{
     disk, log, losses, nixl, notices, occupant, peers, pool, remote, state, transfer_config,

@@ -31,11 +31,11 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tower_http::compression::CompressionLayer;
 
-use crate::cli::error_text;
 use crate::config::policy_name;
 use crate::drain::Drain;
 use crate::metrics;
 use crate::reload::{Outcome, Reload};
+use crate::text::error_text;
 use access::LiveAccess;
 use connections::Bounds;
 use guard::{ConnectionUser, Guard};

@@ -15,6 +15,7 @@ mod disk;
 mod doctor;
 mod drain;
 pub mod http;
+mod http_client;
 mod late_filter;
 mod limits;
 mod log;
@@ -36,6 +37,7 @@ mod start;
 mod state;
 mod stdout;
 mod supervisor;
+mod text;
 mod tools;
 mod vllm;
 

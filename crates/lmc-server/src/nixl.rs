@@ -41,14 +41,13 @@ mod with_nixl {
     use tracing::{info, warn};
 
     use super::*;
-    use crate::peers::SERVING_NICE;
 
-    /// Calls `f` on a thread with the nice value of threads that serve peers. The threads that it
+    /// Calls `f` on a thread with a nice value, that of threads that serve peers. The threads that it
     /// starts inherit the value, those of NIXL and UCX included.
-    fn nicer<T: Send>(f: impl FnOnce() -> T + Send) -> T {
+    fn nicer<T: Send>(nice: u8, f: impl FnOnce() -> T + Send) -> T {
         let call = || {
             // Of this thread only; the system refuses lower values alone.
-            let _ = rustix::process::nice(SERVING_NICE.into());
+            let _ = rustix::process::nice(nice.into());
             f()
         };
         let thread = thread::Builder::new().name("lmc-nixl-start".to_owned());
@@ -105,7 +104,9 @@ mod with_nixl {
             info!("peers: bytes go over sockets: {why}");
             return Ok(());
         }
-        match nicer(|| NixlConfig::default().open(&channel.channel)) {
+        match nicer(channel.nice, || {
+            NixlConfig::default().open(&channel.channel)
+        }) {
             Ok(nixl) => {
                 info!("peers: bytes go over NIXL where both sides have it");
                 channel.nixl = Some(nixl);

@@ -19,7 +19,7 @@ use tracing::{info, warn};
 use zeromq::{PushSocket, Socket, SocketSend};
 
 use crate::config::NoticeTarget;
-use crate::proxy::http_client;
+use crate::http_client::http_client;
 
 /// Time for which a notice is tried.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(30);

@@ -20,7 +20,7 @@ const MANY_PEERS: usize = 8;
 
 /// Nice value of the threads that move bytes between peers: where cores are short, the copies of
 /// local engines get three times as much of them.
-pub(crate) const SERVING_NICE: u8 = 5;
+const SERVING_NICE: u8 = 5;
 
 /// Starts the directory that this server hosts, if the configuration has one.
 pub(crate) fn host_directory(
@@ -79,8 +79,8 @@ pub(crate) fn open(
     };
     let name = config.p2p_name.clone().unwrap_or_else(host_name);
     let mut channel = channel(config, arena, &name, listen)?;
-    nixl::open(config, peers, &mut channel)?;
     channel.nice = SERVING_NICE;
+    nixl::open(config, peers, &mut channel)?;
     let pool = arena.len() as u64;
     let advertised = peers.advertise.as_ref();
     let advertised = advertised.map_or_else(String::new, HostPort::to_string);

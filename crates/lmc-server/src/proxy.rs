@@ -9,6 +9,7 @@ mod body;
 mod clip;
 mod counters;
 mod engines;
+mod fields;
 mod warm;
 
 use std::future::poll_fn;
@@ -31,7 +32,6 @@ use axum::routing::{get, post};
 use hyper::body::Bytes;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::{TokioExecutor, TokioTimer};
 use lmc_vllm_adapter::Sources;
 use serde_json::json;
 use tokio::net::TcpListener;
@@ -47,6 +47,7 @@ use self::warm::PromptBlocks;
 use crate::config::{LogFormat, check_level};
 use crate::http::connections::{self, Bounds};
 use crate::http::guard::{Guard, check_site};
+use crate::http_client::http_client;
 use crate::signals::Signals;
 use crate::{limits, log, metrics};
 
@@ -71,11 +72,6 @@ const BODY_DEADLINE: Duration = Duration::from_secs(60);
 const PART_DEADLINE: Duration = Duration::from_secs(10);
 /// Longest time for a client to take what was sent to it.
 const UNREAD_DEADLINE: Duration = Duration::from_secs(60);
-/// Time after which a connection to an engine that is not used is closed. vLLM closes it after 5 s,
-/// and a request that is sent at that moment fails.
-const POOL_IDLE: Duration = Duration::from_secs(2);
-/// Longest time to connect to an engine.
-const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 /// Clients at a time, and the files that each may take: its connection, and one to either engine.
 const MAX_CONNECTIONS: usize = 4096;
 const FILES_OF_CLIENT: usize = 4;
@@ -400,17 +396,6 @@ fn random_id() -> Option<String> {
     Some(id.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Returns a client for engines, and for others that close idle connections as they do.
-pub(crate) fn http_client() -> Client<HttpConnector, Body> {
-    let mut connector = HttpConnector::new();
-    connector.set_connect_timeout(Some(CONNECT_DEADLINE));
-    connector.set_nodelay(true);
-    Client::builder(TokioExecutor::new())
-        .pool_timer(TokioTimer::new())
-        .pool_idle_timeout(POOL_IDLE)
-        .build(connector)
-}
-
 impl Proxy {
     fn new(arguments: &Arguments) -> Self {
         Self {
@@ -728,7 +713,7 @@ impl Proxy {
     fn failed(&self, role: &'static str, engine: &Engine, error: &anyhow::Error) {
         // One line for each time that it goes.
         if engine.note_failure(Instant::now()) {
-            let error = crate::cli::error_text(error);
+            let error = crate::text::error_text(error);
             warn!(role, %engine, error, "an engine failed; others are asked before it for a while");
         }
     }

@@ -22,11 +22,11 @@ use serde_json::{Value, json};
 use tracing::warn;
 
 use self::descriptors::keep_descriptors;
-use crate::cli::version;
 use crate::config::{Entry, Raw, ServeConfig, Source, mask_password_of};
 use crate::limits;
 use crate::state::write_private;
 use crate::stdout::outln;
+use crate::text::version;
 
 pub(crate) const HELP: &str = "\
 lmc's own connector for vLLM runs this where it finds no server. The server's socket, its log and a

@@ -1,47 +1,10 @@
-//! Checks before a byte moves, the same for every channel.
+//! Checks of indices before a byte moves, the same for every channel.
 
 use std::sync::Arc;
 
-use lmc_memory::{Arena, ReservedSlot, SealedSlot, WrittenSlot};
-
+use crate::in_arena::InArena;
 use crate::lease::{Range, Region};
-use crate::{ChannelConfig, Index, MAX_BATCH, TransferError};
-
-mod sealed {
-    pub trait Sealed {}
-    impl Sealed for lmc_memory::ReservedSlot {}
-    impl Sealed for lmc_memory::WrittenSlot {}
-    impl Sealed for lmc_memory::SealedSlot {}
-}
-
-/// A slot in any state, as a range of its arena.
-pub trait InArena: sealed::Sealed {
-    /// Returns the arena that the slot lies in.
-    fn arena(&self) -> &Arc<Arena>;
-    /// Returns the bytes from the arena's start.
-    fn offset(&self) -> u64;
-    /// Returns the bytes of the slot.
-    fn bytes(&self) -> u64;
-}
-
-macro_rules! in_arena {
-    ($($slot:ty),*) => {$(
-        impl InArena for $slot {
-            fn arena(&self) -> &Arc<Arena> {
-                <$slot>::arena(self)
-            }
-
-            fn offset(&self) -> u64 {
-                <$slot>::offset(self)
-            }
-
-            fn bytes(&self) -> u64 {
-                <$slot>::len(self)
-            }
-        }
-    )*};
-}
-in_arena!(ReservedSlot, WrittenSlot, SealedSlot);
+use crate::{ChannelConfig, Index, TransferError};
 
 /// The indices of these slots in an open arena.
 pub(crate) fn arena_indices(
@@ -63,21 +26,6 @@ pub(crate) fn arena_indices(
         }
     };
     slots.iter().enumerate().map(index).collect()
-}
-
-/// Slots of a batch: not too many, and all of the registered arena.
-pub(crate) fn slots<S: InArena>(arena: &Arc<Arena>, slots: &[S]) -> Result<(), TransferError> {
-    let objects = slots.len();
-    if objects > MAX_BATCH {
-        return Err(TransferError::TooMany { objects });
-    }
-    match slots
-        .iter()
-        .position(|slot| !Arc::ptr_eq(slot.arena(), arena))
-    {
-        Some(object) => Err(TransferError::NotRegistered { object }),
-        None => Ok(()),
-    }
 }
 
 /// The memory of a peer, as far as this side knows it.

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
-use crate::checks::{self, InArena};
+use crate::in_arena::{InArena, check_slots};
 use crate::{ChannelConfig, PeerId, Rights, TransferError};
 
 /// Names memory of a peer: a slot of a lease, or an offset in an open arena.
@@ -222,7 +222,7 @@ impl Leases {
         slots: Vec<SealedSlot>,
         connected: impl Fn() -> Result<u64, TransferError>,
     ) -> Result<ReadLease, TransferError> {
-        checks::slots(&config.arena, &slots)?;
+        check_slots(&config.arena, &slots)?;
         let (segments, slots) = (segments(&slots), Slots::Read(slots));
         let lease = self.grant(peer, connected()?, Access::Read, segments, slots);
         lease.check(connected).map(ReadLease)
@@ -239,7 +239,7 @@ impl Leases {
         if config.rights != Rights::ReadWrite {
             return Err(TransferError::ReadOnly);
         }
-        checks::slots(&config.arena, &slots)?;
+        check_slots(&config.arena, &slots)?;
         let (segments, slots) = (segments(&slots), Slots::Write(slots));
         let lease = self.grant(peer, connected()?, Access::Write, segments, slots);
         lease.check(connected).map(WriteLease)

@@ -58,6 +58,7 @@ mod flaky;
     allow(unreachable_pub, reason = "public only for the fuzz targets")
 )]
 pub mod fuzzing;
+mod in_arena;
 mod lease;
 mod name;
 mod net;
@@ -70,11 +71,11 @@ mod timer;
 
 pub use blocking::block_on;
 pub use channel::{BoxFuture, TransferChannel};
-pub use checks::InArena;
 pub use config::{Admit, ChannelConfig, ConfigError, OnAsk, OnConnect, OnPeer, PeerEvent, Rights};
 pub use error::{ConnectError, TransferError};
 #[cfg(feature = "conformance")]
 pub use flaky::{Death, Faults, Flaky, FlakyRig};
+pub use in_arena::InArena;
 pub use lease::{Index, ReadLease, WriteLease};
 pub use name::{Address, AddressError, PeerId, PeerIdError};
 #[cfg(feature = "nixl")]

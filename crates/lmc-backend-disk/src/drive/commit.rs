@@ -6,11 +6,11 @@ use std::sync::Arc;
 use lmc_backend::{BackendError, Stored};
 use lmc_key::ChunkKey;
 
-use super::files::again;
 use super::log_files::{Log, LogFiles};
 use super::state::{DriveCore, DriveState, Gone, LogChange, Ready, SegmentFile, Stop};
 use super::store::ChunkWriter;
 use crate::counters::count;
+use crate::files::again;
 use crate::format::{MAX_FRAME_RECORDS, PutRecord, RECORD_LEN, Record, encode_frame, frame_len};
 use crate::log::Tail;
 use crate::volume::{AlignedBuf, BLOCK, Kind};

@@ -16,7 +16,7 @@ use lmc_backend::{Events, Health, Unavailable};
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
-use crate::backend::TIER;
+use crate::TIER;
 use crate::counters::{Counters, count};
 use crate::format::{Location, PutRecord, blocks};
 

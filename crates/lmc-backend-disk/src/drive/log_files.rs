@@ -6,11 +6,11 @@ use std::sync::Arc;
 use lmc_key::ClearsId;
 use parking_lot::MutexGuard;
 
-use super::files::{is_full, replace_file};
 use super::state::DriveCore;
 use super::watch::FileWatch;
 use crate::clears_file::{self, CLEARS_NAME};
 use crate::counters::count;
+use crate::files::{is_full, replace_file};
 use crate::format::{BLOCK_LEN, CheckpointHeader, RECORD_LEN, Record};
 use crate::index::SNAPSHOT_PART;
 use crate::log::{Tail, UNFINISHED, checkpoint_name, checkpoint_numbers, log_name, log_numbers};

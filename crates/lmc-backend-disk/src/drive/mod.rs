@@ -2,8 +2,6 @@
 //! and checked.
 
 mod commit;
-mod files;
-pub(crate) use files::{HEADER_NAME, read_file, replace_file};
 mod health;
 mod load;
 mod log_files;
@@ -30,7 +28,6 @@ use parking_lot::{Condvar, Mutex};
 use tracing::warn;
 
 use self::commit::Committer;
-use self::files::open_segment;
 use self::health::Condition;
 use self::load::ChunkReader;
 use self::log_files::LogFiles;
@@ -46,12 +43,13 @@ use crate::batch::Batch;
 use crate::claim::Claim;
 use crate::clears_file;
 use crate::counters::{Counters, count};
+use crate::files::{HEADER_NAME, open_segment, read_file, replace_file};
 use crate::format::{DriveHeader, PutRecord, Record};
 use crate::id::hex;
 use crate::index::{IndexUsage, Segment};
-use crate::inspect::{DriveStatus, SegmentStatus};
 use crate::set::{SET_NAME, SetRecord};
 use crate::spaces::{SPACES_NAME, SpaceUsage, SpacesRecord, attribute};
+use crate::status::{DriveStatus, SegmentStatus};
 use crate::timer::join_before;
 use crate::volume::{BLOCK, Volume};
 

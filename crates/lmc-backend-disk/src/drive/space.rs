@@ -9,10 +9,10 @@ use lmc_backend::{BackendError, Stored};
 use parking_lot::{Condvar, Mutex};
 use tracing::{info, warn};
 
-use super::files::is_full;
 use super::state::{DriveCore, DriveState, SegmentFile};
 use super::watch::FileWatch;
 use crate::counters::count;
+use crate::files::is_full;
 use crate::format::{RECORD_LEN, blocks};
 use crate::index::{Allocation, Extent};
 use crate::log::segment_name;

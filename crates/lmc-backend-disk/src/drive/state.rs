@@ -10,11 +10,11 @@ use lmc_backend::{BackendError, Clears, StoreItem, Stored};
 use lmc_key::ChunkKey;
 use parking_lot::{Condvar, Mutex};
 
-use super::files::wait_for;
 use super::health::Condition;
 use crate::batch::Batch;
 use crate::claim::Claim;
 use crate::counters::Counters;
+use crate::files::wait_for;
 use crate::format::{DriveHeader, PutRecord, Record};
 use crate::index::Index;
 use crate::volume::{AlignedBuf, FileId, Kind, Volume};

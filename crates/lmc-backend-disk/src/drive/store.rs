@@ -10,10 +10,10 @@ use lmc_backend::{BackendError, StoreItem, Stored};
 use lmc_key::ChunkKey;
 use parking_lot::{Mutex, MutexGuard};
 
-use super::files::again;
 use super::space::{Found, SegmentSpace};
 use super::state::{DriveCore, DriveState, LogChange, Ready, SegmentFile, StoreWaiter, Writing};
 use crate::counters::count;
+use crate::files::again;
 use crate::format::{ChunkHeader, PutRecord, blocks};
 use crate::index::Extent;
 use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op};

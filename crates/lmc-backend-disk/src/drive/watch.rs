@@ -10,9 +10,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tracing::{info, warn};
 
-use super::files::HEADER_NAME;
 use super::state::DriveCore;
 use crate::claim::Claim;
+use crate::files::HEADER_NAME;
 use crate::format::BLOCK_LEN;
 
 /// Looks at a drive's files, one at a time.

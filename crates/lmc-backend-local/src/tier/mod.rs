@@ -20,6 +20,7 @@ mod batch;
 mod evict;
 #[cfg(test)]
 mod interleavings;
+mod lease;
 mod read;
 mod write;
 
@@ -27,6 +28,7 @@ mod write;
 mod tests;
 
 pub use evict::{Maintained, ReserveError};
+pub use lease::{Lease, Leases};
 pub use read::{Clear, Cleared, ListedChunk};
 pub use write::{InFlight, Inserted, MarkId, Write, WriteGrant, WriteStart};
 

@@ -7,10 +7,9 @@ use lmc_key::{ChunkKey, SpaceId};
 
 use super::batch::{group, parts};
 use super::{Inner, LocalTier};
-use crate::lease::Leased;
-use crate::shard::Shard;
 #[cfg(test)]
 use crate::shard::Shown;
+use crate::shard::{Leased, Shard};
 use crate::shard::{Linked, WARM};
 use crate::slab::EntryRef;
 use crate::sync::Mutex;

@@ -9,9 +9,8 @@ use lmc_memory::{ReservedSlot, WrittenSlot};
 
 use super::{Inner, LocalTier, ReserveError};
 use crate::class::Tenant;
-use crate::lease::Leased;
 use crate::origin::Origin;
-use crate::shard::Shard;
+use crate::shard::{Leased, Shard};
 use crate::slab::EntryRef;
 use crate::{Leases, OwnerId, StoredEvent, TenantId};
 

@@ -9,7 +9,7 @@ use std::time::Instant;
 use lmc_key::{ClearsId, SpaceId};
 
 use super::tree::{is_absent, is_file};
-use super::value::Values;
+use super::value::{Names, Values};
 use crate::format::{Generation, Name, ROOT, Scope};
 use crate::store::{ListPage, ListedObject, StoreError};
 
@@ -18,16 +18,6 @@ const LOOK_AFTER: usize = 256;
 /// Names of a folder that are kept from one reading of it, at least: pages of a large folder do not
 /// each read all its names.
 const READ_AHEAD: usize = if cfg!(test) { 4 } else { 65_536 };
-
-/// Names of a folder that come after a path, in order.
-#[derive(Debug)]
-pub(super) struct Names {
-    folder: String,
-    after: String,
-    paths: VecDeque<String>,
-    /// False where more names may follow.
-    is_whole: bool,
-}
 
 impl Values {
     /// Lists the objects of a scope whose names come after `token`. Keeps a bounded number of names

@@ -1,5 +1,6 @@
 //! Reading and writing values, without the page cache where the file system allows it.
 
+use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -12,7 +13,6 @@ use rustix::fs::{AtFlags, OFlags};
 use rustix::io::Errno;
 
 use super::clock::Clock;
-use super::list::Names;
 use super::tree::{Tree, is_absent, is_file, temporary};
 use crate::format::{HEADER_LEN, Name, Refusal, ValueName};
 use crate::store::{GetItem, Got, Head, HeaderBytes, Put, PutItem, PutMode, StoreError};
@@ -31,6 +31,16 @@ impl Block {
     fn zeroed() -> Box<Self> {
         Box::new(Self([0; BLOCK]))
     }
+}
+
+/// Names of a folder that come after a path, in order.
+#[derive(Debug)]
+pub(super) struct Names {
+    pub(super) folder: String,
+    pub(super) after: String,
+    pub(super) paths: VecDeque<String>,
+    /// False where more names may follow.
+    pub(super) is_whole: bool,
 }
 
 /// Values in the files of a tree.

@@ -6,6 +6,7 @@
 //! 5 MiB, which is more than most values, and each upload in parts takes two requests more, while
 //! values of a batch go side by side anyway.
 
+mod error;
 mod http;
 mod profile;
 mod url;
@@ -30,10 +31,11 @@ use object_store::{
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
+pub use self::error::S3UrlError;
 pub use self::http::Connector;
 use self::http::{Clock, Refused, cause};
 use self::url::Access;
-pub use self::url::{S3Url, S3UrlError};
+pub use self::url::S3Url;
 use crate::format::{
     HEADER_LEN, Header, MAX_PAYLOAD_LEN, Name, OLD_ROOT, Refusal, Scope, ValueName,
 };

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
-use super::url::S3UrlError;
+use super::error::S3UrlError;
 
 /// Most bytes of a file that are read.
 const MAX_FILE: u64 = 1 << 20;

@@ -8,8 +8,8 @@ use std::str::FromStr;
 use hyper::Uri;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::path::Path;
-use thiserror::Error;
 
+use super::error::S3UrlError;
 use super::profile::Profile;
 
 /// Longest prefix: keys of S3 have at most 1,024 bytes, and a name needs 128 of them.
@@ -21,27 +21,6 @@ pub struct S3Url {
     pub(super) bucket: String,
     /// Empty, or the end of a folder: `lmc/`.
     pub(super) prefix: String,
-}
-
-/// The reason why a text is not the URL of a bucket, or why the settings of the AWS tools are not
-/// usable. Does not repeat a text, which may hold a secret by mistake.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum S3UrlError {
-    /// The text is not the URL of a bucket.
-    #[error("expected s3://bucket/prefix: {0}")]
-    Url(&'static str),
-    /// A setting of the AWS tools has a value that cannot be.
-    #[error("{0}")]
-    Setting(&'static str),
-    /// A file of the AWS tools is there and cannot be read.
-    #[error("{} cannot be read: {reason}; see to its permissions, or name another file by AWS_SHARED_CREDENTIALS_FILE or AWS_CONFIG_FILE", path.display())]
-    File {
-        /// Path of the file.
-        path: std::path::PathBuf,
-        /// Text for a person.
-        reason: String,
-    },
 }
 
 impl fmt::Display for S3Url {

@@ -70,7 +70,7 @@ impl Footprint {
             Ok(chunks) => eprintln!("lmc bench: cleared {chunks} chunks"),
             Err(error) => eprintln!(
                 "lmc bench: the chunks of this run stay in the server: {}",
-                crate::cli::error_text(&error)
+                crate::text::error_text(&error)
             ),
         }
     }

@@ -28,8 +28,8 @@ use self::drive::{Case, Counts};
 use self::engine::Plan;
 use self::footprint::Footprint;
 use self::report::{Row, Snapshots};
-use crate::cli::error_text;
 use crate::occupant;
+use crate::text::error_text;
 
 const LONG_ABOUT: &str = "\
 Sends lookups, stores and retrieves to a server, as vLLM's LMCacheMPConnector does. Works with any

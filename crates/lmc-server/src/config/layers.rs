@@ -3,10 +3,10 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use super::problem::{ConfigError, Problem};
 use super::secret::mask_passwords;
 use super::service_links::Services;
 use super::setting::{Info, Raw, Secret, Shape};
-use super::settings::ALL;
 use super::suggest::nearest;
 use super::tiers::Kind;
 
@@ -47,45 +47,6 @@ impl fmt::Display for Source {
     }
 }
 
-/// One thing that is wrong with the configuration.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Problem {
-    /// Setting or file that it is about: `--port 70000`, `LMC_PORT=x`, `lmc.toml: port = 70000`.
-    pub subject: String,
-    /// Expectation, and the remedy.
-    pub text: String,
-}
-
-impl fmt::Display for Problem {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Also a URL in a setting that is not for one.
-        let text = format!("{}: {}", self.subject, self.text);
-        f.write_str(&mask_passwords(&text))
-    }
-}
-
-/// Everything that is wrong with a configuration, found in one go.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ConfigError {
-    /// The problems, in the order in which settings are listed.
-    pub problems: Vec<Problem>,
-}
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.problems.as_slice() {
-            [one] => write!(f, "{one}"),
-            many => {
-                write!(f, "{} problems in the configuration", many.len())?;
-                many.iter()
-                    .try_for_each(|problem| write!(f, "\n  {problem}"))
-            }
-        }
-    }
-}
-
-impl std::error::Error for ConfigError {}
-
 /// A setting's value as it won, before parsing, and where it came from.
 #[derive(Debug, Clone)]
 pub struct Entry {
@@ -124,6 +85,8 @@ impl Entry {
 /// The values that were given, by layer.
 #[derive(Default)]
 pub(crate) struct Layers {
+    /// Every setting.
+    settings: &'static [Info],
     flags: Vec<(String, Raw)>,
     variables: Vec<(String, String)>,
     file: Option<PathBuf>,
@@ -138,13 +101,15 @@ pub(crate) struct Layers {
 }
 
 impl Layers {
-    /// Takes what the command line and the environment say. `flags` holds names without their
+    /// Takes what the command line and the environment say about `settings`. `flags` holds names without their
     /// dashes; of `variables` only those that begin with `LMC_` are read.
     pub(crate) fn new(
+        settings: &'static [Info],
         flags: impl IntoIterator<Item = (String, Raw)>,
         variables: impl IntoIterator<Item = (String, String)>,
     ) -> Self {
         let mut layers = Self {
+            settings,
             flags: flags.into_iter().collect(),
             ..Self::default()
         };
@@ -158,12 +123,12 @@ impl Layers {
             if services.wrote(&name, &value) {
                 continue;
             }
-            if ALL.iter().any(|info| info.variable() == name) {
+            if settings.iter().any(|info| info.variable() == name) {
                 layers.variables.push((name, value));
             } else if !OTHER_VARIABLES.contains(&name.as_str())
                 && !OTHER_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
             {
-                let known: Vec<String> = ALL.iter().map(|info| info.variable()).collect();
+                let known: Vec<String> = settings.iter().map(|info| info.variable()).collect();
                 let known = known
                     .iter()
                     .map(String::as_str)
@@ -211,6 +176,7 @@ impl Layers {
             self.tables = tables.kinds;
             for (number, keys) in tables.further {
                 let mut store = Self {
+                    settings: self.settings,
                     file: Some(PathBuf::from(format!("{file}: tier {number}"))),
                     ..Self::default()
                 };
@@ -233,8 +199,8 @@ impl Layers {
         let file = self.file.clone().unwrap_or_default();
         for (key, value) in keys {
             let subject = format!("{}: {key}", file.display());
-            let Some(info) = ALL.iter().find(|info| info.key() == key) else {
-                let keys: Vec<String> = ALL.iter().map(|info| info.key()).collect();
+            let Some(info) = self.settings.iter().find(|info| info.key() == key) else {
+                let keys: Vec<String> = self.settings.iter().map(|info| info.key()).collect();
                 let meant = match nearest(&key, keys.iter().map(String::as_str)) {
                     Some(name) => format!("; did you mean {name}?"),
                     None => "; `lmc serve --print-config` lists all keys".to_owned(),

@@ -6,6 +6,7 @@ mod foreign;
 mod layers;
 mod log_level;
 mod parse;
+mod problem;
 mod secret;
 mod serve;
 mod service_links;
@@ -16,7 +17,7 @@ mod suggest;
 mod tiers;
 
 pub use foreign::{Foreign, Verdict, foreign_flags};
-pub use layers::{ConfigError, Entry, Problem, Source};
+pub use layers::{Entry, Source};
 pub(crate) use log_level::check_level;
 pub use log_level::filter_of;
 pub(crate) use parse::quotas as parse_quotas;
@@ -24,14 +25,16 @@ pub use parse::{
     HostPort, LogFormat, NoticeTarget, PeerTransport, PoolSize, RemoteUrl, SegmentName, StateDir,
     TransferMode, policy_name,
 };
+pub use problem::{ConfigError, Problem};
 pub(crate) use secret::{mask_arguments, mask_password_of};
 pub(crate) use serve::{LEAST_DRIVE, is_loopback};
 pub use serve::{Loaded, print_config};
 pub use setting::{Group, Info, Raw, Secret, Shape};
-pub use settings::{ALL as ALL_SETTINGS, DiskSettings, PeersSettings, RemoteSettings, ServeConfig};
+pub use settings::{
+    ALL as ALL_SETTINGS, DiskSettings, PeersSettings, RemoteSettings, ServeConfig, TierSettings,
+};
 pub use size::{GIB, human_bytes, human_duration, parse_bytes, parse_duration};
 pub use suggest::nearest;
-pub use tiers::TierSettings;
 
 #[cfg(test)]
 mod tests;

@@ -500,6 +500,11 @@ impl Display for HostPort {
 
 const HOST_PORT: &str = "expected HOST:PORT, such as 10.0.0.1:7700 or [fd00::1]:7700";
 
+/// Returns true if the host stands for every address of this host.
+pub(super) fn is_wildcard(host: &str) -> bool {
+    matches!(host, "0.0.0.0" | "::" | "*")
+}
+
 pub(crate) fn listen_at(raw: &Raw) -> Result<Option<HostPort>, String> {
     match raw.text()? {
         text if text.eq_ignore_ascii_case("none") => Ok(None),
@@ -512,7 +517,7 @@ pub(crate) fn listen_at(raw: &Raw) -> Result<Option<HostPort>, String> {
 /// Returns an address that others connect to.
 pub(crate) fn reached_at(raw: &Raw) -> Result<Option<HostPort>, String> {
     match listen_at(raw)? {
-        Some(at) if at.port == 0 || super::serve::is_wildcard(&at.host) => Err(
+        Some(at) if at.port == 0 || is_wildcard(&at.host) => Err(
             "expected an address and a port that peers can connect to; port 0 and a wildcard are none".to_owned(),
         ),
         at => Ok(at),

@@ -2,11 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use super::layers::{ConfigError, Entry, Layers};
-use super::parse::{self, PeerTransport, PoolSize, SegmentName, TransferMode};
+use super::layers::{Entry, Layers};
+use super::parse::{self, PeerTransport, PoolSize, SegmentName, TransferMode, is_wildcard};
+use super::problem::ConfigError;
 use super::setting::{Group, Raw, Shape};
-use super::settings::{DiskSettings, PeersSettings, RemoteSettings, ServeConfig};
-use super::tiers::{self, Kind, TierSettings};
+use super::settings::{
+    ALL, DiskSettings, PeersSettings, RemoteSettings, ServeConfig, TierSettings,
+};
+use super::tiers::{self, Kind};
 
 /// Least bytes of a drive: a smaller one holds few chunks of any model.
 pub(crate) const LEAST_DRIVE: u64 = 64 << 20;
@@ -44,7 +47,7 @@ impl ServeConfig {
         let file = file
             .map(PathBuf::from)
             .or_else(|| named.map(|(_, path)| PathBuf::from(path)));
-        let mut layers = Layers::new(flags, variables);
+        let mut layers = Layers::new(ALL, flags, variables);
         if let Some(path) = file {
             layers.read_file(&path);
         }
@@ -268,11 +271,6 @@ pub(crate) fn is_loopback(host: &str) -> bool {
 
 fn same_address(a: &str, b: &str) -> bool {
     a == b || is_wildcard(a) || is_wildcard(b)
-}
-
-/// Returns true if the host stands for every address of this host.
-pub(super) fn is_wildcard(host: &str) -> bool {
-    matches!(host, "0.0.0.0" | "::" | "*")
 }
 
 /// The configuration as a TOML file that can be read back, each line with the origin of its

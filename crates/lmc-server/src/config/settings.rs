@@ -19,7 +19,7 @@ use super::parse::{
     StateDir, TransferMode,
 };
 use super::setting::{Group, Info, Shape};
-use super::tiers::TierSettings;
+use super::tiers::Kind;
 
 /// Declares the settings: for each a field of its owner and an entry of [`ALL`].
 macro_rules! settings {
@@ -60,6 +60,33 @@ macro_rules! settings {
             }, )+)+)+
         ];
     };
+}
+
+/// The settings of one lower tier.
+#[derive(Debug, Clone, PartialEq)]
+pub enum TierSettings {
+    /// Drives of this host.
+    Disk(DiskSettings),
+    /// Other daemons.
+    Peers(PeersSettings),
+    /// A store that daemons share.
+    Remote(RemoteSettings),
+}
+
+impl TierSettings {
+    /// Returns the name of the kind of the tier.
+    pub fn name(&self) -> &'static str {
+        self.kind().name()
+    }
+
+    /// Returns the kind of the tier.
+    pub(super) fn kind(&self) -> Kind {
+        match self {
+            Self::Disk(_) => Kind::Disk,
+            Self::Peers(_) => Kind::Peers,
+            Self::Remote(_) => Kind::Remote,
+        }
+    }
 }
 
 /// Returns the entry of a setting.

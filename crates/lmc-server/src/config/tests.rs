@@ -302,7 +302,7 @@ fn the_printed_configuration_reads_back_as_itself() {
 
 #[test]
 fn layers_keep_the_first_problem_of_a_file_apart_from_its_good_keys() {
-    let mut layers = Layers::new([], []);
+    let mut layers = Layers::new(ALL_SETTINGS, [], []);
     layers.parse_file(Path::new("lmc.toml"), "port = 6000\nnope_nope = 1");
     let info = ALL_SETTINGS.iter().find(|info| info.name == "port");
     assert_eq!(layers.take(info.expect("a setting"), parse::port), 6000);

@@ -1,37 +1,9 @@
-//! The lower tiers: their settings in the order in which tiers are asked, and the tables `[[tier]]`
-//! of the configuration file, which give that order. A flag is the short form for the first tier of its
+//! The order in which lower tiers are asked, and the tables `[[tier]]` of the configuration file,
+//! which give that order. A flag is the short form for the first tier of its
 //! kind.
 
-use super::layers::Problem;
-use super::settings::{DiskSettings, PeersSettings, RemoteSettings};
+use super::problem::Problem;
 use super::suggest::nearest;
-
-/// The settings of one lower tier.
-#[derive(Debug, Clone, PartialEq)]
-pub enum TierSettings {
-    /// Drives of this host.
-    Disk(DiskSettings),
-    /// Other daemons.
-    Peers(PeersSettings),
-    /// A store that daemons share.
-    Remote(RemoteSettings),
-}
-
-impl TierSettings {
-    /// Returns the name of the kind of the tier.
-    pub fn name(&self) -> &'static str {
-        self.kind().name()
-    }
-
-    /// Returns the kind of the tier.
-    pub(super) fn kind(&self) -> Kind {
-        match self {
-            Self::Disk(_) => Kind::Disk,
-            Self::Peers(_) => Kind::Peers,
-            Self::Remote(_) => Kind::Remote,
-        }
-    }
-}
 
 /// The kind of a tier, in the usual order of tiers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -1,16 +1,11 @@
 //! Requests to prefill engines: the prompt, and one token; and what both engines are to know of each other.
 
-use std::fmt;
-
-use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::counters::Prefill;
+use super::fields::Fields;
 use super::warm::PromptBlocks;
-
-/// Fields of a request, at most.
-const MAX_FIELDS: usize = 256;
 
 /// Fields that concern the answer alone.
 const OF_THE_ANSWER: [&str; 8] = [
@@ -50,78 +45,6 @@ const OF_THE_SAMPLING: [&str; 20] = [
 
 /// Fields with which an engine does not read its cache.
 const WITHOUT_CACHE: [&str; 2] = ["prompt_logprobs", "echo"];
-
-/// The fields of a request, in their order, each as the client wrote it.
-pub(super) struct Fields<'a>(Vec<(String, &'a RawValue)>);
-
-impl<'a> Fields<'a> {
-    pub(super) fn read(body: &'a [u8]) -> Result<Self, serde_json::Error> {
-        struct Read;
-        impl<'de> Visitor<'de> for Read {
-            type Value = Vec<(String, &'de RawValue)>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut fields = Vec::new();
-                while let Some(field) = map.next_entry()? {
-                    if fields.len() == MAX_FIELDS {
-                        return Err(A::Error::custom("too many fields"));
-                    }
-                    fields.push(field);
-                }
-                Ok(fields)
-            }
-        }
-        let mut reader = serde_json::Deserializer::from_slice(body);
-        let fields = reader.deserialize_map(Read)?;
-        reader.end()?;
-        Ok(Self(fields))
-    }
-
-    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &'a RawValue)> {
-        self.0.iter().map(|(name, value)| (&name[..], *value))
-    }
-
-    /// Returns the value of a field: the last one, as engines read it.
-    pub(super) fn get(&self, name: &str) -> Option<&'a RawValue> {
-        let mut fields = self.0.iter().rev();
-        fields.find(|(known, _)| known == name).map(|field| field.1)
-    }
-
-    /// Returns true if the client has set a field to something.
-    fn has(&self, name: &str) -> bool {
-        let unset = |value: &RawValue| matches!(value.get(), "null" | "false");
-        (self.0.iter()).any(|(known, value)| known == name && !unset(value))
-    }
-
-    /// Returns the text of an object with these fields, of which some are set to other values and some
-    /// removed.
-    fn with(&self, set: &[(&str, &str)], removed: Vec<&str>) -> Vec<u8> {
-        let is_replaced =
-            |name: &str| removed.contains(&name) || set.iter().any(|(other, _)| *other == name);
-        let kept = self.0.iter().filter(|(name, _)| !is_replaced(name));
-        let kept = kept.map(|(name, value)| (&name[..], value.get()));
-        let mut text = Vec::new();
-        for (name, value) in kept.chain(set.iter().copied()) {
-            text.push(if text.is_empty() { b'{' } else { b',' });
-            text.extend_from_slice(Value::from(name).to_string().as_bytes());
-            text.push(b':');
-            text.extend_from_slice(value.as_bytes());
-        }
-        text.push(b'}');
-        text
-    }
-
-    /// Bytes of the values of these fields.
-    fn len(&self, names: &[&str]) -> usize {
-        let fields = self.0.iter();
-        let asked = fields.filter(|(name, _)| names.contains(&&name[..]));
-        asked.map(|(_, value)| value.get().len()).sum()
-    }
-}
 
 /// Returns the names of the fields that make the prompt, those first that a conversation keeps, and whether
 /// it is a chat.
@@ -219,10 +142,10 @@ impl PairHints<'_> {
 pub(super) fn without_hints(body: &[u8]) -> Result<Option<Vec<u8>>, serde_json::Error> {
     let fields = Fields::read(body)?;
     let mut has_hints = false;
-    for (name, value) in &fields.0 {
+    for (name, value) in fields.iter() {
         let value = value.get().as_bytes();
         if name == TRANSFER && value.starts_with(b"{") {
-            let entries = Fields::read(value)?.0;
+            let entries = Fields::read(value)?;
             has_hints |= entries.iter().any(|(name, _)| name.starts_with(OF_LEGS));
         }
     }
@@ -235,10 +158,10 @@ fn with_entries(body: &[u8], set: &[(&str, String)]) -> Option<Vec<u8>> {
     let fields = Fields::read(body).ok()?;
     let known = fields.get(TRANSFER).map_or("null", RawValue::get);
     let known = match known {
-        "null" => Fields(Vec::new()),
+        "null" => Fields::default(),
         known => Fields::read(known.as_bytes()).ok()?,
     };
-    let names = known.0.iter().map(|(name, _)| &name[..]);
+    let names = known.iter().map(|(name, _)| name);
     let removed = names.filter(|name| name.starts_with(OF_LEGS)).collect();
     let set: Vec<_> = set
         .iter()
@@ -253,6 +176,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::proxy::fields::MAX_FIELDS;
 
     fn clipped(path: &str, body: &Value) -> Value {
         let body = serde_json::to_vec(body).expect("JSON");

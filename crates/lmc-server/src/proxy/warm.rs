@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use serde_json::value::RawValue;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::clip::Fields;
+use super::fields::Fields;
 
 /// Bytes of a prompt that have one hash.
 const BLOCK: usize = 1024;

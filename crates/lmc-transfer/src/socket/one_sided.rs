@@ -11,6 +11,7 @@ use super::frame::{Frame, Outcome};
 use super::landing::Landing;
 use super::shared::{Shared, Stop};
 use super::spread::{Portion, spread};
+use crate::in_arena::check_slots;
 use crate::lease::{Range, Segment};
 use crate::{DataPlane, Filled, Index, PeerId, Sent, Slot, TransferError, checks};
 
@@ -177,7 +178,7 @@ impl Shared {
     ) -> Filled {
         self.counters.operations.add(1);
         let lens = slots.iter().map(ReservedSlot::len);
-        let checked = checks::slots(self.window.arena(), &slots)
+        let checked = check_slots(self.window.arena(), &slots)
             .and_then(|()| self.ranges(lens, peer, indices, deadline));
         let (connection, ranges) = match checked {
             Ok(Some(checked)) => checked,
@@ -303,7 +304,7 @@ impl Shared {
     ) -> Sent {
         self.counters.operations.add(1);
         let lens = objects.iter().map(SealedSlot::len);
-        let checked = checks::slots(self.window.arena(), &objects)
+        let checked = check_slots(self.window.arena(), &objects)
             .and_then(|()| self.ranges(lens, peer, indices, deadline));
         let (connection, ranges) = match checked {
             Ok(Some(checked)) => checked,

@@ -16,9 +16,10 @@ use super::connection::{Connection, Offered, Outgoing, Run, Source};
 use super::frame::{Frame, Outcome, may_be_inlined};
 use super::offers::{Offer, size_of_offer};
 use super::shared::{Shared, Stop};
+use crate::in_arena::check_slots;
 use crate::lease::{Range, Region, Segment};
 use crate::session::reason;
-use crate::{DataPlane, Filled, PeerId, Sent, Slot, TransferError, checks};
+use crate::{DataPlane, Filled, InArena, PeerId, Sent, Slot, TransferError};
 
 /// Time that a peer has, after a send's deadline, to say that it has seen the withdrawal.
 const GRACE: Duration = Duration::from_millis(200);
@@ -177,7 +178,7 @@ impl Shared {
     }
 
     /// Checks a call before a byte moves. `None`: there is nothing to do.
-    fn paired<S: checks::InArena>(
+    fn paired<S: InArena>(
         &self,
         slots: &[S],
         peer: &PeerId,
@@ -186,7 +187,7 @@ impl Shared {
         if self.is_closed() {
             return Err(TransferError::Closed);
         }
-        checks::slots(self.window.arena(), slots)?;
+        check_slots(self.window.arena(), slots)?;
         if slots.is_empty() {
             return Ok(None);
         }

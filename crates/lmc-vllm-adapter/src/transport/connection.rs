@@ -15,8 +15,8 @@ use crate::protocol::codec::{DecodeError, Incoming, classify, decode_operation, 
 use crate::protocol::{Operation, Reply, Request, decode_request};
 use crate::service::{ClientId, NextBatch, Outcome, Service, Subscription};
 use crate::transport::admission::Permit;
-use crate::transport::router::Serving;
 use crate::transport::search::Search;
+use crate::transport::serving::Serving;
 use crate::transport::stream::Stream;
 use crate::transport::zmtp::{Decoder, Event, encode_message, encode_pong, encode_ready, greeting};
 

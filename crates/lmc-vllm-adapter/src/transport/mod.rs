@@ -16,6 +16,8 @@ mod process;
 mod router;
 #[cfg(feature = "service")]
 mod search;
+#[cfg(feature = "service")]
+mod serving;
 #[cfg(any(feature = "adapters", feature = "service"))]
 mod stream;
 mod trust;
@@ -23,7 +25,11 @@ mod zmtp;
 
 pub(crate) use passing::receive_with;
 #[cfg(feature = "service")]
-pub use router::{BindError, Keepalive, ZmqConfig, ZmqServer};
+pub use router::{BindError, ZmqServer};
+#[cfg(feature = "service")]
+pub use serving::ZmqConfig;
+#[cfg(feature = "service")]
+pub use stream::Keepalive;
 #[cfg(feature = "adapters")]
 pub(crate) use stream::Stream;
 pub use trust::{Trust, TrustedUsers, Untrusted};

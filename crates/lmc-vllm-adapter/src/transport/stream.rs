@@ -5,6 +5,8 @@ use std::io;
 use std::os::fd::BorrowedFd;
 #[cfg(feature = "adapters")]
 use std::os::fd::OwnedFd;
+#[cfg(feature = "service")]
+use std::time::Duration;
 
 use bytes::BytesMut;
 #[cfg(feature = "service")]
@@ -15,9 +17,40 @@ use tokio::net::{TcpStream, UnixStream};
 #[cfg(feature = "adapters")]
 use super::passing::receive_with;
 #[cfg(feature = "service")]
-use super::{passing::send_with, peer, process::PoolTaker, router::Keepalive};
+use super::{passing::send_with, peer, process::PoolTaker};
 #[cfg(feature = "service")]
 use crate::peer::Peer;
+
+/// Keepalive timeouts of TCP: a connection whose host or network is gone is closed after them.
+#[cfg(feature = "service")]
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Keepalive {
+    /// Idle time before the first probe. Default: 30 s.
+    pub idle: Duration,
+    /// Time between two probes. Default: 10 s.
+    pub interval: Duration,
+    /// Number of unanswered probes after which the connection is closed. Default: 3.
+    pub probes: u32,
+}
+
+#[cfg(feature = "service")]
+impl Default for Keepalive {
+    fn default() -> Self {
+        Self {
+            idle: Duration::from_secs(30),
+            interval: Duration::from_secs(10),
+            probes: 3,
+        }
+    }
+}
+
+#[cfg(feature = "service")]
+impl Keepalive {
+    /// Returns the time from the last received packet to the end of the connection.
+    pub(super) fn total(&self) -> Duration {
+        self.idle + self.interval * self.probes
+    }
+}
 
 /// A connection.
 #[derive(Debug)]

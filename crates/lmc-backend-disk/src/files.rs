@@ -10,6 +10,8 @@ use crate::volume::{AlignedBuf, Buf, FileId, Kind, Op, Volume};
 
 /// Name of the file that says what the folder is.
 pub(crate) const HEADER_NAME: &str = "drive";
+/// Name of that file until it is complete.
+pub(crate) const UNFINISHED_HEADER: &str = "drive.unfinished";
 
 /// Timeout of a drive thread's own operations, where they are carried out on another thread.
 const OWN_TIMEOUT: Duration = Duration::from_secs(30);
@@ -43,7 +45,7 @@ pub(crate) fn replace_file(volume: &dyn Volume, name: &str, bytes: &[u8]) -> io:
 
 /// Opens an existing segment. One that a kill has left half made gets the rest of its blocks;
 /// without space for them, its chunks can still be read.
-pub(super) fn open_segment(volume: &dyn Volume, segment: u32, bytes: u64) -> io::Result<FileId> {
+pub(crate) fn open_segment(volume: &dyn Volume, segment: u32, bytes: u64) -> io::Result<FileId> {
     let name = segment_name(segment);
     match volume.open(&name, Some(bytes)) {
         Err(error) if is_full(&error) => volume.open(&name, None),
@@ -52,14 +54,14 @@ pub(super) fn open_segment(volume: &dyn Volume, segment: u32, bytes: u64) -> io:
 }
 
 /// Returns true if the file system is full, or the quota of this user is.
-pub(super) fn is_full(error: &io::Error) -> bool {
+pub(crate) fn is_full(error: &io::Error) -> bool {
     use io::ErrorKind::{QuotaExceeded, StorageFull};
     matches!(error.kind(), StorageFull | QuotaExceeded)
 }
 
 /// Carries out an operation of the drive's own and waits for it: what, on which file, where, with
 /// which bytes.
-pub(super) fn wait_for(
+pub(crate) fn wait_for(
     volume: &dyn Volume,
     kind: Kind,
     file: FileId,
@@ -82,7 +84,7 @@ pub(super) fn wait_for(
 }
 
 /// Returns a copy of an error for another waiter.
-pub(super) fn again(error: &io::Error) -> io::Error {
+pub(crate) fn again(error: &io::Error) -> io::Error {
     match error.raw_os_error() {
         Some(code) => io::Error::from_raw_os_error(code),
         None => io::Error::new(error.kind(), error.to_string()),

@@ -6,19 +6,10 @@ use std::sync::Arc;
 
 use lmc_memory::SealedSlot;
 
+use super::Inner;
 use crate::OwnerId;
 use crate::origin::Origin;
-use crate::slab::EntryRef;
-use crate::tier::Inner;
-
-/// One leased chunk inside of a lease.
-#[derive(Debug)]
-pub(crate) struct Leased {
-    /// An owner of the bytes of its own: they stay even when the chunk is removed.
-    pub(crate) slot: SealedSlot,
-    pub(crate) name: EntryRef,
-    pub(crate) origin: Origin,
-}
+use crate::shard::Leased;
 
 /// The right to read one chunk. While it exists the chunk is not evicted and its memory is not
 /// used for anything else; removing the chunk makes it unfindable but leaves the bytes to the
