@@ -5,7 +5,7 @@ use std::time::Duration;
 use lmc_key::{ChunkHasher, IdentityText};
 use thiserror::Error;
 
-use crate::service::misses::RequestLog;
+use crate::service::request_log::RequestLog;
 
 /// Settings of a service.
 #[derive(Debug, Clone)]

@@ -9,32 +9,13 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use serde::Serialize;
-
 use crate::peer::Life;
 use crate::service::ClientId;
 use crate::service::connections::Connection;
 use crate::service::prepared::{Direction, Pending, Transfer};
 use crate::service::stats::add;
-use crate::service::status::TransferStatus;
+use crate::service::status::{HeldStatus, TransferStatus};
 use crate::service::transfers::Transfers;
-
-/// The slots of a connection that has ended, and why they are still held.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-#[non_exhaustive]
-pub struct HeldStatus {
-    /// Address of the other end.
-    pub peer: String,
-    /// Processes that held the other end and map the pool, as far as they are known.
-    pub pids: Vec<u32>,
-    /// Slots of transfers that were prepared and not committed.
-    pub slots: usize,
-    /// Seconds since the connection ended.
-    pub seconds: f64,
-    /// Condition of the release: `grace` (the process is unknown, or may be running), `stopped` (the
-    /// process is stopped or frozen and would go on copying) or `dead` (they go back at once).
-    pub waits_for: &'static str,
-}
 
 /// Reason why slots of an ended connection are released.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,59 +10,13 @@ use std::sync::Arc;
 use std::{io, mem};
 
 use lmc_key::{LayoutFingerprint, ModelName};
-use lmc_memory::DType;
 
 use crate::service::ClientId;
-
 use crate::service::instance::Instance;
 use crate::service::jobs::Lane;
+use crate::service::opaque::Joined;
 use crate::service::registry::{Registry, Workers};
-
 use crate::service::stats::add;
-
-/// Registration of a worker with an opaque layout.
-#[derive(Debug)]
-pub(crate) struct Opaque {
-    /// The layout as it was registered, the same in every generation.
-    layout: LayoutFingerprint,
-    /// True if several workers of one engine may serve one KV rank: a layout of one plane may be
-    /// MLA, whose KV cache is the same on every tensor-parallel rank.
-    rank_is_shared: bool,
-    /// True if the registration of this worker led to a warning.
-    warned: bool,
-}
-
-impl Opaque {
-    /// `None` when all element types have a known format.
-    pub(crate) fn of(layout: LayoutFingerprint, dtypes: &[DType], shape: &[u64]) -> Option<Self> {
-        dtypes
-            .iter()
-            .any(|dtype| dtype.is_opaque())
-            .then_some(Self {
-                layout,
-                rank_is_shared: shape.len() < 4,
-                warned: false,
-            })
-    }
-
-    /// Draws a fingerprint that no layout and no other generation has.
-    fn draw(&self) -> io::Result<LayoutFingerprint> {
-        let mut nonce = [0; 16];
-        getrandom::fill(&mut nonce).map_err(io::Error::from)?;
-        let layout = self.layout.as_bytes();
-        let description = [&b"lmc layout 3: generation"[..], layout, &nonce];
-        Ok(LayoutFingerprint::of(&description.concat()))
-    }
-}
-
-/// Way in which a worker of an opaque layout got its generation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Joined {
-    /// The first of its kind.
-    First,
-    /// Others are there, or it was there before.
-    Later,
-}
 
 /// Workers of two engines in one generation.
 #[derive(Debug)]

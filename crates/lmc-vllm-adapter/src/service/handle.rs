@@ -24,12 +24,13 @@ use crate::service::copies::{Blocks, Copies, InspectError};
 use crate::service::events::{NextBatch, Subscription};
 use crate::service::jobs::{Job, JobThreads, Lane};
 use crate::service::lookups::Lookups;
-use crate::service::misses::RequestLog;
 use crate::service::notices::Notice;
 use crate::service::registry::Registry;
+use crate::service::request_log::RequestLog;
 use crate::service::session::Wait;
+use crate::service::spaces::SpaceStatus;
 use crate::service::stats::{TransportCounters, add};
-use crate::service::status::{ServiceStatus, SpaceStatus};
+use crate::service::status::ServiceStatus;
 use crate::service::transfers::Transfers;
 use crate::service::{ClientId, Outcome};
 

@@ -1,6 +1,6 @@
 //! Reasons of misses: counted in tokens, and logged with the request.
 
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_engine::{DRAM, Found, Miss, MissReason, Missing};
@@ -8,6 +8,7 @@ use lmc_key::ChunkKey;
 
 use crate::protocol::CacheKey;
 use crate::service::context::{Context, Hashed};
+use crate::service::request_log::RequestLog;
 use crate::service::stats::{ServiceCounters, add};
 use crate::service::throttle::Throttle;
 use crate::service::usage::Usage;
@@ -16,39 +17,6 @@ use crate::service::usage::Usage;
 const SLOW: Duration = Duration::from_millis(100);
 /// Characters of a name from outside that a line of the log shows.
 const SHOWN: usize = 128;
-
-/// Requests of which the log has a line. Tails, and lookups that their engines end before the answer, have
-/// none.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum RequestLog {
-    /// Every request that looks up.
-    All,
-    /// Requests whose lookup takes 100 ms or longer, without a wait for peers to compute that it was
-    /// granted; one a second at most.
-    #[default]
-    Slow,
-    /// None.
-    Off,
-}
-
-/// A [`RequestLog`] that may change while requests are logged.
-#[derive(Debug)]
-pub(super) struct AtomicRequestLog(AtomicU8);
-
-impl AtomicRequestLog {
-    pub(super) fn new(log: RequestLog) -> Self {
-        Self(AtomicU8::new(log as u8))
-    }
-
-    fn get(&self) -> RequestLog {
-        let kinds = [RequestLog::All, RequestLog::Slow, RequestLog::Off];
-        kinds[usize::from(self.0.load(Ordering::Relaxed))]
-    }
-
-    pub(super) fn set(&self, log: RequestLog) {
-        self.0.store(log as u8, Ordering::Relaxed);
-    }
-}
 
 /// Reason of a miss, as counters and the log name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -17,11 +17,14 @@ mod jobs;
 mod lookups;
 mod misses;
 mod notices;
+mod opaque;
 mod opened;
 mod prefills;
 mod prepared;
 mod pulse;
+mod register_error;
 mod registry;
+mod request_log;
 mod session;
 mod share;
 mod spaces;
@@ -38,16 +41,16 @@ use std::fmt;
 
 pub use config::{ServiceConfig, ServiceError};
 pub use copies::InspectError;
-pub use ends::HeldStatus;
 pub(crate) use events::{NextBatch, Subscription};
 pub(crate) use gate::Entrance;
 pub use handle::{Service, WeakService};
 pub(crate) use jobs::Job;
-pub use misses::RequestLog;
 pub use notices::Notice;
+pub use request_log::RequestLog;
+pub use spaces::SpaceStatus;
 pub use stats::{OperationCounts, ServiceCounts, TransportCounts};
 pub use status::{
-    EventLogStatus, InstanceStatus, ServiceStatus, SessionStatus, SpaceStatus, TransferStatus,
+    EventLogStatus, HeldStatus, InstanceStatus, ServiceStatus, SessionStatus, TransferStatus,
 };
 pub(crate) use throttle::Throttle;
 pub use usage::UsageStatus;

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use crate::protocol::{CpuShm, Cuda, GpuEvent, IpcHandle, KvDescriptor, RegisterKvCache, SharedBy};
 use crate::service::ServiceConfig;
-use crate::service::instance::{RegisterError, invalid};
+use crate::service::register_error::{RegisterError, invalid};
 
 /// One KV group of an engine whose memory the server copies from and to.
 #[derive(Debug)]

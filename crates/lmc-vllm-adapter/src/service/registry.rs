@@ -15,10 +15,11 @@ use crate::protocol::{
 };
 use crate::service::connections::Connections;
 use crate::service::context::{Context, refuse};
-use crate::service::generation::Joined;
-use crate::service::instance::{Instance, RegisterError, Transport};
+use crate::service::instance::{Instance, Transport};
 use crate::service::jobs::{Job, JobThreads, Lane};
+use crate::service::opaque::Joined;
 use crate::service::opened::ServerCopies;
+use crate::service::register_error::RegisterError;
 use crate::service::stats::add;
 use crate::service::status::InstanceStatus;
 use crate::service::throttle::Throttle;

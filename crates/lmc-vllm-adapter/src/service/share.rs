@@ -8,12 +8,11 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use lmc_engine::{LeaseLimit, Leases, OwnerId};
+use lmc_engine::{LeaseLimit, OwnerId};
 
 use crate::service::ClientId;
 use crate::service::context::Context;
 use crate::service::stats::add;
-use crate::service::transfers::Transfers;
 
 /// Marks owners that are connections; workers have numbers without it.
 const CONNECTION: u64 = 1 << 62;
@@ -27,15 +26,15 @@ impl ClientId {
 
 /// Bytes that cannot be evicted, at one moment.
 #[derive(Debug, Clone, Copy)]
-struct Held {
+pub(super) struct Held {
     /// Bytes of the pool.
-    pool: u64,
+    pub(super) pool: u64,
     /// Bytes that all hold: leased chunks, each counted once, and slots that workers write to.
-    all: u64,
+    pub(super) all: u64,
     /// Bytes that one connection holds, each chunk counted for each lease.
-    own: u64,
+    pub(super) own: u64,
     /// Connections that hold anything in the same way, this one included.
-    holders: u64,
+    pub(super) holders: u64,
 }
 
 impl Held {
@@ -45,7 +44,7 @@ impl Held {
     }
 
     /// Bytes more that this connection may hold.
-    fn more(self) -> u64 {
+    pub(super) fn more(self) -> u64 {
         let within_share = self.share().saturating_sub(self.own);
         let left = (self.pool / 8 * 7).saturating_sub(self.all);
         let beyond = (self.pool / 2).saturating_sub(self.all);
@@ -55,7 +54,7 @@ impl Held {
 
 impl Context {
     /// Returns the bytes that all hold.
-    fn held_bytes(&self) -> u64 {
+    pub(super) fn held_bytes(&self) -> u64 {
         self.engine.held_bytes() + self.store_bytes.load(Ordering::Relaxed)
     }
 
@@ -72,46 +71,6 @@ impl Context {
             own: engine.lease_bytes_of(client.owner()),
             holders: others.count() as u64 + 1,
         }
-    }
-}
-
-impl Transfers {
-    /// Returns the bytes that all hold, and a connection's part by transfers that its workers
-    /// prepared.
-    fn held_by_transfers(&self, client: ClientId) -> Held {
-        let (own, others) = self.bytes_and_others(client);
-        Held {
-            pool: self.context.engine.pool_bytes(),
-            all: self.context.held_bytes(),
-            own,
-            holders: others as u64 + 1,
-        }
-    }
-
-    /// Returns true for leases that a worker may not take: they would keep from eviction what is
-    /// beyond its connection's share.
-    pub(super) fn leases_too_much(&self, client: ClientId, leases: &Leases) -> bool {
-        let fresh = leases.fresh_bytes();
-        let context = &self.context;
-        if fresh == 0 || context.held_bytes() <= context.engine.pool_bytes() / 2 {
-            return false;
-        }
-        let mut held = self.held_by_transfers(client);
-        held.all = held.all.saturating_sub(fresh);
-        fresh > held.more()
-    }
-
-    /// Returns the number of chunks of `chunk_bytes`, at most `wanted`, that a connection may begin
-    /// to write.
-    pub(super) fn writable(&self, client: ClientId, chunk_bytes: u64, wanted: usize) -> usize {
-        let context = &self.context;
-        let chunk = chunk_bytes.next_multiple_of(context.engine.align()).max(1);
-        let more = chunk.saturating_mul(wanted as u64);
-        if context.held_bytes() + more <= context.engine.pool_bytes() / 2 {
-            return wanted;
-        }
-        let within = self.held_by_transfers(client).more().min(more);
-        usize::try_from(within / chunk).unwrap_or(wanted)
     }
 }
 

@@ -11,11 +11,24 @@ use parking_lot::RwLock;
 
 use crate::service::events::EventLog;
 use crate::service::stats::add;
-use crate::service::status::SpaceStatus;
 use crate::service::usage::{HeldBytes, Usage, UsageStatus, Usages};
 
 /// Names of spaces, and of tenants, above which those without chunks are forgotten.
 const PURGE_ABOVE: usize = 65_536;
+
+/// A space that has chunks in DRAM, or whose layout a registered worker has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SpaceStatus {
+    /// Id of the space.
+    pub id: SpaceId,
+    /// Fields of the space.
+    pub description: KeySpace,
+    /// Number of the space's chunks in DRAM.
+    pub chunks: u64,
+    /// True if a worker with the space's layout is registered.
+    pub registered: bool,
+}
 
 #[derive(Debug)]
 struct Space {

@@ -3,11 +3,10 @@
 use std::time::Instant;
 
 use lmc_engine::{EngineStats, EngineTimes, EngineUsage, LowerStatus, TierHealth};
-use lmc_key::{KeySpace, MemoStats, SpaceId};
+use lmc_key::MemoStats;
 use serde::{Serialize, Serializer};
 
 use crate::service::context::Context;
-use crate::service::ends::HeldStatus;
 use crate::service::stats::{OperationCounts, ServiceCounts, TransportCounts};
 use crate::service::usage::UsageStatus;
 
@@ -53,20 +52,6 @@ pub struct InstanceStatus {
     pub transfers: usize,
 }
 
-/// A space that has chunks in DRAM, or whose layout a registered worker has.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct SpaceStatus {
-    /// Id of the space.
-    pub id: SpaceId,
-    /// Fields of the space.
-    pub description: KeySpace,
-    /// Number of the space's chunks in DRAM.
-    pub chunks: u64,
-    /// True if a worker with the space's layout is registered.
-    pub registered: bool,
-}
-
 /// The requests that are under way.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
@@ -91,6 +76,23 @@ pub struct TransferStatus {
     pub orphaned: usize,
     /// Slots of the stores among them.
     pub orphaned_store_slots: usize,
+}
+
+/// The slots of a connection that has ended, and why they are still held.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct HeldStatus {
+    /// Address of the other end.
+    pub peer: String,
+    /// Processes that held the other end and map the pool, as far as they are known.
+    pub pids: Vec<u32>,
+    /// Slots of transfers that were prepared and not committed.
+    pub slots: usize,
+    /// Seconds since the connection ended.
+    pub seconds: f64,
+    /// Condition of the release: `grace` (the process is unknown, or may be running), `stopped` (the
+    /// process is stopped or frozen and would go on copying) or `dead` (they go back at once).
+    pub waits_for: &'static str,
 }
 
 /// The event log.

@@ -22,6 +22,7 @@ use crate::service::prepared::{
     Direction, Pending, PendingChunk, Prepared, Transfer, TransferId, TransferKey,
 };
 use crate::service::registry::Registry;
+use crate::service::share::Held;
 use crate::service::stats::add;
 
 /// KV ranks that are remembered of one worker. An engine's worker has one.
@@ -727,5 +728,45 @@ fn descriptor(worker: &Worker, offset: u64, length: u64) -> SlotDescriptor {
         length,
         shape: worker.shape.clone(),
         dtype: worker.dtype.to_owned(),
+    }
+}
+
+impl Transfers {
+    /// Returns the bytes that all hold, and a connection's part by transfers that its workers
+    /// prepared.
+    fn held_by_transfers(&self, client: ClientId) -> Held {
+        let (own, others) = self.bytes_and_others(client);
+        Held {
+            pool: self.context.engine.pool_bytes(),
+            all: self.context.held_bytes(),
+            own,
+            holders: others as u64 + 1,
+        }
+    }
+
+    /// Returns true for leases that a worker may not take: they would keep from eviction what is
+    /// beyond its connection's share.
+    pub(super) fn leases_too_much(&self, client: ClientId, leases: &Leases) -> bool {
+        let fresh = leases.fresh_bytes();
+        let context = &self.context;
+        if fresh == 0 || context.held_bytes() <= context.engine.pool_bytes() / 2 {
+            return false;
+        }
+        let mut held = self.held_by_transfers(client);
+        held.all = held.all.saturating_sub(fresh);
+        fresh > held.more()
+    }
+
+    /// Returns the number of chunks of `chunk_bytes`, at most `wanted`, that a connection may begin
+    /// to write.
+    pub(super) fn writable(&self, client: ClientId, chunk_bytes: u64, wanted: usize) -> usize {
+        let context = &self.context;
+        let chunk = chunk_bytes.next_multiple_of(context.engine.align()).max(1);
+        let more = chunk.saturating_mul(wanted as u64);
+        if context.held_bytes() + more <= context.engine.pool_bytes() / 2 {
+            return wanted;
+        }
+        let within = self.held_by_transfers(client).more().min(more);
+        usize::try_from(within / chunk).unwrap_or(wanted)
     }
 }
