@@ -9,7 +9,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use super::agent::{Registered, Remote};
-use super::initiators::{Initiators, spawn};
+use super::initiators::{AgentEvent, Initiators, spawn};
 use super::transfers::{Step, Transfer, WriteError};
 use crate::blocking::yield_briefly;
 
@@ -33,12 +33,8 @@ pub(super) enum Command {
     Begin(Transfer),
     /// Ends all transfers of a connection; no other begins.
     Gone(u64),
-    /// An agent was made, or could not be.
-    Made(Result<Registered, String>),
-    /// An agent has ended.
-    Ended {
-        generation: u64,
-    },
+    /// An agent of the initiators was made or has ended.
+    Agent(AgentEvent),
     /// The target's agent has ended.
     TargetEnded,
     /// A batch was stopped.
@@ -170,8 +166,8 @@ impl Engine {
                 self.transfers.push(transfer);
             }
             Command::Gone(connection) => self.gone(connection),
-            Command::Made(made) => self.initiators.made(made),
-            Command::Ended { generation } => self.initiators.ended(generation),
+            Command::Agent(AgentEvent::Made(made)) => self.initiators.made(made),
+            Command::Agent(AgentEvent::Ended { generation }) => self.initiators.ended(generation),
             Command::TargetEnded => self.ending_target = false,
             Command::Look => {}
             Command::End => self.close(),

@@ -16,9 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::agent::{PostError, Progress, Registered, Remote, Request, Role, Setup};
-use super::engine::{Command, Commands};
-use super::plan::Part;
-use super::transfers::Sources;
+use super::plan::{Part, Sources};
 
 /// Time that a request whose peer is gone has to end by itself.
 const GRACE: Duration = Duration::from_secs(1);
@@ -62,12 +60,23 @@ struct Initiator {
     retired: bool,
 }
 
+/// An agent's change, from the thread that makes or ends it.
+pub(super) enum AgentEvent {
+    /// It was made, or could not be.
+    Made(Result<Registered, String>),
+    /// It has ended.
+    Ended { generation: u64 },
+}
+
+/// Takes changes of agents, on any thread.
+pub(super) type OnAgent = Arc<dyn Fn(AgentEvent) + Send + Sync>;
+
 /// Initiators of a channel, the newest last.
 pub(super) struct Initiators {
     /// Prefix of the agents' names.
     name: String,
     setup: Setup,
-    commands: Commands,
+    on_agent: OnAgent,
     all: Vec<Initiator>,
     /// Generation of the next.
     next: u64,
@@ -81,11 +90,11 @@ pub(super) struct Initiators {
 
 impl Initiators {
     /// Starts without an initiator: [`Self::made`] adds the first.
-    pub(super) fn new(name: String, setup: Setup, commands: Commands) -> Self {
+    pub(super) fn new(name: String, setup: Setup, on_agent: OnAgent) -> Self {
         Self {
             name,
             setup,
-            commands,
+            on_agent,
             all: Vec::new(),
             next: 0,
             making: Some(Instant::now()),
@@ -215,7 +224,7 @@ impl Initiators {
             let stragglers = initiator.stragglers.iter();
             let peers = stragglers.map(|straggler| straggler.remote.agent.clone());
             self.ending.insert(initiator.generation, peers.collect());
-            end(initiator, self.commands.clone());
+            end(initiator, Arc::clone(&self.on_agent));
         }
         let newest = self.all.last();
         let lasts = newest.is_some_and(|newest| !newest.retired && !newest.worn);
@@ -239,10 +248,10 @@ impl Initiators {
         self.making = Some(now + if worn { WORN } else { RETRY });
         self.made = false;
         let (name, setup) = (self.next_name(), self.setup.clone());
-        let commands = self.commands.clone();
+        let on_agent = Arc::clone(&self.on_agent);
         spawn("lmc-nixl-new", move || {
             let made = Registered::whole(&name, &setup, Role::Initiator);
-            commands.give(Command::Made(made));
+            on_agent(AgentEvent::Made(made));
         });
     }
 
@@ -370,7 +379,7 @@ impl Initiator {
 }
 
 /// Ends an agent, and with it what it had under way, on a thread: it may take a while.
-fn end(initiator: Initiator, commands: Commands) {
+fn end(initiator: Initiator, on_agent: OnAgent) {
     spawn("lmc-nixl-end", move || {
         let mut sources = Vec::new();
         for straggler in initiator.stragglers {
@@ -380,7 +389,7 @@ fn end(initiator: Initiator, commands: Commands) {
         drop(initiator.registered);
         drop(sources);
         let generation = initiator.generation;
-        commands.give(Command::Ended { generation });
+        on_agent(AgentEvent::Ended { generation });
     });
 }
 

@@ -33,12 +33,12 @@ mod transfers;
 
 pub(crate) use agent::Remote;
 pub(crate) use blocks::{BLOCK, Block, Blocks};
-pub(crate) use plan::Part;
-pub(crate) use transfers::{Batch, Report, Sources, WriteError};
+pub(crate) use plan::{Part, Sources};
+pub(crate) use transfers::{Batch, Report, WriteError};
 
 use agent::{Registered, Role, Setup};
 use engine::{Command, Commands, Engine};
-use initiators::{Initiators, spawn};
+use initiators::{AgentEvent, Initiators, spawn};
 use transfers::Transfer;
 
 use crate::{ChannelConfig, ConfigError, ConnectError, session};
@@ -222,7 +222,9 @@ impl Plane {
             len: config.blocks,
         };
         let (commands, received) = Commands::new();
-        let initiators = Initiators::new(agent.clone(), setup.clone(), commands.clone());
+        let on_agent = commands.clone();
+        let on_agent = move |event| on_agent.give(Command::Agent(event));
+        let initiators = Initiators::new(agent.clone(), setup.clone(), Arc::new(on_agent));
         let first = initiators.next_name();
         let first = Registered::new(&first, &setup, Role::Initiator).map_err(library)?;
         let engine = Engine::new(commands.clone(), received, target, initiators);
@@ -274,7 +276,8 @@ impl Plane {
             Ok(true)
         };
         let registered = pieces();
-        self.commands.give(Command::Made(Ok(first)));
+        let made = AgentEvent::Made(Ok(first));
+        self.commands.give(Command::Agent(made));
         if registered? {
             // The first time: only this function sets it, and it is called once.
             let _ = self.registration.set(registration);

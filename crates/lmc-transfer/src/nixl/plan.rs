@@ -1,6 +1,11 @@
-//! Cuts a batch into requests.
+//! A batch: the memory that it is written from, and its cut into requests.
 
 use std::ops::Range;
+use std::sync::Arc;
+
+use lmc_memory::SealedSlot;
+
+use crate::lease::Pin;
 
 /// Descriptors of one request at most: over TCP each costs about 10 µs.
 pub(super) const REQUEST_PARTS: usize = 512;
@@ -11,6 +16,13 @@ pub(crate) struct Part {
     pub(crate) local: u64,
     pub(crate) remote: u64,
     pub(crate) len: u64,
+}
+
+/// Keeps memory that is written from where it is, until nothing reads it any more.
+#[derive(Debug, Default)]
+pub(crate) struct Sources {
+    pub(crate) pins: Vec<Pin>,
+    pub(crate) objects: Vec<Arc<Vec<SealedSlot>>>,
 }
 
 /// A batch, cut up.

@@ -6,23 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use lmc_memory::SealedSlot;
 use thiserror::Error;
 
 use super::agent::{PostError, Progress, Remote, Request};
 use super::initiators::Initiators;
-use super::plan::{Part, Plan};
-use crate::lease::Pin;
+use super::plan::{Part, Plan, Sources};
 
 /// Requests of one batch that are under way at a time: the next is there when one ends.
 const WINDOW: usize = 4;
-
-/// Keeps memory that is written from where it is, until nothing reads it any more.
-#[derive(Debug, Default)]
-pub(crate) struct Sources {
-    pub(crate) pins: Vec<Pin>,
-    pub(crate) objects: Vec<Arc<Vec<SealedSlot>>>,
-}
 
 /// The reason why a batch ended early.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
