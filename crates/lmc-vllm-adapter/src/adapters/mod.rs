@@ -17,6 +17,7 @@ mod scheduler;
 mod tensors;
 mod work;
 mod worker;
+mod worker_state;
 
 pub use common::ServerState;
 pub use endpoint::{Endpoint, EndpointError};

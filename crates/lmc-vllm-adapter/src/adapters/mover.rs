@@ -16,7 +16,7 @@ use crate::adapters::link::{Awaited, Link, LinkError, SessionId};
 use crate::adapters::log::shown;
 use crate::adapters::tensors::DescribedGroup;
 use crate::adapters::work::{Direction, Transfer, Work};
-use crate::adapters::worker::{Pool, Shared, add};
+use crate::adapters::worker_state::{Pool, Shared, add};
 use crate::protocol::{CacheKey, Reply, Request, SlotDescriptor};
 
 /// Transfers whose requests are under way at the same time.

@@ -4,29 +4,24 @@
 
 use std::collections::HashSet;
 use std::ops::Range;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use lmc_memory::cuda::{CudaError, Gpu, Gpus, Registration};
-use lmc_memory::{CopyPool, MappedSegment, Planes, SharedName};
+use lmc_memory::CopyPool;
+use lmc_memory::cuda::Gpus;
 use parking_lot::{Condvar, Mutex};
 
-use crate::adapters::common::{Common, Server, ServerState};
-use crate::adapters::link::{Link, OwnThread, SessionId, Setup};
-use crate::adapters::log::Level;
+use crate::adapters::common::{Common, ServerState};
+use crate::adapters::link::{Link, OwnThread};
 use crate::adapters::mover::Mover;
-use crate::adapters::prompt::tail_request_id;
-use crate::adapters::tensors::Described;
 use crate::adapters::work::{Direction, Work};
+use crate::adapters::worker_state::{Counters, Layouts, Registered, Shared, WorkerSetup};
 use crate::adapters::{
     AdapterError, Endpoint, EngineDescription, KvLayers, LogLine, Prompt, Timeouts,
 };
-use crate::protocol::{
-    CacheKey, EngineDrivenContext, EngineRecord, Reply, Request, RequestConfigs, UnknownFields,
-};
+use crate::protocol::RequestConfigs;
 
 /// One transfer between blocks of the engine and chunks of a prompt.
 #[derive(Debug, Clone, PartialEq)]
