@@ -12,12 +12,12 @@ use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 
 use super::budget::{Account, Charge};
+use super::channel_core::ChannelCore;
 use super::frame::{Frame, Outcome, Pieces};
 use super::landing::Target;
 use super::offers::{INLINED_OFFERS, OFFER_CAPACITY, Offers};
 #[cfg(feature = "nixl")]
 use super::plane::PlaneLink;
-use super::shared::Shared;
 use super::writer::{AT_ONCE, SendQueue};
 use crate::checks::PeerMemory;
 use crate::lease::{Granted, Pin, Segment};
@@ -396,7 +396,7 @@ impl From<io::Error> for Gone {
 impl Connection {
     /// A connection, and what its streams are to send.
     pub(super) fn new(
-        shared: &Shared,
+        core: &ChannelCore,
         remote: Remote,
         sockets: &Arc<Sockets>,
         sealers: Vec<Sealer>,
@@ -406,13 +406,13 @@ impl Connection {
         let mut queues = Vec::with_capacity(sealers.len());
         let form = remote.form;
         #[cfg(feature = "nixl")]
-        let plane = shared.config.nixl.as_ref();
+        let plane = core.config.nixl.as_ref();
         #[cfg(feature = "nixl")]
         let plane = plane.filter(|_| remote.nixl && form != PieceForm::Sealed);
         #[cfg(feature = "nixl")]
         let plane = plane.map(|plane| PlaneLink::new(plane.plane()));
         let stream = |(stream, sealer)| {
-            let (queue, receiver) = SendQueue::new(shared, sockets, stream, sealer, form);
+            let (queue, receiver) = SendQueue::new(core, sockets, stream, sealer, form);
             queues.push(receiver);
             Stream {
                 queue,
@@ -432,7 +432,7 @@ impl Connection {
             offer_capacity: Arc::new(Semaphore::new(OFFER_CAPACITY)),
             inline_capacity: Arc::new(Semaphore::new(INLINED_OFFERS)),
             inlined: Arc::default(),
-            account: shared.budget.account(),
+            account: core.budget.account(),
             #[cfg(feature = "nixl")]
             plane,
             pong: watch::Sender::new(0),

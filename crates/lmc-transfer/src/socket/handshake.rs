@@ -81,14 +81,14 @@ impl Accept for Shared {
     }
 
     fn config(&self) -> &ChannelConfig {
-        &self.config.channel
+        &self.core.config.channel
     }
 
     async fn accepted(self: &Arc<Self>, accepted: &mut Accepted) -> Result<(), Failure> {
         let theirs: Side = decode(&accepted.payload)?;
         let remote = remote(self, &accepted.remote, &theirs, true)?;
         self.would_install(&remote.id)?;
-        let count = usize::from(theirs.streams).min(self.config.streams);
+        let count = usize::from(theirs.streams).min(self.core.config.streams);
         let (joined, mut joins) = mpsc::unbounded_channel();
         let mut missing = vec![true; count];
         missing[0] = false;
@@ -110,7 +110,7 @@ impl Accept for Shared {
             others.push(joins.recv().await.ok_or(Failure::Unexpected)?);
         }
         others.sort_by_key(|(stream, _)| *stream);
-        let config = &self.config.channel;
+        let config = &self.core.config.channel;
         let message = self.local.ask(config, &remote.id, message).await?;
         let mut streams = vec![accepted.stream.take().ok_or(Failure::Unexpected)?];
         streams.extend(others.into_iter().map(|(_, stream)| stream));
@@ -156,7 +156,7 @@ impl Accept for Shared {
     }
 
     fn refused(&self) {
-        self.counters.refused_handshakes.add(1);
+        self.core.counters.refused_handshakes.add(1);
     }
 }
 
@@ -169,7 +169,7 @@ struct JoiningEntry<'a> {
 impl<'a> JoiningEntry<'a> {
     fn new(shared: &'a Shared, session: [u8; 16], entry: Joining) -> Result<Self, Failure> {
         let mut joining = shared.joining.lock();
-        if joining.len() >= shared.config.channel.max_peers {
+        if joining.len() >= shared.core.config.channel.max_peers {
             return Err(Failure::refused("too many handshakes"));
         }
         joining.insert(session, entry);
@@ -184,17 +184,17 @@ impl Drop for JoiningEntry<'_> {
 }
 
 fn side(shared: &Shared, streams: usize, attempt: u64) -> Side {
-    let config = &shared.config.channel;
+    let config = &shared.core.config.channel;
     Side {
         attempt,
         arena: config.arena.len() as u64,
         unit: config.unit,
         streams: streams as u16,
-        keepalive: shared.config.keepalive.as_millis() as u32,
+        keepalive: shared.core.config.keepalive.as_millis() as u32,
         sealed: config.encrypt_objects,
         summed: config.object_checksums,
         #[cfg(feature = "nixl")]
-        nixl: shared.config.nixl.is_some(),
+        nixl: shared.core.config.nixl.is_some(),
         #[cfg(not(feature = "nixl"))]
         nixl: false,
     }
@@ -212,7 +212,7 @@ fn remote(
         return Err(Failure::refused("invalid settings of the other side"));
     }
     let keepalive = Duration::from_millis(theirs.keepalive.into());
-    let config = &shared.config.channel;
+    let config = &shared.core.config.channel;
     let form = if theirs.sealed || config.encrypt_objects {
         PieceForm::Sealed
     } else if theirs.summed || config.object_checksums {
@@ -231,7 +231,9 @@ fn remote(
         },
         incoming,
         attempt: theirs.attempt,
-        keepalive: keepalive.min(MAX_KEEPALIVE).max(shared.config.keepalive),
+        keepalive: keepalive
+            .min(MAX_KEEPALIVE)
+            .max(shared.core.config.keepalive),
         form,
         #[cfg(feature = "nixl")]
         nixl: theirs.nixl,
@@ -245,7 +247,7 @@ pub(super) async fn connect(
     address: &Address,
     message: Option<Bytes>,
 ) -> Result<Option<Bytes>, ConnectError> {
-    let time = shared.config.channel.handshake_timeout;
+    let time = shared.core.config.channel.handshake_timeout;
     let connected = timeout(time, initiate(shared, peer, address, message)).await;
     connected.unwrap_or_else(|_| Err(ConnectError::Deadline { peer: peer.clone() }))
 }
@@ -257,8 +259,8 @@ async fn initiate(
     message: Option<Bytes>,
 ) -> Result<Option<Bytes>, ConnectError> {
     let attempt = shared.attempts.fetch_add(1, Ordering::Relaxed);
-    let mine = encode(&side(shared, shared.config.streams, attempt));
-    let config = &shared.config.channel;
+    let mine = encode(&side(shared, shared.core.config.streams, attempt));
+    let config = &shared.core.config.channel;
     let socket = Socket::connect(address).await?;
     let connected = session::connect(&shared.local, config, address, socket, peer, mine).await?;
     let (stream, found, payload) = connected;
@@ -279,7 +281,7 @@ async fn go_on(
     let terms: Terms = decode(payload)?;
     let streams = terms.side.streams;
     let remote = remote(shared, found, &terms.side, false)?;
-    if usize::from(streams) > shared.config.streams || remote.attempt != attempt {
+    if usize::from(streams) > shared.core.config.streams || remote.attempt != attempt {
         return Err(Failure::Unexpected);
     }
     let ready = Message::Ready {
@@ -291,7 +293,7 @@ async fn go_on(
         let (shared, address, terms) = (Arc::clone(shared), address.clone(), terms.clone());
         joins.spawn(async move {
             let socket = Socket::connect(&address).await?;
-            let config = &shared.config.channel;
+            let config = &shared.core.config.channel;
             let joined = session::join(config, socket, terms.session, &terms.secret, number).await;
             joined.map(|stream| (number, stream))
         });

@@ -34,6 +34,7 @@ use crate::{
 
 mod asking;
 mod budget;
+mod channel_core;
 mod config;
 mod connection;
 mod frame;
@@ -151,7 +152,7 @@ impl SocketChannel {
 
     /// Returns the counters.
     pub fn stats(&self) -> SocketStats {
-        self.shared.counters.read()
+        self.shared.core.counters.read()
     }
 }
 
@@ -176,7 +177,7 @@ impl TransferChannel for SocketChannel {
     }
 
     fn id(&self) -> &PeerId {
-        &self.shared.config.channel.id
+        &self.shared.core.config.channel.id
     }
 
     fn address(&self) -> &Address {
@@ -227,7 +228,7 @@ impl TransferChannel for SocketChannel {
         let connected = || self.connected(peer);
         self.shared
             .leases
-            .grant_read(&self.shared.config.channel, peer, slots, connected)
+            .grant_read(&self.shared.core.config.channel, peer, slots, connected)
     }
 
     fn grant_write(
@@ -238,15 +239,15 @@ impl TransferChannel for SocketChannel {
         let connected = || self.connected(peer);
         self.shared
             .leases
-            .grant_write(&self.shared.config.channel, peer, slots, connected)
+            .grant_write(&self.shared.core.config.channel, peer, slots, connected)
     }
 
     fn unit(&self) -> u64 {
-        self.shared.config.channel.unit
+        self.shared.core.config.channel.unit
     }
 
     fn arena_indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError> {
-        checks::arena_indices(&self.shared.config.channel, self.incarnation(), slots)
+        checks::arena_indices(&self.shared.core.config.channel, self.incarnation(), slots)
     }
 
     fn send<'a>(

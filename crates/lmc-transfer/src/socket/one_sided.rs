@@ -176,9 +176,9 @@ impl Shared {
         indices: &[Index],
         deadline: Instant,
     ) -> Filled {
-        self.counters.operations.add(1);
+        self.core.counters.operations.add(1);
         let lens = slots.iter().map(ReservedSlot::len);
-        let checked = check_slots(self.window.arena(), &slots)
+        let checked = check_slots(self.core.window.arena(), &slots)
             .and_then(|()| self.ranges(lens, peer, indices, deadline));
         let (connection, ranges) = match checked {
             Ok(Some(checked)) => checked,
@@ -302,9 +302,9 @@ impl Shared {
         indices: &[Index],
         deadline: Instant,
     ) -> Sent {
-        self.counters.operations.add(1);
+        self.core.counters.operations.add(1);
         let lens = objects.iter().map(SealedSlot::len);
-        let checked = check_slots(self.window.arena(), &objects)
+        let checked = check_slots(self.core.window.arena(), &objects)
             .and_then(|()| self.ranges(lens, peer, indices, deadline));
         let (connection, ranges) = match checked {
             Ok(Some(checked)) => checked,

@@ -32,7 +32,7 @@ impl Shared {
         tag: u64,
         deadline: Instant,
     ) -> Sent {
-        self.counters.operations.add(1);
+        self.core.counters.operations.add(1);
         let (count, connection) = match self.paired(&objects, peer, deadline) {
             Ok(Some(connection)) => (objects.len(), connection),
             Ok(None) => return Sent::all(0),
@@ -99,7 +99,7 @@ impl Shared {
         tag: u64,
         deadline: Instant,
     ) -> Filled {
-        self.counters.operations.add(1);
+        self.core.counters.operations.add(1);
         let connection = match self.paired(&slots, peer, deadline) {
             Ok(Some(connection)) => connection,
             Ok(None) => return Filled::nothing(),
@@ -187,7 +187,7 @@ impl Shared {
         if self.is_closed() {
             return Err(TransferError::Closed);
         }
-        check_slots(self.window.arena(), slots)?;
+        check_slots(self.core.window.arena(), slots)?;
         if slots.is_empty() {
             return Ok(None);
         }

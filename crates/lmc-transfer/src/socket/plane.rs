@@ -425,7 +425,7 @@ impl Shared {
             None => {}
             Some(Halt::Absent) => link.ask_later(),
             Some(Halt::Failed(reason)) => {
-                self.counters.nixl_failed.add(1);
+                self.core.counters.nixl_failed.add(1);
                 link.failed(&connection.remote.id, &reason);
             }
             Some(Halt::Over) => {}

@@ -12,6 +12,7 @@ use tokio::task::coop::consume_budget;
 use tokio::time::timeout;
 
 use super::budget::Charge;
+use super::channel_core::ChannelCore;
 use super::connection::{
     Arrival, Connection, Gone, MAX_REQUESTS, Offered, Outgoing, PieceForm, Reply, Run, Source,
     Stream,
@@ -19,7 +20,6 @@ use super::connection::{
 use super::frame::{Decoder, Frame, Outcome, PieceHead, Pieces};
 use super::landing::Target;
 use super::offers::{INLINED_OFFERS, Offer};
-use super::shared::Shared;
 use super::window::Parted;
 use crate::lease::{Access, Denied, Granted, Range, Region, Segment};
 use crate::net::{Moved, Sockets, receive_bytes};
@@ -47,7 +47,7 @@ const FREE: usize = 16 << 10;
 mod plane;
 
 pub(super) struct StreamReader {
-    shared: Arc<Shared>,
+    core: Arc<ChannelCore>,
     connection: Arc<Connection>,
     sockets: Arc<Sockets>,
     stream: usize,
@@ -103,14 +103,14 @@ struct Landings {
 
 impl StreamReader {
     pub(super) fn new(
-        shared: &Arc<Shared>,
+        core: &Arc<ChannelCore>,
         connection: &Arc<Connection>,
         sockets: &Arc<Sockets>,
         stream: usize,
         opener: Opener,
     ) -> Self {
         Self {
-            shared: Arc::clone(shared),
+            core: Arc::clone(core),
             connection: Arc::clone(connection),
             sockets: Arc::clone(sockets),
             stream,
@@ -225,7 +225,7 @@ impl StreamReader {
 
     /// Counts a request of the peer.
     fn admit(&self, ranges: usize) -> Result<Charge, Gone> {
-        self.shared.counters.served.add(1);
+        self.core.counters.served.add(1);
         match self.stream().unanswered.fetch_add(1, Ordering::Relaxed) {
             n if n < MAX_REQUESTS => self.charge(ranges * RANGE_BYTES),
             _ => Err(Gone::Broken("too many requests at once".into())),
@@ -242,7 +242,7 @@ impl StreamReader {
             },
             Err(outcome) => {
                 if outcome != Outcome::Withdrawn {
-                    self.shared.counters.refused_requests.add(1);
+                    self.core.counters.refused_requests.add(1);
                 }
                 self.answer(id, outcome)
             }
@@ -265,7 +265,7 @@ impl StreamReader {
 
     /// Answers a question when the embedder has.
     fn answer_question(&self, id: u64, question: Vec<u8>, charge: Charge) {
-        let Some(on_ask) = &self.shared.config.channel.on_ask else {
+        let Some(on_ask) = &self.core.config.channel.on_ask else {
             let refused = Outcome::Refused("questions are not answered here".into());
             self.stream().queue.push(self.answer(id, refused));
             return;
@@ -330,11 +330,11 @@ impl StreamReader {
     /// Looks up a region for reading; `Err(None)` for an offer that was withdrawn.
     fn source(&self, region: Region) -> Result<Source, Option<Denied>> {
         match region {
-            Region::Arena if self.shared.config.channel.open_arena => Ok(Source::Arena),
+            Region::Arena if self.core.config.channel.open_arena => Ok(Source::Arena),
             Region::Arena => Err(Some(Denied::NotLeased)),
             Region::Lease(number) => {
                 let incarnation = self.connection.remote.incarnation;
-                let granted = self.shared.leases.find(number, incarnation, Access::Read);
+                let granted = self.core.leases.find(number, incarnation, Access::Read);
                 let slots = Vec::new();
                 let lease = |granted| Source::Lease { granted, slots };
                 granted.map(lease).map_err(Some)
@@ -356,7 +356,7 @@ impl StreamReader {
     }
 
     fn in_arena(&self, range: Range) -> Option<Segment> {
-        let arena = self.shared.window.arena();
+        let arena = self.core.window.arena();
         // Ranges that were never handed out may have no memory yet.
         arena.ensure(range.offset, range.len).ok()?;
         Some(Segment {
@@ -428,7 +428,7 @@ impl StreamReader {
             } else {
                 self.fill(now).await?;
                 if form == PieceForm::Summed && checksum(now) != head.sum {
-                    self.shared.counters.corrupt.add(1);
+                    self.core.counters.corrupt.add(1);
                     sound = false;
                 }
             }
@@ -442,7 +442,7 @@ impl StreamReader {
         let landings = match self.landings(ranges) {
             Ok(landings) => landings,
             Err(outcome) => {
-                self.shared.counters.refused_requests.add(1);
+                self.core.counters.refused_requests.add(1);
                 let nowhere = |range: &Range| Segment {
                     offset: 0,
                     len: range.len,
@@ -472,7 +472,7 @@ impl StreamReader {
 
     /// Resolves the ranges of a write, if the peer may.
     fn landings(&self, ranges: &[Range]) -> Result<Landings, Outcome> {
-        let config = &self.shared.config.channel;
+        let config = &self.core.config.channel;
         if config.rights != Rights::ReadWrite {
             return Err(Outcome::ReadOnly);
         }
@@ -485,7 +485,7 @@ impl StreamReader {
             let (segment, lease) = match range.region {
                 Region::Arena if config.open_arena => (self.in_arena(*range), None),
                 Region::Lease(lease) => {
-                    let granted = self.shared.leases.find(lease, incarnation, Access::Write);
+                    let granted = self.core.leases.find(lease, incarnation, Access::Write);
                     let granted = granted.map_err(|denied| refusal(denied, number))?;
                     (granted.segment(*range), Some(granted))
                 }
@@ -548,7 +548,7 @@ impl StreamReader {
             let form = self.connection.remote.form;
             let sum = if form == PieceForm::Sealed {
                 self.open_piece(piece.len as usize).await?;
-                let put = || self.shared.window.put(piece, &self.plain);
+                let put = || self.core.window.put(piece, &self.plain);
                 // What was opened is what was sealed.
                 sink.with(put).map(|()| head.sum)
             } else {
@@ -558,7 +558,7 @@ impl StreamReader {
                 };
                 self.piece(piece, sink, ahead, &mut left).await?;
                 // While the piece is still in the cache.
-                let window = &self.shared.window;
+                let window = &self.core.window;
                 let is_last = pieces.peek().is_none_or(|(next, _)| *next != number);
                 sink.with(|| match (form, sink) {
                     (PieceForm::Plain, Sink::Call(_)) => {
@@ -573,11 +573,11 @@ impl StreamReader {
             match sum {
                 Some(sum) if sum == head.sum => {}
                 None => {
-                    self.shared.counters.discarded.add(1);
+                    self.core.counters.discarded.add(1);
                     arrival.aborted = true;
                 }
                 Some(_) => {
-                    self.shared.counters.corrupt.add(1);
+                    self.core.counters.corrupt.add(1);
                     if arrival.bad.last() != Some(&number) {
                         arrival.bad.push(number);
                     }
@@ -635,7 +635,7 @@ impl StreamReader {
     ) -> Result<(), Gone> {
         let stashed = &self.stash[self.start..self.end];
         let mut done = stashed.len().min(piece.len as usize);
-        sink.with(|| self.shared.window.put(piece, &stashed[..done]));
+        sink.with(|| self.core.window.put(piece, &stashed[..done]));
         self.start += done;
         *left = left.saturating_sub(done as u64);
         while done < piece.len as usize {
@@ -653,7 +653,7 @@ impl StreamReader {
                     _ => 1,
                 });
             }
-            let window = &self.shared.window;
+            let window = &self.core.window;
             let (stash, discarded) = (&mut self.stash[..ahead], &mut self.sink);
             let into = |socket: RawFd| {
                 let received = sink.with(|| window.receive(socket, rest, stash));
@@ -719,7 +719,7 @@ impl StreamReader {
         if bytes == 0 {
             return Err(Gone::Closed);
         }
-        self.shared.counters.bytes_in.add(bytes);
+        self.core.counters.bytes_in.add(bytes);
         let received = &self.stream().received;
         received.fetch_add(bytes as u64, Ordering::Relaxed);
         Ok(())

@@ -1,4 +1,4 @@
-//! State that all parts of a channel share: the arena, the leases, and the table of peers.
+//! State of a channel: the table of peers, and those that are about to be in it.
 
 use std::collections::HashMap;
 use std::io;
@@ -12,18 +12,15 @@ use tokio::io::Interest;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
-use super::budget::Budget;
+use super::channel_core::ChannelCore;
 use super::config::SocketConfig;
 use super::connection::{Connection, End, Remote};
 use super::handshake::Joining;
 use super::offers::Offers;
-use super::stats::Counters;
 use super::supervise::{Begin, SILENT_INTERVALS, supervise};
 use super::threads::Threads;
-use super::window::Window;
 use crate::config::PeerEvent;
 use crate::connect_once::ConnectOnce;
-use crate::lease::Leases;
 use crate::net::Sockets;
 #[cfg(feature = "nixl")]
 use crate::nixl::{NixlPlane, Plane};
@@ -36,14 +33,10 @@ const ASK_AGAIN: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 pub(super) struct Shared {
-    pub(super) config: SocketConfig,
+    pub(super) core: Arc<ChannelCore>,
     pub(super) local: Local,
     /// Connects so far.
     pub(super) attempts: AtomicU64,
-    pub(super) window: Window,
-    pub(super) leases: Arc<Leases>,
-    pub(super) counters: Arc<Counters>,
-    pub(super) budget: Arc<Budget>,
     pub(super) timer: Timer,
     pub(super) threads: Threads,
     /// Handshakes that wait for their other streams.
@@ -109,13 +102,9 @@ enum Obstacle {
 impl Shared {
     pub(super) fn new(config: SocketConfig, local: Local, timer: Timer, threads: Threads) -> Self {
         Self {
-            window: Window::new(Arc::clone(&config.channel.arena)),
-            leases: Leases::new(local.incarnation),
-            budget: Budget::new(config.peer_memory),
-            config,
+            core: Arc::new(ChannelCore::new(config, local.incarnation)),
             local,
             attempts: AtomicU64::new(0),
-            counters: Arc::default(),
             timer,
             threads,
             joining: Mutex::default(),
@@ -180,11 +169,11 @@ impl Shared {
     /// The other plane of its sessions.
     #[cfg(feature = "nixl")]
     pub(super) fn plane(&self) -> Option<&Arc<Plane>> {
-        self.config.nixl.as_ref().map(NixlPlane::plane)
+        self.core.config.nixl.as_ref().map(NixlPlane::plane)
     }
 
     fn has_capacity(&self, peers: &HashMap<PeerId, Peer>, peer: &PeerId) -> bool {
-        peers.contains_key(peer) || peers.len() < self.config.channel.max_peers
+        peers.contains_key(peer) || peers.len() < self.core.config.channel.max_peers
     }
 
     /// Returns whether a connection to this peer would be added to the table now.
@@ -244,7 +233,7 @@ impl Shared {
                         drop(table);
                         if new {
                             let event = PeerEvent::Connected { incarnation };
-                            self.config.channel.tell(&id, event);
+                            self.core.config.channel.tell(&id, event);
                         }
                         return Ok(());
                     }
@@ -297,7 +286,8 @@ impl Shared {
         }
         let sockets = Arc::new(Sockets(sockets));
         let home = threads.first().unwrap_or(self.threads.first()).clone();
-        let (connection, queues) = Connection::new(self, remote, &sockets, sealers, home, offers);
+        let (connection, queues) =
+            Connection::new(&self.core, remote, &sockets, sealers, home, offers);
         if let Some(bytes) = first {
             connection.streams[0].queue.push_raw(bytes);
         }
@@ -333,12 +323,12 @@ impl Shared {
                 }
             }
         }
-        self.leases.end(remote.incarnation);
+        self.core.leases.end(remote.incarnation);
         let event = PeerEvent::Gone {
             incarnation: remote.incarnation,
             reason: end.reason.clone(),
         };
-        self.config.channel.tell(&remote.id, event);
+        self.core.config.channel.tell(&remote.id, event);
     }
 
     /// All connections to a peer.
@@ -351,7 +341,7 @@ impl Shared {
     /// Ends all calls, and lets none begin.
     pub(super) fn close(&self) {
         self.closed.send_replace(true);
-        self.leases.end_all();
+        self.core.leases.end_all();
         let peers = self.peers.lock().take();
         for peer in peers.into_iter().flat_map(HashMap::into_values) {
             peer.offers.end();

@@ -48,9 +48,9 @@ pub(super) async fn supervise(
             opener,
             queue,
         } = begin;
-        let reader = StreamReader::new(&shared, &connection, &sockets, stream, opener);
+        let reader = StreamReader::new(&shared.core, &connection, &sockets, stream, opener);
         tasks.spawn_on(reader.run(), &thread);
-        let writer = StreamWriter::new(&shared, &connection, &sockets, stream, queue);
+        let writer = StreamWriter::new(&shared.core, &connection, &sockets, stream, queue);
         tasks.spawn_on(writer.run(), &thread);
     }
     #[cfg(feature = "nixl")]
@@ -184,7 +184,7 @@ fn end_of(gone: Gone, unix: bool, shared: &Shared) -> End {
         Gone::Io(error) if unix && is_reset(&error) => closed(),
         Gone::Io(error) => by_us(error.to_string()),
         Gone::Broken(what) => {
-            shared.counters.broken.add(1);
+            shared.core.counters.broken.add(1);
             by_us(format!("it broke the protocol: {what}"))
         }
     }

@@ -11,9 +11,9 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::io::Interest;
 use tokio::sync::mpsc;
 
+use super::channel_core::ChannelCore;
 use super::connection::{Connection, Gone, Kept, Outgoing, Piece, PieceForm};
 use super::frame::{Frame, MAX_INLINED, PIECE, PieceHead, seal_header};
-use super::shared::Shared;
 use super::stats::Counters;
 use super::window::{Part, Parted, Window};
 use crate::lease::Segment;
@@ -58,7 +58,7 @@ enum AtOnce {
 
 impl SendQueue {
     pub(super) fn new(
-        shared: &Shared,
+        core: &ChannelCore,
         sockets: &Arc<Sockets>,
         stream: usize,
         sealer: Sealer,
@@ -66,8 +66,8 @@ impl SendQueue {
     ) -> (Self, mpsc::UnboundedReceiver<Outgoing>) {
         let (queue, receiver) = mpsc::unbounded_channel();
         let queue = Self {
-            window: shared.window.clone(),
-            counters: Arc::clone(&shared.counters),
+            window: core.window.clone(),
+            counters: Arc::clone(&core.counters),
             sockets: Arc::downgrade(sockets),
             stream,
             queue,
@@ -335,7 +335,7 @@ impl Gathered {
 
 /// The task that sends what does not go at once.
 pub(super) struct StreamWriter {
-    shared: Arc<Shared>,
+    core: Arc<ChannelCore>,
     connection: Arc<Connection>,
     sockets: Arc<Sockets>,
     stream: usize,
@@ -346,14 +346,14 @@ pub(super) struct StreamWriter {
 
 impl StreamWriter {
     pub(super) fn new(
-        shared: &Arc<Shared>,
+        core: &Arc<ChannelCore>,
         connection: &Arc<Connection>,
         sockets: &Arc<Sockets>,
         stream: usize,
         items: mpsc::UnboundedReceiver<Outgoing>,
     ) -> Self {
         Self {
-            shared: Arc::clone(shared),
+            core: Arc::clone(core),
             connection: Arc::clone(connection),
             sockets: Arc::clone(sockets),
             stream,
@@ -406,7 +406,7 @@ impl StreamWriter {
 
     /// Sends what was gathered.
     async fn flush(&mut self) -> Result<(), Gone> {
-        let window = &self.shared.window;
+        let window = &self.core.window;
         let socket = &self.sockets.0[self.stream];
         let mut done = 0;
         while done < self.gathered.len() {

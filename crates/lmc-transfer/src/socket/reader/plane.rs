@@ -81,7 +81,7 @@ impl StreamReader {
             Ok(resolved) => resolved,
             Err(outcome) => {
                 if outcome != Outcome::Withdrawn {
-                    self.shared.counters.refused_requests.add(1);
+                    self.core.counters.refused_requests.add(1);
                 }
                 self.stream().queue.push(self.answer(id, outcome));
                 return Ok(());
@@ -107,7 +107,7 @@ impl StreamReader {
         let mut sums = Vec::new();
         if self.connection.remote.form == PieceForm::Summed {
             for segment in runs.iter().flat_map(|run| &run.segments) {
-                sums.push(self.shared.window.sum(*segment));
+                sums.push(self.core.window.sum(*segment));
                 self.moved.add(segment.len).await;
             }
         }
@@ -185,7 +185,7 @@ impl StreamReader {
         let mut pieces = Pieces::of(&target.segments).peekable();
         while let Some((number, piece)) = pieces.next() {
             let is_last = pieces.peek().is_none_or(|(next, _)| *next != number);
-            let window = &self.shared.window;
+            let window = &self.core.window;
             let landed = target.with(|| {
                 // Of the copy, since the peer may still write.
                 let sum = window.land(piece, (block, at), &mut parted, is_last);
@@ -203,11 +203,11 @@ impl StreamReader {
             match landed.flatten() {
                 Some(true) => {}
                 Some(false) => {
-                    self.shared.counters.corrupt.add(1);
+                    self.core.counters.corrupt.add(1);
                     arrival.bad.push(number);
                 }
                 None => {
-                    self.shared.counters.discarded.add(1);
+                    self.core.counters.discarded.add(1);
                     arrival.aborted = true;
                     break;
                 }

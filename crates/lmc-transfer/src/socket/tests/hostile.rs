@@ -315,7 +315,7 @@ fn a_peer_holds_no_more_than_its_share_of_memory() {
     const MEMORY: usize = 8 << 20;
     let victim = Victim::new(|config| config.peer_memory = MEMORY);
     let mut raw = Raw::connect(&victim, 1);
-    let budget = Arc::clone(&victim.channel.shared.budget);
+    let budget = Arc::clone(&victim.channel.shared.core.budget);
     for id in 0..64 {
         let offer = Frame::Offer {
             id,

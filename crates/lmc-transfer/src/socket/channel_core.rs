@@ -1,0 +1,32 @@
+//! The parts of a channel that its connections use.
+
+use std::sync::Arc;
+
+use super::budget::Budget;
+use super::config::SocketConfig;
+use super::stats::Counters;
+use super::window::Window;
+use crate::lease::Leases;
+
+/// Settings, memory, leases and counters of a channel.
+#[derive(Debug)]
+pub(super) struct ChannelCore {
+    pub(super) config: SocketConfig,
+    pub(super) window: Window,
+    pub(super) leases: Arc<Leases>,
+    pub(super) counters: Arc<Counters>,
+    pub(super) budget: Arc<Budget>,
+}
+
+impl ChannelCore {
+    /// Starts without leases, for the channel of this incarnation.
+    pub(super) fn new(config: SocketConfig, incarnation: u64) -> Self {
+        Self {
+            window: Window::new(Arc::clone(&config.channel.arena)),
+            leases: Leases::new(incarnation),
+            counters: Arc::default(),
+            budget: Budget::new(config.peer_memory),
+            config,
+        }
+    }
+}
