@@ -32,8 +32,8 @@ impl DriveSet {
         })
     }
 
-    /// Joins drives, and empties each that is at other clears than those of all drives and `clears`
-    /// together. `paths` are those of the drives.
+    /// Joins drives, and empties each drive that lacks a clear of `clears` or of another drive. `paths` are
+    /// the paths of the drives.
     pub(crate) fn join(
         drives: &[Drive],
         paths: &[PathBuf],

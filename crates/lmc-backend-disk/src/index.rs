@@ -396,9 +396,9 @@ impl Index {
         true
     }
 
-    /// After recovery: which segment files are there. Those that hold chunks are full, but for
-    /// the one that was written to last; the others are free. The records that come back tell the
-    /// log of the segments whose files are gone with their chunks.
+    /// Takes the numbers of the segment files that are there after recovery. Segments with chunks are full,
+    /// but for the segment that was written to last; the others are free. The records that come back tell
+    /// the log which segments are gone with their files and chunks.
     #[must_use = "what they held would come back with the next file of the name"]
     pub(crate) fn set_made(&mut self, made: &[u32]) -> Vec<Record> {
         for &segment in made {
@@ -647,8 +647,8 @@ impl Index {
         known.is_some_and(|known| known.generation == generation && known.chunks > 0)
     }
 
-    /// Begins to tell all there is to know, as records that make it again: those of the segments
-    /// come now, those of the chunks by [`Self::tell`].
+    /// Begins to write the index out as records from which it can be built again: the records of segments
+    /// come now, those of chunks by [`Self::tell`].
     pub(crate) fn snapshot(&self, records: &mut Vec<Record>) -> Snapshot {
         if self.cleared_at > 0 {
             records.push(self.cleared());
@@ -757,8 +757,8 @@ impl Index {
         half && self.free.is_empty()
     }
 
-    /// Empties a segment so that its file can be given back, one that holds nothing before one
-    /// that does. With the record that tells of it.
+    /// Empties a segment so that its file can be given back, and returns the record of that. A segment
+    /// without chunks comes before the others.
     pub(crate) fn give_up(&mut self) -> Option<(u32, Record)> {
         let segment = self.free.pop().or_else(|| self.victim())?;
         let generation = self.next_generation();

@@ -33,8 +33,8 @@ pub struct OwnerLimits {
 }
 
 impl OwnerLimits {
-    /// Returns the bounds for a pool of `pool` bytes: a quarter of it for all peers, and half of
-    /// that for one.
+    /// Returns the bounds for a pool of `pool` bytes: a quarter of the pool for all peers, an eighth for
+    /// each.
     pub fn for_pool(pool: u64) -> Self {
         Self {
             bytes: pool / 4,

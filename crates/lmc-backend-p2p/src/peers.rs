@@ -522,9 +522,8 @@ impl Peers {
         self.to_ask(now).0.into_iter().filter(is_meant).collect()
     }
 
-    /// Returns true if a peer with one of these names is connected that may lend chunks once it has
-    /// them. Those that have refused do not count. One that is busy, so that it has not answered,
-    /// does.
+    /// Returns true if a peer with one of these names is connected and may lend chunks once it has
+    /// them. A peer that has refused does not count; a peer that is busy and has not answered does.
     pub(crate) fn may_lend(&self, names: &[String], refused: &[PeerId], now: Instant) -> bool {
         // A busy one fails now and then.
         let soon = now + SOON;

@@ -380,7 +380,7 @@ impl<L: Link> Reader<L> {
         })
     }
 
-    /// Reads chunks from one peer, and those that it does not serve from others that have them.
+    /// Reads chunks from one peer, and the chunks that it does not serve from other peers.
     async fn load_group(
         self: Arc<Self>,
         peer: PeerId,

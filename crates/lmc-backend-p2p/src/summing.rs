@@ -1,5 +1,5 @@
-//! Checksums of chunks: of those that were read, where the channel did not leave them with the slots,
-//! and of those that are lent.
+//! Checksums of chunks that are lent, and of chunks that were read where the channel left none with the
+//! slots.
 
 use std::sync::Arc;
 

@@ -85,7 +85,7 @@ pub trait Backend: fmt::Debug + Send + Sync {
 
     /// Reads chunks into the slots given. The length of a slot is that of its chunk, as far as the
     /// engine knows: it may ask for chunks that it has not located
-    /// ([`asks_at_once`](Self::asks_at_once)). One that is not there is a [`Loaded::Miss`], one of
+    /// ([`asks_at_once`](Self::asks_at_once)). A chunk that is not there is a [`Loaded::Miss`], a chunk of
     /// another length a [`BackendError::Length`].
     fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'_, Loaded>;
 

@@ -124,7 +124,7 @@ pub struct Cleared {
     pub removed: u64,
     /// True if the tier has noted the map where a restart of this process finds it.
     pub is_durable: bool,
-    /// Names of those that the tier passes clears on to and that have not confirmed these.
+    /// Names of the peers or stores to which the tier passes clears on, and which have not confirmed these.
     pub unconfirmed: Vec<String>,
 }
 

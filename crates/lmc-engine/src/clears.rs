@@ -119,8 +119,8 @@ impl ClearLog {
         !self.0.is_volatile.load(Ordering::Relaxed)
     }
 
-    /// Returns when the last clear was carried out here; where all of them were before the start, the
-    /// time of that. `None` before the first.
+    /// Returns when the last clear was carried out here, or the time of the start where the last clear was
+    /// before it. `None` before the first.
     pub fn last_clear(&self) -> Option<Instant> {
         self.0.current.read().since.map(|(_, last)| last)
     }

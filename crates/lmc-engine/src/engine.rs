@@ -82,8 +82,8 @@ pub struct Cleared {
     /// Names of what a restart finds the clear by: `state file`, and tiers. Without any, and where
     /// no other process knows of the clear, a restart undoes it.
     pub durable: Vec<String>,
-    /// Tiers, and those behind them, that have not confirmed the clear, each with the reason where
-    /// one is known. They may still have chunks from before it, and serve them to others.
+    /// Tiers, peers and stores that have not confirmed the clear, each with the reason where it is known.
+    /// They may still have chunks from before the clear, and serve them to others.
     pub unconfirmed: Vec<String>,
 }
 
@@ -699,7 +699,7 @@ impl CacheEngine {
         self.0.tier.remove_spaces(spaces)
     }
 
-    /// Removes every chunk in DRAM but those in use, that is leased or pinned. Returns the number of
+    /// Removes every chunk in DRAM that is neither leased nor pinned. Returns the number of
     /// chunks removed. Lower tiers keep theirs, and what they have is still found.
     pub fn clear_dram(&self, in_use: InUse) -> u64 {
         let which = match in_use {

@@ -485,8 +485,8 @@ impl CacheEngine {
         absent.map(|(key, _)| *key).collect()
     }
 
-    /// Returns chunks in DRAM with their payload bytes, as runs of consecutive chunks of a prompt:
-    /// of all that are wanted, the heads of prompts first, as far as `limit` bytes go.
+    /// Returns wanted chunks in DRAM with their payload bytes, as runs of consecutive chunks of a prompt:
+    /// at most `limit` bytes, the heads of prompts first.
     pub fn dram_runs(
         &self,
         limit: u64,

@@ -439,7 +439,7 @@ impl Lookup {
         }
     }
 
-    /// Waits until all that can be promoted is, at most for the timeouts of the engine. Nothing is
+    /// Waits until every chunk that can be promoted has been, at most for the timeouts of the engine. Nothing is
     /// found if the engine is closed meanwhile.
     pub async fn wait(self) -> Found {
         match self.state {

@@ -10,8 +10,8 @@ use tracing::{info, warn};
 
 use crate::config::{DiskSettings, LEAST_DRIVE, PoolSize, ServeConfig, human_bytes};
 
-/// Bytes that may be on their way to the drives: those that stall leave most of the pool to
-/// others. All of it may be for one drive, so that none refuses what was let in.
+/// Bytes that may be on their way to the drives, so that a drive that stalls leaves most of the pool to
+/// others. All of them may be for one drive, so that no drive refuses what was let in.
 pub(crate) fn max_writing(pool: u64) -> u64 {
     (pool / 8).min(1 << 30)
 }

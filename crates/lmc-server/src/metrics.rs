@@ -255,7 +255,7 @@ type TenantMetric = (
     fn(&UsageStatus) -> u64,
 );
 
-/// Metrics of models and tenants. The label of all that have no series of their own is [`OTHER`].
+/// Metrics of models and tenants. Models and tenants without series of their own share the label [`OTHER`].
 #[rustfmt::skip]
 const TENANT_METRICS: &[TenantMetric] = &[
     ("lmc_tenant_lookup_tokens_total", "counter", "Tokens of whole chunks that lookups of this model and tenant asked for; --metrics-tenants bounds the pairs, and all further ones are other, as are lookups that were refused.", |u| u.lookup_tokens),

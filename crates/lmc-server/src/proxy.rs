@@ -375,8 +375,8 @@ fn strip(headers: &mut HeaderMap) {
     }
 }
 
-/// Returns the headers that engines get of a client's: all but those of its connection. Both
-/// engines of a request know it by the same id.
+/// Returns a client's headers for engines, without the headers of its connection. Both engines of a
+/// request know it by the same id.
 fn forwarded(client: &HeaderMap) -> HeaderMap {
     let mut headers = client.clone();
     strip(&mut headers);

@@ -137,8 +137,7 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
     ) -> BoxFuture<'a, Sent>;
 
     /// Receives what a peer sends under the same tag: each object into the slot of its number. A
-    /// peer may send fewer objects than there are slots; the lengths of those it sends are those
-    /// of the slots.
+    /// peer may send fewer objects than there are slots; each object has the length of its slot.
     fn receive<'a>(
         &'a self,
         slots: Vec<ReservedSlot>,

@@ -117,7 +117,7 @@ pub struct ChannelConfig {
     pub on_ask: Option<OnAsk>,
     /// Hears of peers that come and go. Default: none.
     pub on_peer: Option<OnPeer>,
-    /// Admits connections, those that peers open and those that this side opens. Default: all are.
+    /// Admits connections, whichever side opens them. Default: admits all.
     pub admit: Option<Admit>,
     /// The keys that all peers share. Without any, only loopback addresses and Unix sockets are
     /// served and connected to; NIXL requires them. Default: none.

@@ -180,8 +180,8 @@ fn parts() -> Result<PathBuf> {
     fetched.map(|()| whole)
 }
 
-/// Fetches parts with the kernel of a package. All of its modules are unpacked, because only
-/// they name what they need, and those that are not needed are removed.
+/// Fetches parts with the kernel of a package. All of its modules are unpacked, because only the modules
+/// name what they need; then the others are removed.
 fn fetch(kernel: &str, part: &Path) -> Result<()> {
     let unpacked = part.join("kernel");
     fs::create_dir_all(&unpacked)?;

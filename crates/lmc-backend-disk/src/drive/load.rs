@@ -64,7 +64,7 @@ impl Reading {
         }
     }
 
-    /// The slot, with the sum of what is in it where all of that was read.
+    /// The slot, with the checksum of its bytes where the whole slot was read.
     fn into_slot(self) -> Option<(ReservedSlot, u64)> {
         let Self {
             mut parts,

@@ -85,8 +85,7 @@ pub enum Announced {
     },
     /// A new generation cannot begin yet, because the one before is still being removed.
     Busy,
-    /// The directory keeps no more chunks: what was removed is removed, not all of what was added
-    /// is added.
+    /// The directory keeps no more chunks: it took all removals, and not all additions.
     Full {
         /// Entries that the directory keeps, of this member or in all.
         limit: u64,

@@ -350,9 +350,9 @@ impl Table {
         }
     }
 
-    /// Returns the members that have leading chunks of a prompt, the best first, the asking one
-    /// left out: one with the longest prefix, one that goes on from there, and so on, then others
-    /// with a prefix. Of equals each asker is named others.
+    /// Returns the members that have leading chunks of a prompt, without the member that asks: first a
+    /// member with the longest prefix, then a member that has the chunks after it, and so on, then further
+    /// members with a prefix. Where members are equal, different askers get different ones.
     pub fn find(
         &self,
         keys: impl Iterator<Item = Fingerprint>,

@@ -228,7 +228,7 @@ impl SimChunks {
         self.note(&name);
     }
 
-    /// Leaves a chunk under its name, as one is that was leased through a clear.
+    /// Keeps a chunk under its name, as a lease does through a clear.
     pub(super) fn leave(&self, name: ChunkKey) {
         let mut slot = self.reserve(0).expect("there is memory");
         let content = bytes(&name);

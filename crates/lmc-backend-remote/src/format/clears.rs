@@ -1,4 +1,4 @@
-//! The objects that hold maps of clears: that of all clears, and that of each folder of chunks.
+//! The objects that hold maps of clears: one object for all clears, and one in each folder of chunks.
 
 use lmc_backend::Clears;
 use thiserror::Error;

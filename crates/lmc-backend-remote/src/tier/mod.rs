@@ -113,9 +113,9 @@ impl RemoteTier {
         self.spaces.describe_by(Box::new(describe));
     }
 
-    /// Deletes the chunks in the store that no daemon asks for any more, page by page, and reports its
-    /// progress after each: those of other generations, and those that clears came after. Ends with
-    /// its caller.
+    /// Deletes the chunks in the store that no daemon asks for any more: chunks of other generations, and
+    /// chunks from before a clear. Works page by page, and reports its progress after each. Ends with its
+    /// caller.
     ///
     /// # Errors
     /// [`BackendError`] at the first page that the store fails; what was deleted until then was

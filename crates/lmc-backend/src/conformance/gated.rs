@@ -80,7 +80,7 @@ impl<B: Backend> Gated<B> {
         self.hold_only(|held| held != operation);
     }
 
-    /// Lets everything through that waits, and all that comes.
+    /// Lets all calls through, those that wait and those that come later.
     pub fn open(&self) {
         self.hold_only(|_| false);
     }

@@ -389,9 +389,9 @@ impl Tiers {
         matches!(known[..], [None]).then_some(*last)
     }
 
-    /// Asks the tiers about keys, of which the first ones are needed: the answers about the others are
-    /// those that come with these. Waits for needed chunks that an engine is writing to one of the
-    /// tiers, or that a peer pushes; returns true with the answers if it did.
+    /// Asks the tiers about keys. The first `needed` of them are waited for; about the others it takes what
+    /// is answered in that time. Waits for needed chunks that an engine is writing to a tier or a peer
+    /// pushes, and returns true with the answers if it did.
     async fn ask_until_known(
         &self,
         keys: &[ChunkKey],

@@ -366,8 +366,8 @@ impl Tiers {
         })
     }
 
-    /// Leases the resident chunks of a range, and reserves slots for the others. Those for which there
-    /// is no permit are read after the others.
+    /// Leases the resident chunks of a range, and reserves slots for the others. Chunks without a permit
+    /// are read last.
     fn prepare(
         self: &Arc<Self>,
         prompt: &Prompt,
@@ -485,9 +485,9 @@ impl Tiers {
         leases
     }
 
-    /// Reads the chunks that have slots, and once more from the next tiers that have them: those whose
-    /// load has failed, and all that are missing when half of the prompt's time is over. Then the
-    /// first answer counts.
+    /// Reads the chunks that have slots. Chunks whose load has failed, and chunks that are missing when half
+    /// of the prompt's time is over, are read once more from the next tiers that have them; the first
+    /// answer counts.
     async fn read_anywhere(&self, prompt: &Prompt, window: &mut Window, permits: Vec<Permit>) {
         let of_tiers = window.loads.iter().enumerate();
         let of_tiers =

@@ -19,7 +19,7 @@ use crate::policy::WritePolicy;
 
 /// Chunks of one batch.
 const BATCH: usize = 64;
-/// Batches that a tier is given at a time, so that it has the next when one is made durable.
+/// Batches that a tier is given at a time, so that it works on the next while it makes a batch durable.
 const BATCHES: usize = 4;
 /// Time between two checks of whether all writes have ended.
 pub(crate) const POLL: Duration = Duration::from_millis(1);

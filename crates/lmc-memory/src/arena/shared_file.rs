@@ -46,8 +46,8 @@ pub(crate) fn open(name: &SharedName, make: bool) -> io::Result<File> {
         .open(name.path())
 }
 
-/// Returns true if an open segment is the pool of an lmc process: one of this process under any
-/// name, or one with a record of the same user.
+/// Returns true if an open segment is the pool of an lmc process: of this process under any name, or of a
+/// process of the same user, by its record.
 pub(crate) fn is_pool(name: &SharedName, file: &File) -> io::Result<bool> {
     let meta = file.metadata()?;
     if OWN.lock().contains(&(meta.dev(), meta.ino())) {

@@ -24,8 +24,8 @@ use crate::{Arena, MappedSegment};
 
 /// The GPUs that engines have memory on, and the pool of this process, if it has one.
 ///
-/// Nothing of the driver is touched before the first [`Gpus::open`]. When the last [`Gpu`] has
-/// gone, all that was taken of the driver and of the GPUs is given back.
+/// The driver is not called before the first [`Gpus::open`]. When the last [`Gpu`] has gone, the driver
+/// and the GPUs have everything back.
 #[derive(Debug)]
 pub struct Gpus {
     arena: Option<Arc<Arena>>,

@@ -18,8 +18,8 @@ impl Services {
         Self(found.map(str::to_owned).collect())
     }
 
-    /// Returns true if Kubernetes has set this variable. One of a setting, which a pod may have
-    /// set itself, is a link only where its value is one.
+    /// Returns true if Kubernetes has set this variable. The variable of a setting, which the pod may have
+    /// set itself, counts only where its value looks like a service link.
     pub(super) fn wrote(&self, name: &str, value: &str) -> bool {
         let of_service = |start: &String| {
             let Some(rest) = name.strip_prefix(start.as_str()) else {

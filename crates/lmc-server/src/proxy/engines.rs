@@ -197,9 +197,10 @@ impl Engines {
         }
     }
 
-    /// Returns the engines in the order in which they are to be asked for a prompt: those that have not
-    /// failed just now, of these the one that had most of the prompt, unless it has more to do than others,
-    /// then the one with the fewest requests under way, and among equals by turns.
+    /// Returns the engines in the order in which they are to be asked for a prompt. Engines that have failed
+    /// just now come last. Before the others comes the engine that had most of the prompt, unless it has
+    /// more to do than they; then follow the engines by the number of requests under way, and equal ones by
+    /// turns.
     pub(super) fn order(&self, prompt: &PromptBlocks, now: Instant) -> Vec<Arc<Engine>> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let (order, _) = self.sorted(turn, prompt, now);

@@ -247,8 +247,8 @@ pub fn indices_of_an_earlier_incarnation_are_stale<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// A channel that allows reading refuses to be written to; one that is not open has no indices
-/// but those of leases.
+/// A channel that allows reading refuses to be written to; a channel whose arena is not open has indices of
+/// leases only.
 pub fn rights_are_kept<R: Rig>(rig: &R) {
     let a = Side::new(rig, "a");
     let b = Side::with(rig, "b", 4096, |config| {

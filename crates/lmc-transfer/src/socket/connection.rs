@@ -306,7 +306,7 @@ pub(super) enum Kept {
 }
 
 impl Kept {
-    /// Returns the slot that a piece is of, where that is one of a lease.
+    /// Returns the slot of a piece, where a lease has granted it.
     pub(super) fn slot(&self) -> Option<&SealedSlot> {
         match self {
             Self::Lease { pin, slot } => pin.sealed(*slot),

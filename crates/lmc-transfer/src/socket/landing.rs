@@ -32,7 +32,7 @@ impl Target {
     }
 }
 
-/// The slots of a call with all that may write to them. Dropping it revokes them.
+/// The slots of a call, and the right to write to them, which is revoked on drop.
 #[derive(Debug)]
 pub(super) struct Landing {
     slots: Vec<ReservedSlot>,

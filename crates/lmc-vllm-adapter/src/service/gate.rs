@@ -12,8 +12,8 @@ type Then = Box<dyn FnOnce() + Send>;
 struct Inside {
     /// Number of the registration whose copies are let in.
     open: u64,
-    /// Ends of connections of this registration. What was asked for before one is not copied
-    /// after it: no answer reaches the worker, which gives the blocks away.
+    /// Number of connections of this registration that have ended. A copy that was asked for before such an
+    /// end is not made after it: no answer reaches the worker, which gives the blocks away.
     cuts: u64,
     copies: usize,
     /// Actions to run when the last copy is over.

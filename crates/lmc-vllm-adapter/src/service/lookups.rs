@@ -326,8 +326,8 @@ impl Lookups {
         Reply::None
     }
 
-    /// Names for a lookup the ranks of engines with more ranks whose chunks can be merged: of those that
-    /// the request's sources have first, then of those that another peer has or DRAM has chunks of.
+    /// Names for a lookup the ranks of engines with more ranks whose chunks can be merged: first of engines
+    /// that the request's sources have, then of engines that another peer has or whose chunks are in DRAM.
     /// Nothing is named where workers of the engine differ in layout.
     fn with_merges(
         &self,
@@ -409,8 +409,8 @@ impl Lookups {
         Some(wait)
     }
 
-    /// Returns true when a connection may begin no more requests: all have as many as they may, or
-    /// this one has three quarters of that.
+    /// Returns true when a connection may begin no more requests: all connections together are at the
+    /// limit, or this connection has three quarters of it.
     fn has_too_many_sessions(&self, sessions: &Sessions, client: ClientId) -> bool {
         let max = self.context.config.max_sessions;
         sessions.len() >= max || sessions.len_of(client) >= max - max / 4

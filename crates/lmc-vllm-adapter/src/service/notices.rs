@@ -226,8 +226,8 @@ struct Inbox {
 }
 
 impl Inbox {
-    /// Counts the keys of a request. Returns false where all have as many as they may, or one connection
-    /// has three quarters of that.
+    /// Counts the keys of a request. Returns false where all connections together are at the limit, or one
+    /// connection has three quarters of it.
     fn take_keys(&mut self, client: ClientId, keys: usize) -> bool {
         let of_client = self.by_client.get(&client).copied().unwrap_or(0);
         let most = MAX_KEYS - MAX_KEYS / 4;

@@ -593,9 +593,9 @@ impl Sessions {
         }
     }
 
-    /// Returns the clears that the request of this name follows on which a worker's connection
-    /// serves. Where it is not known which of several it is, the safe ones: the oldest for what is
-    /// stored, also of those that ended after `then`, and those of the last lookup for what is read.
+    /// Returns the clears that the request of this name follows, on the connection of a worker. Where
+    /// several requests have the name, the safe clears: for stores the oldest, also of requests that ended
+    /// after `then`, and for reads the clears of the last lookup.
     pub(crate) fn followed(&mut self, client: ClientId, name: &str, then: Instant) -> Followed {
         self.ended.forget_before(then);
         let own = self.of_worker(client, name).map(|own| own.clears);

@@ -372,8 +372,8 @@ impl Transfers {
             .unwrap_or(nothing)
     }
 
-    /// The answer to a worker that asks again for what it has prepared, or that may not prepare
-    /// more: none inside when it gets nothing.
+    /// The answer to a worker that asks again for a transfer that it has prepared, or that may prepare no
+    /// more; `None` inside when it gets nothing.
     fn held(
         &self,
         instance_id: u64,

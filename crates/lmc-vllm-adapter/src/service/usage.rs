@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lmc_key::Salt;
 use parking_lot::Mutex;
 
-/// Counters of one model and tenant, or of all that have none of their own.
+/// Counters of one model and tenant, or of all the others together.
 #[derive(Debug, Default)]
 pub(crate) struct Usage {
     /// Index in the order in which the pairs were named; 0 for all others.
@@ -23,7 +23,7 @@ pub(crate) struct Usage {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UsageStatus {
-    /// Model and salt of the tenant; `None` for all that have no counters of their own.
+    /// Model and salt of the tenant; `None` for all the others together.
     pub of: Option<(Arc<str>, Salt)>,
     /// Tokens of whole chunks that lookups asked for.
     pub lookup_tokens: u64,
@@ -81,7 +81,7 @@ impl Usages {
         Some(usage)
     }
 
-    /// Returns the counters of all that have none of their own; `None` where nothing is counted.
+    /// Returns the counters of all the others together; `None` where nothing is counted.
     pub(crate) fn others(&self) -> Option<Arc<Usage>> {
         (self.limit > 0).then(|| Arc::clone(&self.others))
     }

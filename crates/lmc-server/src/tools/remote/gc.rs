@@ -303,8 +303,8 @@ fn minute(object: &ListedObject) -> u64 {
     minutes.min(MAX_MINUTES)
 }
 
-/// Returns the first key whose bytes have to go with those of all after it, so that the others have
-/// at most `most` bytes.
+/// Returns the first key that has to go, with all keys after it, so that the keys before it have at most
+/// `most` bytes.
 fn cut<K: Copy + Ord>(bytes: &BTreeMap<K, u64>, most: u64) -> Option<K> {
     let mut sum = 0u64;
     bytes.iter().find_map(|(&key, &bytes)| {
