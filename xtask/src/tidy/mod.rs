@@ -5,6 +5,7 @@ mod crates;
 mod invariants;
 mod lines;
 mod links;
+mod sentences;
 mod source;
 mod tree;
 mod unsafe_code;
@@ -78,6 +79,10 @@ const RULES: &[Rule] = &[
     Rule {
         name: "texts use the words of the glossary, and doc comments stand alone",
         check: words::plain,
+    },
+    Rule {
+        name: "pronouns of doc comments stand for a noun",
+        check: sentences::nouns,
     },
     Rule {
         name: "invariants name tests that exist",

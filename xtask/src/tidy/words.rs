@@ -158,7 +158,7 @@ fn check(file: &File, findings: &mut Findings) {
 }
 
 /// The text of a line of a doc comment.
-fn doc_text(line: &str) -> Option<&str> {
+pub(super) fn doc_text(line: &str) -> Option<&str> {
     let line = line.trim_start();
     let text = line.strip_prefix("///").or(line.strip_prefix("//!"))?;
     (!text.starts_with('/')).then_some(text.trim_start())

@@ -1,0 +1,148 @@
+//! Sentences of doc comments whose pronouns stand for no noun.
+
+use super::Findings;
+use super::tree::Tree;
+use super::words::doc_text;
+
+/// Sentences that the tree may have. It only falls.
+const LIMIT: usize = 56;
+
+/// Words that may stand in for a noun.
+const PRONOUNS: &[&str] = &["one", "those", "that", "such", "all", "others", "what"];
+
+/// Words before a pronoun that are no noun which it could belong to.
+const BEFORE: &[&str] = &[
+    "", ",", ";", ".", ":", "of", "for", "to", "from", "by", "with", "in", "on", "at", "than",
+    "and", "or", "but", "as", "if", "the", "an", "a", "only", "also", "is", "are", "was", "were",
+    "be", "not", "then", "so", "until", "while", "when", "where", "because", "before", "after",
+    "between", "under", "over", "into", "each", "any", "every", "both",
+];
+
+/// Words after it with which it is no adjective: `one chunk` is fine, `one of` is not.
+const AFTER: &[&str] = &[
+    "", ",", ";", ".", ":", "of", "that", "which", "who", "in", "to", "for", "with", "is", "are",
+    "was", "were", "has", "have", "may", "can", "must", "by", "at", "on", "from", "and", "or",
+    "as", "than", "but", "goes", "comes", "it", "they",
+];
+
+/// A sentence has at most one pronoun without a noun beside it.
+pub(crate) fn nouns(tree: &Tree, findings: &mut Findings) {
+    let found: Vec<String> = tree.with_ending("rs").flat_map(sentences).collect();
+    let many = found.len();
+    if many > LIMIT {
+        findings.faults = found;
+        findings.faults.push(format!(
+            "{many} sentences have two pronouns (one, those, that, such, all, what) without a noun, at most \
+             {LIMIT} may: say what they stand for in those that are new"
+        ));
+    } else if many < LIMIT {
+        let lower = format!("xtask/src/tidy/sentences.rs: LIMIT can be {many}: lower it");
+        findings.faults.push(lower);
+    }
+}
+
+/// Returns the faults of a file, each with its line.
+fn sentences(file: &super::tree::File) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut paragraph = String::new();
+    let mut began = 0;
+    for (index, line) in file.text.lines().chain([""]).enumerate() {
+        match doc_text(line).filter(|text| !text.is_empty() && !text.starts_with('|')) {
+            Some(text) => {
+                if paragraph.is_empty() {
+                    began = index;
+                }
+                paragraph += text;
+                paragraph.push(' ');
+            }
+            None => {
+                let paragraph = std::mem::take(&mut paragraph);
+                let unclear = split(&paragraph).filter(|sentence| pronouns(sentence) > 1);
+                found.extend(unclear.map(|sentence| format!("{}: {sentence}", file.at(began))));
+            }
+        }
+    }
+    found
+}
+
+/// Returns the sentences of a paragraph, and the parts between colons and semicolons.
+fn split(paragraph: &str) -> impl Iterator<Item = &str> {
+    let parts = paragraph.split_inclusive([' ']);
+    let mut start = 0;
+    let mut at = 0;
+    let mut ends = Vec::new();
+    for part in parts {
+        at += part.len();
+        if part.trim_end().ends_with(['.', ';', ':']) {
+            ends.push((start, at));
+            start = at;
+        }
+    }
+    ends.push((start, paragraph.len()));
+    ends.into_iter()
+        .map(|(start, end)| paragraph[start..end].trim())
+}
+
+/// Counts the pronouns of a sentence that have no noun.
+fn pronouns(sentence: &str) -> usize {
+    let tokens = tokens(sentence);
+    let at = |index: usize| tokens.get(index).map_or("", String::as_str);
+    (0..tokens.len())
+        .filter(|&index| {
+            let before = if index == 0 { "" } else { at(index - 1) };
+            PRONOUNS.contains(&at(index))
+                && BEFORE.contains(&before)
+                && AFTER.contains(&at(index + 1))
+        })
+        .count()
+}
+
+/// Returns the words of a sentence in lower case, and its commas and stops.
+fn tokens(sentence: &str) -> Vec<String> {
+    let mut tokens = vec![String::new()];
+    for c in sentence.chars() {
+        match c {
+            ',' | ';' | '.' => tokens.extend([c.to_string(), String::new()]),
+            c if c.is_alphanumeric() || "_'".contains(c) => {
+                let last = tokens.last_mut().expect("it begins with one");
+                last.extend(c.to_lowercase());
+            }
+            _ => tokens.push(String::new()),
+        }
+    }
+    tokens.retain(|token| !token.is_empty());
+    tokens
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_pronouns_without_a_noun_are_found() {
+        for (text, expected) in [
+            ("Counts those that have one of each.", 1),
+            (
+                "Returns the names of those of them that one of these means.",
+                2,
+            ),
+            ("Reads one chunk with one request, that of the prompt.", 1),
+            ("Returns the chunks that a peer has.", 0),
+        ] {
+            assert_eq!(pronouns(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_sentence_may_go_over_lines() {
+        let text =
+            "/// Takes those that\n/// are there, and all that\n/// come. Fine.\nfn f() {}\n";
+        let tree = Tree::of(&[("crates/a/src/lib.rs", text)]);
+        let found: Vec<String> = tree.with_ending("rs").flat_map(sentences).collect();
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(
+            found[0].starts_with("crates/a/src/lib.rs:1: Takes those"),
+            "{found:?}"
+        );
+    }
+}
