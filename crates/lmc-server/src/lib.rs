@@ -39,6 +39,7 @@ mod stdout;
 mod supervisor;
 mod text;
 mod tools;
+mod trace;
 mod vllm;
 
 pub use pool_size::{CgroupLimit, FreeMemory, choose_pool_size};

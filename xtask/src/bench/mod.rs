@@ -56,8 +56,6 @@ pub(crate) enum BenchAction {
     Tiers(ExampleArgs),
     /// Measures how long a prompt takes to come from a shared store into memory
     StoreHit(ExampleArgs),
-    /// Measures the hit rates of eviction policies on a folder of Mooncake's traces
-    HitRate(ExampleArgs),
 }
 
 pub(crate) fn run(action: &BenchAction) -> Result<bool> {
@@ -80,7 +78,6 @@ pub(crate) fn run(action: &BenchAction) -> Result<bool> {
         BenchAction::Index(args) => examples::run("lmc-backend-local", "index_speed", args),
         BenchAction::Tiers(args) => examples::run("lmc-engine", "tiers_beside", args),
         BenchAction::StoreHit(args) => examples::run("lmc --all-features", "store_hit", args),
-        BenchAction::HitRate(args) => examples::run("lmc-backend-local", "hit_rate", args),
     }
 }
 

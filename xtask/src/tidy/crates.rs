@@ -23,7 +23,7 @@ lmc-fake-cuda:
 lmc-engine: lmc-key lmc-memory lmc-backend lmc-backend-local
 lmc: lmc-key lmc-memory lmc-backend lmc-backend-disk lmc-backend-p2p lmc-backend-remote lmc-engine lmc-transfer
 lmc-vllm-adapter: lmc-key lmc-memory lmc-backend lmc-engine
-lmc-server: lmc-key lmc-memory lmc-backend lmc-backend-disk lmc-backend-p2p lmc-backend-remote lmc-engine lmc-transfer lmc-vllm-adapter";
+lmc-server: lmc-key lmc-memory lmc-backend lmc-backend-disk lmc-backend-local lmc-backend-p2p lmc-backend-remote lmc-engine lmc-transfer lmc-vllm-adapter";
 
 /// Crates that are a helper of tests as a whole, which every crate may use in its own.
 pub(super) const TEST_CRATES: [&str; 2] = ["lmc-testkit", "lmc-fake-cuda"];

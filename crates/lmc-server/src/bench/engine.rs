@@ -39,6 +39,17 @@ pub(crate) struct Moved {
     pub(crate) wrong: u64,
 }
 
+/// What became of one prompt.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Served {
+    /// Leading chunks that were found.
+    pub(crate) found: u64,
+    pub(crate) lookup: Duration,
+    /// `None` where nothing was found, or it had gone.
+    pub(crate) retrieved: Option<Moved>,
+    pub(crate) stored: Moved,
+}
+
 /// One worker: a connection, an id and the memory that chunks are copied from and to.
 #[derive(Debug)]
 struct Worker {
@@ -310,6 +321,38 @@ impl Engine {
         };
         self.end(request)?;
         Ok(moved)
+    }
+
+    /// Serves a prompt as an engine does: looks it up, retrieves the chunks that are found, and stores the
+    /// others.
+    pub(crate) fn serve(&mut self, prompt: &Prompt) -> Result<Served> {
+        let mut served = Served::default();
+        if prompt.chunks() == 0 {
+            return Ok(served);
+        }
+        let request = self.request_id();
+        (served.found, served.lookup) = self.look_up(prompt, &request)?;
+        let found = usize::try_from(served.found).unwrap_or(usize::MAX);
+        ensure!(
+            found <= prompt.chunks(),
+            "found {found} chunks of a prompt of {}",
+            prompt.chunks()
+        );
+        if found > 0 {
+            let leading = prompt.leading(found, self.plan.chunk_tokens);
+            served.retrieved = match self.plan.args.mode {
+                Mode::EngineDriven => self.retrieve_by_worker(&leading, &request)?,
+                Mode::LmcacheDriven => self.retrieve_by_server(&leading, &request)?,
+            };
+        }
+        if found < prompt.chunks() {
+            served.stored = match self.plan.args.mode {
+                Mode::EngineDriven => self.store_by_worker(prompt, &request),
+                Mode::LmcacheDriven => self.store_by_server(prompt, &request),
+            }?;
+        }
+        self.end(request)?;
+        Ok(served)
     }
 
     /// One request of each worker, sent together. The answers, and what they took.

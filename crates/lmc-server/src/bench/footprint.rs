@@ -50,13 +50,13 @@ impl Footprint {
                 found.chunks,
                 found.workers
             );
-            eprintln!("lmc bench: {server} is empty, and is cleared after the run");
+            eprintln!("lmc: {server} is empty, and is cleared after the run");
             return Ok(Self {
                 url,
                 before: Some(found),
             });
         }
-        eprintln!("lmc bench: what this run stores stays in {server} until it is evicted");
+        eprintln!("lmc: what this run stores stays in {server} until it is evicted");
         Ok(Self { url, before: None })
     }
 
@@ -67,9 +67,9 @@ impl Footprint {
             return;
         };
         match self.try_clear(before, port, stored) {
-            Ok(chunks) => eprintln!("lmc bench: cleared {chunks} chunks"),
+            Ok(chunks) => eprintln!("lmc: cleared {chunks} chunks"),
             Err(error) => eprintln!(
-                "lmc bench: the chunks of this run stay in the server: {}",
+                "lmc: the chunks of this run stay in the server: {}",
                 crate::text::error_text(&error)
             ),
         }

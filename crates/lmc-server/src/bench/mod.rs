@@ -7,7 +7,8 @@ mod engine;
 mod footprint;
 mod mapped;
 mod process;
-mod prompt;
+pub(crate) mod prompt;
+pub(crate) mod replay;
 mod report;
 mod stats;
 mod wire;
@@ -80,13 +81,8 @@ pub(crate) fn run(matches: &ArgMatches) -> ExitCode {
 
 /// Runs every combination and prints the results. Whether all went well.
 fn measure(args: BenchArgs) -> Result<bool> {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    let own_name = || {
-        let since = since.unwrap_or_default().as_millis();
-        format!("lmc-bench-{}-{since}", std::process::id())
-    };
     let mut plan = Plan {
-        model: args.model.clone().unwrap_or_else(own_name),
+        model: args.model.clone().unwrap_or_else(|| own_model("bench")),
         chunk_tokens: 0,
         args,
     };
@@ -139,6 +135,13 @@ fn measure(args: BenchArgs) -> Result<bool> {
         eprintln!("lmc bench: the server gave back bytes that were not stored");
     }
     Ok(passed)
+}
+
+/// Returns the name of a model that no run had before.
+fn own_model(command: &str) -> String {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    let since = since.unwrap_or_default().as_millis();
+    format!("lmc-{command}-{}-{since}", std::process::id())
 }
 
 fn cases(args: &BenchArgs) -> Vec<Case> {

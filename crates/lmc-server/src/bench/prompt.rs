@@ -27,19 +27,22 @@ impl Prompt {
     pub(crate) fn new(shape: PromptShape, number: u64) -> Self {
         let mut shared = Random::new(shape.seed);
         let mut own = Random::new(shape.seed ^ mix(number + 1));
-        let tokens: Vec<u32> = (0..shape.tokens)
-            .map(|index| {
-                let random = if index < shape.shared_tokens {
-                    &mut shared
-                } else {
-                    &mut own
-                };
-                (random.next() % VOCABULARY) as u32
-            })
-            .collect();
+        let tokens = (0..shape.tokens).map(|index| {
+            let random = if index < shape.shared_tokens {
+                &mut shared
+            } else {
+                &mut own
+            };
+            random.token()
+        });
+        Self::of(tokens.collect(), shape.chunk_tokens)
+    }
+
+    /// The prompt of these tokens.
+    pub(crate) fn of(tokens: Vec<u32>, chunk_tokens: usize) -> Self {
         let mut state = 0;
         let seeds = tokens
-            .chunks_exact(shape.chunk_tokens)
+            .chunks_exact(chunk_tokens)
             .map(|chunk| {
                 for &token in chunk {
                     state = mix(state ^ u64::from(token));
@@ -52,6 +55,14 @@ impl Prompt {
 
     pub(crate) fn chunks(&self) -> usize {
         self.seeds.len()
+    }
+
+    /// Returns the first `chunks` chunks of the prompt, as a prompt.
+    pub(crate) fn leading(&self, chunks: usize, chunk_tokens: usize) -> Self {
+        Self {
+            tokens: self.tokens[..chunks * chunk_tokens].to_vec(),
+            seeds: self.seeds[..chunks].to_vec(),
+        }
     }
 }
 
@@ -75,6 +86,11 @@ impl Random {
     pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
+    }
+
+    /// A token.
+    pub(crate) fn token(&mut self) -> u32 {
+        (self.next() % VOCABULARY) as u32
     }
 
     /// A number of 0 to 1, 1 left out.

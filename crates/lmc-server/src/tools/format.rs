@@ -28,7 +28,7 @@ pub(super) fn percent(part: f64, whole: f64) -> String {
     }
 }
 
-pub(super) fn duration(seconds: f64) -> String {
+pub(crate) fn duration(seconds: f64) -> String {
     match seconds {
         s if s < 1e-3 => format!("{:.0} µs", s * 1e6),
         s if s < 1.0 => format!("{:.1} ms", s * 1e3),

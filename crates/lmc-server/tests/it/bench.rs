@@ -3,8 +3,8 @@
 use std::os::unix::fs::FileExt;
 use std::process::{Command, Output, Stdio};
 
-use lmc_testkit::until;
-use serde_json::Value;
+use lmc_testkit::{Folder, until};
+use serde_json::{Value, json};
 
 use crate::common::{Server, segment};
 
@@ -267,4 +267,86 @@ fn the_overview_says_what_bench_does() {
         .lines()
         .find(|line| line.trim_start().starts_with("bench "));
     assert!(!bench.expect("a line").contains('`'), "{help}");
+}
+
+/// Conversations that go on by turns, and prompts that come once; blocks of 64 tokens, two chunks each.
+fn write_trace(folder: &Folder) -> String {
+    let requests = (0..90_u64).map(|turn| {
+        let blocks: Vec<u64> = match turn % 3 {
+            0 => (0..4).map(|block| 1_000 + turn * 4 + block).collect(),
+            talk => (0..2 + turn / 20).map(|block| talk * 500 + block).collect(),
+        };
+        let request = json!({
+            "timestamp": turn * 10,
+            "input_length": blocks.len() * 64,
+            "output_length": 1,
+            "hash_ids": blocks,
+        });
+        request.to_string() + "\n"
+    });
+    let path = folder.join("trace.jsonl");
+    std::fs::write(&path, requests.collect::<String>()).expect("a temporary folder");
+    path.to_str().expect("a path").to_owned()
+}
+
+/// A server with memory for all of it finds what `lmc sim` says that a cache without limit finds.
+#[test]
+fn a_trace_is_played_and_the_server_finds_what_the_simulation_says() {
+    let server = start();
+    let folder = Folder::temporary();
+    let trace = write_trace(&folder);
+    let simulated = crate::common::lmc()
+        .args(["sim", &trace, "--json"])
+        .output();
+    let simulated = report(&simulated.expect("it runs"));
+    assert_eq!(simulated[0]["block_tokens"], 64, "{simulated:#}");
+    let ceiling = simulated[0]["no_limit"].as_f64().expect("a share");
+    assert!(ceiling > 0.3, "{simulated:#}");
+    for mode in ["engine_driven", "lmcache_driven"] {
+        let mut replay = crate::common::lmc();
+        replay
+            .args(["replay", &trace, "--clients", "1", "--tp", "2", "--json"])
+            .args(["--url", &format!("tcp://127.0.0.1:{}", server.port)])
+            .args(["--http-url", &format!("127.0.0.1:{}", server.http)])
+            .args(["--layers", "2", "--hidden", "64", "--mode", mode]);
+        let output = replay.output().expect("it runs");
+        let played = report(&output);
+        assert_eq!(output.status.code(), Some(0), "{mode}: {played:#}");
+        assert_eq!(played["requests"], 90);
+        assert_eq!(played["wrong_bytes"], 0);
+        let found = played["found"].as_f64().expect("a share");
+        assert!((found - ceiling).abs() < 1e-9, "{mode}: {found} {ceiling}");
+        // Found chunks of both workers were read and checked.
+        let chunks = played["found_chunks"].as_u64().expect("a number");
+        assert_eq!(played["retrieved_bytes"], chunks * 2 * 16384, "{played:#}");
+    }
+    // It leaves an empty server as it was.
+    assert_eq!(server.metric("lmc_chunks"), 0.0);
+}
+
+#[test]
+fn the_simulation_shows_sizes_in_bytes_and_names_a_bad_trace() {
+    let folder = Folder::temporary();
+    let trace = write_trace(&folder);
+    let mut sim = crate::common::lmc();
+    sim.args(["sim", &trace, "--token-size", "1KiB", "--size", "1MiB"]);
+    let output = sim.output().expect("it runs");
+    let shown = String::from_utf8_lossy(&output.stdout).into_owned();
+    for expected in [
+        "blocks of 64 tokens",
+        "1024 tokens (1.00 MiB)",
+        "LRU",
+        "best",
+    ] {
+        assert!(shown.contains(expected), "{expected}: {shown}");
+    }
+    std::fs::write(folder.join("bad"), "{\"input_length\": 7}").expect("a file");
+    let bad = folder.join("bad");
+    let output = crate::common::lmc().arg("sim").arg(&bad).output();
+    let output = output.expect("it runs");
+    let shown = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        !output.status.success() && shown.contains("line 1"),
+        "{shown}"
+    );
 }

@@ -1,0 +1,444 @@
+//! `lmc replay`: the requests of a trace, played against a server as engines would.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::{Args, FromArgMatches as _};
+use indicatif::{ProgressBar, ProgressStyle};
+use lmc_vllm_adapter::{Reply, Request};
+use serde_json::{Value, json};
+
+use super::args::{BenchArgs, Mode, Target};
+use super::engine::{Engine, Plan, Served};
+use super::footprint::Footprint;
+use super::own_model;
+use super::prompt::{Prompt, Random, mix};
+use super::stats::{Samples, Summary};
+use crate::config::human_bytes;
+use crate::stdout::{out, outln};
+use crate::tools::format::duration;
+use crate::tools::http::HttpUrl;
+use crate::trace::{self, Trace, TraceRequest};
+
+/// Returns the text after the help of the command.
+pub(crate) fn help() -> String {
+    format!(
+        "Examples:\n  \
+         lmc replay conversation_trace.jsonl                       as fast as the server answers\n  \
+         lmc replay conversation_trace.jsonl --speed 1             at the times of the trace\n  \
+         lmc replay conversation_trace.jsonl --layers 36 --hidden 1024 --clients 16\n\n\
+         Each request is looked up, what is found is retrieved, and the rest is stored, with real bytes\n\
+         of which each is checked. Nothing is computed. The server must be empty, and is cleared afterwards,\n\
+         unless --force is given. `lmc sim` says in seconds what other sizes and policies would find.\n\
+         The exit code is 1 when a byte is wrong or a request fails.\n\n{}",
+        trace::FORMAT
+    )
+}
+
+// A doc comment here would become the text of the command.
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// The trace.
+    #[arg(value_name = "TRACE")]
+    trace: PathBuf,
+    /// The server's address for engines.
+    #[arg(long, value_name = "URL", default_value = "tcp://127.0.0.1:5555")]
+    url: Target,
+    /// The server's HTTP address, to see whether it is in use and to clear it afterwards; by default port
+    /// 8080 of --url's host.
+    #[arg(long, value_name = "URL", env = "LMC_URL", hide_env_values = true)]
+    http_url: Option<HttpUrl>,
+    /// Play although the server holds chunks or serves engines, or may; nothing is cleared then.
+    #[arg(long)]
+    force: bool,
+    /// Speed of the trace's clock: 1 plays at the times of the trace, 10 ten times as fast. By default each
+    /// client begins its next request at once.
+    #[arg(long, value_name = "FACTOR")]
+    speed: Option<f64>,
+    /// Requests that are under way at once.
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    clients: u16,
+    /// Play only so many requests, the first ones.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    requests: Option<u64>,
+    /// Tokens of a block of the trace; by default they follow from its prompts.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
+    block_tokens: Option<u64>,
+    /// Tensor-parallel workers of each engine.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    tp: u32,
+    /// Layers of the model on one worker.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    layers: u32,
+    /// Elements of one token in one layer's keys.
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    hidden: u32,
+    /// Side that copies: engine_driven (the engine) or lmcache_driven (the server).
+    #[arg(long, default_value = "engine_driven")]
+    mode: Mode,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Measurements of the requests of one client, or of all.
+#[derive(Debug, Default)]
+struct Tally {
+    requests: u64,
+    chunks: u64,
+    found: u64,
+    lookup: Samples,
+    retrieve: Samples,
+    store: Samples,
+    retrieved_bytes: u64,
+    stored_bytes: u64,
+    wrong_bytes: u64,
+    /// Retrieves of chunks that were found and had gone.
+    lost: u64,
+    /// Longest time by which a request began later than the trace says.
+    late: Duration,
+    errors: Vec<String>,
+}
+
+impl Tally {
+    fn add(&mut self, prompt: &Prompt, served: &Served) {
+        self.requests += 1;
+        self.chunks += prompt.chunks() as u64;
+        self.found += served.found;
+        self.lookup.push(served.lookup);
+        if let Some(moved) = &served.retrieved {
+            self.retrieve.push(moved.took);
+            self.retrieved_bytes += moved.bytes;
+            self.wrong_bytes += moved.wrong;
+        }
+        self.lost += u64::from(served.retrieved.is_none() && served.found > 0);
+        if served.stored.chunks > 0 {
+            self.store.push(served.stored.took);
+            self.stored_bytes += served.stored.bytes;
+        }
+    }
+
+    fn merge(&mut self, other: Self) {
+        self.requests += other.requests;
+        self.chunks += other.chunks;
+        self.found += other.found;
+        self.lookup.append(other.lookup);
+        self.retrieve.append(other.retrieve);
+        self.store.append(other.store);
+        self.retrieved_bytes += other.retrieved_bytes;
+        self.stored_bytes += other.stored_bytes;
+        self.wrong_bytes += other.wrong_bytes;
+        self.lost += other.lost;
+        self.late = self.late.max(other.late);
+        self.errors.extend(other.errors);
+    }
+}
+
+/// Plays a trace; the exit code is 1 where a byte was wrong or a request failed.
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
+    ensure!(
+        arguments
+            .speed
+            .is_none_or(|speed| speed.is_finite() && speed > 0.0),
+        "--speed: expected a number above 0"
+    );
+    let block_tokens = arguments.block_tokens.map(|tokens| tokens as usize);
+    let mut trace = Trace::read(&arguments.trace, block_tokens)?;
+    if let Some(requests) = arguments.requests {
+        trace
+            .requests
+            .truncate(usize::try_from(requests).unwrap_or(usize::MAX));
+    }
+    let plan = plan(arguments, &trace)?;
+    let footprint = Footprint::before(&plan.args)?;
+    let began = Instant::now();
+    let played = play(&plan, arguments, &trace);
+    let took = began.elapsed();
+    let stored = played.as_ref().map_or(0, |tally| tally.stored_bytes);
+    footprint.clear(plan.args.url.port, stored);
+    let tally = played?;
+    let is_well = tally.errors.is_empty() && tally.wrong_bytes == 0;
+    for error in tally.errors.iter().take(10) {
+        eprintln!("lmc replay: {error}");
+    }
+    if tally.wrong_bytes > 0 {
+        eprintln!("lmc replay: the server gave back bytes that were not stored");
+    }
+    let report = Report::of(&plan, &trace, tally, took);
+    match arguments.json {
+        true => outln!("{}", serde_json::to_string_pretty(&report.json(is_well))?),
+        false => out!("{}", report.text(arguments)),
+    }
+    Ok(match is_well {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
+    })
+}
+
+fn plan(arguments: &Arguments, trace: &Trace) -> Result<Arc<Plan>> {
+    let command = BenchArgs::augment_args(clap::Command::new("replay"));
+    let defaults = command.try_get_matches_from(["replay"])?;
+    let longest = trace.requests.iter().map(|request| request.tokens).max();
+    let args = BenchArgs {
+        url: arguments.url.clone(),
+        http_url: arguments.http_url.clone(),
+        force: arguments.force,
+        // The memory of an engine has the longest prompt.
+        tokens: vec![longest.unwrap_or(1)],
+        tp: arguments.tp,
+        layers: arguments.layers,
+        hidden: arguments.hidden,
+        mode: arguments.mode,
+        ..BenchArgs::from_arg_matches(&defaults)?
+    };
+    let mut plan = Plan {
+        model: own_model("replay"),
+        chunk_tokens: 0,
+        args,
+    };
+    let reply = plan.connect()?.ask(&Request::GetChunkSize)?;
+    let Reply::Int(chunk_tokens @ 1..=0x10_0000) = reply else {
+        bail!("the server names a chunk size that cannot be: {reply:?}");
+    };
+    plan.chunk_tokens = chunk_tokens as usize;
+    Ok(Arc::new(plan))
+}
+
+fn play(plan: &Arc<Plan>, arguments: &Arguments, trace: &Trace) -> Result<Tally> {
+    let engines = (0..arguments.clients).map(|_| Engine::start(plan));
+    let engines = engines.collect::<Result<Vec<_>>>()?;
+    let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let bar = bar(trace.requests.len());
+    let began = Instant::now();
+    let total = thread::scope(|scope| {
+        let client = |engine: Engine| {
+            let (next, failed, bar) = (&next, &failed, &bar);
+            let work = move || {
+                let mut engine = engine;
+                let mut tally = Tally::default();
+                while let Some(request) = trace.requests.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    if failed.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    if let Some(speed) = arguments.speed {
+                        let due = began + request.at.div_f64(speed);
+                        thread::sleep(due.saturating_duration_since(Instant::now()));
+                        tally.late = tally.late.max(due.elapsed());
+                    }
+                    let prompt = prompt(request, trace.block_tokens, plan.chunk_tokens);
+                    match engine.serve(&prompt) {
+                        Ok(served) => tally.add(&prompt, &served),
+                        Err(error) => {
+                            failed.store(true, Ordering::Relaxed);
+                            tally.errors.push(format!("{error:#}"));
+                        }
+                    }
+                    bar.inc(1);
+                }
+                if let Err(error) = engine.stop() {
+                    tally.errors.push(format!("at the end: {error:#}"));
+                }
+                tally
+            };
+            let thread = thread::Builder::new().name("replay-client".to_owned());
+            thread.spawn_scoped(scope, work)
+        };
+        let clients: Vec<_> = engines.into_iter().map(client).collect();
+        let mut total = Tally::default();
+        for client in clients {
+            let client = client.context("cannot start a thread for each client")?;
+            total.merge(client.join().expect("it does not panic"));
+        }
+        Ok(total)
+    });
+    bar.finish_and_clear();
+    total
+}
+
+/// Returns a prompt of which each block has tokens that follow from its id.
+fn prompt(request: &TraceRequest, block_tokens: usize, chunk_tokens: usize) -> Prompt {
+    let blocks = request.blocks.iter();
+    let tokens = blocks.flat_map(|&id| {
+        let mut random = Random::new(mix(id.wrapping_add(1)));
+        (0..block_tokens).map(move |_| random.token())
+    });
+    Prompt::of(tokens.take(request.tokens).collect(), chunk_tokens)
+}
+
+fn bar(requests: usize) -> ProgressBar {
+    let style =
+        ProgressStyle::with_template("{wide_bar} {pos} of {len} requests, {per_sec}, {eta} left");
+    let bar = ProgressBar::new(requests as u64);
+    bar.set_style(style.expect("a constant template that a test draws"));
+    bar
+}
+
+#[derive(Debug)]
+struct Report {
+    took: f64,
+    chunk_tokens: u64,
+    tokens: u64,
+    tally: Counts,
+    lookup: Summary,
+    retrieve: Summary,
+    store: Summary,
+}
+
+/// Counters of a [`Tally`], without its samples.
+#[derive(Debug)]
+struct Counts {
+    requests: u64,
+    chunks: u64,
+    found: u64,
+    retrieved_bytes: u64,
+    stored_bytes: u64,
+    wrong_bytes: u64,
+    lost: u64,
+    late: f64,
+}
+
+impl Report {
+    fn of(plan: &Plan, trace: &Trace, tally: Tally, took: Duration) -> Self {
+        Self {
+            took: took.as_secs_f64(),
+            chunk_tokens: plan.chunk_tokens as u64,
+            tokens: trace.requests.iter().map(|one| one.tokens as u64).sum(),
+            tally: Counts {
+                requests: tally.requests,
+                chunks: tally.chunks,
+                found: tally.found,
+                retrieved_bytes: tally.retrieved_bytes,
+                stored_bytes: tally.stored_bytes,
+                wrong_bytes: tally.wrong_bytes,
+                lost: tally.lost,
+                late: tally.late.as_secs_f64(),
+            },
+            lookup: tally.lookup.summary(),
+            retrieve: tally.retrieve.summary(),
+            store: tally.store.summary(),
+        }
+    }
+
+    /// Returns the share of the prompts' whole chunks that was found.
+    fn found(&self) -> f64 {
+        match self.tally.chunks {
+            0 => 0.0,
+            chunks => self.tally.found as f64 / chunks as f64,
+        }
+    }
+
+    fn text(&self, arguments: &Arguments) -> String {
+        let Self { tally, took, .. } = self;
+        let mut out = String::new();
+        let mut line = |name: &str, text: String| {
+            let _ = writeln!(out, "{name:<12} {text}");
+        };
+        line(
+            "played",
+            format!(
+                "{} requests of {} tokens in {}, {} at once",
+                tally.requests,
+                self.tokens,
+                duration(*took),
+                arguments.clients
+            ),
+        );
+        line(
+            "found",
+            format!(
+                "{:.1} % of the prompts' chunks of {} tokens",
+                100.0 * self.found(),
+                self.chunk_tokens
+            ),
+        );
+        for (name, times, bytes) in [
+            ("lookup", &self.lookup, None),
+            ("retrieve", &self.retrieve, Some(tally.retrieved_bytes)),
+            ("store", &self.store, Some(tally.stored_bytes)),
+        ] {
+            let moved = bytes.map_or_else(String::new, |bytes| {
+                let rate = bytes as f64 / times.sum.max(f64::MIN_POSITIVE) / 1e9;
+                format!(", {} at {rate:.2} GB/s each", human_bytes(bytes))
+            });
+            line(
+                name,
+                format!(
+                    "{} times, p50 {}, p99 {}{moved}",
+                    times.count,
+                    duration(times.p50),
+                    duration(times.p99)
+                ),
+            );
+        }
+        if tally.lost > 0 {
+            line(
+                "lost",
+                format!(
+                    "{} retrieves: chunks went after they were found",
+                    tally.lost
+                ),
+            );
+        }
+        if arguments.speed.is_some() && tally.late > 0.01 {
+            line(
+                "late",
+                format!("a request began {} after its time", duration(tally.late)),
+            );
+        }
+        line("wrong", format!("{} bytes", tally.wrong_bytes));
+        out
+    }
+
+    fn json(&self, is_well: bool) -> Value {
+        let Self { tally, .. } = self;
+        let times = |times: &Summary| json!({"count": times.count, "p50": times.p50, "p90": times.p90, "p99": times.p99, "max": times.max});
+        json!({
+            "passed": is_well,
+            "seconds": self.took,
+            "chunk_tokens": self.chunk_tokens,
+            "requests": tally.requests,
+            "tokens": self.tokens,
+            "chunks": tally.chunks,
+            "found_chunks": tally.found,
+            "found": self.found(),
+            "retrieved_bytes": tally.retrieved_bytes,
+            "stored_bytes": tally.stored_bytes,
+            "wrong_bytes": tally.wrong_bytes,
+            "retrieves_lost": tally.lost,
+            "late_seconds": tally.late,
+            "lookup_seconds": times(&self.lookup),
+            "retrieve_seconds": times(&self.retrieve),
+            "store_seconds": times(&self.store),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_have_in_common_what_their_ids_say() {
+        let of = |blocks: &[u64], tokens| {
+            let request = TraceRequest {
+                at: Duration::ZERO,
+                tokens,
+                blocks: blocks.to_vec(),
+            };
+            prompt(&request, 64, 16)
+        };
+        let (one, two) = (of(&[1, 2, 3], 150), of(&[1, 2, 4], 192));
+        assert_eq!((one.tokens.len(), two.tokens.len()), (150, 192));
+        assert_eq!(one.tokens[..128], two.tokens[..128]);
+        assert_ne!(one.tokens[128..150], two.tokens[128..150]);
+        assert_eq!(one.chunks(), 9);
+        assert_eq!(one.seeds[..8], two.seeds[..8]);
+        assert_ne!(one.seeds[8], two.seeds[8]);
+    }
+}
