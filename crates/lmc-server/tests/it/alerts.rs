@@ -361,6 +361,15 @@ fn stores_that_are_not_committed_are_stuck() {
 
 #[test]
 #[ignore = "needs promtool: cargo xtask test-alerts"]
+fn a_server_that_stays_drained_was_forgotten() {
+    let server = Server::start(&[]);
+    assert_eq!(ask(server.http, "POST", "/drain", "{}").0, 200);
+    fires(&[(&scrape(&server), 20)], &[]);
+    fires_while(&scrape(&server), &["LmcDrainForgotten"]);
+}
+
+#[test]
+#[ignore = "needs promtool: cargo xtask test-alerts"]
 fn lookups_that_are_neither_read_nor_ended_hold_leases() {
     let server = Server::start(&["--l1-read-ttl-seconds", "0.1"]);
     let (mut client, shm_name) = worker(&server);
