@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What the page in the browser is tested with: Chromium of Debian, which is installed where it is missing,
-# and from npm what drives it and what checks accessibility. Prints their folder on stdout.
+# What the page in the browser and `lmc top` are tested with: Chromium and tmux of Debian, which are
+# installed where they are missing, and from npm what drives it and what checks accessibility. Prints their folder on stdout.
 #
 # The folder lies in LMC_CACHE_DIR (~/.cache/lmc unless set) under a name for what goes into it. Ends
 # with status 75 where what is missing cannot be had here; the last line then says why.
@@ -21,5 +21,6 @@ make() {
 }
 
 command -v chromium >/dev/null || debian chromium
+command -v tmux >/dev/null || debian tmux
 key=$(cat "$here/browser.sh" "$here/common.sh" | sha256sum | cut -c1-12)
 make_in "${LMC_CACHE_DIR:-$HOME/.cache/lmc}/browser-$key" make
