@@ -64,6 +64,7 @@ fn run_command(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Some(("serve", matches)) => return serve(matches),
         Some(("doctor", matches)) => return examine(matches),
         Some(("bench", matches)) => return bench::run(matches),
+        Some(("replay", matches)) => bench::replay::run(matches),
         Some(("completions", matches)) => completions(matches).map(|()| ExitCode::SUCCESS),
         Some(("man", matches)) => man(matches).map(|()| ExitCode::SUCCESS),
         _ => tools::Tool::from_arg_matches(&matches)
@@ -110,6 +111,7 @@ fn command() -> Command {
         .subcommand(doctor_command());
     tools::Tool::augment_subcommands(command)
         .subcommand(bench::command())
+        .subcommand(bench::replay::command())
         .subcommand(
             Command::new("completions")
                 .about("Prints a completion script for a shell")

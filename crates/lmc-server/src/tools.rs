@@ -23,7 +23,6 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
 use self::http::{Call, DEFAULT_URL, HttpUrl};
-use crate::bench::replay;
 use crate::stdout::{out, outln};
 use crate::{proxy, start};
 
@@ -76,9 +75,6 @@ pub(crate) enum Tool {
     /// Says what each eviction policy would have found of a trace's prompts, by size of the cache
     #[command(after_help = sim::help())]
     Sim(sim::Arguments),
-    /// Plays a trace of requests against a server, with real bytes, and reports hits and latencies
-    #[command(after_help = replay::help())]
-    Replay(replay::Arguments),
     /// Has a server read its settings again, and says which of them need a restart
     #[command(after_help = RELOAD_HELP)]
     Reload(Server),
@@ -144,7 +140,6 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
         Tool::Proxy(arguments) => return proxy::run(arguments),
         Tool::Plan(arguments) => return done(plan::run(arguments)),
         Tool::Sim(arguments) => return done(sim::run(arguments)),
-        Tool::Replay(arguments) => return replay::run(arguments),
         Tool::Disk(verb) => return done(disk::run(verb)),
         Tool::Remote(verb) => return done(remote::run(verb)),
         Tool::Quota(verb) => return done(quota::run(verb)),

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::{Args, FromArgMatches as _};
+use clap::{ArgMatches, Args, Command, FromArgMatches as _};
 use indicatif::{ProgressBar, ProgressStyle};
 use lmc_vllm_adapter::{Reply, Request};
 use serde_json::{Value, json};
@@ -26,8 +26,14 @@ use crate::tools::format::duration;
 use crate::tools::http::HttpUrl;
 use crate::trace::{self, Trace, TraceRequest};
 
-/// Returns the text after the help of the command.
-pub(crate) fn help() -> String {
+pub(crate) fn command() -> Command {
+    // The texts come last: the arguments would bring the doc comment of their type along.
+    Arguments::augment_args(Command::new("replay"))
+        .about("Plays a trace of requests against a server, with real bytes, and reports hits and latencies")
+        .after_help(help())
+}
+
+fn help() -> String {
     format!(
         "Examples:\n  \
          lmc replay conversation_trace.jsonl                       as fast as the server answers\n  \
@@ -43,7 +49,7 @@ pub(crate) fn help() -> String {
 
 // A doc comment here would become the text of the command.
 #[derive(Debug, Args)]
-pub(crate) struct Arguments {
+struct Arguments {
     /// The trace.
     #[arg(value_name = "TRACE")]
     trace: PathBuf,
@@ -141,7 +147,8 @@ impl Tally {
 }
 
 /// Plays a trace; the exit code is 1 where a byte was wrong or a request failed.
-pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
+pub(crate) fn run(matches: &ArgMatches) -> Result<ExitCode> {
+    let arguments = &Arguments::from_arg_matches(matches)?;
     ensure!(
         arguments
             .speed
@@ -182,7 +189,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
 }
 
 fn plan(arguments: &Arguments, trace: &Trace) -> Result<Arc<Plan>> {
-    let command = BenchArgs::augment_args(clap::Command::new("replay"));
+    let command = BenchArgs::augment_args(Command::new("replay"));
     let defaults = command.try_get_matches_from(["replay"])?;
     let longest = trace.requests.iter().map(|request| request.tokens).max();
     let args = BenchArgs {
