@@ -65,8 +65,8 @@ mod table;
 
 mod tier;
 pub use tier::{
-    Clear, Cleared, InFlight, Inserted, ListedChunk, LocalTier, Maintained, MarkId, ReserveError,
-    Write, WriteGrant, WriteStart,
+    Clear, Cleared, InFlight, Inserted, Lease, Leases, ListedChunk, LocalTier, Maintained, MarkId,
+    ReserveError, Write, WriteGrant, WriteStart,
 };
 
 /// The README's examples, compiled and run with the doctests.

@@ -21,7 +21,7 @@ use crate::link::{Link, Session};
 use crate::node::Node;
 use crate::peers::{GonePeer, Peers};
 use crate::reader::ASKED_AT_ONCE;
-use crate::status::PeersStatus;
+use crate::status::{NamedPeer, PeersStatus};
 
 /// Time that a clear waits for peers: slower ones are named as unconfirmed, and learn of it
 /// afterwards.

@@ -9,7 +9,6 @@ use futures_util::future::join_all;
 use lmc_backend::now;
 use lmc_transfer::{Address, ConnectError, PeerId, TransferChannel};
 use parking_lot::Mutex;
-use serde::Serialize;
 
 use crate::daemon_link::DaemonLink;
 use crate::node::Node;

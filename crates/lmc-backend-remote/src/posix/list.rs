@@ -1,6 +1,6 @@
 //! Listings of a tree, in the order of names.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 use std::fmt::{self, Display};
 use std::io;
 use std::str::FromStr;

@@ -301,7 +301,7 @@ impl Engine {
         self.look_up(prompt, &request)?;
         let moved = match self.plan.args.mode {
             Mode::EngineDriven => self.store_by_worker(prompt, &request),
-            Mode::LmcacheDriven => self.store_by_server(prompt, &request),
+            Mode::LmcacheDriven => self.store_by_server(prompt, 0, &request),
         }?;
         self.end(request)?;
         Ok(moved)
@@ -348,7 +348,7 @@ impl Engine {
         if found < prompt.chunks() {
             served.stored = match self.plan.args.mode {
                 Mode::EngineDriven => self.store_by_worker(prompt, &request),
-                Mode::LmcacheDriven => self.store_by_server(prompt, &request),
+                Mode::LmcacheDriven => self.store_by_server(prompt, found, &request),
             }?;
         }
         self.end(request)?;
@@ -498,7 +498,8 @@ impl Engine {
         Ok(())
     }
 
-    fn store_by_server(&mut self, prompt: &Prompt, request: &str) -> Result<Moved> {
+    /// Stores the chunks from number `first` on.
+    fn store_by_server(&mut self, prompt: &Prompt, first: usize, request: &str) -> Result<Moved> {
         let plan = Arc::clone(&self.plan);
         let mut block = vec![0; plan.block_bytes_in_layer()];
         for worker in &self.workers {
@@ -507,9 +508,15 @@ impl Engine {
                 worker.memory.write(offset, &block)
             })?;
         }
-        let block_ids = self.block_ids(prompt);
-        let moved = self.by_server(prompt, request, |key, instance_id| Request::Store {
-            key,
+        let block_ids: Vec<Vec<u32>> = (self.block_ids(prompt).into_iter())
+            .map(|ids| ids[first * plan.blocks_of_chunk()..].to_vec())
+            .collect();
+        let chunks = prompt.chunks() - first;
+        let moved = self.by_server(prompt, chunks, request, |key, instance_id| Request::Store {
+            key: CacheKey {
+                start: (first * plan.chunk_tokens) as u64,
+                ..key
+            },
             instance_id,
             block_ids: block_ids.clone(),
             event: Vec::new(),
@@ -529,12 +536,15 @@ impl Engine {
             }
         }
         let block_ids = self.block_ids(prompt);
-        let moved = self.by_server(prompt, request, |key, instance_id| Request::Retrieve {
-            key,
-            instance_id,
-            block_ids: block_ids.clone(),
-            event: Vec::new(),
-            skip_first_n_tokens: 0,
+        let chunks = prompt.chunks();
+        let moved = self.by_server(prompt, chunks, request, |key, instance_id| {
+            Request::Retrieve {
+                key,
+                instance_id,
+                block_ids: block_ids.clone(),
+                event: Vec::new(),
+                skip_first_n_tokens: 0,
+            }
         })?;
         let Some(mut moved) = moved else {
             return Ok(None);
@@ -552,15 +562,16 @@ impl Engine {
         Ok(Some(moved))
     }
 
-    /// One copy by the server for each worker; none when it was not made.
+    /// One copy of `chunks` chunks by the server for each worker; none when it was not made.
     fn by_server(
         &mut self,
         prompt: &Prompt,
+        chunks: usize,
         request: &str,
         make: impl Fn(CacheKey, u64) -> Request,
     ) -> Result<Option<Moved>> {
         let (replies, took) = self.all(prompt, request, make)?;
-        let chunks = (prompt.chunks() * self.workers.len()) as u64;
+        let chunks = (chunks * self.workers.len()) as u64;
         let all = replies
             .iter()
             .all(|reply| *reply == Reply::Transferred(true));

@@ -45,7 +45,7 @@ impl Footprint {
                 found.chunks == 0 && found.workers == 0,
                 "{server} holds {} chunks and serves {} workers, and this load would slow them \
                  and may evict those chunks: use a server of its own (lmc serve --port 6555 \
-                 --http-port 8081, lmc bench --url tcp://127.0.0.1:6555 --http-url \
+                 --http-port 8081, and here --url tcp://127.0.0.1:6555 --http-url \
                  127.0.0.1:8081), or go on with --force",
                 found.chunks,
                 found.workers

@@ -97,6 +97,7 @@ struct Arguments {
 #[derive(Debug, Default)]
 struct Tally {
     requests: u64,
+    tokens: u64,
     chunks: u64,
     found: u64,
     lookup: Samples,
@@ -116,8 +117,11 @@ impl Tally {
     fn add(&mut self, prompt: &Prompt, served: &Served) {
         self.requests += 1;
         self.chunks += prompt.chunks() as u64;
+        self.tokens += prompt.tokens.len() as u64;
         self.found += served.found;
-        self.lookup.push(served.lookup);
+        if prompt.chunks() > 0 {
+            self.lookup.push(served.lookup);
+        }
         if let Some(moved) = &served.retrieved {
             self.retrieve.push(moved.took);
             self.retrieved_bytes += moved.bytes;
@@ -132,6 +136,7 @@ impl Tally {
 
     fn merge(&mut self, other: Self) {
         self.requests += other.requests;
+        self.tokens += other.tokens;
         self.chunks += other.chunks;
         self.found += other.found;
         self.lookup.append(other.lookup);
@@ -177,7 +182,7 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<ExitCode> {
     if tally.wrong_bytes > 0 {
         eprintln!("lmc replay: the server gave back bytes that were not stored");
     }
-    let report = Report::of(&plan, &trace, tally, took);
+    let report = Report::of(&plan, tally, took);
     match arguments.json {
         true => outln!("{}", serde_json::to_string_pretty(&report.json(is_well))?),
         false => out!("{}", report.text(arguments)),
@@ -234,7 +239,15 @@ fn play(plan: &Arc<Plan>, arguments: &Arguments, trace: &Trace) -> Result<Tally>
                         break;
                     }
                     if let Some(speed) = arguments.speed {
-                        let due = began + request.at.div_f64(speed);
+                        let due = Duration::try_from_secs_f64(request.at.as_secs_f64() / speed);
+                        let due = due.ok().and_then(|due| began.checked_add(due));
+                        let Some(due) = due else {
+                            failed.store(true, Ordering::Relaxed);
+                            tally
+                                .errors
+                                .push("--speed: a time of the trace never comes".to_owned());
+                            break;
+                        };
                         thread::sleep(due.saturating_duration_since(Instant::now()));
                         tally.late = tally.late.max(due.elapsed());
                     }
@@ -259,6 +272,7 @@ fn play(plan: &Arc<Plan>, arguments: &Arguments, trace: &Trace) -> Result<Tally>
         let clients: Vec<_> = engines.into_iter().map(client).collect();
         let mut total = Tally::default();
         for client in clients {
+            let client = client.inspect_err(|_| failed.store(true, Ordering::Relaxed));
             let client = client.context("cannot start a thread for each client")?;
             total.merge(client.join().expect("it does not panic"));
         }
@@ -311,11 +325,11 @@ struct Counts {
 }
 
 impl Report {
-    fn of(plan: &Plan, trace: &Trace, tally: Tally, took: Duration) -> Self {
+    fn of(plan: &Plan, tally: Tally, took: Duration) -> Self {
         Self {
             took: took.as_secs_f64(),
             chunk_tokens: plan.chunk_tokens as u64,
-            tokens: trace.requests.iter().map(|one| one.tokens as u64).sum(),
+            tokens: tally.tokens,
             tally: Counts {
                 requests: tally.requests,
                 chunks: tally.chunks,

@@ -227,6 +227,7 @@ impl TransferChannel for SocketChannel {
     ) -> Result<ReadLease, TransferError> {
         let connected = || self.connected(peer);
         self.shared
+            .core
             .leases
             .grant_read(&self.shared.core.config.channel, peer, slots, connected)
     }
@@ -237,9 +238,12 @@ impl TransferChannel for SocketChannel {
         slots: Vec<ReservedSlot>,
     ) -> Result<WriteLease, TransferError> {
         let connected = || self.connected(peer);
-        self.shared
-            .leases
-            .grant_write(&self.shared.core.config.channel, peer, slots, connected)
+        self.shared.core.leases.grant_write(
+            &self.shared.core.config.channel,
+            peer,
+            slots,
+            connected,
+        )
     }
 
     fn unit(&self) -> u64 {

@@ -17,7 +17,7 @@ use crate::adapters::common::{Common, ServerState};
 use crate::adapters::link::{Link, OwnThread};
 use crate::adapters::mover::Mover;
 use crate::adapters::work::{Direction, Work};
-use crate::adapters::worker_state::{Counters, Layouts, Registered, Shared, WorkerSetup};
+use crate::adapters::worker_state::{Counters, Layouts, Registered, Shared, WorkerSetup, add};
 use crate::adapters::{
     AdapterError, Endpoint, EngineDescription, KvLayers, LogLine, Prompt, Timeouts,
 };
