@@ -273,7 +273,7 @@ fn the_overview_says_what_bench_does() {
 fn write_trace(folder: &Folder) -> String {
     let requests = (0..90_u64).map(|turn| {
         let blocks: Vec<u64> = match turn % 3 {
-            0 => (0..4).map(|block| 1_000 + turn * 4 + block).collect(),
+            0 => (0..4).map(|block| 10_000 + turn * 4 + block).collect(),
             talk => (0..2 + turn / 20).map(|block| talk * 500 + block).collect(),
         };
         let request = json!({
@@ -319,6 +319,8 @@ fn a_trace_is_played_and_the_server_finds_what_the_simulation_says() {
         // Found chunks of both workers were read and checked.
         let chunks = played["found_chunks"].as_u64().expect("a number");
         assert_eq!(played["retrieved_bytes"], chunks * 2 * 16384, "{played:#}");
+        let all = played["chunks"].as_u64().expect("a number");
+        assert_eq!(played["stored_bytes"], (all - chunks) * 2 * 16384);
     }
     // It leaves an empty server as it was.
     assert_eq!(server.metric("lmc_chunks"), 0.0);

@@ -79,7 +79,8 @@ struct Terminal(String);
 impl Terminal {
     fn tmux(&self, args: &[&str]) -> Output {
         let mut tmux = Command::new("tmux");
-        tmux.args(["-L", &self.0, "-f", "/dev/null"]).args(args);
+        tmux.args(["-u", "-L", &self.0, "-f", "/dev/null"])
+            .args(args);
         tmux.output()
             .expect("tmux: cargo xtask test-page installs it")
     }
@@ -88,7 +89,7 @@ impl Terminal {
     fn run(program: &[&str]) -> Self {
         let terminal = Self(format!("lmc-{}", std::process::id()));
         let size = ["new-session", "-d", "-x", "110", "-y", "36"];
-        let started = terminal.tmux(&[&size, program].concat());
+        let started = terminal.tmux(&[&size[..], program].concat());
         assert!(started.status.success(), "{started:?}");
         terminal
     }
