@@ -12,17 +12,17 @@ const PRONOUNS: &[&str] = &["one", "those", "that", "such", "all", "others", "wh
 
 /// Words before a pronoun that are no noun which it could belong to.
 const BEFORE: &[&str] = &[
-    "", ",", ";", ".", ":", "of", "for", "to", "from", "by", "with", "in", "on", "at", "than",
-    "and", "or", "but", "as", "if", "the", "an", "a", "only", "also", "is", "are", "was", "were",
-    "be", "not", "then", "so", "until", "while", "when", "where", "because", "before", "after",
+    "", ",", ";", ".", "of", "for", "to", "from", "by", "with", "in", "on", "at", "than", "and",
+    "or", "but", "as", "if", "the", "an", "a", "only", "also", "is", "are", "was", "were", "be",
+    "not", "then", "so", "until", "while", "when", "where", "because", "before", "after",
     "between", "under", "over", "into", "each", "any", "every", "both",
 ];
 
 /// Words after it with which it is no adjective: `one chunk` is fine, `one of` is not.
 const AFTER: &[&str] = &[
-    "", ",", ";", ".", ":", "of", "that", "which", "who", "in", "to", "for", "with", "is", "are",
-    "was", "were", "has", "have", "may", "can", "must", "by", "at", "on", "from", "and", "or",
-    "as", "than", "but", "goes", "comes", "it", "they",
+    "", ",", ";", ".", "of", "that", "which", "who", "in", "to", "for", "with", "is", "are", "was",
+    "were", "has", "have", "may", "can", "must", "by", "at", "on", "from", "and", "or", "as",
+    "than", "but", "goes", "comes", "it", "they",
 ];
 
 /// A sentence has at most one pronoun without a noun beside it.
@@ -121,11 +121,7 @@ mod tests {
     #[test]
     fn two_pronouns_without_a_noun_are_found() {
         for (text, expected) in [
-            ("Counts those that have one of each.", 1),
-            (
-                "Returns the names of those of them that one of these means.",
-                2,
-            ),
+            ("Names of those that came, and all that come.", 2),
             ("Reads one chunk with one request, that of the prompt.", 1),
             ("Returns the chunks that a peer has.", 0),
         ] {
@@ -136,12 +132,12 @@ mod tests {
     #[test]
     fn a_sentence_may_go_over_lines() {
         let text =
-            "/// Takes those that\n/// are there, and all that\n/// come. Fine.\nfn f() {}\n";
+            "/// Names of those that\n/// are there, and all that\n/// come. Fine.\nfn f() {}\n";
         let tree = Tree::of(&[("crates/a/src/lib.rs", text)]);
         let found: Vec<String> = tree.with_ending("rs").flat_map(sentences).collect();
         assert_eq!(found.len(), 1, "{found:?}");
         assert!(
-            found[0].starts_with("crates/a/src/lib.rs:1: Takes those"),
+            found[0].starts_with("crates/a/src/lib.rs:1: Names of those"),
             "{found:?}"
         );
     }
