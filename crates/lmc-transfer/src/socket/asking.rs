@@ -5,8 +5,9 @@ use std::time::Instant;
 use bytes::Bytes;
 use tokio::sync::oneshot;
 
-use super::connection::{Outgoing, Pending, Reply};
+use super::connection::{Pending, Reply};
 use super::frame::{Frame, Outcome};
+use super::outgoing::Outgoing;
 use super::shared::Shared;
 use crate::{MAX_MESSAGE, PeerId, TransferError};
 

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use lmc_memory::SealedSlot;
@@ -11,16 +11,16 @@ use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 
-use super::budget::{Account, Charge};
+use super::budget::Account;
 use super::channel_core::ChannelCore;
-use super::frame::{Frame, Outcome, Pieces};
+use super::frame::{Frame, Outcome};
 use super::landing::Target;
 use super::offers::{INLINED_OFFERS, OFFER_CAPACITY, Offers};
+use super::outgoing::{Outgoing, PieceForm};
 #[cfg(feature = "nixl")]
-use super::plane::PlaneLink;
+use super::plane_link::PlaneLink;
 use super::writer::{AT_ONCE, SendQueue};
 use crate::checks::PeerMemory;
-use crate::lease::{Granted, Pin, Segment};
 use crate::net::Sockets;
 #[cfg(feature = "nixl")]
 use crate::nixl::Block;
@@ -48,17 +48,6 @@ pub(super) struct Remote {
     /// True if it has NIXL.
     #[cfg(feature = "nixl")]
     pub(super) nixl: bool,
-}
-
-/// Form of a piece of an object on its way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum PieceForm {
-    /// Encrypted and authenticated.
-    Sealed,
-    /// Objects carry a checksum.
-    Summed,
-    /// Neither: the embedder compares objects with digests of its own.
-    Plain,
 }
 
 #[derive(Debug)]
@@ -186,186 +175,6 @@ pub(super) struct Offered {
     /// Present where they were inlined.
     pub(super) inlined: Option<OwnedSemaphorePermit>,
     pub(super) permit: OwnedSemaphorePermit,
-}
-
-/// A frame that is to be sent.
-#[derive(Debug)]
-pub(super) struct Outgoing {
-    pub(super) header: Vec<u8>,
-    /// True if the header is in the form in which it goes over the wire.
-    pub(super) raw: bool,
-    pub(super) payload: Vec<Run>,
-    /// Requests of the peer without an answer, where this is one.
-    pub(super) answers: Option<Arc<AtomicUsize>>,
-    /// Returned when it is sent.
-    pub(super) _permit: Option<OwnedSemaphorePermit>,
-    pub(super) _charge: Option<Charge>,
-}
-
-impl Outgoing {
-    /// A frame without payload.
-    pub(super) fn of(frame: &Frame) -> Self {
-        Self {
-            header: frame.encode(),
-            raw: false,
-            payload: Vec::new(),
-            answers: None,
-            _permit: None,
-            _charge: None,
-        }
-    }
-
-    /// Parts of the payload.
-    pub(super) fn segments(&self) -> impl Iterator<Item = Segment> {
-        self.payload.iter().flat_map(|run| &run.segments).copied()
-    }
-
-    /// Pieces of the payload.
-    pub(super) fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
-        self.payload.iter().flat_map(|run| {
-            Pieces::of(&run.segments).map(|(part, bytes)| Piece {
-                source: &run.source,
-                part,
-                whole: run.segments[part as usize],
-                bytes,
-            })
-        })
-    }
-
-    /// The write that it is.
-    pub(super) fn write(&self) -> Option<&Arc<Progress>> {
-        match &self.payload.first()?.source {
-            Source::Write(progress) => Some(progress),
-            Source::Arena | Source::Lease { .. } | Source::Offer(_) => None,
-        }
-    }
-
-    /// Ends the count of this answer; called before the answer is sent, as the peer may ask again
-    /// once it has it.
-    pub(super) fn is_sent(&self) {
-        if let Some(unanswered) = &self.answers {
-            unanswered.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-
-    /// Takes [`Self::is_sent`] back: it was not sent after all.
-    pub(super) fn is_unsent(&self) {
-        if let Some(unanswered) = &self.answers {
-            unanswered.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-}
-
-/// Parts of a payload that have one source.
-#[derive(Debug)]
-pub(super) struct Run {
-    pub(super) source: Source,
-    pub(super) segments: Vec<Segment>,
-}
-
-/// A piece of a part of a payload.
-#[derive(Debug)]
-pub(super) struct Piece<'a> {
-    pub(super) source: &'a Source,
-    /// Number of the part among those of its source.
-    pub(super) part: u32,
-    /// The part.
-    pub(super) whole: Segment,
-    pub(super) bytes: Segment,
-}
-
-/// The source of parts of a payload.
-#[derive(Debug)]
-pub(super) enum Source {
-    /// The open arena.
-    Arena,
-    Lease {
-        granted: Arc<Granted>,
-        /// For each part, its slot of the lease.
-        slots: Vec<u64>,
-    },
-    /// Slots that this side offers.
-    Offer(Arc<Vec<SealedSlot>>),
-    /// Slots of a write.
-    Write(Arc<Progress>),
-}
-
-/// Keeps what is being sent where it is.
-#[derive(Debug)]
-pub(super) enum Kept {
-    /// The frame keeps it, or nothing does.
-    Already,
-    Lease {
-        pin: Pin,
-        /// Slot of the lease.
-        slot: u64,
-    },
-    Slots {
-        _slots: Arc<Vec<SealedSlot>>,
-    },
-}
-
-impl Kept {
-    /// Returns the slot of a piece, where a lease has granted it.
-    pub(super) fn slot(&self) -> Option<&SealedSlot> {
-        match self {
-            Self::Lease { pin, slot } => pin.sealed(*slot),
-            Self::Already | Self::Slots { .. } => None,
-        }
-    }
-}
-
-impl Source {
-    /// Begins to read a piece of a part; `None` where that is no longer allowed.
-    pub(super) fn keep(&self, part: u32) -> Option<Kept> {
-        match self {
-            Self::Arena => Some(Kept::Already),
-            Self::Lease { granted, slots } => {
-                let (pin, slot) = (granted.pin()?, *slots.get(part as usize)?);
-                Some(Kept::Lease { pin, slot })
-            }
-            Self::Offer(slots) => Some(Kept::Slots {
-                _slots: Arc::clone(slots),
-            }),
-            Self::Write(progress) => (!progress.is_cancelled()).then_some(Kept::Already),
-        }
-    }
-}
-
-/// The progress of sending a write.
-#[derive(Debug)]
-pub(super) struct Progress {
-    /// Number of the request.
-    pub(super) id: u64,
-    /// Slots of the write, until it begins or is cancelled.
-    slots: Mutex<Option<Arc<Vec<SealedSlot>>>>,
-    cancelled: AtomicBool,
-}
-
-impl Progress {
-    pub(super) fn new(id: u64, slots: Arc<Vec<SealedSlot>>) -> Self {
-        Self {
-            id,
-            slots: Mutex::new(Some(slots)),
-            cancelled: AtomicBool::new(false),
-        }
-    }
-
-    /// The slots, to be kept until it is sent; `None` when it may not begin.
-    pub(super) fn begin(&self) -> Option<Arc<Vec<SealedSlot>>> {
-        self.slots.lock().take()
-    }
-
-    fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Acquire)
-    }
-
-    /// Breaks it off. Whether it will not even begin; the slots are let go then.
-    pub(super) fn cancel(&self) -> bool {
-        self.cancelled.store(true, Ordering::Release);
-        let never_sent = self.slots.lock().take();
-        never_sent.is_some()
-    }
 }
 
 /// The end of a connection.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 #[cfg(feature = "nixl")]
-use super::plane::Announcement;
+use super::announcement::Announcement;
 use crate::lease::{Range, Segment};
 use crate::session::{NoiseError, Opener, Sealer, sealed_len};
 use crate::{MAX_BATCH, MAX_MESSAGE};

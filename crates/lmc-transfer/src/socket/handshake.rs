@@ -12,8 +12,9 @@ use tokio::task::JoinSet;
 use tokio::time::{Duration, timeout};
 
 use super::config::{MAX_KEEPALIVE, MAX_STREAMS};
-use super::connection::{PieceForm, Remote};
-use super::shared::{NotInstalled, Shared};
+use super::connection::Remote;
+use super::outgoing::PieceForm;
+use super::shared::{Joining, NotInstalled, Shared};
 use crate::checks::PeerMemory;
 use crate::net::Socket;
 use crate::session::{self, Accept, Accepted, Failure, Local, Message, SecureStream};
@@ -46,15 +47,6 @@ pub(super) struct Terms {
     pub(super) side: Side,
     pub(super) session: [u8; 16],
     pub(super) secret: [u8; 32],
-}
-
-/// A handshake that waits for its other streams.
-#[derive(Debug)]
-pub(super) struct Joining {
-    secret: [u8; 32],
-    /// The streams that are still to come.
-    missing: Vec<bool>,
-    joined: mpsc::UnboundedSender<(usize, SecureStream)>,
 }
 
 pub(super) fn encode(payload: &impl Serialize) -> Vec<u8> {

@@ -32,6 +32,8 @@ use crate::{
     ReadLease, Sent, TransferChannel, TransferError, WriteLease, checks,
 };
 
+#[cfg(feature = "nixl")]
+mod announcement;
 mod asking;
 mod budget;
 mod channel_core;
@@ -42,13 +44,17 @@ mod handshake;
 mod landing;
 mod offers;
 mod one_sided;
+mod outgoing;
 mod paired;
 #[cfg(feature = "nixl")]
 mod plane;
+#[cfg(feature = "nixl")]
+mod plane_link;
 mod reader;
 mod shared;
 mod spread;
 mod stats;
+mod stream_writer;
 mod supervise;
 mod threads;
 mod window;

@@ -8,8 +8,9 @@ use std::task::{Context, Poll, Waker};
 use parking_lot::Mutex;
 
 use super::budget::Charge;
-use super::connection::{Connection, Outgoing};
+use super::connection::Connection;
 use super::frame::{Frame, Outcome};
+use super::outgoing::Outgoing;
 use crate::MAX_BATCH;
 
 /// Objects that a peer may offer on one connection before any is received.

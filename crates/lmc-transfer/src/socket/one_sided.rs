@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 use lmc_memory::{ReservedSlot, SealedSlot};
 use tokio::sync::oneshot;
 
-use super::connection::{Arrival, Connection, Outgoing, Pending, Progress, Reply, Run, Source};
+use super::connection::{Arrival, Connection, Pending, Reply};
 use super::frame::{Frame, Outcome};
 use super::landing::Landing;
+use super::outgoing::{Outgoing, Progress, Run, Source};
 use super::shared::{Shared, Stop};
 use super::spread::{Portion, spread};
 use crate::in_arena::check_slots;

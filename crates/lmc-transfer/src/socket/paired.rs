@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 use lmc_memory::{ReservedSlot, SealedSlot};
 use tokio::sync::oneshot;
 
-use super::connection::{Connection, Offered, Outgoing, Run, Source};
+use super::connection::{Connection, Offered};
 use super::frame::{Frame, Outcome, may_be_inlined};
 use super::offers::{Offer, size_of_offer};
+use super::outgoing::{Outgoing, Run, Source};
 use super::shared::{Shared, Stop};
 use crate::in_arena::check_slots;
 use crate::lease::{Range, Region, Segment};

@@ -13,13 +13,11 @@ use tokio::time::timeout;
 
 use super::budget::Charge;
 use super::channel_core::ChannelCore;
-use super::connection::{
-    Arrival, Connection, Gone, MAX_REQUESTS, Offered, Outgoing, PieceForm, Reply, Run, Source,
-    Stream,
-};
+use super::connection::{Arrival, Connection, Gone, MAX_REQUESTS, Offered, Reply, Stream};
 use super::frame::{Decoder, Frame, Outcome, PieceHead, Pieces};
 use super::landing::Target;
 use super::offers::{INLINED_OFFERS, Offer};
+use super::outgoing::{Outgoing, PieceForm, Run, Source};
 use super::window::Parted;
 use crate::lease::{Access, Denied, Granted, Range, Region, Segment};
 use crate::net::{Moved, Sockets, receive_bytes};

@@ -10,12 +10,11 @@ use parking_lot::Mutex;
 use thiserror::Error;
 use tokio::io::Interest;
 use tokio::runtime::Handle;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 
 use super::channel_core::ChannelCore;
 use super::config::SocketConfig;
 use super::connection::{Connection, End, Remote};
-use super::handshake::Joining;
 use super::offers::Offers;
 use super::supervise::{Begin, SILENT_INTERVALS, supervise};
 use super::threads::Threads;
@@ -56,6 +55,15 @@ struct Peer {
     /// The oldest comes first, and is used, so that the order of offers is kept. There are two
     /// when both sides connected at the same time.
     connections: Vec<Arc<Connection>>,
+}
+
+/// A handshake that waits for its other streams.
+#[derive(Debug)]
+pub(super) struct Joining {
+    pub(super) secret: [u8; 32],
+    /// The streams that are still to come.
+    pub(super) missing: Vec<bool>,
+    pub(super) joined: mpsc::UnboundedSender<(usize, SecureStream)>,
 }
 
 /// The reason why a connection is not added to the table.
@@ -298,7 +306,10 @@ impl Shared {
             queue,
         };
         let begin = threads.iter().zip(openers).zip(queues).map(begin).collect();
-        let supervise = supervise(Arc::clone(self), connection, sockets, begin);
+        let shared = Arc::clone(self);
+        let remove = move |connection: &Arc<Connection>, end: &End| shared.remove(connection, end);
+        let core = Arc::clone(&self.core);
+        let supervise = supervise(core, connection, sockets, begin, remove);
         // Not on the first stream's thread, where most small frames are.
         let thread = threads.last().unwrap_or(self.threads.first());
         thread.spawn(supervise);

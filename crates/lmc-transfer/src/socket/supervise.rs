@@ -10,13 +10,12 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
-use super::connection::{Connection, End, Gone, Outgoing};
+use super::channel_core::ChannelCore;
+use super::connection::{Connection, End, Gone};
 use super::frame::Frame;
-#[cfg(feature = "nixl")]
-use super::plane::announce;
+use super::outgoing::Outgoing;
 use super::reader::StreamReader;
-use super::shared::Shared;
-use super::writer::StreamWriter;
+use super::stream_writer::StreamWriter;
 use crate::net::{Socket, Sockets};
 use crate::session::Opener;
 
@@ -32,12 +31,14 @@ pub(super) struct Begin {
     pub(super) queue: mpsc::UnboundedReceiver<Outgoing>,
 }
 
-/// Runs the streams of a connection until it ends, each on its thread, and leaves nothing of it.
+/// Runs the streams of a connection until it ends, each on its thread, and leaves nothing of it. `remove`
+/// takes it out of the table of peers.
 pub(super) async fn supervise(
-    shared: Arc<Shared>,
+    core: Arc<ChannelCore>,
     connection: Arc<Connection>,
     sockets: Arc<Sockets>,
     streams: Vec<Begin>,
+    remove: impl FnOnce(&Arc<Connection>, &End),
 ) {
     // All tasks own all sockets: none is closed before all tasks have ended (see `End`).
     let unix = sockets.0.iter().all(Socket::is_unix);
@@ -48,9 +49,9 @@ pub(super) async fn supervise(
             opener,
             queue,
         } = begin;
-        let reader = StreamReader::new(&shared.core, &connection, &sockets, stream, opener);
+        let reader = StreamReader::new(&core, &connection, &sockets, stream, opener);
         tasks.spawn_on(reader.run(), &thread);
-        let writer = StreamWriter::new(&shared.core, &connection, &sockets, stream, queue);
+        let writer = StreamWriter::new(&core, &connection, &sockets, stream, queue);
         tasks.spawn_on(writer.run(), &thread);
     }
     #[cfg(feature = "nixl")]
@@ -59,9 +60,9 @@ pub(super) async fn supervise(
         Err(end) => end,
         Ok(Gone::Io(error)) => {
             let closed = timeout(CLOSED_TOO, closed_too(&mut tasks)).await;
-            end_of(closed.unwrap_or(Gone::Io(error)), unix, &shared)
+            end_of(closed.unwrap_or(Gone::Io(error)), unix, &core)
         }
-        Ok(gone) => end_of(gone, unix, &shared),
+        Ok(gone) => end_of(gone, unix, &core),
     };
     tasks.shutdown().await;
     #[cfg(feature = "nixl")]
@@ -70,7 +71,7 @@ pub(super) async fn supervise(
     }
     drop(sockets);
     tracing::debug!(peer = %connection.remote.id, reason = end.reason, "connection ended");
-    shared.remove(&connection, &end);
+    remove(&connection, &end);
     // A receive that begins after the end finds none of its offers.
     connection.incoming.forget(&connection);
     connection.end.send_replace(Some(end));
@@ -80,6 +81,18 @@ pub(super) async fn supervise(
     for stream in &connection.streams {
         stream.close();
     }
+}
+
+/// Announces the memory that the peer of a connection may write to, once the arena is registered,
+/// too. It never returns.
+#[cfg(feature = "nixl")]
+async fn announce<T>(connection: Arc<Connection>) -> T {
+    if let Some(link) = &connection.plane {
+        let registration = link.plane.registered().await;
+        connection.send(0, &Frame::Plane(registration.into()));
+        link.has_announced();
+    }
+    std::future::pending().await
 }
 
 fn by_us(reason: String) -> End {
@@ -173,7 +186,7 @@ async fn closed_too(tasks: &mut JoinSet<Gone>) -> Gone {
     }
 }
 
-fn end_of(gone: Gone, unix: bool, shared: &Shared) -> End {
+fn end_of(gone: Gone, unix: bool, core: &ChannelCore) -> End {
     let closed = || End {
         reason: "it closed the connection".into(),
         by_peer: true,
@@ -184,7 +197,7 @@ fn end_of(gone: Gone, unix: bool, shared: &Shared) -> End {
         Gone::Io(error) if unix && is_reset(&error) => closed(),
         Gone::Io(error) => by_us(error.to_string()),
         Gone::Broken(what) => {
-            shared.core.counters.broken.add(1);
+            core.counters.broken.add(1);
             by_us(format!("it broke the protocol: {what}"))
         }
     }

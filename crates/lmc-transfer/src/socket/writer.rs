@@ -1,5 +1,5 @@
-//! The sending half of a stream: a caller sends its frame directly while that needs no waiting,
-//! and a task sends the others.
+//! The queue of what a stream sends: a caller sends its frame directly while that needs no waiting, and
+//! a task ([`StreamWriter`](super::stream_writer::StreamWriter)) sends the others.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -12,12 +12,12 @@ use tokio::io::Interest;
 use tokio::sync::mpsc;
 
 use super::channel_core::ChannelCore;
-use super::connection::{Connection, Gone, Kept, Outgoing, Piece, PieceForm};
 use super::frame::{Frame, MAX_INLINED, PIECE, PieceHead, seal_header};
+use super::outgoing::{Kept, Outgoing, Piece, PieceForm};
 use super::stats::Counters;
 use super::window::{Part, Parted, Window};
 use crate::lease::Segment;
-use crate::net::{Moved, Sockets};
+use crate::net::Sockets;
 use crate::session::Sealer;
 
 /// Parts that go with one system call at most: heads and pieces.
@@ -35,7 +35,7 @@ pub(super) struct SendQueue {
     stream: usize,
     queue: mpsc::UnboundedSender<Outgoing>,
     line: Mutex<Line>,
-    sealer: Mutex<Sealer>,
+    pub(super) sealer: Mutex<Sealer>,
     form: PieceForm,
     /// Grows with every byte sent.
     sent: AtomicU64,
@@ -167,7 +167,7 @@ impl SendQueue {
 
     /// Gathers pieces of a payload until as much is there as goes with one system call. Returns
     /// false once nothing of the payload is left, or the rest may not be sent any more.
-    fn gather<'a>(
+    pub(super) fn gather<'a>(
         &self,
         gathered: &mut Gathered,
         sealer: &mut Sealer,
@@ -214,7 +214,7 @@ impl SendQueue {
         }
     }
 
-    fn count(&self, sent: usize) {
+    pub(super) fn count(&self, sent: usize) {
         self.counters.bytes_out.add(sent);
         self.sent.fetch_add(sent as u64, Ordering::Relaxed);
     }
@@ -226,7 +226,7 @@ impl SendQueue {
     }
 
     /// The task has sent a frame.
-    fn catch_up(&self) {
+    pub(super) fn catch_up(&self) {
         self.line.lock().behind -= 1;
     }
 }
@@ -242,7 +242,7 @@ fn raw(header: Vec<u8>) -> Outgoing {
 
 /// Bytes that go with one system call.
 #[derive(Debug, Default)]
-struct Gathered {
+pub(super) struct Gathered {
     /// Headers, heads, and sealed pieces.
     scratch: Vec<u8>,
     parts: Vec<Part>,
@@ -267,7 +267,7 @@ impl Gathered {
         self.add(start);
     }
 
-    fn header(&mut self, outgoing: &Outgoing, sealer: &mut Sealer) {
+    pub(super) fn header(&mut self, outgoing: &Outgoing, sealer: &mut Sealer) {
         let start = self.scratch.len();
         match outgoing.raw {
             true => self.scratch.extend_from_slice(&outgoing.header),
@@ -300,7 +300,7 @@ impl Gathered {
         self.own(&PieceHead { len: 0, sum: 0 }.encode());
     }
 
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.scratch.len() + self.arena as usize
     }
 
@@ -309,7 +309,7 @@ impl Gathered {
     }
 
     /// Sends all but the bytes that were sent before.
-    fn send(&self, window: &Window, socket: RawFd, before: usize) -> io::Result<usize> {
+    pub(super) fn send(&self, window: &Window, socket: RawFd, before: usize) -> io::Result<usize> {
         window.send(socket, &self.scratch, &self.parts, before)
     }
 
@@ -325,98 +325,10 @@ impl Gathered {
         bytes.split_off(before)
     }
 
-    fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.scratch.clear();
         self.parts.clear();
         self.arena = 0;
         self.kept.clear();
-    }
-}
-
-/// The task that sends what does not go at once.
-pub(super) struct StreamWriter {
-    core: Arc<ChannelCore>,
-    connection: Arc<Connection>,
-    sockets: Arc<Sockets>,
-    stream: usize,
-    items: mpsc::UnboundedReceiver<Outgoing>,
-    gathered: Gathered,
-    moved: Moved,
-}
-
-impl StreamWriter {
-    pub(super) fn new(
-        core: &Arc<ChannelCore>,
-        connection: &Arc<Connection>,
-        sockets: &Arc<Sockets>,
-        stream: usize,
-        items: mpsc::UnboundedReceiver<Outgoing>,
-    ) -> Self {
-        Self {
-            core: Arc::clone(core),
-            connection: Arc::clone(connection),
-            sockets: Arc::clone(sockets),
-            stream,
-            items,
-            gathered: Gathered::default(),
-            moved: Moved::default(),
-        }
-    }
-
-    pub(super) async fn run(mut self) -> Gone {
-        loop {
-            // The connection owns the other end, and this task the connection.
-            let Some(outgoing) = self.items.recv().await else {
-                return Gone::Broken("nothing more is to be sent".into());
-            };
-            outgoing.is_sent();
-            if let Err(gone) = self.send(outgoing).await {
-                return gone;
-            }
-            self.connection.streams[self.stream].queue.catch_up();
-        }
-    }
-
-    async fn send(&mut self, outgoing: Outgoing) -> Result<(), Gone> {
-        let connection = Arc::clone(&self.connection);
-        let stream = &connection.streams[self.stream];
-        let mut _slots = None;
-        if let Some(write) = outgoing.write() {
-            _slots = write.begin();
-            if _slots.is_none() {
-                // It was cancelled. Only now there is capacity for another.
-                drop(stream.take(write.id));
-                return Ok(());
-            }
-        }
-        let queue = &stream.queue;
-        let (mut pieces, mut slot_sum) = (outgoing.pieces(), None);
-        self.gathered.header(&outgoing, &mut queue.sealer.lock());
-        loop {
-            let more = {
-                let mut sealer = queue.sealer.lock();
-                queue.gather(&mut self.gathered, &mut sealer, &mut pieces, &mut slot_sum)
-            };
-            self.flush().await?;
-            if !more {
-                return Ok(());
-            }
-        }
-    }
-
-    /// Sends what was gathered.
-    async fn flush(&mut self) -> Result<(), Gone> {
-        let window = &self.core.window;
-        let socket = &self.sockets.0[self.stream];
-        let mut done = 0;
-        while done < self.gathered.len() {
-            let send = |fd| self.gathered.send(window, fd, done);
-            let sent = socket.when(Interest::WRITABLE, send).await?;
-            self.connection.streams[self.stream].queue.count(sent);
-            done += sent;
-        }
-        self.gathered.clear();
-        self.moved.add(done as u64).await;
-        Ok(())
     }
 }

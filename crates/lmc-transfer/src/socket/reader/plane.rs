@@ -8,10 +8,12 @@ use super::{Gone, Outcome, RANGE_BYTES, Run, Source, StreamReader};
 use crate::lease::{Range, Segment};
 use crate::nixl::{BLOCK, Batch, Block, Part, Remote, Report, Sources, WriteError};
 use crate::session::reason;
-use crate::socket::connection::{Arrival, PieceForm, Reply};
+use crate::socket::announcement::Announcement;
+use crate::socket::connection::{Arrival, Reply};
 use crate::socket::frame::{Frame, Pieces};
 use crate::socket::landing::Target;
-use crate::socket::plane::{Announcement, PlaneLink};
+use crate::socket::outgoing::PieceForm;
+use crate::socket::plane_link::PlaneLink;
 use crate::socket::window::Parted;
 
 /// A fetch is given up so long after its reader's limit...
