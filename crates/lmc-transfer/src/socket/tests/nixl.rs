@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::nixl::{BLOCK, Batch, Part, Remote, Sources};
-use crate::socket::plane::Announcement;
+use crate::socket::announcement::Announcement;
 use crate::{DataPlane, Keys, NixlConfig};
 
 const LEN: u64 = 100_000;
