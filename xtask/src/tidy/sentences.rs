@@ -5,7 +5,7 @@ use super::tree::Tree;
 use super::words::doc_text;
 
 /// Sentences that the tree may have. It only falls.
-const LIMIT: usize = 56;
+const LIMIT: usize = 45;
 
 /// Words that may stand in for a noun.
 const PRONOUNS: &[&str] = &["one", "those", "that", "such", "all", "others", "what"];

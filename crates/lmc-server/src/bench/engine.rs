@@ -39,7 +39,7 @@ pub(crate) struct Moved {
     pub(crate) wrong: u64,
 }
 
-/// What became of one prompt.
+/// Outcome of one prompt.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Served {
     /// Leading chunks that were found.

@@ -62,9 +62,9 @@ struct Initiator {
 
 /// An agent's change, from the thread that makes or ends it.
 pub(super) enum AgentEvent {
-    /// It was made, or could not be.
+    /// An agent was made, or could not be.
     Made(Result<Registered, String>),
-    /// It has ended.
+    /// An agent has ended.
     Ended { generation: u64 },
 }
 

@@ -1,4 +1,4 @@
-//! What goes out on a stream: frames with their payloads, and what keeps the bytes where they are.
+//! Frames that go out on a stream, with their payloads, and what keeps those bytes where they are.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -1,6 +1,6 @@
 //! Reasons of misses: counted in tokens, and logged with the request.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use lmc_engine::{DRAM, Found, Miss, MissReason, Missing};
