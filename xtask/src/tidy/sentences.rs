@@ -25,7 +25,7 @@ const AFTER: &[&str] = &[
     "than", "but", "goes", "comes", "it", "they",
 ];
 
-/// A sentence has at most one pronoun without a noun beside it.
+/// A sentence has at most one pronoun that stands for no noun.
 pub(crate) fn nouns(tree: &Tree, findings: &mut Findings) {
     let found: Vec<String> = tree.with_ending("rs").flat_map(sentences).collect();
     let many = found.len();
@@ -67,20 +67,9 @@ fn sentences(file: &super::tree::File) -> Vec<String> {
 
 /// Returns the sentences of a paragraph, and the parts between colons and semicolons.
 fn split(paragraph: &str) -> impl Iterator<Item = &str> {
-    let parts = paragraph.split_inclusive([' ']);
-    let mut start = 0;
-    let mut at = 0;
-    let mut ends = Vec::new();
-    for part in parts {
-        at += part.len();
-        if part.trim_end().ends_with(['.', ';', ':']) {
-            ends.push((start, at));
-            start = at;
-        }
-    }
-    ends.push((start, paragraph.len()));
-    ends.into_iter()
-        .map(|(start, end)| paragraph[start..end].trim())
+    let sentences = paragraph.split(". ");
+    let parts = sentences.flat_map(|sentence| sentence.split("; "));
+    parts.flat_map(|part| part.split(": "))
 }
 
 /// Counts the pronouns of a sentence that have no noun.

@@ -71,6 +71,21 @@ pub(crate) struct Engine {
 }
 
 impl Plan {
+    /// Asks the server for the tokens of a chunk.
+    pub(crate) fn new(args: BenchArgs, model: String) -> Result<Self> {
+        let mut plan = Self {
+            args,
+            model,
+            chunk_tokens: 0,
+        };
+        let reply = plan.connect()?.ask(&Request::GetChunkSize)?;
+        let Reply::Int(chunk_tokens @ 1..=0x10_0000) = reply else {
+            bail!("the server names a chunk size that cannot be: {reply:?}");
+        };
+        plan.chunk_tokens = chunk_tokens as usize;
+        Ok(plan)
+    }
+
     pub(crate) fn connect(&self) -> Result<Client> {
         let target = &self.args.url;
         Client::connect((target.host.as_str(), target.port), self.args.timeout()).with_context(
@@ -299,10 +314,7 @@ impl Engine {
         let request = self.request_id();
         // As engines do: a server does not know when a request began that was not looked up.
         self.look_up(prompt, &request)?;
-        let moved = match self.plan.args.mode {
-            Mode::EngineDriven => self.store_by_worker(prompt, &request),
-            Mode::LmcacheDriven => self.store_by_server(prompt, 0, &request),
-        }?;
+        let moved = self.store_from(prompt, 0, &request)?;
         self.end(request)?;
         Ok(moved)
     }
@@ -314,10 +326,7 @@ impl Engine {
         let moved = if found < prompt.chunks() as u64 {
             None
         } else {
-            match self.plan.args.mode {
-                Mode::EngineDriven => self.retrieve_by_worker(prompt, &request)?,
-                Mode::LmcacheDriven => self.retrieve_by_server(prompt, &request)?,
-            }
+            self.retrieve_all(prompt, &request)?
         };
         self.end(request)?;
         Ok(moved)
@@ -340,19 +349,30 @@ impl Engine {
         );
         if found > 0 {
             let leading = prompt.leading(found, self.plan.chunk_tokens);
-            served.retrieved = match self.plan.args.mode {
-                Mode::EngineDriven => self.retrieve_by_worker(&leading, &request)?,
-                Mode::LmcacheDriven => self.retrieve_by_server(&leading, &request)?,
-            };
+            served.retrieved = self.retrieve_all(&leading, &request)?;
         }
         if found < prompt.chunks() {
-            served.stored = match self.plan.args.mode {
-                Mode::EngineDriven => self.store_by_worker(prompt, &request),
-                Mode::LmcacheDriven => self.store_by_server(prompt, found, &request),
-            }?;
+            served.stored = self.store_from(prompt, found, &request)?;
         }
         self.end(request)?;
         Ok(served)
+    }
+
+    /// Stores the chunks from number `first` on, by the side that copies.
+    fn store_from(&mut self, prompt: &Prompt, first: usize, request: &str) -> Result<Moved> {
+        match self.plan.args.mode {
+            // The server names the chunks that it lacks.
+            Mode::EngineDriven => self.store_by_worker(prompt, request),
+            Mode::LmcacheDriven => self.store_by_server(prompt, first, request),
+        }
+    }
+
+    /// Retrieves every chunk, by the side that copies; none when some of them have gone.
+    fn retrieve_all(&mut self, prompt: &Prompt, request: &str) -> Result<Option<Moved>> {
+        match self.plan.args.mode {
+            Mode::EngineDriven => self.retrieve_by_worker(prompt, request),
+            Mode::LmcacheDriven => self.retrieve_by_server(prompt, request),
+        }
     }
 
     /// One request of each worker, sent together. The answers, and what they took.

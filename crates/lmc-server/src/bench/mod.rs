@@ -19,10 +19,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 use indicatif::{ProgressBar, ProgressStyle};
-use lmc_vllm_adapter::{Reply, Request};
 
 use self::args::BenchArgs;
 use self::drive::{Case, Counts};
@@ -81,16 +80,8 @@ pub(crate) fn run(matches: &ArgMatches) -> ExitCode {
 
 /// Runs every combination and prints the results. Whether all went well.
 fn measure(args: BenchArgs) -> Result<bool> {
-    let mut plan = Plan {
-        model: args.model.clone().unwrap_or_else(|| own_model("bench")),
-        chunk_tokens: 0,
-        args,
-    };
-    let reply = plan.connect()?.ask(&Request::GetChunkSize)?;
-    let Reply::Int(chunk_tokens @ 1..=0x10_0000) = reply else {
-        bail!("the server names a chunk size that cannot be: {reply:?}");
-    };
-    plan.chunk_tokens = chunk_tokens as usize;
+    let model = args.model.clone().unwrap_or_else(|| own_model("bench"));
+    let plan = Plan::new(args, model)?;
     let footprint = Footprint::before(&plan.args)?;
     let plan = Arc::new(plan);
     let args = &plan.args;

@@ -8,10 +8,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::{ArgMatches, Args, Command, FromArgMatches as _};
 use indicatif::{ProgressBar, ProgressStyle};
-use lmc_vllm_adapter::{Reply, Request};
 use serde_json::{Value, json};
 
 use super::args::{BenchArgs, Mode, Target};
@@ -70,7 +69,7 @@ struct Arguments {
     /// Requests that are under way at once.
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
     clients: u16,
-    /// Play only so many requests, the first ones.
+    /// Number of requests to play, from the first on; by default all.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     requests: Option<u64>,
     /// Tokens of a block of the trace; by default they follow from its prompts.
@@ -96,13 +95,19 @@ struct Arguments {
 /// Measurements of the requests of one client, or of all.
 #[derive(Debug, Default)]
 struct Tally {
+    counts: Counts,
+    lookup: Samples,
+    retrieve: Samples,
+    store: Samples,
+    errors: Vec<String>,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
     requests: u64,
     tokens: u64,
     chunks: u64,
     found: u64,
-    lookup: Samples,
-    retrieve: Samples,
-    store: Samples,
     retrieved_bytes: u64,
     stored_bytes: u64,
     wrong_bytes: u64,
@@ -110,43 +115,44 @@ struct Tally {
     lost: u64,
     /// Longest time by which a request began later than the trace says.
     late: Duration,
-    errors: Vec<String>,
 }
 
 impl Tally {
     fn add(&mut self, prompt: &Prompt, served: &Served) {
-        self.requests += 1;
-        self.chunks += prompt.chunks() as u64;
-        self.tokens += prompt.tokens.len() as u64;
-        self.found += served.found;
+        let counts = &mut self.counts;
+        counts.requests += 1;
+        counts.tokens += prompt.tokens.len() as u64;
+        counts.chunks += prompt.chunks() as u64;
+        counts.found += served.found;
         if prompt.chunks() > 0 {
             self.lookup.push(served.lookup);
         }
         if let Some(moved) = &served.retrieved {
             self.retrieve.push(moved.took);
-            self.retrieved_bytes += moved.bytes;
-            self.wrong_bytes += moved.wrong;
+            counts.retrieved_bytes += moved.bytes;
+            counts.wrong_bytes += moved.wrong;
         }
-        self.lost += u64::from(served.retrieved.is_none() && served.found > 0);
+        counts.lost += u64::from(served.retrieved.is_none() && served.found > 0);
         if served.stored.chunks > 0 {
             self.store.push(served.stored.took);
-            self.stored_bytes += served.stored.bytes;
+            counts.stored_bytes += served.stored.bytes;
         }
     }
 
     fn merge(&mut self, other: Self) {
-        self.requests += other.requests;
-        self.tokens += other.tokens;
-        self.chunks += other.chunks;
-        self.found += other.found;
+        let (mine, its) = (&mut self.counts, other.counts);
+        mine.requests += its.requests;
+        mine.tokens += its.tokens;
+        mine.chunks += its.chunks;
+        mine.found += its.found;
+        mine.retrieved_bytes += its.retrieved_bytes;
+        mine.stored_bytes += its.stored_bytes;
+        mine.wrong_bytes += its.wrong_bytes;
+        mine.lost += its.lost;
+        mine.late = mine.late.max(its.late);
         self.lookup.append(other.lookup);
         self.retrieve.append(other.retrieve);
         self.store.append(other.store);
-        self.retrieved_bytes += other.retrieved_bytes;
-        self.stored_bytes += other.stored_bytes;
-        self.wrong_bytes += other.wrong_bytes;
-        self.lost += other.lost;
-        self.late = self.late.max(other.late);
         self.errors.extend(other.errors);
     }
 }
@@ -172,14 +178,14 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<ExitCode> {
     let began = Instant::now();
     let played = play(&plan, arguments, &trace);
     let took = began.elapsed();
-    let stored = played.as_ref().map_or(0, |tally| tally.stored_bytes);
+    let stored = played.as_ref().map_or(0, |tally| tally.counts.stored_bytes);
     footprint.clear(plan.args.url.port, stored);
     let tally = played?;
-    let is_well = tally.errors.is_empty() && tally.wrong_bytes == 0;
+    let is_well = tally.errors.is_empty() && tally.counts.wrong_bytes == 0;
     for error in tally.errors.iter().take(10) {
         eprintln!("lmc replay: {error}");
     }
-    if tally.wrong_bytes > 0 {
+    if tally.counts.wrong_bytes > 0 {
         eprintln!("lmc replay: the server gave back bytes that were not stored");
     }
     let report = Report::of(&plan, tally, took);
@@ -209,17 +215,7 @@ fn plan(arguments: &Arguments, trace: &Trace) -> Result<Arc<Plan>> {
         mode: arguments.mode,
         ..BenchArgs::from_arg_matches(&defaults)?
     };
-    let mut plan = Plan {
-        model: own_model("replay"),
-        chunk_tokens: 0,
-        args,
-    };
-    let reply = plan.connect()?.ask(&Request::GetChunkSize)?;
-    let Reply::Int(chunk_tokens @ 1..=0x10_0000) = reply else {
-        bail!("the server names a chunk size that cannot be: {reply:?}");
-    };
-    plan.chunk_tokens = chunk_tokens as usize;
-    Ok(Arc::new(plan))
+    Plan::new(args, own_model("replay")).map(Arc::new)
 }
 
 fn play(plan: &Arc<Plan>, arguments: &Arguments, trace: &Trace) -> Result<Tally> {
@@ -249,7 +245,7 @@ fn play(plan: &Arc<Plan>, arguments: &Arguments, trace: &Trace) -> Result<Tally>
                             break;
                         };
                         thread::sleep(due.saturating_duration_since(Instant::now()));
-                        tally.late = tally.late.max(due.elapsed());
+                        tally.counts.late = tally.counts.late.max(due.elapsed());
                     }
                     let prompt = prompt(request, trace.block_tokens, plan.chunk_tokens);
                     match engine.serve(&prompt) {
@@ -304,24 +300,10 @@ fn bar(requests: usize) -> ProgressBar {
 struct Report {
     took: f64,
     chunk_tokens: u64,
-    tokens: u64,
-    tally: Counts,
+    counts: Counts,
     lookup: Summary,
     retrieve: Summary,
     store: Summary,
-}
-
-/// Counters of a [`Tally`], without its samples.
-#[derive(Debug)]
-struct Counts {
-    requests: u64,
-    chunks: u64,
-    found: u64,
-    retrieved_bytes: u64,
-    stored_bytes: u64,
-    wrong_bytes: u64,
-    lost: u64,
-    late: f64,
 }
 
 impl Report {
@@ -329,17 +311,7 @@ impl Report {
         Self {
             took: took.as_secs_f64(),
             chunk_tokens: plan.chunk_tokens as u64,
-            tokens: tally.tokens,
-            tally: Counts {
-                requests: tally.requests,
-                chunks: tally.chunks,
-                found: tally.found,
-                retrieved_bytes: tally.retrieved_bytes,
-                stored_bytes: tally.stored_bytes,
-                wrong_bytes: tally.wrong_bytes,
-                lost: tally.lost,
-                late: tally.late.as_secs_f64(),
-            },
+            counts: tally.counts,
             lookup: tally.lookup.summary(),
             retrieve: tally.retrieve.summary(),
             store: tally.store.summary(),
@@ -348,14 +320,15 @@ impl Report {
 
     /// Returns the share of the prompts' whole chunks that was found.
     fn found(&self) -> f64 {
-        match self.tally.chunks {
+        match self.counts.chunks {
             0 => 0.0,
-            chunks => self.tally.found as f64 / chunks as f64,
+            chunks => self.counts.found as f64 / chunks as f64,
         }
     }
 
     fn text(&self, arguments: &Arguments) -> String {
-        let Self { tally, took, .. } = self;
+        let Self { counts, took, .. } = self;
+        let late = counts.late.as_secs_f64();
         let mut out = String::new();
         let mut line = |name: &str, text: String| {
             let _ = writeln!(out, "{name:<12} {text}");
@@ -364,8 +337,8 @@ impl Report {
             "played",
             format!(
                 "{} requests of {} tokens in {}, {} at once",
-                tally.requests,
-                self.tokens,
+                counts.requests,
+                counts.tokens,
                 duration(*took),
                 arguments.clients
             ),
@@ -380,8 +353,8 @@ impl Report {
         );
         for (name, times, bytes) in [
             ("lookup", &self.lookup, None),
-            ("retrieve", &self.retrieve, Some(tally.retrieved_bytes)),
-            ("store", &self.store, Some(tally.stored_bytes)),
+            ("retrieve", &self.retrieve, Some(counts.retrieved_bytes)),
+            ("store", &self.store, Some(counts.stored_bytes)),
         ] {
             let moved = bytes.map_or_else(String::new, |bytes| {
                 let rate = bytes as f64 / times.sum.max(f64::MIN_POSITIVE) / 1e9;
@@ -397,42 +370,42 @@ impl Report {
                 ),
             );
         }
-        if tally.lost > 0 {
+        if counts.lost > 0 {
             line(
                 "lost",
                 format!(
                     "{} retrieves: chunks went after they were found",
-                    tally.lost
+                    counts.lost
                 ),
             );
         }
-        if arguments.speed.is_some() && tally.late > 0.01 {
+        if arguments.speed.is_some() && late > 0.01 {
             line(
                 "late",
-                format!("a request began {} after its time", duration(tally.late)),
+                format!("a request began {} after its time", duration(late)),
             );
         }
-        line("wrong", format!("{} bytes", tally.wrong_bytes));
+        line("wrong", format!("{} bytes", counts.wrong_bytes));
         out
     }
 
     fn json(&self, is_well: bool) -> Value {
-        let Self { tally, .. } = self;
+        let Self { counts, .. } = self;
         let times = |times: &Summary| json!({"count": times.count, "p50": times.p50, "p90": times.p90, "p99": times.p99, "max": times.max});
         json!({
             "passed": is_well,
             "seconds": self.took,
             "chunk_tokens": self.chunk_tokens,
-            "requests": tally.requests,
-            "tokens": self.tokens,
-            "chunks": tally.chunks,
-            "found_chunks": tally.found,
+            "requests": counts.requests,
+            "tokens": counts.tokens,
+            "chunks": counts.chunks,
+            "found_chunks": counts.found,
             "found": self.found(),
-            "retrieved_bytes": tally.retrieved_bytes,
-            "stored_bytes": tally.stored_bytes,
-            "wrong_bytes": tally.wrong_bytes,
-            "retrieves_lost": tally.lost,
-            "late_seconds": tally.late,
+            "retrieved_bytes": counts.retrieved_bytes,
+            "stored_bytes": counts.stored_bytes,
+            "wrong_bytes": counts.wrong_bytes,
+            "retrieves_lost": counts.lost,
+            "late_seconds": counts.late.as_secs_f64(),
             "lookup_seconds": times(&self.lookup),
             "retrieve_seconds": times(&self.retrieve),
             "store_seconds": times(&self.store),

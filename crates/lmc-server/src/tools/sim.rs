@@ -144,7 +144,7 @@ impl Report {
         100.0 * found as f64 / self.blocks as f64
     }
 
-    /// Returns the size of so many blocks, in tokens, and in bytes where those are known.
+    /// Returns the size of a number of blocks: in tokens, and in bytes where the bytes of a token are known.
     fn size(&self, blocks: usize) -> String {
         let tokens = (blocks as u64).saturating_mul(self.block_tokens);
         match self.token_size {
