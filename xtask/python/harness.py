@@ -55,8 +55,10 @@ class Child:
             mode="w+", prefix=f"lmc-{name}-", suffix=".log", delete=False
         )
         options.setdefault("stdout", self.log)
+        # In the same session: Linux shares cores among sessions (sched_autogroup_enabled), and the ranks
+        # of an engine, which spin, would keep all threads of a server from them for seconds.
         self.process = subprocess.Popen(
-            command, stderr=self.log, start_new_session=True, preexec_fn=die_with_parent, **options
+            command, stderr=self.log, process_group=0, preexec_fn=die_with_parent, **options
         )
         Child.running.append(self)
 

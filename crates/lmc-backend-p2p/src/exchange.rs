@@ -23,7 +23,7 @@ use crate::spaces::mismatches;
 /// Time that peers have to answer in one: a slow one does not delay the next of the others.
 const IN_STEP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Pause between two exchanges that messages cause.
-const IN_STEP_PAUSE: Duration = Duration::from_millis(50);
+pub(crate) const IN_STEP_PAUSE: Duration = Duration::from_millis(50);
 /// Time that a hello and the exchange of clears after it may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -238,14 +238,36 @@ impl<L: Link> Exchange<L> {
         }
     }
 
+    /// Tells all peers which spaces engines of this host use, as soon as that changes, by another hello:
+    /// of chunks that an engine with more ranks computes, a peer looks for those whose space it knows. A
+    /// peer that does not hear of it asks within seconds.
+    pub(crate) async fn tell_of_spaces(&self) {
+        let mut described = self.sessions.spaces.notes().digest;
+        loop {
+            self.sessions.spaces.changed().await;
+            let digest = self.sessions.spaces.notes().digest;
+            if std::mem::replace(&mut described, digest) == digest {
+                continue;
+            }
+            let peers: Vec<Session> = {
+                let peers = self.sessions.peers.lock();
+                peers.daemons().map(|peer| peer.session.clone()).collect()
+            };
+            let deadline = now() + IN_STEP_TIMEOUT;
+            let hellos = peers
+                .iter()
+                .map(|session| self.sessions.exchange_hellos(session, deadline));
+            join_all(hellos).await;
+            tokio::time::sleep(IN_STEP_PAUSE).await;
+        }
+    }
+
     /// Asks all peers what they hold, and warns of models in which they share nothing with this
     /// daemon.
     pub(crate) async fn describe_peers(&self, deadline: Instant) {
         let asked: Vec<_> = {
             let peers = self.sessions.peers.lock();
-            let asked = peers
-                .iter()
-                .filter(|peer| peer.hello.is_some() && !peer.is_directory());
+            let asked = peers.daemons();
             let asked = asked.map(|peer| (peer.session.clone(), peer.holds.digest));
             asked.collect()
         };

@@ -486,6 +486,12 @@ impl Peers {
         self.connected.values()
     }
 
+    /// Returns the daemons among the peers, whose hello was accepted.
+    pub(crate) fn daemons(&self) -> impl Iterator<Item = &Peer> {
+        self.iter()
+            .filter(|peer| peer.hello.is_some() && !peer.is_directory())
+    }
+
     /// Returns the names of the peers whose hello was accepted.
     pub(crate) fn with_hello(&self) -> Vec<PeerId> {
         let known = self.iter().filter(|peer| peer.hello.is_some());

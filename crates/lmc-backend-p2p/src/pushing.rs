@@ -17,7 +17,7 @@ use tokio::sync::Notify;
 
 use crate::link::{Link, until};
 use crate::message::{KeyBatch, Push, Pushed, Refusal, Reply, Request};
-use crate::peers::{MAX_PUSHES, Peer};
+use crate::peers::MAX_PUSHES;
 use crate::session::{AskError, ORDER_TIMEOUT, Sessions};
 
 /// Bytes that a peer is to read at a time, at most.
@@ -189,8 +189,7 @@ impl<L: Link> Pusher<L> {
     fn peer_to_push_to(&self, name: &str) -> Option<PeerId> {
         let name = [name.to_owned()];
         let peers = self.sessions.peers.lock();
-        let takes = |peer: &&Peer| peer.hello.is_some() && !peer.is_directory();
-        let named = (peers.iter()).filter(|peer| takes(peer) && peer.is_one_of(&name));
+        let named = peers.daemons().filter(|peer| peer.is_one_of(&name));
         let last = named.max_by_key(|peer| peer.since)?;
         Some(last.session.peer.clone())
     }

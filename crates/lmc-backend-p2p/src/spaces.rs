@@ -3,13 +3,15 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use lmc_backend::{Host, HostSpace, now};
+use lmc_backend::{ChunkEvent, EventSink, Host, HostSpace, now};
 use lmc_key::LayoutFingerprint;
 use lmc_transfer::Keys;
 use parking_lot::Mutex;
 use serde::Serialize;
+use tokio::sync::Notify;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::message::{Describe, Described, MAX_SPACES, MAX_TEXT, SpaceNote};
@@ -21,7 +23,8 @@ const DESCRIBED_FOR: Duration = Duration::from_secs(1);
 /// The own live spaces, described for peers.
 #[derive(Debug, Clone)]
 pub(crate) struct SpaceNotes {
-    digest: u64,
+    /// Changes with the spaces; never 0.
+    pub(crate) digest: u64,
     pub(crate) spaces: Arc<[SpaceNote]>,
 }
 
@@ -33,6 +36,25 @@ pub(crate) struct OwnSpaces {
     keys: Option<Keys>,
     /// The last description, and its time.
     last: Mutex<Option<(Instant, SpaceNotes)>>,
+    heard: Arc<SpacesHeard>,
+}
+
+/// Hears that the own spaces may have changed.
+#[derive(Debug, Default)]
+struct SpacesHeard {
+    /// True until they are described again.
+    is_new: AtomicBool,
+    /// Set when they have to be described to peers.
+    changed: Notify,
+}
+
+impl EventSink for SpacesHeard {
+    fn changed(&self, _event: &ChunkEvent<'_>) {}
+
+    fn spaces_changed(&self) {
+        self.is_new.store(true, Ordering::Release);
+        self.changed.notify_one();
+    }
 }
 
 /// Layouts whose chunks are merged here, each with its number of KV ranks.
@@ -152,17 +174,27 @@ pub(crate) fn cut(text: &mut String) {
 
 impl OwnSpaces {
     pub(crate) fn new(host: Arc<dyn Host>, keys: Option<Keys>) -> Self {
+        let heard = Arc::<SpacesHeard>::default();
+        host.events().listen(Arc::clone(&heard) as _);
         Self {
             host,
             keys,
             last: Mutex::default(),
+            heard,
         }
     }
 
-    /// Returns the own live spaces as peers see them, at most a second old.
+    /// Waits until engines of this host may use a space that they did not use before.
+    pub(crate) async fn changed(&self) {
+        self.heard.changed.notified().await;
+    }
+
+    /// Returns the own live spaces as peers see them. The number of their chunks, which orders them, is at
+    /// most a second old.
     pub(crate) fn notes(&self) -> SpaceNotes {
         let mut last = self.last.lock();
-        if let Some((at, notes)) = &*last
+        let is_new = self.heard.is_new.swap(false, Ordering::AcqRel);
+        if let Some((at, notes)) = last.as_ref().filter(|_| !is_new)
             && now() < *at + DESCRIBED_FOR
         {
             return notes.clone();

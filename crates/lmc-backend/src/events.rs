@@ -62,6 +62,10 @@ pub trait EventSink: fmt::Debug + Send + Sync {
     /// Any chunk of a tier may have come or gone, without an event for each: the tier was cleared, or
     /// a device with its chunks failed or works again. Default: does nothing.
     fn any_changed(&self, _tier: &str) {}
+
+    /// Engines of this host may use a space that they did not use before. Called while nothing is locked.
+    /// Default: does nothing.
+    fn spaces_changed(&self) {}
 }
 
 /// The bus of one engine, on which its tiers report and listeners hear. Clones are one bus. Memory and
@@ -141,6 +145,12 @@ impl Events {
     pub fn report_any(&self, tier: &str) {
         let sinks = self.0.sinks.read();
         sinks.iter().for_each(|sink| sink.any_changed(tier));
+    }
+
+    /// Reports that engines of this host may use a space that they did not use before.
+    pub fn report_spaces(&self) {
+        let sinks = self.0.sinks.read();
+        sinks.iter().for_each(|sink| sink.spaces_changed());
     }
 }
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use lmc_backend::{
-    BackendError, ChunkRun, FailedSlot, Handle, HostSpace, LoadItem, Loaded, LocateHint, Located,
-    now,
+    BackendError, ChunkRun, FailedSlot, Handle, Host as _, HostSpace, LoadItem, Loaded, LocateHint,
+    Located, now,
 };
 use lmc_key::{ChunkKey, HashAlgorithm, KeySpace, LayoutFingerprint};
 use lmc_testkit::rounds;
@@ -17,6 +17,7 @@ use lmc_testkit::rounds;
 use super::chunks::SimChunks;
 use super::net::{Faults, Net, SimNode, name};
 use super::{LEN, Rng, bytes, delay, key, once_in, run};
+use crate::exchange::IN_STEP_PAUSE;
 use crate::message::{OLDEST_VERSION, VERSION};
 use crate::spaces::note;
 
@@ -871,23 +872,47 @@ fn the_status_names_peers_that_went_until_they_are_back() {
     });
 }
 
+/// Returns the space of an engine with this number of ranks.
+fn space(world_size: u32) -> HostSpace {
+    let description = KeySpace {
+        algorithm: HashAlgorithm::Blake3,
+        chunk_size: 256,
+        model: "m".parse().expect("a name"),
+        world_size,
+        layout: LayoutFingerprint::of(b"any"),
+        dtype: "bfloat16".parse().expect("a name"),
+        salt: "tenant".parse().expect("a salt"),
+        identity: "".parse().expect("no text"),
+        tags: None,
+    };
+    let id = description.id();
+    HostSpace { id, description }
+}
+
+/// A decode engine that asked within five seconds of the start of a prefill engine with more ranks found
+/// nothing.
+#[test]
+fn the_space_of_a_new_engine_is_known_to_peers_at_once() {
+    run(async {
+        let net = Net::with_daemons(22, Faults::none(), 3).await;
+        let knows = |host: usize, ranks| {
+            let layout = (LayoutFingerprint::of(b"any"), ranks);
+            let node = net.node(host);
+            let peers = node.sessions.peers.lock();
+            peers.have_layouts(&[layout], &["host-0".to_owned()]) == [true]
+        };
+        for ranks in [1, 2] {
+            net.chunks(0).add_space(space(ranks));
+            net.chunks(0).events().report_spaces();
+            tokio::time::sleep(2 * IN_STEP_PAUSE).await;
+            assert!(knows(1, ranks) && knows(2, ranks), "{ranks}");
+        }
+        assert!(!knows(1, 3));
+    });
+}
+
 #[test]
 fn spaces_that_appear_after_the_connect_are_described() {
-    let space = |world_size| {
-        let description = KeySpace {
-            algorithm: HashAlgorithm::Blake3,
-            chunk_size: 256,
-            model: "m".parse().expect("a name"),
-            world_size,
-            layout: LayoutFingerprint::of(b"any"),
-            dtype: "bfloat16".parse().expect("a name"),
-            salt: "tenant".parse().expect("a salt"),
-            identity: "".parse().expect("no text"),
-            tags: None,
-        };
-        let id = description.id();
-        HostSpace { id, description }
-    };
     let note = |world_size| note(&space(world_size), None);
     run(async {
         let net = Net::with_daemons(21, Faults::none(), 2).await;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use lmc_engine::OwnerId;
+use lmc_engine::{Host as _, OwnerId};
 use lmc_key::{LayoutFingerprint, Printable, Salt, SpaceId};
 use lmc_memory::cuda::Gpus;
 use parking_lot::Mutex;
@@ -358,6 +358,7 @@ impl Registry {
             .as_ref()
             .and_then(|replaced| workers.ended_generation(replaced));
         drop(workers);
+        self.context.engine.host().events().report_spaces();
         // Unmapping an engine's memory takes long, and so may a log line: no lock is held.
         if let Some(replaced) = replaced {
             replaced.close();

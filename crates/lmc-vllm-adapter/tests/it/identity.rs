@@ -1,6 +1,7 @@
 //! Chunks are not shared between KV caches of the same shape and different element formats.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::common::{
@@ -9,7 +10,7 @@ use crate::common::{
 };
 use lmc_backend::MemoryBackend;
 use lmc_backend::conformance::Gated;
-use lmc_engine::InUse;
+use lmc_engine::{ChunkEvent, EventSink, Host as _, InUse};
 use lmc_key::SpaceId;
 use lmc_vllm_adapter::{
     CacheKey, Client, ConfigValue, EngineDrivenContext, Reply, Request, UnknownFields,
@@ -65,6 +66,29 @@ fn warnings(server: &Server) -> u64 {
 }
 
 /// `float16` and `bfloat16` have elements of one size, so only the name distinguishes them.
+/// Counts the reports of new spaces.
+#[derive(Debug, Default)]
+struct Reports(AtomicUsize);
+
+impl EventSink for Reports {
+    fn changed(&self, _event: &ChunkEvent<'_>) {}
+
+    fn spaces_changed(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn the_space_of_a_worker_is_live_and_reported_before_its_first_request() {
+    let server = Server::start();
+    let reports = Arc::<Reports>::default();
+    let events = server.service.engine().host().events().clone();
+    events.listen(Arc::clone(&reports) as _);
+    let _worker = register(&server, 1);
+    assert_eq!(server.service.spaces().len(), 1);
+    assert_eq!(reports.0.load(Ordering::Relaxed), 1);
+}
+
 #[test]
 fn float16_and_bfloat16_never_share_bytes() {
     let server = Server::start();
