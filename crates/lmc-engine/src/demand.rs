@@ -8,17 +8,24 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use lmc_key::{ChunkHash, SpaceId};
+use lmc_key::{ChunkHash, FoldState, SpaceId};
 use parking_lot::Mutex;
 use serde::Serialize;
 
 /// Chunks that are followed, at most. With more of them the sample becomes a smaller share.
-const FOLLOWED: usize = 8192;
+const FOLLOWED: usize = 2048;
 /// Slots in the order of use, which is closed up when all were taken.
 const SLOTS: usize = 4 * FOLLOWED;
 /// Smallest size that is distinguished, and the number of sizes, four for each doubling.
 const LEAST_BYTES: f64 = (1 << 20) as f64;
 const SIZES: usize = 120;
+/// The sizes of a doubling, as parts of its first.
+const QUARTERS: [f64; 4] = [
+    1.0,
+    1.189_207_115_002_721,
+    std::f64::consts::SQRT_2,
+    1.681_792_830_507_429,
+];
 /// Uses of followed chunks after which all that was counted is halved, so that the latest count for more.
 const FORGET_AFTER: u64 = 1 << 20;
 /// Spaces of which the number of KV ranks is remembered.
@@ -140,7 +147,8 @@ struct Followed {
 #[derive(Debug)]
 struct Sample {
     limit: u64,
-    chunks: HashMap<u64, Followed>,
+    /// By their tags, which are evenly distributed as they are.
+    chunks: HashMap<u64, Followed, FoldState>,
     /// Bytes of the chunks by slot, as a Fenwick tree: sums of any prefix in a logarithm of steps.
     sums: Vec<u64>,
     bytes: u64,
@@ -158,7 +166,7 @@ impl Default for Sample {
     fn default() -> Self {
         Self {
             limit: u64::MAX,
-            chunks: HashMap::new(),
+            chunks: HashMap::default(),
             sums: vec![0; SLOTS + 1],
             bytes: 0,
             next: 0,
@@ -187,13 +195,14 @@ impl Sample {
         let scale = self.scale();
         self.asked += scale;
         self.followed += 1;
-        if let Some(known) = self.chunks.get(&tag).copied() {
+        if let Some(known) = self.chunks.remove(&tag) {
             let after = self.bytes - self.sum_to(known.slot);
             let size = (after + bytes) as f64 * scale;
             if let Some(found) = self.found.get_mut(index_of(size)) {
                 *found += scale;
             }
-            self.remove(tag);
+            self.bytes -= known.bytes;
+            self.change(known.slot, |sum| *sum -= known.bytes);
         }
         self.until_forgetting -= 1;
         if self.until_forgetting == 0 {
@@ -235,13 +244,6 @@ impl Sample {
             self.change(slot, |sum| *sum += bytes);
         }
         self.limit
-    }
-
-    fn remove(&mut self, tag: u64) {
-        if let Some(Followed { slot, bytes }) = self.chunks.remove(&tag) {
-            self.bytes -= bytes;
-            self.change(slot, |sum| *sum -= bytes);
-        }
     }
 
     /// Gives the chunks the first slots, in their order.
@@ -306,7 +308,16 @@ fn lowest_bit(at: usize) -> usize {
 
 /// Returns the index of the smallest size that is not below this one.
 fn index_of(bytes: f64) -> usize {
-    (4.0 * (bytes / LEAST_BYTES).log2()).ceil().max(0.0) as usize
+    let ratio = bytes / LEAST_BYTES;
+    if ratio <= 1.0 {
+        return 0;
+    }
+    // The exponent and the mantissa of the number.
+    let bits = ratio.to_bits();
+    let doublings = (bits >> 52) as usize - 1023;
+    let rest = f64::from_bits(bits & ((1 << 52) - 1) | 1023 << 52);
+    let quarters = QUARTERS.iter().filter(|&&quarter| rest > quarter).count();
+    4 * doublings + quarters
 }
 
 fn size_of(index: usize) -> u64 {
@@ -374,6 +385,16 @@ mod tests {
             );
         }
         assert!(curve.points.is_sorted());
+    }
+
+    #[test]
+    fn sizes_have_the_index_of_the_next_that_is_distinguished() {
+        assert_eq!(index_of(1.0), 0);
+        for index in 0..SIZES {
+            let size = size_of(index) as f64;
+            let indices = [0.999, 1.001].map(|part| index_of(size * part));
+            assert_eq!(indices, [index, index + 1], "{size}");
+        }
     }
 
     /// A sample of many more chunks than are followed tells of all of them.
