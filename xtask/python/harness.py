@@ -21,6 +21,8 @@ from checks import check, free_port
 HERE = os.path.dirname(os.path.abspath(__file__))
 CHUNK = 256
 MAX_TOKENS = 16
+# The model has no tokenizer: prompts and answers are token ids.
+TOKENS = ["--tokens-only", "--skip-tokenizer-init", "--max-model-len", "4096"]
 START_DEADLINE = 180
 ANSWER_DEADLINE = 120
 # What poison.py writes into the blocks that vLLM frees, unless it shall be another byte.

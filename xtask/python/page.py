@@ -12,7 +12,7 @@ import sysconfig
 import venv
 
 from checks import check
-from harness import HERE, VllmServe, eventually
+from harness import HERE, TOKENS, VllmServe, eventually
 
 ROOT = os.path.dirname(os.path.dirname(HERE))
 DOCS = os.path.join(ROOT, "docs", "connector.md")
@@ -105,7 +105,7 @@ class Page:
         line = self.line.replace("MODEL", shlex.quote(self.run.model))
         # What the small model needs besides follows the line.
         return VllmServe(
-            self.run.model, "--tokens-only", "--skip-tokenizer-init", "--max-model-len", "4096",
+            self.run.model, *TOKENS,
             line=["bash", "-c", f'exec {line} "$@"', "bash"], env=self.env)
 
     def server(self):

@@ -24,6 +24,7 @@ from harness import (
     ANSWER_DEADLINE,
     LENGTHS,
     MAX_TOKENS,
+    TOKENS,
     Child,
     Engine,
     Server,
@@ -41,10 +42,8 @@ from page import Page
 from pd import pd
 from proxy import CutShort, Proxy
 from quickstart import quickstart
+from spans import spans
 from unequal import unequal_parallelism
-
-# The model has no tokenizer: prompts and answers are token ids.
-TOKENS = ["--tokens-only", "--skip-tokenizer-init", "--max-model-len", "4096"]
 
 # What LMCache 0.5.6's own server fails, as it stands at the head of a check's name.
 PEER_FAULTS = {
@@ -874,7 +873,7 @@ def rank_faults(run, name, pair):
 SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart, peers,
              remote, skip_save, wrong_dtype, block_sizes, serve, tensor_parallel,
              unequal_parallelism, events, containers, lora, hash_algorithms, hybrid, latent,
-             lmcache_server, weights, quickstart, pd, tails, connector]
+             lmcache_server, weights, quickstart, spans, pd, tails, connector]
 
 
 # What uses `run.one`, an engine with the stock connector.

@@ -32,7 +32,7 @@ use crate::supervisor::Supervisor;
 use crate::text::error_text;
 use crate::vllm::own_transfer_config;
 use crate::{
-    disk, log, losses, nixl, notices, occupant, peers, pool, remote, state, transfer_config,
+    disk, log, losses, nixl, notices, occupant, peers, pool, remote, spans, state, transfer_config,
 };
 
 /// Serves until a signal; the exit code of the process. `read` reads the settings again; `background`
@@ -192,8 +192,17 @@ async fn serve(
     let reloads = tokio::spawn(reload_on_signal(reload, signals.reload(), stopped.clone()));
     let losses = tokio::spawn(losses::watch(service.clone(), stopped.clone()));
     let (stop_notices, notices_stopped) = watch::channel(false);
-    let notices = notices::send(service.clone(), config.pd_notify.clone(), notices_stopped);
-    let notices = tokio::spawn(notices);
+    let notices = notices::send(
+        service.clone(),
+        config.pd_notify.clone(),
+        notices_stopped.clone(),
+    );
+    let spans = spans::send(
+        service.clone(),
+        config.otlp_endpoint.clone(),
+        notices_stopped,
+    );
+    let notices = tokio::spawn(async { tokio::join!(notices, spans) });
     let prefault = tokio::spawn(watch_prefault(Arc::clone(&arena), stopped.clone()));
     let for_watchdog = stopped.clone();
     let mut engines = tokio::spawn(server.run(stopped));
@@ -637,6 +646,10 @@ fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {
     service.request_log = config.request_log;
     service.max_usages = config.metrics_tenants;
     service.notices = !config.pd_notify.is_empty();
+    service.max_spans = match config.otlp_endpoint {
+        Some(_) => spans::MAX_QUEUED,
+        None => 0,
+    };
     if let Some(peers) = config.peers() {
         service.max_source_wait = peers.max_wait;
     }

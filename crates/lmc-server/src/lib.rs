@@ -33,6 +33,7 @@ pub mod reload;
 mod remote;
 mod salts;
 mod signals;
+mod spans;
 mod start;
 mod state;
 mod stdout;

@@ -114,6 +114,7 @@ metrics! {
     "lmc_pd_notices_total{outcome=\"stored\"}" counter "Notices of requests for the proxies of --pd-notify, by outcome: all ranks have stored the chunks, or the request has failed." = |s| s.counts.notices_stored;
     "lmc_pd_notices_total{outcome=\"failed\"}" counter "" = |s| s.counts.notices_failed;
     "lmc_pd_notices_lost_total" counter "Notices that a proxy of --pd-notify did not take in time, each counted for each proxy." = |s| s.counts.notices_lost;
+    "lmc_spans_lost_total" counter "Spans that the collector of --otlp-endpoint refused, or did not take in time." = |s| s.counts.spans_lost;
     "lmc_stores_failed_total" counter "Stores that were dropped or failed." = |s| s.counts.stores_failed;
     "lmc_stores_abandoned_total" counter "Stores abandoned by a worker that went away." = |s| s.counts.stores_abandoned;
     "lmc_commits_foreign_total" counter "Commits and unregistrations refused because another connection owns the transfer or the worker." = |s| s.counts.commits_foreign;

@@ -5,9 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, ensure};
-use axum::body::{Body, to_bytes};
-use axum::http::header::CONTENT_TYPE;
-use axum::http::{Request, Uri};
+use axum::body::Body;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use lmc_vllm_adapter::{Notice, Service};
@@ -19,7 +17,7 @@ use tracing::{info, warn};
 use zeromq::{PushSocket, Socket, SocketSend};
 
 use crate::config::NoticeTarget;
-use crate::http_client::http_client;
+use crate::http_client::{http_client, post_json};
 
 /// Time for which a notice is tried.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -35,8 +33,6 @@ const MAX_UNDER_WAY: usize = 16;
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
 /// Ranks of a request of which a proxy is sent a message each, at most.
 const MAX_RANKS: u32 = 1024;
-/// Bytes of a proxy's answer that are read, so that its connection can be used again.
-const MAX_ANSWER: usize = 64 << 10;
 /// Time that proxies have to take the last notices of a server that stops.
 const LAST_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -199,10 +195,13 @@ impl Proxy {
         match &self.target {
             NoticeTarget::Http(url) => {
                 for body in posts(notice).skip(*taken) {
-                    let sent = timeout(MESSAGE_TIMEOUT, self.post(url, &body)).await;
-                    if !sent.map_err(|_| late())?? {
+                    let sent = timeout(MESSAGE_TIMEOUT, post_json(&self.client, url, &body)).await;
+                    let (status, _) = sent.map_err(|_| late())??;
+                    let may_change = matches!(status.as_u16(), 408 | 429);
+                    if status.is_client_error() && !may_change {
                         return Ok(false);
                     }
+                    ensure!(status.is_success(), "it answers HTTP {status}");
                     *taken += 1;
                 }
             }
@@ -219,23 +218,6 @@ impl Proxy {
                 }
             }
         }
-        Ok(true)
-    }
-
-    /// Returns false if the proxy refuses the message.
-    async fn post(&self, url: &Uri, body: &Value) -> Result<bool> {
-        let request = Request::post(url.clone())
-            .header(CONTENT_TYPE, "application/json")
-            .body(Body::from(body.to_string()))?;
-        let answer = self.client.request(request).await?;
-        let status = answer.status();
-        let may_change = matches!(status.as_u16(), 408 | 429);
-        if status.is_client_error() && !may_change {
-            return Ok(false);
-        }
-        ensure!(status.is_success(), "it answers HTTP {status}");
-        // Whatever it says.
-        let _ = to_bytes(Body::new(answer.into_body()), MAX_ANSWER).await;
         Ok(true)
     }
 }

@@ -50,13 +50,14 @@ pub use protocol::{
     EngineDrivenContext, EngineGroup, EngineRecord, GpuEvent, IdentityDigest, IpcHandle,
     KvDescriptor, KvEvent, KvEventBatch, KvEventKind, MAX_SOURCE_WAIT, Operation, RegisterKvCache,
     Reply, Request, RequestConfigs, SharedBy, SlotDescriptor, Sources, TensorMeta, TierChunks,
-    UnknownFields, ValueError,
+    TraceParent, UnknownFields, ValueError,
 };
 #[cfg(feature = "service")]
 pub use service::{
-    ClientId, EventLogStatus, HeldStatus, InspectError, InstanceStatus, Notice, OperationCounts,
-    RequestLog, Service, ServiceConfig, ServiceCounts, ServiceError, ServiceStatus, SessionStatus,
-    SpaceStatus, TransferStatus, TransportCounts, UsageStatus, WeakService,
+    ClientId, Copied, EventLogStatus, HeldStatus, InspectError, InstanceStatus, Notice,
+    OperationCounts, RequestLog, Service, ServiceConfig, ServiceCounts, ServiceError,
+    ServiceStatus, SessionStatus, SpaceStatus, Span, Step, TransferStatus, TransportCounts,
+    UsageStatus, WeakService,
 };
 #[cfg(feature = "service")]
 pub use transport::{BindError, Keepalive, ZmqConfig, ZmqServer};

@@ -25,6 +25,7 @@ ALIASES = frozenset(
 # time for which the second one waits.
 PREFILL = "lmcache.pd.id"
 WAIT = "lmcache.pd.wait_ms"
+TRACE_PARENT = "lmcache.traceparent"
 MAX_PREFILL = 256
 MAX_SALT = 128
 # Salts that begin so are made here, and never taken from a request as they are.
@@ -92,6 +93,13 @@ def transfer_configs(
             configs[key] = value if isinstance(value, str) else _json(value)
     configs |= own
     return configs or None
+
+
+def trace_parent(request: "Request") -> dict[str, str]:
+    """Returns the entry with the parent of the request's spans, which vLLM knows where it traces."""
+    headers = getattr(request, "trace_headers", None) or {}
+    parent = headers.get("traceparent")
+    return {TRACE_PARENT: parent} if isinstance(parent, str) else {}
 
 
 def without_wait(configs: dict[str, ConfigValue] | None) -> dict[str, ConfigValue] | None:

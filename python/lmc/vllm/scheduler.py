@@ -11,7 +11,13 @@ from lmc.ops import LoadStoreOp
 from lmc.vllm.adapters import Adapters
 from lmc.vllm.events import EventSource
 from lmc.vllm.metadata import Step
-from lmc.vllm.request import RequestState, effective_salt, transfer_configs, without_wait
+from lmc.vllm.request import (
+    RequestState,
+    effective_salt,
+    trace_parent,
+    transfer_configs,
+    without_wait,
+)
 from lmc.vllm.weights import Weights
 
 if TYPE_CHECKING:
@@ -350,7 +356,8 @@ class SchedulerSide:
             self._refuse(request)
             return None
         has_stored = state is not None and state.has_stored
-        configs = transfer_configs(request.kv_transfer_params, self._weights.tags())
+        own = self._weights.tags() | trace_parent(request)
+        configs = transfer_configs(request.kv_transfer_params, own)
         if state is not None:
             self._end_session(state)
             configs = without_wait(configs)

@@ -72,8 +72,9 @@ flags! {
         "counters cost nothing measurable here; do not scrape /metrics if you do not want them.";
     Ignore "disable-grpc-metrics": "there is no gRPC here.";
     Ignore "disable-logging": "use --log-level error.";
-    Refuse "enable-tracing" ["no"], "otlp-endpoint", "trace-level", "trace-output":
-        "lmc exports no OpenTelemetry; scrape /metrics and use --log-format json.";
+    Ignore "enable-tracing" ["no"]: "lmc sends spans wherever --otlp-endpoint names a collector.";
+    Refuse "trace-level", "trace-output":
+        "lmc records no calls of storage; use --request-log all, or --otlp-endpoint.";
     Ignore "event-bus-queue-size":
         "lmc has no event bus; --kv-event-log-size bounds the KV event stream.";
     Ignore "prometheus-port":

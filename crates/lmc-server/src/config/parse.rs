@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use axum::http::Uri;
 use lmc_backend_disk::DiskIo;
 use lmc_engine::{Admission, PolicyKind, WritePolicy};
 use lmc_key::{HashAlgorithm, IdentityText, Salt};
@@ -574,7 +575,7 @@ pub(crate) fn directories(raw: &Raw) -> Result<Vec<HostPort>, String> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NoticeTarget {
     /// Takes each notice as a POST to this URL.
-    Http(axum::http::Uri),
+    Http(Uri),
     /// Takes each notice on a PULL socket of ZeroMQ.
     Zmq(HostPort),
 }
@@ -590,15 +591,51 @@ impl Display for NoticeTarget {
 
 impl NoticeTarget {
     fn parse(text: &str) -> Option<Self> {
-        let at = |text| HostPort::parse(text).filter(|at| at.port != 0);
-        if let Some(rest) = text.strip_prefix("tcp://") {
-            return at(rest).map(Self::Zmq);
+        match text.strip_prefix("tcp://") {
+            Some(at) => reached(at).map(Self::Zmq),
+            None => http_url(text).map(Self::Http),
         }
-        let rest = text.strip_prefix("http://")?;
-        let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
-        let url = format!("http://{}{path}", at(authority)?).parse();
-        url.ok().map(Self::Http)
     }
+}
+
+/// Parses the address of another process.
+fn reached(text: &str) -> Option<HostPort> {
+    HostPort::parse(text).filter(|at| at.port != 0)
+}
+
+/// Parses the URL of a server without TLS.
+fn http_url(text: &str) -> Option<Uri> {
+    let rest = text.strip_prefix("http://")?;
+    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let url = format!("http://{}{path}", reached(authority)?).parse();
+    url.ok()
+}
+
+/// Port of collectors that speak gRPC.
+const GRPC_PORT: u16 = 4317;
+
+pub(crate) fn collector(raw: &Raw) -> Result<Option<Uri>, String> {
+    let text = raw.text()?.trim_end_matches('/');
+    if text.is_empty() || text.eq_ignore_ascii_case("none") {
+        return Ok(None);
+    }
+    let expected = "expected http://HOST:PORT, such as http://localhost:4318, or none; lmc speaks to \
+                    a collector without TLS, so run one on this host";
+    let url = http_url(text).filter(|url| url.query().is_none());
+    let url = url.ok_or(expected)?;
+    if url.port_u16() == Some(GRPC_PORT) {
+        return Err(
+            "port 4317 is that of OTLP over gRPC; lmc speaks OTLP over HTTP, which collectors take at \
+             port 4318"
+                .to_owned(),
+        );
+    }
+    let has_path = url.path() != "/";
+    let with_path = match has_path {
+        true => url,
+        false => format!("{text}/v1/traces").parse().map_err(|_| expected)?,
+    };
+    Ok(Some(with_path))
 }
 
 pub(crate) fn notice_targets(raw: &Raw) -> Result<Vec<NoticeTarget>, String> {
@@ -780,6 +817,30 @@ mod tests {
         assert_eq!(parse("1000, vllm"), both);
         for wrong in ["", "1000,", "vll", "-1", "own,1000", "vllm:x"] {
             assert!(parse(wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_collector_is_a_url_whose_path_may_be_left_out() {
+        let parse = |text: &str| {
+            let url = collector(&Raw::Text(text.to_owned()))?;
+            Ok::<_, String>(url.map(|url| url.to_string()))
+        };
+        let at = |url: &str| Ok(Some(url.to_owned()));
+        assert_eq!(parse("http://c:4318"), at("http://c:4318/v1/traces"));
+        assert_eq!(parse("http://c:4318/"), at("http://c:4318/v1/traces"));
+        assert_eq!(parse("http://[::1]:1/otlp"), at("http://[::1]:1/otlp"));
+        assert_eq!(parse("none"), Ok(None));
+        let grpc = parse("http://c:4317").expect_err("it speaks gRPC");
+        assert!(grpc.contains("4318"), "{grpc}");
+        for wrong in [
+            "c:4318",
+            "https://c:4318",
+            "http://u:p@c:1",
+            "http://c:1/?key=s",
+            "http://c",
+        ] {
+            assert!(parse(wrong).is_err(), "{wrong}");
         }
     }
 }

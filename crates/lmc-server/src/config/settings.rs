@@ -6,6 +6,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use axum::http::Uri;
 use lmc_backend_disk::DiskIo;
 use lmc_engine::{Admission, PolicyKind, WritePolicy};
 use lmc_key::{HashAlgorithm, IdentityText, Salt};
@@ -208,6 +209,8 @@ settings! {
             log_format: LogFormat = "log-format", Value "FORMAT", "text", |raw| parse::choice(raw, parse::LOG_FORMATS);
             /// Requests of which the log has a line at level info: request id, tokens found in memory and in lower tiers, tokens missed with the reason, and time. all: every request that looks up. slow: those whose lookup takes 100 ms or longer, without the time for which it may wait for a peer to compute; one line a second at most, with the number of those between. off: none.
             request_log: RequestLog = "request-log", Value "WHICH", "slow", |raw| parse::choice(raw, parse::REQUEST_LOGS);
+            /// Collector of OpenTelemetry that is sent a span for each lookup, store and retrieve, over HTTP (OTLP in JSON), such as http://localhost:4318; a URL without a path means /v1/traces there. The spans of a request are in the trace of its traceparent, and not sent where its caller does not record that, or else in a trace of their own. none sends none.
+            otlp_endpoint: Option<Uri> = "otlp-endpoint", Value "URL", "none", parse::collector;
         }
         Lower {
             /// Timeout of reads from disk and from peers, and of all reads of one lookup together. A chunk that is later is a miss, and the engine computes it. A chunk that has not arrived after half of the time is also read from the next tier that has it.

@@ -40,6 +40,7 @@ mod remote_tools;
 #[path = "../../../lmc-backend-remote/tests/it/s3/servers.rs"]
 mod s3_servers;
 mod secrets;
+mod spans;
 mod start;
 mod supervisor;
 mod unequal;

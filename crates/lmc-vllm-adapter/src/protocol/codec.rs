@@ -14,9 +14,9 @@ use crate::protocol::descriptor::{DescriptorError, KvDescriptor, MAX_DESCRIPTOR}
 use crate::protocol::msgpack::{Bin, Encode, Reader, Record, ValueError, Writer, encoded, record};
 use crate::protocol::{
     AWAITED, BlockAllocation, CacheKey, EngineDrivenContext, EngineGroup, EngineRecord,
-    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, MAX_AWAITED, MAX_SOURCE, Operation,
-    PUSH_TO, RegisterKvCache, Reply, Request, RequestConfigs, SOURCES, SlotDescriptor, Sources,
-    TAG, TierChunks, UnknownFields, WAIT, wait_of,
+    IdentityDigest, KvEvent, KvEventBatch, KvEventKind, MAX_AWAITED, MAX_SOURCE, MAX_TRACE_PARENT,
+    Operation, PUSH_TO, RegisterKvCache, Reply, Request, RequestConfigs, SOURCES, SlotDescriptor,
+    Sources, TAG, TRACE_PARENT, TierChunks, TraceParent, UnknownFields, WAIT, wait_of,
 };
 
 /// Most tokens that one prompt may have.
@@ -517,6 +517,11 @@ fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError
                 if let Some(name) = name {
                     configs.push_to = name.to_owned();
                 }
+            }
+            TRACE_PARENT => {
+                let text =
+                    read_or_skip(reader, |reader| reader.str(TRACE_PARENT, MAX_TRACE_PARENT))?;
+                configs.parent = text.and_then(TraceParent::parse);
             }
             tag if tag.starts_with(TAG) => _ = tags.insert(tag, reader.raw()?),
             _ => reader.skip()?,

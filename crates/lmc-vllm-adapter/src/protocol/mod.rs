@@ -4,6 +4,7 @@ pub(crate) mod codec;
 mod descriptor;
 pub(crate) mod msgpack;
 mod operation;
+mod trace;
 
 pub use codec::DecodeError;
 #[cfg(feature = "service")]
@@ -26,3 +27,5 @@ pub use operation::{
     RegisterKvCache, Reply, Request, RequestConfigs, SlotDescriptor, Sources, TierChunks,
     UnknownFields,
 };
+pub use trace::TraceParent;
+pub(crate) use trace::{MAX_TRACE_PARENT, TRACE_PARENT};

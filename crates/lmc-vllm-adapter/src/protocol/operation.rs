@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use lmc_key::{ChunkHash, TagsId};
 
-use crate::protocol::KvDescriptor;
 use crate::protocol::msgpack::encoded;
+use crate::protocol::{KvDescriptor, MAX_TRACE_PARENT, TRACE_PARENT, TraceParent};
 
 /// Declares [`Operation`] with the wire name of each operation and, for older ones, its number.
 macro_rules! operations {
@@ -245,10 +245,12 @@ pub struct RequestConfigs {
     /// Peer that is to have the request's chunks as soon as they are there (`lmcache.pd.to`): a name or an
     /// address. An empty text names none.
     pub push_to: String,
+    /// Parent of the request's spans (`lmcache.traceparent`); a client has its text in `others`.
+    pub parent: Option<TraceParent>,
     /// Digest of the entries whose names begin with `lmcache.tag.`; a client has them in `others`.
     pub tags: Option<TagsId>,
-    /// Other entries. A client sends them; the server ignores them but for tags, so that they are
-    /// empty in what it reads.
+    /// Other entries. A client sends them; the server ignores them but for the parent and tags, so that
+    /// they are empty in what it reads.
     pub others: BTreeMap<String, ConfigValue>,
 }
 
@@ -321,6 +323,12 @@ impl RequestConfigs {
             (AWAITED, _) => {}
             (PUSH_TO, ConfigValue::Text(name)) if name.len() <= MAX_SOURCE => self.push_to = name,
             (PUSH_TO, _) => {}
+            (TRACE_PARENT, ConfigValue::Text(text)) if text.len() > MAX_TRACE_PARENT => {}
+            // Whatever else the request has.
+            (TRACE_PARENT, value @ ConfigValue::Text(_)) => {
+                self.others.insert(name.to_owned(), value);
+            }
+            (TRACE_PARENT, _) => {}
             // None is left out, since what it keeps apart would be mixed.
             (name, value) if name.starts_with(TAG) => {
                 let text = |text: &str| blake3::hash(text.as_bytes()).to_string();

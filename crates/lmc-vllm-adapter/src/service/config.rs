@@ -54,6 +54,9 @@ pub struct ServiceConfig {
     /// Makes notices of the ends of stores ([`Service::take_notices`](crate::Service::take_notices)).
     /// Default: false.
     pub notices: bool,
+    /// Spans kept for a tracer that takes them ([`Service::take_spans`](crate::Service::take_spans)); 0
+    /// makes none. Default: 0.
+    pub max_spans: usize,
     /// Events kept for subscribers; 0 switches them off. Default: 32,768.
     pub kv_event_log_size: usize,
     /// Requests of which the log has a line, with the reason of what they missed. Default:
@@ -102,6 +105,7 @@ impl ServiceConfig {
             max_source_wait: Duration::from_secs(30),
             max_source_waits: 256,
             notices: false,
+            max_spans: 0,
             kv_event_log_size: 32_768,
             request_log: RequestLog::default(),
             max_usages: 64,

@@ -17,6 +17,7 @@ use crate::service::notices::Notices;
 use crate::service::pulse::Pulse;
 use crate::service::request_log::AtomicRequestLog;
 use crate::service::spaces::Spaces;
+use crate::service::spans::Spans;
 use crate::service::stats::{ServiceCounters, Stats, add};
 use crate::service::throttle::Throttle;
 
@@ -31,6 +32,8 @@ pub(super) struct Context {
     pub(super) pulse: Pulse,
     /// None where no notices are asked for.
     pub(super) notices: Option<Arc<Notices>>,
+    /// None where no spans are asked for.
+    pub(super) spans: Option<Spans>,
     pub(super) started: Instant,
     /// Requests of which the log has a line; may change.
     pub(super) request_log: AtomicRequestLog,
@@ -73,6 +76,7 @@ impl Context {
             events,
             spaces,
             notices,
+            spans: Spans::new(config.max_spans),
             stats: Stats::new(),
             pulse: Pulse::new(config.copy_deadline / 2),
             started: Instant::now(),

@@ -278,7 +278,8 @@ impl Copies {
             add(&counters.copies_too_late, 1);
             return false;
         }
-        self.transfers.commit(worker.space, key, chunks);
+        let begun = granted.asked;
+        self.transfers.commit(worker.space, key, chunks, begun);
         true
     }
 
@@ -324,7 +325,8 @@ impl Copies {
             match (&copied, &leases) {
                 (Ok(()), Some(leases)) => {
                     let bytes = worker.chunk_bytes * leases.len() as u64;
-                    (server.transfers).retrieved(client, &key, space, rank, chunks, bytes);
+                    let of_rank = (space, rank);
+                    (server.transfers).retrieved(client, &key, of_rank, chunks, (bytes, now));
                 }
                 _ => {
                     add(&server.context.stats.service.retrieves_missed, 1);

@@ -29,6 +29,7 @@ use crate::service::registry::Registry;
 use crate::service::request_log::RequestLog;
 use crate::service::session::Wait;
 use crate::service::spaces::SpaceStatus;
+use crate::service::spans::Span;
 use crate::service::stats::{TransportCounters, add};
 use crate::service::status::ServiceStatus;
 use crate::service::transfers::Transfers;
@@ -202,6 +203,26 @@ impl Service {
     pub fn take_last_notices(&self) -> Vec<Notice> {
         let notices = self.0.context.notices.as_ref();
         self.counted(notices.map_or_else(Vec::new, |notices| notices.fail_all()))
+    }
+
+    /// Waits until [`Self::take_spans`] may return some; without end where [`ServiceConfig::max_spans`] is
+    /// 0.
+    pub async fn spans_changed(&self) {
+        match &self.0.context.spans {
+            Some(spans) => spans.changed().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Returns the spans that have ended since the last call, in the order of their ends.
+    pub fn take_spans(&self) -> Vec<Span> {
+        let spans = self.0.context.spans.as_ref();
+        spans.map_or_else(Vec::new, |spans| spans.take())
+    }
+
+    /// Counts spans that the tracer's collector did not take.
+    pub fn count_lost_spans(&self, spans: usize) {
+        add(&self.0.context.counters().spans_lost, spans as u64);
     }
 
     fn counted(&self, notices: Vec<Notice>) -> Vec<Notice> {

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 use lmc_engine::{DRAM, Found, Miss, MissReason, Missing};
 use lmc_key::ChunkKey;
 
-use crate::protocol::CacheKey;
+use crate::protocol::{CacheKey, TraceParent};
 use crate::service::context::{Context, Hashed};
 use crate::service::request_log::RequestLog;
+use crate::service::spans::Step;
 use crate::service::stats::{ServiceCounters, add};
 use crate::service::throttle::Throttle;
 use crate::service::usage::Usage;
@@ -90,6 +91,8 @@ pub(super) struct LookupRange {
     tail: u64,
     /// True if a worker of the model is registered.
     is_registered: bool,
+    /// Parent of the request's spans.
+    parent: Option<TraceParent>,
     begun: Instant,
     /// Time from which on the lookup is slow.
     slow_after: Duration,
@@ -139,6 +142,7 @@ impl LookupRange {
             looked_up: chunks,
             tail,
             is_registered: true,
+            parent: key.configs.parent,
             begun,
             slow_after: SLOW,
         })
@@ -222,9 +226,17 @@ impl Context {
         chunks as u64 * u64::from(self.config.hasher.chunk_size())
     }
 
-    /// Logs a request where it is to be logged.
+    /// Notes the span of a lookup, and logs the request, where either is to be.
     pub(super) fn log_lookup(&self, request: &str, model: &str, note: &LookupNote) {
         let (asked, why) = (&note.asked, note.why.as_ref());
+        self.add_span((request, model), asked.parent, note.took, || Step::Lookup {
+            tokens: self.tokens(asked.chunks),
+            memory: self.tokens(note.resident),
+            lower: self.tokens(note.hits - note.resident),
+            reason: why.map(|why| why.reason.of(self.counters()).0),
+            is_certain: why.is_none_or(|why| why.is_certain),
+            tier: why.and_then(|why| Some(self.tier_of(why.reason)?.to_owned())),
+        });
         let (log, since_start) = (self.request_log.get(), self.started.elapsed());
         let Some(suppressed) = note.pass(log, &self.slow_lookups, since_start) else {
             return;
@@ -339,6 +351,7 @@ mod tests {
             looked_up: 1,
             tail: 0,
             is_registered: true,
+            parent: None,
             begun: Instant::now(),
             slow_after: SLOW,
         };

@@ -28,6 +28,7 @@ mod request_log;
 mod session;
 mod share;
 mod spaces;
+mod spans;
 mod stats;
 mod status;
 #[cfg(test)]
@@ -48,6 +49,7 @@ pub(crate) use jobs::Job;
 pub use notices::Notice;
 pub use request_log::RequestLog;
 pub use spaces::SpaceStatus;
+pub use spans::{Copied, Span, Step};
 pub use stats::{OperationCounts, ServiceCounts, TransportCounts};
 pub use status::{
     EventLogStatus, HeldStatus, InstanceStatus, ServiceStatus, SessionStatus, TransferStatus,

@@ -111,6 +111,8 @@ counters! {
     notices_failed,
     /// Notices that a proxy did not take, each counted for each proxy.
     notices_lost,
+    /// Spans that the tracer did not take in time, or that its collector did not take.
+    spans_lost,
     /// Chunks made findable.
     stored_chunks,
     /// Bytes made findable.

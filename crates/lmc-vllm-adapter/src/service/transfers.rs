@@ -23,6 +23,7 @@ use crate::service::prepared::{
 };
 use crate::service::registry::Registry;
 use crate::service::share::Held;
+use crate::service::spans::{Copied, Step};
 use crate::service::stats::add;
 
 /// KV ranks that are remembered of one worker. An engine's worker has one.
@@ -290,8 +291,14 @@ impl Transfers {
     }
 
     /// Makes written chunks findable and announces them, but for those of another size than the
-    /// server's, which subscribers do not know.
-    pub(super) fn commit(&self, space: SpaceId, key: &CacheKey, chunks: Vec<PendingChunk>) {
+    /// server's, which subscribers do not know. `begun` is the time of the worker's request.
+    pub(super) fn commit(
+        &self,
+        space: SpaceId,
+        key: &CacheKey,
+        chunks: Vec<PendingChunk>,
+        begun: Instant,
+    ) {
         let context = &self.context;
         let counters = &context.stats.service;
         let (mut tickets, mut events) = (Vec::new(), Vec::new());
@@ -319,7 +326,11 @@ impl Transfers {
         let hashes: Vec<ChunkHash> = events.iter().map(|event| event.hash).collect();
         // Announced first, so that no removal is reported before it.
         context.events.stored(&model, events);
+        let count = tickets.len();
         let inserted = context.engine.commit(tickets);
+        context.add_copy(key, begun.elapsed(), || {
+            Step::Store(Copied::new(key, count, bytes))
+        });
         context.push(to, || stored);
         for (hash, inserted) in hashes.into_iter().zip(inserted) {
             if inserted == Inserted::Cleared {
@@ -510,12 +521,13 @@ impl Transfers {
         let transfer = self.take_prepared(client, key, instance_id, Direction::Store, now);
         let Some(Transfer {
             pending: Pending::Store { space, chunks },
+            since,
             ..
         }) = transfer
         else {
             return Reply::Bool(false);
         };
-        self.commit(space, key, chunks);
+        self.commit(space, key, chunks, since);
         add(&counters.stores, 1);
         Reply::Bool(true)
     }
@@ -606,21 +618,24 @@ impl Transfers {
             .reader_done(client, request_id, space, kv_rank, chunks);
     }
 
-    /// As [`Self::reader_done`], for a worker that has retrieved the range.
+    /// As [`Self::reader_done`], for a worker that has retrieved this many bytes of the range since its
+    /// request.
     pub(super) fn retrieved(
         &self,
         client: ClientId,
         key: &CacheKey,
-        space: SpaceId,
-        kv_rank: u16,
+        (space, kv_rank): (SpaceId, u16),
         chunks: &Range<usize>,
-        bytes: u64,
+        (bytes, begun): (u64, Instant),
     ) {
         let counters = &self.context.stats.service;
         add(&counters.retrieves, 1);
         add(&counters.retrieved_chunks, chunks.len() as u64);
         add(&counters.retrieved_bytes, bytes);
         self.lookups.retrieved(client, key, space, kv_rank, chunks);
+        self.context.add_copy(key, begun.elapsed(), || {
+            Step::Retrieve(Copied::new(key, chunks.len(), bytes))
+        });
     }
 
     pub(super) fn prepare_retrieve(
@@ -674,7 +689,10 @@ impl Transfers {
     ) -> Reply {
         let transfer = self.take_prepared(client, key, instance_id, Direction::Retrieve, now);
         let Some(Transfer {
-            client, pending, ..
+            client,
+            pending,
+            since,
+            ..
         }) = transfer
         else {
             return Reply::Bool(false);
@@ -690,7 +708,7 @@ impl Transfers {
         };
         let chunks = first_chunk..first_chunk + leases.len();
         let bytes = leases.iter().map(|slot| slot.len()).sum();
-        self.retrieved(client, key, space, kv_rank, &chunks, bytes);
+        self.retrieved(client, key, (space, kv_rank), &chunks, (bytes, since));
         Reply::Bool(true)
     }
 }

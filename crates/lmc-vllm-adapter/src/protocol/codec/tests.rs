@@ -494,6 +494,32 @@ fn settings_of_a_request_are_read_and_others_ignored() {
 }
 
 #[test]
+fn the_parent_of_a_requests_spans_is_read_and_changes_nothing_else() {
+    let parent = |text: &str| {
+        let mut configs = RequestConfigs::default();
+        configs.set("lmcache.traceparent", ConfigValue::Text(text.to_owned()));
+        let asked = Request::Lookup(CacheKey { configs, ..key() });
+        let frames = encode_request(1, &asked);
+        let read = decode_request(&frames[1], &frames[2..]);
+        let Ok(Request::Lookup(read)) = read else {
+            panic!("{read:?}");
+        };
+        let without = RequestConfigs {
+            parent: None,
+            ..read.configs.clone()
+        };
+        assert_eq!(without, RequestConfigs::default());
+        read.configs.parent
+    };
+    let text = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+    assert!(parent(text).is_some());
+    assert_eq!(parent(text), TraceParent::parse(text));
+    for wrong in ["", "none", &"0".repeat(300)] {
+        assert_eq!(parent(wrong), None, "{wrong}");
+    }
+}
+
+#[test]
 fn a_client_passes_entries_on_that_the_server_does_not_know() {
     let mut configs = RequestConfigs::default();
     configs.set("lmcache.skip_save", ConfigValue::Bool(true));

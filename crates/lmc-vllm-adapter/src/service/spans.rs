@@ -1,0 +1,202 @@
+//! Spans: the steps of requests that have ended, for a tracer.
+
+use std::time::{Duration, SystemTime};
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use crate::protocol::{CacheKey, TAIL_LOOKUP, TraceParent};
+use crate::service::context::Context;
+use crate::service::stats::add;
+
+/// Bytes of a name from outside that a span has, at most.
+const MAX_NAME: usize = 256;
+
+/// A step of a request that has ended.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Span {
+    /// Id of the request, as its engine gives it.
+    pub request: String,
+    /// Name of the model.
+    pub model: String,
+    /// Parent that the request names; the parent records its trace.
+    pub parent: Option<TraceParent>,
+    /// End of the step.
+    pub ended: SystemTime,
+    /// Time from the engine's question until then.
+    pub took: Duration,
+    /// The step.
+    pub step: Step,
+}
+
+/// Step of a request, with what came of it.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Step {
+    /// The chunks of a prompt were looked up. The counts are tokens of whole chunks.
+    Lookup {
+        /// Tokens that were looked up.
+        tokens: u64,
+        /// Tokens that were in DRAM.
+        memory: u64,
+        /// Tokens that were read from lower tiers.
+        lower: u64,
+        /// Reason of the first miss, as the counters name it; none where everything was found.
+        reason: Option<&'static str>,
+        /// False if that reason is probable.
+        is_certain: bool,
+        /// Tier that failed or was late, where that is the reason.
+        tier: Option<String>,
+    },
+    /// A worker has stored a range of its rank.
+    Store(Copied),
+    /// A worker has retrieved a range of its rank.
+    Retrieve(Copied),
+}
+
+/// Range of a prompt that a worker has copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Copied {
+    /// KV rank of the worker.
+    pub kv_rank: u32,
+    /// Chunks that were copied; those that were there need none.
+    pub chunks: u64,
+    /// Bytes of these chunks.
+    pub bytes: u64,
+}
+
+impl Copied {
+    pub(super) fn new(key: &CacheKey, chunks: usize, bytes: u64) -> Self {
+        Self {
+            kv_rank: key.worker_id.unwrap_or_default(),
+            chunks: chunks as u64,
+            bytes,
+        }
+    }
+}
+
+/// The spans that the tracer has not taken yet.
+#[derive(Debug)]
+pub(super) struct Spans {
+    ended: Mutex<Vec<Span>>,
+    changed: Notify,
+    most: usize,
+}
+
+impl Spans {
+    /// Returns a queue of this many spans; none for 0.
+    pub(super) fn new(most: usize) -> Option<Self> {
+        (most > 0).then(|| Self {
+            ended: Mutex::default(),
+            changed: Notify::new(),
+            most,
+        })
+    }
+
+    /// Returns false if the queue is full.
+    fn add(&self, span: Span) -> bool {
+        let mut ended = self.ended.lock();
+        let has_capacity = ended.len() < self.most;
+        if has_capacity {
+            ended.push(span);
+        }
+        drop(ended);
+        self.changed.notify_one();
+        has_capacity
+    }
+
+    /// Waits until there may be a span.
+    pub(super) async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    /// Takes all spans, in the order of their ends.
+    pub(super) fn take(&self) -> Vec<Span> {
+        std::mem::take(&mut self.ended.lock())
+    }
+}
+
+impl Context {
+    /// Notes a span where there is a tracer and the request's parent, if it names one, records the trace.
+    pub(super) fn add_span(
+        &self,
+        (request, model): (&str, &str),
+        parent: Option<TraceParent>,
+        took: Duration,
+        step: impl FnOnce() -> Step,
+    ) {
+        let Some(spans) = &self.spans else {
+            return;
+        };
+        if parent.is_some_and(|parent| !parent.is_sampled) {
+            return;
+        }
+        let span = Span {
+            request: cut(request),
+            model: cut(model),
+            parent,
+            ended: SystemTime::now(),
+            took,
+            step: step(),
+        };
+        if !spans.add(span) {
+            add(&self.counters().spans_lost, 1);
+        }
+    }
+
+    /// As [`Self::add_span`], for a range that a worker has copied.
+    pub(super) fn add_copy(&self, key: &CacheKey, took: Duration, step: impl FnOnce() -> Step) {
+        let id = key.request_id.as_str();
+        // A tail is retrieved under a name of its own.
+        let id = id.strip_suffix(TAIL_LOOKUP).unwrap_or(id);
+        let names = (id, key.model_name.as_str());
+        self.add_span(names, key.configs.parent, took, step);
+    }
+}
+
+/// Returns the start of a name from outside.
+fn cut(name: &str) -> String {
+    let mut end = name.len().min(MAX_NAME);
+    while !name.is_char_boundary(end) {
+        end -= 1;
+    }
+    name[..end].to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn span(request: &str) -> Span {
+        Span {
+            request: cut(request),
+            model: "m".to_owned(),
+            parent: None,
+            ended: SystemTime::UNIX_EPOCH,
+            took: Duration::ZERO,
+            step: Step::Store(Copied {
+                kv_rank: 0,
+                chunks: 1,
+                bytes: 1,
+            }),
+        }
+    }
+
+    #[test]
+    fn a_full_queue_takes_no_span_until_it_is_emptied() {
+        let spans = Spans::new(2).expect("a queue");
+        assert!(spans.add(span("a")) && spans.add(span("b")));
+        assert!(!spans.add(span("c")));
+        let names = |spans: Vec<Span>| spans.into_iter().map(|span| span.request);
+        assert_eq!(names(spans.take()).collect::<Vec<_>>(), ["a", "b"]);
+        assert!(spans.add(span("d")));
+        assert!(Spans::new(0).is_none());
+    }
+
+    #[test]
+    fn a_long_name_is_cut_between_characters() {
+        assert_eq!(cut(&"é".repeat(MAX_NAME)), "é".repeat(MAX_NAME / 2));
+    }
+}
