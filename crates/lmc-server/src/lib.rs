@@ -7,6 +7,7 @@
 // `println!` panics when its reader has read enough.
 #![deny(clippy::print_stdout)]
 
+mod bars;
 mod bench;
 pub mod cli;
 pub mod config;

@@ -19,12 +19,12 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use serde_json::{Value, json};
 
 use self::http::{Call, DEFAULT_URL, HttpUrl};
 use crate::stdout::{out, outln};
-use crate::{proxy, start};
+use crate::{bars, proxy, start};
 
 const RELOAD_HELP: &str = "\
 Flags and variables of the server stay as they were at its start; the files of --config and --quota-file \
@@ -185,9 +185,8 @@ fn done(outcome: Result<()>) -> Result<ExitCode> {
 
 /// Returns a bar that counts chunks.
 fn progress_bar(length: u64, what: &'static str) -> ProgressBar {
-    let style =
-        ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} chunks, {per_sec}, {eta} left");
-    let bar = ProgressBar::new(length).with_message(what);
-    bar.set_style(style.expect("a constant template that a test draws"));
-    bar
+    let style = bars::style("{msg} {wide_bar} {pos}/{len} chunks, {per_sec}, {eta} left");
+    ProgressBar::new(length)
+        .with_style(style)
+        .with_message(what)
 }

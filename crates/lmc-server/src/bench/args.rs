@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::{Args, ValueEnum, value_parser};
 use lmc_memory::DType;
 
 use crate::tools::http::HttpUrl;
@@ -140,9 +140,9 @@ impl FromStr for Target {
     }
 }
 
-/// Settings of `lmc bench`.
+// A doc comment here would become the text of each command.
 #[derive(Debug, Clone, Args)]
-pub(crate) struct BenchArgs {
+pub(crate) struct EngineArgs {
     /// The server's address for engines.
     #[arg(long, value_name = "URL", default_value = "tcp://127.0.0.1:5555")]
     pub(crate) url: Target,
@@ -153,15 +153,43 @@ pub(crate) struct BenchArgs {
     /// Run although the server holds chunks or serves engines, or may; nothing is cleared then.
     #[arg(long)]
     pub(crate) force: bool,
+    /// Side that copies: engine_driven (the engine) or lmcache_driven (the server).
+    #[arg(long, default_value = "engine_driven")]
+    pub(crate) mode: Mode,
+    /// Tensor-parallel workers of an engine; each stores and retrieves its part.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = value_parser!(u32).range(1..=64))]
+    pub(crate) tp: u32,
+    /// Layers of the model on one worker.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u32).range(1..=1024))]
+    pub(crate) layers: u32,
+    /// Elements of one token in one layer's keys.
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = value_parser!(u32).range(1..=1 << 20))]
+    pub(crate) hidden: u32,
+    /// Element type, by torch's name.
+    #[arg(long, default_value = "bfloat16", value_parser = dtype)]
+    pub(crate) dtype: DType,
+    /// Tokens of a block of the engine's memory.
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = value_parser!(u32).range(1..=1 << 20))]
+    pub(crate) block_size: u32,
+    /// Check every byte that is read; takes no part in the times. `--verify false` for none.
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
+    pub(crate) verify: bool,
+    /// Longest wait for an answer, in seconds.
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = timeout)]
+    pub(crate) timeout: Duration,
+}
+
+/// Settings of `lmc bench`.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct BenchArgs {
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
     /// Operations that the clients issue.
     #[arg(long, value_delimiter = ',', default_value = "mixed")]
     pub(crate) workload: Vec<Workload>,
     /// Shares of a mixed workload.
     #[arg(long, default_value = "lookup=0.6,store=0.2,retrieve=0.2")]
     pub(crate) mix: Mix,
-    /// Side that copies: engine_driven (the engine) or lmcache_driven (the server).
-    #[arg(long, default_value = "engine_driven")]
-    pub(crate) mode: Mode,
     /// Tokens of a prompt; one run for each.
     #[arg(
         long,
@@ -179,21 +207,6 @@ pub(crate) struct BenchArgs {
     /// Prompts that each client has cached and asks for in turn.
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub(crate) prompts: usize,
-    /// Tensor-parallel workers of an engine; each stores and retrieves its part.
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    pub(crate) tp: u32,
-    /// Layers of the model on one worker.
-    #[arg(long, value_name = "N", default_value_t = 4)]
-    pub(crate) layers: u32,
-    /// Elements of one token in one layer's keys.
-    #[arg(long, value_name = "N", default_value_t = 128)]
-    pub(crate) hidden: u32,
-    /// Element type, by torch's name.
-    #[arg(long, default_value = "bfloat16", value_parser = dtype)]
-    pub(crate) dtype: DType,
-    /// Tokens of a block of the engine's memory.
-    #[arg(long, value_name = "N", default_value_t = 16)]
-    pub(crate) block_size: u32,
     /// Seconds of each run, unless --count is given.
     #[arg(long, value_name = "SECONDS", default_value_t = 5.0)]
     pub(crate) duration: f64,
@@ -203,15 +216,9 @@ pub(crate) struct BenchArgs {
     /// Seconds before each run that do not count.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.5)]
     pub(crate) warmup: f64,
-    /// Check every byte that is read; takes no part in the times. `--verify false` for none.
-    #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
-    pub(crate) verify: bool,
     /// Connections that one thread of the generator serves (noop and lookups); 0 chooses.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) connections_per_thread: usize,
-    /// Longest wait for an answer, in seconds.
-    #[arg(long, value_name = "SECONDS", default_value_t = 30.0)]
-    pub(crate) timeout: f64,
     /// The server's process, for its CPU time and memory; found by its port where it can be.
     #[arg(long, value_name = "PID")]
     pub(crate) server_pid: Option<u32>,
@@ -234,6 +241,19 @@ fn dtype(name: &str) -> Result<DType, String> {
     name.parse().map_err(|error| format!("{error}"))
 }
 
+fn timeout(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().map(Duration::try_from_secs_f64);
+    let timeout = seconds.and_then(Result::ok).filter(|time| !time.is_zero());
+    timeout.ok_or_else(|| format!("expected seconds above 0, found {text}"))
+}
+
+impl EngineArgs {
+    /// Bytes of one worker's part of a chunk.
+    pub(crate) fn chunk_bytes(&self, chunk_tokens: usize) -> usize {
+        2 * self.layers as usize * self.hidden as usize * self.dtype.size() * chunk_tokens
+    }
+}
+
 impl BenchArgs {
     /// Checks what the types cannot say.
     pub(crate) fn check(&self) -> Result<(), String> {
@@ -247,21 +267,12 @@ impl BenchArgs {
         positive("tokens", self.tokens.iter().all(|&n| n > 0))?;
         positive("clients", self.clients.iter().all(|&n| n > 0))?;
         positive("prompts", self.prompts > 0)?;
-        positive("tp", self.tp > 0)?;
-        positive("layers", self.layers > 0)?;
-        positive("hidden", self.hidden > 0)?;
-        positive("block-size", self.block_size > 0)?;
         positive("count", self.count != Some(0))?;
-        for (name, seconds) in [
-            ("duration", self.duration),
-            ("warmup", self.warmup),
-            ("timeout", self.timeout),
-        ] {
+        for (name, seconds) in [("duration", self.duration), ("warmup", self.warmup)] {
             if Duration::try_from_secs_f64(seconds).is_err() {
                 return Err(format!("--{name}: expected seconds, found {seconds}"));
             }
         }
-        positive("timeout", self.timeout > 0.0)?;
         if !(0.0..=1.0).contains(&self.shared_prefix) {
             return Err(format!(
                 "--shared-prefix: expected a share of 0 to 1, found {}",
@@ -269,15 +280,6 @@ impl BenchArgs {
             ));
         }
         Ok(())
-    }
-
-    /// Bytes of one worker's part of a chunk.
-    pub(crate) fn chunk_bytes(&self, chunk_tokens: usize) -> usize {
-        2 * self.layers as usize * self.hidden as usize * self.dtype.size() * chunk_tokens
-    }
-
-    pub(crate) fn timeout(&self) -> Duration {
-        Duration::from_secs_f64(self.timeout)
     }
 }
 
@@ -320,14 +322,14 @@ mod tests {
             host: "::1".to_owned(),
             port: 6000,
         };
-        assert_eq!(args.url, target);
+        assert_eq!(args.engine.url, target);
         assert_eq!(args.workload, [Workload::Noop, Workload::LookupCold]);
         assert_eq!(args.tokens, [2048, 131_072]);
         assert_eq!(args.clients, [1, 32]);
-        assert_eq!(args.mode, Mode::LmcacheDriven);
-        assert_eq!(args.chunk_bytes(256), 2 * 4 * 128 * 4 * 256);
-        assert!(!args.verify);
-        assert!(parse(&[]).expect("all have defaults").verify);
+        assert_eq!(args.engine.mode, Mode::LmcacheDriven);
+        assert_eq!(args.engine.chunk_bytes(256), 2 * 4 * 128 * 4 * 256);
+        assert!(!args.engine.verify);
+        assert!(parse(&[]).expect("all have defaults").engine.verify);
     }
 
     #[test]

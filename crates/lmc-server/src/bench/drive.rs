@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use lmc_vllm_adapter::{Client, Request};
 
-use super::args::Workload;
+use super::args::{BenchArgs, Workload};
 use super::engine::{Engine, Moved, Plan};
 use super::prompt::{Prompt, PromptShape, Random};
 use super::stats::Samples;
@@ -16,7 +16,8 @@ use super::wire::Encoded;
 
 /// One combination of what was asked for.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Case {
+pub(crate) struct Case<'a> {
+    pub(crate) args: &'a BenchArgs,
     pub(crate) workload: Workload,
     pub(crate) tokens: usize,
     pub(crate) clients: usize,
@@ -131,14 +132,14 @@ impl Clock {
 /// when it has stopped; `tick` again and again between the two.
 pub(crate) fn run(
     plan: &Arc<Plan>,
-    case: Case,
+    case: Case<'_>,
     mut measured: impl FnMut(),
     tick: impl Fn(&Clock),
 ) -> Result<(Tally, Duration)> {
-    let groups = groups(plan, case);
+    let groups = groups(case);
     let clock = Clock {
         phase: WARM_UP.into(),
-        count: plan.args.count,
+        count: case.args.count,
         completed: 0.into(),
         ready: Barrier::new(groups.len() + 1),
     };
@@ -159,16 +160,16 @@ pub(crate) fn run(
             .collect::<Result<_, _>>()
             .unwrap_or_else(|error| panic!("cannot start a thread for each client: {error}"));
         clock.ready.wait();
-        thread::sleep(Duration::from_secs_f64(plan.args.warmup));
+        thread::sleep(Duration::from_secs_f64(case.args.warmup));
         measured();
         let started = Instant::now();
         clock.phase.store(MEASURE, Ordering::Release);
-        let end = Duration::from_secs_f64(plan.args.duration);
+        let end = Duration::from_secs_f64(case.args.duration);
         while threads.iter().any(|thread| !thread.is_finished()) {
-            if plan.args.count.is_none() && started.elapsed() >= end {
+            if case.args.count.is_none() && started.elapsed() >= end {
                 break;
             }
-            thread::sleep(Duration::from_millis(if plan.args.count.is_some() {
+            thread::sleep(Duration::from_millis(if case.args.count.is_some() {
                 2
             } else {
                 20
@@ -191,13 +192,13 @@ pub(crate) fn run(
 }
 
 /// Returns the clients that share each thread.
-fn groups(plan: &Plan, case: Case) -> Vec<Vec<u64>> {
+fn groups(case: Case<'_>) -> Vec<Vec<u64>> {
     let alone = !matches!(
         case.workload,
         Workload::Noop | Workload::Lookup | Workload::LookupCold
     );
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    let size = match plan.args.connections_per_thread {
+    let size = match case.args.connections_per_thread {
         _ if alone => 1,
         0 if case.clients <= 2 * cores => 1,
         0 => case.clients.div_ceil(cores),
@@ -207,7 +208,12 @@ fn groups(plan: &Plan, case: Case) -> Vec<Vec<u64>> {
     clients.chunks(size).map(<[u64]>::to_vec).collect()
 }
 
-fn client_thread(plan: &Arc<Plan>, case: Case, clients: Vec<u64>, clock: &Clock) -> Result<Tally> {
+fn client_thread(
+    plan: &Arc<Plan>,
+    case: Case<'_>,
+    clients: Vec<u64>,
+    clock: &Clock,
+) -> Result<Tally> {
     // Whatever fails before the barrier must not keep the others waiting at it.
     if case.workload == Workload::Noop {
         let ready = clients
@@ -227,7 +233,7 @@ fn client_thread(plan: &Arc<Plan>, case: Case, clients: Vec<u64>, clock: &Clock)
             tally.merge(ask_in_turn(plan, askers, clock));
         }
         Workload::Store | Workload::Retrieve | Workload::Mixed => {
-            let outcome = transfer(plan, case, &mut engine, prompts, clock, &mut tally);
+            let outcome = transfer(case, &mut engine, prompts, clock, &mut tally);
             if let Err(error) = outcome {
                 tally.counts.errors.push(format!("{error:#}"));
             }
@@ -248,14 +254,14 @@ struct Prompts {
 }
 
 impl Prompts {
-    fn new(plan: &Plan, case: Case, client: u64) -> Self {
-        let shared = case.tokens as f64 * plan.args.shared_prefix;
+    fn new(plan: &Plan, case: Case<'_>, client: u64) -> Self {
+        let shared = case.tokens as f64 * case.args.shared_prefix;
         Self {
             shape: PromptShape {
                 tokens: case.tokens,
                 chunk_tokens: plan.chunk_tokens,
                 shared_tokens: shared as usize,
-                seed: plan.args.seed,
+                seed: case.args.seed,
             },
             next: case.number << 44 | client << 28,
             cached: Vec::new(),
@@ -271,7 +277,7 @@ impl Prompts {
 /// Registers an engine and stores what the clients of this thread will ask for.
 fn prepare(
     plan: &Arc<Plan>,
-    case: Case,
+    case: Case<'_>,
     clients: &[u64],
     mut prompts: Prompts,
     tally: &mut Tally,
@@ -296,7 +302,7 @@ fn prepare(
         Workload::Lookup => {
             for &client in clients {
                 let mut prompts = Prompts::new(plan, case, client);
-                let stored = (0..plan.args.prompts).map(|_| store(&mut prompts));
+                let stored = (0..case.args.prompts).map(|_| store(&mut prompts));
                 let stored = stored.collect::<Result<Vec<_>>>()?;
                 let ask = stored.iter().zip(0..);
                 let ask = ask.map(|(prompt, number)| Ask::lookup(plan, prompt, client, number));
@@ -312,7 +318,7 @@ fn prepare(
             }
         }
         Workload::Retrieve | Workload::Mixed => {
-            for _ in 0..plan.args.prompts {
+            for _ in 0..case.args.prompts {
                 let prompt = store(&mut prompts)?;
                 prompts.cached.push(prompt);
             }
@@ -323,7 +329,7 @@ fn prepare(
 
 /// Looks each prompt up once, before the clock runs.
 fn settle(askers: &mut [Asker], plan: &Plan) -> Result<()> {
-    let deadline = Instant::now() + plan.args.timeout();
+    let deadline = Instant::now() + plan.args.timeout;
     for asker in askers {
         let Source::Turns(asks) = &asker.source else {
             continue;
@@ -356,17 +362,16 @@ fn settle(askers: &mut [Asker], plan: &Plan) -> Result<()> {
 
 /// Stores and retrieves, one operation after the other.
 fn transfer(
-    plan: &Plan,
-    case: Case,
+    case: Case<'_>,
     engine: &mut Engine,
     mut prompts: Prompts,
     clock: &Clock,
     tally: &mut Tally,
 ) -> Result<()> {
-    let mut random = Random::new(plan.args.seed ^ prompts.next);
+    let mut random = Random::new(case.args.seed ^ prompts.next);
     let (mut done, mut turn) = (0, 0);
     while clock.goes_on(done) {
-        let mix = plan.args.mix;
+        let mix = case.args.mix;
         let kind = match case.workload {
             Workload::Mixed => match random.share() {
                 share if share < mix.lookup => Workload::Lookup,

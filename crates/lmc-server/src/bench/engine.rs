@@ -11,7 +11,7 @@ use lmc_vllm_adapter::{
     Reply, Request, SlotDescriptor, TensorMeta, UnknownFields,
 };
 
-use super::args::{BenchArgs, Mode};
+use super::args::{EngineArgs, Mode};
 use super::mapped::Mapped;
 use super::prompt::{Prompt, fill, piece_seed, wrong_bytes};
 use super::wire::Encoded;
@@ -19,7 +19,9 @@ use super::wire::Encoded;
 /// Parameters that all engines of a run share.
 #[derive(Debug)]
 pub(crate) struct Plan {
-    pub(crate) args: BenchArgs,
+    pub(crate) args: EngineArgs,
+    /// Tokens of the longest prompt.
+    pub(crate) longest: usize,
     /// Unknown to the server before the run, so that nothing is cached.
     pub(crate) model: String,
     pub(crate) chunk_tokens: usize,
@@ -72,9 +74,10 @@ pub(crate) struct Engine {
 
 impl Plan {
     /// Asks the server for the tokens of a chunk.
-    pub(crate) fn new(args: BenchArgs, model: String) -> Result<Self> {
+    pub(crate) fn new(args: EngineArgs, model: String, longest: usize) -> Result<Self> {
         let mut plan = Self {
             args,
+            longest,
             model,
             chunk_tokens: 0,
         };
@@ -88,14 +91,12 @@ impl Plan {
 
     pub(crate) fn connect(&self) -> Result<Client> {
         let target = &self.args.url;
-        Client::connect((target.host.as_str(), target.port), self.args.timeout()).with_context(
-            || {
-                format!(
-                    "no server for engines at tcp://{}:{}",
-                    target.host, target.port
-                )
-            },
-        )
+        Client::connect((target.host.as_str(), target.port), self.args.timeout).with_context(|| {
+            format!(
+                "no server for engines at tcp://{}:{}",
+                target.host, target.port
+            )
+        })
     }
 
     pub(crate) fn key(&self, prompt: &Prompt, rank: Option<u32>, request_id: &str) -> CacheKey {
@@ -126,8 +127,7 @@ impl Plan {
 
     /// Paged memory for the longest prompt and block 0, which stands for no block.
     fn paged_blocks(&self) -> usize {
-        let longest = self.args.tokens.iter().max().copied().unwrap_or(0);
-        1 + longest / self.chunk_tokens * self.blocks_of_chunk()
+        1 + self.longest / self.chunk_tokens * self.blocks_of_chunk()
     }
 }
 
@@ -302,9 +302,9 @@ impl Engine {
                 return Ok((chunks, started.elapsed()));
             }
             ensure!(
-                started.elapsed() < self.plan.args.timeout(),
+                started.elapsed() < self.plan.args.timeout,
                 "the lookup was not answered within {:?}",
-                self.plan.args.timeout()
+                self.plan.args.timeout
             );
         }
     }

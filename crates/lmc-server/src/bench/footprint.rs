@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 
-use super::args::BenchArgs;
+use super::args::EngineArgs;
 use crate::tools::http::{Call, HttpUrl};
 
 /// A server's use, as its HTTP side reports it.
@@ -28,7 +28,7 @@ impl Footprint {
     ///
     /// # Errors
     /// When it is in use, or may be, and `--force` was not given.
-    pub(crate) fn before(args: &BenchArgs) -> Result<Self> {
+    pub(crate) fn before(args: &EngineArgs) -> Result<Self> {
         let target = &args.url;
         let default = || format!("http://{}:8080", target.authority()).into();
         let url = args.http_url.clone().unwrap_or_else(default);

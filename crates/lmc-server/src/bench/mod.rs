@@ -21,13 +21,14 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 use clap::{ArgMatches, Args, Command, FromArgMatches};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 
 use self::args::BenchArgs;
 use self::drive::{Case, Counts};
 use self::engine::Plan;
 use self::footprint::Footprint;
 use self::report::{Row, Snapshots};
+use crate::bars;
 use crate::occupant;
 use crate::text::error_text;
 
@@ -81,19 +82,19 @@ pub(crate) fn run(matches: &ArgMatches) -> ExitCode {
 /// Runs every combination and prints the results. Whether all went well.
 fn measure(args: BenchArgs) -> Result<bool> {
     let model = args.model.clone().unwrap_or_else(|| own_model("bench"));
-    let plan = Plan::new(args, model)?;
+    let longest = args.tokens.iter().max().copied().unwrap_or(0);
+    let plan = Arc::new(Plan::new(args.engine.clone(), model, longest)?);
     let footprint = Footprint::before(&plan.args)?;
-    let plan = Arc::new(plan);
-    let args = &plan.args;
+    let port = plan.args.url.port;
     let mut stored = 0;
     let server = args
         .server_pid
-        .or_else(|| Some(occupant::of_port(args.url.port)?.pid()));
+        .or_else(|| Some(occupant::of_port(port)?.pid()));
     let mut rows: Vec<Row> = Vec::new();
     let mut errors = Vec::new();
-    for case in cases(args) {
+    for case in cases(&args) {
         let measured = one(&plan, case, server);
-        let (more, counts) = measured.inspect_err(|_| footprint.clear(args.url.port, stored))?;
+        let (more, counts) = measured.inspect_err(|_| footprint.clear(port, stored))?;
         stored += counts.stored_bytes;
         let failed = counts.errors;
         if more.is_empty() && failed.is_empty() {
@@ -105,7 +106,7 @@ fn measure(args: BenchArgs) -> Result<bool> {
         rows.extend(more);
         errors.extend(failed);
     }
-    footprint.clear(args.url.port, stored);
+    footprint.clear(port, stored);
     let wrong = rows.iter().any(|row| row.run.wrong_bytes > 0);
     let passed = errors.is_empty() && !wrong;
     if let Some(path) = &args.csv {
@@ -113,10 +114,10 @@ fn measure(args: BenchArgs) -> Result<bool> {
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
     let text = if args.json {
-        let value = report::json(args, plan.chunk_tokens, &rows, &errors, passed);
+        let value = report::json(&args, plan.chunk_tokens, &rows, &errors, passed);
         serde_json::to_string_pretty(&value)? + "\n"
     } else {
-        report::table(args, plan.chunk_tokens, &rows)
+        report::table(&args, plan.chunk_tokens, &rows)
     };
     std::io::stdout().lock().write_all(text.as_bytes())?;
     for error in errors.iter().take(10) {
@@ -135,7 +136,7 @@ fn own_model(command: &str) -> String {
     format!("lmc-{command}-{}-{since}", std::process::id())
 }
 
-fn cases(args: &BenchArgs) -> Vec<Case> {
+fn cases(args: &BenchArgs) -> Vec<Case<'_>> {
     let mut cases = Vec::new();
     for &workload in &args.workload {
         for (index, &tokens) in args.tokens.iter().enumerate() {
@@ -144,6 +145,7 @@ fn cases(args: &BenchArgs) -> Vec<Case> {
             }
             for &clients in &args.clients {
                 cases.push(Case {
+                    args,
                     workload,
                     tokens,
                     clients,
@@ -156,7 +158,7 @@ fn cases(args: &BenchArgs) -> Vec<Case> {
 }
 
 /// Runs one combination. Its rows, and what it counted.
-fn one(plan: &Arc<Plan>, case: Case, server: Option<u32>) -> Result<(Vec<Row>, Counts)> {
+fn one(plan: &Arc<Plan>, case: Case<'_>, server: Option<u32>) -> Result<(Vec<Row>, Counts)> {
     let usage = || server.and_then(process::usage);
     let own = || process::usage(std::process::id());
     let mut shots = Snapshots {
@@ -164,7 +166,7 @@ fn one(plan: &Arc<Plan>, case: Case, server: Option<u32>) -> Result<(Vec<Row>, C
         ..Snapshots::default()
     };
     let mut moment = 0;
-    let bar = progress(plan, case);
+    let bar = progress(case);
     let outcome = drive::run(
         plan,
         case,
@@ -175,7 +177,7 @@ fn one(plan: &Arc<Plan>, case: Case, server: Option<u32>) -> Result<(Vec<Row>, C
             bar.reset_elapsed();
         },
         |clock| {
-            bar.set_position(match plan.args.count {
+            bar.set_position(match case.args.count {
                 Some(_) => clock.completed(),
                 None => bar.elapsed().as_millis() as u64,
             });
@@ -191,14 +193,12 @@ fn one(plan: &Arc<Plan>, case: Case, server: Option<u32>) -> Result<(Vec<Row>, C
 }
 
 /// A bar on a terminal, nothing elsewhere.
-fn progress(plan: &Plan, case: Case) -> ProgressBar {
-    let length = match plan.args.count {
+fn progress(case: Case<'_>) -> ProgressBar {
+    let length = match case.args.count {
         Some(count) => count * case.clients as u64,
-        None => (plan.args.duration * 1000.0) as u64,
+        None => (case.args.duration * 1000.0) as u64,
     };
-    let style = ProgressStyle::with_template("{prefix:<32} [{bar:30}] {msg}")
-        .expect("the template is valid")
-        .progress_chars("=> ");
+    let style = bars::style("{prefix:<32} [{bar:30}] {msg}").progress_chars("=> ");
     let bar = ProgressBar::new(length).with_style(style);
     bar.set_prefix(format!(
         "{} {} tokens, {} client(s)",

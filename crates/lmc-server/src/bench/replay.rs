@@ -10,19 +10,19 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use clap::{ArgMatches, Args, Command, FromArgMatches as _};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use serde_json::{Value, json};
 
-use super::args::{BenchArgs, Mode, Target};
+use super::args::EngineArgs;
 use super::engine::{Engine, Plan, Served};
 use super::footprint::Footprint;
 use super::own_model;
 use super::prompt::{Prompt, Random, mix};
 use super::stats::{Samples, Summary};
+use crate::bars;
 use crate::config::human_bytes;
 use crate::stdout::{out, outln};
 use crate::tools::format::duration;
-use crate::tools::http::HttpUrl;
 use crate::trace::{self, Trace, TraceRequest};
 
 pub(crate) fn command() -> Command {
@@ -52,16 +52,8 @@ struct Arguments {
     /// The trace.
     #[arg(value_name = "TRACE")]
     trace: PathBuf,
-    /// The server's address for engines.
-    #[arg(long, value_name = "URL", default_value = "tcp://127.0.0.1:5555")]
-    url: Target,
-    /// The server's HTTP address, to see whether it is in use and to clear it afterwards; by default port
-    /// 8080 of --url's host.
-    #[arg(long, value_name = "URL", env = "LMC_URL", hide_env_values = true)]
-    http_url: Option<HttpUrl>,
-    /// Play although the server holds chunks or serves engines, or may; nothing is cleared then.
-    #[arg(long)]
-    force: bool,
+    #[command(flatten)]
+    engine: EngineArgs,
     /// Speed of the trace's clock: 1 plays at the times of the trace, 10 ten times as fast. By default each
     /// client begins its next request at once.
     #[arg(long, value_name = "FACTOR")]
@@ -75,18 +67,6 @@ struct Arguments {
     /// Tokens of a block of the trace; by default they follow from its prompts.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     block_tokens: Option<u64>,
-    /// Tensor-parallel workers of each engine.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
-    tp: u32,
-    /// Layers of the model on one worker.
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    layers: u32,
-    /// Elements of one token in one layer's keys.
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
-    hidden: u32,
-    /// Side that copies: engine_driven (the engine) or lmcache_driven (the server).
-    #[arg(long, default_value = "engine_driven")]
-    mode: Mode,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -173,7 +153,13 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<ExitCode> {
             .requests
             .truncate(usize::try_from(requests).unwrap_or(usize::MAX));
     }
-    let plan = plan(arguments, &trace)?;
+    let longest = trace.requests.iter().map(|request| request.tokens).max();
+    let plan = Plan::new(
+        arguments.engine.clone(),
+        own_model("replay"),
+        longest.unwrap_or(1),
+    )?;
+    let plan = Arc::new(plan);
     let footprint = Footprint::before(&plan.args)?;
     let began = Instant::now();
     let played = play(&plan, arguments, &trace);
@@ -197,25 +183,6 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<ExitCode> {
         true => ExitCode::SUCCESS,
         false => ExitCode::FAILURE,
     })
-}
-
-fn plan(arguments: &Arguments, trace: &Trace) -> Result<Arc<Plan>> {
-    let command = BenchArgs::augment_args(Command::new("replay"));
-    let defaults = command.try_get_matches_from(["replay"])?;
-    let longest = trace.requests.iter().map(|request| request.tokens).max();
-    let args = BenchArgs {
-        url: arguments.url.clone(),
-        http_url: arguments.http_url.clone(),
-        force: arguments.force,
-        // The memory of an engine has the longest prompt.
-        tokens: vec![longest.unwrap_or(1)],
-        tp: arguments.tp,
-        layers: arguments.layers,
-        hidden: arguments.hidden,
-        mode: arguments.mode,
-        ..BenchArgs::from_arg_matches(&defaults)?
-    };
-    Plan::new(args, own_model("replay")).map(Arc::new)
 }
 
 fn play(plan: &Arc<Plan>, arguments: &Arguments, trace: &Trace) -> Result<Tally> {
@@ -289,11 +256,8 @@ fn prompt(request: &TraceRequest, block_tokens: usize, chunk_tokens: usize) -> P
 }
 
 fn bar(requests: usize) -> ProgressBar {
-    let style =
-        ProgressStyle::with_template("{wide_bar} {pos} of {len} requests, {per_sec}, {eta} left");
-    let bar = ProgressBar::new(requests as u64);
-    bar.set_style(style.expect("a constant template that a test draws"));
-    bar
+    let style = bars::style("{wide_bar} {pos} of {len} requests, {per_sec}, {eta} left");
+    ProgressBar::new(requests as u64).with_style(style)
 }
 
 #[derive(Debug)]

@@ -70,7 +70,7 @@ impl Row {
 }
 
 /// The rows of one run, those without operations left out.
-pub(crate) fn rows(case: Case, tally: Tally, seconds: f64, shots: &Snapshots) -> Vec<Row> {
+pub(crate) fn rows(case: Case<'_>, tally: Tally, seconds: f64, shots: &Snapshots) -> Vec<Row> {
     let Counts {
         misses,
         verified_bytes,
@@ -171,7 +171,7 @@ pub(crate) fn table(args: &BenchArgs, chunk_tokens: usize, rows: &[Row]) -> Stri
         );
     }
     let runs = || rows.iter().map(|row| row.run);
-    let chunk = args.chunk_bytes(chunk_tokens);
+    let chunk = args.engine.chunk_bytes(chunk_tokens);
     let _ = writeln!(
         text,
         "\n{}; chunks of {chunk_tokens} tokens, {chunk} bytes per chunk and worker, {} worker(s) \
@@ -180,7 +180,7 @@ pub(crate) fn table(args: &BenchArgs, chunk_tokens: usize, rows: &[Row]) -> Stri
          GB/s: sum over clients of bytes / time inside operations (time to create and verify \
          data is excluded).\n\
          gen: CPU cores used by this tool. cpu s/GB: CPU time of the server per GB.",
-        args.mode, args.tp
+        args.engine.mode, args.engine.tp
     );
     if let Some(run) = runs().rfind(|run| run.stored_chunks >= 1000)
         && let Some(growth) = run.growth_per_chunk()
@@ -260,11 +260,11 @@ pub(crate) fn json(
     json!({
         "passed": passed,
         "errors": errors,
-        "mode": args.mode.to_string(),
-        "tp": args.tp,
+        "mode": args.engine.mode.to_string(),
+        "tp": args.engine.tp,
         "chunk_tokens": chunk_tokens,
-        "chunk_bytes": args.chunk_bytes(chunk_tokens),
-        "verify": args.verify,
+        "chunk_bytes": args.engine.chunk_bytes(chunk_tokens),
+        "verify": args.engine.verify,
         "rows": rows,
     })
 }

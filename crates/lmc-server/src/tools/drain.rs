@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use serde_json::{Value, json};
 
 use super::Server;
 use super::format::{bytes, number};
 use super::http::Call;
+use crate::bars;
 use crate::config::parse_duration;
 use crate::stdout::outln;
 
@@ -132,12 +133,10 @@ fn left(answer: &Value) -> String {
 }
 
 fn progress_bar(length: u64) -> ProgressBar {
-    let style = ProgressStyle::with_template(
+    let style = bars::style(
         "writing {wide_bar} {binary_bytes}/{binary_total_bytes}, {binary_bytes_per_sec}, {eta} left",
     );
-    let bar = ProgressBar::new(length);
-    bar.set_style(style.expect("a constant template that a test draws"));
-    bar
+    ProgressBar::new(length).with_style(style)
 }
 
 #[cfg(test)]

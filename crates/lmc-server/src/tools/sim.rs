@@ -8,13 +8,14 @@ use std::thread;
 
 use anyhow::{Context, Result, ensure};
 use clap::Args;
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use lmc_backend_local::{LocalConfig, OwnerId, PolicyKind, TenantId, WriteStart};
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use serde_json::{Value, json};
 
 use super::format::duration;
+use crate::bars;
 use crate::config::{GIB, human_bytes, parse_bytes, policy_name};
 use crate::stdout::{out, outln};
 use crate::trace::{self, Trace};
@@ -218,10 +219,8 @@ impl Report {
 }
 
 fn bar(rows: usize) -> ProgressBar {
-    let style = ProgressStyle::with_template("{wide_bar} {pos} of {len} sizes, {eta} left");
-    let bar = ProgressBar::new(rows as u64);
-    bar.set_style(style.expect("a constant template that a test draws"));
-    bar
+    let style = bars::style("{wide_bar} {pos} of {len} sizes, {eta} left");
+    ProgressBar::new(rows as u64).with_style(style)
 }
 
 /// Plays a trace through a cache of each policy, one thread each.

@@ -4,13 +4,14 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use lmc_backend_remote::format::{ChunkFolder, Scope, SpaceRecord};
 use lmc_backend_remote::{ListedObject, Opened, Store, read_description};
 use lmc_key::SpaceId;
 use tokio::task::JoinSet;
 
 use super::{deadline, explained};
+use crate::bars;
 
 /// Names of a page.
 const PAGE: usize = 4096;
@@ -100,17 +101,13 @@ impl Listing {
 
 /// Returns a bar that counts chunks of which the number is not known.
 fn chunks_bar() -> ProgressBar {
-    ProgressBar::new_spinner().with_style(style("{spinner} {msg} {pos} chunks"))
+    ProgressBar::new_spinner().with_style(bars::style("{spinner} {msg} {pos} chunks"))
 }
 
 /// Returns a bar that counts folders.
 pub(super) fn folders_bar(folders: u64) -> ProgressBar {
-    let style = style("{msg} {wide_bar} {pos}/{len} folders, {eta} left");
+    let style = bars::style("{msg} {wide_bar} {pos}/{len} folders, {eta} left");
     ProgressBar::new(folders).with_style(style)
-}
-
-fn style(template: &str) -> ProgressStyle {
-    ProgressStyle::with_template(template).expect("a constant template that a test draws")
 }
 
 /// Reads the descriptions of spaces in folders, and returns each with the space's name in keys. A space without one, or with one that is damaged or of a later
