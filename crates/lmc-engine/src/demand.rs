@@ -147,7 +147,7 @@ struct Followed {
 #[derive(Debug)]
 struct Sample {
     limit: u64,
-    /// By their tags, which are evenly distributed as they are.
+    /// The chunks by their tags, which are evenly distributed as they are.
     chunks: HashMap<u64, Followed, FoldState>,
     /// Bytes of the chunks by slot, as a Fenwick tree: sums of any prefix in a logarithm of steps.
     sums: Vec<u64>,
