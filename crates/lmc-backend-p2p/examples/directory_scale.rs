@@ -42,6 +42,7 @@ fn hello(name: &str) -> Request {
         algorithm: "blake3".to_owned(),
         clears: ClearsId::NONE,
         spaces: Vec::new(),
+        is_draining: false,
     })
 }
 

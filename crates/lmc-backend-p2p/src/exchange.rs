@@ -238,15 +238,19 @@ impl<L: Link> Exchange<L> {
         }
     }
 
-    /// Tells all peers which spaces engines of this host use, as soon as that changes, by another hello:
-    /// of chunks that an engine with more ranks computes, a peer looks for those whose space it knows. A
-    /// peer that does not hear of it asks within seconds.
-    pub(crate) async fn tell_of_spaces(&self) {
-        let mut described = self.sessions.spaces.notes().digest;
+    /// Sends all peers another hello as soon as engines of this host use another space, or it is drained. Of
+    /// chunks that an engine with more ranks computes, a peer looks for those whose space it knows. A peer
+    /// that misses the hello asks for both within seconds.
+    pub(crate) async fn tell_of_host(&self) {
+        let now_is = || {
+            let spaces = self.sessions.spaces.notes().digest;
+            (spaces, self.sessions.host.is_draining())
+        };
+        let mut described = now_is();
         loop {
             self.sessions.spaces.changed().await;
-            let digest = self.sessions.spaces.notes().digest;
-            if std::mem::replace(&mut described, digest) == digest {
+            let changed = now_is();
+            if std::mem::replace(&mut described, changed) == changed {
                 continue;
             }
             let peers: Vec<Session> = {

@@ -184,6 +184,9 @@ pub struct Hello {
     pub clears: ClearsId,
     /// The live spaces of the side.
     pub spaces: Vec<SpaceNote>,
+    /// True while the side takes no chunks, because it is to be stopped. Older sides do not send it.
+    #[serde(skip)]
+    pub is_draining: bool,
 }
 
 /// A question to a peer.
@@ -418,6 +421,9 @@ pub struct Described {
     pub pool: u64,
     /// The live spaces; none if the asking side knows them by their digest.
     pub spaces: Vec<SpaceNote>,
+    /// As [`Hello::is_draining`].
+    #[serde(skip)]
+    pub is_draining: bool,
 }
 
 /// A peer that holds chunks.

@@ -152,9 +152,9 @@ impl<L: Link> Node<L> {
 
     /// Exchanges clears with peers at another digest, and sends a hello again to peers without one,
     /// from time to time and as soon as a message shows either; asks peers what they hold, and tells them
-    /// of new spaces. Runs until it is dropped.
+    /// of new spaces and of a drain. Runs until it is dropped.
     pub async fn stay_in_step(&self) {
-        tokio::join!(self.exchange.stay_in_step(), self.exchange.tell_of_spaces());
+        tokio::join!(self.exchange.stay_in_step(), self.exchange.tell_of_host());
     }
 
     /// Returns the state of this daemon among its peers.

@@ -340,6 +340,11 @@ impl Peer {
         hello.is_some_and(|hello| hello.features & bit != 0)
     }
 
+    /// Returns true if the peer has said that it is drained.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.holds.is_draining
+    }
+
     /// Returns true if the peer has said that it is a directory.
     pub(crate) fn is_directory(&self) -> bool {
         self.has_feature(FEATURE_DIRECTORY)
@@ -431,6 +436,7 @@ impl Peers {
         if let Some(peer) = self.of_session(session) {
             peer.holds.spaces = std::mem::take(&mut hello.spaces);
             peer.holds.digest = 0;
+            peer.holds.is_draining = hello.is_draining;
             peer.clears = Some(hello.clears);
             peer.hello = Some(hello);
         }
@@ -529,12 +535,14 @@ impl Peers {
     }
 
     /// Returns true if a peer with one of these names is connected and may lend chunks once it has
-    /// them. A peer that has refused does not count; a peer that is busy and has not answered does.
+    /// them. A peer that has refused does not count, nor one that takes none any more; a peer that is busy
+    /// and has not answered does.
     pub(crate) fn may_lend(&self, names: &[String], refused: &[PeerId], now: Instant) -> bool {
         // A busy one fails now and then.
         let soon = now + SOON;
         let lends = |peer: &Peer| {
-            peer.hello.is_some() && !peer.is_directory() && !peer.is_unfit && peer.lends(soon)
+            let takes = peer.hello.is_some() && !peer.is_directory() && !peer.is_draining();
+            takes && !peer.is_unfit && peer.lends(soon)
         };
         let mut connected = self.connected.iter();
         connected.any(|(id, peer)| !refused.contains(id) && peer.is_one_of(names) && lends(peer))

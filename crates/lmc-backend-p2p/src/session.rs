@@ -191,6 +191,7 @@ impl<L: Link> Sessions<L> {
             algorithm: short(&self.config.algorithm),
             clears: self.clears().1,
             spaces: self.spaces.notes().spaces.to_vec(),
+            is_draining: self.host.is_draining(),
         }
     }
 

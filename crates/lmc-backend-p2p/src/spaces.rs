@@ -36,22 +36,22 @@ pub(crate) struct OwnSpaces {
     keys: Option<Keys>,
     /// The last description, and its time.
     last: Mutex<Option<(Instant, SpaceNotes)>>,
-    heard: Arc<SpacesHeard>,
+    heard: Arc<HostHeard>,
 }
 
-/// Hears that the own spaces may have changed.
+/// Hears that what peers know of this host may have changed.
 #[derive(Debug, Default)]
-struct SpacesHeard {
+struct HostHeard {
     /// True until they are described again.
     is_new: AtomicBool,
     /// Set when they have to be described to peers.
     changed: Notify,
 }
 
-impl EventSink for SpacesHeard {
+impl EventSink for HostHeard {
     fn changed(&self, _event: &ChunkEvent<'_>) {}
 
-    fn spaces_changed(&self) {
+    fn host_changed(&self) {
         self.is_new.store(true, Ordering::Release);
         self.changed.notify_one();
     }
@@ -174,7 +174,7 @@ pub(crate) fn cut(text: &mut String) {
 
 impl OwnSpaces {
     pub(crate) fn new(host: Arc<dyn Host>, keys: Option<Keys>) -> Self {
-        let heard = Arc::<SpacesHeard>::default();
+        let heard = Arc::<HostHeard>::default();
         host.events().listen(Arc::clone(&heard) as _);
         Self {
             host,
@@ -184,7 +184,7 @@ impl OwnSpaces {
         }
     }
 
-    /// Waits until engines of this host may use a space that they did not use before.
+    /// Waits until engines of this host may use a space that they did not use before, or it may be drained.
     pub(crate) async fn changed(&self) {
         self.heard.changed.notified().await;
     }
@@ -244,6 +244,7 @@ impl OwnSpaces {
             bytes: usage.bytes,
             pool: usage.capacity.unwrap_or(0),
             spaces,
+            is_draining: self.host.is_draining(),
         }
     }
 }

@@ -141,6 +141,8 @@ pub struct PeerStatus {
     /// Version of the protocol that both sides speak; none while no hello is accepted, and the peer
     /// is not used.
     pub version: Option<u16>,
+    /// True while the peer is drained: it takes no chunks, and is to be stopped.
+    pub draining: bool,
     /// Seconds since the connect.
     pub connected_seconds: f64,
     /// Plane that moves the bytes of reads from it now: `sockets` or `nixl`.
@@ -198,6 +200,7 @@ impl NodeStatus {
                 name: hello.map(|hello| hello.name.clone()),
                 address: hello.map(|hello| hello.address.clone()),
                 version: hello.and_then(|hello| hello.common_version(oldest, newest)),
+                draining: peer.is_draining(),
                 connected_seconds: (now().saturating_duration_since(peer.since)).as_secs_f64(),
                 transport: sessions.link.data_plane(id).name(),
                 last_failure: peer.last_failure.clone(),
@@ -205,7 +208,7 @@ impl NodeStatus {
                 round_trip_seconds: peer.round_trip(),
                 read_bytes_per_second: peer.read_rate(),
                 load: f64::from(peer.load) / 255.0,
-                holds: (peer.holds.digest != 0).then_some(holds),
+                holds: (peer.holds.pool != 0).then_some(holds),
                 directory: peer.is_directory().then(its_use),
                 leases,
                 leased_bytes,

@@ -63,9 +63,9 @@ pub trait EventSink: fmt::Debug + Send + Sync {
     /// a device with its chunks failed or works again. Default: does nothing.
     fn any_changed(&self, _tier: &str) {}
 
-    /// Engines of this host may use a space that they did not use before. Called while nothing is locked.
-    /// Default: does nothing.
-    fn spaces_changed(&self) {}
+    /// Peers may have to hear again which spaces engines of this host use, or whether it is drained. Default:
+    /// does nothing.
+    fn host_changed(&self) {}
 }
 
 /// The bus of one engine, on which its tiers report and listeners hear. Clones are one bus. Memory and
@@ -147,10 +147,11 @@ impl Events {
         sinks.iter().for_each(|sink| sink.any_changed(tier));
     }
 
-    /// Reports that engines of this host may use a space that they did not use before.
-    pub fn report_spaces(&self) {
+    /// Reports that engines of this host may use a space that they did not use before, or that it is
+    /// drained or not drained any more.
+    pub fn report_host(&self) {
         let sinks = self.0.sinks.read();
-        sinks.iter().for_each(|sink| sink.spaces_changed());
+        sinks.iter().for_each(|sink| sink.host_changed());
     }
 }
 

@@ -186,6 +186,11 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
         false
     }
 
+    /// Returns true while the host takes no chunks, because it is to be stopped. Default: false. Never waits.
+    fn is_draining(&self) -> bool {
+        false
+    }
+
     /// Returns the chunks and bytes in memory, with its capacity.
     fn usage(&self) -> Usage;
 }

@@ -282,6 +282,10 @@ impl Host for EngineHost {
         self.book().is_some_and(|book| book.is_over(request))
     }
 
+    fn is_draining(&self) -> bool {
+        self.engine().is_some_and(|engine| engine.is_draining())
+    }
+
     fn usage(&self) -> Usage {
         let engine = self.engine();
         engine.map_or_else(Usage::default, |engine| {

@@ -228,6 +228,7 @@ impl DirectoryHost {
             address: String::new(),
             clears: self.clears.lock().1,
             spaces: Vec::new(),
+            is_draining: false,
             ..theirs
         })
     }

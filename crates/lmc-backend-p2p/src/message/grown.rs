@@ -55,6 +55,28 @@ impl Body for ClearsPage {
     }
 }
 
+impl Body for Hello {
+    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        write_flag(self.is_draining, bytes)
+    }
+
+    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
+        self.is_draining = read_flag(tail);
+        Ok(())
+    }
+}
+
+impl Body for Described {
+    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        write_flag(self.is_draining, bytes)
+    }
+
+    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
+        self.is_draining = read_flag(tail);
+        Ok(())
+    }
+}
+
 impl Body for Located {
     fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
         write_flag(self.is_over, bytes)
@@ -115,7 +137,7 @@ macro_rules! not_grown {
 }
 
 not_grown!(
-    Hello, Lease, Leased, Renew, Release, Refusal, Announce, Announced, Find, Found, Describe,
-    Described, Push, Pushed
+    Lease, Leased, Renew, Release, Refusal, Announce, Announced, Find, Found, Describe, Push,
+    Pushed
 );
 not_grown!(bool, (), u32, u16);

@@ -59,6 +59,8 @@ pub(super) struct SimChunks {
     clears: Arc<Mutex<(Rng, u64)>>,
     /// Function to call right after the chunks of the next lease are held.
     at_lease: Arc<Mutex<Option<Hook>>>,
+    /// True while it takes no chunks.
+    pub(super) is_draining: Arc<AtomicBool>,
     /// Ids of requests that have ended.
     pub(super) over: Arc<Mutex<HashSet<String>>>,
     reader: Arc<Mutex<Option<Reader>>>,
@@ -100,6 +102,7 @@ impl SimChunks {
             events: Events::default(),
             clears: Arc::new(Mutex::new((Rng::new(0), 0))),
             at_lease: Arc::default(),
+            is_draining: Arc::default(),
             over: Arc::default(),
             reader: Arc::default(),
             fitting: Arc::new(AtomicUsize::new(usize::MAX)),
@@ -423,6 +426,10 @@ impl Host for SimChunks {
 
     fn spaces(&self) -> Vec<HostSpace> {
         self.state.lock().spaces.clone()
+    }
+
+    fn is_draining(&self) -> bool {
+        self.is_draining.load(Ordering::Relaxed)
     }
 
     fn usage(&self) -> Usage {

@@ -291,6 +291,7 @@ fn a_hostile_member_is_bounded_and_counted() {
             algorithm: "xxh3".into(),
             clears: ClearsId::NONE,
             spaces: Vec::new(),
+            is_draining: false,
         };
         assert!(matches!(send(&Request::Hello(hello)), Reply::Hello(_)));
         assert_eq!(send(&announced(&announce)), Reply::Announced(applied));

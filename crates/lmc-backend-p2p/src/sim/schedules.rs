@@ -903,7 +903,7 @@ fn the_space_of_a_new_engine_is_known_to_peers_at_once() {
         };
         for ranks in [1, 2] {
             net.chunks(0).add_space(space(ranks));
-            net.chunks(0).events().report_spaces();
+            net.chunks(0).events().report_host();
             tokio::time::sleep(2 * IN_STEP_PAUSE).await;
             assert!(knows(1, ranks) && knows(2, ranks), "{ranks}");
         }

@@ -146,6 +146,7 @@ fn a_peer_that_goes_while_its_hello_is_served_is_forgotten() {
             algorithm: "blake3".to_owned(),
             clears: ClearsId::NONE,
             spaces: Vec::new(),
+            is_draining: false,
         });
         assert!(net.link(0, 1));
         net.0.lock().leaving = Some(1);

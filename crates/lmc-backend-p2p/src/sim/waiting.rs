@@ -1,14 +1,16 @@
 //! Prompts that wait for a peer whose engine computes them.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use lmc_backend::{BackendError, LocateHint, Located, now};
+use lmc_backend::{BackendError, Host as _, LocateHint, Located, now};
 use lmc_key::ChunkKey;
 
 use super::net::{Faults, Net};
 use super::schedules::{LOCATE, prompt};
 use super::{LEN, run};
+use crate::exchange::IN_STEP_PAUSE;
 
 fn hint(name: &str) -> LocateHint {
     LocateHint::default().with_sources(Arc::new([name.to_owned()]))
@@ -58,6 +60,34 @@ fn a_prompt_waits_for_a_peer_that_it_names_as_long_as_that_is_connected() {
         net.kill(1, Duration::ZERO);
         tokio::time::sleep(Duration::from_millis(1)).await;
         assert_eq!(locate(waits("host-1")).await, "---P");
+    });
+}
+
+#[test]
+fn no_prompt_waits_for_a_peer_that_is_drained_but_reads_what_that_has() {
+    run(async {
+        let net = Net::with_daemons(28, Faults::none(), 2).await;
+        let keys = prompt(1, 2);
+        net.chunks(1).store(keys[0], 0);
+        let locate = async || locate(&net, &keys, waits("host-1").repeated()).await;
+        assert_eq!(locate().await, "P~");
+        for (is_draining, found) in [(true, "P-"), (false, "P~")] {
+            let chunks = net.chunks(1);
+            chunks.is_draining.store(is_draining, Ordering::Relaxed);
+            chunks.events().report_host();
+            tokio::time::sleep(2 * IN_STEP_PAUSE).await;
+            assert_eq!(locate().await, found);
+            let status = net.node(0).status();
+            assert_eq!(status.peers[0].draining, is_draining);
+        }
+        // The hello is lost.
+        net.cut(0, 1, true, Duration::from_secs(600));
+        net.chunks(1).is_draining.store(true, Ordering::Relaxed);
+        net.chunks(1).events().report_host();
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        net.cut(0, 1, false, Duration::ZERO);
+        tokio::time::sleep(Duration::from_secs(30)).await;
+        assert_eq!(locate().await, "P-");
     });
 }
 

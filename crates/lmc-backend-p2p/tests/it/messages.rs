@@ -69,6 +69,7 @@ fn hello() -> Hello {
             salt: [0; 16],
             identity: String::new(),
         }],
+        is_draining: false,
     }
 }
 
@@ -187,6 +188,7 @@ fn replies() -> Vec<Reply> {
             bytes: 301,
             pool: 302,
             spaces: hello().spaces,
+            is_draining: false,
         }),
         Reply::Refused(Refusal::Version {
             oldest: 1,
@@ -211,6 +213,15 @@ fn replies() -> Vec<Reply> {
         Reply::Pushed(Pushed {
             chunks: 2,
             is_wanted: true,
+        }),
+        Reply::Hello(Hello {
+            is_draining: true,
+            ..hello()
+        }),
+        Reply::Described(Described {
+            digest: 1,
+            is_draining: true,
+            ..Described::default()
         }),
     ]
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Instant;
 
-use lmc_backend::now;
+use lmc_backend::{Host as _, now};
 use lmc_backend_local::ListedChunk;
 
 use super::{CLOSE_MARGIN, CacheEngine, CloseReport, NOT_BEGUN, WRITER};
@@ -17,12 +17,14 @@ impl CacheEngine {
     pub fn begin_drain(&self) {
         // A store that has not seen it counts as under way already.
         self.0.is_draining.store(true, Ordering::SeqCst);
+        self.host().events().report_host();
     }
 
     /// Takes chunks again, and ends [`Self::write_back`].
     pub fn end_drain(&self) {
         self.0.is_draining.store(false, Ordering::SeqCst);
         self.0.unoffered.store(NOT_BEGUN, Ordering::Relaxed);
+        self.host().events().report_host();
     }
 
     /// Returns the number of chunks that callers of [`Self::store`] were granted and have neither committed

@@ -323,6 +323,9 @@ fn notes(peer: &Value) -> Vec<String> {
             _ => format!("last failure: {failure}"),
         });
     }
+    if peer["draining"] == true {
+        notes.push("being drained: it takes no chunks, and is to be stopped".to_owned());
+    }
     if let Some(pause) = peer["paused_seconds"].as_f64() {
         notes.push(format!(
             "not asked for {} because of failures",

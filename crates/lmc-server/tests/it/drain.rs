@@ -2,7 +2,7 @@
 
 use std::process::Output;
 
-use lmc_testkit::Folder;
+use lmc_testkit::{Folder, free_port, until};
 
 use crate::common::prompt::{CHUNKS, Prompt, register, retrieve, store};
 use crate::common::{Server, ask, lmc};
@@ -104,4 +104,27 @@ fn a_drain_waits_for_stores_that_had_begun_and_can_be_cancelled() {
     assert!(drain(&server, &["--cancel"]).status.success());
     assert_eq!(readiness(&server).0, 200);
     store(&mut client, &shm_name);
+}
+
+#[test]
+fn peers_learn_that_a_server_is_drained_and_that_it_is_no_more() {
+    let at = |port: u16| format!("127.0.0.1:{port}");
+    let (first, second) = (at(free_port()), at(free_port()));
+    let size = ["--l1-size-gb", "64MiB"];
+    let start = |more: &[&str]| Server::start(&[&size[..], more].concat());
+    let drained = start(&["--p2p-listen", &first]);
+    let peer = start(&["--p2p-listen", &second, "--p2p-peer", &first]);
+    peer.line("peer connected");
+    let shows = || {
+        let peers = lmc()
+            .args(["peers", "--url", &at(peer.http)])
+            .output()
+            .expect("it runs");
+        String::from_utf8_lossy(&peers.stdout).contains("being drained")
+    };
+    assert!(!shows());
+    assert!(drain(&drained, &[]).status.success());
+    until("the peer shows it", shows);
+    assert!(drain(&drained, &["--cancel"]).status.success());
+    until("the peer shows it no more", || !shows());
 }

@@ -477,6 +477,7 @@ fn a_flood_of_requests_is_bounded_and_others_are_served() {
             algorithm: "blake3".into(),
             clears: ClearsId::NONE,
             spaces: Vec::new(),
+            is_draining: false,
         };
         let hello = Request::Hello(hello).to_bytes().expect("it fits");
         let reply = Liar::ask(&channel, &name, hello).await;

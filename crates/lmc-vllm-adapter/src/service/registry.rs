@@ -358,7 +358,7 @@ impl Registry {
             .as_ref()
             .and_then(|replaced| workers.ended_generation(replaced));
         drop(workers);
-        self.context.engine.host().events().report_spaces();
+        self.context.engine.host().events().report_host();
         // Unmapping an engine's memory takes long, and so may a log line: no lock is held.
         if let Some(replaced) = replaced {
             replaced.close();

@@ -65,7 +65,6 @@ fn warnings(server: &Server) -> u64 {
     server.status().counts.opaque_layouts_shared
 }
 
-/// `float16` and `bfloat16` have elements of one size, so only the name distinguishes them.
 /// Counts the reports of new spaces.
 #[derive(Debug, Default)]
 struct Reports(AtomicUsize);
@@ -73,7 +72,7 @@ struct Reports(AtomicUsize);
 impl EventSink for Reports {
     fn changed(&self, _event: &ChunkEvent<'_>) {}
 
-    fn spaces_changed(&self) {
+    fn host_changed(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 }
@@ -89,6 +88,7 @@ fn the_space_of_a_worker_is_live_and_reported_before_its_first_request() {
     assert_eq!(reports.0.load(Ordering::Relaxed), 1);
 }
 
+/// `float16` and `bfloat16` have elements of one size, so only the name distinguishes them.
 #[test]
 fn float16_and_bfloat16_never_share_bytes() {
     let server = Server::start();
