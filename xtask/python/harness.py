@@ -341,6 +341,15 @@ class Server:
         }
 
 
+class Redis(Child):
+    """A redis-server that keeps all in memory."""
+
+    def __init__(self):
+        self.port = free_port()
+        super().__init__("redis", ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1",
+                                   "--save", "", "--appendonly", "no"])
+
+
 def container(folder, own_network):
     """What to put before a command that is to run in a container of its own: nothing of the host
     but its programs, and `folder` at /run/lmc."""

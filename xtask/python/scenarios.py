@@ -27,6 +27,7 @@ from harness import (
     TOKENS,
     Child,
     Engine,
+    Redis,
     Server,
     VllmServe,
     eventually,
@@ -435,15 +436,6 @@ def peers_of(run, policies, connector):
     finally:
         for pair in pairs:
             pair.end()
-
-
-class Redis(Child):
-    """A redis-server that keeps all in memory."""
-
-    def __init__(self):
-        self.port = free_port()
-        super().__init__("redis", ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1",
-                                   "--save", "", "--appendonly", "no"])
 
 
 # Seconds for which a store hangs, prompts whose first token is timed without a store, and the most

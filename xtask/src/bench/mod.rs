@@ -19,6 +19,7 @@ mod rounds;
 mod serve;
 mod server;
 mod transfer;
+mod ttft;
 mod vllm;
 
 use std::process::Command;
@@ -38,6 +39,7 @@ pub(crate) enum BenchAction {
     Remote(remote::RemoteArgs),
     Adapter(adapter::AdapterArgs),
     Vllm(vllm::VllmArgs),
+    Ttft(ttft::TtftArgs),
     Pd(pd::PdArgs),
     PdNixl(pd_nixl::PdNixlArgs),
     PdTail(pd_tail::PdTailArgs),
@@ -67,6 +69,7 @@ pub(crate) fn run(action: &BenchAction) -> Result<bool> {
         BenchAction::Remote(args) => remote::run(args),
         BenchAction::Adapter(args) => adapter::run(args),
         BenchAction::Vllm(args) => vllm::run(args),
+        BenchAction::Ttft(args) => ttft::run(args),
         BenchAction::Pd(args) => pd::run(args),
         BenchAction::PdNixl(args) => pd_nixl::run(args),
         BenchAction::PdTail(args) => pd_tail::run(args),
