@@ -207,9 +207,9 @@ class VllmServe(Child):
             return True
         return False
 
-    def open(self, path, body=None, deadline=30):
+    def open(self, path, body=None, deadline=30, headers=None):
         """The answer over HTTP; to a POST where there is a body."""
-        return open_http(self.http, path, body, deadline)
+        return open_http(self.http, path, body, deadline, headers)
 
     def metric(self, head):
         """The sum of the metrics whose lines begin so."""
@@ -218,12 +218,22 @@ class VllmServe(Child):
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(head))
 
 
-def open_http(port, path, body=None, deadline=30):
+def open_http(port, path, body=None, deadline=30, headers=None):
     """The answer of a server here; to a POST where there is a body."""
     body = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", body, {"Content-Type": "application/json"})
+        f"http://127.0.0.1:{port}{path}", body,
+        {"Content-Type": "application/json"} | (headers or {}))
     return urllib.request.urlopen(request, timeout=deadline)
+
+
+def ask(run, child, headers=None):
+    """The ids that a `vllm serve` answers to one of the prompts."""
+    body = {"token_ids": prompts(2, *LENGTHS)[2], "model": run.model,
+            "sampling_params": {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
+                                "detokenize": False}}
+    with child.open("/inference/v1/generate", body, ANSWER_DEADLINE, headers) as answer:
+        return json.load(answer)["choices"][0]["token_ids"]
 
 
 class Server:

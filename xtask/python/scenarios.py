@@ -9,7 +9,6 @@ process outlives the run.
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -23,13 +22,13 @@ from checks import check, free_port
 from harness import (
     ANSWER_DEADLINE,
     LENGTHS,
-    MAX_TOKENS,
     TOKENS,
     Child,
     Engine,
     Redis,
     Server,
     VllmServe,
+    ask,
     eventually,
     expected_hits,
     prompts,
@@ -695,15 +694,6 @@ def serve(run):
             check("vllm serve, own: vLLM's metrics hold the connector's", counted > 0, str(counted))
             if page.starts:
                 own_background(run, page)
-
-
-def ask(run, child):
-    """The ids that a `vllm serve` answers to one of the prompts."""
-    body = {"token_ids": prompts(2, *LENGTHS)[2], "model": run.model,
-            "sampling_params": {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,
-                                "detokenize": False}}
-    with child.open("/inference/v1/generate", body, ANSWER_DEADLINE) as answer:
-        return json.load(answer)["choices"][0]["token_ids"]
 
 
 def hits(child):

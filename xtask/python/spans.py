@@ -4,15 +4,14 @@ import base64
 import json
 import os
 import threading
-import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from checks import check
-from harness import ANSWER_DEADLINE, LENGTHS, TOKENS, Server, VllmServe, eventually, prompts
+from harness import TOKENS, Server, VllmServe, ask, eventually
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-# A prompt of four whole chunks and one token.
-PROMPT = 2
+# What the caller of a request sends with it, where it records a trace.
+CONTEXT = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
 
 
 class Collector(BaseHTTPRequestHandler):
@@ -78,7 +77,7 @@ def spans(run):
             vllm.ready()
             for names in ({"lmc.lookup", "lmc.store"}, {"lmc.retrieve", "llm_request"}):
                 check("spans: ids are those without a connector",
-                      ask(run, vllm) == run.plain["float32", PROMPT][2])
+                      ask(run, vllm, CONTEXT) == run.plain["float32", 2][2])
                 # What is stored is found by the next.
                 found = eventually(lambda names=names: names <= {span.name for span in traced()})
                 check(f"spans: {', '.join(sorted(names))} are in the caller's trace", found,
@@ -99,14 +98,3 @@ def spans(run):
 def traced():
     return [span for span in Collector.spans if span.trace_id.hex() == TRACE]
 
-
-def ask(run, vllm):
-    """The ids that vLLM answers to a request whose caller records a trace."""
-    body = {"token_ids": prompts(PROMPT, *LENGTHS)[2], "model": run.model,
-            "sampling_params": {"max_tokens": 16, "temperature": 0, "ignore_eos": True,
-                                "detokenize": False}}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{vllm.http}/inference/v1/generate", json.dumps(body).encode(),
-        {"Content-Type": "application/json", "traceparent": f"00-{TRACE}-{CALLER}-01"})
-    with urllib.request.urlopen(request, timeout=ANSWER_DEADLINE) as answer:
-        return json.load(answer)["choices"][0]["token_ids"]

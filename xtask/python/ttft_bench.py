@@ -145,12 +145,12 @@ class Sources:
         return found
 
     def written(self, source, chunks):
-        """Waits until so many chunks are written since the start."""
+        """Waits until a server has written this number of chunks since its start."""
         server = self.servers[source]
         assert eventually(lambda: lower(server)["written"] >= chunks), lower(server)
 
     def leave_memory(self, source, chunks):
-        """Removes what a server has in memory, once so many chunks are written since the start."""
+        """Removes what a server has in memory, once it has written this number of chunks."""
         self.written(source, chunks)
         server = self.servers[source]
         assert eventually(lambda: not any(server.held().values())), server.held()

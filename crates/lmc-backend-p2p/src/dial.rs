@@ -175,7 +175,7 @@ fn warn_of_strangers(
     let peers = node.sessions.peers.lock();
     for peer in directories.iter().filter_map(|peer| peers.get(peer)) {
         let name = &peer.session.peer;
-        if peer.hello.is_some() && !peer.is_directory() && known.insert(name.clone()) {
+        if peer.is_daemon() && known.insert(name.clone()) {
             tracing::warn!(peer = %name, "no directory listens at an address of --p2p-directory; name the address of a server's --p2p-directory-listen");
         }
     }

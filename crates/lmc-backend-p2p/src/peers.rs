@@ -345,6 +345,11 @@ impl Peer {
         self.holds.is_draining
     }
 
+    /// Returns true if the peer's hello was accepted and says that it is no directory.
+    pub(crate) fn is_daemon(&self) -> bool {
+        self.hello.is_some() && !self.is_directory()
+    }
+
     /// Returns true if the peer has said that it is a directory.
     pub(crate) fn is_directory(&self) -> bool {
         self.has_feature(FEATURE_DIRECTORY)
@@ -494,8 +499,7 @@ impl Peers {
 
     /// Returns the daemons among the peers, whose hello was accepted.
     pub(crate) fn daemons(&self) -> impl Iterator<Item = &Peer> {
-        self.iter()
-            .filter(|peer| peer.hello.is_some() && !peer.is_directory())
+        self.iter().filter(|peer| peer.is_daemon())
     }
 
     /// Returns the names of the peers whose hello was accepted.
@@ -540,12 +544,10 @@ impl Peers {
     pub(crate) fn may_lend(&self, names: &[String], refused: &[PeerId], now: Instant) -> bool {
         // A busy one fails now and then.
         let soon = now + SOON;
-        let lends = |peer: &Peer| {
-            let takes = peer.hello.is_some() && !peer.is_directory() && !peer.is_draining();
-            takes && !peer.is_unfit && peer.lends(soon)
-        };
-        let mut connected = self.connected.iter();
-        connected.any(|(id, peer)| !refused.contains(id) && peer.is_one_of(names) && lends(peer))
+        let lends = |peer: &Peer| !peer.is_draining() && !peer.is_unfit && peer.lends(soon);
+        self.daemons().any(|peer| {
+            !refused.contains(&peer.session.peer) && peer.is_one_of(names) && lends(peer)
+        })
     }
 
     /// Returns the counters of all peers, those that are gone included.

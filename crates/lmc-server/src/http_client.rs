@@ -31,7 +31,7 @@ pub(crate) fn http_client() -> Client<HttpConnector, Body> {
         .build(connector)
 }
 
-/// Posts JSON. Returns the status of the answer, and its body if that is short.
+/// Posts JSON. Returns the status of the answer, and the body of one that is a success and short.
 pub(crate) async fn post_json(
     client: &Client<HttpConnector, Body>,
     url: &Uri,
@@ -42,6 +42,9 @@ pub(crate) async fn post_json(
         .body(Body::from(body.to_string()))?;
     let answer = client.request(request).await?;
     let status = answer.status();
+    if !status.is_success() {
+        return Ok((status, Bytes::new()));
+    }
     // Read, so that the connection can be used again.
     let body = to_bytes(Body::new(answer.into_body()), MAX_ANSWER).await;
     Ok((status, body.unwrap_or_default()))

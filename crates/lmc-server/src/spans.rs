@@ -103,28 +103,29 @@ impl Collector {
             let sent = post_json(&self.client, &self.url, &message);
             let late = || anyhow!("no answer within {} s", MESSAGE_TIMEOUT.as_secs());
             let sent = timeout(MESSAGE_TIMEOUT, sent).await;
-            match sent.unwrap_or_else(|_| Err(late())) {
+            let may_change = match sent.unwrap_or_else(|_| Err(late())) {
                 Ok((status, answer)) if status.is_success() => {
                     if std::mem::take(&mut self.is_failing) {
                         info!(collector = %self.url, "the collector takes spans again");
                     }
                     self.service.count_lost_spans(rejected(&answer));
                     self.taken(batch);
-                }
-                // It would refuse them again.
-                Ok((status, _)) if !matches!(status.as_u16(), 408 | 429 | 502..=504) => {
-                    self.failed(&anyhow!("it answers HTTP {status}"));
-                    self.service.count_lost_spans(batch);
-                    self.taken(batch);
+                    continue;
                 }
                 Ok((status, _)) => {
                     self.failed(&anyhow!("it answers HTTP {status}"));
-                    sleep(TRY_PAUSE).await;
+                    matches!(status.as_u16(), 408 | 429 | 502..=504)
                 }
                 Err(error) => {
                     self.failed(&error);
-                    sleep(TRY_PAUSE).await;
+                    true
                 }
+            };
+            if may_change {
+                sleep(TRY_PAUSE).await;
+            } else {
+                self.service.count_lost_spans(batch);
+                self.taken(batch);
             }
         }
     }

@@ -44,50 +44,6 @@ impl<T: Body> Body for Stamped<T> {
     }
 }
 
-impl Body for ClearsPage {
-    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        write_flag(self.is_volatile, bytes)
-    }
-
-    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
-        self.is_volatile = read_flag(tail);
-        Ok(())
-    }
-}
-
-impl Body for Hello {
-    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        write_flag(self.is_draining, bytes)
-    }
-
-    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
-        self.is_draining = read_flag(tail);
-        Ok(())
-    }
-}
-
-impl Body for Described {
-    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        write_flag(self.is_draining, bytes)
-    }
-
-    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
-        self.is_draining = read_flag(tail);
-        Ok(())
-    }
-}
-
-impl Body for Located {
-    fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        write_flag(self.is_over, bytes)
-    }
-
-    fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
-        self.is_over = read_flag(tail);
-        Ok(())
-    }
-}
-
 impl Body for KeyBatch {
     fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
         match &self.awaited {
@@ -131,6 +87,28 @@ impl Body for Released {
         Ok(())
     }
 }
+
+macro_rules! grown_by_flag {
+    ($($body:ty: $flag:ident),*) => {$(
+        impl Body for $body {
+            fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+                write_flag(self.$flag, bytes)
+            }
+
+            fn read_tail(&mut self, tail: &[u8]) -> Result<()> {
+                self.$flag = read_flag(tail);
+                Ok(())
+            }
+        }
+    )*};
+}
+
+grown_by_flag!(
+    ClearsPage: is_volatile,
+    Hello: is_draining,
+    Described: is_draining,
+    Located: is_over
+);
 
 macro_rules! not_grown {
     ($($body:ty),*) => {$( impl Body for $body {} )*};

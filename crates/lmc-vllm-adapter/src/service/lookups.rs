@@ -197,7 +197,7 @@ impl Lookups {
                 if let Some(asked) = asked {
                     let usage = context.spaces.usage(None);
                     let note = context.count_refused(asked, usage.as_deref());
-                    context.log_lookup(&key.request_id, &key.model_name, &note);
+                    context.report_lookup(&key.request_id, &key.model_name, &note);
                 }
                 return Reply::None;
             }
@@ -321,7 +321,7 @@ impl Lookups {
             self.finish_when_promoted(lookup, promoting);
         }
         if let Some(note) = note {
-            context.log_lookup(&key.request_id, &key.model_name, &note);
+            context.report_lookup(&key.request_id, &key.model_name, &note);
         }
         Reply::None
     }
@@ -547,7 +547,7 @@ impl Lookups {
             waiter.tell(reply);
         }
         if let Some(note) = note {
-            context.log_lookup(&promoting.request_id, model, &note);
+            context.report_lookup(&promoting.request_id, model, &note);
         }
     }
 

@@ -180,7 +180,7 @@ impl Context {
         }
     }
 
-    /// Counts what a lookup has missed by its reason. [`Self::log_lookup`] belongs after the reply.
+    /// Counts what a lookup has missed by its reason. [`Self::report_lookup`] belongs after the reply.
     pub(super) fn count_misses(
         &self,
         asked: LookupRange,
@@ -227,7 +227,7 @@ impl Context {
     }
 
     /// Notes the span of a lookup, and logs the request, where either is to be.
-    pub(super) fn log_lookup(&self, request: &str, model: &str, note: &LookupNote) {
+    pub(super) fn report_lookup(&self, request: &str, model: &str, note: &LookupNote) {
         let (asked, why) = (&note.asked, note.why.as_ref());
         self.add_span((request, model), asked.parent, note.took, || Step::Lookup {
             tokens: self.tokens(asked.chunks),
