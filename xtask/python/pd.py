@@ -37,7 +37,7 @@ OPTIONS = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "skip_spe
 
 
 def pd(run):
-    """Two `vllm serve` behind `lmc proxy`, and behind vllm-router where it is installed."""
+    """Two `vllm serve` behind `lmc proxy`, and behind other proxies where these can be had."""
     if run.args.peer:
         return
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -45,7 +45,7 @@ def pd(run):
         with VllmServe(folder, *FLAGS) as plain:
             wanted = Answers(plain.ready().http)
             # Those of later prompts, while it is there.
-            for seed in (*range(20, 33), 40, 46, 49, 50):
+            for seed in (*range(20, 34), 40, 46, 49, 50, *range(60, 75)):
                 wanted.of(seed)
             conversation = wanted.conversation(), wanted.chat()
         for connector in run.connectors:
@@ -84,8 +84,8 @@ def complete(port, ids, **more):
         return json.load(answer)["choices"][0]["text"].split()
 
 
-def stream(port, ids, **more):
-    """The text of a streamed answer, and its number of events."""
+def stream(port, ids, on_event=lambda: None, **more):
+    """The text of a streamed answer, and its number of events, each of which is reported."""
     body = {"prompt": text(ids), **OPTIONS, "stream": True, **more}
     words, events, is_whole = [], 0, False
     with open_http(port, "/v1/completions", body, ANSWER_DEADLINE) as answer:
@@ -94,10 +94,40 @@ def stream(port, ids, **more):
             if line.startswith("data: {"):
                 events += 1
                 words += json.loads(line[6:])["choices"][0]["text"].split()
+                on_event()
             is_whole = line == "data: [DONE]" or (is_whole and not line)
     if not is_whole:
         raise ConnectionError(f"the stream ends after {events} events")
     return words, events
+
+
+class Streamed(threading.Thread):
+    """A request that goes on beside the test."""
+
+    def __init__(self, port, ids, **more):
+        super().__init__(daemon=True)
+        self.port, self.ids, self.more = port, ids, more
+        self.events, self.words, self.error = 0, None, None
+        self.start()
+
+    def run(self):
+        try:
+            self.words, _ = stream(self.port, self.ids, self.event, **self.more)
+        except (OSError, http.client.HTTPException) as error:
+            self.error = error
+
+    def event(self):
+        self.events += 1
+
+    def has_begun(self):
+        """Waits for the first part of the answer, or for the end."""
+        eventually(lambda: self.events or not self.is_alive(), ANSWER_DEADLINE)
+        return self.events > 0
+
+    def result(self):
+        """The words, or the error."""
+        self.join(ANSWER_DEADLINE + 30)
+        return self.words if self.error is None else self.error
 
 
 def chat(port, ids, *turns):
@@ -228,23 +258,26 @@ class Pair:
             other = self.proxy(router, "--host", "127.0.0.1", "--port", str(self.port),
                                "--vllm-pd-disaggregation", "--prefill", self.url(self.prefill),
                                "--decode", self.url(self.decode))
-            self.hand_over("vllm-router", 24)
+            self.behind("vllm-router", 24, 63)
             other.kill()
         toy = self.script(TOY_PROXY, "/healthcheck")
         if toy is not None:
-            self.hand_over("vLLM's toy_proxy_server.py", 28)
+            self.behind("vLLM's toy_proxy_server.py", 28, 65)
             toy.kill()
         self.lmcache_proxy()
         self.deaths()
+
+    def behind(self, proxy, seed, more):
+        """Each way to ask behind another proxy; two seeds from `more` on."""
+        self.hand_over(proxy, seed)
+        self.streams(proxy, more)
+        self.together(proxy, more, more + 1)
 
     def play_ranks(self):
         proxy = self.ways()
         proxy.kill(signal.SIGTERM)
         self.lmcache_proxy()
-        for server in self.servers:
-            held = server.held
-            free = eventually(lambda held=held: not any(held().values()))
-            check(f"{self.name}: nothing is held afterwards", free, str(held()))
+        self.nothing_is_held("afterwards", *self.servers)
 
     def ways(self):
         """Each way in which `lmc proxy` hands over; returns the proxy of the last, the pull."""
@@ -255,22 +288,24 @@ class Pair:
         proxy = self.own_proxy(*self.at_once)
         # The decode engine begins before the prefill engine has what follows the whole chunks.
         self.hand_over("lmc proxy, both at once", 26, CHUNK)
-        self.together(27)
+        self.streams("lmc proxy, both at once", 60)
+        self.together("lmc proxy, both at once", 27, 33)
         waits = self.servers[1].status()["lmc"]["counts"]["source_waits"]
         check(f"{self.name}: the decode engine's server waits for the other", waits > 0, str(waits))
         proxy.kill(signal.SIGTERM)
         proxy = self.own_proxy(*self.pushing)
         before = self.pushed()
         self.hand_over("lmc proxy, pushed", 30, unit)
-        self.together(31)
+        self.streams("lmc proxy, pushed", 61)
+        self.together("lmc proxy, pushed", 31, 62)
         pushed = self.pushed() - before
         chunks = self.ranks[0] * sum(length // CHUNK for length in LENGTHS)
         check(f"{self.name}: every whole chunk is pushed", pushed >= 2 * chunks, str(pushed))
         proxy.kill(signal.SIGTERM)
         proxy = self.own_proxy()
         self.hand_over("lmc proxy", 20, unit)
-        self.streams(21)
-        self.together(22, 23)
+        self.streams("lmc proxy", 21)
+        self.together("lmc proxy", 22, 23)
         return proxy
 
     def lmcache_proxy(self):
@@ -282,7 +317,11 @@ class Pair:
         # One of which nothing can be stored is never looked up, and the proxy would wait for ever.
         lengths = [length for length in LENGTHS if length >= self.unit]
         # What follows the whole chunks is stored a little later.
-        self.hand_over("LMCache's disagg_proxy_server.py", 29, CHUNK, lengths)
+        name = "LMCache's disagg_proxy_server.py"
+        self.hand_over(name, 29, CHUNK, lengths)
+        if max(self.ranks) == 1:
+            self.streams(name, 67)
+            self.together(name, 67, 68, lengths=lengths)
         # It would wait for ever without a notice.
         counter = 'lmc_pd_notices_total{outcome="failed"'
         before = metric(self.servers[0].http, counter)
@@ -352,15 +391,16 @@ class Pair:
         check(f"{self.name}: which has the first turn in its cache",
               found >= len(first) // CHUNK * CHUNK, f"{found} of {len(first)} tokens")
 
-    def streams(self, seed):
+    def streams(self, proxy, seed):
         ids = prompts(seed, *LENGTHS)[2]
         words, events = stream(self.port, ids)
-        check(f"{self.name}: a streamed answer is the same, in parts",
+        check(f"{self.name}, {proxy}: a streamed answer is the same, in parts",
               words == self.wanted.of(seed)[2] and events > 1, f"{events} events")
 
-    def together(self, *seeds):
+    def together(self, proxy, *seeds, lengths=LENGTHS):
         """Twenty requests at once, each prompt twice."""
-        asked = [(seed, at) for seed in seeds for at in range(len(LENGTHS))] * 2
+        asked = [(seed, at) for seed in seeds for at, length in enumerate(LENGTHS)
+                 if length in lengths] * 2
         words = [None] * len(asked)
 
         def ask(number, seed, at):
@@ -372,46 +412,40 @@ class Pair:
             thread.start()
         for thread in threads:
             thread.join()
-        check(f"{self.name}: twenty requests at once get the same answers",
+        check(f"{self.name}, {proxy}: {len(asked)} requests at once get the same answers",
               words == [self.wanted.of(seed)[at] for seed, at in asked])
 
     def deaths(self):
-        """The prefill engine, its server and the decode engine are killed, one after the other."""
-        both = self.at_once if self.unit == BLOCK else ()
-        proxy = self.own_proxy("--prefill-timeout-seconds", "20", *both)
+        """Each of the five processes is killed in the middle of a request, one after the other. With
+        lmc's own connector both engines are asked at once, and with both the chunks are pushed."""
+        flags = ("--prefill-timeout-seconds", "20", *self.pushing)
+        if self.unit == BLOCK:
+            flags += self.at_once
+        proxy = self.own_proxy(*flags)
+        self.server_dies("decode", 1, 70)
+        self.server_dies("prefill", 0, 71)
+        proxy = self.proxy_dies(proxy, flags)
+        self.nothing_is_held("afterwards", *self.servers)
         first, second = prompts(25, *LENGTHS)[1:3]
-        words = []
-        request = threading.Thread(target=lambda: words.append(complete(self.port, second)))
         self.prefill.process.send_signal(signal.SIGSTOP)
-        request.start()
+        request = Streamed(self.port, second)
         # It waits for the prefill engine, which is killed then.
-        eventually(lambda: metric(self.port, "lmc_proxy_engine_in_flight{role=\"prefill\"") == 1)
+        self.in_flight("prefill")
         self.prefill.kill()
-        request.join()
+        answer = request.result()
         check(f"{self.name}: a prefill engine that is killed costs no answer",
-              words == [self.wanted.of(25)[2]], str(words))
+              answer == self.wanted.of(25)[2], repr(answer)[:200])
+        self.nothing_is_held("after its death", *self.servers)
         self.servers[0].child.kill()
         began = time.monotonic()
         words = complete(self.port, first)
         check(f"{self.name}: nor does its server", words == self.wanted.of(25)[1], str(words))
         print(f"(it took {time.monotonic() - began:.1f} s)")
-        seen = []
-
-        def ask():
-            try:
-                seen.append(stream(self.port, first, max_tokens=3000))
-            except (OSError, http.client.HTTPException) as error:
-                seen.append(error)
-
-        request = threading.Thread(target=ask)
-        request.start()
-        eventually(lambda: metric(self.port, "lmc_proxy_engine_in_flight{role=\"decode\"") == 1)
-        # It has begun to answer.
-        time.sleep(1)
+        request = Streamed(self.port, first, max_tokens=3000)
+        request.has_begun()
         self.decode.kill()
-        request.join(ANSWER_DEADLINE)
         check(f"{self.name}: a decode engine that is killed is an error at once",
-              isinstance(seen[0], Exception), repr(seen[0])[:200])
+              isinstance(request.result(), Exception), repr(request.result())[:200])
         try:
             complete(self.port, first)
             code = 200
@@ -419,9 +453,65 @@ class Pair:
             code = error.code
         check(f"{self.name}: and so is the next request", code == 502, str(code))
         proxy.kill(signal.SIGTERM)
-        held = self.servers[1].held
-        free = eventually(lambda: not any(held().values()))
-        check(f"{self.name}: nothing is held afterwards", free, str(held()))
+        self.nothing_is_held("after that", self.servers[1])
+
+    def in_flight(self, role):
+        """Waits for a request at an engine."""
+        head = f'lmc_proxy_engine_in_flight{{role="{role}"'
+        return eventually(lambda: metric(self.port, head) >= 1)
+
+    def nothing_is_held(self, when, *servers):
+        for server in servers:
+            free = eventually(lambda server=server: not any(server.held().values()))
+            check(f"{self.name}: nothing is held {when}", free, str(server.held()))
+
+    def server_dies(self, role, at, seed):
+        """The server beside an engine is killed in the middle of a request, and started again."""
+        server, other = self.servers[at], self.servers[1 - at]
+        name = f"the {role} engine's server"
+        ids, wanted = prompts(seed, *LENGTHS)[2], self.wanted.of(seed)[2]
+        if self.unit == BLOCK:
+            # Chunks are named to one that is stopped, or stay in the other's memory; LMCache's connector
+            # waits for a server that is stopped.
+            server.child.process.send_signal(signal.SIGSTOP)
+            request = Streamed(self.port, ids)
+            self.in_flight(role)
+        else:
+            request = Streamed(self.port, ids)
+            request.has_begun()
+        is_under_way = request.is_alive()
+        server.child.kill()
+        answer = request.result()
+        check(f"{self.name}: {name} that is killed in the middle of a request costs no answer",
+              is_under_way and answer == wanted, repr(answer)[:200])
+        self.nothing_is_held(f"after the death of {name}", other)
+        server.discard()
+        server.start()
+        is_back = eventually(lambda: self.is_connected(server), 60)
+        check(f"{self.name}: {name} has its engine and its peer again once it is started", is_back,
+              server.child.tail())
+        self.hand_over(f"lmc proxy, after the death of {name}", seed + 2, CHUNK)
+
+    @staticmethod
+    def is_connected(server):
+        """Whether a server has its engine and its peer."""
+        return all(metric(server.http, head) >= 1 for head in ("lmc_workers ", "lmc_peers_connected "))
+
+    def proxy_dies(self, proxy, flags):
+        """The proxy is killed in the middle of an answer; returns the next one."""
+        # No chunk ends in the first 255 tokens of the answer: vLLM's LMCache connector may die of a request that is
+        # aborted while it stores.
+        request = Streamed(self.port, prompts(74, *LENGTHS)[2], max_tokens=2000)
+        has_begun = request.has_begun()
+        proxy.kill()
+        check(f"{self.name}: a proxy that is killed is an error at once",
+              has_begun and isinstance(request.result(), Exception), repr(request.result())[:200])
+        running = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        idle = eventually(lambda: not any(
+            engine.metric(head) for engine in (self.prefill, self.decode) for head in running))
+        check(f"{self.name}: and the engines drop its requests", idle)
+        self.nothing_is_held("after the death of the proxy", *self.servers)
+        return self.own_proxy(*flags)
 
     def end(self):
         for child in self.children:

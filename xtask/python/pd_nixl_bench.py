@@ -12,70 +12,19 @@ to the first token.
 import argparse
 import contextlib
 import json
-import os
 import sys
 import tempfile
-import types
 
 from checks import free_port
-from harness import Child, Server, VllmServe, eventually, open_http, prompts
-from pd import TOY_PROXY, answers, text
+from harness import open_http, prompts
+from nixl_pair import NixlPair, nixl_packages
+from pd import text
 from pd_bench import DEADLINE, FLAGS, STEP, STEPS, Pair, first_token
-from sdists import sdist_file
 from toys import worded
 
-NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
-        "kv_connector_extra_config": {"num_threads": 1}}
 OWN = ("prefill engine", "decode engine, warm", "one after the other", "both at once", "pushed")
 ALONE = ("NixlConnector, prefill engine", "NixlConnector")
 BOTH = ("both connectors, prefill engine", "both connectors", "both connectors, again")
-
-
-def nixl_packages(folder, found):
-    """A folder with the packages that vLLM imports: `nixl` itself picks one by the CUDA of torch."""
-    os.mkdir(os.path.join(folder, "nixl"))
-    for name in ("nixl_cu12", "nixl_cu12.libs"):
-        os.symlink(os.path.join(found, name), os.path.join(folder, name))
-    for module in ("_api", "_bindings", "logging"):
-        with open(os.path.join(folder, "nixl", f"{module}.py"), "w") as file:
-            file.write("import importlib, sys\n"
-                       f"sys.modules[__name__] = importlib.import_module('nixl_cu12.{module}')\n")
-    with open(os.path.join(folder, "nixl", "__init__.py"), "w"):
-        return folder
-
-
-class NixlPair:
-    """Engines with NixlConnector behind vLLM's own proxy; with `keeps`, also with a server each that
-    keeps the prompts."""
-
-    def __init__(self, args, model, packages, stack, keeps):
-        self.engines = []
-        for _ in range(2):
-            config = NIXL
-            if keeps:
-                options = types.SimpleNamespace(server_bin=args.server_bin, peer=False)
-                server = Server(options).start()
-                stack.callback(server.discard)
-                connectors = [NIXL, json.loads(server.transfer_config())]
-                config = {"kv_connector": "MultiConnector", "kv_role": "kv_both",
-                          "kv_connector_extra_config": {"connectors": connectors}}
-            env = dict(os.environ, VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
-                       VLLM_NIXL_SIDE_CHANNEL_PORT=str(free_port()))
-            engine = VllmServe(model, *FLAGS, "--kv-transfer-config", json.dumps(config),
-                               threads=args.threads, paths=(packages,), env=env)
-            stack.callback(engine.kill)
-            self.engines.append(engine)
-        for engine in self.engines:
-            engine.ready()
-        self.prefill, self.decode = self.engines
-        self.port = free_port()
-        proxy = Child("proxy", [
-            sys.executable, sdist_file(*TOY_PROXY), "--port", str(self.port),
-            "--prefiller-host", "127.0.0.1", "--prefiller-port", str(self.prefill.http),
-            "--decoder-host", "127.0.0.1", "--decoder-port", str(self.decode.http)])
-        stack.callback(proxy.kill)
-        if not eventually(lambda: answers(self.port, "/healthcheck"), 60):
-            raise RuntimeError(proxy.tail())
 
 
 def answer(port, ids):
@@ -114,23 +63,23 @@ def main():
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", default="1", help="of each engine's computation")
     args = parser.parse_args()
-    args.listen = args.link = free_port()
+    args.listen = free_port()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as packages:
         model = worded(args.model, folder)
         nixl_packages(packages, args.nixl)
         rounds = [{} for _ in range(args.rounds + 1)]
         with contextlib.ExitStack() as stack:
-            own = Pair(args, model, stack)
+            own = Pair(args, model, stack, args.listen)
             ports = (own.prefill.http, own.decode.http, own.one, own.both, own.pushed)
             ways = {way: (port, own.decode) for way, port in zip(OWN, ports, strict=True)}
             found = measure(rounds, ways, {OWN[1]: own.decode.http})
         with contextlib.ExitStack() as stack:
-            nixl = NixlPair(args, model, packages, stack, keeps=False)
+            nixl = NixlPair(args.server_bin, model, packages, stack, False, FLAGS, args.threads)
             ways = dict(zip(ALONE, ((nixl.prefill.http, nixl.decode), (nixl.port, nixl.decode)),
                             strict=True))
             found |= measure(rounds, ways, {})
         with contextlib.ExitStack() as stack:
-            both = NixlPair(args, model, packages, stack, keeps=True)
+            both = NixlPair(args.server_bin, model, packages, stack, True, FLAGS, args.threads)
             # The last one's prompt is what the prefill engine's server keeps.
             ways = dict(zip(BOTH, ((both.prefill.http, both.decode), (both.port, both.decode),
                                    (both.port, both.prefill)), strict=True))

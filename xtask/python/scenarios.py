@@ -34,6 +34,7 @@ from harness import (
     prompts,
     shared_prefix,
 )
+from nixl_pair import both_connectors
 from own import connector, containers, lmcache_server, weights
 from own_events import Subscriber, events
 from own_models import hash_algorithms, hybrid, latent, lora
@@ -855,7 +856,7 @@ def rank_faults(run, name, pair):
 SCENARIOS = [both_modes, sharing_and_death, server_restart, load_failure, disk_restart, peers,
              remote, skip_save, wrong_dtype, block_sizes, serve, tensor_parallel,
              unequal_parallelism, events, containers, lora, hash_algorithms, hybrid, latent,
-             lmcache_server, weights, quickstart, spans, pd, tails, connector]
+             lmcache_server, weights, quickstart, spans, pd, both_connectors, tails, connector]
 
 
 # What uses `run.one`, an engine with the stock connector.

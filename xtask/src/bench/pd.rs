@@ -44,32 +44,46 @@ pub(super) const WAYS: [(&str, &str); 6] = [
     ),
 ];
 
+/// Ways in which the decode engine gets a prompt whose prefill has ended long before.
+const LATER: [(&str, &str); 4] = [
+    ("warm", "its own server has the prompt"),
+    ("pull", "pulled"),
+    ("hint", "pulled with a hint"),
+    ("push", "pushed before"),
+];
+
 /// Measures the time to the first token of a prompt that one engine computes and another answers;
 /// writes docs/benchmarks.md
 #[derive(Debug, clap::Args)]
 pub(crate) struct PdArgs {
-    /// Rounds, in each of which every way has its turn
-    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    /// Rounds over each link, in each of which every way has its turn
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Rate of the link between the two servers, in millions of bits a second
-    #[arg(long, value_name = "MBIT", default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..))]
-    rate: u64,
+    /// Rates of the links between the two servers, in millions of bits a second; 0 for no limit
+    #[arg(long, value_name = "MBIT", value_delimiter = ',', default_values_t = [40, 160, 0])]
+    rate: Vec<u64>,
     /// Write nothing
     #[arg(long)]
     dry_run: bool,
 }
 
 pub(crate) fn run(options: &PdArgs) -> Result<bool> {
-    let listen = ports::free()?;
-    let link = Link::to(listen, Duration::ZERO, Some(options.rate * 1_000_000 / 8))?;
-    let engines = Engines::measure(
-        SCRIPT,
-        &[
-            format!("--rounds={}", options.rounds),
-            format!("--listen={listen}"),
-            format!("--link={}", link.port),
-        ],
-    )?;
+    let (listen, bare) = (ports::free()?, ports::free()?);
+    let mut args = vec![
+        format!("--rounds={}", options.rounds),
+        format!("--listen={listen}"),
+        format!("--bare-listen={bare}"),
+    ];
+    for rate in &options.rate {
+        let limit = (*rate > 0).then_some(rate * 1_000_000 / 8);
+        let to = |port| Link::to(port, Duration::ZERO, limit);
+        args.push(format!(
+            "--link={rate}={}={}",
+            to(listen)?.port,
+            to(bare)?.port
+        ));
+    }
+    let engines = Engines::measure(SCRIPT, &args)?;
     let section = section(&engines.measured, options, &engines.conditions)?;
     engines.publish(BENCH, JSON, &section, options.dry_run)
 }
@@ -88,12 +102,13 @@ pub(super) fn rows<'a>(
         if way.ends_with("prefill engine") {
             prefill = seconds;
         }
+        let [least, most] = range(&all);
         writeln!(
             text,
             "| {what} | {:.0} ms ({:.0} to {:.0}) | {:+.0} ms | {:.0} |",
             seconds * 1e3,
-            all.iter().copied().fold(f64::INFINITY, f64::min) * 1e3,
-            all.iter().copied().fold(0.0, f64::max) * 1e3,
+            least * 1e3,
+            most * 1e3,
             (seconds - prefill) * 1e3,
             median_of_rounds(measured, &[way, "cached_tokens"])?,
         )?;
@@ -101,24 +116,95 @@ pub(super) fn rows<'a>(
     Ok(text)
 }
 
+/// Returns what is to be read of one link: a table of the ways, its use, and a table of later ways.
+fn link(measured: &Value) -> Result<String> {
+    let seconds = |way| median_of_rounds(measured, &[way, "seconds"]);
+    let mut text = match measured["rate"].as_u64() {
+        Some(0) | None => "### No limit but this host's\n\n".to_owned(),
+        Some(rate) => format!("### A link of {rate} Mbit/s\n\n"),
+    };
+    text += "| | first token (of all rounds) | beyond the prefill engine alone | after its last store | tokens from the cache |\n\
+             |---|--:|--:|--:|--:|\n";
+    let rows = rows(measured, &WAYS).context(SCRIPT)?;
+    for ((way, _), row) in WAYS.iter().zip(rows.lines()) {
+        let after = match all_rounds(measured, &[way, "stored"]) {
+            Ok(stored) if *way != "prefill engine" => {
+                let all = all_rounds(measured, &[way, "seconds"])?;
+                let after: Vec<f64> = all.iter().zip(stored).map(|(all, at)| all - at).collect();
+                format!("{:+.0} ms", median(&after) * 1e3)
+            }
+            _ => String::new(),
+        };
+        let (row, cached) = row
+            .trim_end_matches(" |")
+            .rsplit_once(" | ")
+            .context(SCRIPT)?;
+        writeln!(text, "{row} | {after} | {cached} |")?;
+    }
+    let (bytes, bare) = (
+        median_of_rounds(measured, &["bare", "bytes"])?,
+        seconds("bare")?,
+    );
+    let handed = seconds("one after the other")? - seconds("prefill engine")?;
+    let warm = seconds("warm")?;
+    writeln!(
+        text,
+        "\nThe {:.1} MiB of a prompt pass the bare link in {:.1} ms ({:.1} MB/s). One engine after the other, \
+         they take {:.0} ms more than the prefill engine alone, with all that both engines, the servers and \
+         the proxy do then: {:.0} % of the bare link's rate.\n\n\
+         The same decode engine while the prefill engine is idle, whose server has had all of the prompt for \
+         0.3 s; a tenth more than the engine with the prompt in its own server, and the time of the bare link, \
+         are {:.1} ms:\n",
+        bytes / f64::from(1 << 20),
+        bare * 1e3,
+        bytes / bare / 1e6,
+        handed * 1e3,
+        bare / handed * 100.0,
+        (1.1 * warm + bare) * 1e3,
+    )?;
+    text += "| | first token (of all rounds) | beyond the warm one | tokens from the cache |\n|---|--:|--:|--:|\n";
+    for (way, what) in LATER {
+        let all = all_rounds(measured, &[way, "seconds"])?;
+        let [least, most] = range(&all);
+        writeln!(
+            text,
+            "| {what} | {:.1} ms ({:.1} to {:.1}) | {:+.1} ms | {:.0} |",
+            median(&all) * 1e3,
+            least * 1e3,
+            most * 1e3,
+            (median(&all) - warm) * 1e3,
+            median_of_rounds(measured, &[way, "cached_tokens"])?,
+        )?;
+    }
+    Ok(text)
+}
+
+/// The least and the most of some values.
+fn range(all: &[f64]) -> [f64; 2] {
+    let least = all.iter().copied().fold(f64::INFINITY, f64::min);
+    [least, all.iter().copied().fold(0.0, f64::max)]
+}
+
 fn section(
     measured: &Value,
     options: &PdArgs,
     conditions: &[(&'static str, String)],
 ) -> Result<String> {
-    let rows = rows(measured, &WAYS).context(SCRIPT)?;
+    let mut links = String::new();
+    for one in measured["links"].as_array().into_iter().flatten() {
+        links = links + &link(one)? + "\n";
+    }
     Ok(format!(
         "## Prefill on one engine, decode on another\n\n\
          `cargo xtask bench pd --rounds {0}`: medians of {0} rounds; a prompt of {1} tokens that is new each \
          time, which an engine computes in eight steps; two engines ({2} thread each, the model of the tests, \
          lmc's own connector, vLLM's own prefix cache off), each with a core and a server of its own, and \
-         between the servers a link of {4} Mbit/s (a relay on this host). \
-         All figures are in [pd.json](benchmarks/pd.json).\n\n{3}\n\
-         | | first token (of all rounds) | beyond the prefill engine alone | tokens from the cache |\n|---|--:|--:|--:|\n{rows}",
+         between the servers a link (a relay on this host). The last store is known by the server's notice \
+         (`--pd-notify`). All figures are in [pd.json](benchmarks/pd.json).\n\n{3}\n{4}",
         options.rounds,
         measured["tokens"],
         measured["threads"].as_str().unwrap_or_default(),
         conditions::lines(conditions),
-        options.rate,
+        links.trim_end(),
     ))
 }

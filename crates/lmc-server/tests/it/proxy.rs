@@ -399,6 +399,35 @@ fn an_engine_that_answers_with_errors_is_asked_after_others() {
 }
 
 #[test]
+fn api_keys_are_in_no_log_and_no_error() {
+    let (prefill, decode) = (HttpServer::start(), HttpServer::start());
+    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &["--log-level=trace"]);
+    let mut answers = Vec::new();
+    for breaks_off in [false, true] {
+        let client = proxy.post(PATH, "authorization: Bearer secret\r\n", &long_prompt());
+        prefill.next().answer(500, "broken");
+        let asked = decode.next();
+        assert_eq!(asked.header("authorization"), Some("Bearer secret"));
+        if breaks_off {
+            drop(asked);
+        } else {
+            asked.answer(401, "no");
+        }
+        answers.push(rest(client));
+    }
+    let refused = "authorization: Bearer secret\r\n";
+    answers.push(rest(proxy.post(PATH, refused, "{")));
+    proxy.process.line("an engine failed");
+    let log = proxy.process.log().join("\n");
+    assert!(!log.contains("secret"), "{log}");
+    let starts = ["HTTP/1.1 401", "HTTP/1.1 502", "HTTP/1.1 400"];
+    for (answer, start) in answers.iter().zip(starts) {
+        assert!(answer.starts_with(start), "{answer}");
+        assert!(!answer.contains("secret"), "{answer}");
+    }
+}
+
+#[test]
 fn a_request_that_an_engine_has_read_is_sent_to_no_other() {
     let (prefill, first, second) = (
         HttpServer::start(),

@@ -161,6 +161,22 @@ fn what_is_pushed_and_not_found_yet_takes_a_quarter_of_the_memory() {
     assert_idle(&receiver.engine);
 }
 
+/// A quarter of the memory is all that pushes can take in a minute, and the chunks that were used least
+/// recently give it.
+#[test]
+fn pushes_evict_nothing_of_the_three_quarters_that_were_used_last() {
+    let source = MemoryBackend::shared();
+    put(&source, SPACE, 0..120);
+    let receiver = Receiver::of(Arc::new(source));
+    assert_eq!(found(&receiver.engine, 0..64).hits, 64);
+    assert_eq!(found(&receiver.engine, 0..48).resident, 48);
+    assert_eq!(receiver.receive("a", 64..80), (8, true));
+    assert_eq!(receiver.receive("b", 80..100), (8, true));
+    assert_eq!(receiver.receive("c", 100..120), (0, true));
+    assert_eq!(found(&receiver.engine, 0..48).resident, 48);
+    assert_idle(&receiver.engine);
+}
+
 #[test]
 fn chunks_that_do_not_come_leave_nothing_behind() {
     let receiver = Receiver::new();
