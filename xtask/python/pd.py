@@ -45,8 +45,10 @@ def pd(run):
         with VllmServe(folder, *FLAGS) as plain:
             wanted = Answers(plain.ready().http)
             # Those of later prompts, while it is there.
-            for seed in (*range(20, 34), 40, 46, 49, 50, *range(60, 75)):
+            for seed in (*range(20, 34), 40, 46, 49, 50, *range(60, 70), 72, 73):
                 wanted.of(seed)
+            for seed in (70, 71):
+                wanted.long(seed)
             conversation = wanted.conversation(), wanted.chat()
         for connector in run.connectors:
             pair = Pair(run, connector, folder, wanted, conversation)
@@ -71,6 +73,9 @@ LMCACHE_PROXY = ("lmcache-0.5.6.tar.gz",
                  "examples/disagg_prefill_mp/disagg_proxy_server.py")
 # Tokens of the answer in a conversation, which end the chunk that the prompt begins, and fill one.
 ANSWER = 300
+# Tokens of a long answer to the longest prompt, in which no chunk ends: LMCache's connector waits up to 300 s
+# for a server that dies while it stores one.
+LONG = 200
 
 
 def text(ids):
@@ -108,6 +113,7 @@ class Streamed(threading.Thread):
         super().__init__(daemon=True)
         self.port, self.ids, self.more = port, ids, more
         self.events, self.words, self.error = 0, None, None
+        self.begun = threading.Event()
         self.start()
 
     def run(self):
@@ -115,13 +121,15 @@ class Streamed(threading.Thread):
             self.words, _ = stream(self.port, self.ids, self.event, **self.more)
         except (OSError, http.client.HTTPException) as error:
             self.error = error
+        self.begun.set()
 
     def event(self):
         self.events += 1
+        self.begun.set()
 
     def has_begun(self):
         """Waits for the first part of the answer, or for the end."""
-        eventually(lambda: self.events or not self.is_alive(), ANSWER_DEADLINE)
+        self.begun.wait(ANSWER_DEADLINE)
         return self.events > 0
 
     def result(self):
@@ -155,6 +163,13 @@ class Answers:
             self.known[seed] = [complete(self.port, ids) for ids in prompts(seed, *LENGTHS)]
         return self.known[seed]
 
+
+    def long(self, seed):
+        """A longer answer to the longest prompt."""
+        if (seed, LONG) not in self.known:
+            ids = prompts(seed, *LENGTHS)[2]
+            self.known[seed, LONG] = complete(self.port, ids, max_tokens=LONG)
+        return self.known[seed, LONG]
 
     def conversation(self):
         """Two turns: each turn's tokens with all before them, and its answer."""
@@ -321,7 +336,7 @@ class Pair:
         self.hand_over(name, 29, CHUNK, lengths)
         if max(self.ranks) == 1:
             self.streams(name, 67)
-            self.together(name, 67, 68, lengths=lengths)
+            self.together(name, 67, 68, 69, lengths=lengths)
         # It would wait for ever without a notice.
         counter = 'lmc_pd_notices_total{outcome="failed"'
         before = metric(self.servers[0].http, counter)
@@ -469,15 +484,14 @@ class Pair:
         """The server beside an engine is killed in the middle of a request, and started again."""
         server, other = self.servers[at], self.servers[1 - at]
         name = f"the {role} engine's server"
-        ids, wanted = prompts(seed, *LENGTHS)[2], self.wanted.of(seed)[2]
+        ids, wanted = prompts(seed, *LENGTHS)[2], self.wanted.long(seed)
         if self.unit == BLOCK:
-            # Chunks are named to one that is stopped, or stay in the other's memory; LMCache's connector
-            # waits for a server that is stopped.
+            # It answers no question, and gets the names of chunks.
             server.child.process.send_signal(signal.SIGSTOP)
-            request = Streamed(self.port, ids)
+        request = Streamed(self.port, ids, max_tokens=LONG)
+        if self.unit == BLOCK:
             self.in_flight(role)
         else:
-            request = Streamed(self.port, ids)
             request.has_begun()
         is_under_way = request.is_alive()
         server.child.kill()
@@ -487,8 +501,16 @@ class Pair:
         self.nothing_is_held(f"after the death of {name}", other)
         server.discard()
         server.start()
-        is_back = eventually(lambda: self.is_connected(server), 60)
-        check(f"{self.name}: {name} has its engine and its peer again once it is started", is_back,
+        engine, tries = (self.prefill, self.decode)[at], iter(range(600, 1000))
+
+        def is_used():
+            """Whether both servers are connected, and the engine stores a new prompt."""
+            if not all(map(self.is_connected, self.servers)):
+                return False
+            complete(engine.http, prompts(next(tries), 300)[0], max_tokens=1)
+            return metric(server.http, "lmc_stored_chunks_total ") > 0
+
+        check(f"{self.name}: {name} is used again once it is started", eventually(is_used, 60),
               server.child.tail())
         self.hand_over(f"lmc proxy, after the death of {name}", seed + 2, CHUNK)
 
