@@ -145,21 +145,17 @@ fn link(measured: &Value) -> Result<String> {
         median_of_rounds(measured, &["bare", "bytes"])?,
         seconds("bare")?,
     );
-    let handed = seconds("one after the other")? - seconds("prefill engine")?;
-    let warm = seconds("warm")?;
+    let (warm, pulled) = (seconds("warm")?, seconds("pull")?);
     writeln!(
         text,
-        "\nThe {:.1} MiB of a prompt pass the bare link in {:.1} ms ({:.1} MB/s). One engine after the other, \
-         they take {:.0} ms more than the prefill engine alone, with all that both engines, the servers and \
-         the proxy do then: {:.0} % of the bare link's rate.\n\n\
-         The same decode engine while the prefill engine is idle, whose server has had all of the prompt for \
-         0.3 s; a tenth more than the engine with the prompt in its own server, and the time of the bare link, \
-         are {:.1} ms:\n",
+        "\nWhile the prefill engine is idle, and its server has had all of the prompt for 0.3 s, the decode \
+         engine alone answers as follows. The {:.1} MiB of a prompt pass the bare link in {:.1} ms ({:.1} MB/s); \
+         pulled, they cost {:.0} % of that. A tenth more than the engine whose own server has the prompt, and \
+         the time of the bare link, are {:.1} ms.\n",
         bytes / f64::from(1 << 20),
         bare * 1e3,
         bytes / bare / 1e6,
-        handed * 1e3,
-        bare / handed * 100.0,
+        (pulled - warm) / bare * 100.0,
         (1.1 * warm + bare) * 1e3,
     )?;
     text += "| | first token (of all rounds) | beyond the warm one | tokens from the cache |\n|---|--:|--:|--:|\n";
