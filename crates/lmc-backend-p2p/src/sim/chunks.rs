@@ -196,6 +196,17 @@ impl SimChunks {
         self.state.lock().writing.insert(name);
     }
 
+    /// Ends a store of an engine that has not computed the chunk.
+    pub(super) fn give_up_store(&self, name: &ChunkKey) {
+        self.state.lock().writing.remove(name);
+    }
+
+    /// Keeps a chunk from eviction while the returned slot is there.
+    pub(super) fn keep(&self, name: &ChunkKey) -> Option<SealedSlot> {
+        let state = self.state.lock();
+        state.resident.get(name).map(|entry| entry.slot.clone())
+    }
+
     /// Ends a store: the engine has computed the chunk after the last clear.
     pub(super) fn store(&self, key: ChunkKey, pick: u64) {
         let name = self.name(&key);

@@ -8,6 +8,7 @@ mod clears;
 mod directory;
 mod net;
 mod owners;
+mod prefills;
 mod pushing;
 mod schedules;
 mod serving;

@@ -332,6 +332,15 @@ impl Net {
         true
     }
 
+    /// Returns true if two daemons are connected, whether they have heard of it or not.
+    pub(super) fn are_linked(&self, a: usize, b: usize) -> bool {
+        self.0.lock().linked.contains(&(a.min(b), a.max(b)))
+    }
+
+    pub(super) fn is_alive(&self, host: usize) -> bool {
+        self.0.lock().hosts[host].alive
+    }
+
     /// Connects two daemons. Each of them hears of it at some time.
     pub(super) async fn connect(&self, a: usize, b: usize) -> bool {
         if !self.link(a, b) {

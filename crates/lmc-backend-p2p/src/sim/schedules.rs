@@ -13,9 +13,11 @@ use lmc_backend::{
 };
 use lmc_key::{ChunkKey, HashAlgorithm, KeySpace, LayoutFingerprint};
 use lmc_testkit::rounds;
+use tokio::task::AbortHandle;
 
 use super::chunks::SimChunks;
 use super::net::{Faults, Net, SimNode, name};
+use super::prefills::Prefill;
 use super::{LEN, Rng, bytes, delay, key, once_in, run};
 use crate::exchange::IN_STEP_PAUSE;
 use crate::message::{OLDEST_VERSION, VERSION};
@@ -25,6 +27,8 @@ pub(super) const LOCATE: Duration = Duration::from_millis(20);
 const LOAD: Duration = Duration::from_millis(300);
 /// Time that a load may take beyond its deadline: the release of a lease.
 const BEYOND: Duration = Duration::from_millis(600);
+/// Longest time of a load.
+pub(super) const LATEST: Duration = LOAD.saturating_add(BEYOND);
 
 /// Counts of what happened in a schedule, so that a test can tell that it tested something.
 #[derive(Debug, Default, Clone, Copy)]
@@ -40,6 +44,11 @@ pub(super) struct Tally {
     pushed: u64,
     push_dropped: u64,
     pub(super) quarantined: u64,
+    /// Waits for a peer that ended with every chunk, those that ended without and before their time, and those
+    /// whose time was over.
+    pub(super) waits_whole: u64,
+    pub(super) waits_short: u64,
+    pub(super) waits_late: u64,
 }
 
 impl Tally {
@@ -54,6 +63,9 @@ impl Tally {
         self.pushed += other.pushed;
         self.push_dropped += other.push_dropped;
         self.quarantined += other.quarantined;
+        self.waits_whole += other.waits_whole;
+        self.waits_short += other.waits_short;
+        self.waits_late += other.waits_late;
     }
 }
 
@@ -106,7 +118,7 @@ pub(super) async fn receive(
     fetch_named(net, (node, chunks), names, hint).await;
 }
 
-async fn fetch_named(
+pub(super) async fn fetch_named(
     net: &Net,
     (node, chunks): (&Arc<SimNode>, &SimChunks),
     keys: &[ChunkKey],
@@ -228,6 +240,21 @@ pub(super) fn faults(rng: &mut Rng) -> Faults {
     }
 }
 
+/// Asserts that nothing is left of what daemons did to each other, some time after the last of it.
+pub(super) fn assert_idle(net: &Net, hosts: usize) {
+    assert!(!net.0.lock().panicked, "a request made its daemon panic");
+    for host in 0..hosts {
+        let (node, chunks) = (net.node(host), net.chunks(host));
+        assert_eq!(node.leased(), (0, 0), "a lease was left");
+        assert_eq!(net.grants(host), 0, "a grant was left");
+        assert!(node.pusher.is_empty(), "a push was left");
+        let slots = chunks.pool.usage().slots;
+        assert_eq!(slots, chunks.len() as u64, "a slot was left");
+        let (connected, known) = net.connected(host);
+        assert_eq!(connected, known, "peers of host {host}");
+    }
+}
+
 /// Runs one schedule: some hosts, some prompts, everything that may go wrong. Returns what
 /// happened once every lease has ended.
 async fn schedule(seed: u64) -> Tally {
@@ -246,6 +273,8 @@ async fn schedule(seed: u64) -> Tally {
         }
     }
     let sum = Rc::new(RefCell::new(Tally::default()));
+    // Tasks of engines, which end with their hosts.
+    let mut engines: Vec<Vec<AbortHandle>> = vec![Vec::new(); hosts];
     let local = tokio::task::LocalSet::new();
     local
         .run_until(async {
@@ -255,9 +284,10 @@ async fn schedule(seed: u64) -> Tally {
                 let chunks = net.chunks(host);
                 let keys = prompt(rng.below(4), 1 + rng.below(10));
                 let noticed = delay(&mut rng, Duration::from_secs(2));
-                match rng.below(44) {
+                match rng.below(54) {
                     0 => {
                         net.kill(host, noticed);
+                        engines[host].drain(..).for_each(|task| task.abort());
                         tokio::time::sleep(delay(&mut rng, Duration::from_secs(1))).await;
                         start(&net, host);
                         for peer in (0..hosts).filter(|&peer| peer != host) {
@@ -303,6 +333,48 @@ async fn schedule(seed: u64) -> Tally {
                         let run = run_of(&chunks, &keys);
                         net.node(host).push(run, name(other).as_str());
                     }
+                    44..50 => {
+                        let keys = prompt(rng.below(8), keys.len() as u64);
+                        let mut prefill = Prefill::any(&mut rng, other, keys);
+                        if once_in(&mut rng, 3) {
+                            prefill = prefill.pushed_to(host);
+                        }
+                        for _ in 0..1 + rng.below(2) {
+                            let reader = (other + 1 + rng.below(hosts as u64 - 1) as usize) % hosts;
+                            let wait = [0, 50, 1_000, 20_000][rng.below(4) as usize];
+                            let leaves = once_in(&mut rng, 6).then(|| delay(&mut rng, 2 * LOAD));
+                            let (net, sum, prefill) =
+                                (net.clone(), Rc::clone(&sum), prefill.clone());
+                            let waiting = tokio::task::spawn_local(async move {
+                                let wait = Duration::from_millis(wait);
+                                let waited = prefill.wait(&net, reader, wait);
+                                let stays = leaves.unwrap_or(Duration::MAX);
+                                if let Ok((tally, _)) = tokio::time::timeout(stays, waited).await {
+                                    sum.borrow_mut().add(tally);
+                                }
+                            });
+                            engines[reader].push(waiting.abort_handle());
+                        }
+                        let net = net.clone();
+                        let computing =
+                            tokio::task::spawn_local(async move { prefill.compute(&net).await });
+                        engines[other].push(computing.abort_handle());
+                    }
+                    50 | 51 => {
+                        let is_draining = once_in(&mut rng, 2);
+                        chunks.is_draining.store(is_draining, Ordering::Relaxed);
+                        chunks.events().report_host();
+                    }
+                    52 | 53 => {
+                        // Its memory is full of what is in use.
+                        let slots = std::iter::from_fn(|| chunks.reserve(rng.next_u64()));
+                        let slots: Vec<_> = slots.collect();
+                        let time = delay(&mut rng, Duration::from_millis(200));
+                        tokio::task::spawn_local(async move {
+                            tokio::time::sleep(time).await;
+                            drop(slots);
+                        });
+                    }
                     _ => {
                         let (net, sum) = (net.clone(), Rc::clone(&sum));
                         let leaves = once_in(&mut rng, 6).then(|| delay(&mut rng, LOAD));
@@ -322,17 +394,9 @@ async fn schedule(seed: u64) -> Tally {
         })
         .await;
     drop(local);
-    assert!(!net.0.lock().panicked, "a request made its daemon panic");
+    assert_idle(&net, hosts);
     for host in 0..hosts {
-        let (node, chunks) = (net.node(host), net.chunks(host));
-        assert_eq!(node.leased(), (0, 0), "a lease was left");
-        assert_eq!(net.grants(host), 0, "a grant was left");
-        assert!(node.pusher.is_empty(), "a push was left");
-        let slots = chunks.pool.usage().slots;
-        assert_eq!(slots, chunks.len() as u64, "a slot was left");
-        let (connected, known) = net.connected(host);
-        assert_eq!(connected, known, "peers of host {host}");
-        let counters = node.counters();
+        let counters = net.node(host).counters();
         assert!(corrupts || counters.corrupt == 0, "bytes without a lease");
         let mut sum = sum.borrow_mut();
         sum.lapsed += counters.lapsed;
@@ -344,11 +408,16 @@ async fn schedule(seed: u64) -> Tally {
     *sum.borrow()
 }
 
-#[test]
-fn no_schedule_gives_a_wrong_byte_or_leaves_a_lease() {
+/// Returns the number of schedules to run.
+pub(super) fn seeds() -> u64 {
     let seeds = std::env::var("LMC_P2P_SEEDS").ok();
     let seeds = seeds.and_then(|seeds| seeds.parse().ok());
-    let seeds = seeds.unwrap_or(rounds(30, 300) as u64);
+    seeds.unwrap_or(rounds(30, 300) as u64)
+}
+
+#[test]
+fn no_schedule_gives_a_wrong_byte_or_leaves_a_lease() {
+    let seeds = seeds();
     let mut sum = Tally::default();
     for seed in 0..seeds {
         println!("seed {seed}");
@@ -357,6 +426,8 @@ fn no_schedule_gives_a_wrong_byte_or_leaves_a_lease() {
     println!("{sum:?}");
     assert!(sum.hits > 0 && sum.misses > 0 && sum.failed > 0, "{sum:?}");
     assert!(sum.pushed > 0 && sum.push_dropped > 0, "{sum:?}");
+    let waits = [sum.waits_whole, sum.waits_short, sum.waits_late];
+    assert!(waits.into_iter().all(|ended| ended > 0), "{sum:?}");
     // A few schedules may have none of what is rare.
     if seeds < 300 {
         return;
