@@ -492,3 +492,6 @@ impl EventSink for Notices {
         self.changed.notify_one();
     }
 }
+
+#[cfg(test)]
+mod model;
