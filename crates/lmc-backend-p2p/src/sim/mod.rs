@@ -12,6 +12,7 @@ mod prefills;
 mod pushing;
 mod schedules;
 mod serving;
+mod spaces;
 mod versions;
 mod waiting;
 

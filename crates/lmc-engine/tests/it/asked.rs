@@ -31,6 +31,7 @@ mod misses;
 mod policies;
 mod pushed;
 mod waiting;
+mod waits;
 
 const CHUNK: u64 = 4096;
 const SPACE: SpaceId = SpaceId::new([7; 16]);

@@ -71,7 +71,7 @@ fn an_engine_that_drains_wants_nothing_that_is_pushed() {
 
 /// A book of one space.
 #[derive(Debug)]
-struct Used;
+pub(super) struct Used;
 
 impl SpaceBook for Used {
     fn tenant(&self, _: SpaceId) -> TenantId {
@@ -127,7 +127,7 @@ impl Receiver {
     }
 }
 
-fn run_of(numbers: Range<u64>) -> ChunkRun {
+pub(super) fn run_of(numbers: Range<u64>) -> ChunkRun {
     ChunkRun {
         parent: numbers
             .start
