@@ -21,7 +21,7 @@ from harness import (
     prompts,
 )
 from own_models import make
-from pd import FLAGS, TOY_PROXY, Answers, answers, complete
+from pd import FLAGS, TOY_PROXY, Answers, answers, complete, metric
 from sdists import sdist_file
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
@@ -106,6 +106,9 @@ def both_connectors(run):
             check(f"both connectors: the prefill engine reads every whole chunk from lmc, {turn}"
                   if least else "both connectors: the prefill engine computes new prompts",
                   prefill == least, f"{prefill} of {least} tokens")
+            # What is stored is there before it is asked for again.
+            stored = 'lmc_stored_chunks_total '
+            eventually(lambda: metric(pair.servers[0].http, stored) >= whole // CHUNK)
         for server in pair.servers:
             free = eventually(lambda server=server: not any(server.held().values()), ANSWER_DEADLINE)
             check("both connectors: nothing is held afterwards", free, str(server.held()))

@@ -116,7 +116,7 @@ pub(super) fn rows<'a>(
     Ok(text)
 }
 
-/// Returns what is to be read of one link: a table of the ways, its use, and a table of later ways.
+/// Returns the section of one link: its ways, what they gain, its throughput and its later ways.
 fn link(measured: &Value) -> Result<String> {
     let seconds = |way| median_of_rounds(measured, &[way, "seconds"]);
     let mut text = match measured["rate"].as_u64() {
@@ -141,6 +141,8 @@ fn link(measured: &Value) -> Result<String> {
             .context(SCRIPT)?;
         writeln!(text, "{row} | {after} | {cached} |")?;
     }
+    let one = seconds("one after the other")?;
+    let gained = |way| Ok::<_, anyhow::Error>((one - seconds(way)?) * 1e3);
     let (bytes, bare) = (
         median_of_rounds(measured, &["bare", "bytes"])?,
         seconds("bare")?,
@@ -148,15 +150,22 @@ fn link(measured: &Value) -> Result<String> {
     let (warm, pulled) = (seconds("warm")?, seconds("pull")?);
     writeln!(
         text,
-        "\nWhile the prefill engine is idle, and its server has had all of the prompt for 0.3 s, the decode \
-         engine alone answers as follows. The {:.1} MiB of a prompt pass the bare link in {:.1} ms ({:.1} MB/s); \
-         pulled, they cost {:.0} % of that. A tenth more than the engine whose own server has the prompt, and \
-         the time of the bare link, are {:.1} ms.\n",
+        "\nAgainst one engine after the other, both at once gain {:.0} ms, and a push {:.0} ms.\n\n\
+         While the prefill engine is idle, and its server has had all of the prompt for 0.3 s, the decode \
+         engine alone answers as in the next table. The {:.1} MiB of a prompt pass the bare link in {:.1} ms \
+         ({:.1} MB/s), and are pulled in {:.1} ms ({:.1} MB/s, {:.0} % of the bare link). The bound for a prompt \
+         that is pulled, 110 % of the warm first token and the time of the bare link, is {:.1} ms; that for one \
+         that was pushed before is {:.1} ms.\n",
+        gained("both at once")?,
+        gained("pushed")?,
         bytes / f64::from(1 << 20),
         bare * 1e3,
         bytes / bare / 1e6,
-        (pulled - warm) / bare * 100.0,
+        (pulled - warm) * 1e3,
+        bytes / (pulled - warm) / 1e6,
+        bare / (pulled - warm) * 100.0,
         (1.1 * warm + bare) * 1e3,
+        1.1 * warm * 1e3,
     )?;
     text += "| | first token (of all rounds) | beyond the warm one | tokens from the cache |\n|---|--:|--:|--:|\n";
     for (way, what) in LATER {
@@ -192,15 +201,21 @@ fn section(
     }
     Ok(format!(
         "## Prefill on one engine, decode on another\n\n\
-         `cargo xtask bench pd --rounds {0}`: medians of {0} rounds; a prompt of {1} tokens that is new each \
+         `cargo xtask bench pd --rounds {0} --rate {5}`: medians of {0} rounds; a prompt of {1} tokens that is new each \
          time, which an engine computes in eight steps; two engines ({2} thread each, the model of the tests, \
          lmc's own connector, vLLM's own prefix cache off), each with a core and a server of its own, and \
          between the servers a link (a relay on this host). The last store is known by the server's notice \
-         (`--pd-notify`). All figures are in [pd.json](benchmarks/pd.json).\n\n{3}\n{4}",
+         (`--pd-notify`), which comes a little after it. All figures are in [pd.json](benchmarks/pd.json).\n\n{3}\n{4}",
         options.rounds,
         measured["tokens"],
         measured["threads"].as_str().unwrap_or_default(),
         conditions::lines(conditions),
         links.trim_end(),
+        options
+            .rate
+            .iter()
+            .map(u64::to_string)
+            .collect::<Vec<_>>()
+            .join(","),
     ))
 }

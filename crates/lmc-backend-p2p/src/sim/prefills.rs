@@ -37,7 +37,7 @@ const MAX_FAILURES: u32 = 3;
 pub(super) enum End {
     /// Every chunk has come.
     Whole,
-    /// The time is over.
+    /// The deadline has passed.
     Late,
     /// Nothing more is expected of the source, or it is not known whether anything is.
     NothingMore,
@@ -405,5 +405,9 @@ fn every_wait_ends_with_its_source_or_in_time_and_takes_what_is_stored() {
     }
     println!("{sum:?}");
     let waits = [sum.waits_whole, sum.waits_short, sum.waits_late];
-    assert!(waits.into_iter().all(|ended| ended > 10), "{sum:?}");
+    // One schedule alone, which shall be seen again, may have none of some.
+    assert!(
+        seeds() < 30 || waits.into_iter().all(|ended| ended > 10),
+        "{sum:?}"
+    );
 }

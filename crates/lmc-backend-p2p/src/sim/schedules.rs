@@ -422,6 +422,10 @@ fn no_schedule_gives_a_wrong_byte_or_leaves_a_lease() {
         sum.add(run(schedule(seed)));
     }
     println!("{sum:?}");
+    // One schedule alone, which shall be seen again, may have none of some.
+    if seeds < 30 {
+        return;
+    }
     assert!(sum.hits > 0 && sum.misses > 0 && sum.failed > 0, "{sum:?}");
     assert!(sum.pushed > 0 && sum.push_dropped > 0, "{sum:?}");
     let waits = [sum.waits_whole, sum.waits_short, sum.waits_late];

@@ -30,8 +30,8 @@ mod late;
 mod misses;
 mod policies;
 mod pushed;
+mod source_waits;
 mod waiting;
-mod waits;
 
 const CHUNK: u64 = 4096;
 const SPACE: SpaceId = SpaceId::new([7; 16]);

@@ -401,7 +401,7 @@ fn an_engine_that_answers_with_errors_is_asked_after_others() {
 #[test]
 fn api_keys_are_in_no_log_and_no_error() {
     let (prefill, decode) = (HttpServer::start(), HttpServer::start());
-    let proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &["--log-level=trace"]);
+    let mut proxy = Proxy::start(&[&prefill.url()], &[&decode.url()], &["--log-level=trace"]);
     let mut answers = Vec::new();
     for breaks_off in [false, true] {
         let client = proxy.post(PATH, "authorization: Bearer secret\r\n", &long_prompt());
@@ -417,6 +417,8 @@ fn api_keys_are_in_no_log_and_no_error() {
     }
     let refused = "authorization: Bearer secret\r\n";
     answers.push(rest(proxy.post(PATH, refused, "{")));
+    proxy.process.signal(libc::SIGTERM);
+    assert!(proxy.process.wait().success());
     proxy.process.line("an engine failed");
     let log = proxy.process.log().join("\n");
     assert!(!log.contains("secret"), "{log}");

@@ -230,6 +230,27 @@ fn the_peer_that_pushes_is_the_only_one_that_is_asked() {
     }
 }
 
+#[test]
+fn chunks_that_two_peers_push_at_once_are_read_once() {
+    let source = Passing::new(false);
+    put(&source.inner, SPACE, 0..4);
+    let receiver = Receiver::of(Arc::clone(&source) as _);
+    source.inner.hold(Operation::Load);
+    thread::scope(|scope| {
+        let first = scope.spawn(|| receiver.receive("a", 0..4));
+        until("it is read", || source.inner.loads() == 4);
+        let second = scope.spawn(|| receiver.receive("b", 0..4));
+        let is_asked = || receiver.engine.usage().reserved_slots == 4 && !second.is_finished();
+        until("the second push waits", is_asked);
+        source.inner.release(Operation::Load);
+        for push in [first, second] {
+            assert_eq!(push.join().expect("no panic"), (4, true));
+        }
+    });
+    assert_eq!(source.inner.loads(), 4);
+    assert_idle(&receiver.engine);
+}
+
 /// Over a link that is full of pushed bytes a peer answers no question in time, and the engine computed
 /// what was on its way.
 #[test]
