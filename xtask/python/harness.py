@@ -212,10 +212,7 @@ class VllmServe(Child):
         return open_http(self.http, path, body, deadline, headers)
 
     def metric(self, head):
-        """The sum of the metrics whose lines begin so."""
-        with self.open("/metrics") as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(head))
+        return metric(self.http, head)
 
 
 def open_http(port, path, body=None, deadline=30, headers=None):
@@ -225,6 +222,13 @@ def open_http(port, path, body=None, deadline=30, headers=None):
         f"http://127.0.0.1:{port}{path}", body,
         {"Content-Type": "application/json"} | (headers or {}))
     return urllib.request.urlopen(request, timeout=deadline)
+
+
+def metric(port, head):
+    """The sum of the metrics of an HTTP server here whose lines begin so."""
+    with open_http(port, "/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(head))
 
 
 def ask(run, child, headers=None):
@@ -350,6 +354,11 @@ class Server:
             "reserved": status["usage"]["reserved_slots"],
         }
 
+    def check_idle(self, name, deadline=30):
+        """Checks that it soon holds nothing for engines."""
+        free = eventually(lambda: not any(self.held().values()), deadline)
+        check(name, free, str(self.held()))
+
 
 class Redis(Child):
     """A redis-server that keeps all in memory."""
@@ -381,19 +390,28 @@ def prompts(seed, *lengths):
     return [[rng.randrange(1, 1000) for _ in range(n)] for n in lengths]
 
 
-def expected_hits(*lengths):
-    """Whole chunks, less one token when that is all of the prompt: vLLM computes the last."""
-    return [min(n // CHUNK * CHUNK, n - 1) for n in lengths]
+def expected_hits(*lengths, unit=CHUNK):
+    """Whole units, less one token when that is all of the prompt: vLLM computes the last."""
+    return [min(n // unit * unit, n - 1) for n in lengths]
 
 
-def eventually(what, deadline=30):
+def script_folder(script, what):
+    """The folder that a script of this one makes where it is missing; `None` where it cannot be had."""
+    made = subprocess.run(["bash", os.path.join(HERE, script)], capture_output=True, text=True)
+    if made.returncode == 0:
+        return made.stdout.strip()
+    print(f"SKIPPED {what}: {made.stderr.strip()[-300:]}")
+    return None
+
+
+def eventually(what, deadline=30, pause=0.2):
     """Tries until it returns something true or the deadline comes; the last value."""
     end = time.monotonic() + deadline
     while True:
         value = what()
         if value or time.monotonic() > end:
             return value
-        time.sleep(0.2)
+        time.sleep(pause)
 
 
 LENGTHS = (300, 700, 1025, 512, 100)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import types
@@ -12,16 +11,18 @@ from checks import check, free_port
 from harness import (
     ANSWER_DEADLINE,
     CHUNK,
-    HERE,
     LENGTHS,
     Child,
     Server,
     VllmServe,
     eventually,
+    expected_hits,
+    metric,
     prompts,
+    script_folder,
 )
 from own_models import make
-from pd import FLAGS, TOY_PROXY, Answers, answers, complete, metric
+from pd import FLAGS, TOY_PROXY, Answers, answers, complete
 from sdists import sdist_file
 
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
@@ -80,11 +81,10 @@ def both_connectors(run):
     """`NixlConnector` hands prompts over, and lmc keeps them for the prefill engine."""
     if run.args.peer:
         return
-    made = subprocess.run(["bash", os.path.join(HERE, "nixl.sh")], capture_output=True, text=True)
-    if made.returncode != 0:
-        print(f"SKIPPED NixlConnector: {made.stderr.strip()[-300:]}")
+    made = script_folder("nixl.sh", "NixlConnector")
+    if made is None:
         return
-    found = os.path.join(made.stdout.strip(), "lib/python3.11/site-packages")
+    found = os.path.join(made, "lib/python3.11/site-packages")
     with contextlib.ExitStack() as stack:
         folder, packages = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2))
         make("worded", run.model, folder)
@@ -94,7 +94,7 @@ def both_connectors(run):
         pair = NixlPair(run.args.server_bin, folder, packages, stack, True, FLAGS)
         hits = "vllm:external_prefix_cache_hits_total"
         asked = prompts(80, *LENGTHS)
-        whole = sum(min(length // CHUNK * CHUNK, length - 1) for length in LENGTHS)
+        whole = sum(expected_hits(*LENGTHS))
         for turn, least in (("a first time", 0), ("again", whole)):
             before = [engine.metric(hits) for engine in pair.engines]
             words = [complete(pair.port, ids) for ids in asked]
@@ -110,5 +110,4 @@ def both_connectors(run):
             stored = 'lmc_stored_chunks_total '
             eventually(lambda: metric(pair.servers[0].http, stored) >= whole // CHUNK)
         for server in pair.servers:
-            free = eventually(lambda server=server: not any(server.held().values()), ANSWER_DEADLINE)
-            check("both connectors: nothing is held afterwards", free, str(server.held()))
+            server.check_idle("both connectors: nothing is held afterwards", ANSWER_DEADLINE)

@@ -94,8 +94,7 @@ def containers(run):
         time.sleep(0.3)
         one.kill()
         # By its death, long before the grace time of 120 s.
-        free = eventually(lambda: not any(server.held().values()))
-        check("containers: nothing is held of an engine that was killed", free, str(server.held()))
+        server.check_idle("containers: nothing is held of an engine that was killed")
         run.warm("containers, after the death of the first", two, 4)
         two.kill()
         counts = server.status()["lmc"]["counts"]
@@ -297,8 +296,7 @@ def own_crowd(run):
     own_late_store(crowd, plain, server)
     crowd.kill()
     plain.kill()
-    free = eventually(lambda: not any(server.held().values()))
-    check("own, crowd: the server holds nothing afterwards", free, str(server.held()))
+    server.check_idle("own, crowd: the server holds nothing afterwards")
     server.stop()
 
 

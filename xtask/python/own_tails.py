@@ -84,8 +84,7 @@ def check_tails(run, server, store):
     store_and_drive(server, store, one, answers, batch)
     for engine in (plain, one, two, without):
         engine.kill()
-    free = eventually(lambda: not any(server.held().values()))
-    check("tails: nothing is held afterwards", free, str(server.held()))
+    server.check_idle("tails: nothing is held afterwards")
 
 
 def crowd(run, plain, server):

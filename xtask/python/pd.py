@@ -5,7 +5,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -16,14 +15,16 @@ from checks import check, free_port
 from harness import (
     ANSWER_DEADLINE,
     CHUNK,
-    HERE,
     LENGTHS,
     Child,
     Server,
     VllmServe,
     eventually,
+    expected_hits,
+    metric,
     open_http,
     prompts,
+    script_folder,
 )
 from own_models import make
 from sdists import sdist_file
@@ -364,11 +365,7 @@ class Pair:
     def hand_over(self, proxy, seed, unit=None, lengths=LENGTHS):
         name = f"{self.name}, {proxy}"
 
-        # The shortest has no whole block; of a whole prompt all but one token is loaded.
-        def handed(unit):
-            return sum(min(length // unit * unit, length - 1) for length in lengths)
-
-        least, most = handed(unit or self.unit), handed(self.unit)
+        least, most = (sum(expected_hits(*lengths, unit=one)) for one in (unit or self.unit, self.unit))
         # A rank that gets no core for long loses its server, and with it the chunks of a prompt.
         for seed in (seed,) if max(self.ranks) == 1 else (seed, seed + 20):
             before = self.hits()
@@ -477,16 +474,13 @@ class Pair:
 
     def wait_in_flight(self, role):
         """Waits for a request at an engine."""
-        head, end = f'lmc_proxy_engine_in_flight{{role="{role}"', time.monotonic() + 30
-        while metric(self.port, head) < 1:
-            if time.monotonic() > end:
-                raise RuntimeError(f"no request is at the {role} engine")
-            time.sleep(0.005)
+        head = f'lmc_proxy_engine_in_flight{{role="{role}"'
+        if not eventually(lambda: metric(self.port, head) >= 1, pause=0.005):
+            raise RuntimeError(f"no request is at the {role} engine")
 
     def nothing_is_held(self, when, *servers):
         for server in servers:
-            free = eventually(lambda server=server: not any(server.held().values()))
-            check(f"{self.name}: nothing is held {when}", free, str(server.held()))
+            server.check_idle(f"{self.name}: nothing is held {when}")
 
     def server_dies(self, role, at, seed):
         """The server beside an engine is killed in the middle of a request, and started again."""
@@ -561,21 +555,11 @@ def with_answers(server):
 
 def vllm_router():
     """The program, which is installed if need be; `None` where it cannot be had."""
-    made = subprocess.run(["bash", os.path.join(HERE, "router.sh")], capture_output=True, text=True)
-    if made.returncode == 0:
-        return os.path.join(made.stdout.strip(), "bin", "vllm-router")
-    print(f"SKIPPED vllm-router: {made.stderr.strip()[-300:]}")
-    return None
+    made = script_folder("router.sh", "vllm-router")
+    return made and os.path.join(made, "bin", "vllm-router")
 
 
 def answers(port, path="/health"):
     with contextlib.suppress(OSError), open_http(port, path, deadline=5):
         return True
     return False
-
-
-def metric(port, head):
-    """The sum of a proxy's metrics whose lines begin so."""
-    with open_http(port, "/metrics") as page:
-        lines = page.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(head))

@@ -21,8 +21,8 @@ import time
 import types
 
 from checks import free_port
-from harness import Child, Server, VllmServe, eventually, open_http, prompts
-from pd import answers, metric, text
+from harness import Child, Server, VllmServe, eventually, metric, open_http, prompts
+from pd import answers, text
 from toys import worded
 
 STEP = 512
@@ -172,7 +172,7 @@ class Pair:
 
 
 def bare(listener, port, count):
-    """The time in which so many bytes pass a link, and an answer comes back."""
+    """Seconds in which `count` bytes pass a link and one byte of an answer comes back."""
     def sink():
         peer, _ = listener.accept()
         with peer:

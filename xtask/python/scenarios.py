@@ -127,8 +127,7 @@ class Run:
     def nothing_held(self, name):
         if self.args.peer:
             return
-        free = eventually(lambda: not any(self.server.held().values()))
-        check(f"{name}: nothing is held afterwards", free, str(self.server.held()))
+        self.server.check_idle(f"{name}: nothing is held afterwards")
 
 
 def both_modes(run):
@@ -289,8 +288,7 @@ def disk_restart(run):
                       promoted >= 9, f"{promoted} read")
         for engine in engines.values():
             engine.kill()
-        free = eventually(lambda: not any(server.held().values()))
-        check("disk: nothing is held afterwards", free, str(server.held()))
+        server.check_idle("disk: nothing is held afterwards")
     finally:
         server.stop()
         shutil.rmtree(folder, ignore_errors=True)
@@ -400,8 +398,7 @@ class Peers:
         check(f"{name}: so they are after it", ids == run.plain["float32", 7])
         self.first.kill()
         self.second.kill()
-        free = eventually(lambda: not any(self.reader.held().values()))
-        check(f"{name}: nothing is held afterwards", free, str(self.reader.held()))
+        self.reader.check_idle(f"{name}: nothing is held afterwards")
 
     def end(self):
         self.proxy.stop()
@@ -578,8 +575,7 @@ def remote_with(run, connector):
                 second = hang(run, name, redis, stores[kind], second, engine)
                 servers.append(second)
             engine.kill()
-            free = eventually(lambda: not any(second.held().values()))
-            check(f"{name}, {kind}: nothing is held afterwards", free, str(second.held()))
+            second.check_idle(f"{name}, {kind}: nothing is held afterwards")
     finally:
         for server in servers:
             if server.child and server.child.process.poll() is None:

@@ -53,9 +53,7 @@ def unequal_of(run, connector, mode):
         for engine in (one, pair):
             engine.quit()
         for server in (wide, narrow):
-            held = server.held
-            free = eventually(lambda held=held: not any(held().values()))
-            check(f"{name}: nothing is held afterwards", free, str(held()))
+            server.check_idle(f"{name}: nothing is held afterwards")
     finally:
         for server in (wide, narrow):
             if server.child and server.child.process.poll() is None:

@@ -121,6 +121,12 @@ pub(crate) fn all_rounds(measured: &Value, path: &[&str]) -> Result<Vec<f64>> {
     all.with_context(|| format!("the script printed no {}", path.join(", ")))
 }
 
+/// Returns the least and the most of some values.
+pub(crate) fn range(values: &[f64]) -> (f64, f64) {
+    let least = values.iter().copied().fold(f64::INFINITY, f64::min);
+    (least, values.iter().copied().fold(0.0, f64::max))
+}
+
 /// The middle value, or the mean of the two in the middle; 0 of nothing.
 pub(crate) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::conditions;
 use super::engines::Engines;
-use super::figures::{all_rounds, median, median_of_rounds};
+use super::figures::{all_rounds, median, median_of_rounds, range};
 use super::link::Link;
 use crate::ports;
 
@@ -95,6 +95,15 @@ pub(super) fn rows<'a>(
     measured: &Value,
     ways: impl IntoIterator<Item = &'a (&'a str, &'a str)>,
 ) -> Result<String> {
+    rows_with(measured, ways, |_| Ok(String::new()))
+}
+
+/// As [`rows`], with what `more` returns for a way between its last two cells.
+fn rows_with<'a>(
+    measured: &Value,
+    ways: impl IntoIterator<Item = &'a (&'a str, &'a str)>,
+    more: impl Fn(&str) -> Result<String>,
+) -> Result<String> {
     let (mut text, mut prefill) = (String::new(), 0.0);
     for (way, what) in ways {
         let all = all_rounds(measured, &[way, "seconds"])?;
@@ -102,14 +111,15 @@ pub(super) fn rows<'a>(
         if way.ends_with("prefill engine") {
             prefill = seconds;
         }
-        let [least, most] = range(&all);
+        let (least, most) = range(&all);
         writeln!(
             text,
-            "| {what} | {:.0} ms ({:.0} to {:.0}) | {:+.0} ms | {:.0} |",
+            "| {what} | {:.0} ms ({:.0} to {:.0}) | {:+.0} ms |{} {:.0} |",
             seconds * 1e3,
             least * 1e3,
             most * 1e3,
             (seconds - prefill) * 1e3,
+            more(way)?,
             median_of_rounds(measured, &[way, "cached_tokens"])?,
         )?;
     }
@@ -125,22 +135,15 @@ fn link(measured: &Value) -> Result<String> {
     };
     text += "| | first token (of all rounds) | beyond the prefill engine alone | after its last store | tokens from the cache |\n\
              |---|--:|--:|--:|--:|\n";
-    let rows = rows(measured, &WAYS).context(SCRIPT)?;
-    for ((way, _), row) in WAYS.iter().zip(rows.lines()) {
-        let after = match all_rounds(measured, &[way, "stored"]) {
-            Ok(stored) if *way != "prefill engine" => {
-                let all = all_rounds(measured, &[way, "seconds"])?;
-                let after: Vec<f64> = all.iter().zip(stored).map(|(all, at)| all - at).collect();
-                format!("{:+.0} ms", median(&after) * 1e3)
-            }
-            _ => String::new(),
-        };
-        let (row, cached) = row
-            .trim_end_matches(" |")
-            .rsplit_once(" | ")
-            .context(SCRIPT)?;
-        writeln!(text, "{row} | {after} | {cached} |")?;
-    }
+    let after_store = |way: &str| match all_rounds(measured, &[way, "stored"]) {
+        Ok(stored) if way != "prefill engine" => {
+            let all = all_rounds(measured, &[way, "seconds"])?;
+            let after: Vec<f64> = all.iter().zip(stored).map(|(all, at)| all - at).collect();
+            Ok(format!(" {:+.0} ms |", median(&after) * 1e3))
+        }
+        _ => Ok("  |".to_owned()),
+    };
+    text += &rows_with(measured, &WAYS, after_store).context(SCRIPT)?;
     let one = seconds("one after the other")?;
     let gained = |way| Ok::<_, anyhow::Error>((one - seconds(way)?) * 1e3);
     let (bytes, bare) = (
@@ -170,7 +173,7 @@ fn link(measured: &Value) -> Result<String> {
     text += "| | first token (of all rounds) | beyond the warm one | tokens from the cache |\n|---|--:|--:|--:|\n";
     for (way, what) in LATER {
         let all = all_rounds(measured, &[way, "seconds"])?;
-        let [least, most] = range(&all);
+        let (least, most) = range(&all);
         writeln!(
             text,
             "| {what} | {:.1} ms ({:.1} to {:.1}) | {:+.1} ms | {:.0} |",
@@ -182,12 +185,6 @@ fn link(measured: &Value) -> Result<String> {
         )?;
     }
     Ok(text)
-}
-
-/// The least and the most of some values.
-fn range(all: &[f64]) -> [f64; 2] {
-    let least = all.iter().copied().fold(f64::INFINITY, f64::min);
-    [least, all.iter().copied().fold(0.0, f64::max)]
 }
 
 fn section(

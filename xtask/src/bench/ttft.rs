@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::conditions;
 use super::engines::Engines;
-use super::figures::{all_rounds, median};
+use super::figures::{all_rounds, median, range};
 
 const BENCH: &str = "bench ttft";
 const JSON: &str = "docs/benchmarks/ttft.json";
@@ -61,11 +61,12 @@ fn bars(measured: &Value) -> Result<Vec<Bar>> {
     let mut bars = Vec::new();
     for (source, name) in SOURCES {
         let all = all_rounds(measured, &[source]).context(SCRIPT)?;
+        let (least, most) = range(&all);
         bars.push(Bar {
             name,
             median: median(&all),
-            least: all.iter().copied().fold(f64::INFINITY, f64::min),
-            most: all.iter().copied().fold(0.0, f64::max),
+            least,
+            most,
         });
     }
     Ok(bars)
