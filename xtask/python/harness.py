@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.request
 
-from checks import check, free_port
+from checks import check, free_port, skip
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 CHUNK = 256
@@ -400,7 +400,7 @@ def script_folder(script, what):
     made = subprocess.run(["bash", os.path.join(HERE, script)], capture_output=True, text=True)
     if made.returncode == 0:
         return made.stdout.strip()
-    print(f"SKIPPED {what}: {made.stderr.strip()[-300:]}")
+    skip(what, made.stderr.strip()[-300:])
     return None
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 
-from checks import check, free_port
+from checks import check, free_port, skip
 from harness import (
     ANSWER_DEADLINE,
     CHUNK,
@@ -250,7 +250,7 @@ class Pair:
         try:
             program = sdist_file(*file)
         except OSError as error:
-            print(f"SKIPPED {file[2]}: {error}")
+            skip(file[2], error)
             return None
         engines = ("--prefiller-host", "127.0.0.1", "--prefiller-port", str(self.prefill.http),
                    "--decoder-host", "127.0.0.1", "--decoder-port", str(self.decode.http))

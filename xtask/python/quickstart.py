@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 
-from checks import check
+from checks import check, skip
 from harness import HERE, START_DEADLINE, Child, eventually
 from own_models import make
 
@@ -24,7 +24,7 @@ def quickstart(run):
     if run.args.peer:
         return
     if os.geteuid() != 0:
-        print("SKIPPED quickstart: only root can make a network for its ports")
+        skip("quickstart", "only root can make a network for its ports")
         return
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         make("worded", run.model, folder)
