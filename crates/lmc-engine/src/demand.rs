@@ -3,6 +3,8 @@
 //! A chunk is found by an LRU cache that holds all that was used since its last use. A sample of the
 //! chunks, chosen by their hashes, is kept in the order of use; the bytes after a chunk, scaled up by the
 //! share that the sample is of all, are the size that finds it (SHARDS, Waldspurger et al., FAST '15).
+//! All uses are counted. Where the sample has more or fewer of them than its share, a chunk that is used
+//! often is in it or not, and each cache finds such chunks: the difference counts as found (SHARDS-adj).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -62,6 +64,8 @@ impl DemandCurve {
 pub(crate) struct Demand {
     /// Chunks with a smaller tag are followed.
     limit: AtomicU64,
+    /// Uses of all chunks that are not in [`Sample::asked`] yet.
+    uses: AtomicU64,
     seed: u64,
     sample: Mutex<Sample>,
 }
@@ -77,6 +81,7 @@ impl Demand {
     pub(crate) fn new(seed: u64) -> Self {
         Self {
             limit: AtomicU64::new(u64::MAX),
+            uses: AtomicU64::new(0),
             seed,
             sample: Mutex::default(),
         }
@@ -103,6 +108,11 @@ impl Demand {
             };
             self.limit.store(sample.used(tag, bytes), Ordering::Relaxed);
         }
+        self.uses.fetch_add(hashes.len() as u64, Ordering::Relaxed);
+        if let Some(mut sample) = sample {
+            sample.asked += self.uses.swap(0, Ordering::Relaxed) as f64;
+            sample.forget();
+        }
     }
 
     /// A chunk of the first KV rank of a space is stored, of this many bytes. Nothing happens where no
@@ -119,7 +129,9 @@ impl Demand {
     }
 
     pub(crate) fn curve(&self) -> DemandCurve {
-        self.sample.lock().curve()
+        let mut sample = self.sample.lock();
+        sample.asked += self.uses.swap(0, Ordering::Relaxed) as f64;
+        sample.curve()
     }
 
     /// Returns evenly distributed bits of a chunk's identity.
@@ -154,8 +166,11 @@ struct Sample {
     bytes: u64,
     /// The slot of the next use.
     next: usize,
-    /// Uses, and those that a cache of each size would have found, scaled up to all chunks.
+    /// Uses of all chunks.
     asked: f64,
+    /// Uses of the followed chunks, scaled up to all chunks, and the part of them that a cache of each
+    /// size would have found, and no smaller one.
+    estimated: f64,
     found: Vec<f64>,
     followed: u64,
     until_forgetting: u64,
@@ -171,6 +186,7 @@ impl Default for Sample {
             bytes: 0,
             next: 0,
             asked: 0.0,
+            estimated: 0.0,
             found: vec![0.0; SIZES],
             followed: 0,
             until_forgetting: FORGET_AFTER,
@@ -193,7 +209,7 @@ impl Sample {
             return self.limit;
         }
         let scale = self.scale();
-        self.asked += scale;
+        self.estimated += scale;
         self.followed += 1;
         if let Some(known) = self.chunks.remove(&tag) {
             let after = self.bytes - self.sum_to(known.slot);
@@ -204,13 +220,18 @@ impl Sample {
             self.bytes -= known.bytes;
             self.change(known.slot, |sum| *sum -= known.bytes);
         }
-        self.until_forgetting -= 1;
+        self.until_forgetting = self.until_forgetting.saturating_sub(1);
+        self.add(tag, bytes)
+    }
+
+    /// Halves the counts where they are of many uses.
+    fn forget(&mut self) {
         if self.until_forgetting == 0 {
             self.until_forgetting = FORGET_AFTER;
             self.asked /= 2.0;
+            self.estimated /= 2.0;
             self.found.iter_mut().for_each(|found| *found /= 2.0);
         }
-        self.add(tag, bytes)
     }
 
     /// Notes a chunk that no prompt has asked for yet.
@@ -286,14 +307,14 @@ impl Sample {
     }
 
     fn curve(&self) -> DemandCurve {
-        if self.asked == 0.0 {
+        if self.estimated == 0.0 {
             return DemandCurve::default();
         }
-        let mut found = 0.0;
+        let mut found = self.asked - self.estimated;
         let mut points = vec![(0, 0.0)];
         for (index, more) in self.found.iter().enumerate() {
             found += more;
-            points.push((size_of(index), found / self.asked));
+            points.push((size_of(index), (found / self.asked).clamp(0.0, 1.0)));
         }
         DemandCurve {
             followed: self.followed,
@@ -397,7 +418,94 @@ mod tests {
         }
     }
 
-    /// A sample of many more chunks than are followed tells of all of them.
+    /// Stack distances of all uses of an LRU cache, in chunks: no sample.
+    struct Exact {
+        /// Slot of the last use of each chunk, by its number.
+        last: HashMap<u64, usize>,
+        /// Slots that are the last use of a chunk, as a Fenwick tree.
+        sums: Vec<u64>,
+        next: usize,
+        distances: Vec<u64>,
+    }
+
+    impl Exact {
+        fn new(uses: usize) -> Self {
+            Self {
+                last: HashMap::new(),
+                sums: vec![0; uses + 1],
+                next: 0,
+                distances: Vec::new(),
+            }
+        }
+
+        fn change(&mut self, slot: usize, change: impl Fn(&mut u64)) {
+            let mut at = slot + 1;
+            while at < self.sums.len() {
+                change(&mut self.sums[at]);
+                at += lowest_bit(at);
+            }
+        }
+
+        fn used(&mut self, number: u64) {
+            if let Some(slot) = self.last.insert(number, self.next) {
+                let (mut at, mut before) = (slot + 1, 0);
+                while at > 0 {
+                    before += self.sums[at];
+                    at -= lowest_bit(at);
+                }
+                // The chunks that were used since, and this one.
+                self.distances.push(self.last.len() as u64 - before + 1);
+                self.change(slot, |sum| *sum -= 1);
+            }
+            self.change(self.next, |sum| *sum += 1);
+            self.next += 1;
+        }
+
+        fn hit_ratio(&self, chunks: u64) -> f64 {
+            let hits = self
+                .distances
+                .iter()
+                .filter(|distance| **distance <= chunks);
+            hits.count() as f64 / self.next as f64
+        }
+    }
+
+    /// Few chunks are asked for often: whether the sample has one of them must not change the answer.
+    #[test]
+    fn the_curve_of_a_sample_is_right_where_few_chunks_are_asked_for_often() {
+        const USES: usize = 200_000;
+        const CHUNKS: u64 = 40_000;
+        for seed in 0..8 {
+            let (mut rng, mut exact) = (Rng::new(seed), Exact::new(USES));
+            let demand = Demand::new(seed);
+            for _ in 0..USES {
+                // Zipf's law with exponent 1: the logarithm of the rank is even.
+                let even = rng.below(1 << 32) as f64 / (1u64 << 32) as f64;
+                let number = ((CHUNKS as f64).powf(even)) as u64;
+                exact.used(number);
+                demand.asked(SPACE, &[test_hash(number)], CHUNK, 1);
+            }
+            let curve = demand.curve();
+            assert!(
+                curve.followed < USES as u64 / 2,
+                "a sample: {}",
+                curve.followed
+            );
+            // A smaller cache has too few chunks of the sample.
+            for chunks in [1024, 4096, 16_384] {
+                let expected = exact.hit_ratio(chunks);
+                let found = curve
+                    .hit_ratio(chunks * CHUNK)
+                    .expect("chunks were asked for");
+                assert!(
+                    (found - expected).abs() < 0.04,
+                    "seed {seed}, {chunks} chunks: {found}, exactly {expected}"
+                );
+            }
+        }
+    }
+
+    /// A sample of many more chunks than are followed stands for all of them.
     #[test]
     fn a_part_of_the_chunks_stands_for_all() {
         let demand = Demand::new(2);
