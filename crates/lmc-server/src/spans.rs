@@ -33,6 +33,8 @@ const TRY_PAUSE: Duration = Duration::from_secs(1);
 const LAST_TIMEOUT: Duration = Duration::from_secs(2);
 /// Kind of a span that answers another process, as OpenTelemetry numbers them.
 const KIND_SERVER: u8 = 2;
+/// Code of a step that failed.
+const STATUS_ERROR: u8 = 2;
 
 /// Sends a collector the spans of a server, where there is one. Once `stopped` turns true, sends the last
 /// ones and ends.
@@ -207,15 +209,16 @@ fn span(span: &Span, id: u64) -> Value {
             "lmc.lookup"
         }
         Step::Store(copied) => {
-            attributes.extend(copy(*copied));
+            attributes.extend(copied.map(copy).into_iter().flatten());
             "lmc.store"
         }
         Step::Retrieve(copied) => {
-            attributes.extend(copy(*copied));
+            attributes.extend(copied.map(copy).into_iter().flatten());
             "lmc.retrieve"
         }
         _ => "lmc.step",
     };
+    let has_failed = matches!(span.step, Step::Store(None) | Step::Retrieve(None));
     let mut value = json!({
         "traceId": format!("{trace:032x}"),
         "spanId": format!("{id:016x}"),
@@ -225,6 +228,9 @@ fn span(span: &Span, id: u64) -> Value {
         "endTimeUnixNano": nanos(span.ended),
         "attributes": attributes,
     });
+    if has_failed {
+        value["status"] = json!({"code": STATUS_ERROR});
+    }
     if let Some(parent) = span.parent {
         let parent = u64::from_be_bytes(parent.span);
         value["parentSpanId"] = Value::from(format!("{parent:016x}"));

@@ -4,12 +4,12 @@ use std::collections::HashSet;
 use std::thread;
 
 use lmc_testkit::until;
-use lmc_vllm_adapter::{ConfigValue, RequestConfigs};
+use lmc_vllm_adapter::{ConfigValue, Reply, Request, RequestConfigs};
 use serde_json::Value;
 
 use crate::common::Server;
 use crate::common::played::{Asked, HttpServer};
-use crate::common::prompt::{CHUNK, CHUNKS, Prompt, await_hits, end, register};
+use crate::common::prompt::{self, CHUNK, CHUNKS, Prompt, WORKER, await_hits, end, register};
 
 /// Parent of a request's spans, without the flag that says whether its caller records the trace.
 const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7";
@@ -126,6 +126,7 @@ fn the_steps_of_a_request_are_spans_of_its_callers_trace_or_of_one_of_its_own() 
         assert_eq!(attribute(copied, "gen_ai.request.model"), "model");
     }
     for span in &spans {
+        assert_eq!(span["status"], Value::Null);
         assert!(nanos(span, "startTimeUnixNano") <= nanos(span, "endTimeUnixNano"));
     }
     assert_eq!(server.metric("lmc_spans_lost_total"), 0.0);
@@ -134,6 +135,33 @@ fn the_steps_of_a_request_are_spans_of_its_callers_trace_or_of_one_of_its_own() 
     let stopping = thread::spawn(move || server.terminate());
     assert_eq!(request(&taken(&collector, 1)[0]), "last");
     stopping.join().expect("it stops");
+}
+
+#[test]
+fn a_store_and_a_retrieve_that_fail_are_spans_with_an_error() {
+    let collector = HttpServer::start();
+    let server = start(&collector);
+    let mut client = server.client();
+    let shm_name = register(&mut client);
+    let key = prompt::key("failing");
+    let prepare = Request::PrepareRetrieve {
+        key: key.clone(),
+        instance_id: WORKER,
+    };
+    let reply = client.ask(&prepare).expect("an answer");
+    assert_eq!(reply, Reply::RetrieveSlots(None));
+    Prompt::default().prepare_store(&mut client, &shm_name);
+    let abandon = Request::AbandonStore {
+        key: prompt::key("store"),
+        instance_id: WORKER,
+    };
+    assert_eq!(client.ask(&abandon).expect("an answer"), Reply::Bool(true));
+    let spans = taken(&collector, 2);
+    for (span, step) in spans.iter().zip(["lmc.retrieve", "lmc.store"]) {
+        assert_eq!(span["name"], step);
+        assert_eq!(span["status"]["code"], 2, "{span}");
+        assert_eq!(attribute(span, "lmc.chunks"), "");
+    }
 }
 
 /// Engines notice nothing of a collector that fails.

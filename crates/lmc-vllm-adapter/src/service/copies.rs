@@ -163,7 +163,7 @@ impl Copies {
             match self.copied_worker(client, &key, instance_id, "store", now) {
                 Ok(found) => found,
                 Err(Declined::NotServed) => {
-                    add(&self.context.stats.service.stores_failed, 1);
+                    self.context.store_failed(&key, now);
                     return Outcome::Reply(Reply::Transferred(false));
                 }
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
@@ -194,15 +194,10 @@ impl Copies {
                     }
                 }
             });
-            let counters = &server.context.stats.service;
-            add(
-                if stored {
-                    &counters.stores
-                } else {
-                    &counters.stores_failed
-                },
-                1,
-            );
+            match stored {
+                true => add(&server.context.stats.service.stores, 1),
+                false => server.context.store_failed(&key, now),
+            }
             Reply::Transferred(stored)
         }))
     }
@@ -296,7 +291,7 @@ impl Copies {
             match self.copied_worker(client, &key, instance_id, "retrieve", now) {
                 Ok(found) => found,
                 Err(Declined::NotServed) => {
-                    add(&self.context.stats.service.retrieves_missed, 1);
+                    self.context.retrieve_failed(&key, now);
                     return Outcome::Reply(Reply::Transferred(false));
                 }
                 Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
@@ -329,7 +324,7 @@ impl Copies {
                     (server.transfers).retrieved(client, &key, of_rank, chunks, (bytes, now));
                 }
                 _ => {
-                    add(&server.context.stats.service.retrieves_missed, 1);
+                    server.context.retrieve_failed(&key, now);
                     (server.transfers).reader_done(client, &key, space, rank, chunks);
                 }
             }

@@ -1,6 +1,6 @@
 //! Spans: the steps of requests that have ended, for a tracer.
 
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -49,10 +49,10 @@ pub enum Step {
         /// Tier that failed or was late, where that is the reason.
         tier: Option<String>,
     },
-    /// A worker has stored a range of its rank.
-    Store(Copied),
-    /// A worker has retrieved a range of its rank.
-    Retrieve(Copied),
+    /// A worker has stored a range of its rank; `None` where that failed.
+    Store(Option<Copied>),
+    /// A worker has retrieved a range of its rank; `None` where that failed.
+    Retrieve(Option<Copied>),
 }
 
 /// Range of a prompt that a worker has copied.
@@ -146,6 +146,18 @@ impl Context {
         }
     }
 
+    /// Counts a store that failed, and notes its span. `begun` is the time of the worker's request.
+    pub(super) fn store_failed(&self, key: &CacheKey, begun: Instant) {
+        add(&self.stats.service.stores_failed, 1);
+        self.add_copy(key, begun.elapsed(), || Step::Store(None));
+    }
+
+    /// Counts a retrieve that failed, and notes its span. `begun` is the time of the worker's request.
+    pub(super) fn retrieve_failed(&self, key: &CacheKey, begun: Instant) {
+        add(&self.stats.service.retrieves_missed, 1);
+        self.add_copy(key, begun.elapsed(), || Step::Retrieve(None));
+    }
+
     /// As [`Self::add_span`], for a range that a worker has copied.
     pub(super) fn add_copy(&self, key: &CacheKey, took: Duration, step: impl FnOnce() -> Step) {
         let id = key.request_id.as_str();
@@ -176,11 +188,7 @@ mod tests {
             parent: None,
             ended: SystemTime::UNIX_EPOCH,
             took: Duration::ZERO,
-            step: Step::Store(Copied {
-                kv_rank: 0,
-                chunks: 1,
-                bytes: 1,
-            }),
+            step: Step::Store(None),
         }
     }
 

@@ -329,7 +329,7 @@ impl Transfers {
         let count = tickets.len();
         let inserted = context.engine.commit(tickets);
         context.add_copy(key, begun.elapsed(), || {
-            Step::Store(Copied::new(key, count, bytes))
+            Step::Store(Some(Copied::new(key, count, bytes)))
         });
         context.push(to, || stored);
         for (hash, inserted) in hashes.into_iter().zip(inserted) {
@@ -359,7 +359,7 @@ impl Transfers {
             Ok(found) => found,
             // "Nothing to write": the worker goes on, and nothing was promised.
             Err(Declined::NotServed) => {
-                add(&counters.stores_failed, 1);
+                self.context.store_failed(key, now);
                 return nothing;
             }
             Err(Declined::Refused(reply)) => return reply,
@@ -367,7 +367,7 @@ impl Transfers {
         let id = TransferId::new(transfer_key(key, &hashed), Direction::Store);
         if let Some(asked_before) = self.held(instance_id, &id, client, &worker) {
             return asked_before.unwrap_or_else(|| {
-                add(&counters.stores_failed, 1);
+                self.context.store_failed(key, now);
                 nothing
             });
         }
@@ -511,7 +511,7 @@ impl Transfers {
             // Loading it would run whatever the sender put in. The worker could not map the
             // pool, or it would not have sent bytes.
             add(&counters.pickles_refused, 1);
-            add(&counters.stores_failed, 1);
+            self.context.store_failed(key, now);
             self.context.warn_throttled(
                 "a worker sent a pickled payload, which is never loaded: it cannot map the \
                  shared pool; let engine and server share /dev/shm (containers: --ipc=host)",
@@ -541,13 +541,13 @@ impl Transfers {
         now: Instant,
     ) -> Reply {
         let transfer = self.take_prepared(client, key, instance_id, Direction::Store, now);
-        let known = transfer.is_some();
+        let since = transfer.as_ref().map(|transfer| transfer.since);
         // The slots go back here, where nothing is locked.
         drop(transfer);
-        if known {
-            add(&self.context.stats.service.stores_failed, 1);
+        if let Some(since) = since {
+            self.context.store_failed(key, since);
         }
-        Reply::Bool(known)
+        Reply::Bool(since.is_some())
     }
 
     /// Gives back what the earlier connections of a worker had prepared, on the word of its own
@@ -634,7 +634,7 @@ impl Transfers {
         add(&counters.retrieved_bytes, bytes);
         self.lookups.retrieved(client, key, space, kv_rank, chunks);
         self.context.add_copy(key, begun.elapsed(), || {
-            Step::Retrieve(Copied::new(key, chunks.len(), bytes))
+            Step::Retrieve(Some(Copied::new(key, chunks.len(), bytes)))
         });
     }
 
@@ -645,11 +645,10 @@ impl Transfers {
         instance_id: u64,
         now: Instant,
     ) -> Reply {
-        let counters = &self.context.stats.service;
         let (worker, hashed) = match self.worker(client, key, instance_id, now) {
             Ok(found) => found,
             Err(Declined::NotServed) => {
-                add(&counters.retrieves_missed, 1);
+                self.context.retrieve_failed(key, now);
                 return Reply::RetrieveSlots(None);
             }
             Err(Declined::Refused(reply)) => return reply,
@@ -673,7 +672,7 @@ impl Transfers {
                 )
             });
         reply.unwrap_or_else(|| {
-            add(&counters.retrieves_missed, 1);
+            self.context.retrieve_failed(key, now);
             let space = worker.space;
             self.reader_done(client, key, space, worker.kv_rank, &hashed.chunks);
             Reply::RetrieveSlots(None)

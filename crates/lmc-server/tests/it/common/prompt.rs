@@ -12,7 +12,7 @@ use lmc_vllm_adapter::{
 };
 
 /// Id of a server's worker.
-const WORKER: u64 = 1;
+pub(crate) const WORKER: u64 = 1;
 /// Tokens in a chunk.
 pub(crate) const CHUNK: usize = 256;
 /// Chunks of the prompt.
