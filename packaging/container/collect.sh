@@ -1,5 +1,5 @@
 #!/bin/sh
-# Collects the files of the image into a folder: the program, and what it is linked to here.
+# Collects the files of the image into a folder: the program, and the libraries that it is linked to.
 set -eu
 image=$1
 mkdir -p "$image/usr/bin" "$image/etc/ssl/certs" "$image/opt/venv/bin" "$image/run/lmc" \
@@ -7,8 +7,8 @@ mkdir -p "$image/usr/bin" "$image/etc/ssl/certs" "$image/opt/venv/bin" "$image/r
 cp /usr/bin/lmc "$image/usr/bin/lmc"
 # LMCache's operator for Kubernetes starts /opt/venv/bin/lmcache server.
 ln -s /usr/bin/lmc "$image/opt/venv/bin/lmcache"
-# The libraries, the loader among them; those by which names of hosts and users are resolved; and one
-# that drivers of GPUs need.
+# The libraries, the loader included; the libraries that resolve names of hosts and users; and librt, which
+# GPU drivers need.
 libraries=$(ldd /usr/bin/lmc | grep -o '/[^ ]*')
 folder=$(dirname "$(ldd /usr/bin/lmc | grep -o '/[^ ]*/libc\.so\.6')")
 for file in $libraries "$folder/librt.so.1" "$folder/libresolv.so.2" \

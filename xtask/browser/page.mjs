@@ -40,7 +40,7 @@ try {
   await page.setViewport({ width: 1280, height: 1400 });
   await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: "light" }]);
   await page.goto(url);
-  await page.waitForFunction(() => document.getElementById("state").textContent === "all well", { timeout: 60_000 });
+  await page.waitForFunction(() => document.getElementById("state").textContent === "ok", { timeout: 60_000 });
   await page.waitForFunction(() => document.querySelector("#curve, #advice").textContent !== "", { timeout: 60_000 });
   const shown = await page.evaluate(() => document.getElementById("main").innerText);
   for (const part of ["found since the start", "memory in use", "lookup", "never stored", "memory", "Engines"]) {

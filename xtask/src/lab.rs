@@ -94,8 +94,8 @@ const LAB: &str = "LMC_TEST_LAB";
 fn page(conditions: &[(&str, String)], done: &[Done]) -> String {
     let mut page = String::from(
         "# The last run of the whole lab\n\n\
-         Written by `cargo xtask lab` on the commit that it names as `lmc`; [CONTRIBUTING](../CONTRIBUTING.md)\n\
-         says when it is run.\n\n",
+         `cargo xtask lab` writes this page; `lmc` is the commit that it tested. [CONTRIBUTING](../CONTRIBUTING.md)\n\
+         says when to run it.\n\n",
     );
     page += &conditions::lines(conditions);
     page += "\n| Step | Passed | Failed | Skipped | Seconds |\n|---|---|---|---|---|\n";

@@ -13,7 +13,7 @@ use crate::shared::{FUNCTIONS, Kind};
 use crate::stream::{Copy, Direction, Kernel, Work};
 use crate::{Code, DEVICES_VARIABLE, FOLDER_VARIABLE, code::Done};
 
-/// An object of the driver: its number as an address, or a range of device memory.
+/// An object of the driver: its number as an address, or the start of device memory.
 type Object = usize;
 
 /// `CUipcMemHandle` and `CUipcEventHandle`.
@@ -23,7 +23,7 @@ struct IpcHandle([u8; 64]);
 /// The context of device 0; that of device 1 is one more.
 const CONTEXT: Object = 0xc0_0000;
 
-/// The version that the fake says it is: 12.8.
+/// The version that the fake reports: 12.8.
 const VERSION: c_int = 12_080;
 
 /// The driver of this process, if the variables name a machine.
@@ -42,8 +42,8 @@ const EARLY: [&str; 2] = ["cuInit", "cuDriverGetVersion"];
 thread_local! {
     /// The device whose context is current.
     static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
-    /// `CUstreamCaptureMode` of the thread: what captures of other threads forbid it. Nothing is
-    /// captured here.
+    /// `CUstreamCaptureMode` of the thread: the calls that captures of other threads forbid.
+    /// Nothing is captured here.
     static MODE: Cell<c_int> = const { Cell::new(0) };
 }
 
@@ -56,7 +56,7 @@ pub(crate) fn index(name: &str) -> usize {
     index.unwrap_or_else(|| panic!("the fake has no function {name}; it has {NAMES:?}"))
 }
 
-/// Counts a call, and carries it out unless it is to fail.
+/// Counts a call, and carries it out unless it is set to fail.
 fn call(name: &str, body: impl FnOnce(&Arc<Driver>) -> Done) -> c_uint {
     let Some(driver) = &*DRIVER else {
         return match name {
@@ -152,7 +152,7 @@ macro_rules! functions {
         $(#[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($argument: $type),*) -> c_uint {
             call(stringify!($name), |$driver| {
-                // SAFETY: pointers of the caller are as the driver API wants them.
+                // SAFETY: the caller passes pointers as the driver API requires.
                 #[allow(unused_unsafe, reason = "not every function has pointers")]
                 unsafe { $body }
             })
@@ -410,12 +410,12 @@ unsafe fn put_text(code: c_uint, to: *mut *const c_char, name: bool) -> c_uint {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorName(code: c_uint, to: *mut *const c_char) -> c_uint {
-    // SAFETY: the pointer is as the driver API wants it.
+    // SAFETY: the pointer is as the driver API requires.
     unsafe { put_text(code, to, true) }
 }
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorString(code: c_uint, to: *mut *const c_char) -> c_uint {
-    // SAFETY: the pointer is as the driver API wants it.
+    // SAFETY: the pointer is as the driver API requires.
     unsafe { put_text(code, to, false) }
 }

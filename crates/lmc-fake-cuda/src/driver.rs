@@ -1,4 +1,4 @@
-//! The driver as one process sees it: contexts and all that belongs to them.
+//! The driver as one process sees it: contexts, and everything that belongs to them.
 
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
@@ -25,7 +25,7 @@ const NON_BLOCKING: u32 = 1;
 const DISABLE_TIMING: u32 = 2;
 const INTERPROCESS: u32 = 4;
 
-/// A thing that is counted for as long as it exists.
+/// An object that is counted for as long as it exists.
 #[derive(Debug)]
 pub(crate) struct Count {
     record: Arc<Shared<Record>>,
@@ -58,7 +58,7 @@ impl Drop for Count {
 #[derive(Debug)]
 pub(crate) struct Event {
     pub(crate) state: Shared<EventState>,
-    /// The handle for other processes; `None` for events of others as well.
+    /// The handle for other processes; `None` also for events of other processes.
     handle: Option<Handle>,
     file: Option<PathBuf>,
 }
@@ -96,11 +96,11 @@ pub(crate) struct Driver {
     pub(crate) devices: usize,
     /// The owner of memory and events in handles.
     owner: ipc::Owner,
-    /// Locked until the process ends.
+    /// Stays locked until the process ends.
     _lock: File,
     pub(crate) control: Shared<Control>,
     pub(crate) record: Arc<Shared<Record>>,
-    /// Devices whose context has had a fault, which stays until the process ends.
+    /// Devices whose context has had a fault, which lasts until the process ends.
     pub(crate) faulty: [AtomicBool; DEVICES],
     contexts: [Mutex<Option<Context>>; DEVICES],
     pub(crate) memory: RwLock<Memory>,
@@ -108,7 +108,7 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    /// Makes a process, or an engine with `pid` 0, one of those that use the machine in `folder`.
+    /// Adds a process, or an engine with `pid` 0, to the users of the machine in `folder`.
     pub(crate) fn open(folder: &Path, devices: usize, pid: u32) -> io::Result<Arc<Self>> {
         fs::create_dir_all(folder)?;
         let owner = ipc::Owner::new(pid);
@@ -130,7 +130,7 @@ impl Driver {
             faulty: Default::default(),
             contexts: Default::default(),
             memory: RwLock::default(),
-            // Smaller numbers are streams with a meaning of their own.
+            // Smaller numbers are streams with a special meaning.
             next: AtomicUsize::new(0x1_0000),
         }))
     }
@@ -164,8 +164,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Releases a context. With the last release everything in it is gone, and work that has not
-    /// begun is not done.
+    /// Releases a context. With the last release everything in it is freed, and work that has not
+    /// begun is dropped.
     pub(crate) fn release(&self, device: usize) -> Done {
         let mut context = self.contexts[device].lock();
         let retained = context.as_mut().ok_or(Code::INVALID_CONTEXT)?;
@@ -295,7 +295,8 @@ impl Driver {
         self.add_event(device, event)
     }
 
-    /// Records an event in a stream. From now on it is not ready until the stream reaches it.
+    /// Records an event in a stream. The event is not ready from now on until the stream reaches
+    /// it.
     pub(crate) fn record(&self, event: Arc<Event>, stream: &Stream) {
         let record = event.state.recorded.fetch_add(1, Ordering::SeqCst) + 1;
         stream.give(self, Work::Record { event, record });
@@ -351,7 +352,8 @@ impl Driver {
         }
     }
 
-    /// Removes a range by its first address; `otherwise` is returned where none of that kind begins.
+    /// Removes a range by its first address; returns `otherwise` if no range of that kind begins
+    /// there.
     pub(crate) fn remove(&self, kind: Kind, start: usize, otherwise: Code) -> Done {
         let mut memory = self.memory.write();
         let range = memory.ranges.get_mut(&start).ok_or(otherwise)?;
@@ -394,7 +396,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Returns the handle of own device memory that contains an address.
+    /// Returns the handle of the process's own device memory that contains an address.
     pub(crate) fn memory_handle(&self, address: usize) -> Done<[u8; 64]> {
         let memory = self.memory.read();
         let range = memory.device(address, 1)?;

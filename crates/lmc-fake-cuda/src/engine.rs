@@ -11,9 +11,9 @@ use crate::{Code, Machine};
 /// `CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS`.
 const SHARED_EVENT: u32 = 6;
 
-/// An engine with a context on one device and one stream, in the process of a test. For the driver
-/// it is a process of its own, so a program under test in the same process can open its memory.
-/// On drop it gives everything back, as an engine that ends.
+/// An engine with a context on one device and one stream, in the process of a test. The driver
+/// treats it as a process of its own, so a program under test in the same process can open its
+/// memory. Dropping it frees everything, as the end of an engine does.
 #[derive(Debug)]
 pub struct Engine {
     driver: Arc<Driver>,
@@ -80,7 +80,7 @@ impl Engine {
     /// Returns bytes of device memory as they are at this moment.
     ///
     /// # Panics
-    /// If they are not in one allocation.
+    /// If the bytes are not in one allocation.
     pub fn read(&self, address: usize, len: usize) -> Vec<u8> {
         let bytes = self.driver.read(address, len);
         bytes.expect("the bytes are in one allocation")
@@ -89,13 +89,13 @@ impl Engine {
     /// Changes bytes of device memory at once, whatever the stream is doing.
     ///
     /// # Panics
-    /// If they are not in one allocation.
+    /// If the bytes are not in one allocation.
     pub fn write(&self, address: usize, bytes: &[u8]) {
         let written = self.driver.write(address, bytes);
         written.expect("the bytes are in one allocation");
     }
 
-    /// Changes bytes of device memory when the stream gets to it.
+    /// Changes bytes of device memory when the stream reaches this work.
     pub fn write_later(&self, address: usize, bytes: &[u8]) {
         let (to, bytes) = (address, bytes.to_vec());
         self.stream.give(&self.driver, Work::Write { to, bytes });
@@ -143,8 +143,8 @@ impl Engine {
         }
     }
 
-    /// Stops the stream once it has done what it was given so far. What it is given from now on,
-    /// records of events among it, waits until the result is dropped.
+    /// Stops the stream once it has done the work that it was given so far. Work that is given from
+    /// now on, including records of events, waits until the result is dropped.
     pub fn stall(&self) -> Stall {
         let over = Arc::new(AtomicBool::new(false));
         let work = Work::Stall(Arc::clone(&over));
@@ -155,7 +155,7 @@ impl Engine {
         }
     }
 
-    /// Waits until the stream has done what it was given.
+    /// Waits until the stream has done its work.
     ///
     /// # Panics
     /// If the context has had a fault.
@@ -172,7 +172,8 @@ impl Drop for Engine {
 }
 
 impl EngineEvent {
-    /// Records the event in a stream: it is not ready until the stream has done what it was given.
+    /// Records the event in a stream: it is not ready until the stream has done the work that it
+    /// was given so far.
     pub fn record(&self, engine: &Engine) {
         let event = Arc::clone(&self.event);
         engine.driver.record(event, &engine.stream);
@@ -184,7 +185,7 @@ impl EngineEvent {
         engine.driver.wait_event(event, &engine.stream);
     }
 
-    /// Returns true unless the latest record was not reached yet.
+    /// Returns true unless the latest record has not been reached yet.
     pub fn is_ready(&self) -> bool {
         self.event.is_ready()
     }

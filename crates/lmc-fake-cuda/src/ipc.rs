@@ -13,7 +13,7 @@ pub(crate) struct Owner {
 }
 
 impl Owner {
-    /// `pid` is 0 for an engine in the process of a test.
+    /// Returns an owner. `pid` is 0 for an engine in the process of a test.
     pub(crate) fn new(pid: u32) -> Self {
         Self {
             pid,
@@ -111,7 +111,7 @@ impl Handle {
             device: field(4) as usize,
             len: field(5) as usize,
         };
-        // Refuses bytes that differ anywhere.
+        // Refuses bytes that differ anywhere from the encoding.
         (handle.encode() == *bytes).then_some(handle)
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! Built as a library for C, the crate has the functions of the driver API that lmc calls. A
 //! program finds it as `libcuda.so` in the path of the loader. Devices belong to a [`Machine`],
-//! which is a folder: all processes with the same folder see the same devices. An [`Engine`] plays
+//! which is a folder: all processes that use the folder see the same devices. An [`Engine`] plays
 //! the engine in the process of the test. README.md lists what tests may rely on.
 //!
 //! The fake computes nothing, and copies at the speed of the host: it says nothing about speed.
@@ -54,7 +54,7 @@ pub const UUIDS: [&str; 2] = [
     "6c6d632d-6661-6b65-2d63-7564612d2d31",
 ];
 
-/// Names the folder of the machine.
+/// The variable that names the folder of the machine.
 const FOLDER_VARIABLE: &str = "FAKE_CUDA";
-/// Says how many devices the machine has.
+/// The variable that has the number of devices.
 const DEVICES_VARIABLE: &str = "FAKE_CUDA_DEVICES";

@@ -1,4 +1,4 @@
-//! A machine with fake devices, and what tests do with it.
+//! A machine with fake devices, and the controls that tests have over it.
 
 use std::ffi::OsString;
 use std::fs;
@@ -18,7 +18,7 @@ pub struct Machine {
     folder: PathBuf,
     devices: usize,
     control: Shared<Control>,
-    /// True for the one that made the folder.
+    /// True for the value that made the folder.
     is_owner: bool,
 }
 
@@ -29,11 +29,12 @@ pub struct Process {
     pub pid: u32,
     /// True until the process ends, or the engine is dropped.
     pub is_alive: bool,
-    /// Things that the process has and did not give back; for one that ended, what it had then.
+    /// Objects that the process has not released; for a process that has ended, the objects at its
+    /// end.
     pub live: Live,
 }
 
-/// Numbers of things that a process has at the driver.
+/// Numbers of objects that a process has at the driver.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Live {
     /// Devices whose primary context is retained.
@@ -113,7 +114,7 @@ impl Machine {
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = format!("lmc-fake-cuda-{}-{count}", std::process::id());
         let folder = std::env::temp_dir().join(name);
-        // What an earlier process of the same id left.
+        // Files that an earlier process with the same id has left.
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(folder.join("lib")).expect("a folder for a test can be made");
         let control = Shared::open(&folder.join("control"));
@@ -142,8 +143,8 @@ impl Machine {
         })
     }
 
-    /// Runs `inside` in a process with a machine of its own, whose loader finds the machine's driver.
-    /// `test` runs the test again that calls this (`lmc_testkit::own_test`).
+    /// Runs `inside` in a process with a machine of its own, whose loader finds the machine's
+    /// driver. `test` runs the calling test again (`lmc_testkit::own_test`).
     ///
     /// # Panics
     /// As [`Machine::with_devices`], and if the test fails in that process.
@@ -157,11 +158,11 @@ impl Machine {
         assert!(status.success(), "the test failed in its process: {status}");
     }
 
-    /// Returns the variables by which a program that is started with them finds this machine's
-    /// driver in the loader's path, and this machine.
+    /// Returns environment variables for a program that is started. With them its loader finds this
+    /// machine's driver, and the driver finds this machine.
     ///
     /// # Panics
-    /// If the library was not built beside the program that runs.
+    /// If the library was not built next to the program that runs.
     pub fn envs(&self) -> [(&'static str, OsString); 3] {
         let lib = self.folder.join("lib");
         let link = lib.join("libcuda.so");
@@ -196,7 +197,7 @@ impl Machine {
         self.control.held[device].store(1, Ordering::SeqCst);
     }
 
-    /// Lets a device go on.
+    /// Lets a device continue.
     ///
     /// # Panics
     /// If the machine cannot have that device.
@@ -205,8 +206,8 @@ impl Machine {
         self.control.changed();
     }
 
-    /// Makes the next calls of a function fail without any other effect, in whichever process they
-    /// are. 0 times ends it.
+    /// Makes the next `times` calls of a function fail without any other effect, in all processes.
+    /// 0 ends this.
     ///
     /// # Panics
     /// If the fake has no such function.
@@ -214,7 +215,7 @@ impl Machine {
         self.control.fail(abi::index(function), 0, times, code);
     }
 
-    /// Makes one call of a function fail, as [`fail`](Self::fail) does, after `calls` more of them
+    /// Makes one call of a function fail, as [`fail`](Self::fail) does, after `calls` more calls
     /// were carried out.
     ///
     /// # Panics
@@ -241,7 +242,7 @@ impl Machine {
         self.records().map(calls).sum()
     }
 
-    /// Returns the processes that have used this machine, engines among them.
+    /// Returns the processes that have used this machine, including engines.
     pub fn processes(&self) -> Vec<Process> {
         let process = |(path, record): (PathBuf, Shared<Record>)| Process {
             pid: pid(&path).unwrap_or_default(),
@@ -251,7 +252,7 @@ impl Machine {
         self.records().map(process).collect()
     }
 
-    /// Returns what a process has at the driver; nothing if it has not used this machine.
+    /// Returns the objects that a process has at the driver; none if it has not used this machine.
     pub fn live(&self, pid: u32) -> Live {
         let mut processes = self.processes().into_iter();
         let found = processes.find(|process| process.pid == pid);
@@ -282,7 +283,7 @@ fn pid(path: &Path) -> Option<u32> {
     complete.then(|| pid.parse().ok())?
 }
 
-/// Returns the library that was built with the crate, beside the program that runs.
+/// Returns the library that was built with the crate, next to the program that runs.
 fn library() -> PathBuf {
     let program = std::env::current_exe().expect("a program has a path");
     let mut folders = program.ancestors().skip(1);

@@ -22,7 +22,7 @@ pub(crate) struct Range {
     pub(crate) handle: Option<Handle>,
     /// Times that a mapping was opened and not closed.
     pub(crate) opened: usize,
-    /// The file of an own allocation of device memory, removed with it.
+    /// The file of the process's own device memory, removed with it.
     pub(crate) file: Option<PathBuf>,
     pub(crate) _map: Option<MmapRaw>,
     pub(crate) _count: Count,
@@ -91,8 +91,8 @@ impl Memory {
     pub(crate) fn kernel_copy(&self, device: usize, from: usize, to: usize, len: usize) -> Done {
         self.reaches(device, from, len)?;
         self.reaches(device, to, len)?;
-        // SAFETY: both ranges are mapped or registered, and ranges leave `self` only behind a lock
-        // whose other side the caller has.
+        // SAFETY: both ranges are mapped or registered. Ranges leave `self` only under a lock whose
+        // other side the caller holds.
         unsafe { copy(from, to, len) };
         Ok(())
     }
@@ -106,12 +106,12 @@ pub(crate) unsafe fn copy(from: usize, to: usize, len: usize) {
     let from: *const u8 = std::ptr::with_exposed_provenance(from);
     let to: *mut u8 = std::ptr::with_exposed_provenance_mut(to);
     // SAFETY: the caller's promise. Bytes that another process writes at the same time are torn at
-    // worst: they are not looked at here.
+    // worst; nothing here reads their values.
     unsafe { std::ptr::copy(from, to, len) };
 }
 
-/// Brings host memory in, as registration does. Fails where a page is not mapped, or lies behind
-/// the end of its file.
+/// Faults in the pages of host memory, as registration does. Fails if a page is not mapped, or lies
+/// beyond the end of its file.
 pub(crate) fn populate(start: usize, len: usize) -> Done {
     let page = rustix::param::page_size();
     let first = start / page * page;

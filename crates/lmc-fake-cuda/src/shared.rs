@@ -17,8 +17,8 @@ pub(crate) const DEVICES: usize = 2;
 /// Functions that can be counted and made to fail.
 pub(crate) const FUNCTIONS: usize = 64;
 
-/// Longest sleep between two looks at a condition: a process that is killed between a change and
-/// its announcement announces nothing.
+/// Longest sleep between two checks of a condition: a process that is killed between a change and
+/// its wake-up wakes no thread.
 const LOOK: futex::Timespec = futex::Timespec {
     tv_sec: 0,
     tv_nsec: 100_000_000,
@@ -58,7 +58,7 @@ impl<T: Atomics> Shared<T> {
         Ok(Self::from(map))
     }
 
-    /// Makes one that no other process sees.
+    /// Makes memory that no other process sees.
     pub(crate) fn private() -> io::Result<Self> {
         Ok(Self::from(MmapMut::map_anon(size_of::<T>())?.into()))
     }
@@ -87,11 +87,11 @@ impl<T: Atomics> Deref for Shared<T> {
 pub(crate) struct Control {
     /// Counts changes of anything in the machine; threads sleep on it.
     changes: AtomicU32,
-    /// Devices that make no progress: 1.
+    /// 1 for a device that makes no progress.
     pub(crate) held: [AtomicU32; DEVICES],
-    /// Calls that still are to fail, by function.
+    /// Number of calls that are still to fail, by function.
     failures: [AtomicU32; FUNCTIONS],
-    /// Calls that are still carried out before those, by function.
+    /// Number of calls that are still carried out before the failing ones, by function.
     skipped: [AtomicU32; FUNCTIONS],
     codes: [AtomicU32; FUNCTIONS],
 }
@@ -104,7 +104,7 @@ impl Control {
         let _ = futex::wake(&self.changes, futex::Flags::empty(), all);
     }
 
-    /// Returns as soon as `done` returns true; `done` is asked after each change in the machine.
+    /// Returns as soon as `done` returns true; `done` is called after each change in the machine.
     pub(crate) fn wait(&self, mut done: impl FnMut() -> bool) {
         loop {
             let seen = self.changes.load(Ordering::SeqCst);
@@ -125,7 +125,7 @@ impl Control {
         self.failures[function].load(Ordering::SeqCst) > 0
     }
 
-    /// Returns the error that this call of a function is to return.
+    /// Returns the error that this call of a function must return, if any.
     pub(crate) fn failure(&self, function: usize) -> Option<Code> {
         let one_less = |left: u32| left.checked_sub(1);
         let take = |left: &AtomicU32| {
@@ -139,7 +139,7 @@ impl Control {
     }
 }
 
-/// Things that are counted in each process.
+/// Kinds of objects that are counted in each process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Context,
@@ -156,9 +156,9 @@ pub(crate) enum Kind {
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Record {
-    /// Living things, by [`Kind`].
+    /// Existing objects, by [`Kind`].
     pub(crate) things: [AtomicU64; 8],
-    /// Bytes of those things.
+    /// Bytes of the existing objects.
     pub(crate) bytes: [AtomicU64; 8],
     /// Calls, by function.
     pub(crate) calls: [AtomicU64; FUNCTIONS],

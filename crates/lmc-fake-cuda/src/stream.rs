@@ -1,4 +1,4 @@
-//! Streams: each has a thread that does its work in order.
+//! Streams: each has a thread that does the stream's work in order.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::driver::{Driver, Event};
 use crate::memory::{self, Memory};
 use crate::{Code, code::Done};
 
-/// A kernel that has a twin here.
+/// A kernel that the fake implements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kernel {
     /// `lmc_copy_runs(const Run* runs, unsigned n)`.
@@ -43,7 +43,8 @@ pub(crate) enum Direction {
 }
 
 impl Copy {
-    /// Fails unless all of the copy is in valid memory; returns true if the host's is registered.
+    /// Fails unless all of the copy is in valid memory; returns true if the host's memory is
+    /// registered.
     pub(crate) fn check(&self, memory: &Memory) -> Done<bool> {
         let (device, host) = match self.direction {
             Direction::ToDevice => (self.to, self.from),
@@ -84,9 +85,9 @@ pub(crate) enum Work {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum End {
-    /// After the work that was given.
+    /// Ends after the work that was given.
     Drained,
-    /// After the work that is being done.
+    /// Ends after the work under way.
     AtOnce,
 }
 
@@ -115,7 +116,7 @@ impl Stream {
         stream
     }
 
-    /// Appends work, and returns the number by which its end can be waited for.
+    /// Appends work, and returns its number, by which a caller can wait for its end.
     pub(crate) fn give(&self, driver: &Driver, work: Work) -> u64 {
         let mut queue = self.queue.lock();
         queue.push_back(work);
@@ -171,7 +172,7 @@ impl Stream {
             };
             let failed =
                 driver.healthy(self.device).is_ok() && self.perform(driver, &work).is_err();
-            // A stream that is ended loses its memory.
+            // A stream that has ended loses its memory.
             if failed && !self.ends_at_once() {
                 driver.faulty[self.device].store(true, Ordering::SeqCst);
             }
@@ -180,8 +181,8 @@ impl Stream {
         }
     }
 
-    /// Does one piece of work. Memory that was valid when the work was given, and is not now, is a
-    /// fault of the context.
+    /// Does one piece of work. If memory was valid when the work was given and is not valid now,
+    /// the context has a fault.
     fn perform(&self, driver: &Driver, work: &Work) -> Done {
         match work {
             Work::Copy { copy, pinned } => {
@@ -190,8 +191,8 @@ impl Stream {
                 if !copy.check(&memory)? && *pinned {
                     return Err(Code::INVALID_VALUE);
                 }
-                // SAFETY: the device's side is mapped for as long as the lock is held. The host's is
-                // registered for as long, or memory of a caller who waits.
+                // SAFETY: the device's side is mapped for as long as the lock is held. The host's
+                // side is registered for as long, or its owner waits.
                 unsafe { memory::copy(copy.from, copy.to, copy.len) };
             }
             Work::Write { to, bytes } => driver.write(*to, bytes)?,

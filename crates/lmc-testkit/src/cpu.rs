@@ -1,13 +1,13 @@
-//! Time that a thread has computed.
+//! CPU time of a thread.
 
 use std::mem::MaybeUninit;
 use std::time::Duration;
 
-/// Returns the CPU time of this thread so far. Other than the time on a clock, it does not grow
-/// while other threads have the core, so a budget in it holds on a busy machine.
+/// Returns the CPU time of this thread so far. Unlike the time on a clock, it does not grow while
+/// other threads have the core, so a limit on it holds on a busy machine.
 pub fn cpu_time() -> Duration {
     let mut time = MaybeUninit::<libc::timespec>::uninit();
-    // SAFETY: the kernel fills the one struct that the pointer is good for.
+    // SAFETY: the kernel fills the one struct, to which the pointer is valid.
     let result = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, time.as_mut_ptr()) };
     assert_eq!(result, 0, "every Linux has this clock");
     // SAFETY: the call has succeeded, so it has filled the struct.

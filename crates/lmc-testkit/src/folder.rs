@@ -8,7 +8,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A new, empty folder of its own, removed with its content on drop.
+/// A new, empty folder, removed with its content on drop.
 #[derive(Debug)]
 pub struct Folder(PathBuf);
 
@@ -16,7 +16,7 @@ impl Folder {
     /// Makes a folder in the system's folder for temporary files.
     ///
     /// # Panics
-    /// When it cannot be made.
+    /// When the folder cannot be made.
     pub fn temporary() -> Self {
         Self::inside(std::env::temp_dir())
     }
@@ -25,13 +25,13 @@ impl Folder {
     /// the build, which is a real drive where `/tmp` may be memory.
     ///
     /// # Panics
-    /// When it cannot be made.
+    /// When the folder cannot be made.
     pub fn inside(parent: impl AsRef<Path>) -> Self {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = format!("lmc-test-{}-{count}", std::process::id());
         let path = parent.as_ref().join(name);
-        // What an earlier process of the same id left.
+        // Files that an earlier process with the same id has left.
         let _ = fs::remove_dir_all(&path);
         fs::create_dir_all(&path).expect("a folder for a test can be made");
         Self(path)
@@ -74,7 +74,7 @@ impl Drop for Folder {
     }
 }
 
-/// Writes a file that only its owner may read, as a key file has to be.
+/// Writes a file that only its owner may read, as key files require.
 ///
 /// # Panics
 /// If the file cannot be written.

@@ -1,7 +1,7 @@
 //! Runs threads of a test in orders that a seed chooses, and gives crates the locks for it.
 //!
-//! A crate takes its `Mutex` from here in its unit tests and from `parking_lot` elsewhere. Inside of
-//! [`explore`], each lock is a point at which `shuttle` chooses the thread that goes on; outside of
+//! A crate takes its `Mutex` from here in its unit tests and from `parking_lot` elsewhere. Inside
+//! [`explore`], each lock is a point at which `shuttle` chooses the thread that runs next. Outside
 //! it, the lock is that of `parking_lot`, so that ordinary tests of the same crate are unaffected.
 //! A test that holds any other lock while it takes one of these may block for ever: all threads of
 //! [`explore`] share one thread of the system.
@@ -18,19 +18,19 @@ use shuttle::{Config, Runner};
 /// Environment variable with the schedule that a failed test printed, to run that order again.
 pub const SCHEDULE: &str = "LMC_SCHEDULE";
 
-/// Preemptions at random points when it runs threads by priority.
+/// Preemptions at random points in runs by priority.
 const PREEMPTIONS: usize = 3;
 /// Bytes of a thread's stack. Code without optimization needs more than shuttle's default.
 const STACK_BYTES: usize = 256 << 10;
 
-/// Runs `body` under `schedules` different orders of its threads: half of them chosen at random at
-/// each step, half of them by random priorities with few preemptions.
+/// Runs `body` under `schedules` different orders of its threads: half of them choose the thread at
+/// random at each step, half of them use random priorities with few preemptions.
 ///
 /// Threads are those of [`spawn`]. A panic, a deadlock and an endless loop fail the test, which
 /// prints the order; `LMC_SCHEDULE=… cargo test NAME` repeats it.
 ///
 /// # Panics
-/// When `body` does under one of the orders.
+/// When `body` panics under one of the orders.
 pub fn explore(schedules: usize, body: impl Fn() + Clone + Send + Sync + 'static) {
     let run = |scheduler: Box<dyn Scheduler + Send>| {
         let mut config = Config::new();
@@ -51,7 +51,7 @@ pub use shuttle::thread::{JoinHandle, spawn, yield_now};
 /// Waits for a future inside of [`explore`].
 pub use shuttle::future::block_on;
 
-/// Returns a number below `bound` that belongs to the order, so that it is repeated with it.
+/// Returns a number below `bound` that belongs to the order, so that it repeats with the order.
 pub fn random_below(bound: usize) -> usize {
     thread_rng().gen_range(0..bound)
 }
@@ -126,8 +126,7 @@ impl<T> DerefMut for MutexGuard<'_, T> {
 }
 
 /// A count with the interface of `std::sync::atomic::AtomicU32`, which [`explore`] schedules.
-///
-/// Every access counts as sequentially consistent: orders of memory are not explored.
+/// Every access counts as sequentially consistent: memory orderings are not explored.
 #[derive(Debug)]
 pub enum AtomicU32 {
     /// Outside of [`explore`].
@@ -167,7 +166,7 @@ impl AtomicU32 {
         }
     }
 
-    /// Adds to the count and returns what it was.
+    /// Adds to the count and returns the previous value.
     pub fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
         match self {
             Self::Real(count) => count.fetch_add(value, order),
@@ -175,7 +174,7 @@ impl AtomicU32 {
         }
     }
 
-    /// Subtracts from the count and returns what it was.
+    /// Subtracts from the count and returns the previous value.
     pub fn fetch_sub(&self, value: u32, order: Ordering) -> u32 {
         match self {
             Self::Real(count) => count.fetch_sub(value, order),

@@ -5,8 +5,8 @@ use std::env;
 /// Environment variable that is set where `cargo xtask lab` runs the tests.
 const LAB: &str = "LMC_TEST_LAB";
 
-/// Returns true in the lab. Elsewhere it prints that the test is left to the lab, and why: the
-/// caller returns at once.
+/// Returns true in the lab. Elsewhere it prints that the test is left to the lab, with the reason
+/// `why`; the caller then returns at once.
 ///
 /// For a test that needs more than a second or two of real time, or the machine for itself.
 pub fn in_lab(why: &str) -> bool {
@@ -17,7 +17,7 @@ pub fn in_lab(why: &str) -> bool {
     lab
 }
 
-/// Returns how often a test repeats what it does: `gate` times, and in the lab `lab` times.
+/// Returns the number of rounds of a test: `gate`, or in the lab `lab`.
 pub fn rounds(gate: usize, lab: usize) -> usize {
     match is_lab() {
         true => lab,

@@ -1,7 +1,7 @@
 //! Helpers that the tests of several lmc crates share.
 //!
-//! Every wait here has a deadline that is generous on a busy machine, and panics with what it
-//! waited for. Not published; crates name it in `dev-dependencies` only.
+//! Every wait here has a deadline that is generous on a busy machine; the panic names the condition
+//! that was waited for. Not published; crates name it in `dev-dependencies` only.
 //!
 //! ```
 //! use lmc_testkit::{Folder, until};

@@ -1,4 +1,4 @@
-//! A `/dev/shm` of the test's own.
+//! A `/dev/shm` for one test alone.
 
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
@@ -12,11 +12,11 @@ pub fn is_root() -> bool {
     std::fs::metadata("/proc/self").is_ok_and(|process| process.uid() == 0)
 }
 
-/// Runs `inside` in a process of its own, in a mount namespace with a new tmpfs over `/dev/shm`:
-/// other tests, whose servers reclaim what killed ones leave, do not see its segments.
-/// `options` are those of the mount, `test` is the test that calls this.
+/// Runs `inside` in a process of its own, in a mount namespace with a new tmpfs over `/dev/shm`.
+/// Other tests, whose servers reclaim the segments of killed servers, do not see its segments.
+/// `options` are the mount options, `test` is the test that calls this.
 ///
-/// Where there are no namespaces, prints that the test was skipped.
+/// Prints that the test was skipped if there are no namespaces.
 ///
 /// # Panics
 /// When the test fails in that process.

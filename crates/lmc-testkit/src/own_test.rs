@@ -3,8 +3,8 @@
 use std::any;
 use std::process::Command;
 
-/// Returns the name by which the runner of this test program knows a test: the function itself is
-/// given, so that a test that moves or is renamed is found, or does not compile.
+/// Returns the name by which the runner of this test program knows a test. The argument is the
+/// test's function, so that a test that is moved or renamed is still found, or does not compile.
 ///
 /// ```
 /// # mod it { pub mod folder { pub fn peer() {} } }
@@ -15,8 +15,8 @@ pub fn test_name<F: Fn()>(_: F) -> &'static str {
     path.split_once("::").map_or(path, |(_, name)| name)
 }
 
-/// Returns the command that runs one test of this program, also one that is ignored, and shows what
-/// the test prints.
+/// Returns the command that runs one test of this program, also an ignored one, and shows the
+/// test's output.
 ///
 /// # Panics
 /// If this program has no path.

@@ -5,15 +5,16 @@ use std::ops::Range;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
 
-/// Below the ports that the kernel assigns by itself (`net.ipv4.ip_local_port_range`): such a port
-/// could be taken before the server listens there, or be connected to itself by a client.
+/// Range below the ports that the kernel assigns by itself (`net.ipv4.ip_local_port_range`): an
+/// assigned port could be taken before the server listens there, or a client could connect to
+/// itself.
 const PORTS: Range<u16> = 20_000..32_000;
 
-/// Returns a TCP port of 127.0.0.1 that is free, and reserved for this process among all that ask
-/// here.
+/// Returns a free TCP port of 127.0.0.1, reserved for this process among all callers of this
+/// function.
 ///
 /// # Panics
-/// When none is free.
+/// When no port is free.
 pub fn free_port() -> u16 {
     let count = u32::from(PORTS.end - PORTS.start);
     let first = std::process::id().wrapping_mul(7);
@@ -24,7 +25,7 @@ pub fn free_port() -> u16 {
         let Ok(ours) = UnixListener::bind_addr(&name) else {
             return false;
         };
-        // For as long as this process lives.
+        // Reserved for as long as this process lives.
         Box::leak(Box::new(ours));
         TcpListener::bind(("127.0.0.1", *port)).is_ok()
     });

@@ -33,7 +33,7 @@ impl Process {
     /// Starts a program.
     ///
     /// # Panics
-    /// When it cannot be started.
+    /// When the program cannot be started.
     pub fn spawn(command: &mut Command) -> Self {
         let (this, stderr) = Self::spawn_unread(command);
         this.log.lines.lock().ended = false;
@@ -53,7 +53,7 @@ impl Process {
     /// Starts a program whose standard error is left to the caller: its log stays empty.
     ///
     /// # Panics
-    /// When it cannot be started.
+    /// When the program cannot be started.
     pub fn spawn_unread(command: &mut Command) -> (Self, ChildStderr) {
         let mut child = command
             .stderr(Stdio::piped())
@@ -65,7 +65,7 @@ impl Process {
         (Self { child, log }, stderr)
     }
 
-    /// The id of the process.
+    /// Returns the id of the process.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
@@ -73,14 +73,14 @@ impl Process {
     /// Takes the program's standard input and output, which the caller's command has piped.
     ///
     /// # Panics
-    /// Panics if they were not piped, or were taken before.
+    /// If they were not piped, or were taken before.
     pub fn pipes(&mut self) -> (ChildStdin, ChildStdout) {
         let stdin = self.child.stdin.take().expect("standard input is piped");
         let stdout = self.child.stdout.take().expect("standard output is piped");
         (stdin, stdout)
     }
 
-    /// Returns all that was logged so far, by lines.
+    /// Returns the log so far, by lines.
     pub fn log(&self) -> Vec<String> {
         self.log.lines.lock().seen.clone()
     }
@@ -88,7 +88,7 @@ impl Process {
     /// Waits for the first line of the log that contains `part`, and returns it.
     ///
     /// # Panics
-    /// When the log ends without it, or the deadline is over.
+    /// When the log ends without such a line, or the deadline has passed.
     #[track_caller]
     pub fn line(&self, part: &str) -> String {
         let deadline = soon();
@@ -116,14 +116,14 @@ impl Process {
     /// Sends a signal.
     pub fn signal(&self, signal: libc::c_int) {
         let pid = libc::pid_t::try_from(self.child.id()).expect("a pid is positive");
-        // SAFETY: the process is our child and not waited for yet, so the pid is its own.
+        // SAFETY: the process is our child and has not been waited for, so the pid is its own.
         assert_eq!(unsafe { libc::kill(pid, signal) }, 0, "signal {signal}");
     }
 
     /// Stops all threads of the process, until it is sent `SIGCONT`.
     ///
     /// # Panics
-    /// When they do not stop within the deadline.
+    /// When the threads do not stop within the deadline.
     pub fn stop(&self) {
         self.signal(libc::SIGSTOP);
         until("all threads are stopped", || {
@@ -145,7 +145,7 @@ impl Process {
     /// Waits until the process has ended and its log is complete.
     ///
     /// # Panics
-    /// When it does not end within the deadline.
+    /// When the process does not end within the deadline.
     #[track_caller]
     pub fn wait(&mut self) -> ExitStatus {
         let mut status = None;
@@ -153,7 +153,7 @@ impl Process {
             status = self.ended();
             status.is_some()
         });
-        // A child of the process may hold its standard error open, so this has a deadline too.
+        // A child of the process may hold its standard error open, so this wait has a deadline too.
         let deadline = soon();
         let mut lines = self.log.lines.lock();
         while !lines.ended {

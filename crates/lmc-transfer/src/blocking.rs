@@ -1,5 +1,5 @@
-//! An executor for one future: what a thread without a runtime calls a channel with. It yields before
-//! it parks, as a small transfer is done by then; executors of tests do not.
+//! An executor for one future, by which a thread without a runtime calls a channel. It yields
+//! before it parks, as a small transfer is done by then; executors of tests do not.
 
 use std::cell::Cell;
 use std::pin::pin;
@@ -36,7 +36,7 @@ const BACK: Duration = Duration::from_micros(200);
 const CROWDED: Duration = Duration::from_millis(100);
 
 thread_local! {
-    /// Until when this thread does not yield.
+    /// Instant until which this thread does not yield.
     static CROWDED_UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 

@@ -22,26 +22,25 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 /// - **Order and number.** Objects and indices correspond by their number in the batch. An empty
 ///   batch is done at once, also with a peer that is gone; batches of more than
 ///   [`crate::MAX_BATCH`] are refused. Objects of a batch may differ in size.
-/// - **Checks first.** A slot of another arena, a number of indices that is not that of the
-///   objects, an index of an earlier incarnation, an unknown peer: refused before a byte moves,
-///   with an error that says which.
-/// - **Leases.** A peer reads and writes what it was granted, as long as the lease stands. Once
-///   [`ReadLease::revoke`] or [`WriteLease::revoke`] has resolved, nothing of it is under way. A
-///   lease ends with the peer's incarnation. Indices of a lease that does not stand are refused:
-///   they never name the next contents of a slot.
+/// - **Checks first.** A call is refused before a byte moves, with an error that names the fault,
+///   for: a slot of another arena, a number of indices that differs from the number of objects, an
+///   index of an earlier incarnation, an unknown peer.
+/// - **Leases.** A peer may read and write the slots that it was granted while the lease stands.
+///   Once [`ReadLease::revoke`] or [`WriteLease::revoke`] has resolved, no access under the lease
+///   is under way. A lease ends with the peer's incarnation. Indices of a lease that does not stand
+///   are refused: they never name the next contents of a slot.
 /// - **Deadlines.** Every call ends soon after its deadline, whatever the peer does.
-/// - **Ownership.** Slots belong to the call. Slots that are read from are kept until nothing
-///   reads them. A slot that is written to is returned as [`crate::Slot::Written`] only with all
-///   bytes of the peer's object; as [`crate::Slot::Idle`] only when nothing writes to it any more;
-///   otherwise the implementation quarantines it ([`crate::Slot::Quarantined`]) and returns it to
-///   its pool on proof: the transport's completion, or the end of what could write.
-/// - **Cancellation.** A future may be dropped at any point: the same holds for its slots.
-/// - **The arena and nothing else.** A peer reaches no byte outside the registered arena. NIXL
-///   does not enforce that, nor leases, nor rights: there it holds for peers that are channels of
-///   this crate.
-/// - **Incarnations.** A peer that ended and started again at its address is noticed: what it had
-///   before is gone, [`TransferChannel::is_connected`] returns `false`, and connecting works
-///   again.
+/// - **Ownership.** Slots belong to the call. Slots that are read from are kept until nothing reads
+///   them. A slot that is written to is returned as [`crate::Slot::Written`] only with all bytes of
+///   the peer's object; as [`crate::Slot::Idle`] only when nothing writes to it any more. Otherwise
+///   the implementation quarantines it ([`crate::Slot::Quarantined`]), and returns it to its pool
+///   once it is proven idle: by the transport's completion, or by the end of everything that could
+///   write to it.
+/// - **Cancellation.** A future may be dropped at any point; the rules for slots hold then, too.
+/// - **The arena and nothing else.** A peer reaches no byte outside the registered arena.
+/// - **Incarnations.** The channel notices when a peer ends and starts again at its address: leases
+///   and indices of the earlier incarnation are gone, [`TransferChannel::is_connected`] returns
+///   `false`, and connecting works again.
 /// - **Names.** No other identity takes over the name of a peer that is connected.
 /// - **No panics** for anything that a peer, a network or a library may do.
 pub trait TransferChannel: fmt::Debug + Send + Sync {
@@ -57,10 +56,10 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
     /// Returns the address that peers connect to.
     fn address(&self) -> &Address;
 
-    /// Connects to a peer, once: `message` goes to the peer's [`crate::OnConnect`], whose answer
-    /// is returned. If the peer is connected already, nothing is sent, and `None` is returned.
+    /// Connects to a peer, once: `message` goes to the peer's [`crate::OnConnect`], whose answer is
+    /// returned. If the peer is connected already, nothing is sent, and `None` is returned.
     /// Afterwards both sides know each other. A connect that failed at its deadline may have
-    /// succeeded for the peer: the message was delivered then, and the answer is lost.
+    /// succeeded at the peer: then the message was delivered, and the answer is lost.
     ///
     /// # Errors
     /// [`ConnectError`].
@@ -115,19 +114,20 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
         slots: Vec<ReservedSlot>,
     ) -> Result<WriteLease, TransferError>;
 
-    /// Returns the bytes that one step of an open arena's index stands for on this side.
+    /// Returns the unit of this side: the bytes that one step of an open arena's index stands for.
     fn unit(&self) -> u64;
 
-    /// Returns indices under which any peer reads, and with the right to may write, these slots
-    /// and whatever follows them there: they pin nothing and never end. Only for peers of one
-    /// trust domain: see [`crate::ChannelConfig::open_arena`].
+    /// Returns indices of these slots in the open arena. Any peer may read under these indices, and
+    /// write if it has the right, also after the slots hold other objects: the indices pin nothing
+    /// and never end. Only for peers of one trust domain: see [`crate::ChannelConfig::open_arena`].
     ///
     /// # Errors
     /// [`TransferError::NotOpen`], [`TransferError::NotRegistered`],
     /// [`TransferError::Unaligned`].
     fn arena_indices(&self, slots: &[&dyn InArena]) -> Result<Vec<Index>, TransferError>;
 
-    /// Sends objects to a peer that receives under the same tag. Resolves when they are there.
+    /// Sends objects to a peer that receives under the same tag. Resolves when the objects have
+    /// arrived.
     fn send<'a>(
         &'a self,
         objects: Vec<SealedSlot>,
@@ -136,8 +136,9 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'a, Sent>;
 
-    /// Receives what a peer sends under the same tag: each object into the slot of its number. A
-    /// peer may send fewer objects than there are slots; each object has the length of its slot.
+    /// Receives the objects that a peer sends under the same tag, each into the slot with its
+    /// number. A peer may send fewer objects than there are slots; each object has the length of
+    /// its slot.
     fn receive<'a>(
         &'a self,
         slots: Vec<ReservedSlot>,
@@ -149,8 +150,8 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
     /// Writes objects into a peer's memory, at indices that the peer granted for writing. The
     /// peer calls nothing.
     ///
-    /// Writes to the same index have no order: one that is not idle when it ends may still arrive
-    /// after a later one.
+    /// Writes to the same index have no order: a write that ends without being idle
+    /// ([`Sent::idle`]) may still arrive after a later write.
     fn write<'a>(
         &'a self,
         objects: Vec<SealedSlot>,
@@ -159,8 +160,8 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'a, Sent>;
 
-    /// Reads from a peer's memory, at indices that the peer granted, as many bytes as each slot
-    /// has. The peer calls nothing.
+    /// Reads from a peer's memory, at indices that the peer granted. Each slot is filled. The peer
+    /// calls nothing.
     fn read<'a>(
         &'a self,
         slots: Vec<ReservedSlot>,
@@ -169,11 +170,11 @@ pub trait TransferChannel: fmt::Debug + Send + Sync {
         deadline: Instant,
     ) -> BoxFuture<'a, Filled>;
 
-    /// Ends all connections and deregisters the memory. Calls under way end with
-    /// [`TransferError::Closed`], later ones begin with it. Nothing is left running afterwards.
+    /// Ends all connections and deregisters the memory. Calls under way, and later ones, fail with
+    /// [`TransferError::Closed`]. Nothing is left running afterwards.
     ///
     /// # Errors
-    /// [`TransferError::Deadline`] when something could not be ended in time: it keeps what it
-    /// may still touch.
+    /// [`TransferError::Deadline`] when a transfer could not be ended in time: it keeps the memory
+    /// that it may still touch.
     fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), TransferError>>;
 }

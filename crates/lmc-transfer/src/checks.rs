@@ -37,7 +37,7 @@ pub(crate) struct PeerMemory {
     pub(crate) unit: u64,
 }
 
-/// The ranges of a peer's memory that objects of these lengths have at these indices.
+/// Returns the ranges of a peer's memory that objects of these lengths occupy at these indices.
 pub(crate) fn ranges(
     lens: impl ExactSizeIterator<Item = u64>,
     indices: &[Index],

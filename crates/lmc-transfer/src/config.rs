@@ -23,13 +23,13 @@ pub type OnAsk = Arc<dyn Fn(&PeerId, u64, Bytes) -> BoxFuture<'static, Bytes> + 
 
 /// Decides whether a TCP connection is used; an error says why not. It must not block.
 ///
-/// A connection that a peer opened is checked before anything is read from it. One that this side
-/// opened is checked once the other side has answered the first message, which is an ephemeral key
-/// and says nothing, and before anything else is sent: until it has accepted the connection, no
-/// process owns the other end.
+/// A connection that a peer opened is checked before anything is read from it. A connection that
+/// this side opened is checked after the other side's first answer: until the other side has
+/// accepted the connection, no process owns its other end. Before the check this side sends only an
+/// ephemeral key, which reveals nothing.
 pub type Admit = Arc<dyn Fn(&TcpStream) -> Result<(), String> + Send + Sync>;
 
-/// Hears of peers that come and go. It must not block.
+/// Notified when a peer connects or is gone. It must not block.
 pub type OnPeer = Arc<dyn Fn(&PeerId, PeerEvent) + Send + Sync>;
 
 /// A change of a peer.
@@ -100,13 +100,11 @@ pub struct ChannelConfig {
     pub id: PeerId,
     /// The memory that this side's slots lie in.
     pub arena: Arc<Arena>,
-    /// Rights of peers in this side's memory. Sockets enforce it, NIXL cannot: a peer that
-    /// reaches memory over RDMA or shared memory reads and writes all of it. Default:
-    /// [`Rights::Read`].
+    /// Rights of peers in this side's memory. Default: [`Rights::Read`].
     pub rights: Rights,
-    /// Lets peers name any range of the arena, without a lease. This is for one trust
-    /// domain: every peer reaches every slot, free ones and other tenants' included, and old
-    /// contents cannot be distinguished from new ones. Default: `false`.
+    /// Lets peers name any range of the arena, without a lease. Use it within one trust domain
+    /// only: every peer reaches every slot, free ones and other tenants' included, and old contents
+    /// cannot be distinguished from new ones. Default: `false`.
     pub open_arena: bool,
     /// Bytes that one step of an open arena's index stands for: a power of two, and the alignment
     /// of the pool's slots. Default: 4096.
@@ -115,30 +113,30 @@ pub struct ChannelConfig {
     pub on_connect: Option<OnConnect>,
     /// Answers the questions of connected peers ([`crate::SocketChannel::ask`]). Default: none.
     pub on_ask: Option<OnAsk>,
-    /// Hears of peers that come and go. Default: none.
+    /// Notified when a peer connects or is gone. Default: none.
     pub on_peer: Option<OnPeer>,
     /// Admits connections, whichever side opens them. Default: admits all.
     pub admit: Option<Admit>,
     /// The keys that all peers share. Without any, only loopback addresses and Unix sockets are
     /// served and connected to; NIXL requires them. Default: none.
     pub keys: Option<Keys>,
-    /// Proves this side's name. Default: a new one for each channel, so that a channel that starts
-    /// again takes its name over only when its predecessor is gone.
+    /// Proves this side's name. Default: a new identity for each channel, so that a channel that
+    /// starts again gets its name back only when its predecessor is gone.
     pub identity: Option<Identity>,
-    /// The identities of names. A name that is listed is accepted from its identity only; others
-    /// are accepted from any, and belong to it as long as it is connected. Default: empty.
+    /// The identities of known names. A listed name is accepted from its identity only. Any other
+    /// name is accepted from any identity, and belongs to it while it is connected. Default: empty.
     pub known_peers: HashMap<PeerId, PublicIdentity>,
-    /// Encrypts and authenticates objects on their way, like everything else is in
-    /// any case. For sockets; NIXL cannot. Default: `false`.
+    /// Encrypts and authenticates objects in transit, as everything else always is. For sockets
+    /// only. Default: `false`.
     pub encrypt_objects: bool,
-    /// Sends each piece of an object with a checksum, and compares it. Where neither side wants that,
-    /// nothing here notices bytes that changed on their way: for embedders that compare objects with
-    /// digests of their own. The slots of a read then have their checksum already, unless the object
-    /// was spread over several streams. For sockets. Default: `true`.
+    /// Sends each piece of an object with a checksum, and compares it. If it is off on both sides,
+    /// this crate does not notice bytes that changed in transit: only for embedders that compare
+    /// objects with digests of their own. The slots of a read then have their checksum already,
+    /// unless the object was spread over several streams. For sockets only. Default: `true`.
     pub object_checksums: bool,
-    /// Time that a handshake may take, of either side; above 0. Default: 5 s.
+    /// Time limit of a handshake, as initiator and as acceptor; above 0. Default: 5 s.
     pub handshake_timeout: Duration,
-    /// Peers at a time, at least one. Default: 1024.
+    /// Maximum number of peers at a time, at least one. Default: 1024.
     pub max_peers: usize,
 }
 

@@ -54,7 +54,7 @@ impl ConnectOnce {
 impl Drop for Entry {
     fn drop(&mut self) {
         let mut locks = self.locks.lock();
-        // The table's own, and this one.
+        // The table's reference and this one.
         if Arc::strong_count(&self.lock) == 2 {
             locks.remove(&self.peer);
         }

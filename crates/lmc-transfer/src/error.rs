@@ -43,7 +43,9 @@ pub enum ConnectError {
         peer: PeerId,
     },
     /// The other side speaks another version.
-    #[error("version {theirs} of the handshake, expected {ours}: run the same release on both")]
+    #[error(
+        "the peer speaks version {theirs} of the handshake, expected {ours}: run the same release on both"
+    )]
     Version {
         /// Version of this side.
         ours: u16,
@@ -53,7 +55,7 @@ pub enum ConnectError {
     /// The two sides have no shared key in common, or only one has any.
     #[error("the shared key is not the same on both sides")]
     Key,
-    /// The other side sent something that is no handshake.
+    /// The other side sent bytes that are no handshake.
     #[error("invalid handshake: {0}")]
     Malformed(String),
     /// The other side refused.
@@ -108,7 +110,7 @@ pub enum TransferError {
     #[error("the arena is not open to peers: grant a lease, or set `open_arena`")]
     NotOpen,
     /// The numbers of objects and of indices differ.
-    #[error("{objects} objects and {indices} indices: expected as many of both")]
+    #[error("{objects} objects and {indices} indices: expected equal numbers")]
     Indices {
         /// Number of objects.
         objects: usize,
@@ -141,7 +143,8 @@ pub enum TransferError {
         /// The index.
         index: Index,
     },
-    /// A lease does not stand: it was revoked, never granted to this side, or its slot is shorter.
+    /// A lease does not stand: it was revoked, was never granted to this side, or its slot is
+    /// shorter.
     #[error("object {object}: not leased to this side (any more): ask for a new lease")]
     NotLeased {
         /// Number of the object in the batch.

@@ -1,8 +1,8 @@
 //! Seeded faults around any channel.
 //!
-//! A call without a fault goes to the channel inside as it is. Another runs on a thread of its
-//! own, which keeps its slots to the end. No call that gets through begins later than it was
-//! made: by then its peer may be another of the same name.
+//! A call without a fault is passed to the inner channel unchanged. A call with a fault runs on a
+//! thread of its own, which keeps the call's slots to the end. A call that is passed on begins when
+//! it is made, not later: by then its peer may be another incarnation of the same name.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -25,27 +25,27 @@ use crate::{
     ReadLease, Sent, Slot, TransferChannel, TransferError, WriteLease,
 };
 
-/// Rates of faults, of 1,000 calls each. Default: none.
+/// Rates of faults, each per 1,000 calls. Default: none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Faults {
-    /// Never reaches the peer: fails at the deadline.
+    /// Calls that never reach the peer: they fail at the deadline.
     pub lost: u16,
-    /// Reported as failed at once, while it is carried out: slots that are written to are
-    /// quarantined meanwhile.
+    /// Calls that are reported as failed at once, and carried out all the same. Slots that they
+    /// write to are quarantined meanwhile.
     pub unsettled: u16,
-    /// Carried out; the outcome comes later.
+    /// Calls that are carried out, and whose outcome arrives later.
     pub slow: u16,
-    /// Only some objects of the batch get through.
+    /// Calls that carry only some objects of the batch.
     pub partial: u16,
-    /// The peer or this side dies meanwhile; needs [`Flaky::with_death`].
+    /// Calls during which the peer or this side dies; requires [`Flaky::with_death`].
     pub death: u16,
-    /// The longest that an outcome or a death is put off.
+    /// Longest delay of an outcome or a death.
     pub delay: Duration,
 }
 
 impl Faults {
-    /// Returns some of each fault: half of all calls meet one.
+    /// Returns rates with some of each fault: half of all calls have one.
     pub fn some() -> Self {
         Self {
             lost: 100,
@@ -78,7 +78,7 @@ impl<C: fmt::Debug> fmt::Debug for Flaky<C> {
     }
 }
 
-/// The fault of a call, with the number that decides on details.
+/// The fault of a call, with a random number that decides its details.
 enum Fault {
     None,
     Lost,
@@ -89,7 +89,7 @@ enum Fault {
 }
 
 impl<C: TransferChannel + 'static> Flaky<C> {
-    /// A channel whose faults the seed decides.
+    /// Wraps a channel; `seed` decides its faults.
     pub fn new(inner: C, faults: Faults, seed: u64) -> Self {
         Self {
             inner: Arc::new(inner),
@@ -99,13 +99,13 @@ impl<C: TransferChannel + 'static> Flaky<C> {
         }
     }
 
-    /// Lets peers die, and this side. `death` may be called on any thread.
+    /// Lets calls kill their peer or this side. `death` may be called on any thread.
     pub fn with_death(mut self, death: Death) -> Self {
         self.death = Some(death);
         self
     }
 
-    /// The channel inside.
+    /// Returns the inner channel.
     pub fn inner(&self) -> &C {
         &self.inner
     }
@@ -168,7 +168,7 @@ trait Op: Send + Sized + 'static {
 
     fn peer(&self) -> &PeerId;
     fn is_empty(&self) -> bool;
-    /// As it should be.
+    /// Runs the call unchanged.
     fn run<C: TransferChannel>(
         self,
         inner: &C,
@@ -183,7 +183,7 @@ trait Op: Send + Sized + 'static {
     ) -> impl Future<Output = Self::Outcome> + Send;
     /// Returns the outcome of an operation that never began.
     fn lost(self) -> Self::Outcome;
-    /// Returns the outcome of an operation that failed and is still carried out.
+    /// Returns the outcome of an operation that is reported as failed and still carried out.
     fn unsettled(&self) -> Self::Outcome;
 }
 
@@ -201,7 +201,8 @@ fn thread_waker() -> Waker {
     Waker::from(Arc::new(Unpark(thread::current())))
 }
 
-/// Waits until the caller has dropped the call (true), or until an instant (false).
+/// Waits until the caller has dropped the call (returns `true`) or until an instant (returns
+/// `false`).
 fn dropped<T>(reply: &mut oneshot::Sender<T>, until: Instant) -> bool {
     let waker = thread_waker();
     loop {
@@ -272,7 +273,7 @@ fn inject<C: TransferChannel, O: Op>(
             let waker = thread_waker();
             let polled = running.as_mut().poll(&mut Context::from_waker(&waker));
             answer(Some((reply, failed)));
-            // Nothing can call it back, not even by dropping it.
+            // The call cannot be revoked, not even by dropping it.
             if polled.is_pending() {
                 drop(block_on(running));
             }
@@ -344,8 +345,8 @@ impl Op for Out {
         dice: u64,
     ) -> Sent {
         let count = Rng::new(dice).below(self.objects.len() as u64) as usize;
-        // A send must be whole: the receiver would take fewer objects for all of them. That it
-        // was is not heard here.
+        // A send must be whole: the receiver would take the fewer objects for the whole batch. The
+        // sender does not learn here that all of it was sent.
         if let How::At(at) = &mut self.how {
             self.objects.truncate(count);
             at.truncate(count);
@@ -409,7 +410,8 @@ impl Op for In {
         let mut rng = Rng::new(dice);
         let keep: Vec<_> = slots.iter().map(|_| rng.chance(500)).collect();
         let (slots, error) = match how {
-            // A receive must have all its slots; what arrived is lost afterwards.
+            // A receive must have all its slots; some objects that arrived are discarded
+            // afterwards.
             How::Tag(tag) => {
                 let filled = inner.receive(slots, &peer, tag, deadline).await;
                 let lose = |(slot, keep)| match (slot, keep) {
@@ -488,7 +490,7 @@ impl<C: TransferChannel + 'static> TransferChannel for Flaky<C> {
                 let error = io::Error::new(io::ErrorKind::ConnectionReset, "injected");
                 Box::pin(async move { Err(error.into()) })
             }
-            // It comes about, and the caller does not hear of it.
+            // The connect succeeds, and is reported to the caller as failed.
             Fault::Unsettled => Box::pin(async move {
                 self.inner.connect(peer, address, message, deadline).await?;
                 Err(ConnectError::Deadline { peer: peer.clone() })
@@ -592,7 +594,7 @@ impl<C: TransferChannel + 'static> TransferChannel for Flaky<C> {
     }
 }
 
-/// A rig whose channels meet faults, and die of some.
+/// A rig whose channels have faults; some faults kill a channel.
 pub struct FlakyRig<R: Rig> {
     inner: Arc<R>,
     faults: Faults,
@@ -611,7 +613,7 @@ impl<R: Rig> fmt::Debug for FlakyRig<R> {
 }
 
 impl<R: Rig> FlakyRig<R> {
-    /// A rig whose faults the seed decides.
+    /// Wraps a rig; `seed` decides the faults.
     pub fn new(inner: R, faults: Faults, seed: u64) -> Self {
         Self {
             inner: Arc::new(inner),

@@ -1,9 +1,9 @@
-//! Leases: what of this side's memory a peer may touch, and for how long.
+//! Leases: the memory of this side that a peer may access, and for how long.
 //!
 //! The owner grants slots to one incarnation of one peer. A lease is named by a number that its
-//! channel never uses twice, so an old index never names new contents: the channel looks each one
-//! up before a byte moves, and between any two pieces. What is under way holds a [`Pin`]; a lease
-//! that is revoked gives out no more of those, and its slots come back with the last one.
+//! channel never uses twice, so an old index never names new contents: the channel looks up each
+//! index before a byte moves, and between any two pieces. Each access under way holds a [`Pin`]. A
+//! revoked lease gives out no more pins, and its slots come back with the last pin.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -31,7 +31,8 @@ pub struct Index {
 }
 
 impl Index {
-    /// Returns the index of an open arena's unit. `incarnation` is that of the arena's channel.
+    /// Returns the index of a unit of an open arena. `incarnation` is the incarnation of the
+    /// arena's channel.
     pub fn arena(incarnation: u64, unit: u64) -> Self {
         Self {
             incarnation,
@@ -54,7 +55,7 @@ impl Index {
         bytes
     }
 
-    /// Returns the index that [`Self::to_bytes`] was called on.
+    /// Returns the index from the bytes that [`Self::to_bytes`] returned.
     pub fn from_bytes(bytes: [u8; 24]) -> Self {
         let number = |at: usize| {
             let bytes = bytes[at..at + 8].try_into();
@@ -92,7 +93,7 @@ pub(crate) struct Range {
     pub(crate) region: Region,
     /// The slot of the lease, or the object of the offer.
     pub(crate) slot: u64,
-    /// Bytes from the start of that, or of the arena.
+    /// Bytes from the start of the slot, the object or the arena.
     pub(crate) offset: u64,
     /// Bytes; never 0.
     pub(crate) len: u64,
@@ -108,7 +109,7 @@ pub(crate) struct Segment {
 }
 
 impl Segment {
-    /// A part of it; `None` where that exceeds it.
+    /// Returns a part of the segment; `None` if the part exceeds it.
     pub(crate) fn part(self, offset: u64, len: u64) -> Option<Self> {
         let end = offset.checked_add(len)?;
         (end <= self.len).then(|| Self {
@@ -147,7 +148,7 @@ impl Drop for Held {
     }
 }
 
-/// Keeps the slots of a lease where they are, for one access.
+/// Pins the slots of a lease for one access.
 #[derive(Debug, Clone)]
 pub(crate) struct Pin {
     held: Arc<Held>,
@@ -181,7 +182,7 @@ impl Granted {
         Some(Pin { held })
     }
 
-    /// The part of the arena that a range of the lease is.
+    /// Returns the part of the arena that a range of the lease covers.
     pub(crate) fn segment(&self, range: Range) -> Option<Segment> {
         let slot = usize::try_from(range.slot).ok()?;
         self.segments.get(slot)?.part(range.offset, range.len)
@@ -335,7 +336,7 @@ pub(crate) enum Denied {
     Access,
 }
 
-/// A lease, as its owner has it. Dropping it revokes it.
+/// The owner's side of a lease. Dropping it revokes the lease.
 #[derive(Debug)]
 struct Lease {
     leases: Arc<Leases>,
@@ -354,7 +355,8 @@ fn segments<S: InArena>(slots: &[S]) -> Vec<Segment> {
 }
 
 impl Lease {
-    /// Returns the lease, unless the peer was gone before it was made: nothing would end it.
+    /// Returns the lease, unless the peer was gone before it was made: nothing would end the lease
+    /// then.
     fn check(
         self,
         connected: impl Fn() -> Result<u64, TransferError>,
@@ -418,12 +420,12 @@ macro_rules! lease {
 lease!(ReadLease, WriteLease);
 
 impl ReadLease {
-    /// Revokes the lease, at once. The future resolves when nothing of the peer reads the slots
-    /// any more; it may be dropped.
+    /// Revokes the lease at once. The future resolves when nothing of the peer reads the slots any
+    /// more; it may be dropped.
     ///
-    /// Over sockets that takes as long as the piece of 256 KiB that is being sent, or the end of
-    /// the connection where the peer takes no more. Over NIXL it takes as long as the peer's
-    /// transfer.
+    /// Over sockets that takes until the piece of 256 KiB that is being sent is out, or until the
+    /// connection ends if the peer reads no more. Over NIXL it takes until the peer's transfer
+    /// ends.
     pub fn revoke(self) -> impl Future<Output = ()> + Send + use<> {
         let returned = self.0.revoke();
         async move {
@@ -433,10 +435,10 @@ impl ReadLease {
 }
 
 impl WriteLease {
-    /// Revokes the lease, at once. The future resolves when nothing of the peer writes to the
-    /// slots any more, and returns them. If it is dropped, the slots go back to their pool then.
+    /// Revokes the lease at once. The future resolves when nothing of the peer writes to the slots
+    /// any more, and returns them. If it is dropped, the slots go back to their pool then.
     ///
-    /// Which slots are written is for the peer to say; their bytes are anything otherwise.
+    /// Only the peer knows which slots it has written; the bytes of other slots are undefined.
     pub fn revoke(self) -> impl Future<Output = Vec<ReservedSlot>> + Send + use<> {
         let returned = self.0.revoke();
         async move {

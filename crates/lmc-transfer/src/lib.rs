@@ -1,17 +1,17 @@
 //! Moves chunks between the memory of two processes.
 //!
-//! A [`TransferChannel`] covers one arena. Two channels connect once; then either side grants
-//! slots to the other, which reads or writes them alone (*one-sided*, [`ReadLease`],
-//! [`WriteLease`]), or both call, one to send and one to receive (*paired*). Every call has a
-//! deadline, and every outcome says what became of each slot: filled, untouched, or quarantined
-//! because something may still write to it.
+//! A [`TransferChannel`] covers one arena. Two channels connect once. Then either side grants slots
+//! to the other, which reads or writes them without a call on the granting side (*one-sided*,
+//! [`ReadLease`], [`WriteLease`]); or one side sends and the other receives (*paired*).
+//! Every call has a deadline, and every outcome reports the state of each slot: filled, untouched,
+//! or quarantined because something may still write to it.
 //!
 //! A [`SocketChannel`] has one session with each peer, over TCP or Unix sockets. Where both sides
-//! have NIXL (feature `nixl`, `NixlPlane`), that moves the bytes of reads: over RDMA, shared
-//! memory or TCP.
+//! have NIXL (feature `nixl`, `NixlPlane`), NIXL moves the bytes of reads: over RDMA, shared memory
+//! or TCP.
 //!
-//! What is *not* here: which process has which chunk, and how peers tell each other
-//! [indices](Index).
+//! This crate does *not* know which process has which chunk, and does not exchange [indices](Index)
+//! between peers: the embedder does.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -11,7 +11,7 @@ use thiserror::Error;
 const MAX_NAME: usize = 128;
 
 /// The name of a peer: 1 to 128 printable ASCII characters without spaces. A process that starts
-/// again may keep its name: channels tell the two apart by their incarnation.
+/// again may keep its name: channels distinguish the two by their incarnation.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PeerId(Arc<str>);
 

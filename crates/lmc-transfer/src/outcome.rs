@@ -8,14 +8,14 @@ use crate::TransferError;
 #[derive(Debug)]
 #[must_use]
 pub struct Sent {
-    /// Leading objects that are in the peer's memory, whole.
+    /// Number of leading objects that are in the peer's memory, whole.
     pub done: usize,
     /// The reason why objects are missing; `None` if all arrived.
     pub error: Option<TransferError>,
     /// True if nothing of this transfer is under way any more.
     ///
-    /// If not, its bytes may still arrive in the peer's memory: under a lease until the peer
-    /// revokes that, in an open arena at any time. The peer must not use that memory for anything
+    /// If `false`, its bytes may still arrive in the peer's memory: under a lease until the peer
+    /// revokes it, in an open arena at any time. The peer must not use that memory for anything
     /// else meanwhile.
     pub idle: bool,
 }
@@ -41,8 +41,7 @@ impl Sent {
 
     /// Returns how many objects were sent, if all were.
     ///
-    /// # Errors
-    /// The reason why not all were.
+    /// # Errors The reason why not all objects were sent.
     pub fn into_result(self) -> Result<usize, TransferError> {
         self.error.map_or(Ok(self.done), Err)
     }
@@ -74,7 +73,7 @@ pub struct Filled {
     pub by: DataPlane,
 }
 
-/// The way of the bytes of one-sided reads and writes of a session.
+/// The path of the bytes of a session's one-sided reads and writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum DataPlane {

@@ -1,5 +1,5 @@
-//! Deadlines of calls, kept by a thread of their own: the caller's executor polls a call's
-//! future, possibly after the channel's runtime has ended.
+//! Deadlines of calls, on a thread of their own: the caller's executor may poll a call's future
+//! after the channel's runtime has ended.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -66,7 +66,7 @@ impl Timer {
         self.queue.changed.notify_all();
         woken.into_values().for_each(Waker::wake);
         let thread = self.thread.lock().take();
-        // The thread itself may be what drops the last owner, through a waker.
+        // This thread itself may drop the last owner, through a waker.
         if let Some(thread) = thread.filter(|t| t.thread().id() != thread::current().id()) {
             let _ = thread.join();
         }

@@ -151,7 +151,7 @@ impl Client {
         }
     }
 
-    /// Takes the last descriptor that came with a reply, such as that of
+    /// Takes the last descriptor that came with a reply, such as the pool's after
     /// [`Operation::PoolDescriptor`].
     pub fn take_descriptor(&mut self) -> Option<OwnedFd> {
         self.descriptor.take()

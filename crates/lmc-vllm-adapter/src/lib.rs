@@ -4,13 +4,12 @@
 //! [`Request`]s to a [`Service`]; the service carries them out on a
 //! [`CacheEngine`](lmc_engine::CacheEngine). Operations, codec and transport are separate: handlers
 //! do not depend on an encoding, so another codec can be added. [`Client`] implements the client's
-//! side, for load generators and tests; the feature `adapters` has the engine's side, for engines.
-//! Without the feature `service`, which is on by default, the service and the engine behind it are left
-//! out.
+//! side, for load generators and tests; the feature `adapters` has the engine's side. The feature
+//! `service`, which is on by default, has the service and the engine behind it.
 //!
 //! Every length from outside is checked before memory is allocated for it, and every value is
 //! parsed into a type before it is used. *Not* included: pickle (a pickled payload is refused,
-//! never loaded), GPU memory, gRPC.
+//! never loaded) and gRPC.
 
 #[cfg(feature = "adapters")]
 pub mod adapters;

@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::geteuid;
 
-/// Path of the Unix socket at which lmc's own connector looks for a server first. Then follow the
-/// socket in [`user_folder`], and [`LOCAL_ADDRESS`], where a server must be of this user or root.
+/// Path of the Unix socket at which lmc's own connector looks for a server first. Next come the
+/// socket in [`user_folder`] and [`LOCAL_ADDRESS`], where the server must belong to this user or
+/// root.
 pub const LOCAL_SOCKET: &str = "/run/lmc/lmc.sock";
 
-/// Address at which it looks last.
+/// Address at which the connector looks last.
 pub const LOCAL_ADDRESS: &str = "127.0.0.1:5555";
 
 /// Returns the folder of the server that `lmc start` runs for this user: `/run/lmc` for root,
@@ -27,14 +28,15 @@ pub fn user_folder() -> PathBuf {
 /// Checks that no other user can put a socket into a folder.
 ///
 /// # Errors
-/// The folder is not there, is of another user, or others may write to it; with what to do about it.
+/// The folder is missing, belongs to another user, or others may write to it; the error says what
+/// to do.
 pub fn check_private(folder: &Path) -> io::Result<()> {
     let shown = folder.display();
     let found = fs::symlink_metadata(folder)
         .map_err(|error| io::Error::new(error.kind(), format!("{shown}: {error}")))?;
     let user = geteuid().as_raw();
     if !found.is_dir() {
-        return Err(io::Error::other(format!("{shown} is no folder")));
+        return Err(io::Error::other(format!("{shown} is not a folder")));
     }
     if found.uid() != user {
         return Err(io::Error::other(format!(

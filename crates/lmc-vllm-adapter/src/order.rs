@@ -1,8 +1,8 @@
-//! Names of the order of the elements in a chunk, in which lmc's own client copies.
+//! Names of the orders in which lmc's own client copies the elements of a chunk.
 
 use lmc_memory::{ChunkOrder, GroupLayout, KvOrder};
 
-/// Stands between the KV groups and the order in the name of a layout.
+/// Separator between the KV groups and the order in the name of a layout.
 pub(crate) const AFTER_GROUPS: &str = ": ";
 
 const TOKENS: &str = "tokens";
@@ -11,7 +11,7 @@ const ORDERS: [(KvOrder, &str); 2] = [
     (KvOrder::HeadsFirst, "heads-tokens"),
 ];
 
-/// Names an order. Chunks mean the same exactly if names and shapes are equal.
+/// Names an order. Two chunks have the same meaning exactly if their names and shapes are equal.
 pub(crate) fn name_order(order: ChunkOrder) -> (GroupLayout, String) {
     match order {
         ChunkOrder::Tokens(layout) => (layout, TOKENS.to_owned()),

@@ -23,7 +23,7 @@ pub struct Peer {
 pub(crate) enum Life {
     /// At least one lives, and none is stopped.
     Running,
-    /// At least one is stopped by a signal, or frozen: it would go on where it was.
+    /// At least one is stopped by a signal, or frozen: it would continue where it stopped.
     Stopped,
     /// All have ended.
     Dead,
@@ -31,11 +31,11 @@ pub(crate) enum Life {
 
 /// Watches the processes at the other end of a connection.
 pub(crate) trait Witness: fmt::Debug + Send + Sync {
-    /// Notes the deaths of known processes. Called for all witnesses before [`Self::life`] is, so
-    /// that one walk over `/proc` answers for all.
+    /// Notes the deaths of known processes. Called for all witnesses before [`Self::life`], so that
+    /// one walk over `/proc` serves all.
     fn look(&self) {}
 
-    /// Looks at them. May read files of `/proc`.
+    /// Returns the state of the processes. May read files of `/proc`.
     fn life(&self) -> Life;
 
     /// Process ids, for logs.

@@ -3,11 +3,11 @@
 //!
 //! [`CacheBuilder`] makes a [`PromptCache`], which stores and looks up the chunks of prompts of one
 //! model and layout. [`PromptCache::engine`] is the [`CacheEngine`] under it, and the modules are
-//! the crates that it stands on.
+//! the crates under it.
 //!
-//! Not in here: any protocol or server (`lmc-server`).
+//! *Not* included: any protocol or server (`lmc-server`).
 //!
-//! The README is an example that runs.
+//! The README has an example that runs.
 
 #[cfg(feature = "shared")]
 mod shared;
@@ -45,7 +45,7 @@ use engine::{
 use key::{ChunkHasher, ChunkKey, HashAlgorithm, KeySpace, LayoutFingerprint, SpaceId};
 use memory::{ArenaConfig, ArenaError};
 
-/// Bytes of DRAM unless [`CacheBuilder::dram`] says otherwise.
+/// Bytes of DRAM if [`CacheBuilder::dram`] is not called.
 const DEFAULT_DRAM: usize = 1 << 30;
 
 /// Reason why a cache cannot be made.
@@ -62,10 +62,10 @@ pub enum BuildError {
         /// The rule that the name breaks.
         reason: String,
     },
-    /// The chunk size is not possible.
+    /// The chunk size is invalid.
     #[error("chunk size: {0}")]
     ChunkSize(#[from] key::ChunkSizeError),
-    /// The memory cannot be had.
+    /// The memory cannot be allocated.
     #[error("dram: {0}")]
     Dram(#[from] ArenaError),
     /// The disk tier cannot be opened.
@@ -105,8 +105,9 @@ pub struct CacheBuilder {
 }
 
 impl CacheBuilder {
-    /// A cache for one model. `layout` describes shape, element type and order of a chunk's bytes
-    /// (chunks of different descriptions are never mixed up), `chunk_bytes` is the size of a chunk.
+    /// Returns settings for a cache of one model. `layout` describes shape, element type and order
+    /// of a chunk's bytes: chunks of different descriptions are never mixed up. `chunk_bytes` is
+    /// the size of a chunk.
     pub fn new(model: &str, layout: &str, chunk_bytes: u64) -> Self {
         Self {
             model: model.to_owned(),
@@ -137,7 +138,7 @@ impl CacheBuilder {
         self
     }
 
-    /// Adds a disk tier in a folder, which is made if it is not there, of at most `bytes` bytes.
+    /// Adds a disk tier in a folder, which is created if it is missing, of at most `bytes` bytes.
     /// Chunks found there survive restarts. Default: no disk tier.
     #[must_use]
     pub fn disk(mut self, folder: impl AsRef<Path>, bytes: u64) -> Self {
@@ -145,9 +146,10 @@ impl CacheBuilder {
         self
     }
 
-    /// Lends the chunks to other processes with one of these keys, and reads theirs: listens at
-    /// `HOST:PORT`, at which they have to reach this process, and connects to `peers`. One process
-    /// of two names the other, or both do. Below the disk. Default: no peers.
+    /// Lends the chunks to other processes that have one of these keys, and reads their chunks.
+    /// Listens at `HOST:PORT`, at which they must reach this process, and connects to `peers`. Of
+    /// two processes, one names the other, or both do. Peers come below the disk. Default: no
+    /// peers.
     #[cfg(feature = "shared")]
     #[must_use]
     pub fn peers(
@@ -165,8 +167,9 @@ impl CacheBuilder {
     }
 
     /// Adds a store that other processes use too, below disk and peers: `file:///FOLDER`, and with
-    /// the features of these names `redis://HOST` or `s3://BUCKET/PREFIX`. [`Self::build`] waits up to
-    /// 500 ms for its first answer; until then it takes no chunks. Default: none.
+    /// the features of these names `redis://HOST` or `s3://BUCKET/PREFIX`. [`Self::build`] waits up
+    /// to 500 ms for the store's first answer; until it answers, the store takes no chunks.
+    /// Default: none.
     #[cfg(feature = "shared")]
     #[must_use]
     pub fn store(mut self, url: &str) -> Self {
@@ -174,7 +177,7 @@ impl CacheBuilder {
         self
     }
 
-    /// Adds a tier below DRAM, and below those of the other settings. Default: none.
+    /// Adds a tier below DRAM, and below the tiers of the other settings. Default: none.
     #[must_use]
     pub fn tier(mut self, tier: impl Into<LowerTier>) -> Self {
         self.tiers.push(tier.into());
@@ -198,7 +201,7 @@ impl CacheBuilder {
     /// Makes the cache.
     ///
     /// # Errors
-    /// [`BuildError`] names the setting that is not possible.
+    /// [`BuildError`] names the invalid setting.
     pub fn build(mut self) -> Result<PromptCache, BuildError> {
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, self.chunk_size)?;
         let space = KeySpace {
@@ -206,7 +209,7 @@ impl CacheBuilder {
             chunk_size: hasher.chunk_size(),
             model: name("model", &self.model)?,
             world_size: 1,
-            // Whatever the text says, chunks of another size are others.
+            // Chunks of another size are never shared, whatever the text says.
             layout: LayoutFingerprint::of(
                 format!("{} bytes: {}", self.chunk_bytes, self.layout).as_bytes(),
             ),
@@ -234,7 +237,7 @@ impl CacheBuilder {
             let disk: Arc<dyn Backend> = Arc::new(config.open()?);
             tiers.push(disk.into());
         }
-        // Before other processes hear of this one.
+        // Runs before other processes hear of this one.
         for tier in tiers.iter().chain(&self.tiers) {
             let learned = host.learn_of(&**tier.backend());
             learned.map_err(EngineError::from)?;
@@ -287,7 +290,7 @@ where
 #[derive(Debug)]
 pub struct PromptCache {
     engine: CacheEngine,
-    /// Ends after the engine.
+    /// Dropped after the engine.
     #[cfg(feature = "shared")]
     shared: shared::SharedTiers,
     hasher: ChunkHasher,
@@ -298,11 +301,11 @@ pub struct PromptCache {
 }
 
 impl PromptCache {
-    /// Stores the chunks of a prompt that the cache lacks. `fill` writes the bytes of a chunk, which
-    /// is counted from the start of the prompt. A last, shorter chunk is left out.
+    /// Stores the chunks of a prompt that the cache lacks. `fill` writes the bytes of a chunk,
+    /// given its index from the start of the prompt. A last, shorter chunk is left out.
     ///
-    /// Returns the number of chunks that became findable. A chunk for which no memory can be had is
-    /// left out: everything else is leased or pinned.
+    /// Returns the number of chunks that became findable. A chunk for which no memory can be
+    /// reserved is left out: then everything else is leased or pinned.
     pub fn store(&self, tokens: &[u32], mut fill: impl FnMut(usize, &mut [u8])) -> usize {
         let keys = self.keys(tokens);
         let request = |index: usize| StoreRequest {
@@ -352,7 +355,8 @@ impl PromptCache {
             .collect()
     }
 
-    /// Returns the engine, for what this type does not offer. All tiers end with its last clone.
+    /// Returns the engine, for functions that this type does not offer. All tiers end with its last
+    /// clone.
     pub fn engine(&self) -> &CacheEngine {
         &self.engine
     }
@@ -363,7 +367,7 @@ impl PromptCache {
         self.shared.peers.as_deref()
     }
 
-    /// Waits until all chunks are written to the lower tiers, and closes those.
+    /// Waits until all chunks are written to the lower tiers, and closes those tiers.
     pub fn close(&self, deadline: Instant) -> CloseReport {
         self.engine.close(deadline)
     }

@@ -43,7 +43,7 @@ pub(crate) struct SharedTiers {
     threads: Option<Arc<Threads>>,
 }
 
-/// A runtime whose end waits for nothing.
+/// A runtime whose drop does not wait for its tasks.
 #[derive(Debug)]
 struct Threads(Option<Runtime>);
 
@@ -73,7 +73,7 @@ impl SharedTiers {
         peers.chain(stores).map(keep).collect()
     }
 
-    /// Waits until the stores have answered, a moment at most: most answer at once.
+    /// Waits until the stores have answered, at most for [`START`]: most answer at once.
     fn await_stores(&self, runtime: &Handle) {
         let deadline = Instant::now() + START;
         let (done, all_done) = mpsc::channel::<()>();
@@ -85,7 +85,7 @@ impl SharedTiers {
             });
         }
         drop(done);
-        // Ends when each has dropped its end.
+        // Returns when each task has dropped its sender.
         let _ = all_done.recv_timeout(START);
     }
 }
@@ -148,7 +148,7 @@ impl Peers {
         channel.keys = Some(self.keys);
         let listen = format!("tcp://{}", self.listen).parse();
         let listen = listen.map_err(|error: AddressError| BuildError::Peers(error.into()))?;
-        // Others reach this process by it.
+        // Other processes reach this one by that address.
         if let Address::Tcp { host, .. } = &listen
             && host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified())
         {
@@ -165,7 +165,7 @@ impl Peers {
     }
 }
 
-/// Lets a store describe the space, for `lmc remote`.
+/// Describes the space to a store, for `lmc remote`.
 fn describe(tier: &RemoteTier, space: &KeySpace) {
     let space = space.clone();
     tier.describe_spaces(move |name, clears| {

@@ -45,8 +45,8 @@ fn at(value: &Value, path: &str) -> Result<f64> {
 fn section(measured: &Value, conditions: &[(&'static str, String)]) -> Result<String> {
     let mut text = format!(
         "## A connector's price for vLLM\n\n\
-         `cargo xtask bench adapter`: {} rounds with {} starts of four engines with the model of \
-         the tests ({} threads each), and one `lmc serve` on the same cores, in turn. \
+         `cargo xtask bench adapter`: {} rounds over {} starts of four engines, in turn, with the \
+         model of the tests ({} threads each), and one `lmc serve` on the same cores. \
          All figures are in [adapter.json](benchmarks/adapter.json).\n\n{}\n",
         measured["rounds"],
         measured["starts"],
@@ -120,10 +120,10 @@ fn section(measured: &Value, conditions: &[(&'static str, String)]) -> Result<St
 fn price(measured: &Value) -> Result<String> {
     let cores = &measured["cores"];
     let mut text = format!(
-        "\nPrice of prompts never seen, against no connector in the same round. The aim is an \
-         upper end below 2 % plus the time in which memcpy copies what a batch stores, or below that of \
-         a second engine without a connector, which differs by chance alone. The interval is of the \
-         starts and of the rounds of each. The engines compute with {} threads, which may run on \
+        "\nPrice of prompts never seen, compared with no connector in the same round. The aim is an \
+         upper end below 2 % plus the time that memcpy takes for the bytes that a batch stores, or below \
+         the upper end of a second engine without a connector, which differs by chance alone. The interval \
+         is resampled from the starts and the rounds of each start. The engines compute with {} threads, which may run on \
          cores {} in all four.\n\n\
          | | median | 95 % interval | allowed | upper end is | median of each start |\n\
          |---|--:|--:|--:|---|---|\n",
@@ -162,9 +162,9 @@ fn price(measured: &Value) -> Result<String> {
 /// Writes the speed of workers' copies, beside engines and alone.
 fn copies(measured: &Value) -> Result<String> {
     let mut text = format!(
-        "\nCopies of workers, in GB/s of their own time. memcpy of one core moves {:.1} GB/s beside \
-         idle engines. The stock worker copies on the thread of the engine's steps, lmc's on one of \
-         its own beside them.\n\n\
+        "\nCopies of workers, in GB/s of the time spent copying. memcpy on one core moves {:.1} GB/s while \
+         the engines are idle. The stock worker copies on the thread of the engine's steps, lmc's worker \
+         on a thread of its own.\n\n\
          | beside the engine | stock | lmc | lmc's thread ran, and waited for a core |\n\
          |---|--:|--:|--:|\n",
         at(measured, "/memcpy_gb_s")?
@@ -183,8 +183,8 @@ fn copies(measured: &Value) -> Result<String> {
             value("lmc/waited")?,
         )?;
     }
-    text += "\nlmc's worker alone, with a server and no engine: 512 MiB in requests of 1,024 tokens; in \
-             brackets from the first submission until the last request is reported. The first \
+    text += "\nlmc's worker alone, with a server and no engine: 512 MiB in requests of 1,024 tokens; the \
+             figures in brackets count from the first submission until the last request is reported. The first \
              store follows the registration, while the pool's pages are still being entered into \
              the worker's page table.\n\n\
              | KV cache | memcpy | first store | later stores | first retrieve | later retrieves |\n\

@@ -486,7 +486,8 @@ fn text(
 ) -> String {
     let mut text = format!(
         "## Disk tier beside fio and LMCache's adapters\n\n`cargo xtask bench disk`: medians of {} \
-         round(s) of {} s a cell, ours and fio in turn, on one file system (of a share: the median of the rounds' own, since the drive's speed changes between them); all figures are in \
+         round(s) of {} s a cell, ours and fio in turn, on one file system; shares are medians of each round's share, \
+         since the drive's speed changes between rounds; all figures are in \
          [disk.json](benchmarks/disk.json).\n\n",
         asked.rounds, asked.seconds
     );
@@ -494,8 +495,8 @@ fn text(
     text.push_str(
         "\nA write of ours counts when it is durable (its bytes and its index entry are synced), a \
          read when its checksum is verified.\n\
-         fio runs io_uring with direct I/O and the same block size and depth; \"synced\" has an fdatasync after \
-         each DEPTH writes, which is how many of ours share one. All memory is on transparent huge pages: \
+         fio runs io_uring with direct I/O and the same block size and depth; \"synced\" adds an fdatasync after \
+         each DEPTH writes, because DEPTH writes of ours share one sync. All memory is on transparent huge pages: \
          ours as with `--l1-use-hugepages=auto`, that of fio and LMCache by `GLIBC_TUNABLES`.\n\n\
          | what | lmc | of fio | of fio, synced | fio | fio, synced | CPU s/GB lmc | CPU s/GB fio |\n\
          |---|---|---|---|---|---|---|---|\n",
@@ -528,9 +529,10 @@ fn text(
         }
     }
     text.push_str(
-        "\nAll three store and load the same number of chunks, and every byte was compared, outside the time.\n\
-         What ours has acknowledged is durable, and it sums every byte both ways; LMCache's adapters sync \
-         and sum nothing.\n",
+        "\nlmc and both adapters store and load the same number of chunks; every byte was compared, outside the \
+         timed part.\n\
+         lmc's acknowledged writes are durable, and it computes a checksum of every byte both ways; LMCache's \
+         adapters do neither.\n",
     );
     text.push_str("\n| race | lmc | LMCache `fs` | LMCache `raw_block` |\n|---|---|---|---|\n");
     for cell in cells.rows() {

@@ -153,12 +153,12 @@ fn link(measured: &Value) -> Result<String> {
     let (warm, pulled) = (seconds("warm")?, seconds("pull")?);
     writeln!(
         text,
-        "\nAgainst one engine after the other, both at once gain {:.0} ms, and a push {:.0} ms.\n\n\
-         While the prefill engine is idle, and its server has had all of the prompt for 0.3 s, the decode \
-         engine alone answers as in the next table. The {:.1} MiB of a prompt pass the bare link in {:.1} ms \
-         ({:.1} MB/s), and are pulled in {:.1} ms ({:.1} MB/s, {:.0} % of the bare link). The bound for a prompt \
-         that is pulled, 110 % of the warm first token and the time of the bare link, is {:.1} ms; that for one \
-         that was pushed before is {:.1} ms.\n",
+        "\nCompared with one engine after the other, both at once save {:.0} ms, and a push saves {:.0} ms.\n\n\
+         In the next table the decode engine alone answers, while the prefill engine is idle and its server \
+         has had the whole prompt for 0.3 s. The {:.1} MiB of a prompt pass the bare link in {:.1} ms \
+         ({:.1} MB/s), and are pulled in {:.1} ms ({:.1} MB/s, {:.0} % of the bare link). The bound for a \
+         pulled prompt, 110 % of the warm first token plus the time of the bare link, is {:.1} ms; the bound \
+         for a prompt that was pushed before is {:.1} ms.\n",
         gained("both at once")?,
         gained("pushed")?,
         bytes / f64::from(1 << 20),
@@ -198,11 +198,11 @@ fn section(
     }
     Ok(format!(
         "## Prefill on one engine, decode on another\n\n\
-         `cargo xtask bench pd --rounds {0} --rate {5}`: medians of {0} rounds; a prompt of {1} tokens that is new each \
-         time, which an engine computes in eight steps; two engines ({2} thread each, the model of the tests, \
-         lmc's own connector, vLLM's own prefix cache off), each with a core and a server of its own, and \
-         between the servers a link (a relay on this host). The last store is known by the server's notice \
-         (`--pd-notify`), which comes a little after it. All figures are in [pd.json](benchmarks/pd.json).\n\n{3}\n{4}",
+         `cargo xtask bench pd --rounds {0} --rate {5}`: medians of {0} rounds. Each prompt is new and has {1} \
+         tokens, which an engine computes in eight steps. There are two engines ({2} thread each, the model of \
+         the tests, lmc's own connector, vLLM's own prefix cache off), each with a core and a server of its own, \
+         and a link between the servers (a relay on this host). The time of the last store is that of the \
+         server's notice (`--pd-notify`), which comes a little after the store. All figures are in [pd.json](benchmarks/pd.json).\n\n{3}\n{4}",
         options.rounds,
         measured["tokens"],
         measured["threads"].as_str().unwrap_or_default(),

@@ -69,11 +69,11 @@ fn section(
     let rows = pd::rows(measured, own.chain(&WAYS)).context(SCRIPT)?;
     Ok(format!(
         "## A hand-over on one host, beside NixlConnector\n\n\
-         `cargo xtask bench pd-nixl --rounds {0}`: medians of {0} rounds; a prompt of {1} tokens that is new \
-         each time, which an engine computes in eight steps; pairs of engines ({2} thread each, the \
-         model of the tests, vLLM's own prefix cache off), one pair after the other: with lmc's own connector, \
-         a server and a core for each engine, with `NixlConnector`, and with both. NIXL's threads take time of the one core that each engine has, \
-         so their rows vary, and say little of machines with more cores. \
+         `cargo xtask bench pd-nixl --rounds {0}`: medians of {0} rounds. Each prompt is new and has {1} \
+         tokens, which an engine computes in eight steps. Pairs of engines ({2} thread each, the model of the \
+         tests, vLLM's own prefix cache off) are measured one after the other: with lmc's own connector (a server \
+         and a core for each engine), with `NixlConnector`, and with both. NIXL's threads use the one core of \
+         each engine, so the rows with NIXL vary and say little about machines with more cores. \
          All figures are in [pd-nixl.json](benchmarks/pd-nixl.json).\n\n{3}\n\
          | | first token (of all rounds) | beyond the prefill engine alone | tokens from elsewhere |\n|---|--:|--:|--:|\n{rows}",
         options.rounds,

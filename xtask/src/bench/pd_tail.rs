@@ -42,9 +42,9 @@ fn section(
 ) -> Result<String> {
     let mut text = format!(
         "## The end of a prompt, by chunk size\n\n\
-         `cargo xtask bench pd-tail --rounds {0}`: medians of {0} prompts for each row, new each time, of {1} \
-         tokens and up to {2} more, evenly spread; an engine computes a prompt, then another one answers it, \
-         each with a server of its own on this host ({3} thread each, the model of the tests, blocks of {4} \
+         `cargo xtask bench pd-tail --rounds {0}`: medians of {0} prompts for each row. Each prompt is new \
+         and has {1} tokens and up to {2} more, evenly spread. One engine computes a prompt, then another engine \
+         answers it, each with a server of its own on this host ({3} thread each, the model of the tests, blocks of {4} \
          tokens, vLLM's own prefix cache off). \
          All figures are in [pd-tail.json](benchmarks/pd-tail.json).\n\n{5}\n\
          | connector | chunk | prefill | first token after it | tokens that the decode engine computes |\n\

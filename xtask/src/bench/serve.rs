@@ -308,10 +308,10 @@ fn page(conditions: &[(&str, String)], figures: &Figures, rounds: u32, peer: &st
     let _ = writeln!(text, "\n{}", figures.markdown(peer));
     text.push_str(
         "A lookup is timed from LOOKUP until QUERY_PREFETCH_STATUS has answered with the number of chunks.\n\
-         GB/s are bytes of completed operations over the time that clients spent in them, added \
-         up over clients; in engine_driven mode the client's own copy is part of that time.\n\
+         GB/s are the bytes of completed operations divided by the time that clients spent in them, \
+         summed over clients; in engine_driven mode the client's own copy is part of that time.\n\
          Every byte retrieved was compared with what was stored, outside the timed part.\n\
-         Server and generator share the cores, so rates at 32 clients hold the generator's work too.\n",
+         Server and generator share the cores, so rates at 32 clients include the generator's work.\n",
     );
     text
 }

@@ -80,11 +80,11 @@ fn section(
 ) -> Result<String> {
     let mut text = format!(
         "## The first token, by where a prompt's KV cache is\n\n\
-         `cargo xtask bench ttft --rounds {0}`: medians of {0} rounds, in each of which every \
-         source has its turn, in an order that rotates, with a new prompt of {1} tokens. {2} of \
+         `cargo xtask bench ttft --rounds {0}`: medians of {0} rounds. Each round measures every \
+         source, in an order that rotates, with a new prompt of {1} tokens. {2} of \
          these are cached, except in the two rows that compute the prompt. All engines ({3} \
          threads each) and servers share the cores of this host. Directly before each measured \
-         prompt its engine computes another one, and pauses for half a second. vLLM's own prefix \
+         prompt its engine computes another prompt, and pauses for half a second. vLLM's own prefix \
          cache is off, except in its row. \
          All figures are in [ttft.json](benchmarks/ttft.json).\n\n{4}\n",
         options.rounds,
@@ -97,13 +97,13 @@ fn section(
         text,
         "The model of the tests is tiny: 4 layers of width 128 with 2 KiB of KV cache for each \
          token in float32, 4 MiB for the prompt. Llama 3 8B has 128 KiB for each token in \
-         bfloat16. Computing a prompt and loading it both cost far more there, and their ratio is \
-         another. The time is that of `LLM.generate` with one token of answer, in the engine's \
+         bfloat16. Computing a prompt and loading it both cost far more there, and their ratio \
+         differs. The time is that of `LLM.generate` with one token of answer, in the engine's \
          process, without HTTP and tokenizer. The peer and Redis are on loopback: these figures \
          contain no network. Chunks on the drive were written seconds before they are read \
          ({}). The row \"lmc, nothing cached\" is measured with the engine of \"lmc, memory\", \
          whose server asks the peer for such a prompt. LMCache missed {} prompts that its server \
-         had stored; others were measured instead.\n",
+         had stored; other prompts were measured instead.\n",
         measured["disk_io"].as_str().unwrap_or("unknown I/O"),
         measured["lmcache_retries"],
     )?;

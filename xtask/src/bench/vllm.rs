@@ -23,8 +23,8 @@ const LOADS: [(&str, &str); 2] = [
     ),
     (
         "timed_trace",
-        "the first requests of Mooncake's conversation trace that the model has positions for, at \
-         their times",
+        "the first requests of Mooncake's conversation trace that fit into the model's context \
+         length, at their times",
     ),
 ];
 
@@ -70,8 +70,8 @@ fn section(
 ) -> Result<String> {
     let mut text = format!(
         "## vLLM under load, with and without a connector\n\n\
-         `cargo xtask bench vllm --trace FILE --rounds {0}`: {0} round{s} of {1} requests with 16 tokens of \
-         answer, medians of `vllm bench serve`'s figures; each set-up has an engine ({2} threads, the model of the tests, \
+         `cargo xtask bench vllm --trace FILE --rounds {0}`: {0} round{s} of {1} requests with answers of \
+         16 tokens, medians of `vllm bench serve`'s figures; each set-up has an engine ({2} threads, the model of the tests, \
          vLLM's own prefix cache off) and a cache server of its own on the same cores, in turn. \
          All figures are in [vllm.json](benchmarks/vllm.json).\n\n{3}\n",
         options.rounds,

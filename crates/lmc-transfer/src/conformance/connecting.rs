@@ -15,7 +15,7 @@ use crate::{
     block_on,
 };
 
-/// Answers with the name, and how often it was asked; keeps what came.
+/// Messages that a side has received, each with the name of its sender.
 type Heard = Arc<Mutex<Vec<(PeerId, Option<Bytes>)>>>;
 
 fn listener(heard: &Heard) -> OnConnect {
@@ -27,7 +27,8 @@ fn listener(heard: &Heard) -> OnConnect {
     })
 }
 
-/// A side that keeps what it hears.
+/// Returns a side that keeps the messages it receives, and answers with the sender's name and their
+/// number.
 fn listening<R: Rig>(rig: &R, id: &str) -> (Side<R::Channel>, Heard) {
     let heard = Heard::default();
     let answer = listener(&heard);
@@ -39,7 +40,8 @@ fn text(text: &'static str) -> Option<Bytes> {
     Some(Bytes::from_static(text.as_bytes()))
 }
 
-/// The first connect takes a message each way; both sides know each other; another is nothing.
+/// The first connect carries a message each way, and both sides know each other; another connect
+/// does nothing.
 pub fn connects_once_with_messages_each_way<R: Rig>(rig: &R) {
     let (a, heard_by_a) = listening(rig, "a");
     let (b, heard_by_b) = listening(rig, "b");
@@ -75,7 +77,7 @@ pub fn connects_once_with_messages_each_way<R: Rig>(rig: &R) {
     }
 }
 
-/// Many that want the same peer at the same time make one connection.
+/// Many concurrent calls for the same peer make one connection.
 pub fn calls_for_the_same_peer_connect_once<R: Rig>(rig: &R) {
     let (b, heard) = listening(rig, "b");
     let a = Side::new(rig, "a");
@@ -114,7 +116,7 @@ pub fn both_sides_connect_at_the_same_time<R: Rig>(rig: &R) {
     }
 }
 
-/// A channel has connections to many, each with its own memory.
+/// A channel has connections to many peers, each with its own memory.
 pub fn many_peers_are_kept_apart<R: Rig>(rig: &R) {
     let hub = Side::new(rig, "hub");
     let others: Vec<_> = (0..6)
@@ -172,7 +174,7 @@ pub fn messages_are_as_long_as_allowed<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// An address at which another peer answers than the one that was expected.
+/// Another peer than the expected one answers at the address.
 pub fn another_peer_answers<R: Rig>(rig: &R) {
     let (a, b) = (Side::new(rig, "a"), Side::new(rig, "b"));
     let c = peer("c");
@@ -190,7 +192,7 @@ pub fn another_peer_answers<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// Only those who know the key are connected, and only they are heard.
+/// Only peers that know the key are connected, and only their messages are delivered.
 pub fn keys_are_proven<R: Rig>(rig: &R) {
     let key = |start: &str| {
         let secret = format!("{start}, and what makes it long enough");
@@ -306,7 +308,7 @@ pub fn a_stalled_handshake_ends<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// A handler that panics, and one that answers more than is allowed, cost their connect and
+/// A handler that panics, and one that answers more than is allowed, fail their connect and
 /// nothing else.
 pub fn handlers_that_fail<R: Rig>(rig: &R) {
     let asked = AtomicUsize::new(0);
@@ -363,7 +365,7 @@ pub fn closing_ends_a_connect<R: Rig>(rig: &R) {
             assert_eq!(block_on(a.channel.close(soon())), Ok(()));
         });
         let ended = a.try_connect(&b, later());
-        // A channel may wait for the peer's word that it has heard of the end.
+        // A channel may wait until the peer confirms the end.
         drop(closed);
         assert!(matches!(ended, Err(ConnectError::Closed)), "{ended:?}");
     });
@@ -374,7 +376,7 @@ pub fn closing_ends_a_connect<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// A peer too many is refused, until another has gone; also by the side that connects.
+/// A peer above the limit is refused until another peer has gone; also by the side that connects.
 pub fn no_more_peers_than_allowed<R: Rig>(rig: &R) {
     let b = Side::with(rig, "b", 4096, |config| config.max_peers = 1);
     let (a, c) = (Side::new(rig, "a"), Side::new(rig, "c"));

@@ -244,8 +244,8 @@ pub fn a_close_with_a_dead_peer<R: Rig>(rig: &R) {
     }
 }
 
-/// The new one at the old address is connected again, and the old one's memory is gone; also where
-/// the new one counts in another unit.
+/// A peer that has restarted at the old address is connected again, and the memory of its earlier
+/// incarnation is gone; also where the new incarnation uses another unit.
 pub fn a_peer_starts_again<R: Rig>(rig: &R) {
     let (a, mut b) = pair(rig);
     let id = b.id.clone();
@@ -268,7 +268,8 @@ pub fn a_peer_starts_again<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// The new one connects first, while the other side may still hold the old one for alive.
+/// A peer that has restarted connects first, while the other side may still take the earlier
+/// incarnation to be alive.
 pub fn a_peer_that_started_again_connects<R: Rig>(rig: &R) {
     let (a, mut b) = pair(rig);
     for stamp in 1..4 {
@@ -279,7 +280,7 @@ pub fn a_peer_that_started_again_connects<R: Rig>(rig: &R) {
         b.connect(&a);
         let kept = b.objects(stamp, &[5000, 100]);
         let indices = b.indices(&kept);
-        // From now on the name means the new one.
+        // From now on the name means the new incarnation.
         eventually("the new one is known", || a.channel.is_connected(&b.id));
         check_filled(a.read(&[5000, 100], &b, &indices), stamp, 2);
         drop(kept);

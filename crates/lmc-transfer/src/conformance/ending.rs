@@ -130,7 +130,8 @@ pub fn closing_ends_its_own_reads_and_writes<R: Rig>(rig: &R) {
     }
 }
 
-/// A close that has no time left loses nothing: what it could not end comes back later.
+/// A close that has no time left loses nothing: the slots of calls that it could not end come back
+/// later.
 pub fn a_close_without_time<R: Rig>(rig: &R) {
     let mut rng = Rng::new(14);
     for _ in 0..4 {
@@ -246,7 +247,7 @@ pub fn a_dropped_channel_leaves_nothing<R: Rig>(rig: &R) {
     b.goes();
 }
 
-/// Deadlines that have passed already, and those that pass on the way.
+/// Deadlines that have passed already, and deadlines that pass during a call.
 pub fn deadlines_that_pass<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let lens = [4 << 20, 100, 4096, 1 << 20];
@@ -381,7 +382,8 @@ pub fn dropped_reads_and_writes<R: Rig>(rig: &R) {
             a.channel.write(a.objects(2, &lens), &b.id, &to, deadline),
             &mut rng,
         );
-        // What was dropped goes when the channel comes to it: half of the memory at most.
+        // Slots of dropped calls come back when the channel gets to them: they take at most half of
+        // the memory.
         if round % 4 == 3 {
             a.memory_is_still();
         }
@@ -406,7 +408,7 @@ pub fn dropped_sends_and_receives<R: Rig>(rig: &R) {
     let mut rng = Rng::new(12);
     let lens = [1 << 20, 1, 70_000];
     for tag in 0..12 {
-        // Both are there; one of them goes, at some point.
+        // Both calls are under way; one of them is dropped, at some point.
         let limit = Instant::now() + Duration::from_millis(50);
         thread::scope(|scope| {
             if tag % 2 == 0 {

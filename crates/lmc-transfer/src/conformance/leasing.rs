@@ -140,7 +140,8 @@ pub fn reads_of_revoked_leases_are_never_torn<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// Slots are reused while they are written to: once a lease is revoked, nothing of it lands.
+/// Slots are reused while they are written to: once a lease is revoked, no byte written under it
+/// lands.
 pub fn writes_under_revoked_leases_never_land<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let lens = [4 << 20, 1, 70_000];
@@ -172,7 +173,7 @@ pub fn writes_under_revoked_leases_never_land<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// A lease dies with its peer, which the owner hears of; its slots come back.
+/// A lease ends when its peer dies; the owner is notified, and the slots come back.
 pub fn a_lease_ends_with_its_peer<R: Rig>(rig: &R) {
     type Events = Arc<Mutex<Vec<(PeerId, PeerEvent)>>>;
     let events = Events::default();
@@ -247,8 +248,8 @@ pub fn indices_of_an_earlier_incarnation_are_stale<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// A channel that allows reading refuses to be written to; a channel whose arena is not open has indices of
-/// leases only.
+/// A channel that allows only reading refuses writes; a channel whose arena is not open has indices
+/// of leases only.
 pub fn rights_are_kept<R: Rig>(rig: &R) {
     let a = Side::new(rig, "a");
     let b = Side::with(rig, "b", 4096, |config| {

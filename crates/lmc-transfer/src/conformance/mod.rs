@@ -1,4 +1,4 @@
-//! The suite that every channel passes, and what tests of channels are made of.
+//! The suite that every channel passes, and tools for tests of channels.
 //!
 //! [`conformance!`](macro@crate::conformance) makes a test of each property over a [`Rig`], which
 //! knows how to start a kind of channel and how to kill one; [`properties`] gives the same as a
@@ -139,7 +139,7 @@ macro_rules! conformance {
     };
 }
 
-/// Every property by name, for programs that are no test.
+/// Returns every property by name, for programs that are not tests.
 pub fn properties<R: Rig>() -> Vec<(&'static str, Property<R>)> {
     crate::__properties! { __conformance_list R }
 }

@@ -16,7 +16,7 @@ use crate::{
     BoxFuture, ConnectError, Filled, Sent, Slot, TransferChannel, TransferError, block_on,
 };
 
-/// The suite's random test: nothing fails but what the test itself ends.
+/// The suite's random test: a call fails only where the test itself ends it.
 pub fn random_operations<R: Rig>(rig: &R) {
     let tally = RandomTest::new(Guarantee::Exact).run(rig);
     assert!(tally.written > 0 && tally.read > 0 && tally.received > 0);
@@ -94,7 +94,7 @@ impl RandomTest {
         self
     }
 
-    /// Number of rounds, each of a few operations at once. Default: 150.
+    /// Sets the number of rounds, each of a few concurrent operations. Default: 150.
     pub fn with_rounds(mut self, rounds: usize) -> Self {
         self.rounds = rounds;
         self
@@ -260,7 +260,7 @@ impl<'a, R: Rig> Run<'a, R> {
         self.players[from].side.channel.is_connected(peer)
     }
 
-    /// A side that was killed begins again, and connects to the others itself, so that all know.
+    /// Restarts a side that was killed. It connects to the others itself, so that all sides know.
     fn start_again(&mut self, n: usize) {
         self.rig.kill(&self.players[n].side.channel);
         let new = self.player(n);
@@ -275,7 +275,7 @@ impl<'a, R: Rig> Run<'a, R> {
         }
     }
 
-    /// Operations at once, under which a side may die, or does.
+    /// Runs concurrent operations. A side may be killed under them; with `dies`, one is.
     fn round(&mut self, dies: bool) {
         let mut taken = HashSet::new();
         let count = 1 + self.rng.below(5);
@@ -332,7 +332,7 @@ impl<'a, R: Rig> Run<'a, R> {
             parts.push(Part { target, unit, len });
         }
         if matches!(kind, Kind::Paired(_)) && parts.is_empty() {
-            // Nothing is sent, so that slots would wait in vain.
+            // Nothing is sent, so slots would wait in vain.
             kind = Kind::Paired(0);
         }
         let drops = self.rng.chance(60);
@@ -340,7 +340,7 @@ impl<'a, R: Rig> Run<'a, R> {
         let tight = !self.exact() || self.rng.chance(50);
         let micros = match (self.exact(), drops) {
             (true, _) if tight => self.rng.below(2000),
-            // The other half of what is dropped waits until then.
+            // The other end of a dropped paired call waits until this deadline.
             (true, None) => 60_000_000,
             // Long enough for most, on a busy machine.
             _ => 10_000 + self.rng.below(60_000),
@@ -357,7 +357,7 @@ impl<'a, R: Rig> Run<'a, R> {
         }
     }
 
-    /// Checks what an operation came to, and notes what it did.
+    /// Checks the outcome of an operation, and notes its effect.
     fn take(&mut self, plan: &Plan, came: Came, killed: Option<usize>) {
         let count = plan.parts.len();
         let fallible = plan.tight
@@ -492,7 +492,7 @@ impl<'a, R: Rig> Run<'a, R> {
         }
     }
 
-    /// The end of a side is the end of what may write to it.
+    /// Restarts sides with many unsure targets: the end of a side ends all writes to its memory.
     fn restart_the_unsure(&mut self) {
         for n in 0..SIDES {
             let unsure = |target: &&Target| target.unsure;
@@ -505,7 +505,7 @@ impl<'a, R: Rig> Run<'a, R> {
 }
 
 impl Target {
-    /// The owner writes all of it.
+    /// Has the owner write the whole target.
     fn set(&mut self, stamp: u64) {
         fill_value(stamp, 0, &mut self.bytes);
         self.slot.bytes_mut().copy_from_slice(&self.bytes);
@@ -521,7 +521,7 @@ impl<C: TransferChannel> Player<C> {
         self.side.goes();
     }
 
-    /// After its death.
+    /// Checks and drops a side that has died.
     fn went(mut self) {
         self.still.check();
         drop(self.targets);

@@ -106,9 +106,9 @@ pub fn a_range_is_read_more_than_once<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// A call that one thread has begun to wait for goes on on another.
+/// A call that was first polled on one thread continues on another.
 pub fn calls_change_hands<R: Rig>(rig: &R) {
-    /// Polls it here, and waits for it elsewhere.
+    /// Polls a call once here, and waits for it on another thread.
     fn elsewhere<T: Send>(mut call: BoxFuture<'_, T>) -> T {
         let mut here = Context::from_waker(Waker::noop());
         if let Poll::Ready(value) = call.as_mut().poll(&mut here) {
@@ -144,7 +144,7 @@ pub fn calls_change_hands<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// Batches without objects, with a peer that is there and one that is gone.
+/// Batches without objects, with a connected peer and with a peer that is gone.
 pub fn empty_batches_are_done_at_once<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     let id = b.id.clone();

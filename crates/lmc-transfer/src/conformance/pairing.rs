@@ -9,7 +9,7 @@ use super::side::{
 use super::{Rig, Rng, Side};
 use crate::{Filled, MAX_BATCH, Sent, Slot, TransferChannel, TransferError, block_on};
 
-/// Sends and receives under one tag at the same time, one of them earlier.
+/// Sends and receives under one tag; one side begins earlier.
 fn both<C: TransferChannel>(
     (from, objects): (&Side<C>, &[u64]),
     (to, capacity): (&Side<C>, &[u64]),
@@ -172,11 +172,11 @@ pub fn lengths_must_agree<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// No peer receives, or none sends, until the deadline: nothing is touched, and nothing stays.
+/// No peer receives, or none sends, until the deadline: no slot is touched, and nothing is left.
 pub fn no_peer_at_the_other_end<R: Rig>(rig: &R) {
     let (a, b) = pair(rig);
     eventually("the other side knows too", || b.channel.is_connected(&a.id));
-    // Few bytes may go along with their offer.
+    // Small objects may be inlined in their offer.
     let both_ways = |lens| [(&a, &b, lens), (&b, &a, lens)];
     for (from, to, lens) in [[4096, 3 << 20], [100, 5]].into_iter().flat_map(both_ways) {
         let mut began = Instant::now();
@@ -186,7 +186,7 @@ pub fn no_peer_at_the_other_end<R: Rig>(rig: &R) {
             assert_eq!(sent.done, 0);
             assert_eq!(sent.error, Some(TransferError::Deadline));
 
-            // Too late for what was sent before.
+            // Too late for the objects that were sent before.
             let filled = block_on(to.channel.receive(to.slots(&lens), &from.id, 1, shortly()));
             if filled.error.is_none() {
                 // On a busy machine: what is not idle may still arrive.
@@ -199,7 +199,7 @@ pub fn no_peer_at_the_other_end<R: Rig>(rig: &R) {
             break;
         }
 
-        // And too late for the receiver that gave up.
+        // And too late for the receiver whose deadline has passed.
         let objects = from.objects(2, &lens);
         let sent = block_on(from.channel.send(objects, &to.id, 1, shortly()));
         assert_eq!(sent.done, 0);

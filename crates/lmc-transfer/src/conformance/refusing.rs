@@ -136,7 +136,7 @@ pub fn ranges_outside_the_arena<R: Rig>(rig: &R) {
     b.ends();
 }
 
-/// Peers never heard of, and peers that have gone.
+/// Unknown peers, and peers that have gone.
 pub fn peers_that_are_not_known<R: Rig>(rig: &R) {
     let (a, b) = (Side::new(rig, "a"), Side::new(rig, "b"));
     let indices = [b.at(0), b.at(1)];

@@ -13,10 +13,10 @@ pub type Property<R> = fn(&R);
 
 /// Starts one kind of channel, and kills it.
 pub trait Rig: Sync {
-    /// The kind.
+    /// Kind of channel.
     type Channel: TransferChannel;
 
-    /// A channel called `id` over an arena, whose configuration `change` may alter.
+    /// Returns a channel called `id` over an arena, whose configuration `change` may alter.
     ///
     /// The same `id` has the same address each time, so that a channel may be started again where
     /// an earlier one was killed or closed.
@@ -27,11 +27,11 @@ pub trait Rig: Sync {
         change: impl FnOnce(&mut ChannelConfig),
     ) -> Self::Channel;
 
-    /// Ends a channel without a word to its users, as near to the death of its process as
-    /// can be had within one: it moves no byte any more. Calls on it end soon.
+    /// Ends a channel without notifying its users, as close to the death of its process as possible
+    /// within one process: the channel moves no byte any more. Calls on it end soon.
     fn kill(&self, channel: &Self::Channel);
 
-    /// Returns the plane that its channels use once they are connected.
+    /// Returns the plane that the rig's channels use once they are connected.
     fn plane(&self) -> DataPlane {
         DataPlane::Sockets
     }

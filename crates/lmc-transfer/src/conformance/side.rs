@@ -12,7 +12,7 @@ use crate::{
     Sent, Slot, TransferChannel, WriteLease, block_on,
 };
 
-/// Time that anything may take that ends by itself.
+/// Time limit for everything that ends by itself.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Time after its deadline within which a call must end, on a busy machine.
@@ -23,7 +23,7 @@ pub(super) fn soon() -> Instant {
     Instant::now() + TIMEOUT
 }
 
-/// A deadline that is far beyond [`TIMEOUT`]: what waits for it has not ended by itself.
+/// A deadline far beyond [`TIMEOUT`]: a call that reaches it has not ended by itself.
 pub(super) fn later() -> Instant {
     Instant::now() + 20 * TIMEOUT
 }
@@ -197,7 +197,7 @@ impl<C: TransferChannel> Side<C> {
         lease.expect("a peer that is connected is granted slots")
     }
 
-    /// Waits until the other side is connected, which may have connected to this one.
+    /// Waits until the other side is connected; it may have connected to this one.
     #[track_caller]
     pub(super) fn knows(&self, other: &Self) {
         let incarnation = Some(other.channel.incarnation());
@@ -231,7 +231,7 @@ impl<C: TransferChannel> Side<C> {
         block_on(self.channel.read(slots, &from.id, indices, soon()))
     }
 
-    /// Writes objects to a peer that is there, and checks what arrived.
+    /// Writes objects to a connected peer, and checks the bytes that arrived.
     ///
     /// # Panics
     /// If objects are missing or differ.
@@ -246,7 +246,7 @@ impl<C: TransferChannel> Side<C> {
         check_all(stamp, &slots);
     }
 
-    /// Reads objects from a peer that is there, and checks what arrived.
+    /// Reads objects from a connected peer, and checks the bytes that arrived.
     ///
     /// # Panics
     /// If objects are missing or differ.
@@ -277,7 +277,7 @@ impl<C: TransferChannel> Side<C> {
         self.slots_come_back_but(0);
     }
 
-    /// Waits until every slot is back but those that the caller holds.
+    /// Waits until every slot is back, except those that the caller holds.
     #[track_caller]
     pub(super) fn slots_come_back_but(&self, held: usize) {
         let back = || {
@@ -287,7 +287,7 @@ impl<C: TransferChannel> Side<C> {
         eventually("every slot comes back", back);
     }
 
-    /// Takes all of the memory, and checks that nothing writes to it.
+    /// Reserves all of the memory, and checks that nothing writes to it.
     ///
     /// # Panics
     /// If something writes to it, or a slot is still taken.
@@ -302,7 +302,7 @@ impl<C: TransferChannel> Side<C> {
         still.expect("nothing writes to memory that came back");
     }
 
-    /// Closes the channel, and sees that nothing is left of it.
+    /// Closes the channel, and checks that nothing is left of it.
     ///
     /// # Panics
     /// If something is left.
@@ -315,7 +315,7 @@ impl<C: TransferChannel> Side<C> {
         self.goes();
     }
 
-    /// Drops the channel, and sees that nothing is left of it.
+    /// Drops the channel, and checks that nothing is left of it.
     ///
     /// # Panics
     /// If something is left.
@@ -385,8 +385,8 @@ pub(super) struct Still(Vec<ReservedSlot>);
 const STILL: u64 = 0x5711;
 
 impl Still {
-    /// Takes what came back: written slots are checked, idle ones are kept under watch. Gives
-    /// the number of those that were written.
+    /// Takes slots that came back: checks written ones, and keeps idle ones under watch. Returns
+    /// the number of written slots.
     #[track_caller]
     pub(super) fn watch(&mut self, slots: Vec<Slot>, stamp: u64) -> usize {
         let mut written = 0;
@@ -415,7 +415,7 @@ impl Still {
         self.0.push(slot);
     }
 
-    /// Checks those that are kept, and lets them go.
+    /// Checks the slots that are kept, and releases them.
     #[track_caller]
     pub(super) fn check(&mut self) {
         for slot in self.0.drain(..) {

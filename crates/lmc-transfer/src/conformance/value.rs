@@ -1,5 +1,5 @@
-//! Bytes that name their batch and object. Those of the kit of `lmc-backend` name a chunk's key,
-//! which this crate does not know.
+//! Bytes that identify their batch and object. The bytes of `lmc-backend`'s kit identify a chunk's
+//! key, which this crate does not know.
 
 use std::sync::OnceLock;
 
@@ -17,7 +17,7 @@ pub struct Mismatch {
     pub stamp: u64,
     /// Index of the object in its batch.
     pub object: usize,
-    /// Bytes looked at.
+    /// Number of bytes that were compared.
     pub len: usize,
     /// The first wrong byte.
     pub at: usize,
@@ -44,8 +44,8 @@ fn table() -> &'static [u8] {
     })
 }
 
-/// Returns the blocks of bytes that belong to an object of a length, each from another start in
-/// the table, so that bytes of one block differ from those of others.
+/// Returns the blocks of bytes that belong to an object of a length. Each block starts elsewhere in
+/// the table, so that the bytes of one block differ from the bytes of other blocks.
 fn blocks(stamp: u64, object: usize, len: usize) -> impl Iterator<Item = &'static [u8]> {
     let table = table();
     let seed = Rng::new(stamp).next_u64() ^ object as u64;

@@ -69,7 +69,7 @@ impl Socket {
     fn tcp(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         // The kernel sizes TCP buffers better than a fixed number would, except within this
-        // machine: whatever is in flight fills them, and should stay in the cache.
+        // machine: there the bytes in flight fill any buffer, and should stay in the CPU's cache.
         if let (Ok(here), Ok(there)) = (stream.local_addr(), stream.peer_addr())
             && here.ip() == there.ip()
         {
@@ -103,7 +103,8 @@ impl Socket {
             .with_time(interval)
             .with_interval(interval)
             .with_retries(3);
-        // A socket that was reset meanwhile refuses; its next user finds out.
+        // A socket that was reset meanwhile refuses the option; the next call on it reports the
+        // error.
         let _ = socket.set_tcp_keepalive(&keepalive);
         let _ = socket.set_tcp_user_timeout(Some(timeout));
     }
@@ -220,7 +221,8 @@ impl Socket {
 }
 
 /// All sockets of a connection. Dropping them shuts each down first, so that the peer reads an
-/// orderly end: closing a TCP socket with unread bytes resets it, which proves less.
+/// orderly end: a TCP socket that is closed with unread bytes is reset, and a reset does not prove
+/// that this side closed it.
 #[derive(Debug)]
 pub(crate) struct Sockets(pub(crate) Vec<Socket>);
 
@@ -247,7 +249,7 @@ pub(crate) struct Listener {
 #[derive(Debug)]
 enum Kind {
     Tcp(TcpListener),
-    /// With the file's device and inode, which tell it from another listener's file.
+    /// With the file's device and inode, which distinguish it from another listener's file.
     Unix(UnixListener, PathBuf, (u64, u64)),
 }
 
@@ -317,7 +319,7 @@ fn remove_stale(path: &Path) -> io::Result<()> {
         let what = format!("{} exists and is not a socket", path.display());
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, what));
     }
-    // Polled once: with a full backlog it may stay pending for ever.
+    // Polled once: while the backlog is full the connect stays pending.
     let mut context = Context::from_waker(Waker::noop());
     match pin!(UnixStream::connect(path)).poll(&mut context) {
         Poll::Ready(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {

@@ -1,11 +1,12 @@
 //! Every call into NIXL.
 //!
-//! A channel has two kinds of agent. The *target* registers the blocks that peers write to. It has a
-//! progress thread of UCX's, because over TCP nothing moves unless the side that is written to
-//! helps; nothing else calls it but to throw notifications away, so that little waits for its lock. The *initiator* registers the
-//! arena, from which this side writes to peers; none of them gets to know that memory. It has no such
-//! thread, and belongs to the thread `lmc-nixl`: its transfers move only inside that thread's calls,
-//! faster than behind a progress thread. NIXL takes a lock per agent for the whole of every call.
+//! A channel has two kinds of agent. The *target* registers the blocks that peers write to. It has
+//! a progress thread of UCX, because over TCP nothing moves unless the side that is written to
+//! makes progress. Other calls to it only discard notifications, so its lock is rarely contended.
+//! The *initiator* registers the arena, from which this side writes to peers; no peer gets to know
+//! that memory. It has no progress thread, and belongs to the thread `lmc-nixl`: its transfers move
+//! only inside that thread's calls, faster than behind a progress thread. NIXL takes a lock per
+//! agent for the whole of every call.
 
 use std::fmt;
 use std::sync::Arc;
@@ -62,8 +63,8 @@ impl NixlDescriptor for Region {
     }
 }
 
-/// An agent that registers the arena, piece by piece. Dropping it ends all that it had under way,
-/// which nothing else does; it may take a while.
+/// An agent that registers the arena, piece by piece. Only dropping it ends the requests that it
+/// has under way; that may take a while.
 pub(super) struct Registered {
     // In the order in which they must go.
     registrations: Vec<RegistrationHandle>,
@@ -107,8 +108,8 @@ pub(crate) struct Remote {
 pub(super) enum Progress {
     Going,
     Done,
-    /// The request failed. That is no proof that it moves nothing any more: NIXL watches the last of the
-    /// operations that it made, and lets go of the others.
+    /// The request failed. That does not prove that it moves nothing any more: NIXL watches the
+    /// last of the operations that it made, and forgets the others.
     Failed,
 }
 
@@ -128,7 +129,7 @@ pub(super) enum PostError {
     Refused(String),
     /// The request was never begun.
     NotBegun(String),
-    /// Some of it may have been.
+    /// Some of the request may have been begun.
     Begun(Request, String),
 }
 
@@ -160,7 +161,7 @@ impl Registered {
         for (name, value) in &setup.parameters {
             parameters
                 .set(name, value)
-                .map_err(fault(&format!("take parameter {name}")))?;
+                .map_err(fault(&format!("set parameter {name}")))?;
         }
         let backend = agent
             .create_backend(backend, &parameters)
@@ -177,7 +178,7 @@ impl Registered {
         Ok(registered)
     }
 
-    /// Registers the next piece. Whether more are left.
+    /// Registers the next piece. Returns whether more are left.
     pub(super) fn register(&mut self) -> Result<bool, String> {
         let offset = self.regions.len().saturating_mul(self.piece);
         let left = self.arena.len().saturating_sub(offset);
@@ -202,21 +203,21 @@ impl Registered {
 
     /// Returns the metadata that a peer needs to reach this agent's memory.
     pub(super) fn metadata(&self) -> Result<Vec<u8>, String> {
-        let fault = |error| format!("NIXL does not describe its agent: {error}");
+        let fault = |error| format!("NIXL cannot describe its agent: {error}");
         self.agent.get_local_md().map_err(fault)
     }
 
-    /// Makes a peer's agent known to this one. Returns the name that the metadata has. An agent
-    /// that is refused may stay half known: how it is connected to is, and nothing of its memory.
+    /// Makes a peer's agent known to this one. Returns the name in the metadata. An agent that is
+    /// refused may stay half known: its connection is known, and none of its memory.
     pub(super) fn load(&self, metadata: &[u8]) -> Result<String, String> {
         let loaded = self.agent.load_remote_md(metadata);
         loaded.map_err(|error| format!("NIXL refuses the peer's metadata: {error}"))
     }
 
-    /// Forgets a peer's agent. What is under way goes on.
+    /// Forgets a peer's agent. Requests under way go on.
     pub(super) fn forget(&self, agent: &str) {
         if let Err(error) = self.agent.invalidate_remote_md(agent) {
-            tracing::debug!(agent, %error, "NIXL had not known an agent");
+            tracing::debug!(agent, %error, "NIXL did not know the agent");
         }
     }
 
@@ -247,7 +248,7 @@ impl Registered {
         }
     }
 
-    /// Moves things on, and says how a request stands.
+    /// Makes progress, and returns the state of a request.
     pub(super) fn poll(&self, request: &Request) -> Progress {
         match self.agent.get_xfer_status(&request.0) {
             Ok(XferStatus::Success) => Progress::Done,
@@ -256,13 +257,13 @@ impl Registered {
         }
     }
 
-    /// Moves things on where there is no request, and throws away what peers may have said:
-    /// notifications would pile up otherwise.
+    /// Makes progress without a request, and discards notifications of peers, which would pile up
+    /// otherwise.
     pub(super) fn tend(&self) {
         let taken = NotificationMap::new()
             .and_then(|mut said| self.agent.get_notifications(&mut said, None));
         if let Err(error) = taken {
-            tracing::debug!(%error, "NIXL gives no notifications");
+            tracing::debug!(%error, "NIXL cannot return notifications");
         }
     }
 }

@@ -1,9 +1,10 @@
-//! Memory that peers write to by NIXL, apart from the arena: blocks of one length, from which what
-//! was asked for is copied to its slots.
+//! Memory that peers write to by NIXL, apart from the arena: blocks of one length, from which the
+//! objects of a fetch are copied to their slots.
 //!
-//! A peer that has this memory's key may write to all of it at any time, also for a request that
-//! was given up, or when its connection has ended. That harms nothing: objects are summed when they
-//! have been copied, and a block that such a peer may write to rests before it is used again.
+//! A peer that has this memory's key may write to all of it at any time, also for a cancelled
+//! request, or after its connection has ended. That harms nothing: the checksum of an object is
+//! computed after the copy, and a block that such a peer may write to rests before it is used
+//! again.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -17,12 +18,12 @@ use crate::PeerId;
 
 /// Bytes of a block, and of one fetch at most.
 pub(crate) const BLOCK: u64 = 4 << 20;
-/// A block that a peer may still write to rests for this long: long enough that few reads have to
-/// be made again.
+/// A block that a peer may still write to rests for this long: long enough that few reads must be
+/// repeated.
 const REST: Duration = Duration::from_secs(60);
 
-/// Memory of closed channels that a peer may still write to: over shared memory nothing stops it, and
-/// what came to lie there would be changed.
+/// Memory of closed channels that a peer may still write to: over shared memory nothing stops the
+/// peer, and it would change whatever is mapped there next.
 static KEPT: Mutex<Vec<Arc<Arena>>> = Mutex::new(Vec::new());
 
 /// The blocks of a plane.
@@ -39,7 +40,7 @@ pub(crate) struct Blocks {
 struct State {
     /// Offsets of blocks that nothing uses.
     free: Vec<u64>,
-    /// Blocks that a peer may still write to, since when.
+    /// Blocks that a peer may still write to, with the time since when.
     resting: VecDeque<(Instant, PeerId, u64)>,
     /// Blocks of each peer.
     used: HashMap<PeerId, usize>,
@@ -60,9 +61,9 @@ impl State {
 /// The reason why there is no block now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NoBlock {
-    /// Others use them.
+    /// Other reads use all blocks.
     Used,
-    /// The peer has its share.
+    /// The peer has its full share.
     Share,
 }
 
@@ -153,17 +154,18 @@ impl Block {
         self.offset
     }
 
-    /// A peer is asked to write to it.
+    /// Notes that a peer is asked to write to the block.
     pub(crate) fn lend(&mut self) {
         self.written = true;
     }
 
-    /// The peer writes nothing more to it.
+    /// Notes that the peer writes nothing more to the block.
     pub(crate) fn over(mut self) {
         self.written = false;
     }
 
-    /// Address of `len` bytes. A peer that keeps no rules may write to them at any time.
+    /// Returns the address of `len` bytes. A peer that breaks the rules may write to them at any
+    /// time.
     pub(crate) fn at(&self, offset: u64, len: u64) -> *const u8 {
         let end = offset.checked_add(len);
         assert!(end.is_some_and(|end| end <= BLOCK), "bytes of the block");

@@ -1,7 +1,7 @@
 //! The thread `lmc-nixl`: owns the agents and the transfers.
 //!
-//! It polls while something is under way, spinning first and then less and less often. Otherwise
-//! it sleeps, after a moment in which the next call may come.
+//! It polls while a transfer is under way: it spins first, and then polls less and less often.
+//! Otherwise it sleeps, after a moment in which the next call may come.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,19 +13,19 @@ use super::initiators::{AgentEvent, Initiators, spawn};
 use super::transfers::{Step, Transfer, WriteError};
 use crate::blocking::yield_briefly;
 
-/// Commands that are taken before transfers are looked at again.
+/// Commands that are taken before transfers are polled again.
 const COMMANDS: usize = 256;
-/// After something moved, the thread does not sleep for this long...
+/// The thread spins until this long after the last progress.
 const SPIN: Duration = Duration::from_micros(50);
-/// ...then it yields, up to this long...
+/// The thread yields until this long after the last progress.
 const YIELD: Duration = Duration::from_millis(1);
-/// ...then it naps, and after that for longer.
+/// The thread takes short naps until this long after the last progress, and longer naps then.
 const NAP_AFTER: Duration = Duration::from_millis(20);
 const NAP: Duration = Duration::from_micros(50);
 const LONG_NAP: Duration = Duration::from_millis(1);
-/// Between looks at what was given up.
+/// Time between polls of abandoned requests.
 const STRAGGLERS: Duration = Duration::from_millis(2);
-/// Between looks when there is nothing to do.
+/// Time between polls when there is nothing to do.
 const IDLE: Duration = Duration::from_millis(100);
 
 /// Commands of the thread.
@@ -65,7 +65,7 @@ pub(super) struct Engine {
     received: Receiver<Command>,
     target: Option<Registered>,
     initiators: Initiators,
-    /// Connections that were written for, and have not ended.
+    /// Connections that were written for and have not ended.
     live: HashMap<u64, Arc<Remote>>,
     transfers: Vec<Transfer>,
     /// True once the plane is to end.
@@ -129,8 +129,8 @@ impl Engine {
             std::hint::spin_loop();
             return;
         }
-        // With nothing to poll, what is waited for comes from another thread, which may wait for
-        // this core: on two cores a peer's answer took three times as long otherwise.
+        // With nothing to poll, the thread waits for another thread, which may wait for this core:
+        // on two cores a peer's answer took three times as long otherwise.
         let awake = if polls { YIELD } else { SPIN };
         if still < awake && yield_briefly() {
             return;
@@ -149,7 +149,7 @@ impl Engine {
                 self.take(command);
                 self.last_moved = Some(Instant::now());
             }
-            // This side holds a sender, so that the other error cannot be.
+            // This side holds a sender, so `Disconnected` cannot occur.
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
         }
     }
@@ -196,7 +196,7 @@ impl Engine {
         self.initiators.close();
     }
 
-    /// Returns whether nothing is left, and goes on with the end.
+    /// Returns whether nothing is left; moves the end on.
     fn has_ended(&mut self) -> bool {
         if !self.ends || !self.initiators.is_over() {
             return false;
@@ -212,7 +212,7 @@ impl Engine {
         !self.ending_target
     }
 
-    /// Looks at everything once. Whether something moved.
+    /// Polls everything once. Returns whether something moved.
     fn advance(&mut self, now: Instant) -> bool {
         let mut moved = false;
         let mut at = 0;

@@ -1,8 +1,9 @@
-//! Agents that begin transfers, one after the other, and what they may still have under way.
+//! Agents that begin transfers, one after the other, and the requests that they may still have
+//! under way.
 //!
-//! A request that was given up goes on, and one that failed may: only its success, or the end of
-//! its agent, proves that it moves nothing more. It is a [`Straggler`] until then, and nothing new
-//! begins with its peer, so that a peer that is stuck has few.
+//! An abandoned request goes on, and a failed one may: only its success, or the end of its agent,
+//! proves that it moves nothing more. It is a [`Straggler`] until then, and no new request to its
+//! peer begins, so that a stuck peer has few stragglers.
 //!
 //! When a request fails, or does not end although its peer is gone, its agent is *retired* and
 //! another is made. A retired agent is destroyed once no active transfer and no abandoned request
@@ -18,30 +19,30 @@ use std::time::{Duration, Instant};
 use super::agent::{PostError, Progress, Registered, Remote, Request, Role, Setup};
 use super::plan::{Part, Sources};
 
-/// Time that a request whose peer is gone has to end by itself.
+/// Time for a request whose peer is gone to end by itself.
 const GRACE: Duration = Duration::from_secs(1);
-/// Before another agent is tried to be made...
+/// Pause before the next attempt to make an agent.
 const RETRY: Duration = Duration::from_secs(1);
-/// ...and before one is made again because metadata was refused, which a peer can cause at will: each
-/// registers the whole arena.
+/// Pause before an agent is made again because metadata was refused. A peer can cause that at will,
+/// and each new agent registers the whole arena.
 const WORN: Duration = Duration::from_secs(60);
 
-/// A transfer that was given up and may still be under way.
+/// A transfer that was abandoned and may still be under way.
 struct Straggler {
     requests: Vec<Request>,
-    /// Memory that they may still read.
+    /// Memory that the requests may still read.
     sources: Sources,
     /// Number of its connection.
     connection: u64,
     remote: Arc<Remote>,
-    /// Time since which the connection is gone.
+    /// Time at which the connection was gone.
     gone: Option<Instant>,
-    /// A request failed: only the end of this side's agent proves anything.
+    /// True if a request failed: then only the end of this side's agent proves anything.
     unproven: bool,
 }
 
 impl Straggler {
-    /// Returns whether it may yet end by itself: its peer lives, as far as is known.
+    /// Returns whether the transfer may yet end by itself: its peer lives, as far as is known.
     fn may_end(&self) -> bool {
         self.gone.is_none() && !self.unproven
     }
@@ -50,12 +51,13 @@ impl Straggler {
 struct Initiator {
     generation: u64,
     registered: Registered,
-    /// Agents of peers that it knows, with their own descriptions.
+    /// Agents of peers that this agent knows, with their metadata.
     loaded: HashMap<String, Vec<u8>>,
-    /// Agents of peers that it is to forget as soon as nothing uses them.
+    /// Agents of peers that this agent forgets as soon as nothing uses them.
     unwanted: HashSet<String>,
     stragglers: Vec<Straggler>,
-    /// Set when it half knows an agent that it refused, for good: it is used until there is another.
+    /// Set for good when a peer's agent was refused and stays half known: this agent is used until
+    /// there is another.
     worn: bool,
     retired: bool,
 }
@@ -78,18 +80,19 @@ pub(super) struct Initiators {
     setup: Setup,
     on_agent: OnAgent,
     all: Vec<Initiator>,
-    /// Generation of the next.
+    /// Generation of the next initiator.
     next: u64,
-    /// One is being made, or is to be made then.
+    /// Time of the next attempt, or present while an initiator is being made.
     making: Option<Instant>,
     made: bool,
-    /// Agents of peers that agents which are being ended may write to, by generation.
+    /// Agents of peers that ending agents may still write to, by the generation of the ending
+    /// agent.
     ending: HashMap<u64, Vec<String>>,
     closed: bool,
 }
 
 impl Initiators {
-    /// Starts without an initiator: [`Self::made`] adds the first.
+    /// Returns a set without an initiator: [`Self::made`] adds the first.
     pub(super) fn new(name: String, setup: Setup, on_agent: OnAgent) -> Self {
         Self {
             name,
@@ -128,7 +131,7 @@ impl Initiators {
             .find(|initiator| initiator.generation == generation)
     }
 
-    /// The agent for a new transfer; none while one is being made.
+    /// Returns the agent for a new transfer; `None` while one is being made.
     pub(super) fn current(&self) -> Option<u64> {
         let newest = self.all.last()?;
         (!newest.retired).then_some(newest.generation)
@@ -155,7 +158,7 @@ impl Initiators {
         }
     }
 
-    /// Keeps what may still be under way. `failed`: a request of it has.
+    /// Keeps requests that may still be under way. `failed`: one of them has failed.
     pub(super) fn keep(
         &mut self,
         generation: u64,
@@ -165,7 +168,7 @@ impl Initiators {
         failed: bool,
     ) {
         let Some(initiator) = self.get(generation) else {
-            // An agent ends only after its transfers: there is nothing under way.
+            // An agent ends only after its transfers, so no request is under way.
             return;
         };
         initiator.stragglers.push(Straggler {
@@ -181,7 +184,8 @@ impl Initiators {
         }
     }
 
-    /// Says that a connection is gone, and with the last one to a peer its agent.
+    /// Notes that a connection is gone; `agent` is the peer's agent if this was the last connection
+    /// to it.
     pub(super) fn gone(&mut self, connection: u64, agent: Option<&str>) {
         for initiator in &mut self.all {
             if let Some(agent) = agent.filter(|agent| initiator.loaded.contains_key(*agent)) {
@@ -195,14 +199,15 @@ impl Initiators {
         }
     }
 
-    /// Says that the peer of this agent is connected again.
+    /// Notes that the peer of this agent is connected again.
     pub(super) fn peer_back(&mut self, agent: &str) {
         for initiator in &mut self.all {
             initiator.unwanted.remove(agent);
         }
     }
 
-    /// Looks after all of them. `busy` are the generations that transfers use.
+    /// Polls stragglers, retires and ends agents, and makes a new one if needed. `busy` has the
+    /// generations that transfers use.
     pub(super) fn tend(&mut self, busy: &HashSet<u64>, now: Instant) {
         for initiator in &mut self.all {
             initiator.poll_stragglers();
@@ -233,7 +238,7 @@ impl Initiators {
         }
     }
 
-    /// Moves on what agents without requests have to do.
+    /// Makes progress with agents, also those without requests.
     pub(super) fn progress(&self) {
         for initiator in &self.all {
             initiator.registered.tend();
@@ -255,7 +260,7 @@ impl Initiators {
         });
     }
 
-    /// Takes what was made.
+    /// Adds an agent that was made.
     pub(super) fn made(&mut self, made: Result<Registered, String>) {
         self.made = true;
         match made {
@@ -268,16 +273,16 @@ impl Initiators {
                     self.close();
                 }
             }
-            Err(fault) => tracing::warn!(fault, "no other NIXL agent; it is tried again"),
+            Err(fault) => tracing::warn!(fault, "cannot make another NIXL agent; trying again"),
         }
     }
 
-    /// An agent has ended.
+    /// Notes that an agent has ended.
     pub(super) fn ended(&mut self, generation: u64) {
         self.ending.remove(&generation);
     }
 
-    /// Retires all of them; no other is made.
+    /// Retires all agents; no other is made.
     pub(super) fn close(&mut self) {
         self.closed = true;
         for initiator in &mut self.all {
@@ -290,7 +295,7 @@ impl Initiators {
         self.all.is_empty() && self.ending.is_empty() && self.made
     }
 
-    /// Returns whether what was given up may be under way to this agent of a peer.
+    /// Returns whether an abandoned request to this agent of a peer may be under way.
     pub(super) fn may_touch(&self, agent: &str) -> bool {
         let mut stragglers = self.all.iter().flat_map(|one| &one.stragglers);
         let mut ending = self.ending.values().flatten();
@@ -298,7 +303,7 @@ impl Initiators {
             || ending.any(|peer| peer == agent)
     }
 
-    /// Returns whether requests that were given up must be looked at.
+    /// Returns whether abandoned requests must be polled.
     pub(super) fn has_stragglers(&self) -> bool {
         self.all
             .iter()
@@ -319,7 +324,8 @@ impl Initiator {
     fn load(&mut self, remote: &Remote) -> Result<(), String> {
         match self.loaded.get(&remote.agent) {
             Some(metadata) if *metadata == remote.metadata => return Ok(()),
-            // Another of the same name, which only one that is no channel of ours may have.
+            // Another agent has the same name, which only a program that is not a channel of ours
+            // can cause.
             Some(_) => {
                 self.registered.forget(&remote.agent);
                 self.loaded.remove(&remote.agent);
@@ -329,10 +335,10 @@ impl Initiator {
         let name = self.registered.load(&remote.metadata);
         let name = name.inspect_err(|_| self.worn = true)?;
         if name != remote.agent {
-            // Another peer's may have been loaded under that name before: it is loaded again.
+            // Another peer's agent may have been loaded under that name before: it is loaded again.
             self.registered.forget(&name);
             self.loaded.remove(&name);
-            return Err("NIXL says that the peer's metadata is of another agent".to_owned());
+            return Err("the peer's metadata belongs to another agent".to_owned());
         }
         let metadata = remote.metadata.clone();
         self.loaded.insert(remote.agent.clone(), metadata);
@@ -378,7 +384,7 @@ impl Initiator {
     }
 }
 
-/// Ends an agent, and with it what it had under way, on a thread: it may take a while.
+/// Ends an agent and its requests under way, on a thread of its own: it may take a while.
 fn end(initiator: Initiator, on_agent: OnAgent) {
     spawn("lmc-nixl-end", move || {
         let mut sources = Vec::new();
@@ -396,6 +402,6 @@ fn end(initiator: Initiator, on_agent: OnAgent) {
 /// Runs a thread of this name.
 pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) {
     let spawned = thread::Builder::new().name(name.to_owned()).spawn(work);
-    // Without threads, memory is what is out: the process cannot go on in any case.
+    // A thread cannot be started when memory has run out: the process cannot go on in any case.
     spawned.expect("the system can start a thread");
 }

@@ -12,14 +12,14 @@ use crate::ConnectError;
 
 /// The library's file, and its SONAME.
 const NAME: &str = "libnixl_capi.so";
-/// Names the library's file.
+/// The variable that names the library's file.
 const VARIABLE: &str = "LMC_NIXL_LIBRARY";
 
 /// Set when the library is loaded; guarded, so that it is loaded once.
 static LOADED: Mutex<bool> = Mutex::new(false);
 
-/// Loads the library, from `configured` where that is given. After the first time that it went
-/// well, nothing is done.
+/// Loads the library, from `configured` if given. Once a call has succeeded, further calls do
+/// nothing.
 pub(super) fn load(configured: Option<&Path>) -> Result<(), ConnectError> {
     let mut loaded = LOADED.lock();
     if *loaded {
@@ -29,8 +29,8 @@ pub(super) fn load(configured: Option<&Path>) -> Result<(), ConnectError> {
     let found = candidates(configured, env::var_os(VARIABLE))
         .into_iter()
         .any(|path| open(&path).map_err(|fault| faults.push(fault)).is_ok());
-    // Asked before any other call, each of which would abort the process if there is no library;
-    // and only now, because the answer is kept for good.
+    // Asked before any other call, which would abort the process without a library; and not
+    // earlier, because nixl-sys keeps the answer for good.
     if !found || nixl_sys::is_stub() {
         return Err(ConnectError::Library(missing(&faults)));
     }
@@ -48,7 +48,7 @@ fn missing(faults: &[String]) -> String {
     )
 }
 
-/// The paths to try, in order. A path that is configured is the only one.
+/// Returns the paths to try, in order. A configured path is the only one.
 fn candidates(configured: Option<&Path>, variable: Option<OsString>) -> Vec<PathBuf> {
     if let Some(path) = configured {
         return vec![path.to_owned()];
@@ -61,7 +61,7 @@ fn candidates(configured: Option<&Path>, variable: Option<OsString>) -> Vec<Path
     found
 }
 
-/// Prefixes of the Python that is active: its environment, or that of `python3` in the path.
+/// Returns the prefixes of the active Python: its environment, or that of `python3` in the path.
 fn python_roots() -> Vec<PathBuf> {
     let named = ["VIRTUAL_ENV", "CONDA_PREFIX"]
         .iter()
@@ -73,7 +73,7 @@ fn python_roots() -> Vec<PathBuf> {
     roots
 }
 
-/// Libraries of NIXL's wheels in a Python prefix, the newest CUDA last.
+/// Returns the libraries of NIXL's wheels in a Python prefix, the newest CUDA last.
 fn wheels(root: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for python in folders(&root.join("lib"), "python3") {
@@ -85,7 +85,7 @@ fn wheels(root: &Path) -> Vec<PathBuf> {
     found.into_iter().map(|folder| folder.join(NAME)).collect()
 }
 
-/// Lists the entries of a folder whose names begin so.
+/// Lists the entries of a folder whose names begin with `start`.
 fn folders(parent: &Path, start: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(parent).into_iter().flatten().flatten();
     let begins = |name: &OsStr| name.as_bytes().starts_with(start.as_bytes());
@@ -95,7 +95,7 @@ fn folders(parent: &Path, start: &str) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Loads a library for good: what nixl-sys opens afterwards by its SONAME is this one.
+/// Loads a library for good: nixl-sys later opens the same library by its SONAME.
 fn open(path: &Path) -> Result<(), String> {
     // The library finds its neighbours from its own folder, which is not that of a link to it.
     let path = match path.is_absolute().then(|| fs::canonicalize(path)) {
@@ -104,8 +104,8 @@ fn open(path: &Path) -> Result<(), String> {
     };
     let name = CString::new(path.as_os_str().as_bytes())
         .map_err(|_| format!("{}: a path with a zero byte", path.display()))?;
-    // SAFETY: the name is a C string. The library's constructors run; that NIXL's are sound is
-    // the responsibility of the one who names the file.
+    // SAFETY: the name is a C string. The library's constructors run; the user who names the file
+    // is responsible for them.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if !handle.is_null() {
         return Ok(());

@@ -1,13 +1,13 @@
 //! NIXL as a second plane of a session: it moves the bytes of one-sided reads, by a library that is
 //! found at run time.
 //!
-//! The owner of what is read writes it to memory of the reader's that serves for nothing else
-//! (`blocks`), and the reader copies it to its slots. So no peer has a key to an arena: NIXL has no
-//! rights for a part of registered memory, no way to take them back, and no proof that a peer that is
-//! out of reach writes nothing any more. The owner is the one to move the bytes because UCX emulates
-//! a read where it has neither RDMA nor shared memory: with a third of the speed, and should the
-//! reader die meanwhile, UCX 1.23 aborts the *owner* (`ucp_request.inl: Fatal: unexpected error:
-//! Endpoint timeout`).
+//! The owner of the objects writes them to memory of the reader that serves for nothing else
+//! (`blocks`), and the reader copies them to its slots. So no peer has a key to an arena: NIXL has
+//! no rights for a part of registered memory, no way to revoke them, and no proof that an
+//! unreachable peer writes nothing any more. The owner moves the bytes because UCX emulates a read
+//! where it has neither RDMA nor shared memory: at a third of the speed, and if the reader dies
+//! meanwhile, UCX 1.23 aborts the *owner* (`ucp_request.inl: Fatal: unexpected error: Endpoint
+//! timeout`).
 //!
 //! One thread makes all calls for transfers (`engine`, `agent`). Prepared descriptor lists are not
 //! used: they name whole descriptors, and slots are of any length at any offset.
@@ -45,24 +45,24 @@ use crate::{ChannelConfig, ConfigError, ConnectError, session};
 
 /// Bytes of an agent's metadata at most; it takes about 500, and more for each network device.
 pub(crate) const MAX_METADATA: usize = 64 << 10;
-/// Bytes that are registered by themselves at least.
+/// Minimum bytes that are registered by themselves.
 const MIN_PIECE: u64 = 1 << 20;
 
 /// Settings of NIXL.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct NixlConfig {
-    /// Path of NIXL's library `libnixl_capi.so`. Default: the one that the variable
-    /// `LMC_NIXL_LIBRARY` names; else the one that the loader finds; else that of a wheel in the
-    /// active Python.
+    /// Path of NIXL's library `libnixl_capi.so`. Default: the file that the variable
+    /// `LMC_NIXL_LIBRARY` names; else the file that the loader finds; else the file of a wheel in
+    /// the active Python.
     pub library: Option<PathBuf>,
     /// NIXL's name of the backend. Default: `UCX`.
     pub backend: String,
     /// Parameters of the backend, such as `("ucx_error_handling_mode", "peer")`. Default: none.
     /// NIXL ignores names that it does not know.
     pub parameters: Vec<(String, String)>,
-    /// Bytes of memory, beside the arena, that peers write to and objects are copied from: a multiple
-    /// of 4 MiB, from 16 MiB. Each read uses 16 MiB at most. Default: 64 MiB.
+    /// Bytes of memory, separate from the arena, that peers write to and objects are copied from: a
+    /// multiple of 4 MiB, from 16 MiB. Each read uses 16 MiB at most. Default: 64 MiB.
     pub blocks: u64,
     /// Bytes of the arena that are registered at a time: with RDMA each registration pins its
     /// pages. A multiple of 4096, from 1 MiB. Default: 1 GiB.
@@ -83,8 +83,8 @@ impl Default for NixlConfig {
 
 impl NixlConfig {
     /// Loads the library, and registers the first piece of a channel's arena, from which this side
-    /// writes to peers. Blocks, for about half a second the first time in a process. The other pieces
-    /// are registered in the background.
+    /// writes to peers. Blocks the caller: the first time in a process for about half a second. The
+    /// other pieces are registered in the background.
     ///
     /// UCX and NIXL read environment variables when they are loaded. This crate sets none; the
     /// embedder should set these before any thread starts: `UCX_MODULES=^efa` (the module for EFA
@@ -96,11 +96,11 @@ impl NixlConfig {
     /// key is required, metadata is sent encrypted and only to peers that have proved the key, and
     /// a firewall must keep others from UCX's ports.
     ///
-    /// Peers can write to the memory of [`Self::blocks`], never to the arena. Where one may still do
-    /// so when the channel closes, that memory stays mapped to the end of the process.
+    /// Peers can write to the memory of [`Self::blocks`], never to the arena. If a peer may still
+    /// write when the channel closes, that memory stays mapped to the end of the process.
     ///
     /// # Errors
-    /// [`ConnectError::Library`] when there is no NIXL, with how to install it, or when it
+    /// [`ConnectError::Library`] when NIXL is missing (the error says how to install it) or
     /// refuses; [`ConnectError::Config`].
     pub fn open(self, channel: &ChannelConfig) -> Result<NixlPlane, ConnectError> {
         channel.check()?;
@@ -145,7 +145,7 @@ impl NixlPlane {
         &self.0.0
     }
 
-    /// Checks that the plane is of a channel's arena, and that no channel has it yet.
+    /// Checks that the plane is of this channel's arena, and that no channel uses it yet.
     pub(crate) fn take(&self, channel: &ChannelConfig) -> Result<(), ConfigError> {
         let plane = self.plane();
         let its = Arc::ptr_eq(&plane.arena, &channel.arena)
@@ -157,7 +157,7 @@ impl NixlPlane {
     }
 }
 
-/// The memory that peers write to, as they need to know it.
+/// The memory that peers write to, as it is announced to them.
 #[derive(Debug, Clone)]
 pub(crate) struct Registration {
     pub(crate) agent: String,
@@ -257,7 +257,7 @@ impl Plane {
                 if let Err(fault) = registering() {
                     tracing::error!(
                         fault,
-                        "the memory is not registered with NIXL: its peers are read over sockets; RDMA pins all of it, so raise the memlock limit (ulimit -l) if that is the reason"
+                        "the memory is not registered with NIXL: peers are read over sockets; RDMA pins all of the memory, so raise the memlock limit (ulimit -l) if that is the reason"
                     );
                 }
             });
@@ -286,14 +286,14 @@ impl Plane {
         Ok(())
     }
 
-    /// Waits until all of the memory is registered; for ever where it cannot be.
+    /// Waits until all of the memory is registered; for ever if it cannot be.
     pub(crate) async fn registered(&self) -> &Registration {
         let mut ready = self.ready.subscribe();
         loop {
             if let Some(registration) = self.registration.get() {
                 return registration;
             }
-            // The sender is this plane's own, so that this is no error.
+            // The sender is this plane's own, so there is no error.
             let _ = ready.changed().await;
         }
     }
@@ -308,21 +308,21 @@ impl Plane {
         &self.blocks
     }
 
-    /// Begins to write to a peer. NIXL connects to it now, and not before: UCX 1.23 aborts the process
-    /// should a peer die while it is connected to (`stubs.c:107 Assertion '0' failed`, in
+    /// Begins to write to a peer. NIXL connects to the peer now, and not before: UCX 1.23 aborts
+    /// the process if a peer dies while UCX connects to it (`stubs.c:107 Assertion '0' failed`, in
     /// `uct_tcp_ep_pending_purge`).
     pub(crate) fn begin(&self, batch: Batch) {
         let transfer = Transfer::new(batch, self.piece);
         self.commands.give(Command::Begin(transfer));
     }
 
-    /// Ends all transfers of a connection: those of which something may be under way keep their
-    /// memory. No other begins.
+    /// Ends all transfers of a connection; those that may be under way keep their memory. No other
+    /// begins.
     pub(crate) fn gone(&self, connection: u64) {
         self.commands.give(Command::Gone(connection));
     }
 
-    /// Makes the thread look at once at what was stopped.
+    /// Makes the thread look at stopped batches at once.
     pub(crate) fn look(&self) {
         self.commands.give(Command::Look);
     }
@@ -346,7 +346,7 @@ impl Plane {
 
     /// Waits for the end of the thread.
     pub(crate) async fn ended(&self) {
-        // The sender is this plane's own, so that this is no error.
+        // The sender is this plane's own, so there is no error.
         let _ = self.ended.subscribe().wait_for(|ended| *ended).await;
     }
 }

@@ -34,7 +34,8 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Cuts objects, each with its offset here, its offset there and its length in bytes.
+    /// Cuts objects into parts. Each object has its offset here, its offset there and its length in
+    /// bytes.
     ///
     /// Neighbours on both sides become one part, because NIXL merges nothing and every
     /// descriptor costs it the same. No part crosses a border between two pieces of the arena that

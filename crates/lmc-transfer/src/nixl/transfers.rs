@@ -12,7 +12,7 @@ use super::agent::{PostError, Progress, Remote, Request};
 use super::initiators::Initiators;
 use super::plan::{Part, Plan, Sources};
 
-/// Requests of one batch that are under way at a time: the next is there when one ends.
+/// Requests of one batch that are under way at a time: when one ends, the next is already posted.
 const WINDOW: usize = 4;
 
 /// The reason why a batch ended early.
@@ -22,11 +22,11 @@ pub(crate) enum WriteError {
     Failed(String),
     #[error("{0}")]
     Refused(String),
-    #[error("it took too long")]
+    #[error("the deadline passed")]
     Deadline,
-    #[error("it was given up")]
+    #[error("the reader cancelled it")]
     Stopped,
-    #[error("NIXL ends here")]
+    #[error("NIXL is closing")]
     Closed,
 }
 
@@ -89,7 +89,7 @@ pub(super) enum Step {
     Moved,
     /// Every byte is in place.
     Done,
-    /// The batch ends here. `broken`: NIXL's connection to the peer is.
+    /// The batch ends here. `broken`: NIXL's connection to the peer is broken.
     Ended { error: WriteError, broken: bool },
 }
 
@@ -110,7 +110,7 @@ impl Transfer {
         }
     }
 
-    /// Looks at what is under way, and begins one request more.
+    /// Polls the requests under way, and begins one more.
     pub(super) fn step(&mut self, initiators: &mut Initiators, now: Instant) -> Step {
         let ended = |error| Step::Ended {
             error,
@@ -128,7 +128,7 @@ impl Transfer {
                         moved = true;
                     }
                     Progress::Going => break,
-                    Progress::Failed => return broken("NIXL says that a request failed"),
+                    Progress::Failed => return broken("NIXL reports that a request failed"),
                 }
             }
         }
@@ -182,8 +182,8 @@ impl Transfer {
         }
     }
 
-    /// Ends the batch: reports, and hands what may still be under way to `initiators`.
-    /// `failed`: a request of it has.
+    /// Ends the batch: reports, and hands requests that may still be under way to `initiators`.
+    /// `failed`: one of them has failed.
     pub(super) fn end(self, initiators: &mut Initiators, error: Option<WriteError>, failed: bool) {
         let idle = self.posted.is_empty();
         (self.report)(Report { error, idle });

@@ -15,12 +15,12 @@ use crate::net::{Listener, Socket};
 
 /// Time until the first message of a handshake must have come.
 const FIRST_MESSAGE: Duration = Duration::from_secs(2);
-/// Pause after a failed accept, such as for want of file descriptors.
+/// Pause after a failed accept, for instance when file descriptors have run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// Pause between two warnings of connections that are refused.
+/// Minimum time between two warnings of refused connections.
 const WARNING_PAUSE: Duration = Duration::from_secs(1);
 
-/// A peer that has proved the key and said hello.
+/// A peer that has proved the key and sent [`Message::Hello`].
 #[derive(Debug)]
 pub(crate) struct Accepted {
     /// Taken by the transport that accepts the connection.
@@ -66,8 +66,8 @@ pub(crate) trait Accept: Send + Sync + 'static {
 
     fn config(&self) -> &ChannelConfig;
 
-    /// Goes on with a peer that has proved itself. It takes the stream out of `accepted` once the
-    /// connection stands; until then a refusal is sent to the peer.
+    /// Continues with an authenticated peer. Takes the stream out of `accepted` once the connection
+    /// is established; until then a refusal is sent to the peer.
     fn accepted(
         self: &Arc<Self>,
         accepted: &mut Accepted,

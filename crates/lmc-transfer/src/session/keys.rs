@@ -41,10 +41,10 @@ pub enum KeyError {
     /// A text that is not 32 bytes in hexadecimal.
     #[error("expected 64 hexadecimal digits")]
     Hex,
-    /// A file with a secret that users beside its owner may read or write.
+    /// A file with a secret that users other than its owner may read or write.
     #[error(
         "{path} has mode {mode:o}, owner {owner} and group {group}, so that other users may read \
-         it; expected no rights of others: chmod 600 {path}. A file of root may be readable by a \
+         it; expected no permissions of others: chmod 600 {path}. A file of root may be readable by a \
          group of this process (for a Kubernetes Secret: defaultMode: 0400, and fsGroup where the \
          container does not run as root)"
     )]
@@ -194,8 +194,8 @@ impl Keys {
         read_secret(path)?.parse()
     }
 
-    /// Returns a digest of a text under the first key: the same on every side with that key, and of
-    /// no use for guessing the text without it.
+    /// Returns a digest of a text under the first key: the same on every side with that key, and
+    /// useless for guessing the text without it.
     pub fn digest(&self, text: &[u8]) -> [u8; 16] {
         let key = Key::derive(b"lmc-transfer digest", self.first.bytes());
         let hash = DefaultResolver.resolve_hash(&HashChoice::Blake2s);

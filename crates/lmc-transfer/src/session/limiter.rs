@@ -1,9 +1,9 @@
 //! Limits on handshakes under way.
 //!
 //! No connection waits before `accept`. When the limit is reached, a new handshake evicts the
-//! oldest one that has not proved the key: an honest one takes milliseconds, and is rarely that
-//! one. Sources (an IPv4 address, an IPv6 /64) that authenticated before have reserved capacity,
-//! and unknown sources never evict them.
+//! oldest handshake that has not proved the key: an honest one takes milliseconds, and is rarely
+//! the oldest. Sources (an IPv4 address, an IPv6 /64) that authenticated before have reserved
+//! capacity, and unknown sources never evict them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -25,7 +25,7 @@ const MAX_TRUSTED: usize = 4096;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Source {
     V4([u8; 4]),
-    /// The first 64 bits: one host may use all addresses below.
+    /// The first 64 bits: one host may use all addresses with this prefix.
     V6([u8; 8]),
 }
 
@@ -71,7 +71,8 @@ impl State {
         self.pending.values().filter(|one| is_meant(one)).count()
     }
 
-    /// Ends the oldest handshake among these, rather one that has not shown the key.
+    /// Evicts the oldest of the handshakes that `is_meant` selects, first those that have not shown
+    /// the key.
     fn evict(&mut self, is_meant: impl Fn(&Self, &Pending) -> bool) {
         let meant = self.pending.iter().filter(|(_, one)| is_meant(self, one));
         let victim = meant.min_by_key(|(number, one)| (one.knows_the_key, **number));
@@ -144,14 +145,15 @@ pub(super) struct Permit {
 }
 
 impl Permit {
-    /// The initiator has shown the key: it is evicted after those that have not.
+    /// Notes that the initiator has shown the key: its handshake is evicted after those that have
+    /// not.
     pub(super) fn knows_the_key(&self) {
         if let Some(pending) = self.limiter.0.lock().pending.get_mut(&self.number) {
             pending.knows_the_key = true;
         }
     }
 
-    /// The initiator is authenticated: from here on the number of peers is the limit.
+    /// Notes that the initiator is authenticated: from here on the number of peers is the limit.
     pub(super) fn authenticated(&self) {
         let mut state = self.limiter.0.lock();
         let (Some(_), Some(source)) = (state.pending.remove(&self.number), self.source) else {

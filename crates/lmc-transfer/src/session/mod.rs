@@ -44,7 +44,7 @@ pub(crate) use noise::{fuzz, pair};
 const MAX_PAYLOAD: usize = 1 << 10;
 /// Bytes of a message of the handshake at most.
 const MAX_LEN: usize = MAX_MESSAGE + MAX_PAYLOAD + 4096;
-/// Bytes of a reason at most, in characters of up to four.
+/// Characters of a reason at most, each of up to four bytes.
 const MAX_REASON: usize = 256;
 /// Threads that run [`crate::OnConnect`] at a time.
 const MAX_HANDLERS: usize = 16;
@@ -94,7 +94,7 @@ pub(crate) enum Message {
 /// Reason why a side ends a handshake.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
 pub(crate) enum Refusal {
-    #[error("{here} is here")]
+    #[error("the peer at this address is {here}")]
     WrongPeer { here: String },
     #[error("the name belongs to another identity")]
     Identity,
@@ -122,7 +122,7 @@ impl Failure {
         Self::Refused(Refusal::Other(reason(&why.to_string())))
     }
 
-    /// Returns the error of a connect that failed so.
+    /// Returns the connect error for this failure.
     pub(crate) fn into_connect_error(self, peer: &PeerId) -> ConnectError {
         match self {
             Self::Io(error) => error.into(),
@@ -141,7 +141,7 @@ impl Failure {
     }
 }
 
-/// A reason that fits into a message.
+/// Shortens a reason so that it fits into a message.
 pub(crate) fn reason(text: &str) -> String {
     text.chars().take(MAX_REASON).collect()
 }
@@ -179,7 +179,7 @@ impl Local {
         })
     }
 
-    /// Checks that a listener is one that this side may have.
+    /// Checks that this side may listen at the listener's address.
     ///
     /// # Errors
     /// There is no key, and the address is neither loopback nor a Unix socket.
@@ -190,12 +190,12 @@ impl Local {
         }
     }
 
-    /// The other side's name belongs to its identity, or to none that is known.
+    /// Returns whether the other side's name belongs to its identity, or to no known identity.
     fn owns(&self, id: &PeerId, identity: PublicIdentity) -> bool {
         self.known.get(id).is_none_or(|known| *known == identity)
     }
 
-    /// Runs the embedder's handler; it may take its time, or panic.
+    /// Runs the embedder's handler, which may block or panic.
     pub(crate) async fn ask(
         &self,
         config: &ChannelConfig,

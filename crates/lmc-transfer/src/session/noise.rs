@@ -32,7 +32,7 @@ const CHUNK: usize = 65_535 - TAG;
 const MAIN: &str = "Noise_XXpsk0_25519_AESGCM_BLAKE2s";
 const JOIN: &str = "Noise_NNpsk0_25519_AESGCM_BLAKE2s";
 
-/// Bytes that are no handshake, or of a stranger without the key.
+/// Bytes that are no handshake, or that come from a side without the key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub(crate) enum NoiseError {
     #[error("malformed: {0}")]
@@ -112,7 +112,7 @@ impl Opening {
     }
 }
 
-/// The bytes before a handshake message. A side of another version is answered with length 0,
+/// The bytes before a handshake message. The answer to a side of another version has length 0,
 /// which all versions can read.
 pub(crate) fn preamble(version: u16, len: u32) -> [u8; PREAMBLE] {
     let mut bytes = [0; PREAMBLE];
@@ -282,9 +282,10 @@ impl Opener {
     /// Appends the plain form of `sealed` to `out`.
     ///
     /// # Errors
-    /// The bytes are not the next that the other side sealed. The stream is of no more use.
+    /// The bytes are not the next bytes that the other side sealed. The stream cannot be used any
+    /// more.
     pub(crate) fn open(&mut self, sealed: &[u8], out: &mut Vec<u8>) -> Result<(), NoiseError> {
-        let changed = NoiseError::Malformed("bytes that were changed on the way");
+        let changed = NoiseError::Malformed("bytes that were changed in transit");
         for chunk in sealed.chunks(CHUNK + TAG) {
             let start = out.len();
             out.resize(start + chunk.len().checked_sub(TAG).ok_or(changed)?, 0);

@@ -1,4 +1,4 @@
-//! The message by which a side says what memory its peer may write to.
+//! The message that describes the memory that a peer may write to.
 
 use serde::{Deserialize, Serialize};
 
@@ -25,7 +25,8 @@ impl From<&Registration> for Announcement {
 }
 
 impl Announcement {
-    /// Returns whether its numbers are those of memory.
+    /// Returns whether its lengths are within bounds and its memory does not overflow the address
+    /// space.
     pub(super) fn is_sound(&self) -> bool {
         self.metadata.len() <= MAX_METADATA
             && self.agent.len() <= 512

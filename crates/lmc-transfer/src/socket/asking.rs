@@ -1,4 +1,4 @@
-//! Questions of the embedder's to a peer.
+//! Questions of the embedder to a peer.
 
 use std::time::Instant;
 
@@ -19,7 +19,10 @@ impl Shared {
         deadline: Instant,
     ) -> Result<Bytes, TransferError> {
         if question.len() > MAX_MESSAGE {
-            let reason = format!("a question of {} bytes", question.len());
+            let reason = format!(
+                "a question of {} bytes: at most {MAX_MESSAGE} are allowed",
+                question.len()
+            );
             return Err(TransferError::Refused(reason));
         }
         let connection = self.connection(peer)?;
@@ -42,7 +45,7 @@ impl Shared {
             Some(Reply::Message(answer)) => Ok(answer.into()),
             Some(Reply::Outcome(Outcome::Refused(why))) => Err(TransferError::Refused(why)),
             Some(_) => Err(TransferError::Refused(
-                "another answer than was asked for".into(),
+                "the answer is of another kind than the question".into(),
             )),
             None => Err(self.gone(&connection, deadline).await.0),
         }

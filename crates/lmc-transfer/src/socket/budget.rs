@@ -1,9 +1,9 @@
-//! Memory that peers may make this side hold, all of them together and each.
+//! Limits of the memory that this side holds for peers, in total and for each peer.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Divisor of the budget: a peer has this fraction of it at most.
+/// Divisor of the budget: one peer has at most this fraction.
 const SHARE: usize = 4;
 
 /// The budget of a channel.
@@ -53,7 +53,7 @@ fn take(used: &AtomicUsize, bytes: usize, limit: usize) -> bool {
 }
 
 impl Account {
-    /// Accounts for bytes; `None` where the peer, or all of them, would exceed the budget.
+    /// Accounts for bytes; `None` if the peer, or all peers together, would exceed the budget.
     pub(super) fn charge(self: &Arc<Self>, bytes: usize) -> Option<Charge> {
         if !take(&self.used, bytes, self.budget.limit / SHARE) {
             return None;
@@ -70,7 +70,7 @@ impl Account {
 }
 
 impl Charge {
-    /// The bytes that it accounts for.
+    /// Returns the bytes that are accounted for.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }

@@ -19,7 +19,7 @@ pub(super) struct ChannelCore {
 }
 
 impl ChannelCore {
-    /// Starts without leases, for the channel of this incarnation.
+    /// Returns the core of a channel with this incarnation, without leases.
     pub(super) fn new(config: SocketConfig, incarnation: u64) -> Self {
         Self {
             window: Window::new(Arc::clone(&config.channel.arena)),

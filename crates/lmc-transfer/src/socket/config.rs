@@ -25,23 +25,23 @@ pub struct SocketConfig {
     pub channel: ChannelConfig,
     /// Address to listen at: `tcp://HOST:PORT` or `unix:PATH`.
     pub listen: Address,
-    /// Streams of each connection, 1 to 64; of two sides the smaller number counts. Default: 4.
+    /// Streams of each connection, 1 to 64; the smaller number of the two sides counts. Default: 4.
     pub streams: usize,
-    /// Threads that move bytes; each stream stays on one of them. Default: one for each core, at
+    /// Threads that move bytes; each stream stays on one thread. Default: one for each core, at
     /// most 4.
     pub threads: usize,
-    /// Time between two pings on each stream. A peer that sends nothing, takes nothing, or answers
-    /// nothing on a stream for three to five times this long is taken for dead. 10 ms to 1 min;
-    /// of two sides the longer one counts. Default: 5 s.
+    /// Time between two pings on each stream. A peer that sends nothing, reads nothing, or answers
+    /// nothing on a stream for three to five times this long is considered dead. 10 ms to 1 min;
+    /// the longer time of the two sides counts. Default: 5 s.
     pub keepalive: Duration,
     /// Bytes that requests and offers of all peers together may hold on this side, outside
     /// the arena; one peer may hold a quarter. A peer that exceeds this is disconnected. At least
     /// 8 MiB. Default: 64 MiB.
     pub peer_memory: usize,
-    /// Added to the nice value of the threads, 0 to 19: above 0 the other threads of this host go
+    /// Added to the nice value of the threads, 0 to 19: above 0 the other threads of this host run
     /// first where there are not enough cores. Default: 0.
     pub nice: u8,
-    /// NIXL for the bytes of one-sided reads, with peers that have it too. Default: none.
+    /// NIXL, for the bytes of one-sided reads with peers that have it too. Default: none.
     #[cfg(feature = "nixl")]
     pub nixl: Option<crate::NixlPlane>,
 }
@@ -64,8 +64,8 @@ pub enum SocketError {
         /// The error of the system.
         error: io::Error,
     },
-    /// Threads could not be started, or there are no random numbers.
-    #[error("cannot start: {0}")]
+    /// Threads could not be started, or the system has no random numbers.
+    #[error("cannot start the channel: {0}")]
     Start(#[source] io::Error),
 }
 

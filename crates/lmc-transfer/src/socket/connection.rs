@@ -1,4 +1,4 @@
-//! A connection to one incarnation of a peer: its streams, and what is under way on them.
+//! A connection to one incarnation of a peer: its streams, and the requests under way on them.
 
 use std::collections::HashMap;
 use std::io;
@@ -91,10 +91,10 @@ pub(super) struct Stream {
     pub(super) answered: AtomicU64,
 }
 
-/// A request of this side.
+/// A request of this side that is not answered yet.
 #[derive(Debug)]
 pub(super) struct Pending {
-    /// The target of the data that is asked for; `None` for a write or a question.
+    /// The target of the requested data; `None` for a write or a question.
     pub(super) target: Option<Arc<Target>>,
     /// The block that the peer writes to, for a read by NIXL.
     #[cfg(feature = "nixl")]
@@ -104,7 +104,7 @@ pub(super) struct Pending {
 }
 
 impl Pending {
-    /// A request that NIXL has no part in.
+    /// Returns a request that the streams alone serve.
     pub(super) fn of_streams(
         target: Option<Arc<Target>>,
         reply: oneshot::Sender<Reply>,
@@ -119,7 +119,7 @@ impl Pending {
         }
     }
 
-    /// Returns whether it is a read by NIXL.
+    /// Returns whether the request is a read by NIXL.
     pub(super) fn is_by_nixl(&self) -> bool {
         #[cfg(feature = "nixl")]
         return self.block.is_some();
@@ -127,11 +127,11 @@ impl Pending {
         false
     }
 
-    /// Answers the call. Its next request has capacity by then.
+    /// Answers the call, after releasing the permit that the call's next request needs.
     pub(super) fn answer(self, reply: Reply) {
         #[cfg(feature = "nixl")]
         if let Some(block) = self.block {
-            // The peer has begun nothing.
+            // The peer has not begun to write.
             block.over();
         }
         drop(self.permit);
@@ -144,9 +144,9 @@ impl Pending {
 pub(super) struct Arrival {
     /// Ranges with a wrong checksum.
     pub(super) bad: Vec<u32>,
-    /// True if the sender broke it off, or some of it was not wanted any more.
+    /// True if the sender aborted the payload, or some of it was no longer wanted.
     pub(super) aborted: bool,
-    /// Checksums of ranges of a read that came without, as far as they were computed.
+    /// Checksums that were computed here for ranges of a read without checksums.
     pub(super) sums: Vec<(u32, u64)>,
 }
 
@@ -158,21 +158,21 @@ pub(super) enum Reply {
     Outcome(Outcome),
     /// The answer to a question.
     Message(Vec<u8>),
-    /// The reason why the peer has not written all by NIXL.
+    /// The reason why the peer has not written everything by NIXL.
     #[cfg(feature = "nixl")]
     Unmoved(String),
 }
 
-/// Objects that this side offers.
+/// Objects that this side offers to send.
 #[derive(Debug)]
 pub(super) struct Offered {
     /// `None` once they are withdrawn.
     pub(super) objects: Option<Arc<Vec<SealedSlot>>>,
-    /// Leading objects that are in place, and why not all.
+    /// Receives the number of leading objects that are in place, and the outcome.
     pub(super) finish: oneshot::Sender<(u64, Outcome)>,
     /// True if the peer has begun to read them.
     pub(super) pulled: bool,
-    /// Present where they were inlined.
+    /// Present if the objects were inlined.
     pub(super) inlined: Option<OwnedSemaphorePermit>,
     pub(super) permit: OwnedSemaphorePermit,
 }
@@ -181,8 +181,9 @@ pub(super) struct Offered {
 #[derive(Debug, Clone)]
 pub(super) struct End {
     pub(super) reason: String,
-    /// True if the peer closed it. A peer closes none of its sockets before all that reads from
-    /// them has ended, so from then on nothing of it writes to its memory for us.
+    /// True if the peer closed the connection. A peer closes none of its sockets before everything
+    /// that reads from them has ended. So from then on nothing of the peer writes to its memory for
+    /// us.
     pub(super) by_peer: bool,
 }
 
@@ -203,7 +204,7 @@ impl From<io::Error> for Gone {
 }
 
 impl Connection {
-    /// A connection, and what its streams are to send.
+    /// Returns a connection, and for each stream the queue of frames that its task sends.
     pub(super) fn new(
         core: &ChannelCore,
         remote: Remote,
@@ -257,8 +258,9 @@ impl Connection {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The stream that a call of `bytes` bytes begins with: another each time. For few, the first
-    /// one while it is idle, since its thread is the likeliest to be awake.
+    /// Returns the stream that a call of `bytes` bytes begins with: another stream for each call. A
+    /// small call uses the first stream while it is idle, since its thread is the likeliest to be
+    /// awake.
     pub(super) fn next_stream(&self, bytes: u64) -> usize {
         if bytes <= AT_ONCE && self.streams[0].is_idle() {
             return 0;
@@ -284,12 +286,12 @@ impl Connection {
         }
     }
 
-    /// A pong has come.
+    /// Notes a pong.
     pub(super) fn ponged(&self, number: u64) {
         self.pong.send_modify(|last| *last = number.max(*last));
     }
 
-    /// Asks the peer for a sign of life. Returns `false` when the connection ended instead.
+    /// Asks the peer for a sign of life. Returns `false` if the connection ended instead.
     pub(super) async fn is_alive(&self, again: Duration) -> bool {
         let mut pong = self.pong.subscribe();
         let first = self.next_id();
@@ -318,7 +320,7 @@ impl Connection {
         self.end.borrow().clone()
     }
 
-    /// Waits for its end.
+    /// Waits for the end of the connection.
     pub(super) async fn ended(&self) -> End {
         let mut end = self.end.subscribe();
         let ended = end.wait_for(Option::is_some).await;
@@ -329,14 +331,14 @@ impl Connection {
         })
     }
 
-    /// Asks it to end.
+    /// Asks the connection to end.
     pub(super) fn stop(&self) {
         self.stop.send_replace(true);
     }
 }
 
 impl Stream {
-    /// Returns whether nothing is under way, as far as this side knows.
+    /// Returns whether no request is under way, as far as this side knows.
     fn is_idle(&self) -> bool {
         self.capacity.available_permits() == MAX_REQUESTS
             && self.unanswered.load(Ordering::Relaxed) == 0
@@ -366,7 +368,7 @@ impl Stream {
         self.pending.lock().as_mut()?.remove(&id)
     }
 
-    /// Returns whether a request without an answer has no call any more that waits for it.
+    /// Returns whether any unanswered request was abandoned by its call.
     pub(super) fn has_given_up(&self) -> bool {
         let pending = self.pending.lock();
         let mut requests = pending.iter().flat_map(HashMap::values);

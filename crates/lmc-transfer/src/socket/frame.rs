@@ -1,9 +1,9 @@
 //! Frames of a stream, as bytes. No IO.
 //!
-//! A frame is the length of its header (u32, little endian) and the header, a [`Frame`] as
-//! postcard, sealed. [`Frame::Data`], [`Frame::Write`] and a [`Frame::Offer`] that is inlined are
-//! followed by a payload: for each range or object in order its pieces of at most [`PIECE`]
-//! bytes, each after a [`PieceHead`]. Pieces are sealed where either side asks for it.
+//! A frame consists of the length of its header (u32, little endian) and the header: a [`Frame`] as
+//! postcard, sealed. [`Frame::Data`], [`Frame::Write`] and an inlined [`Frame::Offer`] are followed
+//! by a payload: for each range or object in order its pieces of at most [`PIECE`] bytes, each
+//! after a [`PieceHead`]. Pieces are sealed where either side asks for it.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -18,11 +18,11 @@ use crate::{MAX_BATCH, MAX_MESSAGE};
 pub(super) const MAX_HEADER: usize = 512 << 10;
 /// Ranges of one read or write at most.
 pub(super) const MAX_RANGES: usize = 4096;
-/// Bytes under one checksum: few enough to be still in a core's cache after the kernel's copy.
+/// Bytes under one checksum: few enough to be in a core's cache still after the kernel's copy.
 pub(super) const PIECE: u64 = 256 << 10;
-/// Bytes of objects that are inlined in their offer at most.
+/// Maximum bytes of the objects that are inlined in their offer.
 pub(super) const MAX_INLINED: u64 = 64 << 10;
-/// Objects that are inlined in their offer at most.
+/// Maximum number of objects that are inlined in their offer.
 const MAX_INLINED_OBJECTS: usize = 64;
 /// Bytes of a reason at most.
 const MAX_REASON: usize = 1024;
@@ -80,7 +80,7 @@ pub(super) enum Outcome {
         sent: u64,
         capacity: u64,
     },
-    /// The sender broke it off.
+    /// The sender aborted the payload.
     Aborted,
     /// The offer that was to be read was withdrawn.
     Withdrawn,
@@ -90,7 +90,7 @@ pub(super) enum Outcome {
     ReadOnly,
     /// Any other reason.
     Refused(String),
-    /// The other plane does not move this: it is for the streams.
+    /// NIXL does not move these ranges: they are for the streams.
     NoPlane,
 }
 
@@ -127,23 +127,23 @@ pub(super) enum Frame {
         /// True if the objects are the payload. They may be read all the same.
         inlined: bool,
     },
-    /// The offer no longer stands. Where it was inlined and not received, it is finished now, as
+    /// Withdraws an offer. If it was inlined and not received, it is finished by this, as
     /// withdrawn.
     Withdraw {
         id: u64,
     },
-    /// The offer was received: leading objects that are in place, and why not all.
+    /// Ends an offer that was received: the number of leading objects in place, and the outcome.
     Finish {
         id: u64,
         done: u64,
         outcome: Outcome,
     },
-    /// A question of the embedder's.
+    /// Asks a question of the embedder.
     Ask {
         id: u64,
         question: Vec<u8>,
     },
-    /// Answers a question; one that was refused is answered by [`Frame::Answer`].
+    /// Answers a question; a refused question is answered by [`Frame::Answer`].
     Reply {
         id: u64,
         answer: Vec<u8>,
@@ -151,8 +151,9 @@ pub(super) enum Frame {
     /// Describes the memory that the other side may write to, for NIXL.
     #[cfg(feature = "nixl")]
     Plane(Announcement),
-    /// Asks the other side to write these ranges of its memory to that memory by NIXL, one after the
-    /// other from this offset on. This side gives up after this number of milliseconds.
+    /// Asks the other side to write these ranges of its memory to the announced memory by NIXL, one
+    /// after the other, starting at this offset. This side cancels after this number of
+    /// milliseconds.
     #[cfg(feature = "nixl")]
     Fetch {
         id: u64,
@@ -160,40 +161,42 @@ pub(super) enum Frame {
         offset: u64,
         millis: u64,
     },
-    /// Answers a fetch: all of it is written. XXH3 of each range, where objects carry checksums.
+    /// Answers a fetch that is written in full, with the XXH3 of each range where objects carry
+    /// checksums.
     #[cfg(feature = "nixl")]
     Moved {
         id: u64,
         sums: Vec<u64>,
     },
-    /// Answers a fetch of which not all is written. Unless it is `idle`, some may still be.
+    /// Answers a fetch that is not written in full. Unless it is `idle`, some of it may still be
+    /// written.
     #[cfg(feature = "nixl")]
     Unmoved {
         id: u64,
         idle: bool,
         reason: String,
     },
-    /// A fetch is given up.
+    /// Cancels a fetch.
     #[cfg(feature = "nixl")]
     Stop {
         id: u64,
     },
 }
 
-/// Bytes that are no frame.
+/// Bytes that are not a valid frame.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub(super) enum FrameError {
     #[error("a header of {0} bytes")]
     Length(usize),
-    #[error("a header that was changed on the way")]
+    #[error("a header that was changed in transit")]
     Seal(NoiseError),
     #[error("a header that cannot be parsed")]
     Parse,
-    #[error("{0} ranges or objects")]
+    #[error("{0} ranges or objects in one frame")]
     Count(usize),
-    #[error("more than may be inlined in an offer")]
+    #[error("an inlined offer of too many objects or bytes")]
     Inlined,
-    #[error("a range without bytes, or beyond the end of numbers")]
+    #[error("a range that is empty or overflows")]
     Range,
     #[error("a reason of {0} bytes")]
     Reason(usize),
@@ -254,7 +257,7 @@ impl Frame {
     }
 }
 
-/// Appends a header to what is to be sent, sealed.
+/// Appends a sealed header to the bytes to be sent.
 pub(super) fn seal_header(header: &[u8], sealer: &mut Sealer, out: &mut Vec<u8>) {
     out.extend_from_slice(&(header.len() as u32).to_le_bytes());
     sealer.seal(header, out);
@@ -289,7 +292,7 @@ fn check<T>(list: &[T], most: usize, sound: impl Fn(&T) -> bool) -> Result<(), F
     }
 }
 
-/// Takes frames out of a stream, without their payloads. After an error it is of no more use.
+/// Takes frames out of a stream, without their payloads. It cannot be used after an error.
 #[derive(Debug)]
 pub(super) struct Decoder {
     opener: Opener,
@@ -311,8 +314,8 @@ impl Decoder {
         }
     }
 
-    /// Takes bytes from the input: up to the end of a frame's header, and then gives that frame,
-    /// or all of them. What is left of the input is the payload and what follows it.
+    /// Takes bytes from the input. At the end of a frame's header, returns the frame, and leaves
+    /// the payload and what follows in the input. Otherwise takes all of the input.
     pub(super) fn feed(&mut self, input: &mut &[u8]) -> Result<Option<Frame>, FrameError> {
         if !self.fill(input, PREFIX) {
             return Ok(None);
@@ -342,12 +345,12 @@ impl Decoder {
         self.opener.open(sealed, plain)
     }
 
-    /// Bytes that it holds.
+    /// Returns the bytes that the decoder holds.
     pub(super) fn held(&self) -> usize {
         self.buffer.capacity() + self.plain.capacity()
     }
 
-    /// Moves bytes over until the buffer has `len`. Returns whether it has.
+    /// Moves bytes from the input until the buffer has `len`. Returns whether it has.
     fn fill(&mut self, input: &mut &[u8], len: usize) -> bool {
         let missing = len.saturating_sub(self.buffer.len());
         let (now, rest) = input.split_at(missing.min(input.len()));

@@ -20,7 +20,7 @@ use crate::net::Socket;
 use crate::session::{self, Accept, Accepted, Failure, Local, Message, SecureStream};
 use crate::{Address, ChannelConfig, ConnectError, PeerId};
 
-/// A side's settings, as sent to the other.
+/// A side's settings, as sent to the other side.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Side {
     /// Number of the initiator's attempt: a later one supersedes an earlier one.
@@ -29,19 +29,19 @@ pub(super) struct Side {
     pub(super) arena: u64,
     /// Bytes of a unit.
     pub(super) unit: u64,
-    /// Streams that it asks for; of the acceptor, those that there will be.
+    /// Streams that the initiator asks for; from the acceptor, streams that the connection has.
     pub(super) streams: u16,
     /// Milliseconds between two of its signs of life.
     pub(super) keepalive: u32,
-    /// True if it wants pieces of objects to be sealed.
+    /// True if this side wants pieces of objects to be sealed.
     pub(super) sealed: bool,
-    /// True if it wants a checksum for each piece of an object.
+    /// True if this side wants a checksum for each piece of an object.
     pub(super) summed: bool,
-    /// True if it has NIXL.
+    /// True if this side has NIXL.
     pub(super) nixl: bool,
 }
 
-/// The acceptor's payload: itself, and how further streams join.
+/// The acceptor's payload: its settings, and how further streams join.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Terms {
     pub(super) side: Side,
@@ -106,7 +106,7 @@ impl Accept for Shared {
         let message = self.local.ask(config, &remote.id, message).await?;
         let mut streams = vec![accepted.stream.take().ok_or(Failure::Unexpected)?];
         streams.extend(others.into_iter().map(|(_, stream)| stream));
-        // The first frame's nonce follows that of the welcome: so it is sealed now.
+        // The first frame's nonce follows the welcome's, so the welcome is sealed now.
         let before = streams[0].sealer.position();
         let welcome = streams[0].seal(&Message::Welcome { message });
         let installed = self.install(remote, &mut streams, Some(welcome)).await;
@@ -133,7 +133,7 @@ impl Accept for Shared {
             joining.secret
         };
         let joined = session::accept_join(socket, &secret, stream, &message).await?;
-        // Only now it is known that the peer sent it.
+        // From here on it is known that the peer sent the message.
         let mut joining = self.joining.lock();
         let Entry::Occupied(mut joining) = joining.entry(session) else {
             return Err(Failure::Unexpected);
@@ -152,7 +152,7 @@ impl Accept for Shared {
     }
 }
 
-/// An entry in the table of handshakes that wait for streams, for as long as it lives.
+/// An entry in the table of handshakes that wait for streams; dropping it removes the entry.
 struct JoiningEntry<'a> {
     shared: &'a Shared,
     session: [u8; 16],
@@ -192,7 +192,7 @@ fn side(shared: &Shared, streams: usize, attempt: u64) -> Side {
     }
 }
 
-/// The other side of a connection that may be made.
+/// Returns the other side of a connection, if its settings are valid.
 fn remote(
     shared: &Shared,
     peer: &session::Remote,
@@ -201,7 +201,7 @@ fn remote(
 ) -> Result<Remote, Failure> {
     let streams = usize::from(theirs.streams);
     if !(1..=MAX_STREAMS).contains(&streams) || !theirs.unit.is_power_of_two() {
-        return Err(Failure::refused("invalid settings of the other side"));
+        return Err(Failure::refused("the other side's settings are invalid"));
     }
     let keepalive = Duration::from_millis(theirs.keepalive.into());
     let config = &shared.core.config.channel;
@@ -232,7 +232,7 @@ fn remote(
     })
 }
 
-/// Connects to a peer. To be called on the runtime.
+/// Connects to a peer. Call it on the runtime.
 pub(super) async fn connect(
     shared: &Arc<Shared>,
     peer: &PeerId,
@@ -304,7 +304,7 @@ async fn go_on(
     Ok(message.map(Bytes::from))
 }
 
-/// Decodes any bytes as payloads.
+/// Decodes any bytes as payloads of a handshake.
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) fn fuzz(data: &[u8]) {
     if let Ok(side) = decode::<Side>(data) {

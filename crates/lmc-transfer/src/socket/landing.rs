@@ -1,4 +1,4 @@
-//! Slots of a call that a peer's bytes are to land in, and how they are revoked at any time.
+//! Slots of a call that receive a peer's bytes, and can be revoked at any time.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use crate::lease::Segment;
 
-/// Slots that the answer to one read goes to, while that is allowed.
+/// Slots that the answer to one read goes to, until they are revoked.
 ///
 /// The kernel copies bytes within a call that does not wait, and that call is made under the
 /// lock: when [`Target::revoke`] has returned, nothing writes to the slots any more.
@@ -18,7 +18,7 @@ pub(super) struct Target {
 }
 
 impl Target {
-    /// Runs `act` on the memory, if that is still allowed.
+    /// Runs `act` on the memory, unless it is revoked.
     pub(super) fn with<T>(&self, act: impl FnOnce() -> T) -> Option<T> {
         let open = self.open.lock();
         match *open {
@@ -61,7 +61,7 @@ impl Landing {
         target
     }
 
-    /// The slots, to which nothing writes any more.
+    /// Returns the slots, to which nothing writes any more.
     pub(super) fn close(mut self) -> Vec<ReservedSlot> {
         self.revoke();
         std::mem::take(&mut self.slots)

@@ -3,15 +3,16 @@
 //! A connection has several streams, each on one thread; a batch is spread over them by bytes.
 //! Objects go from the arena to the kernel and from the kernel into the arena without a copy in
 //! between, in pieces of 256 KiB with a checksum each, unless
-//! [`crate::ChannelConfig::object_checksums`] is off on both sides. Frames are sealed; objects are
-//! where [`crate::ChannelConfig::encrypt_objects`] asks for it, at the price of a copy.
+//! [`crate::ChannelConfig::object_checksums`] is off on both sides. Frames are always sealed.
+//! Objects are sealed only where [`crate::ChannelConfig::encrypt_objects`] asks for it, which costs
+//! a copy.
 //!
 //! Waking a thread costs about as much as a small transfer, so the caller writes frames of up to
 //! 64 KiB directly when the stream is idle, and small objects are inlined in the offer of a send.
 //! Each side holds at most 4 MiB of inlined objects per connection.
 //!
 //! Over the streams a slot of a call can be revoked at any time, since only this process writes to
-//! it: what still comes from the peer is read and discarded. So nothing is ever quarantined.
+//! it: bytes that still come from the peer are read and discarded. So nothing is ever quarantined.
 //!
 //! With the feature `nixl`, NIXL moves the bytes of one-sided reads where both sides have it
 //! (`plane`).
@@ -68,7 +69,7 @@ use shared::{Shared, Stop};
 pub use stats::SocketStats;
 use threads::Threads;
 
-/// Time that dropping a channel with NIXL waits for its end.
+/// Time that dropping a channel waits for the end of NIXL.
 #[cfg(feature = "nixl")]
 const DROP_WAIT: std::time::Duration = std::time::Duration::from_secs(2);
 
@@ -131,8 +132,8 @@ impl SocketChannel {
         Box::pin(self.shared.ask(peer, question, deadline))
     }
 
-    /// Returns the runtime of the thread at which a connected peer's answers arrive. What asks and
-    /// waits for answers in turn wakes no other thread there; it must not block.
+    /// Returns the runtime of the thread at which a connected peer's answers arrive. A task there
+    /// that asks and waits for answers in turn wakes no other thread; it must not block.
     pub fn home(&self, peer: &PeerId) -> Option<Handle> {
         let connection = self.shared.connection(peer).ok()?;
         Some(connection.home.clone())
@@ -332,8 +333,8 @@ impl SocketChannel {
             let (shared, peer) = (Arc::clone(shared), peer.clone());
             let address = address.clone();
             let connect = async move {
-                // The task's own, since the task may finish although its caller is gone:
-                // another connect would then replace what it has connected.
+                // The task owns the turn, since it may finish although its caller is gone:
+                // otherwise another connect would replace the connection that this task makes.
                 let _turn = turn;
                 handshake::connect(&shared, &peer, &address, message).await
             };
@@ -362,7 +363,7 @@ impl SocketChannel {
         Ok(self.shared.within(deadline, ended).await?)
     }
 
-    /// The incarnation of a peer that is connected.
+    /// Returns the incarnation of a peer that is connected.
     fn connected(&self, peer: &PeerId) -> Result<u64, TransferError> {
         Ok(self.shared.connection(peer)?.remote.incarnation)
     }

@@ -13,21 +13,21 @@ use super::frame::{Frame, Outcome};
 use super::outgoing::Outgoing;
 use crate::MAX_BATCH;
 
-/// Objects that a peer may offer on one connection before any is received.
+/// Objects that a peer may offer on one connection before any of them is received.
 pub(super) const OFFER_CAPACITY: usize = 4 * MAX_BATCH;
-/// Fewest objects that an offer counts as.
+/// Least number of objects that an offer counts as.
 const LEAST: usize = 64;
 
-/// Inlined offers on one connection before they are received. For this many a side may hold
-/// [`super::frame::MAX_INLINED`] bytes each.
+/// Inlined offers of one connection that are not yet received. A side may hold
+/// [`super::frame::MAX_INLINED`] bytes for each.
 pub(super) const INLINED_OFFERS: usize = 64;
 
-/// The capacity that an offer takes.
+/// Returns the capacity that an offer takes.
 pub(super) fn size_of_offer(objects: usize) -> usize {
     objects.max(LEAST)
 }
 
-/// Objects that a peer would send.
+/// Objects that a peer offers to send.
 #[derive(Debug)]
 pub(super) struct Offer {
     pub(super) connection: Arc<Connection>,
@@ -36,13 +36,13 @@ pub(super) struct Offer {
     pub(super) lens: Vec<u64>,
     /// True if the objects were inlined.
     pub(super) inlined: bool,
-    /// The inlined objects, one after another. They are to be read where this is `None`.
+    /// The inlined objects, one after another. `None`: the objects are to be read.
     pub(super) bytes: Option<Vec<u8>>,
     pub(super) _charge: Charge,
 }
 
 impl Offer {
-    /// Tells the peer what became of it.
+    /// Reports the outcome of the offer to the peer.
     pub(super) fn finish(&self, done: usize, outcome: Outcome) {
         let connection = &self.connection;
         let finish = Frame::Finish {
@@ -56,34 +56,36 @@ impl Offer {
         });
     }
 
-    /// Names the offer among those of the peer, which may have two connections.
+    /// Returns the offer's key, which is unique among the offers of the peer's two connections.
     fn key(&self) -> Key {
         key(&self.connection, self.id)
     }
 }
 
-/// A connection's address, which no other has while an offer keeps it, and the offer's number.
+/// Address of a connection, which no other connection has while an offer keeps it, and the offer's
+/// number.
 type Key = (usize, u64);
 
 fn key(connection: &Arc<Connection>, id: u64) -> Key {
     (Arc::as_ptr(connection).addr(), id)
 }
 
-/// One for each incarnation of a peer.
+/// Offers and waiting receives of one incarnation of a peer.
 #[derive(Debug)]
 pub(super) struct Offers(Mutex<Option<Tags>>);
 
 #[derive(Debug, Default)]
 struct Tags {
     tags: HashMap<u64, Tag>,
-    /// The tag of each offer and its number there.
+    /// The tag of each offer and its number under that tag.
     index: HashMap<Key, (u64, u64)>,
     /// Capacity that the offers take.
     taken: usize,
     next: u64,
 }
 
-/// The first offer is for the first who waits, the second for the second, and so on.
+/// Offers and receives of a tag: the first offer is for the first receive that waits, the second
+/// for the second, and so on.
 #[derive(Debug, Default)]
 struct Tag {
     /// Offers by the number of their arrival.
@@ -126,7 +128,7 @@ impl Offers {
         Self(Mutex::new(Some(Tags::default())))
     }
 
-    /// Adds an offer; `false` when there are too many, or one with its number.
+    /// Adds an offer; `false` if there are too many, or if another offer has its number.
     pub(super) fn offer(&self, tag: u64, offer: Offer) -> bool {
         let waker = {
             let mut state = self.0.lock();
@@ -149,7 +151,7 @@ impl Offers {
         true
     }
 
-    /// Waits for an offer, behind those who wait already; `None` when the peer is gone.
+    /// Waits for an offer, behind the receives that wait already; `None` when the peer is gone.
     pub(super) fn receive(self: &Arc<Self>, tag: u64) -> Option<Waiting> {
         let mut state = self.0.lock();
         let tags = state.as_mut()?;
@@ -203,7 +205,7 @@ impl Offers {
     }
 }
 
-/// A receive that waits.
+/// A receive that waits for its offer.
 #[derive(Debug)]
 pub(super) struct Waiting {
     offers: Arc<Offers>,
@@ -212,7 +214,7 @@ pub(super) struct Waiting {
 }
 
 impl Waiting {
-    /// Waits for the offer; `None` when the peer is gone. To be called once.
+    /// Waits for the offer; `None` when the peer is gone. Call it once.
     pub(super) async fn offer(&self) -> Option<Offer> {
         poll_fn(|context| self.poll(context)).await
     }
@@ -254,7 +256,7 @@ impl Drop for Waiting {
             return;
         };
         let left = tag.waiting.remove(position);
-        // Its offer, if there was one, is for the next, and so on.
+        // Its offer, if there was one, is for the next receive, and so on.
         let woken = (position < tag.offers.len()).then(|| tag.last_served());
         if tag.is_empty() {
             tags.tags.remove(&self.tag);

@@ -16,7 +16,7 @@ use crate::in_arena::check_slots;
 use crate::lease::{Range, Segment};
 use crate::{DataPlane, Filled, Index, PeerId, Sent, Slot, TransferError, checks};
 
-/// Time that a peer has, after a write's deadline, to say that it has seen the abort.
+/// Time that a peer has, after a write's deadline, to confirm that it has seen the abort.
 const GRACE: Duration = Duration::from_millis(50);
 
 /// The connection to a peer, and the ranges of its memory that a batch names.
@@ -29,7 +29,7 @@ pub(super) struct Tally {
     error: Option<TransferError>,
     /// True if the peer said that the offer was withdrawn before all of it was read.
     withdrawn: bool,
-    /// For each object the checksum of a part of it, and the bytes of that part.
+    /// For each object the checksum of a part of the object, and the bytes of that part.
     sums: Vec<Option<(u64, u64)>>,
 }
 
@@ -58,7 +58,7 @@ impl Tally {
     pub(super) fn settle(&mut self, portions: &[Portion], reply: Reply, leased: bool) {
         let object = |number: u32| portions.get(number as usize).map(|portion| portion.object);
         let first = portions.first().map_or(0, |portion| portion.object);
-        let invalid = || TransferError::Refused("no such range was sent".into());
+        let invalid = || TransferError::Refused("the answer does not match the request".into());
         let error = match reply {
             Reply::Outcome(Outcome::Done) => {
                 self.arrived(portions, &[]);
@@ -76,7 +76,9 @@ impl Tally {
                 match bad.first().and_then(|bad| object(*bad)) {
                     Some(object) => TransferError::Corrupt { object },
                     None if aborted && leased => TransferError::NotLeased { object: first },
-                    None if aborted => TransferError::Refused("broken off".into()),
+                    None if aborted => {
+                        TransferError::Refused("the sender aborted the payload".into())
+                    }
                     None => return,
                 }
             }
@@ -97,7 +99,7 @@ impl Tally {
                 self.withdrawn = true;
                 return;
             }
-            // By this side, whose call says why.
+            // This side aborted the request, and its call reports the reason.
             Reply::Outcome(Outcome::Aborted) => return,
             Reply::Outcome(Outcome::Refused(why)) => TransferError::Refused(why),
             Reply::Outcome(Outcome::Length {
@@ -141,7 +143,8 @@ impl Fetched {
     }
 }
 
-/// Slots of which objects are whole, with their checksums where all of an object has one.
+/// Returns the slots; those with a whole object are written, with a checksum if one covers the
+/// object.
 fn filled(slots: Vec<ReservedSlot>, tally: &Tally) -> Vec<Slot> {
     let whole = tally.left.iter().map(|left| *left == 0);
     let whole = whole.chain(std::iter::repeat(false));
@@ -272,7 +275,7 @@ impl Shared {
             };
             tally.error.get_or_insert(error);
         }
-        // From here on nothing arrives; what did before the end counts.
+        // Nothing arrives from here on; bytes that arrived before the end count.
         let slots = landing.close();
         for (portions, mut reply) in requests {
             if let Ok(reply) = reply.try_recv() {
@@ -375,7 +378,7 @@ impl Shared {
         }
         let done = tally.left.iter().take_while(|left| **left == 0).count();
         if tally.error.is_none() && done < tally.left.len() {
-            let reason = "the peer answered less than it was asked";
+            let reason = "the peer confirmed less than was written";
             tally.error = Some(TransferError::Failed(reason.into()));
             idle = false;
         }
@@ -392,12 +395,12 @@ fn bytes_of(frames: &[(usize, Vec<Portion>)]) -> u64 {
     portions.map(|portion| portion.local.len).sum()
 }
 
-/// A frame of a write that is under way. Broken off when dropped.
+/// A frame of a write that is under way. Aborted when dropped.
 struct Sending {
     progress: Arc<Progress>,
     portions: Vec<Portion>,
     reply: oneshot::Receiver<Reply>,
-    /// Answered, or never to be sent.
+    /// True once the frame is answered, or will never be sent.
     over: bool,
 }
 
@@ -413,7 +416,7 @@ impl Drop for Sending {
     }
 }
 
-/// Breaks all off; whether the peer's memory is idle.
+/// Aborts all frames. Returns whether the peer's memory is idle.
 fn cancel_all(sending: &mut [Sending]) -> bool {
     sending.iter_mut().for_each(Sending::cancel);
     sending.iter().all(|sending| sending.over)

@@ -1,4 +1,4 @@
-//! Frames that go out on a stream, with their payloads, and what keeps those bytes where they are.
+//! Frames that a stream sends, with their payloads, and the pins of the payloads' bytes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -11,7 +11,7 @@ use super::budget::Charge;
 use super::frame::{Frame, Pieces};
 use crate::lease::{Granted, Pin, Segment};
 
-/// Form of a piece of an object on its way.
+/// Form of a piece of an object on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PieceForm {
     /// Encrypted and authenticated.
@@ -26,12 +26,12 @@ pub(super) enum PieceForm {
 #[derive(Debug)]
 pub(super) struct Outgoing {
     pub(super) header: Vec<u8>,
-    /// True if the header is in the form in which it goes over the wire.
+    /// True if the header is encoded and sealed already.
     pub(super) raw: bool,
     pub(super) payload: Vec<Run>,
-    /// Requests of the peer without an answer, where this is one.
+    /// Count of the peer's unanswered requests, where this frame is an answer.
     pub(super) answers: Option<Arc<AtomicUsize>>,
-    /// Returned when it is sent.
+    /// Permit that is released when the frame is sent.
     pub(super) _permit: Option<OwnedSemaphorePermit>,
     pub(super) _charge: Option<Charge>,
 }
@@ -66,7 +66,7 @@ impl Outgoing {
         })
     }
 
-    /// The write that it is.
+    /// Returns the write that this frame carries.
     pub(super) fn write(&self) -> Option<&Arc<Progress>> {
         match &self.payload.first()?.source {
             Source::Write(progress) => Some(progress),
@@ -74,15 +74,15 @@ impl Outgoing {
         }
     }
 
-    /// Ends the count of this answer; called before the answer is sent, as the peer may ask again
-    /// once it has it.
+    /// Ends the count of this answer. Called before the answer is sent, as the peer may ask again
+    /// once it has the answer.
     pub(super) fn is_sent(&self) {
         if let Some(unanswered) = &self.answers {
             unanswered.fetch_sub(1, Ordering::Relaxed);
         }
     }
 
-    /// Takes [`Self::is_sent`] back: it was not sent after all.
+    /// Undoes [`Self::is_sent`]: the frame was not sent after all.
     pub(super) fn is_unsent(&self) {
         if let Some(unanswered) = &self.answers {
             unanswered.fetch_add(1, Ordering::Relaxed);
@@ -124,10 +124,10 @@ pub(super) enum Source {
     Write(Arc<Progress>),
 }
 
-/// Keeps what is being sent where it is.
+/// Pins the bytes that are being sent.
 #[derive(Debug)]
 pub(super) enum Kept {
-    /// The frame keeps it, or nothing does.
+    /// The frame pins the bytes, or they need no pin.
     Already,
     Lease {
         pin: Pin,
@@ -150,7 +150,7 @@ impl Kept {
 }
 
 impl Source {
-    /// Begins to read a piece of a part; `None` where that is no longer allowed.
+    /// Begins to read a piece of a part; `None` if that is no longer allowed.
     pub(super) fn keep(&self, part: u32) -> Option<Kept> {
         match self {
             Self::Arena => Some(Kept::Already),
@@ -185,7 +185,8 @@ impl Progress {
         }
     }
 
-    /// The slots, to be kept until it is sent; `None` when it may not begin.
+    /// Begins the write. Returns its slots, which the caller keeps until it is sent; `None` if it
+    /// was cancelled.
     pub(super) fn begin(&self) -> Option<Arc<Vec<SealedSlot>>> {
         self.slots.lock().take()
     }
@@ -194,7 +195,7 @@ impl Progress {
         self.cancelled.load(Ordering::Acquire)
     }
 
-    /// Breaks it off. Whether it will not even begin; the slots are let go then.
+    /// Cancels the write. Returns whether it never begins; its slots are released then.
     pub(super) fn cancel(&self) -> bool {
         self.cancelled.store(true, Ordering::Release);
         let never_sent = self.slots.lock().take();

@@ -1,10 +1,10 @@
 //! Sends and receives, which both sides call.
 //!
-//! The sender offers; the receiver reads the offered objects as it would any others, and says
-//! when it is done. A few small objects are inlined in their offer: the receiver has them already.
+//! The sender offers; the receiver reads the offered objects like any others, and reports when it
+//! is done. A few small objects are inlined in their offer: the receiver has them already.
 //!
-//! Inlined objects may be received until the receiver hears that the offer is withdrawn. It
-//! answers that, so that the sender knows which came first.
+//! The receiver may take inlined objects until it sees that the offer is withdrawn. It answers the
+//! withdrawal, so that the sender knows which came first.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ use crate::lease::{Range, Region, Segment};
 use crate::session::reason;
 use crate::{DataPlane, Filled, InArena, PeerId, Sent, Slot, TransferError};
 
-/// Time that a peer has, after a send's deadline, to say that it has seen the withdrawal.
+/// Time that a peer has, after a send's deadline, to confirm that it has seen the withdrawal.
 const GRACE: Duration = Duration::from_millis(200);
 
 impl Shared {
@@ -152,7 +152,7 @@ impl Shared {
             let ranges: Vec<Range> = (0..).zip(&pull.offer.lens).map(range).collect();
             let fetched = self.fetch(&from, slots, &ranges, false, deadline).await;
             if fetched.withdrawn && fetched.error.is_none() {
-                // It was not sent after all: the next offer is received instead.
+                // The offer was withdrawn: the next offer is received instead.
                 pull.withdrawn();
                 let idle = |slot| match slot {
                     Slot::Idle(slot) => Some(slot),
@@ -165,7 +165,7 @@ impl Shared {
                 None => Outcome::Done,
                 Some(TransferError::Corrupt { object }) => Outcome::Corrupt(*object as u32),
                 Some(TransferError::Deadline) => Outcome::Aborted,
-                // The end of the connection says it to the peer.
+                // The peer learns it from the end of the connection.
                 Some(TransferError::Closed | TransferError::PeerGone { .. }) => {
                     pull.finished = true;
                     return fetched.into_filled();
@@ -200,7 +200,7 @@ impl Shared {
     }
 }
 
-/// The first object that has no slot of its length.
+/// Returns the first object that has no slot of its length.
 fn misfit(offer: &Offer, slots: &[ReservedSlot]) -> Option<(usize, u64, u64)> {
     let capacity = slots.iter().map(ReservedSlot::len);
     let capacity = capacity.chain(std::iter::repeat(0));
@@ -230,13 +230,13 @@ fn unpack(slots: Vec<ReservedSlot>, lens: &[u64], mut bytes: &[u8]) -> Filled {
     }
 }
 
-/// The outcome of a send, from what the receiver says.
+/// Returns the outcome of a send from the receiver's report.
 fn finished(count: usize, done: u64, outcome: Outcome) -> Sent {
     let done = usize::try_from(done).unwrap_or(count).min(count);
     let failed = |reason: &str| TransferError::Failed(reason.to_owned());
     let error = match outcome {
         Outcome::Done if done == count => None,
-        Outcome::Done => Some(failed("the receiver is done with less than was sent")),
+        Outcome::Done => Some(failed("the receiver has finished with less than was sent")),
         Outcome::Corrupt(object) => Some(TransferError::Corrupt {
             object: object as usize,
         }),
@@ -273,7 +273,7 @@ struct Offering {
 }
 
 impl Offering {
-    /// Sends the offer; the objects are inlined where they are small and need not wait.
+    /// Sends the offer. The objects are inlined if they are small and can be sent without waiting.
     fn send(&mut self, tag: u64, slots: Arc<Vec<SealedSlot>>) {
         let (connection, id) = (&self.connection, self.id);
         let lens: Vec<u64> = slots.iter().map(SealedSlot::len).collect();
@@ -312,7 +312,7 @@ impl Offering {
         connection.send(0, &offer);
     }
 
-    /// Returns whether the peer had not begun to read it, and will not.
+    /// Withdraws the offer. Returns whether the peer had not begun to read it, and never will.
     fn withdraw(&mut self) -> bool {
         let mut offered = self.connection.offered.lock();
         let Some(offer) = offered.get_mut(&self.id) else {
@@ -321,7 +321,7 @@ impl Offering {
         let withdraw = Outgoing::of(&Frame::Withdraw { id: self.id });
         let queue = &self.connection.streams[0].queue;
         if self.inlined {
-            // The entry stays until the peer has answered: it has the bytes for so long.
+            // The entry stays until the peer has answered: the peer has the bytes until then.
             let slots = offer.objects.take();
             drop(offered);
             if slots.is_some() {
@@ -334,7 +334,8 @@ impl Offering {
         let Some(Offered { permit, pulled, .. }) = offer else {
             return false;
         };
-        // Until it is sent the offer counts: a peer that takes nothing gets no more of them.
+        // The offer counts until the withdrawal is sent: a peer that reads nothing gets no more
+        // offers.
         queue.push(Outgoing {
             _permit: Some(permit),
             ..withdraw
@@ -366,7 +367,7 @@ impl Pull {
         self.offer.finish(done, outcome);
     }
 
-    /// The peer has withdrawn it.
+    /// Notes that the peer has withdrawn the offer.
     fn withdrawn(&mut self) {
         self.finished = true;
         if self.offer.inlined {

@@ -1,4 +1,4 @@
-//! NIXL as the second plane of a connection: what of it is known, and reads over it.
+//! NIXL as the second plane of a connection: its state, and reads over it.
 //!
 //! `docs/decisions/one-session-two-planes.md` has the frames and the rights.
 
@@ -21,17 +21,17 @@ use crate::{DataPlane, PeerId, TransferError};
 
 /// Fetches of one read that are under way at a time: one is copied while others come.
 const DEPTH: usize = 4;
-/// Half of the time that a read has left is for the streams, should NIXL not answer; a fetch gets the
-/// other half, and this at most...
+/// Longest time of a fetch. A fetch gets half of the time that its read has left; the other half is
+/// for the streams, should NIXL not answer.
 const FETCH_TIMEOUT: Duration = Duration::from_secs(5);
-/// ...and one that had less than this says nothing of NIXL.
+/// A fetch that timed out with less time than this is no sign of a failure of NIXL.
 const FAIR_TIMEOUT: Duration = Duration::from_secs(1);
-/// A read waits no longer for a block that others use, before it goes over the streams.
+/// Longest wait of a read for a block that others use; then the read goes over the streams.
 const BLOCK_TIMEOUT: Duration = Duration::from_millis(100);
-/// Ranges of a fetch at most: as many as one request of NIXL takes.
+/// Most ranges of a fetch: as many as one request of NIXL takes.
 const FETCHED_RANGES: usize = 512;
 
-/// A fetch that waits for its answer. Dropping it gives it up.
+/// A fetch that waits for its answer. Dropping it cancels the fetch.
 struct Asked<'a> {
     connection: &'a Connection,
     stream: usize,
@@ -40,13 +40,13 @@ struct Asked<'a> {
     target: Arc<Target>,
     reply: oneshot::Receiver<Reply>,
     since: Instant,
-    /// Time after which it is given up.
+    /// Time after which the fetch is cancelled.
     limit: Instant,
     answered: bool,
 }
 
 impl Asked<'_> {
-    /// Gives it up, and returns what has come before.
+    /// Cancels the fetch, and returns its answer if that has come before.
     fn give_up(&mut self) -> Option<Reply> {
         self.target.revoke();
         let reply = self.reply.try_recv().ok();
@@ -65,7 +65,7 @@ impl Drop for Asked<'_> {
     }
 }
 
-/// The reason why no more is read by NIXL.
+/// The reason why NIXL reads no more.
 enum Halt {
     /// NIXL has failed: the rest is for the streams.
     Failed(String),
@@ -76,7 +76,7 @@ enum Halt {
     Over,
 }
 
-/// Sorts an answer: what does not end the call or the use of NIXL goes to the tally.
+/// Takes an answer. If it ends neither the call nor the use of NIXL, it goes to the tally.
 fn take(reply: Reply, portions: &[Portion], tally: &mut Tally, leased: bool) -> Option<Halt> {
     match reply {
         Reply::Arrived(arrival) if arrival.aborted => Some(Halt::Over),
@@ -107,8 +107,8 @@ impl Shared {
         })
     }
 
-    /// Reads portions of the peer's memory by NIXL. Returns what is left for the streams; nothing
-    /// where the tally has an error.
+    /// Reads portions of the peer's memory by NIXL. Returns the portions that are left for the
+    /// streams; none if the tally has an error.
     pub(super) async fn fetch_by_nixl(
         &self,
         connection: &Connection,
@@ -145,7 +145,8 @@ impl Shared {
                     }
                 };
                 let asking = async {
-                    // Others use them, or the peer still may: the streams are free.
+                    // Other reads use the blocks, or the peer may still write to them: the streams
+                    // are free.
                     let block = block?.ok_or(Stop::Deadline)?;
                     self.within(limit, ask(connection, landing, &portions, block, limit))
                         .await
@@ -230,7 +231,7 @@ impl Shared {
     }
 }
 
-/// Has the peer write ranges of its memory to a block. `None` after the end of the connection.
+/// Asks the peer to write ranges of its memory to a block. `None` after the end of the connection.
 async fn ask<'a>(
     connection: &'a Connection,
     landing: &mut Landing,

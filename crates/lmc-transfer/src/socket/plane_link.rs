@@ -1,4 +1,4 @@
-//! The plane's state of one connection: whether it is used, and what it serves.
+//! NIXL's state of one connection: whether it is used, and the fetches that it serves.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,17 +13,17 @@ use super::outgoing::Outgoing;
 use crate::PeerId;
 use crate::nixl::{Plane, Remote};
 
-/// After a failure NIXL is not used for this long, twice as long after each further one...
+/// Pause of NIXL after a failure; doubled with each further failure.
 const PAUSE: Duration = Duration::from_secs(5);
-/// ...and so often doubled at most.
+/// Most doublings of the pause.
 const DOUBLED: u32 = 6;
-/// A peer that does not know this side's memory yet is not asked for this long.
+/// Pause before a peer that does not know this side's memory yet is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(100);
-/// Fetches of one connection that are served at a time; others are for the streams. One that was given
-/// up counts until NIXL's thread has seen that.
+/// Fetches of one connection that are served at a time; others are for the streams. A cancelled
+/// fetch counts until NIXL's thread has seen the cancellation.
 const SERVED: usize = 32;
 
-/// The plane's state of one connection.
+/// NIXL's state of one connection.
 #[derive(Debug)]
 pub(super) struct PlaneLink {
     pub(super) plane: Arc<Plane>,
@@ -39,8 +39,8 @@ pub(super) struct PlaneLink {
 struct Serving {
     /// True once the peer wants no more.
     stopped: Arc<AtomicBool>,
-    /// Present until the fetch is answered: the peer's requests without an answer on its stream, and
-    /// what this one holds.
+    /// Present until the fetch is answered: the count of the peer's unanswered requests on its
+    /// stream, and the fetch's charge.
     answer: Option<(Arc<AtomicUsize>, Charge)>,
 }
 
@@ -50,7 +50,7 @@ struct State {
     announced: bool,
     /// Present when the peer has announced its memory.
     heard: Option<Charge>,
-    /// The memory that it lets this side write to.
+    /// The memory that the peer lets this side write to.
     known: Option<Arc<Remote>>,
     failures: u32,
     paused_until: Option<Instant>,
@@ -86,8 +86,8 @@ impl PlaneLink {
         self.state.lock().known.clone()
     }
 
-    /// Returns whether this side reads by it: where both sides have announced their memory, and NIXL
-    /// has not failed a moment ago.
+    /// Returns whether this side reads by NIXL: both sides have announced their memory, and NIXL is
+    /// not paused.
     pub(super) fn is_usable(&self) -> bool {
         let state = self.state.lock();
         let paused = state.paused_until;
@@ -95,7 +95,7 @@ impl PlaneLink {
         state.announced && state.known.is_some() && !paused
     }
 
-    /// Notes that NIXL has failed, unless it just has in another call.
+    /// Notes a failure of NIXL, unless another call has just noted one.
     pub(super) fn failed(&self, peer: &PeerId, reason: &str) {
         let mut state = self.state.lock();
         let now = Instant::now();
@@ -109,7 +109,7 @@ impl PlaneLink {
         tracing::warn!(%peer, reason, ?pause, "NIXL failed; the peer is read over sockets");
     }
 
-    /// Leaves a peer alone for a moment.
+    /// Pauses NIXL for [`ASK_AGAIN`].
     pub(super) fn ask_later(&self) {
         let mut state = self.state.lock();
         state.paused_until = state.paused_until.max(Some(Instant::now() + ASK_AGAIN));
@@ -122,12 +122,13 @@ impl PlaneLink {
     /// Notes that NIXL refuses the peer's metadata.
     pub(super) fn refuses(&self, peer: &PeerId, reason: &str) {
         if self.state.lock().known.take().is_some() {
-            tracing::warn!(%peer, reason, "NIXL does not reach a peer; it reads over sockets");
+            tracing::warn!(%peer, reason, "NIXL cannot reach the peer; it reads over sockets");
         }
     }
 
-    /// Adds a fetch of the peer, which is answered by [`Self::answer`]. Its flag is set when the peer
-    /// has given it up. `None` where [`SERVED`] are served, or another has its number.
+    /// Adds a fetch of the peer, which [`Self::answer`] answers. Returns its flag, which is set
+    /// when the peer cancels the fetch; `None` if [`SERVED`] fetches are served already, or another
+    /// one has its number.
     pub(super) fn serve(
         &self,
         id: u64,
@@ -147,7 +148,7 @@ impl PlaneLink {
         Some(stopped)
     }
 
-    /// The answer to a fetch that has none. `ends`: nothing serves it any more.
+    /// Returns the answer to a fetch that has none yet. `ends`: nothing serves the fetch any more.
     pub(super) fn answer(&self, id: u64, frame: &Frame, ends: bool) -> Option<Outgoing> {
         let mut serving = self.serving.lock();
         let answer = serving.get_mut(&id)?.answer.take();
@@ -163,7 +164,8 @@ impl PlaneLink {
         })
     }
 
-    /// The peer has given up a fetch. Its answer, if it has none yet: the plane's thread may hang.
+    /// Notes that the peer has cancelled a fetch. Returns its answer if it has none yet: the
+    /// plane's thread may hang.
     pub(super) fn stop(&self, id: u64) -> Option<Outgoing> {
         let serving = self.serving.lock();
         serving.get(&id)?.stopped.store(true, Ordering::Release);
@@ -171,14 +173,14 @@ impl PlaneLink {
         let unmoved = Frame::Unmoved {
             id,
             idle: false,
-            reason: "it was given up".to_owned(),
+            reason: "the fetch was cancelled".to_owned(),
         };
         let answer = self.answer(id, &unmoved, false)?;
         self.plane.look();
         Some(answer)
     }
 
-    /// The connection has ended.
+    /// Notes the end of the connection.
     pub(super) fn end(&self) {
         self.plane.gone(self.number);
     }

@@ -24,21 +24,22 @@ use crate::net::{Moved, Sockets, receive_bytes};
 use crate::session::{Opener, sealed_len};
 use crate::{MAX_MESSAGE, Rights};
 
-/// Bytes that are read ahead at most, where frames or small pieces may follow.
+/// Most bytes that are read ahead where frames or small pieces may follow.
 const STASH: usize = 16 << 10;
-/// Bytes of a piece from which reading ahead into it costs more than another system call.
+/// Size of a piece at which reading ahead into it costs more than another system call.
 const LARGE: u64 = 16 << 10;
-/// Bytes of a payload that a thread is woken for at a time, if at least that many are to come: each
-/// wake-up is paid for by the sender too, on a virtual machine with tens of microseconds.
+/// Bytes of a payload for which a thread is woken at a time, if at least as many are expected. The
+/// sender, too, pays for each wake-up: on a virtual machine tens of microseconds.
 const AT_A_TIME: u64 = 1 << 20;
 const LEAST_AT_A_TIME: u64 = 256 << 10;
-/// Time that these bytes may take. A sender that breaks off, or a slow network, brings fewer.
+/// Time limit of a wait for [`AT_A_TIME`] bytes: a sender that aborts, or a slow network, brings
+/// fewer.
 const AT_A_TIME_TIMEOUT: Duration = Duration::from_millis(2);
-/// Bytes of what is to be discarded that are read at a time.
+/// Bytes that are read at a time to be discarded.
 const SINK: usize = 64 << 10;
 /// Bytes that a request holds for each of its ranges.
 const RANGE_BYTES: usize = 64;
-/// Bytes of a frame that need no charge.
+/// Bytes of a frame that are not charged to the peer's account.
 const FREE: usize = 16 << 10;
 
 #[cfg(feature = "nixl")]
@@ -57,10 +58,10 @@ pub(super) struct StreamReader {
     start: usize,
     end: usize,
     sink: Vec<u8>,
-    /// A piece that is sealed, and what it opens to.
+    /// A sealed piece; `plain` has its opened form.
     sealed: Vec<u8>,
     plain: Vec<u8>,
-    /// Bytes that must be there before this task is woken.
+    /// Bytes that must have arrived before this task is woken.
     low_water: u64,
     moved: Moved,
 }
@@ -135,11 +136,11 @@ impl StreamReader {
 
     /// Serves one frame.
     async fn step(&mut self) -> Result<(), Gone> {
-        // Many may have come with one read.
+        // One read may have brought many frames.
         consume_budget().await;
         match self.frame().await? {
             Frame::Ping(number) => {
-                // Where that would have to wait, what is sent is a sign of life too.
+                // If the pong would have to wait, the bytes under way are a sign of life, too.
                 self.connection.send_now(self.stream, &Frame::Pong(number));
             }
             Frame::Pong(number) => self.connection.ponged(number),
@@ -230,7 +231,7 @@ impl StreamReader {
         }
     }
 
-    /// The answer to a read.
+    /// Returns the answer to a read.
     fn data(&self, id: u64, ranges: &[Range], charge: Charge) -> Outgoing {
         match self.runs(ranges) {
             Ok(payload) => Outgoing {
@@ -261,10 +262,10 @@ impl StreamReader {
         Ok(())
     }
 
-    /// Answers a question when the embedder has.
+    /// Sends the answer to a question once the embedder has it.
     fn answer_question(&self, id: u64, question: Vec<u8>, charge: Charge) {
         let Some(on_ask) = &self.core.config.channel.on_ask else {
-            let refused = Outcome::Refused("questions are not answered here".into());
+            let refused = Outcome::Refused("this peer answers no questions".into());
             self.stream().queue.push(self.answer(id, refused));
             return;
         };
@@ -295,7 +296,7 @@ impl StreamReader {
         });
     }
 
-    /// Resolves the ranges of a read, if the peer may.
+    /// Resolves the ranges of a read, if the peer may read them.
     fn runs(&self, ranges: &[Range]) -> Result<Vec<Run>, Outcome> {
         let mut runs: Vec<Run> = Vec::new();
         let mut last = None;
@@ -355,7 +356,7 @@ impl StreamReader {
 
     fn in_arena(&self, range: Range) -> Option<Segment> {
         let arena = self.core.window.arena();
-        // Ranges that were never handed out may have no memory yet.
+        // Ranges that were never allocated may have no memory yet.
         arena.ensure(range.offset, range.len).ok()?;
         Some(Segment {
             offset: range.offset,
@@ -363,7 +364,7 @@ impl StreamReader {
         })
     }
 
-    /// A frame that ends a request of the peer.
+    /// Returns a frame that ends a request of the peer.
     fn answering(&self, frame: &Frame) -> Outgoing {
         Outgoing {
             answers: Some(Arc::clone(&self.stream().unanswered)),
@@ -375,7 +376,7 @@ impl StreamReader {
         self.answering(&Frame::Answer { id, outcome })
     }
 
-    /// Takes an offer, and what is inlined.
+    /// Receives an offer, with its inlined objects.
     async fn offer(
         &mut self,
         id: u64,
@@ -404,8 +405,8 @@ impl StreamReader {
         }
     }
 
-    /// The objects that are inlined in an offer; `None` where they arrived with a wrong checksum,
-    /// and are to be read again.
+    /// Receives the objects that are inlined in an offer; `None` if they arrived with a wrong
+    /// checksum, and are to be read again.
     async fn inlined(&mut self, lens: &[u64], total: usize) -> Result<Option<Vec<u8>>, Gone> {
         if self.connection.inlined.fetch_add(1, Ordering::Relaxed) >= INLINED_OFFERS {
             return Err(Gone::Broken("too many inlined offers".into()));
@@ -435,7 +436,7 @@ impl StreamReader {
         Ok(sound.then_some(bytes))
     }
 
-    /// Takes what a peer writes.
+    /// Receives the bytes of a peer's write.
     async fn write(&mut self, ranges: &[Range]) -> Result<Outcome, Gone> {
         let landings = match self.landings(ranges) {
             Ok(landings) => landings,
@@ -468,7 +469,7 @@ impl StreamReader {
         })
     }
 
-    /// Resolves the ranges of a write, if the peer may.
+    /// Resolves the ranges of a write, if the peer may write to them.
     fn landings(&self, ranges: &[Range]) -> Result<Landings, Outcome> {
         let config = &self.core.config.channel;
         if config.rights != Rights::ReadWrite {
@@ -496,7 +497,7 @@ impl StreamReader {
         Ok(landings)
     }
 
-    /// The next frame.
+    /// Receives the next frame.
     async fn frame(&mut self) -> Result<Frame, Gone> {
         loop {
             let mut input = &self.stash[self.start..self.end];
@@ -528,7 +529,8 @@ impl StreamReader {
         sink: impl Fn(u32) -> Sink<'a>,
     ) -> Result<Arrival, Gone> {
         let mut arrival = Arrival::default();
-        // Of a range of a read, for its reader, while its pieces are in the cache.
+        // The checksum of a range of a read, computed for the reader while the pieces are in the
+        // cache.
         let mut parted = Parted::default();
         let lens = segments.iter().map(|segment| segment.len);
         let mut left = lens.fold(0, u64::saturating_add);
@@ -547,7 +549,7 @@ impl StreamReader {
             let sum = if form == PieceForm::Sealed {
                 self.open_piece(piece.len as usize).await?;
                 let put = || self.core.window.put(piece, &self.plain);
-                // What was opened is what was sealed.
+                // Opening has verified the bytes.
                 sink.with(put).map(|()| head.sum)
             } else {
                 let ahead = match pieces.peek() {
@@ -603,7 +605,7 @@ impl StreamReader {
         }
     }
 
-    /// Sets how many bytes must be there before this task is woken.
+    /// Sets how many bytes must have arrived before this task is woken.
     fn wake_at(&mut self, bytes: u64) {
         if self.low_water != bytes && self.sockets.0[self.stream].set_low_water(bytes) {
             self.low_water = bytes;
@@ -622,8 +624,8 @@ impl StreamReader {
         }
     }
 
-    /// Receives the bytes of one piece, and up to `ahead` that follow it. `left` is what the
-    /// payload has left, or 0 where it does not come at once.
+    /// Receives the bytes of one piece, and up to `ahead` bytes after it. `left` is the rest of the
+    /// payload in bytes, or 0 once it arrives too slowly to wait for many.
     async fn piece(
         &mut self,
         piece: Segment,
@@ -637,16 +639,18 @@ impl StreamReader {
         self.start += done;
         *left = left.saturating_sub(done as u64);
         while done < piece.len as usize {
-            // The stash is used up, or the piece would be whole.
+            // The stash is used up, or the piece would be complete.
             (self.start, self.end) = (0, 0);
             let rest = Segment {
                 offset: piece.offset + done as u64,
                 len: piece.len - done as u64,
             };
-            // A mark that is set is kept while so many are to come: setting it has a cost, too.
+            // A low-water mark stays while at least as many bytes are expected: setting it has a
+            // cost, too.
             if self.low_water == 1 || self.low_water > *left {
                 self.wake_at(match *left {
-                    // Less of a short payload, so that it is received while the rest is sent.
+                    // Fewer bytes of a short payload, so that they are received while the rest is
+                    // sent.
                     left if left >= LEAST_AT_A_TIME => (left / 4).clamp(LEAST_AT_A_TIME, AT_A_TIME),
                     _ => 1,
                 });
@@ -677,7 +681,7 @@ impl StreamReader {
         Ok(())
     }
 
-    /// Fills a buffer of this side's own.
+    /// Fills a buffer outside the arena.
     async fn fill(&mut self, mut rest: &mut [u8]) -> Result<(), Gone> {
         loop {
             let stashed = &self.stash[self.start..self.end];
@@ -741,7 +745,7 @@ fn of_offer(slots: &[SealedSlot], range: Range) -> Option<Segment> {
     whole.part(range.offset, range.len)
 }
 
-/// Reads and discards bytes, `most` at most.
+/// Reads and discards at most `most` bytes.
 fn discard(socket: RawFd, sink: &mut Vec<u8>, most: u64) -> io::Result<usize> {
     sink.resize(SINK, 0);
     receive_bytes(socket, &mut sink[..most.min(SINK as u64) as usize])

@@ -1,4 +1,4 @@
-//! State of a channel: the table of peers, and those that are about to be in it.
+//! State of a channel: the table of peers, and the handshakes under way.
 
 use std::collections::HashMap;
 use std::io;
@@ -27,14 +27,14 @@ use crate::session::{Local, SecureStream};
 use crate::timer::Timer;
 use crate::{PeerId, PublicIdentity, TransferError};
 
-/// Time between two questions to a connection whose name another peer claims.
+/// Time between two pings of a connection whose name another peer claims.
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) core: Arc<ChannelCore>,
     pub(super) local: Local,
-    /// Connects so far.
+    /// Connects begun so far.
     pub(super) attempts: AtomicU64,
     pub(super) timer: Timer,
     pub(super) threads: Threads,
@@ -52,8 +52,8 @@ struct Peer {
     incarnation: u64,
     identity: PublicIdentity,
     offers: Arc<Offers>,
-    /// The oldest comes first, and is used, so that the order of offers is kept. There are two
-    /// when both sides connected at the same time.
+    /// The oldest connection comes first, and is the one in use, so that the order of offers is
+    /// kept. There are two when both sides connected at the same time.
     connections: Vec<Arc<Connection>>,
 }
 
@@ -77,7 +77,7 @@ pub(super) enum NotInstalled {
     Superseded,
     #[error("the name is in use by another identity, whose connection is alive")]
     NameInUse,
-    #[error("the other side has given up")]
+    #[error("the other side has closed the connection")]
     GivenUp,
     #[error("its streams cannot be watched: {0}")]
     Unwatched(#[source] io::Error),
@@ -103,7 +103,7 @@ impl From<Stop> for TransferError {
 enum Obstacle {
     /// Connections that the new one replaces.
     Stale(Vec<Arc<Connection>>),
-    /// A connection that it may replace only if that is dead.
+    /// A connection that the new one may replace only if it is dead.
     Alive(Arc<Connection>),
 }
 
@@ -122,10 +122,10 @@ impl Shared {
         }
     }
 
-    /// The connection to a peer.
+    /// Returns the live connection to a peer.
     ///
     /// # Errors
-    /// Also when the channel is closed.
+    /// [`TransferError::UnknownPeer`]; [`TransferError::Closed`] when the channel is closed.
     pub(super) fn connection(&self, peer: &PeerId) -> Result<Arc<Connection>, TransferError> {
         let peers = self.peers.lock();
         let Some(peers) = peers.as_ref() else {
@@ -142,7 +142,7 @@ impl Shared {
         *self.closed.borrow()
     }
 
-    /// Waits, until the deadline or the channel's end.
+    /// Waits for a future, until the deadline or the channel's end.
     pub(super) async fn within<T>(
         &self,
         deadline: Instant,
@@ -193,9 +193,9 @@ impl Shared {
         }
     }
 
-    /// Adds a connection to the table and starts it; `first` is sent before all frames. What it
-    /// replaces has ended before. The streams stay where it is not added, unless another thread
-    /// cannot have them.
+    /// Adds a connection to the table and starts it; `first` is sent before all frames. Connections
+    /// that it replaces have ended before. If the connection is not added, `streams` keeps its
+    /// streams, unless they could not be moved to other threads.
     pub(super) async fn install(
         self: &Arc<Self>,
         remote: Remote,
@@ -216,7 +216,7 @@ impl Shared {
             .collect();
         *streams = moved.map_err(NotInstalled::Unwatched)?;
         for stream in &*streams {
-            // Until its thread has seen this, nothing is sent at once.
+            // Until its thread has seen the stream writable, nothing is sent directly.
             let seen = stream.socket.ready(Interest::WRITABLE).await;
             seen.map_err(NotInstalled::Unwatched)?;
         }
@@ -227,7 +227,7 @@ impl Shared {
                 if is_superseded(peers, &remote) {
                     return Err(NotInstalled::Superseded);
                 }
-                // It may have begun again since: what it has now stays.
+                // The peer may have started again since: then its newer connection stays.
                 if remote.incoming && streams.iter().any(|stream| stream.socket.is_closed()) {
                     return Err(NotInstalled::GivenUp);
                 }
@@ -250,8 +250,8 @@ impl Shared {
             };
             match obstacle {
                 Obstacle::Stale(stale) => {
-                    // All of them first: they are no longer in the table, and this future may be
-                    // dropped.
+                    // All of them are stopped first: they are no longer in the table, and this
+                    // future may be dropped.
                     stale.iter().for_each(|connection| connection.stop());
                     for connection in stale {
                         connection.ended().await;
@@ -266,7 +266,7 @@ impl Shared {
         }
     }
 
-    /// Starts a connection. Whether its peer is new.
+    /// Starts a connection. Returns whether its peer is new.
     fn add(
         self: &Arc<Self>,
         peers: &mut HashMap<PeerId, Peer>,
@@ -342,7 +342,7 @@ impl Shared {
         self.core.config.channel.tell(&remote.id, event);
     }
 
-    /// All connections to a peer.
+    /// Returns all connections to a peer.
     pub(super) fn connections(&self, peer: &PeerId) -> Vec<Arc<Connection>> {
         let peers = self.peers.lock();
         let entry = peers.as_ref().and_then(|peers| peers.get(peer));
@@ -365,7 +365,7 @@ impl Shared {
     }
 }
 
-/// Returns whether the initiator has given this attempt up and made another since.
+/// Returns whether the initiator has abandoned this attempt and made another since.
 fn is_superseded(peers: &HashMap<PeerId, Peer>, new: &Remote) -> bool {
     let peer = peers.get(&new.id);
     let peer = peer.filter(|p| p.incarnation == new.incarnation && p.identity == new.identity);
@@ -380,7 +380,8 @@ fn obstacle(peers: &mut HashMap<PeerId, Peer>, new: &Remote) -> Option<Obstacle>
     let peer = peers.get_mut(&new.id)?;
     let same = peer.identity == new.identity;
     if same && peer.incarnation == new.incarnation {
-        // While there is another connection the entry stays, and with it what waits there.
+        // While there is another connection the entry stays, with the offers and receives that
+        // wait.
         let replaced = |c: &Arc<Connection>| c.remote.incoming == new.incoming;
         let (stale, kept) = peer.connections.drain(..).partition(replaced);
         peer.connections = kept;

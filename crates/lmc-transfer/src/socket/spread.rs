@@ -14,8 +14,8 @@ pub(super) struct Portion {
     pub(super) remote: Range,
 }
 
-/// Returns the portions of each frame, with the number of its stream: about as many bytes for each
-/// stream, none with less than a piece unless there is no more.
+/// Returns the portions of each frame, with the number of its stream. Each stream gets about as
+/// many bytes, and no stream less than a piece, unless there are no more.
 pub(super) fn spread(
     objects: impl Iterator<Item = Portion> + Clone,
     streams: usize,
@@ -28,8 +28,8 @@ pub(super) fn spread(
     )
 }
 
-/// Returns the portions of each frame, with the number of its share: `share` bytes each, but for the
-/// last one, and `ranges` portions at most.
+/// Returns the portions of each frame, with the number of its share of the bytes. Each share has
+/// `share` bytes, except the last one; a frame has at most `ranges` portions.
 pub(super) fn cut(
     objects: impl Iterator<Item = Portion>,
     share: u64,

@@ -38,7 +38,7 @@ counters! {
     bytes_in,
     /// Bytes sent, with frames and seals.
     bytes_out,
-    /// Calls of this side that moved something or tried to.
+    /// Transfers that this side called, the failed ones included.
     operations,
     /// Reads and writes of peers that this side served.
     served,
@@ -46,13 +46,14 @@ counters! {
     corrupt,
     /// Connections to this side that did not complete the handshake.
     refused_handshakes,
-    /// Requests of peers that were refused: not leased to them, or beyond their rights.
+    /// Requests of peers that were refused: for memory not leased to them, or beyond their rights.
     refused_requests,
     /// Connections that were ended because the peer broke the protocol or exceeded its memory.
     broken,
-    /// Reads of which NIXL brought not all, or not in time: the rest came over the streams.
+    /// Reads that NIXL did not complete, or not in time: the rest went over the streams.
     nixl_failed,
-    /// Pieces of objects that were discarded: their call had ended before they came, or their
-    /// request was refused. Such slots are returned at once; none is quarantined.
+    /// Pieces of objects that were discarded because their call had ended before they arrived, or
+    /// because their request was refused. Slots of such calls are returned at once; none is
+    /// quarantined.
     discarded,
 }

@@ -11,7 +11,7 @@ use super::outgoing::Outgoing;
 use super::writer::Gathered;
 use crate::net::{Moved, Sockets};
 
-/// The task that sends what does not go at once.
+/// The task that sends the frames that callers could not send at once.
 pub(super) struct StreamWriter {
     core: Arc<ChannelCore>,
     connection: Arc<Connection>,
@@ -62,7 +62,7 @@ impl StreamWriter {
         if let Some(write) = outgoing.write() {
             _slots = write.begin();
             if _slots.is_none() {
-                // It was cancelled. Only now there is capacity for another.
+                // The write was cancelled. Its capacity is free for another only now.
                 drop(stream.take(write.id));
                 return Ok(());
             }
@@ -82,7 +82,7 @@ impl StreamWriter {
         }
     }
 
-    /// Sends what was gathered.
+    /// Sends the bytes that were gathered.
     async fn flush(&mut self) -> Result<(), Gone> {
         let window = &self.core.window;
         let socket = &self.sockets.0[self.stream];

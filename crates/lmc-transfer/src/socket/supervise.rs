@@ -19,20 +19,20 @@ use super::stream_writer::StreamWriter;
 use crate::net::{Socket, Sockets};
 use crate::session::Opener;
 
-/// Intervals of the keepalive without progress on a stream after which the connection ends.
+/// Keepalive intervals without progress on a stream after which the connection ends.
 pub(super) const SILENT_INTERVALS: u32 = 3;
-/// Time to find, after an error of a stream, that the peer has closed another or the same.
+/// Time, after an error of a stream, to find that the peer has closed this stream or another.
 const CLOSED_TOO: Duration = Duration::from_millis(100);
 
-/// The parts that a stream's tasks begin with.
+/// The parts from which a stream's tasks are made.
 pub(super) struct Begin {
     pub(super) thread: Handle,
     pub(super) opener: Opener,
     pub(super) queue: mpsc::UnboundedReceiver<Outgoing>,
 }
 
-/// Runs the streams of a connection until it ends, each on its thread, and leaves nothing of it. `remove`
-/// takes it out of the table of peers.
+/// Runs the streams of a connection, each on its thread, until the connection ends, and cleans up.
+/// `remove` takes the connection out of the table of peers.
 pub(super) async fn supervise(
     core: Arc<ChannelCore>,
     connection: Arc<Connection>,
@@ -83,8 +83,8 @@ pub(super) async fn supervise(
     }
 }
 
-/// Announces the memory that the peer of a connection may write to, once the arena is registered,
-/// too. It never returns.
+/// Announces the memory that the peer of a connection may write to, once the arena is registered as
+/// well. Never returns.
 #[cfg(feature = "nixl")]
 async fn announce<T>(connection: Arc<Connection>) -> T {
     if let Some(link) = &connection.plane {
@@ -123,18 +123,19 @@ async fn watch(connection: &Connection, tasks: &mut JoinSet<Gone>) -> Result<Gon
                 for (number, (stream, signs)) in all {
                     let behind = stream.queue.behind();
                     let received = stream.received.load(Ordering::Relaxed);
-                    // A request that its call has given up keeps its capacity until answered.
+                    // A request that its call has abandoned keeps its capacity until it is
+                    // answered.
                     let answered = stream.answered.load(Ordering::Relaxed);
                     let answered = answered.wrapping_add(behind.unwrap_or(0));
                     let given_up = stream.has_given_up().then_some(answered);
                     let fault = if signs.received.lasts(Some(received)) {
                         "the peer sent nothing"
                     } else if signs.sent.lasts(behind) {
-                        "the peer took nothing"
+                        "the peer read nothing"
                     } else if signs.answered.lasts(given_up) {
-                        "the peer answered nothing"
+                        "the peer answered no request"
                     } else {
-                        // Bytes that wait tell the peer as much.
+                        // Queued bytes are a sign of life, too.
                         if behind.is_none() {
                             connection.send_now(number, &Frame::Ping(0));
                         }
@@ -157,7 +158,7 @@ struct Signs {
     answered: Standstill,
 }
 
-/// Time that a counter has stood still.
+/// Time for which a counter has not changed.
 #[derive(Debug, Clone, Default)]
 struct Standstill {
     last: Option<u64>,
@@ -165,8 +166,8 @@ struct Standstill {
 }
 
 impl Standstill {
-    /// Returns whether the state has lasted too long; called once in each interval. `None`: all is
-    /// well.
+    /// Returns whether a counter has stood still for too long; called once in each interval.
+    /// `None`: nothing is expected to move.
     fn lasts(&mut self, now: Option<u64>) -> bool {
         let still = now.is_some() && now == self.last;
         self.intervals = if still { self.intervals + 1 } else { 0 };
@@ -193,7 +194,7 @@ fn end_of(gone: Gone, unix: bool, core: &ChannelCore) -> End {
     };
     match gone {
         Gone::Closed => closed(),
-        // Only its end can cause that on a Unix socket; on TCP anything on the way can.
+        // On a Unix socket only the peer's end resets; on TCP anything on the path can.
         Gone::Io(error) if unix && is_reset(&error) => closed(),
         Gone::Io(error) => by_us(error.to_string()),
         Gone::Broken(what) => {

@@ -1,5 +1,5 @@
-//! The threads that move bytes. A stream stays on one of them, with its tasks and its reactor, so
-//! its state stays in one core's cache, and no thread wakes to look for work that another has.
+//! The threads that move bytes. A stream stays on one thread, with its tasks and its reactor, so
+//! its state stays in one core's cache, and no thread wakes to look for work of another thread.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,7 +21,7 @@ pub(super) struct Threads {
 }
 
 impl Threads {
-    /// Starts threads whose nice value is higher than that of this one by `nice`.
+    /// Starts threads with the nice value of this thread plus `nice`.
     pub(super) fn start(count: usize, nice: u8) -> io::Result<Self> {
         let mut threads = Self {
             handles: Vec::with_capacity(count),
@@ -42,7 +42,7 @@ impl Threads {
         let mut stop = self.stop.subscribe();
         let run = move || {
             let _running = running;
-            // Of this thread only; the system refuses lower values alone.
+            // Changes this thread only; the system refuses only lower values.
             let _ = rustix::process::nice(nice.into());
             let runtime = Builder::new_current_thread()
                 .enable_io()
@@ -51,9 +51,9 @@ impl Threads {
             match runtime {
                 Ok(runtime) => {
                     let _ = begun.send(Ok(runtime.handle().clone()));
-                    // An error says that the last owner is gone, too.
+                    // An error means that the last owner is gone, which ends the thread, too.
                     let _ = runtime.block_on(stop.wait_for(|stop| *stop));
-                    // Its tasks end here, and what of them runs foreign code is waited for.
+                    // The thread's tasks end here; a task that runs foreign code is waited for.
                 }
                 Err(error) => drop(begun.send(Err(error))),
             }
@@ -70,7 +70,8 @@ impl Threads {
         &self.handles[0]
     }
 
-    /// One for each stream of a connection. The next connection begins with another.
+    /// Returns a thread for each stream of a connection. The next connection begins with another
+    /// thread.
     pub(super) fn for_streams(&self, streams: usize) -> impl Iterator<Item = &Handle> {
         let first = self.next.fetch_add(1, Ordering::Relaxed) % self.handles.len();
         self.handles.iter().cycle().skip(first).take(streams)
@@ -86,7 +87,8 @@ impl Threads {
         let mut running = self.running.subscribe();
         let _ = running.wait_for(|running| *running == 0).await;
         let threads = std::mem::take(&mut *self.threads.lock());
-        // They have nothing left to do. Who waits may be polled by one of them, through a waker.
+        // They have nothing left to do. The waiting future may be polled by one of them, through a
+        // waker.
         let own = thread::current().id();
         for thread in threads.into_iter().filter(|t| t.thread().id() != own) {
             let _ = thread.join();

@@ -1,4 +1,4 @@
-//! The arena as a socket sees it: ranges go to the kernel and come from it, by address.
+//! The arena as a socket uses it: ranges are passed to the kernel by address.
 //!
 //! All ranges are checked against the arena here, so nothing outside it is touched. Within the
 //! arena, this process reads from slots that are sealed and pinned, and receives into slots that
@@ -76,8 +76,8 @@ impl Window {
     fn bytes(&self, segment: Segment) -> &[u8] {
         let start = self.at(segment);
         // SAFETY: mapped for the arena's life and initialised (zero-filled). No thread of this
-        // process writes to it: the range is of a sealed slot that is pinned, or of one that was
-        // just received into (see the module). The slice is summed or copied and then dropped.
+        // process writes to it: the range is of a sealed slot that is pinned, or of a slot that was
+        // just filled (see the module). The slice is summed or copied and then dropped.
         unsafe { std::slice::from_raw_parts(start, segment.len as usize) }
     }
 
@@ -86,8 +86,8 @@ impl Window {
         checksum(self.bytes(segment))
     }
 
-    /// Adds a piece of a range to the range's checksum, which the last one completes. `None` before
-    /// that, and where the pieces cannot be added.
+    /// Adds a piece of a range to the range's checksum. Returns the checksum with the last piece;
+    /// `None` before, and where the pieces cannot be added.
     pub(super) fn add_to(&self, piece: Segment, sum: &mut Parted, is_last: bool) -> Option<u64> {
         let bytes = self.bytes(piece);
         if is_last {
@@ -120,8 +120,8 @@ impl Window {
         unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) }
     }
 
-    /// Copies bytes of a block, from this offset on, to a piece of a range, and adds them to the range's
-    /// checksum, as [`Self::add_to`] does.
+    /// Copies bytes of a block, starting at an offset, to a piece of a range, and adds them to the
+    /// range's checksum, as [`Self::add_to`] does.
     #[cfg(feature = "nixl")]
     pub(super) fn land(
         &self,
@@ -134,10 +134,10 @@ impl Window {
         let (to, len) = (self.at(piece), piece.len as usize);
         let can_end = sum.len == 0 || len >= PartedChecksum::PART;
         // SAFETY: both ranges were just checked, and lie in two mappings, which live through the
-        // call. The piece is of a reserved slot of this process's own call, so no thread has a slice
-        // of it. No slice of the block is ever made: a peer that keeps no rules may write to it
-        // meanwhile, by its network card or by UCX's thread here, which garbles bytes and no more;
-        // the sum is of the copy.
+        // call. The piece is of a reserved slot of this process's own call, so no thread has a
+        // slice of it. No slice of the block is ever made: a peer that breaks the rules may write
+        // to it meanwhile, by its network card or by UCX's thread here. That only garbles bytes:
+        // the checksum is of the copy.
         unsafe {
             if is_last {
                 let Parted { sum, .. } = std::mem::take(sum);
@@ -153,7 +153,8 @@ impl Window {
         None
     }
 
-    /// Receives into a range and, when that is full, into the stash. Bytes that came in all.
+    /// Receives into a range and, when the range is full, into the stash. Returns the bytes
+    /// received.
     pub(super) fn receive(
         &self,
         socket: RawFd,
@@ -167,7 +168,7 @@ impl Window {
         receive(socket, &mut parts)
     }
 
-    /// Sends parts, without the bytes that went before. Bytes that went in all.
+    /// Sends parts, except the `before` bytes that were sent earlier. Returns the bytes sent.
     pub(super) fn send(
         &self,
         socket: RawFd,
@@ -206,7 +207,8 @@ fn iovec(start: *mut u8, len: usize) -> libc::iovec {
     }
 }
 
-/// The parts are ranges of the arena that were checked, or borrowed mutably by the caller.
+/// Receives into parts: ranges of the arena that were checked, or buffers that the caller borrows
+/// mutably.
 fn receive(socket: RawFd, parts: &mut [libc::iovec]) -> io::Result<usize> {
     // SAFETY: an all-zero message is valid: no name, no parts, no control data.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };

@@ -1,5 +1,6 @@
-//! The queue of what a stream sends: a caller sends its frame directly while that needs no waiting, and
-//! a task ([`StreamWriter`](super::stream_writer::StreamWriter)) sends the others.
+//! The queue of frames that a stream sends: a caller sends its frame directly while that needs no
+//! waiting, and a task ([`StreamWriter`](super::stream_writer::StreamWriter)) sends the other
+//! frames.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -20,9 +21,9 @@ use crate::lease::Segment;
 use crate::net::Sockets;
 use crate::session::Sealer;
 
-/// Parts that go with one system call at most: heads and pieces.
+/// Most parts (heads and pieces) that one system call sends.
 const PARTS: usize = 128;
-/// Bytes of a frame, with its payload, that does not wait for the task.
+/// Largest frame, in bytes with its payload, that does not wait for the task.
 pub(super) const AT_ONCE: u64 = MAX_INLINED + (4 << 10);
 
 /// The queue of a stream. Frames are sent in the order in which they are pushed.
@@ -30,7 +31,7 @@ pub(super) const AT_ONCE: u64 = MAX_INLINED + (4 << 10);
 pub(super) struct SendQueue {
     window: Window,
     counters: Arc<Counters>,
-    /// The tasks own them.
+    /// Owned by the tasks.
     sockets: Weak<Sockets>,
     stream: usize,
     queue: mpsc::UnboundedSender<Outgoing>,
@@ -43,7 +44,7 @@ pub(super) struct SendQueue {
 
 #[derive(Debug, Default)]
 struct Line {
-    /// Frames that the task has and has not sent. While there are any, callers do not send directly.
+    /// Frames that the task has yet to send. While there are any, callers do not send directly.
     behind: usize,
     gathered: Gathered,
 }
@@ -86,7 +87,7 @@ impl SendQueue {
         }
     }
 
-    /// Sends a frame if at least its beginning goes now; whether that is so.
+    /// Sends a frame if at least its beginning can be sent now. Returns whether it was.
     pub(super) fn push_now(&self, outgoing: Outgoing) -> bool {
         self.start(outgoing).is_ok()
     }
@@ -96,7 +97,8 @@ impl SendQueue {
         self.push(raw(bytes));
     }
 
-    /// Sends a frame if nothing is before it and its beginning goes now; gives it back if not.
+    /// Sends a frame if the queue is empty and at least its beginning can be sent now; returns the
+    /// frame otherwise.
     fn start(&self, mut outgoing: Outgoing) -> Result<(), (MutexGuard<'_, Line>, Outgoing)> {
         let mut line = self.line.lock();
         if line.behind > 0 {
@@ -114,7 +116,7 @@ impl SendQueue {
                 (outgoing.header, outgoing.raw) = (rest, true);
                 outgoing.answers = None;
                 self.hand_over(line, outgoing);
-                // Slots are given back under the locks of others.
+                // Returning slots takes other locks.
                 drop((slots, payload));
             }
         }
@@ -123,13 +125,13 @@ impl SendQueue {
 
     fn hand_over(&self, mut line: MutexGuard<'_, Line>, outgoing: Outgoing) {
         line.behind += 1;
-        // After the end there is no task; calls that wait for answers learn of it otherwise.
+        // After the end there is no task; calls that wait for answers are woken by the end itself.
         let unheard = self.queue.send(outgoing);
         drop(line);
         drop(unheard);
     }
 
-    /// Sends what goes without waiting.
+    /// Sends as much of a frame as goes without waiting.
     fn at_once(&self, gathered: &mut Gathered, outgoing: &Outgoing) -> AtOnce {
         let (parts, payload) = outgoing
             .segments()
@@ -148,7 +150,7 @@ impl SendQueue {
         outgoing.is_sent();
         let send = |fd| gathered.send(&self.window, fd, 0);
         let sent = sockets.0[self.stream].try_now(Interest::WRITABLE, send);
-        // An error is met by the task, too.
+        // The task meets the same error.
         let sent = sent.unwrap_or(0);
         let outcome = if sent == 0 {
             outgoing.is_unsent();
@@ -165,8 +167,8 @@ impl SendQueue {
         outcome
     }
 
-    /// Gathers pieces of a payload until as much is there as goes with one system call. Returns
-    /// false once nothing of the payload is left, or the rest may not be sent any more.
+    /// Gathers pieces of a payload until there are enough for one system call. Returns `false` once
+    /// nothing of the payload is left, or the rest may not be sent any more.
     pub(super) fn gather<'a>(
         &self,
         gathered: &mut Gathered,
@@ -183,7 +185,8 @@ impl SendQueue {
             let bytes = piece.bytes;
             match self.form {
                 PieceForm::Sealed => gathered.sealed_piece(&self.window, sealer, bytes),
-                // Just before the kernel copies it, so that it is read from memory once.
+                // Summed just before the kernel copies the piece, so that it is read from memory
+                // once.
                 PieceForm::Summed => gathered.piece(bytes, self.window.sum(bytes), kept),
                 PieceForm::Plain => gathered.piece(bytes, 0, kept),
             }
@@ -194,9 +197,9 @@ impl SendQueue {
         false
     }
 
-    /// Adds a piece to the checksum of a leased slot that has none yet, where all of the slot is sent
-    /// in one part: its bytes are read from memory once, as the kernel copies them next. Where every
-    /// piece has a checksum of its own, nothing asks for that of the slot.
+    /// Adds a piece to the checksum of a leased slot that has none yet, if the whole slot is sent
+    /// in one part: its bytes are read from memory once, as the kernel copies them next. Where
+    /// every piece has a checksum of its own, the slot's checksum is not needed.
     fn sum_slot(&self, sum: &mut Option<Parted>, piece: &Piece<'_>, kept: &Kept) {
         let (whole, bytes) = (piece.whole, piece.bytes);
         let of = |slot: &&SealedSlot| (slot.offset(), slot.len()) == (whole.offset, whole.len);
@@ -225,13 +228,13 @@ impl SendQueue {
         behind.then(|| self.sent.load(Ordering::Relaxed))
     }
 
-    /// The task has sent a frame.
+    /// Notes that the task has sent a frame.
     pub(super) fn catch_up(&self) {
         self.line.lock().behind -= 1;
     }
 }
 
-/// Bytes as they go over the wire.
+/// Returns a frame of bytes that are encoded already.
 fn raw(header: Vec<u8>) -> Outgoing {
     Outgoing {
         header,
@@ -240,7 +243,7 @@ fn raw(header: Vec<u8>) -> Outgoing {
     }
 }
 
-/// Bytes that go with one system call.
+/// Bytes for one system call.
 #[derive(Debug, Default)]
 pub(super) struct Gathered {
     /// Headers, heads, and sealed pieces.
@@ -295,7 +298,7 @@ impl Gathered {
         self.add(start);
     }
 
-    /// Says that no more of the payload follows.
+    /// Appends the mark that no more of the payload follows.
     fn abort(&mut self) {
         self.own(&PieceHead { len: 0, sum: 0 }.encode());
     }
@@ -308,12 +311,12 @@ impl Gathered {
         self.len() as u64 >= PIECE || self.parts.len() >= PARTS
     }
 
-    /// Sends all but the bytes that were sent before.
+    /// Sends the gathered bytes, except the `before` bytes that were sent earlier.
     pub(super) fn send(&self, window: &Window, socket: RawFd, before: usize) -> io::Result<usize> {
         window.send(socket, &self.scratch, &self.parts, before)
     }
 
-    /// A copy of the bytes after the first `before`.
+    /// Returns a copy of the bytes after the first `before`.
     fn rest(&self, window: &Window, before: usize) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.len());
         for part in &self.parts {

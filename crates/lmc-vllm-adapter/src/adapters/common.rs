@@ -1,4 +1,4 @@
-//! The part that both adapters share: the engine's description, and the server that is connected.
+//! The values that both adapters share: the engine's description, and the connected server.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,17 +17,17 @@ use crate::protocol::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Server {
     pub(crate) chunk_size: u32,
-    /// True if it understands identities and chunk hashes in keys.
+    /// True if the server understands identities and chunk hashes in keys.
     pub(crate) engine_keys: bool,
-    /// True if it gives back what a worker's earlier connections left.
+    /// True if the server releases the slots of a worker's earlier connections on request.
     pub(crate) abandon_earlier: bool,
-    /// True if it passes the pool's descriptor over this connection.
+    /// True if the server passes the pool's descriptor over this connection.
     pub(crate) pool_descriptor: bool,
-    /// True if it says where the chunks of a lookup came from.
+    /// True if the server reports where the chunks of a lookup came from.
     pub(crate) wait_lookup: bool,
-    /// True if the engine keeps tails and this server takes them.
+    /// True if the engine keeps tails and the server accepts them.
     pub(crate) tails: bool,
-    /// True if it sends notices of the ends of stores.
+    /// True if the server sends notices of the ends of stores.
     pub(crate) notices: bool,
 }
 
@@ -37,19 +37,19 @@ pub(crate) struct Server {
 pub struct ServerState {
     /// True if a server is connected.
     pub is_healthy: bool,
-    /// Tokens of one chunk; 0 until a server was there.
+    /// Tokens of one chunk; 0 until a server has been connected.
     pub chunk_size: u32,
-    /// The engine's blocks of one chunk; 0 until a server was there.
+    /// The engine's blocks of one chunk; 0 until a server has been connected.
     pub num_blocks_per_chunk: u32,
     /// True if prompts are named by the engine's block hashes.
     pub hash_mode: bool,
-    /// True if the engine keeps tails and the server takes them.
+    /// True if the engine keeps tails and the server accepts them.
     pub tails: bool,
     /// True if the server sends notices of the ends of stores.
     pub notices: bool,
 }
 
-/// The engine's description and the server that is connected.
+/// The engine's description and the connected server.
 #[derive(Debug)]
 pub(crate) struct Common {
     pub(crate) engine: EngineDescription,
@@ -101,7 +101,7 @@ impl Common {
         }
     }
 
-    /// Returns the next of the requests that ask what the server is; `None` after them.
+    /// Returns the next of the requests that ask for the server's properties; `None` after them.
     ///
     /// # Errors
     /// The reason why this server cannot be used.
@@ -130,11 +130,11 @@ impl Common {
         }
     }
 
-    /// Checks a server that was connected, and keeps it.
+    /// Checks a server that was connected, and keeps its properties.
     fn connected(&self, server: Server) -> Result<(), String> {
         let (chunk_size, block_size) = (server.chunk_size, self.engine.block_size);
         if chunk_size == 0 {
-            return Err("its chunk size is not possible".to_owned());
+            return Err("its chunk size is 0".to_owned());
         }
         if !chunk_size.is_multiple_of(block_size) {
             *self.refused.lock() = Some(chunk_size);
@@ -145,7 +145,7 @@ impl Common {
             return Err(error.to_string());
         }
         let mut known = self.server.lock();
-        // What the engine counts in chunks would mean something else.
+        // The engine's counts of chunks would mean something else.
         if let Some(known) = *known
             && known.chunk_size != chunk_size
         {
@@ -164,7 +164,7 @@ impl Common {
         Ok(())
     }
 
-    /// Waits for the first server, or for one whose chunks do not fit the engine.
+    /// Waits for the first server, or for a server whose chunks do not fit the engine.
     ///
     /// # Errors
     /// [`AdapterError::ChunkSize`] where the server's chunks are not whole blocks of the engine.

@@ -14,7 +14,7 @@ use crate::local::{LOCAL_ADDRESS, LOCAL_SOCKET, check_private, user_folder};
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Endpoint {
-    /// The first server of this host that can be used, see [`LOCAL_SOCKET`](crate::LOCAL_SOCKET).
+    /// The first usable server of this host, see [`LOCAL_SOCKET`](crate::LOCAL_SOCKET).
     #[default]
     Local,
     /// Host and port.
@@ -42,8 +42,8 @@ impl Endpoint {
     }
 }
 
-/// Returns the sockets that are there. Users who may write to the folder of the shared one are trusted; a
-/// user's own folder must be private.
+/// Returns the sockets that exist. Users who may write to the folder of the shared socket are
+/// trusted; a user's own folder must be private.
 fn sockets(shared: &Path, folder: &Path) -> Vec<PathBuf> {
     let own = folder.join("lmc.sock");
     let is_own = own != shared && check_private(folder).is_ok();

@@ -1,9 +1,9 @@
 //! One connection to a server, on a thread of its own.
 //!
-//! Requests go in from any thread, answers come to callbacks on the link's thread. While no server
-//! is there, requests fail at once. A connection whose server answers no ping in time is closed;
-//! the link connects again by itself, and asks the requests of its [`Setup`] again before
-//! others may pass.
+//! Any thread may send requests; answers are passed to callbacks on the link's thread. While no
+//! server is connected, requests fail at once. A connection whose server answers no ping in time is
+//! closed. The link then connects again, and repeats the requests of its [`Setup`] before other
+//! requests may pass.
 
 use std::collections::HashMap;
 use std::io;
@@ -31,14 +31,14 @@ use crate::transport::{
     greeting,
 };
 
-/// Limit on connecting, the ZMTP handshake and the setup together.
+/// Timeout of connecting, the ZMTP handshake and the setup together.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
-/// Time after the start in which a server of this host may still be started, by a scheduler that begins
-/// when all workers are ready: until then it is no warning that there is none.
+/// Time after the start in which a server of this host may still be started, by a scheduler that
+/// begins when all workers are ready. A missing server is not a warning before that.
 const NO_SERVER_YET: Duration = Duration::from_secs(600);
 /// Shortest and longest pause between two attempts to connect.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
-/// Time between two looks at deadlines.
+/// Time between two checks of deadlines.
 const TICK: Duration = Duration::from_millis(100);
 /// Time between two pings.
 const PING_INTERVAL: Duration = Duration::from_millis(500);
@@ -68,7 +68,7 @@ pub(crate) enum LinkError {
 pub(crate) type Answer = Result<Reply, LinkError>;
 type OnAnswer = Box<dyn FnOnce(Answer) + Send>;
 
-/// The answer to a request that was sent.
+/// The pending answer to a request.
 pub(crate) struct Awaited {
     answered: std::sync::mpsc::Receiver<Answer>,
     deadline: Instant,
@@ -77,7 +77,8 @@ pub(crate) struct Awaited {
 impl Awaited {
     /// Waits for the answer, until the request's deadline.
     pub(crate) fn wait(&self) -> Answer {
-        // The link itself answers by the deadline; the rest is for a thread of its that starves.
+        // The link itself answers by the deadline; the extra time is for a starved thread of the
+        // link.
         let time = self.deadline.saturating_duration_since(Instant::now());
         let answer = self.answered.recv_timeout(time + Duration::from_secs(2));
         answer.unwrap_or(Err(LinkError::Timeout))
@@ -87,10 +88,10 @@ impl Awaited {
 /// Number of a connection; 0 is none.
 pub(crate) type SessionId = u64;
 
-/// The requests that begin each connection, before others may pass.
+/// The requests that begin each connection, before other requests may pass.
 pub(crate) trait Setup: Send + Sync {
-    /// Returns the next request, given the replies to those before, and the descriptor that came
-    /// with the last of them; none when the setup is over.
+    /// Returns the next request, given the earlier replies and the descriptor that came with the
+    /// last of them; `None` when the setup is over.
     ///
     /// # Errors
     /// The reason why this server cannot be used.
@@ -113,7 +114,7 @@ pub(crate) trait Setup: Send + Sync {
 struct Asked {
     request: Request,
     deadline: Instant,
-    /// Connection that alone may carry the request; 0 is any.
+    /// The only connection that may carry the request; 0 stands for any.
     session: SessionId,
     on_answer: OnAnswer,
 }
@@ -149,7 +150,7 @@ pub(crate) struct Link {
     thread: OwnThread,
 }
 
-/// A thread of this process, which a fork does not have.
+/// A thread of this process; a forked process does not have it.
 #[derive(Debug)]
 pub(crate) struct OwnThread {
     process: u32,
@@ -164,13 +165,13 @@ impl OwnThread {
         }
     }
 
-    /// Returns true in a process that was forked from the thread's. A lock that another thread held
-    /// at that time is held for good there.
+    /// Returns true in a process that was forked from this one. A lock that another thread held at
+    /// that time stays locked there forever.
     pub(crate) fn is_forked(&self) -> bool {
         self.process != std::process::id()
     }
 
-    /// Waits for the end of the thread, unless this is that thread.
+    /// Waits for the end of the thread, unless called on that thread.
     pub(crate) fn join(&self) {
         let handle = self.handle.lock().take();
         if let Some(handle) = handle
@@ -184,7 +185,7 @@ impl OwnThread {
 impl Drop for OwnThread {
     fn drop(&mut self) {
         if self.is_forked() {
-            // Neither joined nor detached: the system does not know it here.
+            // Neither joined nor detached: the system does not know the thread in this process.
             let _ = ManuallyDrop::new(self.handle.get_mut().take());
         }
     }
@@ -213,7 +214,7 @@ impl Link {
             state: Arc::clone(&state),
             commands: received,
             last_session: 0,
-            // Smaller ones are those of setups.
+            // Smaller numbers are used by setups.
             next_uid: 1 << 10,
         };
         let thread = std::thread::Builder::new()
@@ -239,7 +240,7 @@ impl Link {
         self.state.lost.load(Ordering::Relaxed)
     }
 
-    /// Waits until requests may pass, and returns true if they may. Gives up when `is_in_vain`
+    /// Waits until requests may pass, and returns true if they may. Stops waiting when `is_in_vain`
     /// returns true after an attempt to connect.
     pub(crate) fn wait_until_up(&self, time: Duration, is_in_vain: impl Fn() -> bool) -> bool {
         let deadline = Instant::now() + time;
@@ -257,8 +258,8 @@ impl Link {
         *session != 0
     }
 
-    /// Sends a request; the answer comes to `on_answer`, on this thread where no server is there and
-    /// on the link's otherwise.
+    /// Sends a request and passes the answer to `on_answer`: on this thread if no server is
+    /// connected, otherwise on the link's thread.
     pub(crate) fn ask(
         &self,
         request: Request,
@@ -268,7 +269,8 @@ impl Link {
         self.ask_in(0, request, time, on_answer);
     }
 
-    /// Sends a request over one connection only: it fails if that was lost. 0 is any connection.
+    /// Sends a request over one connection only: it fails if that connection was lost. 0 stands for
+    /// any connection.
     pub(crate) fn ask_in(
         &self,
         session: SessionId,
@@ -293,7 +295,7 @@ impl Link {
     }
 
     /// Sends a request over one connection only, as [`Self::ask_in`], for a thread that waits for
-    /// the answer. `note` is called once it is there, before that thread goes on.
+    /// the answer. `note` is called once the answer has arrived, before that thread continues.
     pub(crate) fn begin_in(
         &self,
         session: SessionId,
@@ -358,14 +360,14 @@ struct Connection {
     decoder: Decoder,
     input: BytesMut,
     output: BytesMut,
-    /// True while a descriptor may come; at other times the kernel closes what comes.
+    /// True while a descriptor may arrive; at other times the kernel closes descriptors.
     takes_descriptor: bool,
     descriptor: Option<OwnedFd>,
 }
 
 impl Connection {
-    /// Connects. With `is_looked_for`, a server on TCP must be of this user or root: any user of the
-    /// host may listen there first.
+    /// Connects. With `is_looked_for`, a server on TCP must belong to this user or root: any user
+    /// of the host may have been the first to listen there.
     async fn open(endpoint: &Endpoint, is_looked_for: bool) -> io::Result<Self> {
         let stream = match endpoint {
             Endpoint::Tcp(address) => {
@@ -374,7 +376,7 @@ impl Connection {
                 Stream::Tcp(stream)
             }
             Endpoint::Ipc(path) => Stream::Unix(UnixStream::connect(path).await?),
-            // The caller has its candidates.
+            // The caller passes the candidates instead.
             Endpoint::Local => return Err(io::ErrorKind::InvalidInput.into()),
         };
         let mut output = BytesMut::new();
@@ -392,17 +394,17 @@ impl Connection {
             connection.event().await?;
             yield_now().await;
         }
-        // Before it has accepted, it has no user.
+        // Before the server has accepted, the other end has no user.
         if let (true, Stream::Tcp(stream)) = (is_looked_for, &connection.stream) {
             TrustedUsers::default().check(stream).map_err(|_| {
-                io::Error::other("another user of this host listens there: name it if it is meant")
+                io::Error::other("another user of this host listens there: set its address if you mean this server")
             })?;
         }
         Ok(connection)
     }
 
-    /// Writes what is buffered and reads until the next event; returns a message. Cancel safe:
-    /// nothing is lost.
+    /// Writes the buffered bytes and reads until the next event; returns a message. Cancel safe: no
+    /// byte is lost.
     async fn event(&mut self) -> io::Result<Option<Vec<Bytes>>> {
         loop {
             let event = self.decoder.next(&mut self.input);
@@ -445,8 +447,8 @@ impl Connection {
         self.stream.try_read_buf(&mut self.input)
     }
 
-    /// Waits for the next message. Yields before: a server that floods must not keep the caller
-    /// from its timeout or from an order to stop.
+    /// Waits for the next message. Yields first: a server that floods must not keep the caller from
+    /// its timeout or from a stop.
     async fn message(&mut self) -> io::Result<Vec<Bytes>> {
         loop {
             yield_now().await;
@@ -467,16 +469,16 @@ fn unless_blocked(result: io::Result<usize>) -> io::Result<Option<usize>> {
 /// Requests and pings of one connection that have no answer yet.
 struct Traffic {
     pending: HashMap<u64, Pending>,
-    /// The ping that is under way.
+    /// The ping under way.
     ping: Option<Ping>,
     next_ping: Instant,
 }
 
-/// A ping without an answer. Its time is counted in looks at the deadlines, not by the clock: on a
-/// machine that is starved, this thread and the server are both late.
+/// A ping without an answer. Its time is counted in checks of the deadlines, not by the clock: on a
+/// starved machine, this thread and the server are both late.
 struct Ping {
     uid: u64,
-    /// Looks since the server was last heard.
+    /// Checks since the last sign of life of the server.
     silent_looks: u32,
 }
 
@@ -489,14 +491,14 @@ impl Traffic {
         }
     }
 
-    /// Takes a message of the server.
+    /// Handles a message of the server.
     fn answered(&mut self, frames: &[Bytes]) -> Option<End> {
         let Some(uid) = frames.first().and_then(number) else {
             return Some(End::Lost("its answer has no number".to_owned()));
         };
         if self.ping.as_ref().is_some_and(|ping| ping.uid == uid) {
             self.ping = None;
-            // It does not know this worker: the setup registers again.
+            // The server does not know this worker: the setup registers it again.
             let is_unknown = decode_reply(Operation::Ping, &frames[1..]) == Ok(Reply::Bool(false));
             return is_unknown.then_some(End::Reconnect);
         }
@@ -509,8 +511,8 @@ impl Traffic {
         None
     }
 
-    /// Fails the requests whose deadline has passed; ends the connection where a ping has been
-    /// without an answer for `ping_looks` looks.
+    /// Fails the requests whose deadline has passed. Ends the connection if a ping has been without
+    /// an answer for `ping_looks` checks.
     fn expire(&mut self, now: Instant, ping_looks: u32) -> Option<End> {
         let late = (self.pending).extract_if(|_, pending| pending.deadline <= now);
         for (_, late) in late {
@@ -525,13 +527,14 @@ impl Traffic {
 
 /// The thread's side of a [`Link`].
 struct Driver {
-    /// The server that was connected, once there was one: scheduler and workers of an engine must not
-    /// move to different ones.
+    /// The server that was connected, once there was one: scheduler and workers of an engine must
+    /// not use different servers.
     endpoint: Endpoint,
     is_looked_for: bool,
     setup: Arc<dyn Setup>,
     log: Arc<Log>,
-    /// Looks at the deadlines in which a ping is answered: after them the server is taken for dead.
+    /// Checks of the deadlines within which a ping must be answered; then the server is considered
+    /// dead.
     ping_looks: u32,
     state: Arc<State>,
     commands: mpsc::UnboundedReceiver<Command>,
@@ -578,7 +581,7 @@ impl Driver {
                     }
                 }
                 Err(failed) => {
-                    // Some wait for the outcome of the setup.
+                    // Other threads wait for the outcome of the setup.
                     self.state.set(0);
                     failed
                 }
@@ -604,7 +607,7 @@ impl Driver {
         }
     }
 
-    /// Carries requests and replies until the connection ends. Returns what is unanswered.
+    /// Carries requests and replies until the connection ends. Returns the unanswered requests.
     async fn serve(
         &mut self,
         mut connection: Connection,
@@ -613,10 +616,10 @@ impl Driver {
         let mut traffic = Traffic::new();
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        // Messages since the last look at commands and deadlines.
+        // Messages since the last check of commands and deadlines.
         let mut unlooked = 0;
         let end = loop {
-            // More than all answers that are waited for: the server floods.
+            // More messages than there are pending requests: the server floods.
             if unlooked > MAX_PENDING {
                 unlooked = 0;
                 let mut ended = None;
@@ -628,7 +631,7 @@ impl Driver {
                 }
             }
             let ended = tokio::select! {
-                // What has arrived is read before a deadline is looked at.
+                // Arrived messages are read before deadlines are checked.
                 biased;
                 event = connection.event() => {
                     unlooked += 1;
@@ -671,7 +674,7 @@ impl Driver {
         }
     }
 
-    /// Looks at the deadlines, and sends a ping when it is due.
+    /// Checks the deadlines, and sends a ping when it is due.
     fn look(&mut self, connection: &mut Connection, traffic: &mut Traffic) -> Option<End> {
         let now = Instant::now();
         if let Some(end) = traffic.expire(now, self.ping_looks) {
@@ -745,7 +748,7 @@ async fn refuse(commands: &mut mpsc::UnboundedReceiver<Command>) -> bool {
     }
 }
 
-/// The setup of a look for servers: those that know lmc's own requests can be used.
+/// The setup of a search for servers: a server that knows lmc's own requests is usable.
 struct Probe;
 
 impl Setup for Probe {
@@ -758,16 +761,16 @@ impl Setup for Probe {
         match replies {
             [] => Ok(Some(Request::GetExperimental)),
             [Reply::Strings(known)] if known.iter().any(|name| name == ENGINE_KEYS) => Ok(None),
-            _ => Err("it is not lmc".to_owned()),
+            _ => Err("it is not an lmc server".to_owned()),
         }
     }
 }
 
-/// Returns the server of this host that an adapter with [`Endpoint::Local`] would connect to now, if
-/// there is one. Each has `time` to answer.
+/// Returns the server of this host that an adapter with [`Endpoint::Local`] would connect to now,
+/// if there is one. Each candidate has `time` to answer.
 ///
 /// # Errors
-/// The system has no means to wait for an answer.
+/// The system cannot provide a runtime to wait with.
 pub fn local_server(time: Duration) -> io::Result<Option<Endpoint>> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -782,8 +785,8 @@ pub fn local_server(time: Duration) -> io::Result<Option<Endpoint>> {
     })
 }
 
-/// Connects to the first server that can be used, and carries out the setup. Where there is none,
-/// returns the first that was tried, and the reason. One that is slow is waited for.
+/// Connects to the first usable server, and carries out the setup. If there is none, returns the
+/// first candidate and the reason. A slow server is waited for.
 async fn connect_first(
     endpoint: &Endpoint,
     is_looked_for: bool,

@@ -9,15 +9,15 @@ use parking_lot::Mutex;
 const KEPT: usize = 64;
 /// Time between two lines about failures of one kind.
 const FAILURE_INTERVAL: Duration = Duration::from_secs(1);
-/// Characters of a text of another process that a line shows.
+/// Characters of another process's text that a line shows.
 const SHOWN: usize = 400;
 
 /// Importance of a [`LogLine`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
-    /// Something to know.
+    /// Information.
     Info,
-    /// Something to act on.
+    /// A warning that requires action.
     Warning,
 }
 
@@ -41,7 +41,7 @@ struct Failures {
     unlogged: u64,
 }
 
-/// The lines that were not fetched yet.
+/// The lines that have not been fetched yet.
 #[derive(Debug, Default)]
 pub(crate) struct Log {
     lines: Mutex<VecDeque<LogLine>>,
@@ -51,7 +51,7 @@ pub(crate) struct Log {
 impl Log {
     pub(crate) fn push(&self, level: Level, text: String) {
         let mut lines = self.lines.lock();
-        // What repeats is logged once until the engine fetches it.
+        // A repeated line is logged once until the engine fetches it.
         if lines.back().is_some_and(|last| last.text == text) {
             return;
         }
@@ -61,8 +61,8 @@ impl Log {
         lines.push_back(LogLine { level, text });
     }
 
-    /// Logs a failure as a warning, at most one a second of each kind; the next line of the kind
-    /// says how many had none. `text` is called for a line only.
+    /// Logs a failure as a warning, at most once a second for each kind. The next line of the kind
+    /// says how many failures were not logged. `text` is called only for a line.
     pub(crate) fn failed(&self, kind: Kind, now: Instant, text: impl FnOnce() -> String) {
         let unlogged = {
             let mut failures = self.failures.lock();

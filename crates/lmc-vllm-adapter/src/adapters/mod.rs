@@ -1,11 +1,12 @@
 //! The engine's side of the protocol: a scheduler and a worker that use a server.
 //!
 //! Each adapter has one connection, on a thread of its own (`link.rs`), and never waits for the
-//! network on a thread of the engine, except where a method says so. A server that is gone costs
-//! misses: requests are answered at once, and the connection comes back by itself.
+//! network on a thread of the engine, except where a method's documentation says so. A server that
+//! is gone costs misses: requests are answered at once, and the connection is made again without
+//! the engine's help.
 //!
-//! An adapter works in the process that made it: in one that was forked from it, lookups are misses,
-//! transfers do not begin, and it may be shut down and dropped.
+//! An adapter works in the process that made it. In a process that was forked from it, lookups are
+//! misses, transfers do not begin, and the adapter may be shut down and dropped.
 
 mod common;
 mod endpoint;
@@ -47,25 +48,25 @@ pub struct EngineDescription {
     pub num_kv_readers: u32,
     /// Identity record of the engine. Chunks are shared between engines of equal records only.
     pub identity: String,
-    /// True if chunks are named by the engine's own block hashes where the server understands them;
-    /// else by the prompt's tokens, which the server hashes.
+    /// True if chunks are named by the engine's own block hashes, where the server understands
+    /// them. Otherwise they are named by the prompt's tokens, which the server hashes.
     pub hash_mode: bool,
     /// Tokens of one block of the engine.
     pub block_size: u32,
-    /// True if the blocks after a prompt's last whole chunk, its *tail*, are to be kept too. They are
-    /// where chunks are named by block hashes and have several blocks, and the server takes tails.
+    /// True if the *tail* is cached too: the blocks after a prompt's last whole chunk. It is cached
+    /// if chunks are named by block hashes and have several blocks, and the server accepts tails.
     pub tails: bool,
 }
 
-/// Longest waits of an adapter.
+/// Timeouts of an adapter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
-    /// Wait of a constructor, and of a registration, for a server. Default: 5 s.
+    /// Timeout of a constructor, and of a registration, for the server. Default: 5 s.
     pub start: Duration,
-    /// Wait for an answer that needs no work of the server. Default: 5 s.
+    /// Timeout of an answer that needs no work of the server. Default: 5 s.
     pub answer: Duration,
-    /// Wait for the answer to a ping, after which the server is taken for dead; longer where the
-    /// machine is so busy that the wait itself is late. Default: 2 s.
+    /// Timeout of the answer to a ping, after which the server is considered dead. It is longer
+    /// when the machine is so busy that the wait itself is late. Default: 2 s.
     pub ping: Duration,
 }
 
@@ -100,7 +101,7 @@ pub enum AdapterError {
     /// The GPU that the engine's memory lies on cannot be used.
     #[error("the KV cache's GPU cannot be used: {0}")]
     Gpu(#[from] CudaError),
-    /// A value that the engine gave cannot be right.
+    /// A value from the engine is invalid.
     #[error("{0}")]
     Invalid(String),
 }

@@ -1,9 +1,9 @@
 //! The thread that moves chunks (`lmc-worker`): asks the server for slots, copies, and commits.
 //!
-//! Several transfers are under way at a time: while one is copied, the requests of the others are on
-//! their way. Retrieves go before stores. Where the engine's memory lies on a GPU, a second thread
-//! (`lmc-loader`) carries out the retrieves: stores wait for the engine's work there, and the link
-//! has two directions.
+//! Several transfers are under way at a time: while one is copied, the requests of the others
+//! travel. Retrieves go before stores. Where the engine's memory lies on a GPU, a second thread
+//! (`lmc-loader`) carries out the retrieves, because stores wait there for the engine's work, and
+//! the link has two directions.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -22,14 +22,14 @@ use crate::protocol::{CacheKey, Reply, Request, SlotDescriptor};
 /// Transfers whose requests are under way at the same time.
 const BATCH: usize = 16;
 
-/// Longest wait for the engine's work on its GPU, in which no step of an engine takes so long.
+/// Longest wait for the engine's work on its GPU. No step of an engine takes that long.
 const ENGINE_WORK: Duration = Duration::from_secs(60);
 
-/// A transfer whose slots were asked for.
+/// A transfer whose slots were requested.
 struct Prepared {
     transfer: Transfer,
     key: CacheKey,
-    /// Id of the worker that the key goes with.
+    /// Id of the worker that the key belongs to.
     instance_id: u64,
     answer: Awaited,
 }
@@ -42,31 +42,31 @@ struct Committed {
     answer: Awaited,
 }
 
-/// Reason why a transfer did not do what it should.
+/// Reason why a transfer failed.
 #[derive(Debug)]
 enum Failure {
-    /// No server with a pool is connected, which the link logs.
+    /// No server with a pool is connected; the link logs that.
     NoServer,
-    /// The prompt was named for a server that knows other names.
+    /// The prompt was named for a server that understands other names.
     OtherServer,
     /// Dropped before its copy began: the engine needs the blocks.
     Dropped,
     /// No answer to the request for slots, or a refusal.
     Slots(LinkError),
-    /// An answer that does not fit the request for slots.
+    /// The answer does not fit the request for slots.
     WrongSlots(String),
-    /// The server does not have all chunks of a retrieve any more.
+    /// The server no longer has all chunks of a retrieve.
     Gone,
     /// The copy failed.
     Copy(String),
     /// No answer to the commit, or a refusal.
     Commit(LinkError),
-    /// The slots were not the worker's until the commit.
+    /// The slots did not belong to the worker until the commit.
     NotCommitted(String),
 }
 
 impl Failure {
-    /// Returns the kind and the text for the log; `None` where something else logs it.
+    /// Returns the kind and the text for the log; `None` if it is logged elsewhere.
     fn described(&self) -> Option<(&'static str, String)> {
         Some(match self {
             Self::NoServer
@@ -75,16 +75,13 @@ impl Failure {
             | Self::Commit(LinkError::Down) => return None,
             Self::OtherServer => (
                 "naming",
-                "the server knows no block hashes, by which the request is named".to_owned(),
+                "the server knows no block hashes, and the request is named by them".to_owned(),
             ),
             Self::Slots(error) => ("slots", format!("no slots: {error}")),
             Self::WrongSlots(answer) => {
                 ("slots", format!("no slots: the server answered {answer}"))
             }
-            Self::Gone => (
-                "gone",
-                "the server does not have its chunks any more".to_owned(),
-            ),
+            Self::Gone => ("gone", "the server no longer has its chunks".to_owned()),
             Self::Copy(why) => ("copy", format!("the copy failed: {why}")),
             Self::Commit(error) => ("commit", format!("not confirmed: {error}")),
             Self::NotCommitted(answer) => (
@@ -95,7 +92,7 @@ impl Failure {
     }
 }
 
-/// A thread that carries transfers out, counted in [`Work::carrying`] until this is dropped.
+/// A thread that carries out transfers, counted in [`Work::carrying`] until this is dropped.
 struct Carrying<'a>(&'a Shared);
 
 impl Drop for Carrying<'_> {
@@ -110,7 +107,7 @@ pub(crate) struct Mover {
     pub(crate) shared: Arc<Shared>,
     pub(crate) link: Arc<Link>,
     pub(crate) copies: CopyPool,
-    /// True for the second thread, of memory on a GPU.
+    /// True for the second thread, which serves memory on a GPU.
     pub(crate) is_loader: bool,
 }
 
@@ -137,9 +134,9 @@ impl Mover {
         }
     }
 
-    /// Says over a new connection, once, that nothing is copied any more for those before it: the end
-    /// of a connection alone proves nothing to the server, which would keep their slots for its grace
-    /// time.
+    /// Tells the server once over each new connection that nothing is copied any more for earlier
+    /// connections. The end of a connection alone proves nothing to the server: it would keep their
+    /// slots for its grace time.
     fn settle(&self, work: &mut Work) {
         let Some(pool) = self.shared.pool(self.link.session()) else {
             return;
@@ -156,8 +153,8 @@ impl Mover {
 
     /// Takes the transfers of the next batch: retrieves, or else stores.
     ///
-    /// No two name the same range of a request: the server gives both the same slots, which are the
-    /// worker's only until the first is committed.
+    /// No two of them have the same range of a request: the server would give both the same slots,
+    /// which belong to the worker only until the first commit.
     fn take_batch(&self, work: &mut Work) -> Vec<Transfer> {
         let loads = match work.has_loader {
             true => self.is_loader,
@@ -271,7 +268,8 @@ impl Mover {
         self.link.begin_in(session, request, timeout, note)
     }
 
-    /// Copies a prepared transfer and sends its commit. Ends it here where there is nothing to copy.
+    /// Copies a prepared transfer and sends its commit. Ends the transfer here if there is nothing
+    /// to copy.
     fn copy(&self, pool: &Pool, prepared: Prepared) -> Option<Committed> {
         let Prepared {
             transfer,
@@ -303,7 +301,7 @@ impl Mover {
                         | Err(LinkError::Down | LinkError::Full | LinkError::Refused(_))
                 );
                 if !is_refusal {
-                    // The server may have given slots, or may give them yet.
+                    // The server may have given slots, or may still give them.
                     self.release(pool, direction, key, instance_id);
                 }
                 let failure = match answer {
@@ -316,7 +314,7 @@ impl Mover {
             }
         };
         if slots.is_empty() {
-            // The server has the chunks, or takes none now.
+            // The server has the chunks, or accepts none now.
             self.end(&transfer, Ok(&[]));
             return None;
         }
@@ -331,7 +329,7 @@ impl Mover {
                 .map_err(Failure::Copy)
         });
         if direction == Direction::Store {
-            // Its blocks may be written again, whatever becomes of the commit.
+            // The transfer's blocks may be reused, whatever happens to the commit.
             self.shared.work.lock().end_copy(&transfer);
             self.shared.changed.notify_all();
         }
@@ -355,8 +353,8 @@ impl Mover {
         })
     }
 
-    /// Waits until the GPU has done what the engine gave it before the transfer, where the engine's
-    /// memory lies on a GPU.
+    /// Waits until the GPU has done the work that the engine gave it before the transfer, if the
+    /// engine's memory lies on a GPU.
     fn wait_for_engine(&self, pool: &Pool, transfer: &Transfer) -> Result<(), Failure> {
         if !pool.layouts.of(&transfer.op.prompt).is_on_gpu() {
             return Ok(());
@@ -365,7 +363,7 @@ impl Mover {
         let mark = match &transfer.after {
             Some(Ok(mark)) => mark,
             Some(Err(error)) => return failed(&error.to_string()),
-            // Nothing says when the blocks may be touched.
+            // Without a stream it is unknown when the blocks may be accessed.
             None => return failed("the engine named no stream of its work on the GPU"),
         };
         let began = Instant::now();
@@ -378,9 +376,9 @@ impl Mover {
         }
     }
 
-    /// Gives back slots of a transfer that was not copied. A store that was not written is never
-    /// committed: LMCache's server, which knows no other way, keeps its slots until the connection
-    /// ends.
+    /// Releases the slots of a transfer that was not copied. A store that was not written is never
+    /// committed: LMCache's server cannot release its slots otherwise, and keeps them until the
+    /// connection ends.
     fn release(&self, pool: &Pool, direction: Direction, key: CacheKey, instance_id: u64) {
         let request = match direction {
             Direction::Store if !pool.server.engine_keys => return,
@@ -390,7 +388,8 @@ impl Mover {
         self.give_back(pool, request);
     }
 
-    /// Sends a request that gives back slots. Without an answer they wait for the next connection.
+    /// Sends a request that releases slots. Without an answer they are released on the next
+    /// connection.
     fn give_back(&self, pool: &Pool, request: Request) {
         let shared = Arc::clone(&self.shared);
         let timeout = self.shared.common.timeouts.answer;
@@ -398,7 +397,7 @@ impl Mover {
             if let Err(error) = answer
                 && error != LinkError::Down
             {
-                let text = || format!("slots were not given back: {error}");
+                let text = || format!("slots were not released: {error}");
                 shared
                     .common
                     .log
@@ -410,7 +409,7 @@ impl Mover {
     /// Copies between the engine's blocks and slots of the pool.
     ///
     /// # Errors
-    /// The reason why it did not.
+    /// The reason why the copy failed.
     fn copy_slots(
         &self,
         pool: &Pool,
@@ -426,7 +425,7 @@ impl Mover {
             .map(|index| index.checked_mul(per_chunk))
             .collect();
         let Some(first_blocks) = first_blocks.filter(|first| first.len() == slots.len()) else {
-            return Err("the server's chunks are not those of the request".to_owned());
+            return Err("the server's chunks do not match the request".to_owned());
         };
         let block_tokens = self.shared.common.engine.block_size as usize;
         let skip_blocks = match direction {
@@ -434,7 +433,9 @@ impl Mover {
             Direction::Retrieve => op.skip_first_n_tokens.div_ceil(block_tokens) as u64,
         };
         if op.block_ids.len() != described.groups.len() {
-            return Err("the request has not one block table for each group of layers".to_owned());
+            return Err(
+                "the request does not have one block table for each group of layers".to_owned(),
+            );
         }
         let started = Instant::now();
         let plan = |(group, block_ids): (&DescribedGroup, &Vec<u32>)| {
@@ -458,9 +459,9 @@ impl Mover {
         let mut copied = Ok(());
         for (group, plan) in described.groups.iter().zip(&plans) {
             // SAFETY: the slots lie inside the mapping, which `pool` keeps, and no two overlap. The
-            // server gave them to this worker alone; whatever another process writes there meanwhile
-            // garbles bytes and nothing else, and the commit tells whether they were this worker's
-            // until the end.
+            // server gave them to this worker alone. If another process writes there meanwhile,
+            // that only garbles bytes, and the commit shows whether the slots belonged to this
+            // worker until the end.
             let slots = memory.iter_mut().map(|slot| unsafe { slot.as_mut() });
             let slots = slots.map(|slot| &mut slot[group.bytes.clone()]);
             copied = match direction {
@@ -484,13 +485,13 @@ impl Mover {
             &self.shared.counters.copy_nanos,
             started.elapsed().as_nanos() as u64,
         );
-        // A pool that was cut short is noticed here.
+        // A truncated pool is noticed here.
         copied.map_err(|error| error.to_string())?;
         pool.memory.check().map_err(|error| error.to_string())
     }
 
-    /// Ends a transfer, unless it was dropped before, and counts it: with the chunks of its range that
-    /// it moved, or as failed.
+    /// Ends a transfer, unless it was dropped before, and counts it: with the chunks of its range
+    /// that it moved, or as failed.
     fn end(&self, transfer: &Transfer, moved: Result<&[u64], Failure>) {
         let shared = &self.shared;
         if let Err(failure) = &moved
@@ -551,15 +552,16 @@ fn answered(reply: &Reply) -> String {
     shown(&format!("{reply:?}"))
 }
 
-/// Maps the pages of a slot by reads: the kernel maps the 64 KiB around a read, but one page for a
-/// write, and the first copy into a slot would take most of its time for that. A GPU needs none.
+/// Maps the pages of a slot by reads. The kernel maps 64 KiB for a read, but one page for a write,
+/// and the first copy into a slot would take most of its time for that. A GPU needs no mapped
+/// pages.
 fn map_pages(slot: &[u8]) {
     for byte in slot.iter().step_by(64 << 10) {
         std::hint::black_box(*byte);
     }
 }
 
-/// Returns the memory of slots; `None` where one is not a chunk of the pool or two overlap.
+/// Returns the memory of slots; `None` if a slot is not a chunk of the pool, or two slots overlap.
 fn slot_memory(
     pool: &MappedSegment,
     slots: &[SlotDescriptor],

@@ -11,12 +11,12 @@ use lmc_key::ChunkHash;
 use crate::adapters::common::Server;
 use crate::protocol::{CacheKey, TAIL_LOOKUP};
 
-/// The tokens of a prompt, or the hashes of its chunks from the first on.
+/// The tokens of a prompt, or the hashes of its leading chunks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Prompt {
     /// Token ids, which the server hashes.
     Tokens(Arc<[u32]>),
-    /// Hashes that the engine made: those of [`chunk_hashes`].
+    /// Hashes of chunks that the engine made, as [`chunk_hashes`] returns them.
     Chunks(Arc<[ChunkHash]>),
     /// Hashes of all whole blocks, which name whole chunks and the tail.
     Blocks(Arc<[ChunkHash]>),
@@ -25,7 +25,7 @@ pub enum Prompt {
 }
 
 impl Prompt {
-    /// Returns the number of whole chunks, of an engine with blocks of this size.
+    /// Returns the number of whole chunks, for an engine with blocks of this size.
     pub fn chunks(&self, chunk_size: u32, block_size: u32) -> usize {
         let chunk_size = chunk_size.max(1) as usize;
         match self {
@@ -79,8 +79,8 @@ impl Prompt {
     }
 }
 
-/// Returns the name under which a tail after whole chunks is looked up and retrieved: the server keeps
-/// one lookup for each name. No user can give a request this one.
+/// Returns the id under which a tail after whole chunks is looked up and retrieved: the server
+/// keeps one lookup for each id. No user can give this id to a request.
 pub(crate) fn tail_request_id(request_id: &str) -> String {
     format!("{request_id}{TAIL_LOOKUP}")
 }

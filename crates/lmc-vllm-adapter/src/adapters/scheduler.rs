@@ -1,4 +1,4 @@
-//! The scheduler's side: looks prompts up.
+//! The scheduler's side: looks up prompts.
 
 use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
@@ -16,9 +16,9 @@ use crate::adapters::prompt::tail_request_id;
 use crate::adapters::{AdapterError, Endpoint, EngineDescription, LogLine, Prompt, Timeouts};
 use crate::protocol::{MAX_SOURCE_WAIT, Reply, Request, RequestConfigs};
 
-/// Longest promotion of a lookup's chunks; a server that is alive answers before.
+/// Longest promotion of a lookup's chunks; a live server answers earlier.
 const PROMOTION_TIMEOUT: Duration = Duration::from_secs(60);
-/// Longest wait for a clear, which lower tiers note.
+/// Longest wait for a clear, which lower tiers record.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
 
 struct SchedulerSetup(Arc<Common>);
@@ -40,7 +40,7 @@ impl Setup for SchedulerSetup {
 pub struct SchedulerStats {
     /// Lookups that were sent to the server.
     pub lookups: u64,
-    /// Lookups that ended without an answer of the server and count as misses.
+    /// Lookups that ended without an answer of the server, and count as misses.
     pub lookups_failed: u64,
     /// Tokens of the prompts that were looked up.
     pub lookup_tokens: u64,
@@ -69,7 +69,7 @@ enum Lookup {
 #[derive(Debug, Clone, Default)]
 struct FoundTokens {
     tokens: u64,
-    /// Tiers that they came from, in the order of the tokens; empty where they are not known.
+    /// Tiers that the tokens came from, in the order of the tokens; empty if they are not known.
     tiers: Vec<(String, u64)>,
 }
 
@@ -86,7 +86,7 @@ impl FoundTokens {
         let named = named.fold(0_u64, u64::saturating_add);
         let tiers = tiers.into_iter().filter(|_| named == chunks);
         Ok(Self {
-            // No more than was asked for, whatever the server says.
+            // At most as many tokens as were asked for, whatever the server answers.
             tokens: tokens(chunks).min(most),
             tiers: tiers
                 .map(|found| (found.tier, tokens(found.chunks)))
@@ -94,7 +94,7 @@ impl FoundTokens {
         })
     }
 
-    /// Appends the tokens that follow. Names no tier unless the tiers of all tokens are known.
+    /// Appends the tokens of the tail. Names no tier unless the tiers of all tokens are known.
     fn followed_by(mut self, after: Self) -> Self {
         let is_named = |found: &Self| found.tokens == 0 || !found.tiers.is_empty();
         let are_named = is_named(&self) && is_named(&after);
@@ -109,7 +109,7 @@ impl FoundTokens {
 #[derive(Debug, Default)]
 struct Lookups {
     results: HashMap<String, Lookup>,
-    /// Requests whose tails were looked up under names of their own, until they end.
+    /// Requests whose tails were looked up under ids of their own, until the requests end.
     tails: HashSet<String>,
 }
 
@@ -121,7 +121,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// Notes the result of a lookup, unless the engine has no use for it any more.
+    /// Notes the result of a lookup, unless the engine no longer needs it.
     fn found(&self, request_id: &str, number: u64, found: FoundTokens) {
         (self.counters.hits).fetch_add(found.tokens, Ordering::Relaxed);
         let mut lookups = self.lookups.lock();
@@ -132,7 +132,7 @@ impl Shared {
         }
     }
 
-    /// Tells the server that what it has kept under a name is used no more.
+    /// Tells the server that the chunks it keeps under an id are no longer used.
     fn end_session(self: &Arc<Self>, link: &Link, name: String) {
         let shared = Arc::clone(self);
         let end = Request::EndSession {
@@ -145,7 +145,7 @@ impl Shared {
         });
     }
 
-    /// Logs why the server did not do what it was asked for. That it is away is the link's to say.
+    /// Logs why the server did not do what it was asked to do. The link logs a missing server.
     fn log_failure(&self, kind: &'static str, request_id: &str, answer: &Answer) {
         let why = match answer {
             Err(LinkError::Down) => return,
@@ -158,7 +158,8 @@ impl Shared {
     }
 }
 
-/// A lookup under way: first of the whole chunks, then of the tail after those that were found.
+/// A lookup under way: first of the whole chunks, then of the tail after the chunks that were
+/// found.
 struct PendingLookup {
     shared: Arc<Shared>,
     link: Weak<Link>,
@@ -167,16 +168,16 @@ struct PendingLookup {
     server: Server,
     cache_salt: String,
     configs: RequestConfigs,
-    /// Hashes of all whole blocks of the prompt; none where its tail is not looked up.
+    /// Hashes of all whole blocks of the prompt; empty if its tail is not looked up.
     blocks: Arc<[ChunkHash]>,
 }
 
 impl PendingLookup {
-    /// Looks the whole chunks up, and the tail next.
+    /// Looks up the whole chunks, and then the tail.
     fn find_chunks(self, prompt: &Prompt, tokens: usize) {
         let (name, unit) = (self.request_id.clone(), self.server.chunk_size);
         self.ask(name, prompt, tokens, unit, |this, found| match found {
-            // A prompt of which nothing is there costs one question.
+            // A prompt of which nothing is cached costs one request.
             Ok(found) if found.tokens == 0 => this.end(found),
             Ok(found) => this.find_tail(found),
             Err(answer) => {
@@ -186,9 +187,9 @@ impl PendingLookup {
         });
     }
 
-    /// Looks up the tail after the tokens that were found, and ends with both.
+    /// Looks up the tail after the tokens that were found, and ends the lookup with both results.
     fn find_tail(self, found: FoundTokens) {
-        // One without whole chunks before it is the request's only lookup.
+        // A tail without whole chunks before it is the request's only lookup.
         let is_only = found.tokens == 0;
         let tail = self.tail(found.tokens);
         let Some(tail) = tail.filter(|_| is_only || self.begin_tail()) else {
@@ -224,7 +225,7 @@ impl PendingLookup {
     /// Returns the blocks that a tail after the tokens that were found may have.
     fn tail(&self, found: u64) -> Option<Arc<[ChunkHash]>> {
         let block_size = self.shared.common.engine.block_size;
-        // All blocks of a chunk are a whole chunk.
+        // All blocks of a chunk would make a whole chunk.
         let most = (self.server.chunk_size / block_size).saturating_sub(1) as usize;
         let first = usize::try_from(found / u64::from(block_size)).ok()?;
         let rest = self.blocks.get(first..)?;
@@ -232,8 +233,8 @@ impl PendingLookup {
         (!tail.is_empty()).then(|| tail.into())
     }
 
-    /// Notes that the tail is looked up under a name of its own; returns false if the engine has no use
-    /// for it any more.
+    /// Notes that the tail is looked up under an id of its own. Returns false if the engine no
+    /// longer needs it.
     fn begin_tail(&self) -> bool {
         let mut lookups = self.shared.lookups.lock();
         let is_pending = self.is_pending(&lookups);
@@ -288,7 +289,7 @@ impl PendingLookup {
         });
     }
 
-    /// Counts and logs a question without an answer.
+    /// Counts and logs a lookup without an answer.
     fn failed(&self, answer: &Answer) {
         self.shared.counters.failed.fetch_add(1, Ordering::Relaxed);
         self.shared.log_failure("lookup", &self.request_id, answer);
@@ -300,7 +301,7 @@ impl PendingLookup {
     }
 }
 
-/// Looks prompts up for an engine's scheduler, without ever waiting on its thread.
+/// Looks up prompts for an engine's scheduler, without ever waiting on the engine's thread.
 #[derive(Debug)]
 pub struct SchedulerAdapter {
     shared: Arc<Shared>,
@@ -309,8 +310,8 @@ pub struct SchedulerAdapter {
 }
 
 impl SchedulerAdapter {
-    /// Connects to a server. Waits at most 5 s for it; without one every lookup is a miss until it
-    /// is there.
+    /// Connects to a server, and waits at most 5 s for it. Without a server every lookup is a miss
+    /// until there is one.
     ///
     /// # Errors
     /// [`AdapterError`]: the server's chunks are not whole blocks of the engine, or no thread can be
@@ -343,9 +344,9 @@ impl SchedulerAdapter {
         })
     }
 
-    /// Sends a lookup of a prompt's whole chunks, unless the request has one already. Of a
-    /// [`Prompt::Blocks`], the tail after the chunks that are found is looked up next. A prompt of
-    /// which nothing can be found is a miss.
+    /// Sends a lookup of a prompt's whole chunks, unless the request has a lookup already. For a
+    /// [`Prompt::Blocks`], the tail after the found chunks is looked up next. A prompt of which
+    /// nothing can be found is a miss.
     pub fn maybe_submit_lookup_request(
         &self,
         request_id: &str,
@@ -409,7 +410,7 @@ impl SchedulerAdapter {
     }
 
     /// Returns the tiers that the tokens of a lookup came from, in the order of the tokens: `dram`,
-    /// or a lower tier's name, and the number of tokens. Empty where the server does not say.
+    /// or a lower tier's name, and the number of tokens. Empty if the server does not report them.
     pub fn lookup_tiers(&self, request_id: &str) -> Vec<(String, u64)> {
         match self.shared.lookups.lock().results.get(request_id) {
             Some(Lookup::Known(found)) => found.tiers.clone(),
@@ -418,12 +419,12 @@ impl SchedulerAdapter {
     }
 
     /// Removes the result of a request's lookup. The server keeps the chunks for the request until
-    /// they were retrieved or the session ends.
+    /// they are retrieved or the session ends.
     pub fn cleanup_lookup_result(&self, request_id: &str) {
         self.shared.lookups.lock().results.remove(request_id);
     }
 
-    /// Ends a request: the server may evict what it kept for it.
+    /// Ends a request: the server may evict the chunks that it kept for the request.
     pub fn end_session(&self, request_id: &str) {
         let had_tail = {
             let mut lookups = self.shared.lookups.lock();
@@ -436,8 +437,8 @@ impl SchedulerAdapter {
         }
     }
 
-    /// Clears the server's cache, but for chunks in use, and waits for it, at most 10 s. Returns
-    /// false if it was not cleared.
+    /// Clears the server's cache, except for chunks in use, and waits for it, at most 10 s. Returns
+    /// false if the cache was not cleared.
     pub fn reset_cache(&self) -> bool {
         let clear = Request::Clear { force: false };
         let answer = self.link.call(clear, CLEAR_TIMEOUT);

@@ -1,4 +1,4 @@
-//! The paged KV cache of this process: what the engine says of its tensors.
+//! The paged KV cache of this process, as the engine describes its tensors.
 
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -32,8 +32,8 @@ pub struct LayerTensor {
 pub struct LayerGroup {
     /// The tensors, in the order of the layers.
     pub tensors: Vec<LayerTensor>,
-    /// Tokens that the layers need of what is before a token; `None`: all of them. In the block table
-    /// of layers with a window, block 0 stands for a block that is not kept.
+    /// Number of preceding tokens that the layers need for a token; `None`: all of them. In the
+    /// block table of layers with a window, block 0 stands for a block that is not kept.
     pub window: Option<u32>,
 }
 
@@ -61,9 +61,9 @@ pub(crate) struct Described {
 #[derive(Debug)]
 pub(crate) struct DescribedGroup {
     pub(crate) paged: PagedKv,
-    /// Stands in the block table for a block that is not kept.
+    /// Block id that stands for a block that is not kept.
     pub(crate) null_block: Option<u32>,
-    /// The group's bytes of a chunk.
+    /// Bytes of the group in a chunk.
     pub(crate) bytes: Range<usize>,
 }
 
@@ -73,16 +73,16 @@ impl Described {
         self.groups.iter().any(|group| group.paged.gpu().is_some())
     }
 
-    /// Blocks of one chunk, in each group.
+    /// Returns the blocks of one chunk, in each group.
     pub(crate) fn blocks_per_chunk(&self) -> u64 {
-        // Groups of other blocks are refused.
+        // Groups with other blocks are refused.
         self.groups
             .first()
             .map_or(0, |group| group.paged.blocks_per_chunk())
     }
 }
 
-/// Stands for blocks that are not kept in block tables of layers with a window.
+/// Block id that stands for a block that is not kept, in block tables of layers with a window.
 const NULL_BLOCK: u32 = 0;
 
 fn invalid(error: impl std::fmt::Display) -> AdapterError {
@@ -90,9 +90,9 @@ fn invalid(error: impl std::fmt::Display) -> AdapterError {
 }
 
 impl KvLayers {
-    /// Takes the groups of layers, in the order of the engine's block tables. `tokens_first` is true
-    /// for blocks with the tokens before the heads (`NHD`) and false for `HND`; `tokens_per_block` are
-    /// those that one block id covers.
+    /// Takes the groups of layers, in the order of the engine's block tables. `tokens_first` is
+    /// true for blocks with the tokens before the heads (`NHD`) and false for `HND`.
+    /// `tokens_per_block` is the number of tokens that one block id covers.
     ///
     /// # Safety
     /// The memory of the tensors stays allocated, readable and writable until the worker that they
@@ -108,8 +108,8 @@ impl KvLayers {
         }
     }
 
-    /// Says that the tensors lie on a GPU, whose id is spelled as PyTorch does
-    /// (`19d82a72-11d8-…`); else they lie in memory of the host.
+    /// Declares that the tensors lie on a GPU, with its id as PyTorch spells it
+    /// (`19d82a72-11d8-…`). Without this they lie in memory of the host.
     #[must_use]
     pub fn on_gpu(self, uuid: String) -> Self {
         Self {
@@ -128,8 +128,8 @@ impl KvLayers {
         self.tokens_per_block
     }
 
-    /// Describes the groups for chunks of `chunk_size` tokens. `gpu` is the one that the tensors lie
-    /// on.
+    /// Describes the groups for chunks of `chunk_size` tokens. `gpu` is the GPU that the tensors
+    /// lie on.
     pub(crate) fn describe(
         &self,
         chunk_size: u32,
@@ -185,9 +185,7 @@ impl KvLayers {
         for tensor in &group.tensors {
             let dtype: DType = tensor.dtype.parse().map_err(invalid)?;
             if tensor.shape.len() != tensor.strides.len() {
-                return Err(invalid(
-                    "a KV tensor has another number of strides than axes",
-                ));
+                return Err(invalid("a KV tensor must have one stride for each axis"));
             }
             let base = NonNull::new(tensor.data as *mut u8);
             let base = base.ok_or_else(|| invalid("a KV tensor has no memory"))?;
@@ -197,7 +195,7 @@ impl KvLayers {
                     end.checked_add(count.checked_sub(1)?.checked_mul(stride)?)
                 });
             let bytes = elements.and_then(|elements| elements.checked_mul(dtype.size() as u64));
-            let bytes = bytes.ok_or_else(|| invalid("a KV tensor has an impossible shape"))?;
+            let bytes = bytes.ok_or_else(|| invalid("a KV tensor has an invalid shape"))?;
             ranges.push((base, bytes));
             tensors.push(KvTensor {
                 dtype,
@@ -218,20 +216,20 @@ impl KvLayers {
     }
 }
 
-/// Returns the memory of these ranges, for which `KvLayers::new` has the caller's promise.
+/// Returns the memory of these ranges. The caller of `KvLayers::new` has promised that it is valid.
 fn segments(ranges: Vec<(NonNull<u8>, u64)>, gpu: Option<&Arc<Gpu>>) -> KvSegments {
     let ranges = ranges.into_iter();
     match gpu {
         Some(gpu) => {
             let memory = |(base, len): (NonNull<u8>, u64)| {
-                // SAFETY: the caller of `KvLayers::new` promises it.
+                // SAFETY: the caller of `KvLayers::new` has promised it.
                 Arc::new(unsafe { gpu.own_memory(base.addr().get() as u64, len) })
             };
             KvSegments::Device(ranges.map(memory).collect())
         }
         None => {
             let memory = |(base, len)| {
-                // SAFETY: the caller of `KvLayers::new` promises it.
+                // SAFETY: the caller of `KvLayers::new` has promised it.
                 let memory = unsafe { ProcessMemory::new(base, len) };
                 Arc::new(memory) as Arc<dyn KvMemory>
             };
@@ -241,8 +239,8 @@ fn segments(ranges: Vec<(NonNull<u8>, u64)>, gpu: Option<&Arc<Gpu>>) -> KvSegmen
 }
 
 /// Names the order of the elements in a chunk of several groups, or of layers with a window: the
-/// number of layers of each group, with its window, and the order within each. What a window leaves
-/// out is zero in chunks, so the window counts.
+/// number of layers of each group, with its window, and the order within each group. Chunks have
+/// zeros for the tokens that a window leaves out, so the window is part of the name.
 fn name_groups(groups: &[LayerGroup], order: &str) -> String {
     let mut text = "groups".to_owned();
     for group in groups {

@@ -20,7 +20,7 @@ pub(super) struct Transfer {
     pub(super) number: u64,
     pub(super) direction: Direction,
     pub(super) op: LoadStoreOp,
-    /// Work of the engine on its GPU that comes before the copy; `None` for memory of the host.
+    /// The engine's work on its GPU that must end before the copy; `None` for memory of the host.
     pub(super) after: Option<Result<Arc<Mark>, CudaError>>,
 }
 
@@ -28,10 +28,11 @@ pub(super) struct Transfer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Progress {
     Queued,
-    /// The server has answered for its slots: others learn that its chunks are being written.
+    /// The server has answered for the store's slots: lookups now see that its chunks are being
+    /// written.
     Reserved,
     Copying,
-    /// The blocks may be written again; the server has not confirmed the store yet.
+    /// The blocks may be reused; the server has not confirmed the store yet.
     Copied,
 }
 
@@ -39,7 +40,7 @@ enum Progress {
 #[derive(Debug, Clone, Copy)]
 struct Store {
     progress: Progress,
-    /// First token of its range.
+    /// First token of the store's range.
     start: usize,
 }
 
@@ -49,9 +50,9 @@ struct OfRequest {
     /// Stores by their numbers.
     stores: HashMap<u64, Store>,
     retrieves: usize,
-    /// True if the request had a store, and its end was not reported yet.
+    /// True if the request had a store whose end was not reported yet.
     had_stores: bool,
-    /// True once the engine has named the request finished.
+    /// True once the engine has reported the request as finished.
     finished: bool,
 }
 
@@ -68,11 +69,12 @@ pub(super) struct Work {
     /// Stores with a number that have ended since the last report.
     pub(super) ended: Vec<EndedStore>,
     pub(super) stopped: bool,
-    /// True while the engine takes its memory back: no copy begins.
+    /// True while the engine takes back its memory: no copy begins.
     pub(super) withdrawing: bool,
-    /// Threads that carry transfers out now.
+    /// Number of threads that carry out transfers now.
     pub(super) carrying: usize,
-    /// The last connection over which the server heard that no earlier one is copied for.
+    /// Last connection over which the server was notified that nothing is copied for earlier
+    /// connections.
     pub(super) settled: SessionId,
     /// True once another thread carries out the retrieves.
     pub(super) has_loader: bool,
@@ -112,7 +114,7 @@ impl Work {
         });
     }
 
-    /// Returns true while transfers are carried out, or queued for threads that run.
+    /// Returns true while transfers are carried out, or are queued for running threads.
     pub(super) fn is_busy(&self) -> bool {
         let is_queued = !self.stores.is_empty() || !self.retrieves.is_empty();
         self.carrying > 0 || (is_queued && !self.stopped)
@@ -163,7 +165,7 @@ impl Work {
         }
     }
 
-    /// Notes that a store needs its blocks no more.
+    /// Notes that a store no longer needs its blocks.
     pub(super) fn end_copy(&mut self, transfer: &Transfer) {
         if let Some(request) = self.requests.get_mut(&transfer.op.request_id)
             && let Some(store) = request.stores.get_mut(&transfer.number)
@@ -198,8 +200,8 @@ impl Work {
         }
     }
 
-    /// Notes the requests that the engine has named finished, and returns those whose transfers have
-    /// ended.
+    /// Notes the requests that the engine has reported as finished, and returns those whose
+    /// transfers have ended.
     pub(super) fn report(&mut self, finished: impl IntoIterator<Item = String>) -> Finished {
         for request_id in finished {
             if let Some(request) = self.requests.get_mut(&request_id) {
@@ -225,7 +227,7 @@ impl Work {
         }
     }
 
-    /// Returns true while a store of the request needs blocks of tokens before this one.
+    /// Returns true while a store of the request needs blocks of tokens before token `before`.
     pub(super) fn has_stores(&self, request_id: &str, before: usize) -> bool {
         let request = self.requests.get(request_id);
         let needs_blocks =
@@ -233,8 +235,8 @@ impl Work {
         request.is_some_and(|request| request.stores.values().any(needs_blocks))
     }
 
-    /// Drops the stores of a request that need blocks of tokens before this one and are not being
-    /// copied, and returns their number.
+    /// Drops the stores of a request that need blocks of tokens before token `before` and are not
+    /// being copied. Returns their number.
     pub(super) fn drop_stores(&mut self, request_id: &str, before: usize) -> usize {
         let Some(request) = self.requests.get_mut(request_id) else {
             return 0;

@@ -1,6 +1,6 @@
 //! The worker's side: moves chunks between the engine's blocks and the server's pool.
 //!
-//! The engine's thread only queues what is to be moved, for the threads of [`Mover`].
+//! The engine's thread only queues transfers for the threads of [`Mover`].
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -41,8 +41,8 @@ pub struct LoadStoreOp {
     pub cache_salt: String,
     /// Settings of the request.
     pub configs: RequestConfigs,
-    /// Number by which [`WorkerAdapter::take_ended_stores`] names this store. `None`: it is not
-    /// named there.
+    /// Number by which [`WorkerAdapter::take_ended_stores`] reports this store; `None`: it does not
+    /// report the store.
     pub store_number: Option<u64>,
 }
 
@@ -51,18 +51,18 @@ pub struct LoadStoreOp {
 pub struct EndedStore {
     /// Number of the store.
     pub number: u64,
-    /// Chunks that this store has added to the server, counted from the first of its range.
+    /// Chunks that this store has added to the server, counted from the first chunk of its range.
     pub chunks: Vec<u64>,
 }
 
 /// Requests whose transfers have ended.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Finished {
-    /// Requests that the engine has named finished and that have no store left.
+    /// Requests that the engine has reported as finished and that have no store left.
     pub stores: HashSet<String>,
-    /// Requests whose retrieves have all ended, well or not.
+    /// Requests whose retrieves have all ended, also failed ones.
     pub retrieves: HashSet<String>,
-    /// The part of `retrieves` that lacks chunks.
+    /// The requests in `retrieves` that lack chunks.
     pub failed: HashSet<String>,
 }
 
@@ -96,26 +96,26 @@ impl EngineStream {
     /// Takes a `CUstream` of this process by its address; 0 is the default stream.
     ///
     /// # Safety
-    /// It is a stream of the primary context of the GPU whose memory is registered, and stays one
-    /// during the calls that it is given to.
+    /// `stream` is a stream of the primary context of the GPU whose memory is registered, and stays
+    /// one during the calls that it is passed to.
     pub unsafe fn new(stream: u64) -> Self {
         Self(stream)
     }
 }
 
-/// Moves the chunks of an engine's worker, without ever waiting on its thread.
+/// Moves the chunks of an engine's worker, without ever waiting on the engine's thread.
 #[derive(Debug)]
 pub struct WorkerAdapter {
     shared: Arc<Shared>,
     link: Arc<Link>,
     thread: OwnThread,
-    /// Carries out retrieves where the memory lies on a GPU, whose link has two directions.
+    /// Carries out retrieves if the memory lies on a GPU, whose link has two directions.
     loader: Mutex<Option<OwnThread>>,
 }
 
 impl WorkerAdapter {
-    /// Connects to a server. Waits at most 5 s for it; without one, stores are dropped and
-    /// retrieves fail until it is there. `copy_threads` threads copy, the adapter's own included.
+    /// Connects to a server, and waits at most 5 s for it. Without a server, stores are dropped and
+    /// retrieves fail until there is one. `copy_threads` threads copy, including the adapter's own.
     ///
     /// # Errors
     /// [`AdapterError`]: the server's chunks are not whole blocks of the engine, or no thread can be
@@ -191,9 +191,9 @@ impl WorkerAdapter {
         })
     }
 
-    /// Registers the paged KV cache, and waits at most 5 s for the server's
-    /// answer. Without a server it is registered when there is one. Where it lies on a GPU, this takes
-    /// 66 MiB there for copies.
+    /// Registers the paged KV cache, and waits at most 5 s for the server's answer. Without a
+    /// server it is registered once there is one. If the KV cache lies on a GPU, this takes 66 MiB
+    /// there for copies.
     ///
     /// # Errors
     /// [`AdapterError::Invalid`] for tensors whose layout is not known, [`AdapterError::Gpu`] for a
@@ -224,9 +224,9 @@ impl WorkerAdapter {
     }
 
     /// Takes the paged KV cache out of use, as before an engine sleeps. Once this has returned, its
-    /// memory is not touched, and all GPU memory that the adapter took is freed. What is queued fails.
-    /// Waits for copies under way, and for what the server still has to answer for as long as for any
-    /// answer. Until the KV cache is registered again, stores are dropped and retrieves fail.
+    /// memory is not touched, and all GPU memory that the adapter took is freed. Queued transfers
+    /// fail. Waits for copies under way, and for the server's outstanding answers as long as for
+    /// any answer. Until the KV cache is registered again, stores are dropped and retrieves fail.
     pub fn unregister_kv_caches(&self) {
         if self.thread.is_forked() {
             return;
@@ -245,7 +245,7 @@ impl WorkerAdapter {
             }
         }
         drop(work);
-        // The server gives back what it holds for the former connection.
+        // The server releases the slots of the former connection.
         self.link.reconnect();
         let mut work = shared.work.lock();
         while work.carrying > 0 {
@@ -288,7 +288,8 @@ impl WorkerAdapter {
     }
 
     /// Queues several stores, see [`WorkerAdapter::submit_store_request`]. Memory on a GPU is read
-    /// when the work is done that `after` has been given so far; without a stream such stores fail.
+    /// once the work that the stream `after` has been given so far is done; without a stream such
+    /// stores fail.
     pub fn batched_submit_store_requests(
         &self,
         ops: Vec<LoadStoreOp>,
@@ -298,8 +299,8 @@ impl WorkerAdapter {
     }
 
     /// Queues several retrieves, see [`WorkerAdapter::submit_retrieve_request`]. Memory on a GPU is
-    /// written when the work is done that `after` has been given so far; without a stream such
-    /// retrieves fail.
+    /// written once the work that the stream `after` has been given so far is done; without a
+    /// stream such retrieves fail.
     pub fn batched_submit_retrieve_requests(
         &self,
         ops: Vec<LoadStoreOp>,
@@ -314,14 +315,14 @@ impl WorkerAdapter {
         ops: impl IntoIterator<Item = LoadStoreOp>,
         after: Option<EngineStream>,
     ) {
-        // Nothing is carried out in a process that was forked, nor does the driver work there.
+        // Nothing is carried out in a forked process, and the driver does not work there.
         let gpu = match self.thread.is_forked() {
             true => None,
             false => self.shared.gpu.lock().clone(),
         };
         let after = gpu.and_then(|gpu| {
             let EngineStream(stream) = after?;
-            // SAFETY: `EngineStream::new` has the caller's promise.
+            // SAFETY: the caller of `EngineStream::new` has promised it.
             let mark = unsafe { gpu.mark(stream) };
             Some(mark.map(Arc::new))
         });
@@ -333,31 +334,31 @@ impl WorkerAdapter {
         self.shared.changed.notify_all();
     }
 
-    /// Returns the requests whose transfers have ended. A request with stores is reported once, when
-    /// the engine has named it finished, in this call or before; one with retrieves when they have
-    /// ended.
+    /// Returns the requests whose transfers have ended. A request with stores is reported once,
+    /// after the engine has reported it as finished, in this call or before. A request with
+    /// retrieves is reported when they have ended.
     pub fn get_finished(&self, finished: impl IntoIterator<Item = String>) -> Finished {
         self.shared.work.lock().report(finished)
     }
 
     /// Returns the blocks that retrieves failed to fill since the last call, for engines with one
-    /// group of layers: with several, [`Finished::failed`] alone says what failed. Called after
-    /// [`WorkerAdapter::get_finished`], it returns those of each request that was reported, now or
-    /// in an earlier call.
+    /// group of layers. With several groups, only [`Finished::failed`] reports failures. Called
+    /// after [`WorkerAdapter::get_finished`], it returns the blocks of each reported request, now
+    /// or in an earlier call.
     pub fn get_block_ids_with_load_errors(&self) -> HashSet<u32> {
         std::mem::take(&mut self.shared.work.lock().failed_blocks)
     }
 
     /// Returns the stores with a number that have ended since the last call. Called after
-    /// [`WorkerAdapter::get_finished`], it returns, now or in an earlier call, those of each request
-    /// that was reported, but for stores that were dropped.
+    /// [`WorkerAdapter::get_finished`], it returns the stores of each reported request, now or in
+    /// an earlier call, except dropped stores.
     pub fn take_ended_stores(&self) -> Vec<EndedStore> {
         std::mem::take(&mut self.shared.work.lock().ended)
     }
 
-    /// Waits, at most for `time`, until the server has answered for the slots of all stores of these
-    /// requests that are queued: from then on a lookup, also of another server's engine, learns that
-    /// their chunks are being written. Returns false if the time is over.
+    /// Waits, at most for `time`, until the server has answered for the slots of all queued stores
+    /// of these requests. From then on a lookup, also of another server's engine, sees that their
+    /// chunks are being written. Returns false on timeout.
     pub fn wait_until_reserved(&self, request_ids: &[String], time: Duration) -> bool {
         let shared = &self.shared;
         let deadline = Instant::now() + time;
@@ -375,17 +376,17 @@ impl WorkerAdapter {
         self.shared.work.lock().has_stores(request_id, usize::MAX)
     }
 
-    /// Waits until no store of these requests needs its blocks, so that their blocks may be written
-    /// again. After `time`, what has not begun is dropped, and only the copy under way is waited
-    /// for: it waits for no other process but for the GPU where blocks lie there, and its blocks must
-    /// not change before it has ended. Returns true if nothing was dropped.
+    /// Waits until no store of these requests needs its blocks, so that the blocks may be reused.
+    /// After `time`, stores that have not begun are dropped, and only the copy under way is waited
+    /// for: its blocks must not change before it has ended. That copy waits for no other process,
+    /// but for the GPU if blocks lie there. Returns true if nothing was dropped.
     pub fn wait_for_stores(&self, request_ids: &[String], time: Duration) -> bool {
         let all = request_ids.iter().map(|id| (&id[..], usize::MAX));
         self.wait_for_blocks(&all.collect::<Vec<_>>(), time)
     }
 
-    /// Waits as [`WorkerAdapter::wait_for_stores`] does, for the stores of each request whose range
-    /// begins before its token, and drops no others.
+    /// Waits as [`WorkerAdapter::wait_for_stores`] does, but only for the stores of each request
+    /// whose range begins before the request's token, and drops no others.
     pub fn wait_for_stores_before(&self, requests: &[(String, usize)], time: Duration) -> bool {
         let all = requests.iter().map(|(id, token)| (&id[..], *token));
         self.wait_for_blocks(&all.collect::<Vec<_>>(), time)
@@ -410,7 +411,7 @@ impl WorkerAdapter {
             .map(|&(id, before)| work.drop_stores(id, before))
             .sum::<usize>();
         add(&shared.counters.stores_failed, dropped as u64);
-        // What is left is being copied.
+        // The remaining stores are being copied.
         while under_way(&work) {
             shared.changed.wait(&mut work);
         }
@@ -443,22 +444,22 @@ impl WorkerAdapter {
         }
     }
 
-    /// Ends all threads. What was queued is dropped; the copy under way is waited for. The memory of
-    /// the tensors is not touched afterwards.
+    /// Ends all threads. Queued transfers are dropped; the copy under way is waited for. The memory
+    /// of the tensors is not touched afterwards.
     pub fn shutdown(&self) {
         if self.thread.is_forked() {
             return;
         }
         self.shared.work.lock().stopped = true;
         self.shared.changed.notify_all();
-        // Answers that the thread waits for fail.
+        // The answers that the thread waits for fail.
         self.link.stop();
         self.thread.join();
         if let Some(loader) = &*self.loader.lock() {
             loader.join();
         }
         {
-            // What was queued holds marks of the GPU.
+            // Queued transfers hold marks of the GPU.
             let mut work = self.shared.work.lock();
             work.stores.clear();
             work.retrieves.clear();

@@ -1,4 +1,5 @@
-//! State of a worker's adapter that its threads share, and what makes it: the setup of a connection.
+//! State that the threads of a worker's adapter share, and the setup of a connection, which makes
+//! the pool.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -56,7 +57,7 @@ impl Layouts {
         })
     }
 
-    /// Returns the layout of the chunks that a prompt's name is of.
+    /// Returns the layout of the chunks that a prompt's name stands for.
     pub(crate) fn of(&self, prompt: &Prompt) -> &Described {
         match prompt.is_tail() {
             true => &self.block,
@@ -80,24 +81,25 @@ pub(crate) struct Pool {
     pub(crate) memory: Arc<MappedSegment>,
     pub(crate) layouts: Layouts,
     pub(crate) server: Server,
-    /// Keeps the memory registered with the driver, where the engine's lies on a GPU.
+    /// Keeps the pool's memory registered with the driver, if the engine's memory lies on a GPU.
     _registration: Option<Arc<Registration>>,
 }
 
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) common: Arc<Common>,
-    /// Ids under which the server knows this worker: of whole chunks, and of single blocks.
+    /// Ids under which the server knows this worker: the first for whole chunks, the second for single blocks.
     pub(crate) instance_ids: [u64; 2],
     /// True if the next ping is about the second id.
     pub(crate) pings_second: AtomicBool,
     pub(crate) kv_rank: u32,
     pub(crate) registered: Mutex<Option<Registered>>,
     pub(crate) gpus: Gpus,
-    /// The GPU that the engine's memory lies on. Locked for moments only.
+    /// The GPU that the engine's memory lies on. Locked for short times only.
     pub(crate) gpu: Mutex<Option<Arc<Gpu>>>,
     pub(crate) pool: Mutex<Option<Pool>>,
-    /// True if the next connection is to map the pool by its name: the last one brought no descriptor.
+    /// True if the next connection maps the pool by its name, because the last one brought no
+    /// descriptor.
     pub(crate) by_name: AtomicBool,
     pub(crate) work: Mutex<Work>,
     pub(crate) changed: Condvar,
@@ -126,7 +128,7 @@ impl Setup for WorkerSetup {
         };
         let gpu = shared.gpu.lock().clone();
         if registered.chunk_size != server.chunk_size {
-            // Registered while no server was there.
+            // The memory was registered while no server was connected.
             let layouts = Layouts::describe(&registered.layers, server.chunk_size, gpu.as_ref());
             registered.layouts = layouts.map_err(|error| error.to_string())?;
             registered.chunk_size = server.chunk_size;
@@ -136,11 +138,14 @@ impl Setup for WorkerSetup {
             [] if server.pool_descriptor && !shared.by_name.swap(false, Ordering::Relaxed) => {
                 return Ok(Some(Request::PoolDescriptor));
             }
-            // On this connection the server takes the other end, which is a proxy's, for the process
-            // that copies.
+            // On this connection the server would take the other end, which is a proxy, for the
+            // process that copies.
             [Reply::Int(_)] if descriptor.is_none() => {
                 shared.by_name.store(true, Ordering::Relaxed);
-                return Err("no descriptor of its pool has arrived, as through a proxy".to_owned());
+                return Err(
+                    "the descriptor of its pool did not arrive, probably because of a proxy"
+                        .to_owned(),
+                );
             }
             // The descriptor is kept until the registration is answered.
             [] | [Reply::Int(_)] => {
@@ -166,7 +171,7 @@ impl Setup for WorkerSetup {
         let memory = Arc::new(map_pool(shm_name, *pool_size, descriptor.take())?);
         let registration = gpu.map(|gpu| shared.register(&gpu, &memory));
         if registration.is_none() {
-            // A registration enters them as well.
+            // A registration enters the pages as well.
             enter_pages(&memory);
         }
         *shared.pool.lock() = Some(Pool {
@@ -180,7 +185,7 @@ impl Setup for WorkerSetup {
     }
 
     fn up(&self) {
-        // A mover that is about to wait has the lock.
+        // A mover that is about to wait holds the lock.
         drop(self.0.work.lock());
         self.0.changed.notify_all();
     }
@@ -219,21 +224,22 @@ fn map_pool(
     memory.map_err(|error| error.to_string())
 }
 
-/// Enters the pages of the pool into the page table of this process, as the server gets them.
-/// Without it each copy to a new slot stops at each of its pages.
+/// Enters the pages of the pool into the page table of this process as soon as the server has them.
+/// Otherwise each copy to a new slot stops at each of the slot's pages.
 ///
-/// Threads of the engine that map memory wait while a piece is entered. So the thread has the
-/// engine's own priority, since one that gives way to all others waits for a core in the middle of
-/// a piece, for seconds on a busy machine. It rests between two pieces instead.
+/// Threads of the engine that map memory wait while a piece is entered. So this thread has the
+/// engine's own priority: a thread of low priority would wait for a core in the middle of a piece,
+/// for seconds on a busy machine. It rests between two pieces instead.
 fn enter_pages(memory: &Arc<MappedSegment>) {
     const PART: u64 = 8 << 20;
     /// Bytes that are entered at a time.
     const PIECE: usize = 256 << 10;
-    /// Rest after a piece, in times that it took: the thread uses a fifth of a core.
+    /// Rest after a piece, as a multiple of the piece's time: the thread uses a fifth of a core.
     const REST: u32 = 4;
     const LONGEST_REST: Duration = Duration::from_millis(10);
     const AGAIN: Duration = Duration::from_secs(1);
-    /// Passes in a row that find nothing new: the server gets its pages as they are used, or has gone.
+    /// Most passes in a row that find nothing new: the server gets its pages as they are used, or
+    /// has gone.
     const IN_VAIN: u32 = 10;
 
     let (len, memory) = (memory.len(), Arc::downgrade(memory));
@@ -259,14 +265,14 @@ fn enter_pages(memory: &Arc<MappedSegment>) {
             thread::sleep(AGAIN);
         }
     };
-    // It only saves time.
+    // Entering pages only saves time, so a failure is ignored.
     let _ = thread::Builder::new()
         .name("lmc-pages".to_owned())
         .spawn(run);
 }
 
 impl Shared {
-    /// Returns the registration of chunks, which have `unit` tokens where not the server's.
+    /// Returns the registration of chunks; `unit` are their tokens, if not the server's chunk size.
     fn registration(&self, server: Server, described: &Described, unit: Option<u32>) -> Request {
         let engine = &self.common.engine;
         let chunk = &described.chunk;
@@ -294,7 +300,7 @@ impl Shared {
         let log = Arc::clone(&self.common.log);
         let failed = move |error: CudaError| {
             let text = format!(
-                "the pool cannot be registered with the GPU's driver, so it is copied at a fifth of \
+                "the pool cannot be registered with the GPU's driver, so copies run at a fifth of \
                  the rate: {error}"
             );
             log.push(Level::Warning, text);
@@ -306,7 +312,7 @@ impl Shared {
         let (range, salt) = (op.tokens.clone(), &op.cache_salt);
         let tail_id;
         let request_id = match direction {
-            // The name under which the scheduler has looked it up.
+            // The id under which the scheduler has looked up the tail.
             Direction::Retrieve if op.prompt.is_tail() && op.tokens.start > 0 => {
                 tail_id = tail_request_id(&op.request_id);
                 &tail_id
@@ -322,12 +328,12 @@ impl Shared {
         }
     }
 
-    /// Returns the id under which the server knows the chunks of a prompt's name.
+    /// Returns the worker's id for the chunks that a prompt's name stands for.
     pub(crate) fn instance_id(&self, prompt: &Prompt) -> u64 {
         self.instance_ids[usize::from(prompt.is_tail())]
     }
 
-    /// Returns the pool of the connection that is up.
+    /// Returns the pool of the present connection.
     pub(crate) fn pool(&self, session: SessionId) -> Option<Pool> {
         let pool = self.pool.lock().clone();
         pool.filter(|pool| session != 0 && pool.session == session)

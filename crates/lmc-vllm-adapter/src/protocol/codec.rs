@@ -39,7 +39,7 @@ const MAX_CHUNKS: usize = 1 << 18;
 const IDENTITY: &str = "lmc_identity";
 /// Field of a key for the hashes of a prompt's chunks.
 const CHUNK_HASHES: &str = "lmc_chunk_hashes";
-/// Field of a key and of a registration for the tokens of a chunk that are not the server's.
+/// Field of a key and of a registration for a chunk size other than the server's.
 const UNIT: &str = "lmc_unit";
 /// Field of a registration for the order of the elements in a chunk.
 const LAYOUT: &str = "lmc_layout";
@@ -180,7 +180,7 @@ pub(crate) fn decode_request(operation: &[u8], payloads: &[Bytes]) -> Result<Req
         operation,
         frames: payloads,
     };
-    // A count that is checked and not used: the protocol itself ignores it.
+    // The count is checked and not used: the protocol itself ignores it.
     if let Operation::Lookup | Operation::FreeLookupLocks = operation {
         p.read(1, |r| r.number::<u64>("tp_size").map(drop))?;
     }
@@ -435,7 +435,7 @@ fn cache_key(reader: &mut Reader<'_>) -> Result<CacheKey, ValueError> {
     }
     if !key.chunk_hashes.is_empty() && (key.identity.is_none() || !key.token_ids.is_empty()) {
         return Err(invalid(
-            "lmc_chunk_hashes need lmc_identity, which names how they are made, and no token_ids",
+            "lmc_chunk_hashes need lmc_identity, which says how they are made, and no token_ids",
         ));
     }
     let missing = [
@@ -485,8 +485,8 @@ fn chunk_hashes(reader: &mut Reader<'_>) -> Result<Vec<ChunkHash>, ValueError> {
 }
 
 /// Reads the settings of a request. Ignores an entry that is unknown or whose value has another
-/// type, because users of the engine choose both; a tag may have any value. Peers that are named in
-/// a wrong way are an error of the lookup only: a refused store could end the engine.
+/// type, because users of the engine choose both; a tag may have any value. Malformed names of
+/// peers fail the lookup only: a refused store could end the engine.
 fn request_configs(reader: &mut Reader<'_>) -> Result<RequestConfigs, ValueError> {
     let mut configs = RequestConfigs::default();
     if reader.nil()? {

@@ -329,7 +329,7 @@ impl KvDescriptor {
         }))
     }
 
-    /// Shape, strides and element type, where the server knows the kind of memory.
+    /// Returns shape, strides and element type, if the server knows the kind of memory.
     pub fn tensor(&self) -> Option<&TensorMeta> {
         match self {
             Self::CpuShm(shm) => Some(&shm.tensor),

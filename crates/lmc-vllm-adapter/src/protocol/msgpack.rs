@@ -195,8 +195,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads the marker of a value with a length, and the length: `short` knows those that lie in
-    /// the marker, `long` are the markers of lengths of 1, 2 and 4 bytes.
+    /// Reads the marker of a value with a length, and the length. `short` returns the length that a
+    /// marker contains; `long` has the markers of lengths of 1, 2 and 4 bytes.
     #[inline]
     fn header(
         &mut self,

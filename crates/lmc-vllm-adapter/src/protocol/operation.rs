@@ -113,8 +113,8 @@ operations! {
     CbReorderPlan = "cb_reorder_plan";
     /// Gives back the slots of a prepared store that is not written; lmc's own.
     AbandonStore = "lmc_abandon_store";
-    /// Gives back all slots that a worker's earlier connections left prepared, because it copies into
-    /// or out of none of them any more; lmc's own.
+    /// Gives back all slots that a worker's earlier connections left prepared, because the worker
+    /// no longer copies into or out of any of them; lmc's own.
     AbandonEarlier = "lmc_abandon_earlier";
     /// Passes the descriptor of the pool, with the first byte of the reply; the reply is the pool's
     /// size in bytes. Over Unix sockets, once for each connection; lmc's own.
@@ -161,11 +161,12 @@ pub(crate) const WAIT_LOOKUP: &str = "lmc_wait_lookup";
 /// Capability of a server that knows chunks of other sizes than its own, where the engine names them.
 pub(crate) const UNITS: &str = "lmc_units";
 
-/// Capability of a server that sends notices of the ends of stores: what is computed for another engine has
-/// its session to its end.
+/// Capability of a server that sends notices of the ends of stores. The session of a request that
+/// computes for another engine then lasts until that request ends.
 pub(crate) const NOTICES: &str = "lmc_notices";
 
-/// End of the name under which lmc's own connector looks up what follows the whole chunks of a request.
+/// Suffix of the request id under which lmc's own connector looks up the tail: the tokens after the
+/// whole chunks of a request.
 pub(crate) const TAIL_LOOKUP: &str = "\u{1f}tail";
 
 /// A range of a prompt, with the model, rank and tenant whose KV cache it is (`IPCCacheServerKey`
@@ -181,10 +182,10 @@ pub struct CacheKey {
     /// Tokens of the prompt, from its first; empty where `chunk_hashes` name the chunks.
     pub token_ids: Vec<u32>,
     /// Hashes of the prompt's chunks, from its first, where the engine hashes its prompts itself.
-    /// Only valid with an `identity`, which names how they are made.
+    /// Only valid with an `identity`, which says how they are made.
     pub chunk_hashes: Vec<ChunkHash>,
-    /// Tokens that each of `chunk_hashes` stands for, where they are not the server's chunk size. The
-    /// range is counted from the first that they name then.
+    /// Tokens of each of `chunk_hashes`, if not the server's chunk size. The range then counts from
+    /// the first token that they cover.
     pub unit: Option<u32>,
     /// Identity of the engine, where its client states one.
     pub identity: Option<IdentityDigest>,
@@ -222,7 +223,7 @@ pub struct EngineRecord {
     pub identity: String,
     /// Order of the elements in a chunk.
     pub layout: String,
-    /// Tokens of a chunk, where they are not the server's chunk size. Only keys with the same
+    /// Tokens of a chunk, if not the server's chunk size. Only keys with the same
     /// [`CacheKey::unit`] name such chunks.
     pub unit: Option<u32>,
 }
@@ -236,21 +237,21 @@ pub struct RequestConfigs {
     pub skip_save: bool,
     /// Peers to ask first for chunks of this request (`lmcache.p2p.source` or `lmcache.pd.source`).
     pub sources: Sources,
-    /// Time to wait for those peers to compute chunks that they do not have yet (`lmcache.pd.wait_ms`).
-    /// Zero waits for none.
+    /// Time to wait for those peers to compute chunks that they do not have yet
+    /// (`lmcache.pd.wait_ms`). Zero: no wait.
     pub wait: Duration,
-    /// Id that the requests at both engines have (`lmcache.pd.id`): the one with a wait waits until the one
-    /// without has ended. An empty text names none.
+    /// Id of the request at both engines (`lmcache.pd.id`): the request with a wait waits until the
+    /// request without one has ended. An empty text names none.
     pub awaited: String,
-    /// Peer that is to have the request's chunks as soon as they are there (`lmcache.pd.to`): a name or an
-    /// address. An empty text names none.
+    /// Peer that receives the request's chunks as soon as they are stored (`lmcache.pd.to`): a name
+    /// or an address. An empty text names none.
     pub push_to: String,
     /// Parent of the request's spans (`lmcache.traceparent`); a client has its text in `others`.
     pub parent: Option<TraceParent>,
     /// Digest of the entries whose names begin with `lmcache.tag.`; a client has them in `others`.
     pub tags: Option<TagsId>,
-    /// Other entries. A client sends them; the server ignores them but for the parent and tags, so that
-    /// they are empty in what it reads.
+    /// Other entries, which a client sends. The server reads only the parent and the tags of them,
+    /// so this map is empty in the requests that it reads.
     pub others: BTreeMap<String, ConfigValue>,
 }
 
@@ -269,7 +270,7 @@ pub enum ConfigValue {
     Text(String),
 }
 
-/// Names of the entry that names peers: the second is that of hand-overs from prefill to decode.
+/// Names of the entry that names peers; the second one is for hand-overs from prefill to decode.
 pub(crate) const SOURCES: [&str; 2] = ["lmcache.p2p.source", "lmcache.pd.source"];
 /// Name of the entry with the time to wait for those peers, in milliseconds.
 pub(crate) const WAIT: &str = "lmcache.pd.wait_ms";
@@ -278,13 +279,14 @@ pub(crate) const WAIT: &str = "lmcache.pd.wait_ms";
 pub(crate) const AWAITED: &str = "lmcache.pd.id";
 /// Bytes of that id, at most.
 pub(crate) const MAX_AWAITED: usize = 256;
-/// Name of the entry with the peer that is to have the request's chunks.
+/// Name of the entry with the peer that receives the request's chunks.
 pub(crate) const PUSH_TO: &str = "lmcache.pd.to";
 
-/// Longest time for which a server may wait for another engine, whatever it and a request ask for.
+/// Longest time for which a server may wait for another engine, whatever its settings and the
+/// request say.
 pub const MAX_SOURCE_WAIT: Duration = Duration::from_secs(300);
 
-/// Returns the time that an entry asks for; none for a negative number.
+/// Returns the time that an entry asks for; zero for a negative number.
 pub(crate) fn wait_of(millis: i128) -> Duration {
     Duration::from_millis(u64::try_from(millis.max(0)).unwrap_or(u64::MAX))
 }
@@ -293,8 +295,9 @@ pub(crate) fn wait_of(millis: i128) -> Duration {
 pub(crate) const TAG: &str = "lmcache.tag.";
 /// Entries of one request that this version does not know, at most.
 const MAX_OTHERS: usize = 48;
-/// Tags of one request that are sent as they are, at most. With the digest of further tags, the other
-/// entries and the settings that this version knows they are fewer than the 256 that a server reads.
+/// Tags of one request that are sent unchanged, at most. With the digest of further tags, the other
+/// entries and the settings that this version knows, a request stays below the 256 entries that a
+/// server reads.
 const MAX_TAGS: usize = 200;
 /// Name of the tag whose value is the digest of further tags.
 const FURTHER_TAGS: &str = "lmcache.tag.lmc.further";
@@ -304,9 +307,9 @@ const MAX_OTHER_NAME: usize = 256;
 const MAX_OTHER_TEXT: usize = 4096;
 
 impl RequestConfigs {
-    /// Takes an entry of a request's `kv_transfer_params`. Leaves out entries beyond 48, names above
-    /// 256 bytes and texts above 4,096 bytes, with which a server would refuse the request; of a tag
-    /// whose name or text is that long, and of the tags beyond 200, the digest is sent.
+    /// Takes an entry of a request's `kv_transfer_params`. Leaves out entries beyond 48, names
+    /// above 256 bytes and texts above 4,096 bytes: a server would refuse a request with them. A
+    /// tag with such a name or text, and tags beyond 200, are sent as a digest.
     pub fn set(&mut self, name: &str, value: ConfigValue) {
         match (name, value) {
             ("lmcache.skip_save", value) => self.skip_save = value == ConfigValue::Bool(true),
@@ -324,12 +327,12 @@ impl RequestConfigs {
             (PUSH_TO, ConfigValue::Text(name)) if name.len() <= MAX_SOURCE => self.push_to = name,
             (PUSH_TO, _) => {}
             (TRACE_PARENT, ConfigValue::Text(text)) if text.len() > MAX_TRACE_PARENT => {}
-            // Whatever else the request has.
+            // Kept whatever other entries the request has.
             (TRACE_PARENT, value @ ConfigValue::Text(_)) => {
                 self.others.insert(name.to_owned(), value);
             }
             (TRACE_PARENT, _) => {}
-            // None is left out, since what it keeps apart would be mixed.
+            // No tag is left out: the chunks that it keeps apart would be mixed.
             (name, value) if name.starts_with(TAG) => {
                 let text = |text: &str| blake3::hash(text.as_bytes()).to_string();
                 let name = match name.len() > MAX_OTHER_NAME {
@@ -382,7 +385,7 @@ impl RequestConfigs {
 pub enum Sources {
     /// The peers; none where the request names none.
     Named(Arc<[String]>),
-    /// Reason why the value means no peers. A lookup is refused with it.
+    /// Reason why the value names no peers. A lookup is refused with it.
     Malformed(&'static str),
 }
 
@@ -430,12 +433,13 @@ impl Sources {
 /// Fields of a map in a registration that this version does not know, with their values in
 /// MessagePack.
 ///
-/// A field may change what the bytes of a chunk mean, so these count in what identifies a chunk.
+/// A field may change what the bytes of a chunk mean, so unknown fields are part of a chunk's
+/// identity.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct UnknownFields(pub(crate) BTreeMap<String, Vec<u8>>);
 
 impl UnknownFields {
-    /// Makes fields of a client that is newer than the server.
+    /// Returns unknown fields, as a client that is newer than the server sends them.
     pub fn of<'a>(fields: impl IntoIterator<Item = (&'a str, ConfigValue)>) -> Self {
         let field = |(name, value): (&str, ConfigValue)| (name.to_owned(), encoded(&value).into());
         Self(fields.into_iter().map(field).collect())
@@ -458,7 +462,7 @@ pub struct EngineGroup {
     pub tokens_per_block: u32,
     /// Sliding window in tokens; negative if there is none.
     pub sw_size_tokens: i64,
-    /// Number of the connector's own pool that the group is of; 0 for the model's KV cache.
+    /// Number of the connector's own pool that the group belongs to; 0 for the model's KV cache.
     pub extra_object_group_tag: u32,
     /// True if the blocks contain recurrent state instead of attention KV.
     pub recurrent_state: bool,
@@ -738,7 +742,7 @@ pub struct TierChunks {
 impl TierChunks {
     /// Name of the first tier.
     pub const DRAM: &str = "dram";
-    /// Most of them in one answer; where there are more, none is named.
+    /// Most tiers in one answer; where there are more, no tier is named.
     pub(crate) const MAX: usize = 64;
 }
 

@@ -25,8 +25,8 @@ pub struct TraceParent {
 }
 
 impl TraceParent {
-    /// Parses a `traceparent` of version 00, or the part of a later one that 00 has. Returns `None` for
-    /// any other text: a caller's mistake costs the trace and nothing else.
+    /// Parses a `traceparent` of version 00, or the fields of version 00 in a later one. Returns
+    /// `None` for any other text: a caller's mistake costs the trace and nothing else.
     pub fn parse(text: &str) -> Option<Self> {
         let mut parts = text.split('-');
         let [version] = hex::<1>(parts.next()?)?;

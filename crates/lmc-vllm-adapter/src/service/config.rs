@@ -13,57 +13,57 @@ use crate::service::request_log::RequestLog;
 pub struct ServiceConfig {
     /// Chunk size and hash algorithm.
     pub hasher: ChunkHasher,
-    /// Text that the operator adds to the identity of every chunk, because engines do not send it:
+    /// Text that the operator adds to the identity of every chunk, for what engines do not send:
     /// weights, revision, quantisation, format of the KV cache. Default: empty.
     pub identity: IdentityText,
     /// Bytes of the memo of chunk hashes. Default: 64 MiB.
     pub hash_memo_bytes: usize,
     /// Block id that stands for "no data". Default: 0, as vLLM has it.
     pub null_block_id: Option<u32>,
-    /// Opens memory on GPUs for engines whose user is not known, as those in containers of their own.
-    /// Default: false.
+    /// Opens memory on GPUs for engines whose user is not known, such as engines in containers
+    /// of their own. Default: false.
     pub isolated_ipc: bool,
     /// Time for which a lookup holds the chunks it found. Default: 300 s.
     pub lookup_lease: Duration,
-    /// Silence after which a session ends. Default: 600 s.
+    /// Idle time after which a session ends. Default: 600 s.
     pub session_ttl: Duration,
-    /// Age at which a prepared transfer counts as overdue. It is not taken back by time: the
+    /// Age at which a prepared transfer counts as overdue. Its slots are not released by time: the
     /// worker may still be copying. Default: 600 s.
     pub transfer_deadline: Duration,
-    /// Time after which a worker that has heard nothing gives the blocks of its transfers away.
-    /// A copy that has not begun in half of it is not made; one that has not ended in three
-    /// quarters of it is stopped. Default: 10 s, which is that of the stock client.
+    /// Time after which a worker that has received no answer reuses the blocks of its transfers. A
+    /// copy that has not begun in half of it is not made; a copy that has not ended in three
+    /// quarters of it is stopped. Default: 10 s, as in the stock client.
     pub copy_deadline: Duration,
-    /// Silence after which a worker that has sent signs of life is removed; zero never does.
+    /// Silence after which a worker that has sent pings is removed; with zero it is never removed.
     /// Default: 120 s.
     pub reap_timeout: Duration,
-    /// Silence tolerated of a worker that never sent a sign of life. Default: 3600 s.
+    /// Silence tolerated of a worker that has never sent a ping. Default: 3600 s.
     pub registration_grace: Duration,
-    /// Time between the end of a worker's connection and its removal, in which it may come
-    /// back; a stock one looks every 10 s. Default: 30 s.
+    /// Time between the end of a worker's connection and its removal, in which the worker may come
+    /// back; a stock worker tries every 10 s. Default: 30 s.
     pub orphan_grace: Duration,
-    /// Time for which slots stay held after the connection that had prepared them ended, unless
-    /// the process behind it is known to be dead before. Must be longer than any copy of a worker
+    /// Time for which slots stay held after the connection that had prepared them ended, unless the
+    /// process behind it is known to be dead earlier. Must be longer than any copy of a worker
     /// takes. Default: 120 s.
     pub slot_grace: Duration,
-    /// Longest time for which a lookup waits for peers that its request names to compute chunks; zero
-    /// waits for none. Default: 30 s.
+    /// Longest time for which a lookup waits for the peers that its request names to compute
+    /// chunks; with zero no lookup waits. Default: 30 s.
     pub max_source_wait: Duration,
-    /// Lookups that wait so at a time. Default: 256.
+    /// Lookups that may wait for peers to compute at a time. Default: 256.
     pub max_source_waits: usize,
     /// Makes notices of the ends of stores ([`Service::take_notices`](crate::Service::take_notices)).
     /// Default: false.
     pub notices: bool,
-    /// Spans kept for a tracer that takes them ([`Service::take_spans`](crate::Service::take_spans)); 0
-    /// makes none. Default: 0.
+    /// Spans kept for a tracer that takes them
+    /// ([`Service::take_spans`](crate::Service::take_spans)); with 0 none are made. Default: 0.
     pub max_spans: usize,
     /// Events kept for subscribers; 0 switches them off. Default: 32,768.
     pub kv_event_log_size: usize,
-    /// Requests of which the log has a line, with the reason of what they missed. Default:
+    /// Requests that the log shows, each with the reason of its misses. Default:
     /// [`RequestLog::Slow`].
     pub request_log: RequestLog,
-    /// Pairs of model and tenant that have counters of their own; all further ones have them together. 0
-    /// counts for none. Default: 64.
+    /// Pairs of model and tenant that have counters of their own; all further pairs share one set.
+    /// With 0 nothing is counted. Default: 64.
     pub max_usages: usize,
     /// Sessions at a time. Default: 65,536.
     pub max_sessions: usize,
@@ -78,13 +78,13 @@ pub struct ServiceConfig {
     pub transfer_threads: usize,
     /// Threads that help each copy. Default: 1 less than the machine's cores.
     pub copy_threads: usize,
-    /// Distinguishes this start from every other in the event stream; a time in nanoseconds
-    /// does.
+    /// Distinguishes this start from every other in the event stream, for instance a time in
+    /// nanoseconds.
     pub incarnation: u64,
 }
 
 impl ServiceConfig {
-    /// The defaults for this hasher.
+    /// Returns the defaults for this hasher.
     pub fn new(hasher: ChunkHasher) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let since_epoch = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();

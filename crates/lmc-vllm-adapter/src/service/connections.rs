@@ -1,4 +1,4 @@
-//! The connections that are open, or that have ended while slots are held for them.
+//! Connections that are open, or that have ended while slots are held for them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -63,7 +63,8 @@ impl Connections {
         self.changed(Instant::now());
     }
 
-    /// Returns since when there is one connection and no other; `None` while there is not.
+    /// Returns the instant since which there has been exactly one connection; `None` if there is
+    /// not exactly one.
     pub(super) fn alone_since(&self) -> Option<Instant> {
         *self.alone_since.lock()
     }
@@ -101,7 +102,8 @@ impl Connections {
         (connections.get(&client)).is_some_and(|connection| connection.peer.takes_descriptors)
     }
 
-    /// Notes that the pool's descriptor is passed over a connection. Returns false if it was before.
+    /// Notes that the pool's descriptor is passed over a connection. Returns false if it was passed
+    /// before.
     pub(super) fn pass_pool(&self, client: ClientId) -> bool {
         let mut connections = self.all.lock();
         (connections.get_mut(&client))
@@ -131,7 +133,7 @@ impl Connections {
         witness.map(|witness| witness.pids()).unwrap_or_default()
     }
 
-    /// Ends a connection, and keeps it where slots are `held` for it. Returns its address and the
+    /// Ends a connection, and keeps it if slots are `held` for it. Returns its address and the
     /// processes behind it.
     pub(super) fn end(&self, client: ClientId, held: bool, now: Instant) -> (Peer, Vec<u32>) {
         let (peer, witness) = {

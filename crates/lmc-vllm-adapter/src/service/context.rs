@@ -1,4 +1,4 @@
-//! The settings, the engine and the counters that every part of the service works with.
+//! The settings, the engine and the counters that every part of the service uses.
 
 use std::fmt;
 use std::ops::Range;
@@ -21,7 +21,7 @@ use crate::service::spans::Spans;
 use crate::service::stats::{ServiceCounters, Stats, add};
 use crate::service::throttle::Throttle;
 
-/// The values that every part of the service works with. None is state of the protocol.
+/// Values that every part of the service uses. None is state of the protocol.
 pub(super) struct Context {
     pub(super) config: ServiceConfig,
     pub(super) engine: CacheEngine,
@@ -30,19 +30,19 @@ pub(super) struct Context {
     pub(super) spaces: Arc<Spaces>,
     pub(super) stats: Stats,
     pub(super) pulse: Pulse,
-    /// None where no notices are asked for.
+    /// `None` if notices are off.
     pub(super) notices: Option<Arc<Notices>>,
-    /// None where no spans are asked for.
+    /// `None` if spans are off.
     pub(super) spans: Option<Spans>,
     pub(super) started: Instant,
-    /// Requests of which the log has a line; may change.
+    /// Requests that the log shows; may change.
     pub(super) request_log: AtomicRequestLog,
     /// Bytes of slots that workers may be writing to.
     pub(super) store_bytes: AtomicU64,
-    /// Names of the fields in which the space of the last miss for that reason differs from the one
-    /// that has the chunk.
+    /// Names of the fields that differ between the last miss's space and the space that has the
+    /// chunk.
     pub(super) other_space_differs: Mutex<Vec<&'static str>>,
-    /// Limits lines of slow lookups.
+    /// Limits log lines of slow lookups.
     pub(super) slow_lookups: Throttle,
     /// Limits warnings that peers can provoke.
     warnings: Throttle,
@@ -95,10 +95,11 @@ impl Context {
         &self.stats.service
     }
 
-    /// Hashes a range of a prompt, unless the engine did. Ends are cut down to whole chunks that the prompt has.
+    /// Hashes a range of a prompt, unless the engine has. The end is cut down to whole chunks that
+    /// the prompt has.
     ///
     /// # Errors
-    /// The refusal of a request whose range or salt is not possible.
+    /// The refusal of a request with an invalid range or salt.
     pub(super) fn hash(&self, key: &CacheKey) -> Result<Hashed, Reply> {
         let chunk = self.tokens_per_chunk(key);
         if !key.start.is_multiple_of(chunk) {
@@ -149,8 +150,8 @@ impl Context {
             .into()
     }
 
-    /// Pushes chunks that are in DRAM, each given with the one before it, to the peer that a request names;
-    /// an empty text names none.
+    /// Pushes chunks that are in DRAM, each given with the chunk before it, to the peer that a
+    /// request names. Does nothing for an empty text.
     pub(super) fn push<C>(&self, to: &str, chunks: impl FnOnce() -> C)
     where
         C: IntoIterator<Item = (ChunkKey, Option<ChunkHash>)>,
@@ -162,11 +163,11 @@ impl Context {
             (key, parent.map(|hash| ChunkKey { hash, ..key }))
         };
         let chunks: Vec<_> = chunks().into_iter().map(parent).collect();
-        // A peer that goes meanwhile is no fault of the request.
+        // A peer that goes meanwhile is no error of the request.
         let _ = self.engine.push(&chunks, to);
     }
 
-    /// Counts and logs that a request names a peer to push to that is not connected.
+    /// Counts and logs a peer to push to that a request names and that is not connected.
     pub(super) fn check_push(&self, to: &str) {
         if !to.is_empty() && !self.engine.push(&[], to) {
             add(&self.counters().pushes_unknown, 1);
@@ -177,8 +178,8 @@ impl Context {
         }
     }
 
-    /// Logs a warning that a peer can provoke, once a second at most, on one line whatever the
-    /// peer put into it.
+    /// Logs a warning that a peer can provoke, at most once a second, on one line whatever text the
+    /// peer has put into it.
     pub(super) fn warn_throttled(&self, text: &str) {
         if let Some(suppressed) = self.warnings.pass(self.started.elapsed()) {
             let suppressed = (suppressed > 0).then_some(suppressed);
@@ -202,7 +203,7 @@ impl Hashed {
         self.hashes[chunk]
     }
 
-    /// Hash of the chunk before; none for the first.
+    /// Returns the hash of the chunk before; `None` for the first chunk.
     pub(super) fn parent(&self, chunk: usize) -> Option<ChunkHash> {
         chunk.checked_sub(1).map(|before| self.hashes[before])
     }

@@ -1,5 +1,5 @@
-//! Copies that the server makes in the memory of workers: server-driven transfers, and the blocks
-//! that diagnostics look into.
+//! Copies that the server makes in the memory of workers: server-driven transfers, and blocks for
+//! diagnostics.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,7 +18,7 @@ use crate::service::stats::add;
 use crate::service::transfers::{Declined, Transfers, Worker};
 use crate::service::{ClientId, Outcome};
 
-/// A worker's memory cannot be looked into as asked.
+/// A worker's memory cannot be inspected as requested.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum InspectError {
@@ -31,8 +31,8 @@ pub enum InspectError {
     /// The blocks do not make whole chunks of this worker.
     #[error("{0}")]
     Blocks(String),
-    /// The one who asked does not wait any more.
-    #[error("given up by the caller")]
+    /// The caller does not wait any more.
+    #[error("cancelled by the caller")]
     Cancelled,
 }
 
@@ -40,11 +40,11 @@ pub enum InspectError {
 pub(super) struct Blocks {
     /// Ids of the blocks, for each KV group.
     pub(super) ids: Vec<Vec<u32>>,
-    /// Handle of the event after which their memory is ready, where it lies on a GPU.
+    /// Handle of the event after which the blocks' memory is ready, where it lies on a GPU.
     pub(super) event: Vec<u8>,
 }
 
-/// The right to copy in a worker's memory, and when the worker asked for the copy.
+/// The right to copy in a worker's memory, and the time at which the worker asked for the copy.
 struct Granted {
     copying: Copying,
     asked: Instant,
@@ -74,8 +74,8 @@ impl Copies {
         }
     }
 
-    /// The right to copy in a worker's memory. None when its registration is over, or when it
-    /// was asked for so long ago that the worker may have given the blocks away.
+    /// Returns the right to copy in a worker's memory. `None` if its registration is over, or if
+    /// the copy was requested too long ago: the worker may have reused the blocks.
     fn may_copy(&self, worker: &Worker, asked: Instant) -> Option<Granted> {
         let tolerance = self.context.config.copy_deadline / 2;
         let Some(copying) = worker.entrance.enter(asked, tolerance) else {
@@ -85,10 +85,10 @@ impl Copies {
         Some(Granted { copying, asked })
     }
 
-    /// Returns false when a running copy must stop: its worker's registration is over, the
-    /// worker may have given the blocks away, this process stood still, or the pool was lost.
+    /// Returns false when a running copy must stop: its worker's registration is over, the worker
+    /// may have reused the blocks, this process stood still, or the pool was lost.
     ///
-    /// The last quarter of the deadline is left for the bytes that are being copied meanwhile.
+    /// The last quarter of the deadline is left for the bytes that are still being copied.
     fn may_go_on(&self, granted: &Granted) -> bool {
         let tolerance = self.context.config.copy_deadline / 4 * 3;
         granted.copying.may_go_on(granted.asked, tolerance)
@@ -96,8 +96,8 @@ impl Copies {
             && !self.context.engine.pool_is_lost()
     }
 
-    /// Waits until the GPU has done what the engine gave it before it asked for this copy, where the
-    /// engine's memory lies on a GPU.
+    /// Waits until the GPU has done the work that the engine gave it before it asked for this copy,
+    /// if the engine's memory lies on a GPU.
     fn wait_for_engine(
         &self,
         copies: &ServerCopies,
@@ -108,7 +108,8 @@ impl Copies {
             return Ok(());
         };
         let event = GpuEvent::decode(&blocks.event).map_err(|error| error.to_string())?;
-        // An engine that answers pings and whose work never ends keeps this thread no longer.
+        // An engine that answers pings, and whose work never ends, keeps this thread no longer than
+        // that.
         let deadline = self.context.config.copy_deadline;
         let proceed = || granted.asked.elapsed() < deadline && self.may_go_on(granted);
         match copies.wait_for(gpu, event, &proceed) {
@@ -129,7 +130,7 @@ impl Copies {
         error.to_string()
     }
 
-    /// The worker of a request that asks the server to copy, and what is copied.
+    /// Returns the worker of a request that asks the server to copy, and its memory.
     fn copied_worker(
         &self,
         client: ClientId,
@@ -269,7 +270,7 @@ impl Copies {
             worker.chunk_bytes * chunks.len() as u64,
         );
         if !self.may_go_on(granted) {
-            // The blocks may have been given away while the last of them were read.
+            // The worker may have reused the blocks while the last of them were read.
             add(&counters.copies_too_late, 1);
             return false;
         }
@@ -313,7 +314,7 @@ impl Copies {
                     })
                 }
                 (None, _) => Err("a chunk is missing".to_owned()),
-                (_, None) => Err("its worker does not wait for it any more".to_owned()),
+                (_, None) => Err("its worker no longer waits for it".to_owned()),
             };
             drop(granted);
             let (space, rank, chunks) = (worker.space, worker.kv_rank, &hashed.chunks);
@@ -364,7 +365,7 @@ impl Copies {
                 self.context.config.null_block_id,
             )?);
         }
-        // Everything is checked by now: an engine's memory is written wholly, unless the worker
+        // Everything is checked by now: an engine's memory is written completely, unless the worker
         // stops waiting meanwhile.
         let proceed = || self.may_go_on(granted);
         for (copy, plan) in copies.groups.iter().zip(&plans) {
@@ -386,10 +387,10 @@ impl Copies {
         Ok(())
     }
 
-    /// Gathers each chunk of a server-driven worker's blocks as a store would, but into a
-    /// buffer of its own, and returns what `digest` makes of it. `blocks_per_chunk` must be
-    /// that of the worker's layout. Copies all the bytes, each block at most once: for
-    /// diagnostics. Ends early when `digest` returns none.
+    /// Gathers each chunk of a server-driven worker's blocks as a store would, but into a buffer of
+    /// its own, and returns the results of `digest`. `blocks_per_chunk` must be that of the
+    /// worker's layout. For diagnostics: copies all the bytes, each block at most once. Ends early
+    /// when `digest` returns `None`.
     ///
     /// # Errors
     /// [`InspectError`].
@@ -464,7 +465,7 @@ fn covers(groups: &[GroupCopy], block_ids: &[Vec<u32>], chunks: usize) -> Result
     Ok(())
 }
 
-/// The copies of one group between its blocks and the chunks at `indices` of the range.
+/// Returns the copies of one group between its blocks and the chunks at `indices` of the range.
 fn plan(
     copy: &GroupCopy,
     block_ids: &[u32],

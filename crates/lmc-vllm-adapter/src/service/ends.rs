@@ -34,7 +34,7 @@ struct Released {
 }
 
 impl Transfers {
-    /// Ends the transfers of a connection, whichever side closed it. Slots that its workers had
+    /// Ends the transfers of a connection, whichever side closed it. The slots that its workers had
     /// prepared stay held, see [`Self::release_ended`].
     pub(super) fn orphan(&self, client: ClientId, now: Instant) {
         let (mut slots, mut marks) = (0, Vec::new());
@@ -105,7 +105,7 @@ impl Transfers {
         status
     }
 
-    /// Lets others write the chunks of stores that are overdue.
+    /// Lets other workers write the chunks of overdue stores.
     pub(super) fn share_overdue(&self, now: Instant) {
         let deadline = self.context.config.transfer_deadline;
         let mut marks = Vec::new();
@@ -117,16 +117,16 @@ impl Transfers {
         self.context.engine.share_writes(&marks);
     }
 
-    /// Gives back the slots of ended connections whose processes are dead, unless another thread
-    /// is about to. May read files of `/proc`.
+    /// Releases the slots of ended connections whose processes are dead, unless another thread is
+    /// about to. May read files of `/proc`.
     pub(crate) fn release_dead(&self, now: Instant) {
         if let Some(_looking) = self.looking.try_lock() {
             self.release_looked_at(now);
         }
     }
 
-    /// Gives back the slots of ended connections that nothing touches any more. May read files
-    /// of `/proc`.
+    /// Releases the slots of ended connections that nothing touches any more. May read files of
+    /// `/proc`.
     pub(crate) fn release_ended(&self, now: Instant) {
         let _looking = self.looking.lock();
         self.release_looked_at(now);
@@ -137,7 +137,7 @@ impl Transfers {
         if ended.is_empty() {
             return;
         }
-        // Looked at while nothing is locked.
+        // Processes are checked while nothing is locked.
         for (_, witness) in &ended {
             witness.iter().for_each(|witness| witness.look());
         }
@@ -173,7 +173,7 @@ impl Transfers {
                 continue;
             };
             if !prepared.has(client) {
-                // All of it was committed since.
+                // All transfers were committed since.
                 self.connections.remove(client);
             } else if let Some(proof) = proof {
                 released.push(Released {

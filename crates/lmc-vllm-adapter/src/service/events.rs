@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use crate::protocol::{KvEvent, KvEventBatch, KvEventKind};
 use crate::service::ClientId;
 
-/// Most events of one batch, as LMCache has it.
+/// Most events of one batch, as in LMCache.
 pub(crate) const MAX_BATCH: usize = 1024;
 
 /// A chunk that became findable, with what a router needs to know about it.
@@ -28,7 +28,7 @@ pub(crate) struct StoredChunk {
 struct Record {
     model: Arc<str>,
     hash: ChunkHash,
-    /// Parent and tokens of a stored chunk; none for a removal.
+    /// Parent and tokens of a stored chunk; `None` for a removal.
     stored: Option<(Option<ChunkHash>, Box<[u32]>)>,
 }
 
@@ -37,13 +37,13 @@ struct Log {
     records: VecDeque<Record>,
     /// Sequence number of the record at the front; the first ever is 1.
     first_seq: u64,
-    /// The running subscriptions of each instance: one for each connection that made one.
+    /// The running subscriptions of each instance: at most one for each connection.
     subscribers: HashMap<u64, HashMap<ClientId, u64>>,
     next_subscription: u64,
 }
 
 impl Log {
-    /// Returns false once a subscription was ended or replaced.
+    /// Returns false once a subscription has ended or was replaced.
     fn runs(&self, subscription: &Subscription) -> bool {
         let of_instance = self.subscribers.get(&subscription.instance_id);
         let running = of_instance.and_then(|of_instance| of_instance.get(&subscription.client));
@@ -66,12 +66,12 @@ pub(crate) struct Subscription {
     ended: bool,
 }
 
-/// An answer of a subscription to its reader.
+/// The answer of a subscription to its reader.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum NextBatch {
-    /// Nothing new.
+    /// No events.
     Nothing,
-    /// Send this.
+    /// A batch to send.
     Batch(KvEventBatch),
     /// The subscription is over.
     End,
@@ -93,13 +93,13 @@ pub(crate) struct EventLog {
     capacity: usize,
     incarnation: u64,
     log: Mutex<Log>,
-    /// Sequence number of the newest record; wakes those who wait for it.
+    /// Sequence number of the newest record; a change wakes the waiting readers.
     newest: watch::Sender<u64>,
 }
 
 impl EventLog {
-    /// A log of `capacity` records; 0 keeps none and says so to subscribers. The incarnation
-    /// must differ from that of every earlier start.
+    /// Makes a log of `capacity` records; with 0 it keeps none and reports that to subscribers. The
+    /// incarnation must differ from that of every earlier start.
     pub(crate) fn new(capacity: usize, incarnation: u64) -> Self {
         let log = Log {
             first_seq: 1,
@@ -117,7 +117,7 @@ impl EventLog {
         self.capacity > 0
     }
 
-    /// Something that changes whenever a record or the end of a subscription comes.
+    /// Returns a receiver that changes with every record and with the end of every subscription.
     pub(crate) fn watch(&self) -> watch::Receiver<u64> {
         self.newest.subscribe()
     }
@@ -186,7 +186,7 @@ impl EventLog {
         }
     }
 
-    /// Ends the subscriptions of an instance that is gone.
+    /// Ends the subscriptions of a removed instance.
     pub(crate) fn unsubscribe(&self, instance_id: u64) {
         if self.log.lock().subscribers.remove(&instance_id).is_some() {
             self.newest.send_modify(|_| {});
@@ -211,8 +211,8 @@ impl EventLog {
         subscription.ended || !self.log.lock().runs(subscription)
     }
 
-    /// Returns what the subscription's reader gets next. The first call always has a batch, which tells
-    /// the reader that the subscription stands.
+    /// Returns the next answer for the subscription's reader. The first call always returns a
+    /// batch, which confirms the subscription.
     pub(crate) fn next(&self, subscription: &mut Subscription) -> NextBatch {
         if self.ended(subscription) {
             return NextBatch::End;

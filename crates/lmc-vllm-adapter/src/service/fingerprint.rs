@@ -1,8 +1,8 @@
-//! Names of chunk layouts: which fields of a registration decide what the bytes of a chunk mean.
+//! Names of chunk layouts: the fields of a registration that decide what the bytes of a chunk mean.
 //!
-//! Where the server copies, it knows the order of a chunk's bytes, and the name is derived from that
-//! order. Where the engine copies, nothing on the wire says the order (a block of vLLM may have its
-//! heads before its tokens), so every field of the registration counts.
+//! Where the server copies, it knows the order of a chunk's bytes, and derives the name from that
+//! order. Where the engine copies, nothing on the wire describes the order (a block of vLLM may
+//! have its heads before its tokens), so every field of the registration counts.
 
 use lmc_key::LayoutFingerprint;
 use lmc_memory::{ChunkOrder, GroupLayout, KvOrder, LayoutError};
@@ -11,8 +11,9 @@ use crate::protocol::{
     EngineDrivenContext, EngineGroup, IdentityDigest, RegisterKvCache, UnknownFields,
 };
 
-// What is hashed begins with the name of its encoding, so that two encodings never give one
-// fingerprint. `lmc layout 1` named chunks of both modes and is not used again; 3 are generations.
+// The hashed bytes begin with the name of their encoding, so that two encodings never give one
+// fingerprint. `lmc layout 1` named chunks of both modes and is not used again; `lmc layout 3` is
+// for generations.
 const BLOCKS: &[u8] = b"lmc layout 2: blocks";
 const OWN_CLIENT: &[u8] = b"lmc layout 4: engine";
 const TOKENS: &[u8] = b"lmc layout 5: tokens";
@@ -26,10 +27,10 @@ pub(super) fn of_engine_driven(
     context: &EngineDrivenContext,
     layout: &GroupLayout,
 ) -> Result<LayoutFingerprint, LayoutError> {
-    // Names every field, so that one that is added has to be decided on.
+    // Names every field, so that a new field forces a decision here.
     let EngineDrivenContext {
         instance_id: _,
-        // Count beside the layout.
+        // These fields are in keys themselves, apart from the layout.
         model_name: _,
         world_size: _,
         block_size,
@@ -84,7 +85,7 @@ pub(super) fn of_server_driven(
     layers: &[u32],
     orders: &[ChunkOrder],
 ) -> Result<LayoutFingerprint, LayoutError> {
-    // Names every field, so that one that is added has to be decided on.
+    // Names every field, so that a new field forces a decision here.
     let RegisterKvCache {
         instance_id: _,
         kv_caches: _,
@@ -137,7 +138,7 @@ pub(super) fn of_server_driven(
     }
     describe_unknown(unknown_hints, &mut description);
     for (index, group) in groups.iter().enumerate() {
-        // In `layers` and `orders`, or in the page's table.
+        // The other fields are covered by `layers` and `orders`, or by the page's table.
         let EngineGroup {
             engine_group_id: _,
             layer_indices: _,
@@ -147,8 +148,8 @@ pub(super) fn of_server_driven(
             recurrent_state: _,
             unknown,
         } = group;
-        // Of engines whose blocks may change before they are copied, nothing is stored. Earlier versions
-        // did: their chunks have another name.
+        // Nothing is stored of engines whose blocks may change before they are copied. Earlier
+        // versions did store their chunks, so such chunks get another name here.
         if *sw_size_tokens >= 0 {
             description.extend_from_slice(format!("window of group {index}").as_bytes());
             description.extend_from_slice(&sw_size_tokens.to_le_bytes());

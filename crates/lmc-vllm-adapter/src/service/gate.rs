@@ -1,4 +1,5 @@
-//! Copies in a worker's memory: for whom they are made, and their end when the worker goes.
+//! Copies in a worker's memory: the registration that they are made for, and their end when the
+//! worker goes.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,10 +11,10 @@ type Then = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct Inside {
-    /// Number of the registration whose copies are let in.
+    /// Number of the registration whose copies are admitted.
     open: u64,
-    /// Number of connections of this registration that have ended. A copy that was asked for before such an
-    /// end is not made after it: no answer reaches the worker, which gives the blocks away.
+    /// Number of connections of this registration that have ended. A copy that was requested before
+    /// such an end is not made after it: no answer reaches the worker, which reuses the blocks.
     cuts: u64,
     copies: usize,
     /// Actions to run when the last copy is over.
@@ -23,14 +24,14 @@ struct Inside {
     answered: Option<Instant>,
 }
 
-/// Lets copies into the memory of a registered worker. Dropping it lets no more in; it goes with
-/// the registration.
+/// Admits copies into the memory of a registered worker. Dropping it admits no more; it is dropped
+/// with the registration.
 #[derive(Debug, Default)]
 pub(crate) struct Gate(Entrance);
 
 impl Gate {
-    /// The gate of a worker that registers again: this one lets no more in, and copies that are
-    /// under way count for that one too.
+    /// Returns the gate of a worker that registers again. This gate admits no more copies; the new
+    /// one also counts those under way.
     pub(crate) fn next(&self) -> Self {
         let inside = Arc::clone(&self.0.inside);
         let mut locked = inside.lock();
@@ -44,7 +45,7 @@ impl Gate {
         })
     }
 
-    /// The entrance for copies that are asked for on the worker's present connection.
+    /// Returns the entrance for copies that are requested on the worker's present connection.
     pub(crate) fn entrance(&self) -> Entrance {
         let cuts = self.0.inside.lock().cuts;
         Entrance {
@@ -53,12 +54,12 @@ impl Gate {
         }
     }
 
-    /// The worker's connection ended: copies that were asked for on it stop.
+    /// Notes that the worker's connection has ended: copies that were requested on it stop.
     pub(crate) fn cut(&self) {
         self.0.inside.lock().cuts += 1;
     }
 
-    /// The worker was answered a sign of life.
+    /// Notes that a ping of the worker was answered.
     pub(crate) fn answered(&self, now: Instant) {
         self.0.inside.lock().answered = Some(now);
     }
@@ -82,8 +83,9 @@ pub(crate) struct Entrance {
 }
 
 impl Entrance {
-    /// The right to make a copy that was asked for at `asked`. None when the worker is not
-    /// registered any more, its connection ended since, or it has heard nothing for `tolerance`.
+    /// Returns the right to make a copy that was requested at `asked`. `None` if the worker is not
+    /// registered any more, its connection has ended since, or no answer has reached it for
+    /// `tolerance`.
     pub(crate) fn enter(&self, asked: Instant, tolerance: Duration) -> Option<Copying> {
         let mut inside = self.inside.lock();
         if !inside.lets_in(self) || inside.gave_up(asked, tolerance) {
@@ -128,8 +130,8 @@ impl fmt::Debug for Entrance {
 pub(crate) struct Copying(Entrance);
 
 impl Copying {
-    /// Returns false when the copy must stop: the registration or the connection is over, or the
-    /// worker has heard nothing for `tolerance` and may have given the blocks away.
+    /// Returns false when the copy must stop: the registration or the connection is over, or no
+    /// answer has reached the worker for `tolerance`, so it may have reused the blocks.
     pub(crate) fn may_go_on(&self, asked: Instant, tolerance: Duration) -> bool {
         let inside = self.0.inside.lock();
         inside.lets_in(&self.0) && !inside.gave_up(asked, tolerance)

@@ -2,9 +2,9 @@
 //!
 //! vLLM registers `fp8_e4m3`, `fp8_e5m2`, `nvfp4` and every packed KV cache as `uint8`, so two
 //! formats have one layout. Only the processes that wrote such chunks know their format. Without an
-//! identity of the operator's, the chunks therefore belong to a *generation*: a random fingerprint
+//! identity from the operator, the chunks therefore belong to a *generation*: a random fingerprint
 //! that lasts while a worker of it is registered, and that no later worker can name, in any tier. A
-//! tier that outlives this process need not have them: `Service::lasting_spaces`.
+//! tier that outlives this process need not keep them: `Service::lasting_spaces`.
 
 use std::sync::Arc;
 use std::{io, mem};
@@ -37,12 +37,12 @@ impl Instance {
 }
 
 impl Workers {
-    /// Puts a worker that is about to be registered into a generation: its own when it registers
+    /// Puts a worker that is about to be registered into a generation: its own if it registers
     /// again, else that of a connected worker of its layout, else a new one.
     ///
     /// A worker whose connection was cut keeps its generation until it is removed, but no other
-    /// worker joins it: the process that registers now may be the engine's next, with another
-    /// format, also under the same id where ids are made of pids.
+    /// worker joins it: the process that registers now may be the engine's next one, with another
+    /// format. It may have the same id where ids are made of pids.
     ///
     /// # Errors
     /// When the system has no random bytes.
@@ -58,8 +58,8 @@ impl Workers {
         let connected = || {
             let alike = self.instances.values().filter(alike);
             let connected = alike.filter(|known| known.orphaned.is_none());
-            // The newest, where a worker of an older one came back: ranks of one engine register
-            // one after another.
+            // The newest, in case a worker of an older generation came back: ranks of one engine
+            // register one after another.
             connected.max_by_key(|known| known.registered)
         };
         let own = self.instances.get(&instance_id).filter(alike);
@@ -72,7 +72,7 @@ impl Workers {
         Ok(Some(joined))
     }
 
-    /// The generation of a worker that was removed, when no other worker is of it.
+    /// Returns the generation of a worker that was removed, if no other worker belongs to it.
     pub(crate) fn ended_generation(&self, removed: &Instance) -> Option<LayoutFingerprint> {
         removed.opaque.as_ref()?;
         let mut left = self.instances.values();
@@ -80,12 +80,12 @@ impl Workers {
         ended.then_some(removed.fingerprint)
     }
 
-    /// Returns the connected workers of a worker's generation, when they must be those of two
-    /// engines because they are more than one engine has. `None` also when one of them was warned
-    /// about.
+    /// Returns the connected workers of a worker's generation if they are more than one engine has,
+    /// so they must belong to two engines. `None` also if a warning about one of them was logged
+    /// already.
     ///
-    /// Counts the workers that serve a KV rank, of which one engine has `readers`; without a rank
-    /// all of them, of which one engine has as many as ranks.
+    /// Counts the workers that serve a KV rank, of which one engine has `readers`. Without a rank,
+    /// counts all of them, of which one engine has one for each rank.
     pub(crate) fn two_engines(
         &mut self,
         instance_id: u64,
@@ -116,7 +116,7 @@ impl Workers {
             instances: members.map(member).collect(),
         };
         two.instances.sort_unstable();
-        // Goes with this worker, so that the next engine is warned about again.
+        // The mark goes with this worker, so that the next engine is warned about again.
         let instance = self.instances.get_mut(&instance_id)?;
         instance.opaque.as_mut()?.warned = true;
         Some(two)
@@ -182,7 +182,8 @@ impl Registry {
             let is_queued = !ended.is_empty();
             ended.extend(spaces);
             drop(ended);
-            // Each removal looks at the whole index, so one takes all that ended until it begins.
+            // Each removal looks at the whole index, so one removal takes all generations that
+            // ended until it begins.
             if !is_queued {
                 let (context, spaces) = (Arc::clone(&self.context), Arc::clone(&self.ended_spaces));
                 let remove = move || {

@@ -1,4 +1,4 @@
-//! The service's face: takes a request and says what becomes of it.
+//! The service's interface: takes a request and returns what happens next.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -35,7 +35,7 @@ use crate::service::status::ServiceStatus;
 use crate::service::transfers::Transfers;
 use crate::service::{ClientId, Outcome};
 
-/// Capability that tells clients of [`Operation::SubscribeKvEvents`].
+/// Capability that announces [`Operation::SubscribeKvEvents`] to clients.
 const KV_EVENT_STREAM: &str = "kv_event_stream";
 
 /// Threads of copies in memory of GPUs. Most of them wait for work of their engine.
@@ -43,8 +43,8 @@ const GPU_THREADS: usize = 16;
 
 /// Carries out the protocol's operations on a [`CacheEngine`].
 ///
-/// A handle: clones share one service. Its parts own their state, each with a lock of its own,
-/// which are taken in the order of the fields here from the last to the first.
+/// A handle: clones share one service. Its parts own their state, each under its own locks. Locks
+/// are taken in the order of the fields of `Parts`, from the last to the first.
 #[derive(Clone, Debug)]
 pub struct Service(pub(super) Arc<Parts>);
 
@@ -65,7 +65,7 @@ impl SpaceBook for WeakService {
         service.map_or_else(TenantId::default, |service| service.tenant_of(space))
     }
 
-    /// The first spaces are those that engines use, and those with most chunks.
+    /// Returns the spaces: first those that engines use, then those with the most chunks.
     fn spaces(&self) -> Vec<HostSpace> {
         let mut spaces = self
             .upgrade()
@@ -107,7 +107,7 @@ pub(super) struct Parts {
     pub(super) transfers: Arc<Transfers>,
     copies: Arc<Copies>,
     copy_threads: JobThreads,
-    /// Started with the first job for a GPU; none if that failed.
+    /// Started with the first job for a GPU; `None` if that failed.
     gpu_threads: OnceLock<Option<JobThreads>>,
     /// Runs clears, one after the other.
     clears: Arc<JobThreads>,
@@ -174,13 +174,13 @@ impl Service {
         &self.0.context.config
     }
 
-    /// Changes the requests of which the log has a line.
+    /// Changes the requests that the log shows.
     pub fn set_request_log(&self, log: RequestLog) {
         self.0.context.request_log.set(log);
     }
 
-    /// Waits until [`Self::take_notices`] may return more; without end where
-    /// [`ServiceConfig::notices`] is false.
+    /// Waits until [`Self::take_notices`] may return more; forever if [`ServiceConfig::notices`] is
+    /// false.
     pub async fn notices_changed(&self) {
         match &self.0.context.notices {
             Some(notices) => notices.changed().await,
@@ -188,9 +188,9 @@ impl Service {
         }
     }
 
-    /// Returns the notices that are due, and when to ask again even if nothing changes. There is one for
-    /// each request that is looked up: as soon as all ranks have its chunks, or when it has ended without
-    /// them.
+    /// Returns the notices that are due, and when to ask again even if nothing changes. There is
+    /// one notice for each request that is looked up: as soon as all ranks have its chunks, or when
+    /// the request has ended without them.
     pub fn take_notices(&self, now: Instant) -> (Vec<Notice>, Option<Instant>) {
         let Some(notices) = &self.0.context.notices else {
             return (Vec::new(), None);
@@ -205,7 +205,7 @@ impl Service {
         self.counted(notices.map_or_else(Vec::new, |notices| notices.fail_all()))
     }
 
-    /// Waits until [`Self::take_spans`] may return some; without end where [`ServiceConfig::max_spans`] is
+    /// Waits until [`Self::take_spans`] may return some; forever if [`ServiceConfig::max_spans`] is
     /// 0.
     pub async fn spans_changed(&self) {
         match &self.0.context.spans {
@@ -243,7 +243,7 @@ impl Service {
         &self.0.context.engine
     }
 
-    /// Carries out a request, or says how it will be.
+    /// Carries out a request, or returns how it will be carried out.
     pub(crate) fn handle(&self, client: ClientId, request: Request, now: Instant) -> Outcome {
         let parts = &*self.0;
         let counters = &parts.context.stats.service;
@@ -370,7 +370,7 @@ impl Service {
         Outcome::Reply(reply)
     }
 
-    /// Answers a lookup, or has its client wait `timeout` seconds for the answer.
+    /// Answers a lookup, or lets its client wait `timeout` seconds for the answer.
     fn answer_lookup(
         &self,
         client: ClientId,
@@ -386,8 +386,8 @@ impl Service {
         }
     }
 
-    /// Forgets everything. An engine that clears its own cache may have new weights: nothing of
-    /// the old ones may be found in any tier.
+    /// Clears everything. An engine that clears its own cache may have new weights: no chunk of the
+    /// old ones may be found in any tier.
     fn clear(&self, in_use: InUse) -> Outcome {
         let engine = self.0.context.engine.clone();
         Outcome::Job(Job::new(Lane::Clear, move || match engine.clear(in_use) {
@@ -400,7 +400,7 @@ impl Service {
         }))
     }
 
-    /// Registers a connection. To be called before its first request.
+    /// Registers a connection. Call it before the connection's first request.
     pub fn connected(&self, client: ClientId, peer: Peer) {
         self.0.connections.open(client, peer);
     }
@@ -419,9 +419,9 @@ impl Service {
         parts.registry.cut(client, now);
         parts.lookups.end_of(client);
         parts.transfers.orphan(client, now);
-        // A registration that ended before the connection counted as ended.
+        // Again: a registration may have completed before the connection counted as ended.
         parts.registry.cut(client, now);
-        // A transfer may have bound it again until the last of its requests ended.
+        // A transfer may have bound the connection again until the last of its requests ended.
         parts.registry.unbind(client);
         parts.copy_threads.forget(client);
         if let Some(Some(threads)) = parts.gpu_threads.get() {
@@ -444,25 +444,26 @@ impl Service {
         owners
     }
 
-    /// Gives back the slots of ended connections that nothing touches any more. May read files
-    /// of `/proc`.
+    /// Releases the slots of ended connections that nothing touches any more. May read files of
+    /// `/proc`.
     #[cfg(any(test, feature = "fuzzing"))]
     pub(crate) fn release_ended(&self, now: Instant) {
         self.0.transfers.release_ended(now);
     }
 
-    /// Gives back the slots of ended connections whose processes are dead, unless another thread
-    /// is about to. May read files of `/proc`.
+    /// Releases the slots of ended connections whose processes are dead, unless another thread is
+    /// about to. May read files of `/proc`.
     pub(crate) fn release_dead(&self, now: Instant) {
         self.0.transfers.release_dead(now);
     }
 
-    /// Ends what has outlived its time. To be called about once a second, on a thread that may
-    /// read files of `/proc`.
+    /// Ends everything that has expired. Call it about once a second, on a thread that may read
+    /// files of `/proc`.
     ///
-    /// Slots that workers of an ended connection had prepared are released when its process is known
-    /// to be dead, or when [`ServiceConfig::slot_grace`](crate::ServiceConfig::slot_grace) is
-    /// over, which restarts as long as the process is stopped.
+    /// Slots that workers of an ended connection had prepared are released when the connection's
+    /// process is known to be dead, or when
+    /// [`ServiceConfig::slot_grace`](crate::ServiceConfig::slot_grace) is over. The grace time
+    /// restarts as long as the process is stopped.
     pub fn tick(&self, now: Instant) {
         let parts = &*self.0;
         parts.transfers.release_ended(now);
@@ -471,13 +472,13 @@ impl Service {
         parts.registry.remove_silent(now);
     }
 
-    /// Notes that the process runs. To be called about twice a second by the thread that reads requests
-    /// from sockets; one who calls it never has them counted as read at once.
+    /// Notes that the process runs. The thread that reads requests from sockets calls it about
+    /// twice a second. If it is never called, every request counts as read at once.
     pub(crate) fn beat(&self, now: Instant) {
         self.0.context.pulse.beat(now);
     }
 
-    /// Answers a copy that is not begun because its connection has too much under way.
+    /// Answers a copy that is not begun because its connection has too many requests under way.
     pub(crate) fn decline_copy(&self, asked: Operation) -> Reply {
         let counters = &self.0.context.stats.service;
         add(&counters.over_limit, 1);
@@ -488,15 +489,15 @@ impl Service {
         Reply::Transferred(false)
     }
 
-    /// Tells the answer to a lookup whose chunks are being promoted, as soon as there is one or the
-    /// time is over.
+    /// Passes the answer of a lookup whose chunks are being promoted to `tell`, as soon as there is
+    /// one or the timeout has passed.
     pub(crate) fn wait(&self, wait: &Wait, tell: Box<dyn FnOnce(Reply) + Send>) {
         self.0.lookups.wait(wait, tell);
     }
 
     /// Gathers each chunk of a server-driven worker's blocks as a store would, but into a buffer of
-    /// its own, and returns what `digest` makes of it, for diagnostics. `blocks_per_chunk` must be
-    /// that of the worker's layout. Ends early when `digest` returns none.
+    /// its own, and returns the results of `digest`, for diagnostics. `blocks_per_chunk` must be
+    /// that of the worker's layout. Ends early when `digest` returns `None`.
     ///
     /// # Errors
     /// [`InspectError`].
@@ -511,7 +512,7 @@ impl Service {
         copies.inspect_blocks(instance_id, block_ids, blocks_per_chunk, digest)
     }
 
-    /// Returns everything at one moment, for people and scrapers: takes locks for a moment.
+    /// Returns the state of the whole service, for people and scrapers. Takes locks for a moment.
     pub fn status(&self, now: Instant) -> ServiceStatus {
         let parts = &*self.0;
         let mut instances = parts.registry.status(now);
@@ -536,14 +537,15 @@ impl Service {
         self.0.context.spaces.live(&layouts)
     }
 
-    /// Returns all that a space is made of; `None` where no engine has named it since the start.
+    /// Returns the fields of a space; `None` if no engine has named it since the start.
     pub fn describe_space(&self, space: SpaceId) -> Option<lmc_key::KeySpace> {
         self.0.context.spaces.description(space)
     }
 
-    /// Returns a function that is true for spaces whose chunks can be found after all workers of now
-    /// have gone. Chunks of other spaces need not go to a tier that outlives this process. The function
-    /// is false for spaces that no engine has named, and may outlive the service.
+    /// Returns a function that is true for spaces whose chunks can be found after all present
+    /// workers have gone. Chunks of other spaces need not go to a tier that outlives this process.
+    /// The function is false for spaces that no engine has named; it may be used after the service
+    /// has ended.
     pub fn lasting_spaces(&self) -> impl Fn(SpaceId) -> bool + Send + Sync + 'static {
         let spaces = Arc::clone(&self.0.context.spaces);
         move |space| spaces.is_lasting(space)
@@ -556,7 +558,7 @@ impl Service {
         move |space| spaces.has_whole_chunks(space)
     }
 
-    /// Returns the tenant of a space; the common one where no engine has named the space.
+    /// Returns the tenant of a space; tenant 0 if no engine has named the space.
     pub fn tenant_of(&self, space: SpaceId) -> TenantId {
         let context = &self.0.context;
         context.spaces.tenant_of(space, &context.engine)
@@ -578,7 +580,7 @@ impl Service {
         context.spaces.tenant(salt, &context.engine)
     }
 
-    /// Logs a warning that a peer can provoke, once a second at most.
+    /// Logs a warning that a peer can provoke, at most once a second.
     pub(crate) fn warn_throttled(&self, text: &str) {
         self.0.context.warn_throttled(text);
     }
@@ -602,8 +604,8 @@ impl Service {
         self.0.context.stats.record_refusal(operation);
     }
 
-    /// Returns the threads of jobs for GPUs, which hosts without a GPU do without. Where they cannot be
-    /// started, such jobs take turns with the others.
+    /// Returns the threads of jobs for GPUs, which hosts without a GPU do not need. If they cannot
+    /// be started, such jobs take turns with the others.
     fn gpu_threads(&self) -> &JobThreads {
         let parts = &*self.0;
         let start = || JobThreads::start("lmc-gpu-job", GPU_THREADS).ok();

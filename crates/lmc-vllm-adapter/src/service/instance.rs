@@ -1,4 +1,4 @@
-//! A registered worker: what its chunks look like and how their bytes move.
+//! A registered worker: the layout of its chunks, and the way of their bytes.
 
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap};
@@ -23,7 +23,7 @@ use crate::service::register_error::{RegisterError, invalid};
 use crate::service::wider::{self, WiderLayout};
 use crate::service::{ClientId, ServiceConfig};
 
-/// The way a worker's bytes reach the pool.
+/// The way of a worker's bytes to the pool.
 #[derive(Debug)]
 pub(crate) enum Transport {
     /// The worker maps the pool and copies by itself.
@@ -35,20 +35,21 @@ pub(crate) enum Transport {
 /// A registered worker.
 #[derive(Debug)]
 pub(crate) struct Instance {
-    /// The owner of its transfers.
+    /// The owner of the worker's transfers.
     pub(crate) owner: OwnerId,
     pub(crate) client: ClientId,
     pub(crate) model: ModelName,
     pub(crate) world_size: u32,
-    /// Identity that the engine's own client stated; requests of it name the same.
+    /// Identity that the engine's own client stated; its requests name the same.
     pub(crate) identity: Option<IdentityDigest>,
-    /// Tokens of a chunk, where they are not the server's chunk size; requests name the same.
+    /// Tokens of a chunk, if not the server's chunk size; requests name the same.
     pub(crate) unit: Option<u32>,
-    /// Names the layout in keys: the registered one, or its generation where that is opaque.
+    /// Name of the layout in keys: the registered layout, or its generation if the layout is
+    /// opaque.
     pub(crate) fingerprint: LayoutFingerprint,
-    /// Layouts of engines with more ranks, whose chunks can be merged into its own.
+    /// Layouts of engines with more ranks, whose chunks can be merged into this worker's.
     pub(crate) wider: Vec<WiderLayout>,
-    /// Names of the first fields of its registration that this version does not know, to be shown.
+    /// Names of the first fields of the registration that this version does not know, for display.
     pub(crate) unknown_fields: Vec<String>,
     /// Set when the format of its elements is unknown.
     pub(crate) opaque: Option<Opaque>,
@@ -60,34 +61,34 @@ pub(crate) struct Instance {
     /// from K and V that are packed into one plane.
     pub(crate) mla: Option<bool>,
     pub(crate) transport: Transport,
-    /// Stands before copies in its memory.
+    /// Admits copies in the worker's memory.
     pub(crate) gate: Gate,
-    /// KV ranks that it has moved chunks of; one, as engines are.
+    /// KV ranks whose chunks the worker has moved; an engine's worker has one.
     pub(crate) ranks: BTreeSet<u16>,
     pub(crate) registered: Instant,
     pub(crate) last_seen: Instant,
-    /// True once it has sent a sign of life; decides how long its silence is tolerated.
+    /// True once the worker has sent a ping; decides how long its silence is tolerated.
     pub(crate) pinged: bool,
     /// Time at which the worker's connection ended, if it did.
     pub(crate) orphaned: Option<Instant>,
-    /// Spaces of its chunks by tenant and tags, for those of the last requests.
+    /// Spaces of the worker's chunks by tenant and tags, for those of the last requests.
     spaces: RefCell<HashMap<(Salt, Option<TagsId>), InstanceSpaces>>,
 }
 
 /// The spaces of a worker for one tenant and some tags.
 #[derive(Debug, Clone)]
 pub(super) struct InstanceSpaces {
-    /// Space of its chunks.
+    /// Space of the worker's chunks.
     pub(super) own: SpaceId,
-    /// Spaces of chunks that can be merged into them, in the order of [`Instance::wider`].
+    /// Spaces of chunks that can be merged into the worker's, in the order of [`Instance::wider`].
     pub(super) wider: Arc<[SpaceId]>,
 }
 
-/// Tenants and tags of which a worker's spaces are kept.
+/// Most pairs of tenant and tags for which a worker's spaces are kept.
 const MAX_SPACES: usize = 64;
 
 impl Instance {
-    /// A worker that copies by itself.
+    /// Returns a worker that copies by itself.
     pub(crate) fn engine_driven(
         context: &EngineDrivenContext,
         client: ClientId,
@@ -144,8 +145,8 @@ impl Instance {
         })
     }
 
-    /// A worker whose memory the server copies from and to. `user` is the one at the other end of
-    /// its connection.
+    /// Returns a worker whose memory the server copies from and to. `user` is the user at the other
+    /// end of its connection.
     pub(crate) fn server_driven(
         registration: &RegisterKvCache,
         client: ClientId,
@@ -207,7 +208,8 @@ impl Instance {
         })
     }
 
-    /// Returns true if its blocks may change before the server has copied them, so that nothing is stored.
+    /// Returns true if the worker's blocks may change before the server has copied them, so that
+    /// nothing is stored.
     pub(super) fn frees_early(&self) -> bool {
         matches!(&self.transport, Transport::ServerDriven(copies) if copies.frees_early)
     }
@@ -217,7 +219,8 @@ impl Instance {
         self.spaces(context, salt, tags).own
     }
 
-    /// Returns the space of this worker's chunks, and those of chunks that can be merged into them.
+    /// Returns the space of this worker's chunks, and the spaces of chunks that can be merged into
+    /// them.
     pub(super) fn spaces(
         &self,
         context: &Context,
@@ -246,7 +249,7 @@ impl Instance {
         known
     }
 
-    /// Makes known the spaces of chunks that can be merged into those of a space of this worker.
+    /// Registers the spaces of chunks that can be merged into those of a space of this worker.
     pub(super) fn describe_wider(&self, context: &Context, own: &KeySpace) -> Arc<[SpaceId]> {
         let into = own.id();
         let wider = self.wider.iter().map(|wider| {
@@ -259,7 +262,7 @@ impl Instance {
         wider.collect()
     }
 
-    /// Returns all that the space of this worker's chunks is made of.
+    /// Returns the fields of the space of this worker's chunks.
     pub(super) fn key_space(
         &self,
         config: &ServiceConfig,
@@ -279,23 +282,23 @@ impl Instance {
         }
     }
 
-    /// Returns true if requests about it may come on this connection: its own, or any when its own is
-    /// over.
+    /// Returns true if requests about the worker may come on this connection: its own one, or any
+    /// if its own has ended.
     pub(crate) fn belongs_to(&self, client: ClientId) -> bool {
         self.client == client || self.orphaned.is_some()
     }
 
-    /// The worker was heard of, on this connection.
+    /// Notes a request of the worker on this connection.
     pub(crate) fn seen(&mut self, client: ClientId, now: Instant) {
         self.client = client;
         self.last_seen = now;
         self.orphaned = None;
     }
 
-    /// Returns false if nothing in the registration says in which order the bytes of a chunk lie.
+    /// Returns false if nothing in the registration describes the order of a chunk's bytes.
     pub(crate) fn declares_order(&self) -> bool {
         match self.transport {
-            // The own client says so in its record.
+            // lmc's own client describes it in its record.
             Transport::EngineDriven => self.identity.is_some(),
             Transport::ServerDriven(_) => true,
         }
@@ -313,7 +316,8 @@ impl Instance {
         let _ = thread.spawn(move || drop(transport));
     }
 
-    /// The GPU that the server copies on, and the bytes of the worker's memory that are open there.
+    /// Returns the GPU that the server copies on, and the bytes of the worker's memory that are
+    /// open there.
     pub(crate) fn gpu(&self) -> Option<(&Gpu, u64)> {
         let Transport::ServerDriven(copies) = &self.transport else {
             return None;
@@ -325,7 +329,7 @@ impl Instance {
         ))
     }
 
-    /// `engine_driven` or `lmcache_driven`, as the client's setting calls them.
+    /// Returns `engine_driven` or `lmcache_driven`, as the client's setting calls them.
     pub(crate) fn mode(&self) -> &'static str {
         match self.transport {
             Transport::EngineDriven => "engine_driven",
@@ -344,7 +348,7 @@ fn kv_order(kv_layout: Option<&str>) -> Result<KvOrder, RegisterError> {
     }
 }
 
-/// Bytes of the names of fields that this version does not know, at most, each name counted once.
+/// Most bytes of the names of fields that this version does not know, each name counted once.
 const MAX_UNKNOWN_NAMES: usize = 4096;
 /// Number of such names that are shown.
 const SHOWN_NAMES: usize = 8;

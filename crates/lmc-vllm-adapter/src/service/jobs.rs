@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::protocol::Reply;
 use crate::service::ClientId;
 
-/// Retrieves that go before a store that waits.
+/// Retrieves that may overtake a waiting store.
 const RETRIEVES_PER_STORE: u32 = 4;
 
 /// Threads and priority of a job.
@@ -52,8 +52,9 @@ type Work = Box<dyn FnOnce() + Send>;
 /// Threads `{name}-{i}` that run jobs.
 ///
 /// Each connection has a queue of retrieves and one of stores. Connections are served in turn, and
-/// retrieves before stores, except that a store that waits goes after four retrieves. The threads
-/// end when the last handle goes. The queues are bounded by what connections may have in flight.
+/// retrieves before stores, except that a waiting store goes after four retrieves. The threads end
+/// when the last handle is dropped. The queues are bounded by the requests that connections may
+/// have in flight.
 #[derive(Debug)]
 pub(crate) struct JobThreads {
     queue: Arc<Queue>,
@@ -90,10 +91,10 @@ impl JobThreads {
         self.queue.arrived.notify_one();
     }
 
-    /// Drops what waits for a connection that has ended.
+    /// Drops the jobs that wait for a connection that has ended.
     pub(crate) fn forget(&self, client: ClientId) {
         let dropped = self.queue.waiting.lock().forget(client);
-        // The leases in it go back here, where nothing is locked.
+        // The leases of the jobs are released here, where nothing is locked.
         drop(dropped);
     }
 }

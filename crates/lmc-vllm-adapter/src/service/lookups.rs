@@ -1,4 +1,4 @@
-//! Lookups: the requests of engines from their first question to their end.
+//! Lookups: the requests of engines from the first lookup to the end of their sessions.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,17 +27,17 @@ use crate::service::usage::Usage;
 /// Requests that are visited under one lock of the sessions.
 const SESSIONS_AT_A_TIME: usize = 512;
 
-/// Keys of one lookup, of all its ranks: those of 64 ranks and a million tokens.
+/// Keys of one lookup, over all its ranks: enough for 64 ranks and a million tokens.
 const MAX_KEYS: usize = 1 << 18;
 
-/// Time for which a lookup waits for a tail at most: its engine stores it when the request ends, and
-/// computing it takes little longer.
+/// Longest wait of a lookup for a tail: its engine stores it when the request ends, and computing
+/// it takes little longer.
 const TAIL_WAIT: Duration = Duration::from_millis(50);
 
-/// Ranks whose leases are given back under one lock of the state.
+/// Ranks whose leases are released under one lock of the sessions.
 const HOLDS_AT_A_TIME: usize = 256;
 
-/// A lookup whose chunks are being promoted: what is needed to answer it.
+/// A lookup whose chunks are being promoted, with everything that its answer needs.
 struct Promoting {
     request_id: String,
     number: u64,
@@ -46,11 +46,11 @@ struct Promoting {
     /// First chunk of the range that was looked up.
     first: usize,
     readers: u32,
-    /// Tokens of a chunk, where they are not the server's chunk size.
+    /// Tokens of a chunk, if not the server's chunk size.
     unit: Option<u32>,
     /// True if the lookup may wait for a peer to compute chunks.
     waits: bool,
-    /// The chunks of the range, for the event of those that are promoted; none without
+    /// Chunks of the range, for the event that announces the promoted ones; empty without
     /// subscribers.
     chunks: Vec<StoredChunk>,
     push: Option<PushOfLookup>,
@@ -60,7 +60,7 @@ struct Promoting {
     usage: Option<Arc<Usage>>,
 }
 
-/// The chunks of a lookup, for the peer that they are pushed to as far as they are found.
+/// The chunks of a lookup, for the peer that receives those of them that are found.
 struct PushOfLookup {
     to: String,
     /// Hashes of the range that is looked up, and of the chunk before it.
@@ -105,7 +105,7 @@ impl Drop for PromotingGauge {
     }
 }
 
-/// The requests under way, and what their lookups hold.
+/// The requests under way, and the chunks that their lookups hold.
 #[derive(Debug)]
 pub(super) struct Lookups {
     context: Arc<Context>,
@@ -139,13 +139,14 @@ impl Lookups {
     ) -> Reply {
         let reply = self.look_up(client, key, now);
         if let (Reply::Error(_), Some(notices)) = (&reply, self.notices_of(key)) {
-            // Its engine computes it without the cache.
+            // The engine computes the prompt without the cache.
             notices.refuse_request(key, prefill_of(key));
         }
         reply
     }
 
-    /// Returns what watches a request; none where nothing does, and for a request's second lookup.
+    /// Returns the watch of a request; `None` where nothing watches it, and for a request's second
+    /// lookup.
     fn notices_of(&self, key: &CacheKey) -> Option<&Arc<Notices>> {
         let notices = self.context.notices.as_ref();
         notices.filter(|_| !is_second_lookup(&key.request_id))
@@ -180,10 +181,10 @@ impl Lookups {
             let is_known = sessions.of(client, &key.request_id).is_some();
             let full = !is_known && self.has_too_many_sessions(&sessions, client);
             if full || self.holds_too_much(owner) {
-                // Unanswered would be worse: the request computes what it could have had.
+                // An unanswered lookup would be worse: the request now computes everything.
                 add(&counters.over_limit, 1);
                 if let Some(id) = prefill_of(key) {
-                    // No request waits for what may never be noted as ended.
+                    // No request waits for a prefill whose end may never be noted.
                     sessions.end_unbegun_prefill(&id, now);
                 }
                 let before = sessions.end(client, &key.request_id);
@@ -226,7 +227,7 @@ impl Lookups {
         let chunk_size = context.config.hasher.chunk_size();
         let parts = Parts::of(chunk_size, key.unit.unwrap_or(chunk_size));
         let wait = match is_known {
-            // After a preemption it has tokens of its own, which no other engine computes.
+            // After a preemption the request has tokens of its own, which no other engine computes.
             true => None,
             false => self.wait_for(&sources, key),
         };
@@ -249,7 +250,7 @@ impl Lookups {
             Some(_) => request.without_demand(),
         };
         let request = self.with_merges(request, &candidates, key);
-        // Of the lookup, and of the chunks that are merged.
+        // Rounds of the lookup, and of the chunks that are merged.
         let rounds = 2 + 4 * request.merges() as u32;
         let lookup = engine.lookup(request);
         let clears = lookup.clears();
@@ -274,7 +275,7 @@ impl Lookups {
                 let lookup = Lookup::known(number, hits, holds, expires);
                 (lookup.with_runs(runs), None)
             }
-            // No engine waits longer for a tier, whatever became of it.
+            // The engine waits no longer for a tier, whatever the tier does.
             Err(lookup) => {
                 // After a wait there is one more round of questions and reads.
                 let wait = wait.map_or(Duration::ZERO, |wait| wait + Duration::from_secs(1));
@@ -296,10 +297,11 @@ impl Lookups {
         let before = session.set_lookup(known, clears);
         drop(sessions);
         if let Some(notice) = notice {
-            // It has begun meanwhile.
+            // The session has begun meanwhile.
             notice.cancel();
         }
-        // Leases of an earlier lookup of the request go back without the sessions being locked.
+        // Leases of an earlier lookup of the request are released without the sessions being
+        // locked.
         if let Some(before) = before {
             before.end();
         }
@@ -326,9 +328,9 @@ impl Lookups {
         Reply::None
     }
 
-    /// Names for a lookup the ranks of engines with more ranks whose chunks can be merged: first of engines
-    /// that the request's sources have, then of engines that another peer has or whose chunks are in DRAM.
-    /// Nothing is named where workers of the engine differ in layout.
+    /// Adds to a lookup the ranks of engines with more ranks whose chunks can be merged: first of
+    /// engines that the request's sources have, then of engines that another peer has or whose
+    /// chunks are in DRAM. Adds none where workers of the engine differ in layout.
     fn with_merges(
         &self,
         request: LookupRequest,
@@ -380,7 +382,7 @@ impl Lookups {
         };
         let merges = there.iter().filter_map(of_engine).collect();
         let request = request.with_merges(merges);
-        // Else the sources compute what this engine would.
+        // Otherwise the sources compute the same as this engine.
         let (own, merged) = of_sources.split_last().expect("its own is the last");
         match !own && merged.contains(&true) {
             true => request.waiting_for_merge(),
@@ -388,8 +390,8 @@ impl Lookups {
         }
     }
 
-    /// Returns the time for which a lookup may wait for the peers that its request names; none where it
-    /// asks for none, and where too many wait.
+    /// Returns the time for which a lookup may wait for the peers that its request names; `None` if
+    /// it asks for no wait, or if too many lookups wait.
     fn wait_for(&self, sources: &[String], key: &CacheKey) -> Option<Duration> {
         let config = &self.context.config;
         let most = match key.unit {
@@ -416,16 +418,16 @@ impl Lookups {
         sessions.len() >= max || sessions.len_of(client) >= max - max / 4
     }
 
-    /// Returns true if a connection may hold no more chunks: all together hold as many as they may, or half
-    /// of that, and this one a quarter.
+    /// Returns true if a connection may hold no more chunks: all connections together hold the
+    /// maximum, or half of it while this one holds a quarter.
     fn holds_too_much(&self, owner: OwnerId) -> bool {
         let (max, engine) = (self.context.config.max_lookup_leases, &self.context.engine);
         let held = engine.leases();
         held >= max || (held >= max / 2 && engine.leases_of(owner) >= max / 4)
     }
 
-    /// Returns the chunks of a range for the event that they are in DRAM; none without subscribers, who
-    /// know only chunks of the server's size.
+    /// Returns the chunks of a range for the event that they are in DRAM. Empty without
+    /// subscribers, and for chunks of another size, which subscribers do not know.
     fn announcements(&self, key: &CacheKey, hashed: &Hashed) -> Vec<StoredChunk> {
         if !self.context.events.enabled() || key.unit.is_some() {
             return Vec::new();
@@ -443,8 +445,9 @@ impl Lookups {
             .collect()
     }
 
-    /// Counts what a lookup found, and tells subscribers which of it is in DRAM again; none of before a
-    /// clear. Chunks of another size than the server's are counted apart and not announced.
+    /// Counts the chunks that a lookup found, and announces those that are in DRAM again to
+    /// subscribers, except chunks from before a clear. Chunks of another size than the server's are
+    /// counted apart and not announced.
     fn note_found(
         &self,
         found: &Found,
@@ -489,8 +492,8 @@ impl Lookups {
         }
     }
 
-    /// Waits for a lookup's promotion in a task, which ends with the request's lookup, and then
-    /// answers it.
+    /// Waits for a lookup's promotion in a task, and then answers the lookup. The task ends with
+    /// the request's lookup.
     fn finish_when_promoted(self: &Arc<Self>, lookup: lmc_engine::Lookup, promoting: Promoting) {
         let gauge = PromotingGauge::new(self, promoting.waits);
         let (request_id, number) = (promoting.request_id.clone(), promoting.number);
@@ -541,7 +544,7 @@ impl Lookups {
                 None => Err(holds),
             }
         };
-        // The leases of a request that is over go back here, where nothing is locked.
+        // Leases of a request that is over are released here, where nothing is locked.
         for waiter in waiting.unwrap_or_default() {
             let reply = self.answer(waiter.with_tiers, hits, &runs);
             waiter.tell(reply);
@@ -581,8 +584,8 @@ impl Lookups {
         }
     }
 
-    /// Tells the answer to a lookup whose chunks are on their way, as soon as there is one or
-    /// the time is over.
+    /// Passes the answer of a lookup whose chunks are being promoted to `tell`, as soon as there is
+    /// one or the timeout has passed.
     pub(crate) fn wait(&self, wait: &Wait, tell: Box<dyn FnOnce(Reply) + Send>) {
         let waiter = Waiter::new(wait, tell);
         let waits = {
@@ -601,8 +604,8 @@ impl Lookups {
         }
     }
 
-    /// Leading chunks found; 0 for a request that never looked up, none while chunks are on
-    /// their way up.
+    /// Returns the leading chunks that were found: 0 for a request that never looked up,
+    /// [`Reply::None`] while chunks are being promoted.
     pub(super) fn prefetch_status(
         &self,
         client: ClientId,
@@ -629,11 +632,11 @@ impl Lookups {
         now: Instant,
     ) -> Reply {
         let chunk = self.context.tokens_per_chunk(key);
-        // A partial chunk at the start goes with its whole chunk, one at the end stays.
+        // A partial chunk at the start is released with its whole chunk; one at the end is kept.
         let chunks = (key.start / chunk) as usize..(key.end / chunk) as usize;
         let kv_rank = key.worker_id.map(|rank| rank as u16);
         let readers = key.num_kv_readers.max(1);
-        // A lookup may hold thousands of ranks: others are served in between.
+        // A lookup may hold thousands of ranks: other requests are served in between.
         for first in (0..).step_by(HOLDS_AT_A_TIME) {
             let mut sessions = self.sessions.lock();
             let session = sessions.of(client, &key.request_id);
@@ -641,7 +644,7 @@ impl Lookups {
                 session.last_used = now;
                 session.free(first, HOLDS_AT_A_TIME, kv_rank, &chunks, readers)
             });
-            // The leases go back here, without the sessions being locked.
+            // The leases are released here, without the sessions being locked.
             drop(sessions);
             if released.is_none() {
                 break;
@@ -652,7 +655,7 @@ impl Lookups {
 
     pub(super) fn end_session(&self, client: ClientId, request_id: &str) -> Reply {
         let session = self.sessions.lock().end(client, request_id);
-        // The leases go back here, without the sessions being locked.
+        // The leases are released here, without the sessions being locked.
         if let Some(session) = session {
             session.end();
         }
@@ -677,21 +680,21 @@ impl Lookups {
             session.last_used = now;
         }
         let scheduler = match named {
-            // Of several requests under one name that of the worker's own connection is meant,
-            // where the worker is the scheduler too; else it is not known which.
+            // Of several requests with one id, the one on the worker's own connection is meant, if
+            // the worker is the scheduler too; otherwise the request is not known.
             [_, _, ..] => named.iter().find(|session| session.client == client),
             _ => named.first(),
         };
         if let Some(scheduler) = scheduler {
             bind(scheduler.client);
         }
-        // A session that ended in silence was used one lifetime before.
+        // A session that expired was used one lifetime before.
         let remembered = 2 * self.context.config.session_ttl;
         let then = now.checked_sub(remembered).unwrap_or(self.context.started);
         sessions.followed(client, request_id, then)
     }
 
-    /// One worker is done with a range that its request's lookup held for it.
+    /// Notes that one worker is done with a range that its request's lookup held for it.
     pub(super) fn reader_done(
         &self,
         client: ClientId,
@@ -703,13 +706,13 @@ impl Lookups {
         let mut sessions = self.sessions.lock();
         let session = sessions.of_worker(client, request_id);
         let released = session.map(|session| session.reader_done(space, kv_rank, chunks));
-        // The leases go back here, without the sessions being locked.
+        // The leases are released here, without the sessions being locked.
         drop(sessions);
         drop(released);
     }
 
-    /// As [`Self::reader_done`], for a worker that has retrieved the range. Counts its tokens, once for
-    /// all workers of an engine. A request that is not known is counted at its first rank.
+    /// As [`Self::reader_done`], for a worker that has retrieved the range. Counts its tokens, once
+    /// for all workers of an engine. An unknown request is counted at its first rank.
     pub(super) fn retrieved(
         &self,
         client: ClientId,
@@ -745,7 +748,7 @@ impl Lookups {
         }
     }
 
-    /// Ends the requests of a connection, a share at a time: others are served in between.
+    /// Ends the requests of a connection, some at a time: other requests are served in between.
     pub(super) fn end_of(&self, client: ClientId) {
         let requests = self.sessions.lock().take_names(client);
         for requests in requests.chunks(SESSIONS_AT_A_TIME) {
@@ -753,13 +756,13 @@ impl Lookups {
             let end = |request: &Arc<str>| sessions.end(client, request);
             let ended: Vec<Session> = requests.iter().filter_map(end).collect();
             drop(sessions);
-            // Their leases go back here, where nothing is locked.
+            // Their leases are released here, where nothing is locked.
             ended.into_iter().for_each(Session::end);
         }
     }
 
-    /// Ends lookups, waits and requests whose time is over, a share at a time: others are served
-    /// in between.
+    /// Ends lookups, waits and requests that have expired, some at a time: other requests are
+    /// served in between.
     pub(super) fn sweep(&self, now: Instant) {
         let context = &self.context;
         let counters = context.counters();
@@ -784,7 +787,7 @@ impl Lookups {
             drop(sessions);
             add(&counters.sessions_expired, ended.len() as u64);
             add(&counters.lookup_leases_expired, expired_leases as u64);
-            // Leases go back and waiters are answered here, where nothing is locked.
+            // Leases are released and waiters are answered here, where nothing is locked.
             ended.into_iter().for_each(Session::end);
             expired.into_iter().for_each(Lookup::end);
             timed_out
@@ -813,19 +816,20 @@ impl Lookups {
     }
 }
 
-/// Returns true if a request looks up what follows its whole chunks.
+/// Returns true if a request looks up the tail after its whole chunks.
 fn is_second_lookup(request_id: &str) -> bool {
     request_id.ends_with(TAIL_LOOKUP)
 }
 
-/// Returns the id under which other servers may wait for a request: one that waits itself has none.
+/// Returns the id under which other servers may wait for a request; `None` for a request that waits
+/// itself.
 fn prefill_of(key: &CacheKey) -> Option<Arc<str>> {
     let configs = &key.configs;
     let is_prefill = !configs.awaited.is_empty() && configs.wait.is_zero();
     is_prefill.then(|| configs.awaited.as_str().into())
 }
 
-/// Returns the tiers that chunks came from; none where all were in DRAM.
+/// Returns the tiers that chunks came from; empty if all were in DRAM.
 fn runs(found: &Found) -> Vec<TierRun> {
     match found.was_read() {
         true => found.runs(),
@@ -833,7 +837,8 @@ fn runs(found: &Found) -> Vec<TierRun> {
     }
 }
 
-/// Returns what the request's session holds of the chunks found: each rank's for `readers` workers.
+/// Returns the chunks found that the request's session holds: those of each rank for `readers`
+/// workers.
 fn rank_holds(found: Found, first: usize, readers: u32) -> Vec<RankHold> {
     if found.hits == 0 {
         return Vec::new();
@@ -845,10 +850,11 @@ fn rank_holds(found: Found, first: usize, readers: u32) -> Vec<RankHold> {
     found.ranks.into_iter().map(hold).collect()
 }
 
-/// Returns the spaces and KV ranks that a lookup asks for: each rank in the layouts of those that may be
-/// of that rank.
+/// Returns the spaces and KV ranks that a lookup asks for: each rank in the layouts of the workers
+/// that may have that rank.
 fn asked_ranks(candidates: &[Candidate], world_size: u16) -> Vec<Rank> {
-    // A layout that has every rank is an engine by itself; the others are stages.
+    // A layout that has every rank belongs to a whole engine; other layouts belong to pipeline
+    // stages.
     let is_whole = |ranks: &RankSet| ranks.len() == usize::from(world_size);
     let mut known = RankSet::default();
     for candidate in candidates {
@@ -862,7 +868,7 @@ fn asked_ranks(candidates: &[Candidate], world_size: u16) -> Vec<Rank> {
             kv_rank,
             chunk_bytes: Some(candidate.chunk_bytes),
         };
-        // Ranks that no stage is known to be of may be of any of them.
+        // A rank that no stage is known to have may be a rank of any of them.
         let of_layout =
             |rank: &u16| candidate.unknown_rank || candidate.ranks.has(*rank) || !known.has(*rank);
         let asked = (0..world_size).filter(of_layout);

@@ -14,9 +14,9 @@ use crate::service::stats::{ServiceCounters, add};
 use crate::service::throttle::Throttle;
 use crate::service::usage::Usage;
 
-/// Time from which on a lookup is slow.
+/// Time after which a lookup is slow.
 const SLOW: Duration = Duration::from_millis(100);
-/// Characters of a name from outside that a line of the log shows.
+/// Most characters of a name from outside in a log line.
 const SHOWN: usize = 128;
 
 /// Reason of a miss, as counters and the log name it.
@@ -53,7 +53,7 @@ impl Reason {
     }
 }
 
-/// Everything that is known of a miss.
+/// Everything that is known about a miss.
 #[derive(Debug)]
 struct MissDetail {
     reason: Reason,
@@ -78,23 +78,23 @@ impl From<Miss> for MissDetail {
     }
 }
 
-/// A range of a prompt that is looked up: what its misses are counted and logged by.
+/// The range of a prompt that is looked up, with the fields for counting and logging its misses.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LookupRange {
     /// First chunk of the range.
     first: usize,
     /// Chunks of the range.
     chunks: usize,
-    /// Chunks of the range that are looked up: fewer where it has more than a lookup may have.
+    /// Chunks of the range that are looked up: fewer if the range exceeds the limit of a lookup.
     looked_up: usize,
-    /// Tokens after the last whole chunk, which no chunk of a stock connector holds.
+    /// Tokens after the last whole chunk, which the stock connector cannot store.
     tail: u64,
     /// True if a worker of the model is registered.
     is_registered: bool,
     /// Parent of the request's spans.
     parent: Option<TraceParent>,
     begun: Instant,
-    /// Time from which on the lookup is slow.
+    /// Time after which the lookup is slow.
     slow_after: Duration,
 }
 
@@ -102,7 +102,7 @@ pub(super) struct LookupRange {
 #[derive(Debug)]
 pub(super) struct LookupNote {
     asked: LookupRange,
-    /// Chunks that were found, and those of them that were in DRAM.
+    /// Chunks that were found; `resident` counts those that were in DRAM.
     hits: usize,
     resident: usize,
     why: Option<MissDetail>,
@@ -110,13 +110,13 @@ pub(super) struct LookupNote {
 }
 
 impl LookupNote {
-    /// Returns the number of lines that were suppressed before the one of this lookup; `None` where it has
-    /// no line. `now` is as for [`Throttle::pass`].
+    /// Returns the number of lines that were suppressed before the line of this lookup; `None` if
+    /// it gets no line. `now` is as for [`Throttle::pass`].
     fn pass(&self, log: RequestLog, slow: &Throttle, now: Duration) -> Option<u64> {
         let is_slow = self.took >= self.asked.slow_after;
         match log {
             RequestLog::All => Some(0),
-            // Many requests are slow at once where a tier is.
+            // When a tier is slow, many requests are slow at once.
             RequestLog::Slow if is_slow => slow.pass(now),
             RequestLog::Slow | RequestLog::Off => None,
         }
@@ -180,7 +180,7 @@ impl Context {
         }
     }
 
-    /// Counts what a lookup has missed by its reason. [`Self::report_lookup`] belongs after the reply.
+    /// Counts the misses of a lookup by their reason. Call [`Self::report_lookup`] after the reply.
     pub(super) fn count_misses(
         &self,
         asked: LookupRange,
@@ -195,8 +195,8 @@ impl Context {
         self.count_end(asked, (found.hits, found.resident), why)
     }
 
-    /// As [`Self::count_misses`], for a lookup that is not made because its connection has or holds as much
-    /// as it may.
+    /// As [`Self::count_misses`], for a lookup that is not made because its connection is at a
+    /// limit.
     pub(super) fn count_refused(&self, asked: LookupRange, usage: Option<&Usage>) -> LookupNote {
         self.count_asked(asked, usage);
         let why = MissDetail::from(Miss::certain(MissReason::Limit));
@@ -226,7 +226,7 @@ impl Context {
         chunks as u64 * u64::from(self.config.hasher.chunk_size())
     }
 
-    /// Notes the span of a lookup, and logs the request, where either is to be.
+    /// Adds the span of a lookup, and logs the request, where these are on.
     pub(super) fn report_lookup(&self, request: &str, model: &str, note: &LookupNote) {
         let (asked, why) = (&note.asked, note.why.as_ref());
         self.add_span((request, model), asked.parent, note.took, || Step::Lookup {
@@ -281,20 +281,20 @@ impl Context {
         if let Some(why) = self.other_space(missing) {
             return why;
         }
-        // A chunk of another chunk size, hash or identity has a name that no prompt has now.
+        // A chunk of another chunk size, hash or identity has a name that no present prompt has.
         match asked.first + found.hits == 0 && self.engine.has_unreachable() {
             true => MissDetail::new(Reason::OtherSettings, false),
             false => miss.into(),
         }
     }
 
-    /// Returns what is known of a chunk that was stored in another space: that is certain while it is in
-    /// DRAM there. A chunk of another generation counts as removed.
+    /// Returns the reason for a chunk that was stored in another space. The reason is certain while
+    /// the chunk is in DRAM there. A chunk of another generation counts as removed.
     fn other_space(&self, missing: &Missing) -> Option<MissDetail> {
         let space = missing.rank.space;
         let other = self.spaces.other_space(space, &missing.hash)?;
         if other.is_generation {
-            // They go with the last worker of their generation.
+            // Chunks are removed with the last worker of their generation.
             return Some(Miss::probable(MissReason::Removed).into());
         }
         let differs = other.differs;
@@ -323,8 +323,8 @@ impl Context {
     }
 }
 
-/// Returns the end of the tokens that a request asks for. LMCache cuts the end of a prompt down to whole
-/// chunks and sends the tokens of the whole prompt.
+/// Returns the end of the tokens that a request asks for. LMCache cuts the end of the range down to
+/// whole chunks, and sends the tokens of the whole prompt.
 fn tail_end(key: &CacheKey, chunk: u64) -> u64 {
     let tokens = key.token_ids.len() as u64;
     let is_whole_prompt = key.end >= tokens / chunk * chunk;

@@ -1,6 +1,6 @@
 //! The operations: registrations, sessions, transfers, and the engine behind them.
 //!
-//! Nothing here knows an encoding or a socket, and time comes in as an argument.
+//! Nothing here knows an encoding or a socket, and the time is an argument.
 
 mod config;
 mod connections;
@@ -57,15 +57,15 @@ pub use status::{
 pub(crate) use throttle::Throttle;
 pub use usage::UsageStatus;
 
-/// A connection, for as long as the process runs.
+/// A connection of a client. Its number is never used again while the process runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ClientId(u64);
 
 impl ClientId {
-    /// Stands for this server, where work is for no connection.
+    /// Stands for this server itself, for work of no connection.
     pub(crate) const SERVER: Self = Self(u64::MAX);
 
-    /// The owner of the connections gives the numbers.
+    /// Returns the connection with this number, which the owner of the connections assigns.
     pub fn new(number: u64) -> Self {
         Self(number)
     }
@@ -79,14 +79,14 @@ impl fmt::Display for ClientId {
 
 /// Result of starting a request.
 pub(crate) enum Outcome {
-    /// Answer this.
+    /// A reply to send.
     Reply(crate::protocol::Reply),
-    /// Run this where copying does not hold up others, and answer what it returns.
+    /// A job to run where copying does not hold up other requests; its result is the reply.
     Job(Job),
-    /// Answer when the lookup that it names is over, see [`Service::wait`].
+    /// A reply that follows when the lookup is over, see [`Service::wait`].
     Wait(session::Wait),
-    /// Answer with nothing when no copy is under way there any more.
+    /// An empty reply that follows when no copy is under way there any more.
     WhenIdle(Entrance),
-    /// Answer with a batch whenever there is one and the reader is ready.
+    /// A stream: a batch follows whenever there is one and the reader is ready.
     Stream(Subscription),
 }

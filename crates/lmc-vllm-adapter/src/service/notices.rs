@@ -1,7 +1,7 @@
 //! Notices: the end of the stores of a request, for proxies that wait for it.
 //!
-//! A request is watched from its first lookup on, which names its chunks. It is stored once each of its
-//! ranks has had all of them in DRAM, and has failed once its session has ended without that.
+//! A request is watched from its first lookup, which names its chunks. It counts as stored once
+//! each of its ranks has had all of them in DRAM, and as failed if its session ends without that.
 
 use std::collections::HashMap;
 use std::mem;
@@ -18,17 +18,17 @@ use crate::protocol::CacheKey;
 use crate::service::ClientId;
 use crate::service::prefills::LATE_STORES;
 
-/// Chunks of all watched requests, each counted for each rank, at most; they take about 60 MB.
+/// Maximum chunks of all watched requests, each counted for each rank; they take about 60 MB.
 pub(super) const MAX_KEYS: usize = 1 << 18;
 /// Keys that the engine is asked about at a time.
 const KEYS_AT_A_TIME: usize = 1024;
-/// Arrivals that are kept between two looks, at most; then all chunks are looked at.
+/// Maximum arrivals that are kept between two looks; beyond that all chunks are looked at.
 pub(super) const MAX_ARRIVALS: usize = 1 << 14;
-/// Notices of requests that are not watched, at most, between two looks.
+/// Maximum notices of unwatched requests between two looks.
 const MAX_REFUSED: usize = 4096;
-/// Time for which a store that has begun may go on after its request has ended.
+/// Time for which a store may go on after its request has ended.
 const LONGEST_COPY: Duration = Duration::from_secs(10);
-/// Time between two looks at such a store.
+/// Time between two looks at a request whose stores may still go on.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// Longest time between two looks at watched requests: a clear wakes nothing.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -39,15 +39,15 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 pub struct Notice {
     /// Id of the request, as the engine sends it.
     pub request_id: String,
-    /// Id that a proxy gave the request, for which the decode engine's one may wait (`lmcache.pd.id`).
-    /// Empty without one.
+    /// Id that a proxy gave the request (`lmcache.pd.id`); the decode engine's request may wait for
+    /// it. Empty without one.
     pub pd_id: String,
     /// Model name as the engine gives it.
     pub model_name: String,
     /// Number of ranks that each chunk's KV cache is split over.
     pub world_size: u32,
-    /// True if every rank has had every whole chunk of the prompt in DRAM. False if the request has ended
-    /// without that.
+    /// True if every rank has had every whole chunk of the prompt in DRAM. False if the request
+    /// ended without that.
     pub is_stored: bool,
 }
 
@@ -78,7 +78,8 @@ struct Watched {
     clears: ClearsId,
     hashes: Vec<ChunkHash>,
     ranks: Vec<RankProgress>,
-    /// Time from which its engine begins no more stores for it; none while it is under way.
+    /// Time from which the request's engine begins no more stores; `None` while the request is
+    /// under way.
     over_at: Option<Instant>,
 }
 
@@ -97,8 +98,8 @@ impl Watched {
         })
     }
 
-    /// Returns true if nothing more is stored for it. `has_stores` says whether the server still carries out
-    /// stores of a request.
+    /// Returns true if nothing more is stored for the request. `has_stores` returns whether the
+    /// server still carries out stores of a request.
     fn is_over(
         &self,
         has_stores: impl Fn(&str) -> bool,
@@ -120,7 +121,7 @@ impl Watched {
     }
 }
 
-/// The watched requests, and what they wait for.
+/// The watched requests, and the chunks that they lack.
 #[derive(Debug, Default)]
 struct Table {
     watched: HashMap<u64, Watched>,
@@ -141,7 +142,7 @@ impl Table {
             let there = each_in_dram(engine, request.clears, &keys);
             for (key, _) in keys.iter().zip(there).filter(|(_, there)| !there) {
                 let lacking = self.lacking.entry(*key).or_default();
-                // A client may name one twice.
+                // A client may name one chunk twice.
                 if lacking.last() != Some(&(number, index)) {
                     lacking.push((number, index));
                     progress.missing += 1;
@@ -151,14 +152,14 @@ impl Table {
         self.watched.insert(number, request);
     }
 
-    /// Notes that a chunk has come to DRAM.
+    /// Notes that a chunk has arrived in DRAM.
     fn arrived(&mut self, key: &ChunkKey, now: Instant) {
         for (number, index) in self.lacking.remove(key).unwrap_or_default() {
             let Some(request) = self.watched.get_mut(&number) else {
                 continue;
             };
             request.ranks[index].missing -= 1;
-            // Its engine may not have stored the next one yet.
+            // The engine may not have stored the next chunk yet.
             request.over_at = request.over_at.map(|at| at.max(now + LATE_STORES));
         }
     }
@@ -182,7 +183,7 @@ impl Table {
         Some(request)
     }
 
-    /// Finds the chunks that are there although their arrival was not kept.
+    /// Finds chunks in DRAM whose arrival was not kept.
     fn look_at_all(&mut self, engine: &CacheEngine, now: Instant) {
         let keys: Vec<ChunkKey> = self.lacking.keys().copied().collect();
         let there = each_in_dram(engine, engine.clears_id(), &keys);
@@ -191,7 +192,7 @@ impl Table {
     }
 }
 
-/// Returns for each chunk whether it is in DRAM. Stores have their turn in between.
+/// Returns for each chunk whether it is in DRAM. Stores get their turn in between.
 fn each_in_dram(engine: &CacheEngine, clears: ClearsId, keys: &[ChunkKey]) -> Vec<bool> {
     let parts = keys.chunks(KEYS_AT_A_TIME);
     parts
@@ -203,13 +204,13 @@ fn each_in_dram(engine: &CacheEngine, clears: ClearsId, keys: &[ChunkKey]) -> Ve
 #[derive(Debug, Default)]
 struct News {
     begun: Vec<(u64, Watched)>,
-    /// Ends of sessions, each with the time from which nothing more is stored; without one, the request has
-    /// no notice.
+    /// Ends of sessions, each with the time from which nothing more is stored; `None` if the
+    /// request gets no notice.
     ended: Vec<(u64, Option<Instant>)>,
     refused: Vec<Notice>,
-    /// Chunks that have come to DRAM.
+    /// Chunks that have arrived in DRAM.
     arrived: Vec<ChunkKey>,
-    /// True if not all of these were kept.
+    /// True if some arrivals were not kept.
     has_more: bool,
 }
 
@@ -218,9 +219,9 @@ struct News {
 struct Inbox {
     news: News,
     numbers: u64,
-    /// Stores of the server's own that have begun or wait for their turn, by the names of their requests.
+    /// Number of the server's own stores that run or wait, by the ids of their requests.
     stores: HashMap<String, usize>,
-    /// Keys of all watched requests, and of those of each connection.
+    /// Keys of all watched requests, and of the requests of each connection.
     keys: usize,
     by_client: HashMap<ClientId, usize>,
 }
@@ -307,7 +308,7 @@ impl Drop for StoreCount {
 }
 
 impl Notices {
-    /// Counts a store of a request that the server carries out itself, from its arrival on.
+    /// Counts a store of a request that the server carries out itself, from the store's arrival.
     pub(super) fn count_store(self: &Arc<Self>, request_id: &str) -> StoreCount {
         let mut inbox = self.inbox.lock();
         *inbox.stores.entry(request_id.to_owned()).or_default() += 1;
@@ -317,7 +318,7 @@ impl Notices {
         }
     }
 
-    /// Watches a request whose first lookup was made after these clears. Where too much is watched
+    /// Watches a request whose first lookup was made after these clears. If too much is watched
     /// already, the request counts as failed.
     pub(super) fn begin(
         self: &Arc<Self>,
@@ -356,7 +357,7 @@ impl Notices {
         })
     }
 
-    /// Gives a request that is not looked up its notice: it has failed.
+    /// Queues the notice of a request that is not looked up: it has failed.
     pub(super) fn refuse_request(&self, key: &CacheKey, pd_id: Option<Arc<str>>) {
         self.refuse(Notice::of(key, pd_id));
     }
@@ -385,7 +386,8 @@ impl Notices {
         let news = mem::take(&mut self.inbox.lock().news);
         let mut notices = news.refused;
         let mut ended = Vec::new();
-        // Before the requests that have begun since: those find what has stayed.
+        // Arrivals go before the requests that have begun since: a new request finds the chunks
+        // that are still there.
         for key in &news.arrived {
             table.arrived(key, now);
         }
@@ -395,7 +397,7 @@ impl Notices {
         for (number, request) in news.begun {
             let name = (request.client, request.notice.request_id.clone());
             if let Some(before) = table.by_name.insert(name, number) {
-                // It goes on as this one.
+                // The earlier request continues as this one.
                 ended.extend(table.end(before));
             }
             table.begin(number, request, engine);
@@ -435,7 +437,7 @@ impl Notices {
         )
     }
 
-    /// Ends all watches. Returns the notices of these requests: they have failed.
+    /// Ends all watches. Returns the notices of the watched requests, as failed.
     pub(super) fn fail_all(&self) -> Vec<Notice> {
         let mut table = self.table.lock();
         let news = mem::take(&mut self.inbox.lock().news);

@@ -10,7 +10,7 @@ use lmc_memory::DType;
 pub(crate) struct Opaque {
     /// The layout as it was registered, the same in every generation.
     pub(super) layout: LayoutFingerprint,
-    /// True if several workers of one engine may serve one KV rank: a layout of one plane may be
+    /// True if several workers of one engine may serve one KV rank. A layout of one plane may be
     /// MLA, whose KV cache is the same on every tensor-parallel rank.
     pub(super) rank_is_shared: bool,
     /// True if the registration of this worker led to a warning.
@@ -18,7 +18,7 @@ pub(crate) struct Opaque {
 }
 
 impl Opaque {
-    /// `None` when all element types have a known format.
+    /// Returns the registration; `None` if all element types have a known format.
     pub(crate) fn of(layout: LayoutFingerprint, dtypes: &[DType], shape: &[u64]) -> Option<Self> {
         dtypes
             .iter()
@@ -40,11 +40,11 @@ impl Opaque {
     }
 }
 
-/// Way in which a worker of an opaque layout got its generation.
+/// The way in which a worker of an opaque layout got its generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Joined {
-    /// The first of its kind.
+    /// The worker is the first of the generation.
     First,
-    /// Others are there, or it was there before.
+    /// Other workers have the generation, or this worker had it before.
     Later,
 }

@@ -19,7 +19,7 @@ pub(crate) struct GroupCopy {
     pub(crate) blocks_per_chunk: u64,
     /// Tokens of one block.
     pub(crate) tokens_per_block: u64,
-    /// First byte of this group in a chunk, and the one after its last.
+    /// Bytes of this group in a chunk.
     pub(crate) range: std::ops::Range<usize>,
 }
 
@@ -29,12 +29,12 @@ pub(crate) struct ServerCopies {
     /// Number of the engine.
     engine: u64,
     pub(crate) groups: Vec<GroupCopy>,
-    /// True if the engine gives blocks away before it knows that they are copied.
+    /// True if the engine frees blocks before it knows that they are copied.
     pub(crate) frees_early: bool,
     counts: Mutex<Option<Counts>>,
 }
 
-/// The numbers that count an engine's work, as far as they were named.
+/// The numbers that count an engine's work, as far as clients have named them.
 #[derive(Debug)]
 struct Counts {
     handle: IpcHandle,
@@ -42,9 +42,9 @@ struct Counts {
     memory: Arc<DeviceMemory>,
 }
 
-/// Returns true for an engine with sliding windows: it frees a block when the window has left it, and
-/// computes others in it, whether or not the server has copied it by then. LMCache's connector, which
-/// asks for these copies, does not wait for them.
+/// Returns true for an engine with sliding windows: it frees a block when the window has left the
+/// block, and computes other tokens in it, whether or not the server has copied it by then.
+/// LMCache's connector, which asks for these copies, does not wait for them.
 fn frees_early(registration: &RegisterKvCache) -> bool {
     registration
         .groups
@@ -62,12 +62,13 @@ impl ServerCopies {
         }
     }
 
-    /// The GPU that the memory lies on.
+    /// Returns the GPU that the memory lies on.
     pub(crate) fn gpu(&self) -> Option<&Arc<Gpu>> {
         self.groups.first().and_then(|copy| copy.paged.gpu())
     }
 
-    /// Waits for a point in the engine's work on its GPU. Returns false soon after `proceed` has.
+    /// Waits for a point in the engine's work on its GPU. Returns false soon after `proceed`
+    /// returns false.
     pub(crate) fn wait_for(
         &self,
         gpu: &Arc<Gpu>,
@@ -117,7 +118,7 @@ impl ServerCopies {
     }
 }
 
-/// Segments of one worker at most; an engine has one for each layer or fewer.
+/// Most segments of one worker; an engine has at most one for each layer.
 const MAX_SEGMENTS: usize = 1024;
 
 /// The memory of one registration, all of one kind.
@@ -127,7 +128,7 @@ pub(super) enum Segments {
 }
 
 impl Segments {
-    /// No segment is open yet. The kind is that of the first tensor.
+    /// Returns an empty set of segments, of the kind of the first tensor.
     pub(super) fn of(
         first: Option<&KvDescriptor>,
         engine: u64,
@@ -186,7 +187,7 @@ impl Segments {
 pub(super) struct GpuSegments {
     gpu: Arc<Gpu>,
     engine: u64,
-    /// None if it is not known.
+    /// `None` if the user is not known.
     user: Option<u32>,
     opened: Vec<Arc<DeviceMemory>>,
 }
@@ -205,8 +206,8 @@ impl GpuSegments {
                 "more than {MAX_SEGMENTS} tensors in one registration"
             )));
         }
-        // Without the counter the engine keeps the memory until its end, which is when it has no use
-        // for it anyway.
+        // Without the counter the engine keeps the memory until it exits, and it keeps its KV cache
+        // that long anyway.
         let counter = match (&tensor.shared_by, self.user) {
             (SharedBy::PyTorch { counter }, Some(user)) => {
                 counter.as_ref().and_then(|(name, number)| {
@@ -214,7 +215,7 @@ impl GpuSegments {
                     StorageCounter::open_for(user, &name, *number).ok()
                 })
             }
-            // Neither its events nor its counters can be opened from a container of its own.
+            // Events and counters of an engine in a container of its own cannot be opened.
             (SharedBy::PyTorch { .. }, None) => return Err(RegisterError::UnknownUser),
             (SharedBy::Driver, _) => None,
         };
@@ -254,8 +255,8 @@ impl HostSegments {
                 "{error}: engine and server must run on one host and share /dev/shm"
             )),
         })?;
-        // Two names may lead to one file where it was renamed in between. Its bytes are then those
-        // of one segment, or copies of two layers could overlap unnoticed.
+        // Two names may lead to one file if it was renamed in between. Its bytes then belong to one
+        // segment; otherwise copies of two layers could overlap unnoticed.
         let is_same = |known: &Arc<MappedSegment>| known.is_same_file(&mapped);
         let number = match self.mapped.iter().position(is_same) {
             Some(known) if self.mapped[known].len() >= mapped.len() => known,

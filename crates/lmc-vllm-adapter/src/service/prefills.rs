@@ -4,17 +4,16 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Ids of ended requests that are remembered, at most.
+/// Most ids of ended requests that are remembered.
 const MAX: usize = 4096;
 /// Time for which the id of an ended request is remembered.
 const REMEMBERED: Duration = Duration::from_secs(120);
-/// Time after the end of a request in which its engine may still begin to store: workers do not end
-/// with it.
+/// Time after the end of a request in which its engine may still begin a store: workers end later.
 pub(super) const LATE_STORES: Duration = Duration::from_millis(500);
 
 #[derive(Debug)]
 struct Prefill {
-    /// Requests under way: a request with several prompts is several of them.
+    /// Requests under way. A request with several prompts counts once for each prompt.
     running: usize,
     /// Time of the last end.
     ended: Instant,
@@ -24,7 +23,7 @@ struct Prefill {
 #[derive(Debug, Default)]
 pub(crate) struct Prefills {
     by_id: HashMap<Arc<str>, Prefill>,
-    /// Ends in their order.
+    /// Ends, in their order.
     ended: VecDeque<(Arc<str>, Instant)>,
 }
 

@@ -9,10 +9,10 @@ use lmc_key::{ChunkHash, SpaceId, TagsId};
 
 use crate::service::ClientId;
 
-/// A transfer of one worker: its range of one request, with what the range holds.
+/// A transfer of one worker: its range of one request, and what identifies the range's contents.
 ///
-/// An engine may use a request's name again, for other tokens, another tenant or other tags, before it
-/// has committed the first; the two must not be taken for one.
+/// An engine may use a request's id again, for other tokens, another tenant or other tags, before
+/// it has committed the first transfer; the two must not be confused.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct TransferKey {
     pub(crate) request_id: String,
@@ -29,15 +29,15 @@ pub(crate) struct TransferKey {
 /// A chunk that a worker is writing.
 #[derive(Debug)]
 pub(crate) struct PendingChunk {
-    /// Position in the range.
+    /// Index in the range.
     pub(crate) index: usize,
     pub(crate) hash: ChunkHash,
     pub(crate) parent: Option<ChunkHash>,
     pub(crate) ticket: StoreTicket,
 }
 
-/// Slots that a worker is copying into or out of. Dropping it gives them back, so it is
-/// dropped only when the worker is known to be done with them.
+/// Slots that a worker is copying into or out of. Dropping it releases them, so it is dropped only
+/// when the worker is known to be done with them.
 #[derive(Debug)]
 pub(crate) enum Pending {
     Store {
@@ -53,14 +53,14 @@ pub(crate) enum Pending {
 }
 
 impl Pending {
-    /// The space that its chunks belong to.
+    /// Returns the space that the transfer's chunks belong to.
     pub(crate) fn space(&self) -> SpaceId {
         match self {
             Self::Store { space, .. } | Self::Retrieve { space, .. } => *space,
         }
     }
 
-    /// Slots that its worker may be copying into or out of.
+    /// Returns the number of slots that the worker may be copying into or out of.
     pub(crate) fn slots(&self) -> usize {
         match self {
             Self::Store { chunks, .. } => chunks.len(),
@@ -72,20 +72,20 @@ impl Pending {
 /// A prepared transfer.
 #[derive(Debug)]
 pub(crate) struct Transfer {
-    /// Connection that prepared it, and that alone may commit it while it is open.
+    /// Connection that prepared the transfer. While it is open, it alone may commit the transfer.
     pub(crate) client: ClientId,
     pub(crate) since: Instant,
     pub(crate) pending: Pending,
-    /// Bytes of the pool that its slots take.
+    /// Bytes of the pool that the transfer's slots take.
     bytes: u64,
-    /// True once the connection has ended: any may commit it.
+    /// True once the connection has ended: then any connection may commit the transfer.
     pub(crate) orphaned: bool,
-    /// True once others may write its chunks.
+    /// True once other workers may write the transfer's chunks.
     shared: bool,
 }
 
 impl Transfer {
-    /// `align` is that of the pool's slots.
+    /// Returns a transfer. `align` is the alignment of the pool's slots.
     pub(crate) fn new(client: ClientId, since: Instant, pending: Pending, align: u64) -> Self {
         let bytes = match &pending {
             Pending::Store { chunks, .. } => chunks
@@ -107,7 +107,7 @@ impl Transfer {
         }
     }
 
-    /// Lets others write its chunks. Returns the marks of the chunks, the first time.
+    /// Lets other workers write its chunks. The first call returns the marks of the chunks.
     #[must_use = "the marks are to be shared where nothing is locked"]
     pub(crate) fn share(&mut self) -> Vec<MarkId> {
         match &self.pending {
@@ -127,12 +127,12 @@ pub(crate) enum Direction {
     Retrieve,
 }
 
-/// Name of a transfer among those of its worker.
+/// Name of a transfer among its worker's transfers.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct TransferId {
     pub(crate) key: TransferKey,
     pub(crate) direction: Direction,
-    /// Zero while a worker can name it, else a number of its own.
+    /// Zero while a worker can name the transfer, else a number of its own.
     detached: u64,
 }
 
@@ -177,7 +177,7 @@ impl Prepared {
         self.by_worker.get(&instance_id)?.get(id)
     }
 
-    /// Keeps a transfer, or gives it back where its worker has one of this name.
+    /// Keeps a transfer, or returns it if its worker has one of this name.
     pub(crate) fn insert(
         &mut self,
         instance_id: u64,
@@ -198,9 +198,9 @@ impl Prepared {
         }
     }
 
-    /// Takes its name off a transfer whose connection has ended, so that its worker can prepare the
-    /// same again on another connection, in other slots: the process behind the first may still be
-    /// copying.
+    /// Removes the name of a transfer whose connection has ended, so that its worker can prepare
+    /// the same transfer again on another connection, in other slots: the process behind the first
+    /// connection may still be copying.
     pub(crate) fn detach_ended(&mut self, instance_id: u64, id: &TransferId) {
         let Some(of_worker) = self.by_worker.get_mut(&instance_id) else {
             return;
@@ -271,7 +271,7 @@ impl Prepared {
         taken
     }
 
-    /// Takes the transfers of a worker that fit.
+    /// Takes the transfers of a worker that match.
     pub(crate) fn take_where(
         &mut self,
         instance_id: u64,

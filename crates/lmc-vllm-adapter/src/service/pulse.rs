@@ -1,18 +1,19 @@
-//! Notices that the process stood still.
+//! Detects that the process stood still.
 
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// Time after it went on in which what had arrived meanwhile is read.
+/// Time, after the process continues, in which requests that arrived meanwhile are read.
 const CATCH_UP: Duration = Duration::from_secs(2);
 
-/// Beats while the process runs. A request that waited in a socket while it did not (stopped by a
-/// signal, a debugger, or for want of CPU) says nothing of its age.
+/// Beats while the process runs. A request that waited in a socket while the process stood still
+/// (stopped by a signal or a debugger, or without CPU) does not show its age.
 #[derive(Debug)]
 pub(super) struct Pulse {
     tolerance: Duration,
-    // One lock: a request beside the first beat after standing still sees all of it or nothing.
+    // One lock: a request that is read during the first beat after a standstill sees all of it or
+    // nothing.
     beats: Mutex<Beats>,
 }
 
@@ -30,7 +31,8 @@ impl Beats {
 }
 
 impl Pulse {
-    /// `tolerance` without a beat is standing still; before the first one nothing is.
+    /// Returns a pulse for which more than `tolerance` without a beat is a standstill; before the
+    /// first beat there is none.
     pub(super) fn new(tolerance: Duration) -> Self {
         Self {
             tolerance,

@@ -7,7 +7,7 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub(crate) enum RegisterError {
-    /// The description cannot be right, or cannot be served here.
+    /// The description is invalid, or cannot be served here.
     #[error("{0}")]
     Invalid(String),
     /// Memory that this server cannot open.
@@ -17,7 +17,8 @@ pub(crate) enum RegisterError {
          lmcache.mp.mp_transfer_mode=engine_driven"
     )]
     Memory(String),
-    /// Memory on a GPU of a user for whom this server opens none: the driver does not say whose it is.
+    /// Memory on a GPU of a user for whom this server opens none: the driver does not name the
+    /// memory's owner.
     #[error(
         "memory on a GPU is opened for this server's own user and for root only, because the CUDA \
          driver does not say whose memory a handle opens: run the server as the engine's user, or \
@@ -30,7 +31,8 @@ pub(crate) enum RegisterError {
          lmcache.mp.mp_transfer_mode=engine_driven"
     )]
     Cuda(#[from] CudaError),
-    /// The user that names the memory is not known, so neither is whether it is theirs.
+    /// The user that names the memory is not known, so the server cannot check that the memory
+    /// belongs to that user.
     #[error(
         "the user of this connection is not known, so this server maps no memory for it: connect \
          over loopback from the server's own network namespace, or use \

@@ -1,4 +1,4 @@
-//! The registered workers: what each stores, in which layout, and on which connection.
+//! The registered workers, with their layouts and connections.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -26,16 +26,17 @@ use crate::service::throttle::Throttle;
 use crate::service::wider::WiderLayout;
 use crate::service::{ClientId, InspectError, Outcome};
 
-/// Layouts of one model above which a lookup finds nothing: each must have the chunk.
+/// Layouts of one model above which a lookup finds nothing: each of them would have to have the
+/// chunk.
 const MAX_LAYOUTS: usize = 64;
 
-/// Time for which memory of a GPU stays open after its worker's connection has ended, at most.
+/// Longest time for which memory of a GPU stays open after its worker's connection has ended.
 const GPU_GRACE: Duration = Duration::from_secs(3);
 
-/// Time for which an unknown worker's sign of life is remembered.
+/// Time for which a ping of an unknown worker is remembered.
 const REFUSED_TTL: Duration = Duration::from_secs(600);
 
-/// The layout of the engine behind a scheduler's connection, as far as its requests showed.
+/// The layout of the engine behind a scheduler's connection, as far as its requests have shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Binding {
     One(LayoutFingerprint),
@@ -43,13 +44,12 @@ pub(crate) enum Binding {
     Several,
 }
 
-/// The workers, and what their requests showed about the schedulers.
+/// The workers, and the layouts that their requests have shown for schedulers.
 #[derive(Debug, Default)]
 pub(crate) struct Workers {
     pub(crate) instances: HashMap<u64, Instance>,
     pub(crate) bindings: HashMap<ClientId, Binding>,
-    /// Workers whose first sign of life after a loss was answered with "no", so that they
-    /// register again.
+    /// Unknown workers whose first ping was answered with "no", so that they register again.
     pub(crate) refused: HashMap<u64, Instant>,
     next_owner: u64,
 }
@@ -61,9 +61,10 @@ impl Workers {
         OwnerId(self.next_owner)
     }
 
-    /// The layouts that workers of this model, identity and tokens per chunk have, each once. One
-    /// whose workers' connections all ended counts only when there is no other: the engine behind it
-    /// is most likely dead, and what it lacked or had says nothing about the living.
+    /// Returns the layouts that workers of this model, identity and tokens per chunk have, each
+    /// once. A layout whose workers have all lost their connections counts only if there is no
+    /// other: the engine behind it is most likely dead, and its chunks say nothing about the living
+    /// engines.
     pub(crate) fn layouts(
         &self,
         model: &str,
@@ -100,13 +101,13 @@ pub(super) struct Registry {
     pub(super) workers: Mutex<Workers>,
     /// Runs clears and removals, one after the other.
     pub(super) clears: Arc<JobThreads>,
-    /// Spaces of layouts whose last worker has gone, until their chunks are removed.
+    /// Spaces of layouts whose last worker has gone, kept until their chunks are removed.
     pub(super) ended_spaces: Arc<Mutex<HashSet<SpaceId>>>,
     /// GPUs that workers have memory on.
     gpus: Gpus,
     /// Limits warnings about refused registrations, which other warnings must not suppress.
     refusals: Throttle,
-    /// True once a warning said that chunks whose order is not known are shared with other hosts.
+    /// True once a warning was logged that chunks of unknown order are shared with other hosts.
     warned_of_order: AtomicBool,
 }
 
@@ -115,7 +116,7 @@ pub(super) struct Candidate {
     pub(super) space: SpaceId,
     pub(super) layout: LayoutFingerprint,
     pub(super) chunk_bytes: u64,
-    /// Ranks that workers of this layout are known to be of.
+    /// Ranks that workers of this layout are known to have.
     pub(super) ranks: RankSet,
     /// True if the rank of a worker of this layout is not known yet.
     pub(super) unknown_rank: bool,
@@ -127,7 +128,7 @@ pub(super) struct Candidate {
 pub(super) struct WiderSpace {
     pub(super) space: SpaceId,
     pub(super) layout: WiderLayout,
-    /// True if workers of this host have that layout.
+    /// True if workers of this host have the layout.
     pub(super) is_registered: bool,
 }
 
@@ -156,8 +157,8 @@ impl Registry {
             && self.connections.takes_descriptors(client)
     }
 
-    /// Returns the size of the pool, whose descriptor goes with the reply. A connection gets one: each
-    /// that it has not read counts against what this process may have under way.
+    /// Returns the size of the pool; the descriptor goes with the reply. A connection gets it once:
+    /// each descriptor that a client has not read counts against the limit of this process.
     pub(super) fn pass_pool(&self, client: ClientId) -> Reply {
         if !self.can_pass_pool(client) {
             return refuse(
@@ -217,7 +218,7 @@ impl Registry {
         Outcome::Job(Job::new(Lane::GpuStore, move || {
             let reply = registry.register_server_driven(client, &registration, now);
             if !registry.connections.is_open(client) {
-                // The end of the connection found no such worker.
+                // When the connection ended, this worker was not registered yet.
                 registry.cut(client, Instant::now());
             }
             reply
@@ -252,7 +253,7 @@ impl Registry {
         reply
     }
 
-    /// Logs a refused registration: without this only the engine's log would show it, which the
+    /// Logs a refused registration. Otherwise only the engine's log would show it, which the
     /// operator of this server may not see.
     pub(super) fn log_refusal(
         &self,
@@ -314,8 +315,8 @@ impl Registry {
         if let Some(known) = workers.instances.get(&instance_id)
             && !known.belongs_to(instance.client)
         {
-            // Two processes may well have one id where it is made of their pids. Copies for
-            // one would land in the other's memory.
+            // Two processes may have one id where ids are made of pids. Copies for one process
+            // would land in the other's memory.
             add(&counters.registrations_refused, 1);
             return refuse(&format!(
                 "another worker is connected under instance_id {instance_id}: \
@@ -323,7 +324,7 @@ impl Registry {
             ));
         }
         if !self.context.config.identity.is_empty() {
-            // The operator answers for the format.
+            // The operator's identity answers for the format.
             instance.opaque = None;
         }
         let joined = match workers.join_generation(instance_id, &mut instance) {
@@ -350,8 +351,8 @@ impl Registry {
         let frees_early = instance.frees_early();
         workers.refused.remove(&instance_id);
         instance.owner = workers.new_owner();
-        // A worker that registers again describes itself again. Transfers that it had prepared
-        // stay as they are: their slots may still be in use.
+        // A worker that registers again describes itself again. The transfers that it had prepared
+        // stay: their slots may still be in use.
         let replaced = workers.instances.insert(instance_id, instance);
         let two_engines = workers.two_engines(instance_id, None);
         let ended = replaced
@@ -449,8 +450,8 @@ impl Registry {
         };
         self.context.events.unsubscribe(instance_id);
         tracing::info!(instance = instance_id, "worker unregistered");
-        // Its transfers stay: the stock worker ends its copies only after this is answered. They
-        // go with its commits, or some time after its connection. The server's own copies end
+        // The worker's transfers stay: the stock worker ends its copies only after this answer.
+        // They end with its commits, or some time after its connection. The server's own copies end
         // before.
         let outcome = match instance.transport {
             Transport::EngineDriven => Outcome::Reply(Reply::None),
@@ -470,19 +471,19 @@ impl Registry {
             if instance.belongs_to(client) {
                 instance.seen(client, now);
                 instance.pinged = true;
-                // One that waited in a socket is answered to a worker that has given up.
+                // A ping that waited in a socket may come from a worker that no longer waits.
                 if self.context.pulse.is_steady(now) {
                     instance.gate.answered(now);
                 }
             }
             return Reply::Bool(true);
         }
-        // A worker that this server does not know (it was restarted) registers again only when
-        // it has seen the server unhealthy and then healthy. So it hears "no" once, then "yes".
+        // A worker that this server does not know (it was restarted) registers again only when it
+        // has seen the server unhealthy and then healthy. So the answer is "no" once, then "yes".
         let refused = &mut workers.refused;
         let full = refused.len() >= self.context.config.max_instances;
         if full && !refused.contains_key(&instance_id) {
-            // Whichever it is hears "no" once more.
+            // The worker that is dropped here gets "no" once more.
             let one = refused.keys().next().copied();
             one.map(|one| refused.remove(&one));
         }
@@ -502,13 +503,13 @@ impl Registry {
         self.workers.lock().instances.is_empty()
     }
 
-    /// The layouts in which a lookup must find a chunk for it to count.
+    /// Returns the layouts in which a lookup must find a chunk for it to count.
     ///
-    /// A scheduler names its model, not its layout. Where workers of one model differ in layout
-    /// and it is not known which of them the scheduler drives, only what all of them have is a
-    /// hit: an engine is never promised what it cannot get. Workers of one engine may differ too
-    /// (stages of a pipeline with more layers and fewer): a rank is asked for in the layouts of
-    /// those that may be of that rank.
+    /// A scheduler names its model, not its layout. If workers of one model differ in layout, and
+    /// it is not known which of them the scheduler drives, only chunks that all of them have are
+    /// hits: an engine is never promised a chunk that it cannot get. Workers of one engine may
+    /// differ too (stages of a pipeline with more layers and fewer): a rank is asked for in the
+    /// layouts of the workers that may have that rank.
     pub(super) fn candidates(
         &self,
         client: ClientId,
@@ -525,7 +526,7 @@ impl Registry {
             layouts.retain(|layout| layout.instance.fingerprint == *bound);
         }
         if layouts.len() > MAX_LAYOUTS {
-            // No chunk is in that number of layouts.
+            // No chunk is in more than [`MAX_LAYOUTS`] layouts.
             return Vec::new();
         }
         let is_registered = |layout: LayoutFingerprint| {
@@ -575,7 +576,7 @@ impl Registry {
             .map(look)
     }
 
-    /// Learns from a worker's transfer which layout a scheduler stands for.
+    /// Learns from a worker's transfer which layout a scheduler drives.
     pub(super) fn bind(&self, scheduler: ClientId, fingerprint: LayoutFingerprint) {
         let workers = &mut *self.workers.lock();
         let binding = workers
@@ -583,7 +584,7 @@ impl Registry {
             .entry(scheduler)
             .or_insert(Binding::One(fingerprint));
         if *binding != Binding::One(fingerprint) {
-            // A layout without workers is that of an engine before its restart.
+            // A layout without workers belongs to an engine before its restart.
             let is_registered = |bound| {
                 let mut registered = workers.instances.values();
                 registered.any(|instance| instance.fingerprint == bound)
@@ -595,8 +596,8 @@ impl Registry {
         }
     }
 
-    /// Warns when this worker, which serves a KV rank that `readers` workers of one engine read,
-    /// shows that two engines share an unnamed layout.
+    /// Warns if this worker, which serves a KV rank that `readers` workers of one engine read,
+    /// shows that two engines share an opaque layout.
     pub(super) fn check_rank(&self, instance_id: u64, rank: u16, readers: u32) {
         let two = self
             .workers
@@ -626,19 +627,19 @@ impl Registry {
         }
     }
 
-    /// Forgets the layout that a scheduler stands for.
+    /// Forgets the layout that a scheduler drives.
     pub(super) fn unbind(&self, scheduler: ClientId) {
         self.workers.lock().bindings.remove(&scheduler);
     }
 
-    /// Returns the connections that own a worker, or that are known to be a scheduler's.
+    /// Returns the connections that own a worker, or that are known to belong to a scheduler.
     pub(super) fn clients(&self) -> HashSet<ClientId> {
         let workers = self.workers.lock();
         let instances = workers.instances.values().map(|instance| instance.client);
         instances.chain(workers.bindings.keys().copied()).collect()
     }
 
-    /// Removes workers that have been silent for longer than they may.
+    /// Removes workers that have been silent for too long.
     pub(super) fn remove_silent(&self, now: Instant) {
         let context = &self.context;
         let mut workers = self.workers.lock();
@@ -664,7 +665,7 @@ impl Registry {
         self.end_generations(ended_generations);
         add(&context.counters().workers_reaped, gone.len() as u64);
         for (instance, disconnected) in gone {
-            // Its transfers stay: silence does not prove that it has stopped copying.
+            // The worker's transfers stay: silence does not prove that it has stopped copying.
             context.events.unsubscribe(instance);
             match disconnected {
                 true => tracing::info!(
@@ -676,7 +677,8 @@ impl Registry {
         }
     }
 
-    /// Returns the memory of a worker whose bytes the server copies, and the bytes of a chunk.
+    /// Returns the memory of a worker whose bytes the server copies, and the size of a chunk in
+    /// bytes.
     pub(super) fn copies_of(
         &self,
         instance_id: u64,
@@ -693,7 +695,7 @@ impl Registry {
     }
 
     /// Returns the workers, the oldest first, without their transfers. A worker's registration of
-    /// chunks of another size is no worker by itself.
+    /// chunks of another size does not count as a worker.
     pub(super) fn status(&self, now: Instant) -> Vec<InstanceStatus> {
         let workers = self.workers.lock();
         let mut instances: Vec<_> = workers
@@ -729,7 +731,7 @@ impl Registry {
     }
 }
 
-/// Workers whose silence has lasted longer than they are granted.
+/// Returns the workers that have been silent for longer than allowed.
 fn silent_workers(
     workers: &Workers,
     now: Instant,
@@ -741,7 +743,7 @@ fn silent_workers(
         .filter(|(_, instance)| {
             if let Some(orphaned) = instance.orphaned {
                 let grace = match instance.gpu() {
-                    // What is open here stays allocated after its engine's death.
+                    // Memory that is open here stays allocated after its engine's death.
                     Some(_) => config.orphan_grace.min(GPU_GRACE),
                     None => config.orphan_grace,
                 };
@@ -761,12 +763,12 @@ fn silent_workers(
         .collect()
 }
 
-/// A layout, with what is known of the workers that have it.
+/// A layout, with the known facts about the workers that have it.
 #[derive(Debug)]
 pub(crate) struct LayoutOf<'a> {
-    /// One worker that has the layout.
+    /// One of the workers with the layout.
     pub(crate) instance: &'a Instance,
-    /// Ranks that workers with the layout are known to be of.
+    /// Ranks that workers with the layout are known to have.
     pub(crate) ranks: RankSet,
     /// True if the rank of a worker with the layout is not known yet.
     pub(crate) unknown_rank: bool,

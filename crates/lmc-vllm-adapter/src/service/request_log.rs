@@ -2,14 +2,14 @@
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Requests of which the log has a line. Tails, and lookups that their engines end before the answer, have
-/// none.
+/// Requests that the log shows, each with one line. It shows no tails, and no lookups that their
+/// engines end before the answer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum RequestLog {
     /// Every request that looks up.
     All,
-    /// Requests whose lookup takes 100 ms or longer, without a wait for peers to compute that it was
-    /// granted; one a second at most.
+    /// Requests whose lookup takes 100 ms or longer, not counting a granted wait for peers to
+    /// compute; at most one a second.
     #[default]
     Slow,
     /// None.

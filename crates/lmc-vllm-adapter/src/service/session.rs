@@ -16,14 +16,14 @@ use crate::service::ClientId;
 use crate::service::notices::NoticeGuard;
 use crate::service::prefills::Prefills;
 
-/// Chunks that one part of a hold has at most, so that a range is cut out of a long prompt without
-/// moving all of its leases.
+/// Most chunks of one part of a hold, so that a range is cut out of a long prompt without moving
+/// all of its leases.
 const PART: usize = 512;
 
-/// Longest that anybody waits for the answer to a lookup.
+/// Longest wait for the answer to a lookup.
 const MAX_WAIT: Duration = Duration::from_secs(600);
 
-/// Leases that go back, to be dropped where nothing is locked.
+/// Leases to be released, by dropping them where nothing is locked.
 pub(crate) type Released = Vec<Leases>;
 
 /// Consecutive chunks that are held for the same number of readers.
@@ -37,7 +37,7 @@ struct Part {
 }
 
 impl Part {
-    /// Cuts off what lies from chunk `at` on.
+    /// Splits off the chunks from chunk `at`.
     fn split_off(&mut self, at: usize) -> Self {
         let leases = self.leases.split_off(at.saturating_sub(self.first));
         Self {
@@ -57,7 +57,7 @@ pub(crate) struct RankHold {
 }
 
 impl RankHold {
-    /// `first` is the chunk of the prompt that the first lease is of.
+    /// Returns a hold. `first` is the chunk of the prompt that the first lease belongs to.
     pub(crate) fn new(
         space: SpaceId,
         kv_rank: u16,
@@ -71,7 +71,7 @@ impl RankHold {
             readers,
         };
         let mut parts = Vec::with_capacity(rest.leases.len().div_ceil(PART));
-        // From the end on, so that no lease is moved twice.
+        // From the end, so that no lease is moved twice.
         while rest.leases.len() > PART {
             let last = (rest.leases.len() - 1) / PART * PART;
             parts.push(rest.split_off(rest.first + last));
@@ -85,8 +85,8 @@ impl RankHold {
         }
     }
 
-    /// Takes `readers` readers off each chunk of a range. Returns the leases of chunks
-    /// without a reader.
+    /// Takes `readers` readers off each chunk of a range. Returns the leases of chunks that are
+    /// left without a reader.
     fn release(&mut self, range: Range<usize>, readers: u32) -> Released {
         let mut released = Vec::new();
         for mut before in mem::take(&mut self.parts) {
@@ -123,7 +123,8 @@ pub(crate) struct Wait {
 }
 
 impl Wait {
-    /// `timeout` in seconds; one that is no number of seconds is over at once.
+    /// Returns a subscription. `timeout` is in seconds; a value that is no number of seconds is
+    /// over at once.
     pub(crate) fn new(
         client: ClientId,
         request_id: String,
@@ -145,8 +146,8 @@ impl Wait {
     }
 }
 
-/// A waiter for the answer to a lookup. The code that takes a waiter out answers it: a waiter must
-/// not be dropped while its connection may still be there.
+/// A waiter for the answer to a lookup. The code that takes a waiter out must answer it: a waiter
+/// must not be dropped while its connection may still exist.
 pub(crate) struct Waiter {
     until: Instant,
     /// True if the answer names the tiers that the chunks came from.
@@ -197,14 +198,14 @@ impl fmt::Debug for Waiter {
     }
 }
 
-/// The answer to a lookup and what stands behind it.
+/// The answer to a lookup and the leases behind it.
 #[derive(Debug)]
 pub(crate) struct Lookup {
-    /// Tells the lookups of a request apart.
+    /// Distinguishes the lookups of a request.
     number: u64,
-    /// Number of leading chunks that every rank has; none while chunks are being promoted.
+    /// Number of leading chunks that every rank has; `None` while chunks are being promoted.
     hits: Option<u64>,
-    /// Tiers that those chunks came from; empty where all were in DRAM.
+    /// Tiers that the chunks came from; empty if all were in DRAM.
     runs: Vec<TierRun>,
     holds: Vec<RankHold>,
     /// Time at which the leases expire.
@@ -237,15 +238,15 @@ impl Lookup {
         }
     }
 
-    /// Names the tiers that the chunks came from, where not all were in DRAM.
+    /// Names the tiers that the chunks came from, if not all were in DRAM.
     pub(crate) fn with_runs(mut self, runs: Vec<TierRun>) -> Self {
         self.runs = runs;
         self
     }
 
-    /// Ends the lookup; to be called where nothing is locked. The promotion ends before its waiters
-    /// are answered, so that nothing is promoted for a lookup whose end was reported. A waiter that
-    /// is left learns that no chunk was found, and the leases go back.
+    /// Ends the lookup. Call it where nothing is locked. The promotion ends before its waiters are
+    /// answered, so that nothing is promoted for a lookup whose end was reported. Remaining waiters
+    /// are answered that no chunk was found, and the leases are released.
     pub(crate) fn end(self) {
         drop(self.task);
         for waiter in self.waiting {
@@ -262,14 +263,14 @@ pub(crate) enum Hits {
     Never,
     /// The leading chunks are not known yet.
     Promoting,
-    /// Leading chunks.
+    /// Number of leading chunks that were found.
     Known(u64),
 }
 
 /// One request of an engine.
 #[derive(Debug)]
 pub(crate) struct Session {
-    /// Connection that looked up; its scheduler.
+    /// Connection of the scheduler that looked up.
     pub(crate) client: ClientId,
     pub(crate) last_used: Instant,
     lookup: Option<Lookup>,
@@ -277,40 +278,40 @@ pub(crate) struct Session {
     retrieved: usize,
     began: Instant,
     clears: Digests,
-    /// Id under which other servers wait for what is computed for it.
+    /// Id under which other servers wait for the chunks that are computed for the request.
     prefill: Option<Arc<str>>,
     /// Reports the end of the request when dropped.
     _notice: Option<NoticeGuard>,
 }
 
-/// The clears that a request follows on.
+/// The clears that a request follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Digests {
-    /// Clears before the request's first lookup. All that its engine computes for it may have been
-    /// begun right after them, and is stored after them.
+    /// Clears before the request's first lookup. The engine may have begun to compute right after
+    /// them, so the request's chunks are stored after them.
     first: ClearsId,
-    /// Clears before its last lookup. What that found is read after them.
+    /// Clears before the request's last lookup. The chunks that it found are read after them.
     last: ClearsId,
 }
 
-/// The clears that a request of a name follows on, as far as they are known.
+/// The clears that the request of a name follows, as far as they are known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Followed {
     /// Clears after which its chunks are stored; `None` if it was not looked up.
     pub(crate) stores: Option<ClearsId>,
     /// Clears after which its chunks are read; `None` if it is not looked up now.
     pub(crate) reads: Option<ClearsId>,
-    /// True if a request that is not known was looked up by no connection of late.
+    /// True if a request that is not known was looked up by no connection recently.
     pub(crate) knows_all: bool,
 }
 
-/// The first digests of requests that ended, for what is stored for them late. A name that is used
-/// again keeps the digest of its oldest request.
+/// The first digests of requests that ended, for stores that come late. A name that is used again
+/// keeps the digest of its oldest request.
 #[derive(Debug, Default)]
 struct Ended {
     hasher: RandomState,
-    /// Digests by the hash of the name, with the time of the request's last use. Two names of one hash share
-    /// the older digest, which drops a store too many.
+    /// Digests by the hash of the name, with the time of the request's last use. Two names with one
+    /// hash share the older digest, which drops a store too many.
     digests: HashMap<u64, (ClearsId, Instant)>,
     order: VecDeque<(u64, Instant)>,
     /// Last use of the last request that was forgotten before its time.
@@ -359,7 +360,7 @@ impl Ended {
 }
 
 impl Session {
-    /// A request that began after these clears.
+    /// Returns a request that began after these clears.
     pub(crate) fn new(client: ClientId, now: Instant, clears: ClearsId) -> Self {
         Self {
             client,
@@ -376,19 +377,19 @@ impl Session {
         }
     }
 
-    /// Says under which id other servers wait for what is computed for it.
+    /// Sets the id under which other servers wait for the request's chunks.
     pub(crate) fn with_prefill(mut self, id: Option<Arc<str>>) -> Self {
         self.prefill = id;
         self
     }
 
-    /// Attaches what reports the end of the request.
+    /// Attaches the guard that reports the end of the request.
     pub(crate) fn with_notice(mut self, notice: Option<NoticeGuard>) -> Self {
         self._notice = notice;
         self
     }
 
-    /// Ends the request and its lookup; to be called where nothing is locked.
+    /// Ends the request and its lookup. Call it where nothing is locked.
     pub(crate) fn end(self) {
         if let Some(lookup) = self.lookup {
             lookup.end();
@@ -396,14 +397,15 @@ impl Session {
     }
 
     /// Notes that a worker has retrieved these chunks. Returns how many of them no worker of the
-    /// request had retrieved: each rank, and each reader of a rank, retrieves the same ones.
+    /// request had retrieved before: each rank, and each reader of a rank, retrieves the same
+    /// chunks.
     pub(crate) fn retrieve(&mut self, chunks: &Range<usize>) -> usize {
         let new = chunks.end.saturating_sub(chunks.start.max(self.retrieved));
         self.retrieved = self.retrieved.max(chunks.end);
         new
     }
 
-    /// Takes a lookup, made after these clears, and returns an earlier one.
+    /// Sets a lookup, made after these clears, and returns the earlier one.
     #[must_use = "it is ended where nothing is locked"]
     pub(crate) fn set_lookup(&mut self, lookup: Lookup, clears: ClearsId) -> Option<Lookup> {
         self.retrieved = 0;
@@ -411,8 +413,7 @@ impl Session {
         self.lookup.replace(lookup)
     }
 
-    /// Takes the outcome of a lookup whose chunks were being promoted. Returns those who wait for
-    /// it.
+    /// Sets the outcome of a lookup whose chunks were being promoted. Returns its waiters.
     ///
     /// # Errors
     /// Returns the holds when the request has looked up again since.
@@ -435,7 +436,7 @@ impl Session {
         }
     }
 
-    /// Returns the tiers that the chunks of the lookup came from; none where all were in DRAM.
+    /// Returns the tiers that the chunks of the lookup came from; empty if all were in DRAM.
     pub(crate) fn runs(&self) -> Vec<TierRun> {
         let lookup = self.lookup.as_ref();
         lookup.map_or(Vec::new(), |lookup| lookup.runs.clone())
@@ -463,8 +464,7 @@ impl Session {
         }
     }
 
-    /// Remembers one who waits for a lookup whose chunks are on their way, or gives it back with
-    /// what there is to tell.
+    /// Keeps a waiter for a lookup whose chunks are being promoted, or returns it with the answer.
     pub(crate) fn wait(&mut self, waiter: Waiter) -> Result<(), (Waiter, u64)> {
         match &mut self.lookup {
             Some(lookup) => match lookup.hits {
@@ -478,7 +478,7 @@ impl Session {
         }
     }
 
-    /// Takes out those who have waited long enough.
+    /// Removes the waiters whose timeout has passed.
     pub(crate) fn take_timed_out(&mut self, now: Instant) -> Vec<Waiter> {
         let Some(lookup) = &mut self.lookup else {
             return Vec::new();
@@ -487,7 +487,7 @@ impl Session {
         lookup.waiting.extract_if(.., timed_out).collect()
     }
 
-    /// One worker has read (or will not read) a range of chunks of its rank.
+    /// Notes that one worker has read, or will not read, a range of chunks of its rank.
     #[must_use = "its leases should go back where nothing is locked"]
     pub(crate) fn reader_done(
         &mut self,
@@ -504,7 +504,7 @@ impl Session {
     }
 
     /// Takes readers off a range of chunks, of all ranks or of one, in `count` of the lookup's
-    /// holds from `first` on. `None` when there are no such holds.
+    /// holds, starting at `first`. `None` if there are no such holds.
     #[must_use = "its leases should go back where nothing is locked"]
     pub(crate) fn free(
         &mut self,
@@ -524,8 +524,9 @@ impl Session {
         Some(released.collect())
     }
 
-    /// Ends what a lookup holds when its time is over: how many leases, and the lookup that held
-    /// them, for where nothing is locked. A lookup whose chunks are not promoted by then has no hits.
+    /// Ends a lookup whose time is over. Returns the number of its leases, and the lookup that held
+    /// them, to be ended where nothing is locked. A lookup whose chunks are not promoted by then
+    /// has no hits.
     #[must_use = "the lookup is ended where nothing is locked"]
     pub(crate) fn expire(&mut self, now: Instant) -> Option<(usize, Lookup)> {
         let lookup = self
@@ -544,13 +545,14 @@ impl Session {
 }
 
 /// The requests under way. A request belongs to the connection that looked it up: two engines may
-/// give theirs one name.
+/// give their requests the same name.
 #[derive(Debug, Default)]
 pub(crate) struct Sessions {
     by_name: HashMap<Arc<str>, Vec<Session>>,
     /// Names of each connection's requests.
     by_client: HashMap<ClientId, HashSet<Arc<str>>>,
-    /// Names in the order of [`Self::sweep`]. One whose requests ended leaves when it is visited.
+    /// Names in the order of [`Self::sweep`]. A name whose requests have ended is removed when it
+    /// is visited.
     visits: VecDeque<Arc<str>>,
     len: usize,
     ended: Ended,
@@ -567,25 +569,25 @@ impl Sessions {
         self.len
     }
 
-    /// Requests of one connection.
+    /// Returns the number of requests of one connection.
     pub(crate) fn len_of(&self, client: ClientId) -> usize {
         self.by_client.get(&client).map_or(0, HashSet::len)
     }
 
-    /// The connections that they belong to.
+    /// Returns the connections that the requests belong to.
     pub(crate) fn clients(&self) -> impl Iterator<Item = ClientId> {
         self.by_client.keys().copied()
     }
 
-    /// The request of this name that a connection looked up.
+    /// Returns the request of this name that a connection looked up.
     pub(crate) fn of(&mut self, client: ClientId, request_id: &str) -> Option<&mut Session> {
         let of_client = |session: &&mut Session| session.client == client;
         self.named(request_id).iter_mut().find(of_client)
     }
 
-    /// The request of this name that a worker's connection serves. Where several looked up under one
-    /// name, and none of them on that connection, it is not known which: their chunks are held
-    /// until the requests end.
+    /// Returns the request of this name that a worker's connection serves. If several connections
+    /// looked up the name, and the worker's is not among them, the request is not known: the chunks
+    /// are held until the requests end.
     pub(crate) fn of_worker(&mut self, client: ClientId, request_id: &str) -> Option<&mut Session> {
         match self.named(request_id) {
             [only] => Some(only),
@@ -593,9 +595,9 @@ impl Sessions {
         }
     }
 
-    /// Returns the clears that the request of this name follows, on the connection of a worker. Where
-    /// several requests have the name, the safe clears: for stores the oldest, also of requests that ended
-    /// after `then`, and for reads the clears of the last lookup.
+    /// Returns the clears that the request of this name follows, on the connection of a worker. If
+    /// several requests have the name, returns safe clears: for stores the oldest, also of requests
+    /// that ended after `then`; for reads the clears of the last lookup.
     pub(crate) fn followed(&mut self, client: ClientId, name: &str, then: Instant) -> Followed {
         self.ended.forget_before(then);
         let own = self.of_worker(client, name).map(|own| own.clears);
@@ -614,20 +616,20 @@ impl Sessions {
         }
     }
 
-    /// All requests of this name.
+    /// Returns all requests of this name.
     pub(crate) fn named(&mut self, request_id: &str) -> &mut [Session] {
         self.by_name
             .get_mut(request_id)
             .map_or(&mut [], Vec::as_mut_slice)
     }
 
-    /// The request whose lookup has this number.
+    /// Returns the request whose lookup has this number.
     pub(crate) fn looking_up(&mut self, request_id: &str, number: u64) -> Option<&mut Session> {
         let mut named = self.named(request_id).iter_mut();
         named.find(|session| session.looks_up(number))
     }
 
-    /// The request that a connection looks up; it is new when it has not before.
+    /// Returns the request that a connection looks up, made by `new` if there is none yet.
     pub(crate) fn begin(
         &mut self,
         client: ClientId,
@@ -655,7 +657,7 @@ impl Sessions {
         &mut named[index]
     }
 
-    /// Takes the request of this name that a connection looked up.
+    /// Removes the request of this name that a connection looked up.
     #[must_use = "it is ended where nothing is locked"]
     pub(crate) fn end(&mut self, client: ClientId, request_id: &str) -> Option<Session> {
         let named = self.by_name.get_mut(request_id)?;
@@ -692,13 +694,13 @@ impl Sessions {
         }
     }
 
-    /// The names of a connection's requests, which [`Self::end`] takes one by one.
+    /// Takes the names of a connection's requests, which [`Self::end`] then ends one by one.
     pub(crate) fn take_names(&mut self, client: ClientId) -> Vec<Arc<str>> {
         let names = self.by_client.remove(&client);
         names.into_iter().flatten().collect()
     }
 
-    /// Names that a sweep over all requests has to visit.
+    /// Returns the number of names that a sweep over all requests has to visit.
     pub(crate) fn to_visit(&self) -> usize {
         self.visits.len()
     }
@@ -741,7 +743,7 @@ impl Sessions {
 }
 
 impl Drop for Sessions {
-    /// Gives waiters up without an answer: the service is gone, and every connection with it.
+    /// Drops waiters without an answer: the service is gone, and every connection with it.
     fn drop(&mut self) {
         let lookups = self
             .by_name

@@ -1,9 +1,9 @@
 //! Limits on the part of the pool that leases and stores under way keep from eviction.
 //!
-//! A chunk that is leased cannot be evicted, nor a slot that a worker may be writing to. So
-//! lookups and retrieves that would lease more than their connection's share are answered with
-//! fewer hits, stores beyond it with fewer slots, and an eighth of the pool is left to a connection
-//! that holds less than its share.
+//! A leased chunk cannot be evicted, nor a slot that a worker may be writing to. So lookups and
+//! retrieves that would lease more than their connection's share get fewer hits, and stores beyond
+//! it get fewer slots. An eighth of the pool is left to connections that hold less than their
+//! share.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,7 +18,7 @@ use crate::service::stats::add;
 const CONNECTION: u64 = 1 << 62;
 
 impl ClientId {
-    /// Owner of the leases of this connection's lookups.
+    /// Returns the owner of the leases of this connection's lookups.
     pub(super) fn owner(self) -> OwnerId {
         OwnerId(CONNECTION | self.0)
     }
@@ -29,21 +29,22 @@ impl ClientId {
 pub(super) struct Held {
     /// Bytes of the pool.
     pub(super) pool: u64,
-    /// Bytes that all hold: leased chunks, each counted once, and slots that workers write to.
+    /// Bytes that all connections hold: leased chunks, each counted once, and slots that workers
+    /// write to.
     pub(super) all: u64,
     /// Bytes that one connection holds, each chunk counted for each lease.
     pub(super) own: u64,
-    /// Connections that hold anything in the same way, this one included.
+    /// Number of connections that hold anything in the same way, including this one.
     pub(super) holders: u64,
 }
 
 impl Held {
-    /// Bytes of the pool that one of them may hold whatever the others do.
+    /// Returns the bytes of the pool that one connection may hold whatever the others do.
     fn share(self) -> u64 {
         (self.pool / 4 * 3 / self.holders.max(1)).max(self.pool / 16)
     }
 
-    /// Bytes more that this connection may hold.
+    /// Returns how many more bytes this connection may hold.
     pub(super) fn more(self) -> u64 {
         let within_share = self.share().saturating_sub(self.own);
         let left = (self.pool / 8 * 7).saturating_sub(self.all);
@@ -53,16 +54,16 @@ impl Held {
 }
 
 impl Context {
-    /// Returns the bytes that all hold.
+    /// Returns the bytes that all connections hold.
     pub(super) fn held_bytes(&self) -> u64 {
         self.engine.held_bytes() + self.store_bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns the bytes that all hold, and a connection's part by its lookups.
+    /// Returns the bytes that all connections hold, and a connection's share by its lookups.
     fn held_by_lookups(&self, client: ClientId) -> Held {
         let engine = &self.engine;
         let others = engine.lease_owners().into_iter().filter(|(owner, _)| {
-            // The engine's own numbers are above all of these.
+            // Numbers above these owners are the engine's own.
             owner.0 & CONNECTION != 0 && owner.0 < CONNECTION << 1 && *owner != client.owner()
         });
         Held {
@@ -74,7 +75,7 @@ impl Context {
     }
 }
 
-/// Returns the limit on what a connection's lookups keep from eviction.
+/// Returns the limit on the bytes that a connection's lookups keep from eviction.
 pub(super) fn share_of(context: &Arc<Context>, client: ClientId) -> Arc<dyn LeaseLimit> {
     Arc::new(ShareOf {
         context: Arc::clone(context),
@@ -82,7 +83,7 @@ pub(super) fn share_of(context: &Arc<Context>, client: ClientId) -> Arc<dyn Leas
     })
 }
 
-/// The limit on what one connection's lookups keep from eviction.
+/// The limit on the bytes that one connection's lookups keep from eviction.
 struct ShareOf {
     context: Arc<Context>,
     client: ClientId,

@@ -33,18 +33,18 @@ pub struct SpaceStatus {
 #[derive(Debug)]
 struct Space {
     model: Arc<str>,
-    /// Everything that the space is made of; `None` where only its id was known.
+    /// All fields of the space; `None` if only its id is known.
     description: Option<KeySpace>,
-    /// Hash of the salt of the description: `last_spaces` knows tenants by it.
+    /// Hash of the salt in the description, by which `last_spaces` knows tenants.
     salt_hash: Option<u64>,
     /// True once a request named it: a registration alone names no salt.
     requested: bool,
-    /// Space of this host that its chunks can be merged into, and the number of its KV ranks that make
-    /// one there.
+    /// Space of this host into which its chunks can be merged, and the number of its KV ranks that
+    /// make one rank there.
     merged: Option<(SpaceId, u16)>,
-    /// The generation that it is of, see `generation`.
+    /// The generation that the space belongs to, see `generation`.
     generation: Option<LayoutFingerprint>,
-    /// Counters of its model and tenant, and the bytes of one of its chunks.
+    /// Counters of the space's model and tenant, and the bytes of one of its chunks.
     usage: Option<(Arc<Usage>, u64)>,
     chunks: AtomicU64,
 }
@@ -85,7 +85,7 @@ impl Default for Table {
 }
 
 impl Table {
-    /// Returns a space's entry, added if it was not there.
+    /// Returns a space's entry, which is added if missing.
     fn entry(&mut self, space: SpaceId, model: &str) -> &mut Space {
         if self.spaces.len() > self.purge_spaces_above {
             self.spaces.retain(|_, space| space.chunks() > 0);
@@ -108,20 +108,21 @@ impl Table {
     }
 }
 
-/// Names of spaces and tenants. Hears from the cache what was stored and removed, and passes
-/// removals on to the event log.
+/// Names of spaces and tenants. Receives the cache's reports of stored and removed chunks, and
+/// passes removals on to the event log.
 #[derive(Debug)]
 pub(crate) struct Spaces {
-    /// Written to when a space or a tenant is named. Reports of chunks only read it: they come under the
-    /// locks of shards, which must not wait for each other here.
+    /// Written when a space or a tenant is named. Reports of chunks only read it: they are made
+    /// under the locks of shards, which must not wait for each other here.
     table: RwLock<Table>,
     usages: Usages,
     log: Arc<EventLog>,
     /// Tokens of a whole chunk.
     chunk_size: u32,
-    /// The [`tag_of`] the last space that a whole chunk was stored in, by the hash of its salt and its own.
+    /// The [`tag_of`] the last space in which a whole chunk was stored, by the hashes of the salt
+    /// and of the chunk.
     last_spaces: FingerprintTable,
-    /// Hash of salts.
+    /// Hasher of salts.
     hasher: RandomState,
 }
 
@@ -131,12 +132,12 @@ pub(crate) struct OtherSpace {
     pub(crate) id: SpaceId,
     /// Names of the fields in which the two spaces differ.
     pub(crate) differs: Vec<&'static str>,
-    /// True if the two are generations of one engine's chunks, as far as is known: nothing but the
-    /// layout, which is drawn for each generation, differs.
+    /// True if the two spaces seem to be generations of one engine's chunks: they differ in nothing
+    /// but the layout, which is drawn for each generation.
     pub(crate) is_generation: bool,
 }
 
-/// Returns two bytes of a space's id, which few spaces share.
+/// Returns two bytes of a space's id. Few spaces share them.
 fn tag_of(space: SpaceId) -> u16 {
     let [first, second, ..] = *space.as_bytes();
     u16::from_le_bytes([first, second])
@@ -166,7 +167,7 @@ impl Spaces {
         known.is_none_or(|space| space.has_whole_chunks(self.chunk_size))
     }
 
-    /// Remembers the model of a space that is about to be stored into.
+    /// Remembers the model of a space before a store into it.
     pub(crate) fn name(&self, space: SpaceId, model: &str) -> Arc<str> {
         if let Some(known) = self.table.read().spaces.get(&space) {
             return Arc::clone(&known.model);
@@ -174,8 +175,8 @@ impl Spaces {
         Arc::clone(&self.table.write().entry(space, model).model)
     }
 
-    /// Remembers what a space is made of. `requested` is false where a worker registered, and no
-    /// request has named a salt yet.
+    /// Remembers the fields of a space. `requested` is false when a worker registers, before any
+    /// request has named a salt.
     pub(crate) fn describe(&self, space: SpaceId, description: KeySpace, requested: bool) {
         let salt_hash = self.hasher.hash_one(&description.salt);
         let mut table = self.table.write();
@@ -197,8 +198,8 @@ impl Spaces {
         }
     }
 
-    /// Returns the counters of a space's model and tenant, or of all others for a space that is not known;
-    /// `None` where nothing is counted.
+    /// Returns the counters of a space's model and tenant, or the common ones for an unknown space;
+    /// `None` if nothing is counted.
     pub(crate) fn usage(&self, space: Option<SpaceId>) -> Option<Arc<Usage>> {
         let others = self.usages.others()?;
         let table = self.table.read();
@@ -219,7 +220,7 @@ impl Spaces {
         self.usages.status(&held)
     }
 
-    /// Remembers a space whose chunks are merged into those of another, and what it is made of.
+    /// Remembers a space whose chunks are merged into those of another space, and its fields.
     pub(crate) fn describe_merged(
         &self,
         space: SpaceId,
@@ -232,14 +233,14 @@ impl Spaces {
         entry.merged = Some(into);
     }
 
-    /// Returns the space and KV rank of the chunks that those of a rank are merged into.
+    /// Returns the space and KV rank into which the chunks of a rank are merged.
     pub(crate) fn merged(&self, space: SpaceId, kv_rank: u16) -> Option<(SpaceId, u16)> {
         let (into, ranks) = self.table.read().spaces.get(&space)?.merged?;
         Some((into, kv_rank / ranks))
     }
 
-    /// Returns the spaces that have chunks in DRAM, and those of these layouts of registered
-    /// workers: the ones that requests named, or else the one without a salt.
+    /// Returns the spaces that have chunks in DRAM, and the spaces of these layouts of registered
+    /// workers: those that requests named, or else the space without a salt.
     pub(crate) fn live(&self, registered: &HashSet<LayoutFingerprint>) -> Vec<SpaceStatus> {
         let table = self.table.read();
         let requested: HashSet<LayoutFingerprint> = (table.spaces.values())
@@ -261,7 +262,7 @@ impl Spaces {
         live.collect()
     }
 
-    /// Returns the tenant of a space; the common one where the space is not known.
+    /// Returns the tenant of a space; tenant 0 for an unknown space.
     pub(crate) fn tenant_of(&self, space: SpaceId, engine: &CacheEngine) -> TenantId {
         let salt = self.description(space).map(|description| description.salt);
         self.tenant(&salt.unwrap_or_default(), engine)
@@ -274,14 +275,14 @@ impl Spaces {
         known.is_some_and(|space| space.chunks() > 0)
     }
 
-    /// Returns what a space is made of; `None` where only its id is known.
+    /// Returns the fields of a space; `None` if only its id is known.
     pub(crate) fn description(&self, space: SpaceId) -> Option<KeySpace> {
         self.table.read().spaces.get(&space)?.description.clone()
     }
 
     /// Returns another space in which a chunk with this hash was stored last, as far as that is
-    /// remembered. Both are of one tenant: no tenant may learn from the reason of its misses what another
-    /// has stored.
+    /// remembered. Both spaces belong to one tenant: the reason of a miss must not reveal what
+    /// another tenant has stored.
     pub(crate) fn other_space(&self, space: SpaceId, hash: &ChunkHash) -> Option<OtherSpace> {
         let table = self.table.read();
         let asked = table.spaces.get(&space)?;
@@ -299,7 +300,7 @@ impl Spaces {
         })
     }
 
-    /// Remembers that a named space is of a generation.
+    /// Remembers that a named space belongs to a generation.
     pub(crate) fn set_generation(&self, space: SpaceId, generation: LayoutFingerprint) {
         let table = self.table.read();
         let known = table.spaces.get(&space);
@@ -312,8 +313,8 @@ impl Spaces {
         }
     }
 
-    /// Returns true if workers can name a space also when all workers of now have gone: it is of no
-    /// generation. False for a space that no request has named.
+    /// Returns true if workers can name a space also after all present workers have gone, because
+    /// it belongs to no generation. False for a space that no request has named.
     pub(crate) fn is_lasting(&self, space: SpaceId) -> bool {
         let table = self.table.read();
         let known = table.spaces.get(&space);
@@ -328,11 +329,12 @@ impl Spaces {
         of_it.map(|(&id, _)| id).collect()
     }
 
-    /// The number of a tenant. The empty salt is tenant 0.
+    /// Returns the number of a tenant. The empty salt is tenant 0.
     ///
-    /// Tenants that use nothing and have no quota are forgotten when there are many. One that is
-    /// about to store just then may get a second number: its chunks are found all the same, as
-    /// keys carry the salt, and those under the old number count for no quota set later.
+    /// When there are many tenants, those that use nothing and have no quota are forgotten. A
+    /// tenant that is about to store just then may get a second number. Its chunks are found all
+    /// the same, since keys carry the salt; the chunks under the old number count against no quota
+    /// that is set later.
     pub(crate) fn tenant(&self, salt: &Salt, engine: &CacheEngine) -> TenantId {
         if salt.is_empty() {
             return TenantId::default();
@@ -357,7 +359,7 @@ impl Spaces {
         tenant
     }
 
-    /// Returns the number of a tenant that has one already.
+    /// Returns the number of a tenant that has one.
     pub(crate) fn known_tenant(&self, salt: &Salt) -> Option<TenantId> {
         if salt.is_empty() {
             return Some(TenantId::default());
@@ -395,7 +397,7 @@ impl EventSink for Spaces {
         let is_whole = space.has_whole_chunks(self.chunk_size);
         if event.change.is_arrival() {
             space.chunks.fetch_add(1, Ordering::Relaxed);
-            // Chunks of tails would push out those whose misses have a reason.
+            // Chunks of tails would displace chunks whose misses have a reason.
             let salt_hash = space.salt_hash.filter(|_| is_whole);
             drop(table);
             if let Some(salt_hash) = salt_hash {
@@ -404,12 +406,13 @@ impl EventSink for Spaces {
             }
             return;
         }
-        // Events of a space that was forgotten and named again meanwhile do not go below none.
+        // A space may have been forgotten and named again meanwhile: the count does not go below
+        // zero.
         let less = |chunks: u64| chunks.checked_sub(1);
         let _ = (space.chunks).fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
         let is_part = space.merged.is_some() && !space.requested;
         if !self.log.enabled() || is_part || !is_whole {
-            // Nor was it announced.
+            // The chunk was not announced either.
             return;
         }
         let model = Arc::clone(&space.model);

@@ -9,7 +9,7 @@ use crate::protocol::{CacheKey, TAIL_LOOKUP, TraceParent};
 use crate::service::context::Context;
 use crate::service::stats::add;
 
-/// Bytes of a name from outside that a span has, at most.
+/// Longest name from outside in a span, in bytes.
 const MAX_NAME: usize = 256;
 
 /// A step of a request that has ended.
@@ -24,13 +24,13 @@ pub struct Span {
     pub parent: Option<TraceParent>,
     /// End of the step.
     pub ended: SystemTime,
-    /// Time from the engine's question until then.
+    /// Time from the engine's request to the end of the step.
     pub took: Duration,
-    /// The step.
+    /// The step, with its outcome.
     pub step: Step,
 }
 
-/// Step of a request, with what came of it.
+/// Step of a request, with its outcome.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Step {
@@ -42,9 +42,9 @@ pub enum Step {
         memory: u64,
         /// Tokens that were read from lower tiers.
         lower: u64,
-        /// Reason of the first miss, as the counters name it; none where everything was found.
+        /// Reason of the first miss, as the counters name it; `None` if everything was found.
         reason: Option<&'static str>,
-        /// False if that reason is probable.
+        /// False if the reason is only probable.
         is_certain: bool,
         /// Tier that failed or was late, where that is the reason.
         tier: Option<String>,
@@ -61,7 +61,7 @@ pub enum Step {
 pub struct Copied {
     /// KV rank of the worker.
     pub kv_rank: u32,
-    /// Chunks that were copied; those that were there need none.
+    /// Chunks that were copied; chunks that were there already are not counted.
     pub chunks: u64,
     /// Bytes of these chunks.
     pub bytes: u64,
@@ -161,7 +161,7 @@ impl Context {
     /// As [`Self::add_span`], for a range that a worker has copied.
     pub(super) fn add_copy(&self, key: &CacheKey, took: Duration, step: impl FnOnce() -> Step) {
         let id = key.request_id.as_str();
-        // A tail is retrieved under a name of its own.
+        // A tail is retrieved under an id of its own.
         let id = id.strip_suffix(TAIL_LOOKUP).unwrap_or(id);
         let names = (id, key.model_name.as_str());
         self.add_span(names, key.configs.parent, took, step);

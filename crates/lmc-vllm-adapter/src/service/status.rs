@@ -19,13 +19,13 @@ pub struct InstanceStatus {
     pub instance_id: u64,
     /// Model name as the engine gives it.
     pub model: String,
-    /// Pieces that one chunk's KV cache is split into.
+    /// Number of ranks that each chunk's KV cache is split over.
     pub world_size: u32,
     /// `engine_driven` or `lmcache_driven`.
     pub mode: &'static str,
     /// GPU whose memory the server copies from and to.
     pub gpu: Option<String>,
-    /// Bytes of that memory that are open.
+    /// Bytes of the GPU's memory that are open.
     pub gpu_bytes: u64,
     /// Shape of a chunk.
     pub shape: Vec<u64>,
@@ -41,14 +41,14 @@ pub struct InstanceStatus {
     pub unknown_fields: Vec<String>,
     /// Seconds since the registration.
     pub age_seconds: f64,
-    /// Seconds since it was last heard of.
+    /// Seconds since the worker's last request.
     pub silent_seconds: f64,
-    /// True while its connection is open.
+    /// True while the worker's connection is open.
     pub connected: bool,
-    /// Processes at the other end of its connection that map the pool, as far as they are known;
-    /// searched for when it first prepares a transfer.
+    /// Processes at the other end of the worker's connection that map the pool, as far as they are
+    /// known; searched for when the worker first prepares a transfer.
     pub pids: Vec<u32>,
-    /// Transfers that it has prepared and not committed.
+    /// Transfers that the worker has prepared and not committed.
     pub transfers: usize,
 }
 
@@ -74,11 +74,11 @@ pub struct TransferStatus {
     pub overdue: usize,
     /// Transfers of either kind whose connection has ended.
     pub orphaned: usize,
-    /// Slots of the stores among them.
+    /// Slots of the stores among the orphaned transfers.
     pub orphaned_store_slots: usize,
 }
 
-/// The slots of a connection that has ended, and why they are still held.
+/// The slots of a connection that has ended, and the reason why they are still held.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct HeldStatus {
@@ -90,8 +90,9 @@ pub struct HeldStatus {
     pub slots: usize,
     /// Seconds since the connection ended.
     pub seconds: f64,
-    /// Condition of the release: `grace` (the process is unknown, or may be running), `stopped` (the
-    /// process is stopped or frozen and would go on copying) or `dead` (they go back at once).
+    /// Condition of the release: `grace` (the process is unknown, or may be running), `stopped`
+    /// (the process is stopped or frozen and could continue to copy) or `dead` (the slots are
+    /// released at once).
     pub waits_for: &'static str,
 }
 
@@ -99,9 +100,9 @@ pub struct HeldStatus {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct EventLogStatus {
-    /// True if there is one.
+    /// True if there is an event log.
     pub enabled: bool,
-    /// Changes with each start; text in JSON, as ids are.
+    /// Id of this start, another with each start; text in JSON, as ids are.
     #[serde(serialize_with = "as_text")]
     pub incarnation: u64,
     /// Events kept.
@@ -114,7 +115,7 @@ pub struct EventLogStatus {
     pub subscribers: usize,
 }
 
-/// Everything at one moment.
+/// State of the whole service at one moment.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ServiceStatus {
@@ -151,7 +152,7 @@ pub struct ServiceStatus {
     pub times: EngineTimes,
     /// Event log.
     pub events: EventLogStatus,
-    /// Memo of chunk hashes: bytes, known, hashed.
+    /// Bytes of the memo of chunk hashes.
     pub memo_bytes: usize,
     /// Chunks whose hash was known.
     pub memo_known: u64,
@@ -162,8 +163,8 @@ pub struct ServiceStatus {
     /// Names of the fields in which the space of the last lookup that missed for the reason
     /// `other_space` differs from the space that has the chunk.
     pub other_space_differs: Vec<&'static str>,
-    /// Counts of each model and tenant, the others first. They have salts in clear, so they are not part of
-    /// the status that users see.
+    /// Counts of each model and tenant, the common ones first. They contain salts in clear text, so
+    /// they are not part of the status that users see.
     #[serde(skip)]
     pub usages: Vec<UsageStatus>,
     /// Counters of the transport.

@@ -11,8 +11,8 @@ pub(crate) struct Throttle {
 }
 
 impl Throttle {
-    /// Lets an event pass, with the number of those suppressed since the last one; `None` when it
-    /// comes within a second of that. `now` counts from any fixed moment.
+    /// Lets an event pass, and returns the number of suppressed events since the last one; `None`
+    /// if it comes within a second of the last one. `now` counts from any fixed moment.
     pub(crate) fn pass(&self, now: Duration) -> Option<u64> {
         let now = now.as_millis() as u64 + 1;
         let last = self.last.load(Ordering::Relaxed);

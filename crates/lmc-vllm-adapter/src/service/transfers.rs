@@ -26,7 +26,7 @@ use crate::service::share::Held;
 use crate::service::spans::{Copied, Step};
 use crate::service::stats::add;
 
-/// KV ranks that are remembered of one worker. An engine's worker has one.
+/// KV ranks of one worker that are remembered. An engine's worker has one.
 const MAX_RANKS_OF_A_WORKER: usize = 16;
 
 /// Properties of a worker that its transfers need.
@@ -34,15 +34,15 @@ pub(super) struct Worker {
     pub(super) owner: OwnerId,
     pub(super) space: SpaceId,
     pub(super) model: ModelName,
-    /// Layout in the keys of its chunks.
+    /// Layout in the keys of the worker's chunks.
     pub(super) layout: LayoutFingerprint,
     pub(super) kv_rank: u16,
-    /// Clears after which what the request computed is stored; none if it is not known when it
-    /// began.
+    /// Clears after which the request's computed chunks are stored; `None` if the request's begin
+    /// is not known.
     pub(super) stores_after: Option<ClearsId>,
-    /// Clears after which what the request found is read.
+    /// Clears after which the request's found chunks are read.
     pub(super) reads_after: ClearsId,
-    /// True if the space is of a generation that ends with its workers.
+    /// True if the space belongs to a generation, which ends with its workers.
     pub(super) is_opaque: bool,
     pub(super) chunk_bytes: u64,
     pub(super) shape: Vec<u64>,
@@ -81,7 +81,7 @@ pub(super) struct Transfers {
     registry: Arc<Registry>,
     lookups: Arc<Lookups>,
     pub(super) prepared: Mutex<Prepared>,
-    /// Held by the thread that looks at the processes behind ended connections.
+    /// Locked by the thread that checks the processes behind ended connections.
     pub(super) looking: Mutex<()>,
 }
 
@@ -165,7 +165,7 @@ impl Transfers {
         let (mut worker, fingerprint, rank, shows_rank) =
             served.unwrap_or(Err(Declined::NotServed))?;
         let registry = &self.registry;
-        // A scheduler stands for the layout of its whole chunks.
+        // A scheduler drives the layout of its whole chunks.
         let bind = |scheduler| {
             if key.unit.is_none() {
                 registry.bind(scheduler, fingerprint);
@@ -182,10 +182,11 @@ impl Transfers {
         Ok((worker, hashed))
     }
 
-    /// Returns true if a request that was not looked up here has begun after the last clear. It may be
-    /// older: it may have been looked up at a server before this. So it is for one session
-    /// lifetime after a clear or a start, unless its connection was the only one since before the
-    /// first clear: then no other has looked it up.
+    /// Returns true if a request that was not looked up here has begun after the last clear. A
+    /// request may be older, and may have been looked up at an earlier server. So the answer is
+    /// false for one session lifetime after a clear or a start, unless the request's connection was
+    /// the only one since before the first clear: then no other connection has looked the request
+    /// up.
     fn may_be_new(&self, knows_all: bool, now: Instant) -> bool {
         let context = &self.context;
         let clears = context.engine.clear_log();
@@ -197,8 +198,8 @@ impl Transfers {
         is_over || (knows_all && alone_since.is_some_and(|since| since < first_clear))
     }
 
-    /// Reserves slots for those chunks of a range that are neither there nor under way, at most
-    /// `most`.
+    /// Reserves slots for at most `most` chunks of a range that are neither stored nor being
+    /// written.
     pub(super) fn reserve(
         &self,
         worker: &Worker,
@@ -219,7 +220,7 @@ impl Transfers {
             requests.into_iter().map(|(_, request)| request).collect();
         let mut chunks = Vec::with_capacity(requests.len().min(most));
         let mut asked = 0;
-        // Once, but where chunks that are there left some of the share.
+        // Runs once, unless stored chunks left some of the share unused.
         while asked < requests.len() && chunks.len() < most {
             let left = most - chunks.len();
             let end = requests.len().min(asked.saturating_add(left));
@@ -281,7 +282,7 @@ impl Transfers {
             .collect()
     }
 
-    /// Pushes chunks of a range that need not be stored, because they are there.
+    /// Pushes the chunks of a range that are stored already.
     pub(super) fn push_present(&self, key: &CacheKey, worker: &Worker, hashed: &Hashed) {
         self.context.push(&key.configs.push_to, || {
             let keys = hashed.keys(worker.space, worker.kv_rank).into_iter();
@@ -290,8 +291,9 @@ impl Transfers {
         });
     }
 
-    /// Makes written chunks findable and announces them, but for those of another size than the
-    /// server's, which subscribers do not know. `begun` is the time of the worker's request.
+    /// Makes written chunks findable and announces them. Chunks of another size than the server's
+    /// are not announced, since subscribers do not know them. `begun` is the time of the worker's
+    /// request.
     pub(super) fn commit(
         &self,
         space: SpaceId,
@@ -324,7 +326,7 @@ impl Transfers {
         add(&counters.stored_bytes, bytes);
         let model = context.spaces.name(space, &key.model_name);
         let hashes: Vec<ChunkHash> = events.iter().map(|event| event.hash).collect();
-        // Announced first, so that no removal is reported before it.
+        // Announced first, so that no removal is reported before the chunk.
         context.events.stored(&model, events);
         let count = tickets.len();
         let inserted = context.engine.commit(tickets);
@@ -383,8 +385,8 @@ impl Transfers {
             .unwrap_or(nothing)
     }
 
-    /// The answer to a worker that asks again for a transfer that it has prepared, or that may prepare no
-    /// more; `None` inside when it gets nothing.
+    /// Returns the answer to a worker that prepares a transfer again, or that may prepare no more;
+    /// the inner `None` means that the worker gets nothing.
     fn held(
         &self,
         instance_id: u64,
@@ -409,9 +411,9 @@ impl Transfers {
         Transfer::new(client, now, pending, align)
     }
 
-    /// Keeps a prepared transfer until its worker commits it, or is known to be done. Returns its
-    /// slots, or those of the first where the worker has prepared it twice at the same time, on two
-    /// connections.
+    /// Keeps a prepared transfer until its worker commits it or is known to be done. Returns its
+    /// slots. If the worker prepared it twice at the same time, on two connections, returns the
+    /// slots of the first.
     fn hold(
         &self,
         instance_id: u64,
@@ -431,16 +433,16 @@ impl Transfers {
         let first = prepared.get(instance_id, &id);
         let reply = first.and_then(|first| first.again(second.client, worker));
         drop(prepared);
-        // Gives back slots that no answer named, which takes other locks.
+        // Releases slots that no answer named, which takes other locks.
         drop(second);
         reply
     }
 
-    /// Takes out the transfer that a worker has prepared and now commits. `None` when there is
-    /// none, or when it belongs to another connection that is open.
+    /// Removes the transfer that a worker has prepared and now commits. `None` if there is none, or
+    /// if it belongs to another open connection.
     ///
-    /// The layout is that of the preparation, whatever the worker registered since; a worker that
-    /// was removed for its silence may still commit, too.
+    /// The layout is that of the preparation, whatever the worker has registered since. A worker
+    /// that was removed for its silence may still commit, too.
     fn take_prepared(
         &self,
         client: ClientId,
@@ -478,20 +480,20 @@ impl Transfers {
         }
     }
 
-    /// Publishes the bytes of slots that workers may be writing to, for the shares of lookups.
+    /// Publishes the bytes of slots that workers may be writing to, for the limits of lookups.
     pub(super) fn publish_bytes(&self, prepared: &Prepared) {
         let bytes = prepared.store_bytes();
         self.context.store_bytes.store(bytes, Ordering::Relaxed);
     }
 
-    /// Returns true for the connection that prepared a transfer. Once that has ended, for every
-    /// other, unless its process is known to be another one.
+    /// Returns true for the connection that prepared a transfer. Once that connection has ended,
+    /// returns true for every other one, unless it is known to belong to another process.
     fn may_commit(&self, client: ClientId, transfer: &Transfer) -> bool {
         transfer.client == client
             || (transfer.orphaned && !self.is_of_another(client, transfer.client))
     }
 
-    /// Returns true if two connections are known to be of different processes.
+    /// Returns true if two connections are known to belong to different processes.
     fn is_of_another(&self, client: ClientId, before: ClientId) -> bool {
         let before = self.connections.pids_of(before);
         let now = self.connections.pids_of(client);
@@ -508,8 +510,8 @@ impl Transfers {
     ) -> Reply {
         let counters = &self.context.stats.service;
         if pickled > 0 {
-            // Loading it would run whatever the sender put in. The worker could not map the
-            // pool, or it would not have sent bytes.
+            // Loading it would run any code of the sender. The worker could not map the pool,
+            // otherwise it would not have sent bytes.
             add(&counters.pickles_refused, 1);
             self.context.store_failed(key, now);
             self.context.warn_throttled(
@@ -542,7 +544,7 @@ impl Transfers {
     ) -> Reply {
         let transfer = self.take_prepared(client, key, instance_id, Direction::Store, now);
         let since = transfer.as_ref().map(|transfer| transfer.since);
-        // The slots go back here, where nothing is locked.
+        // The slots are released here, where nothing is locked.
         drop(transfer);
         if let Some(since) = since {
             self.context.store_failed(key, since);
@@ -550,16 +552,16 @@ impl Transfers {
         Reply::Bool(since.is_some())
     }
 
-    /// Gives back what the earlier connections of a worker had prepared, on the word of its own
-    /// client that it copies for none of them. Returns the number of slots.
+    /// Releases the transfers that earlier connections of a worker had prepared, because its own
+    /// client says that it copies for none of them. Returns the number of slots.
     pub(super) fn abandon_earlier(&self, client: ClientId, instance_id: u64) -> Reply {
         let is_own = |instance: &mut Instance| instance.client == client;
         if !self.registry.with(instance_id, is_own).unwrap_or(false) {
             return Reply::Int(0);
         }
         let mut prepared = self.prepared.lock();
-        // It could register here only once its earlier connection had ended, whether or not the end has
-        // been noted at each of its transfers by now.
+        // The worker could register here only once its earlier connection had ended, whether or not
+        // the end has been noted at each of its transfers by now.
         let is_earlier = |transfer: &Transfer| {
             transfer.client < client && !self.is_of_another(client, transfer.client)
         };
@@ -578,7 +580,7 @@ impl Transfers {
                 "slots of ended connections given back by their worker"
             );
         }
-        // The slots go back here, where nothing is locked.
+        // The slots are released here, where nothing is locked.
         drop(taken);
         Reply::Int(slots as u64)
     }
@@ -599,12 +601,12 @@ impl Transfers {
             add(&self.context.stats.service.over_limit, 1);
             return None;
         }
-        // Identity says the same; a chunk of another size must never reach an engine.
+        // The identity implies it; a chunk of another size must never reach an engine.
         let sized = leases.iter().all(|slot| slot.len() == worker.chunk_bytes);
         sized.then_some(leases)
     }
 
-    /// One worker is done with a range that its request's lookup held for it.
+    /// Notes that one worker is done with a range that its request's lookup held for it.
     pub(super) fn reader_done(
         &self,
         client: ClientId,
@@ -713,15 +715,15 @@ impl Transfers {
 }
 
 impl Transfer {
-    /// The slots once more, so that none is held twice. `None` when the worker has registered
-    /// another layout since, or when they belong to another connection.
+    /// Returns the transfer's slots again, so that none is held twice. `None` if the worker has
+    /// registered another layout since, or if they belong to another connection.
     fn again(&self, client: ClientId, worker: &Worker) -> Option<Reply> {
         let is_same = self.pending.space() == worker.space && self.client == client;
         is_same.then(|| slots(worker, &self.pending))
     }
 }
 
-/// Locations of the slots of a prepared transfer.
+/// Returns the locations of the slots of a prepared transfer.
 fn slots(worker: &Worker, pending: &Pending) -> Reply {
     let at = |offset, len| descriptor(worker, offset, len);
     match pending {
@@ -749,8 +751,8 @@ fn descriptor(worker: &Worker, offset: u64, length: u64) -> SlotDescriptor {
 }
 
 impl Transfers {
-    /// Returns the bytes that all hold, and a connection's part by transfers that its workers
-    /// prepared.
+    /// Returns the bytes that all connections hold, and a connection's share by transfers that its
+    /// workers prepared.
     fn held_by_transfers(&self, client: ClientId) -> Held {
         let (own, others) = self.bytes_and_others(client);
         Held {
@@ -761,8 +763,8 @@ impl Transfers {
         }
     }
 
-    /// Returns true for leases that a worker may not take: they would keep from eviction what is
-    /// beyond its connection's share.
+    /// Returns true for leases that a worker may not take, because they exceed the share that its
+    /// connection may keep from eviction.
     pub(super) fn leases_too_much(&self, client: ClientId, leases: &Leases) -> bool {
         let fresh = leases.fresh_bytes();
         let context = &self.context;

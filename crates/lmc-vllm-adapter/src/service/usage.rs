@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lmc_key::Salt;
 use parking_lot::Mutex;
 
-/// Counters of one model and tenant, or of all the others together.
+/// Counters of one model and tenant, or the common ones of all other pairs.
 #[derive(Debug, Default)]
 pub(crate) struct Usage {
     /// Index in the order in which the pairs were named; 0 for all others.
@@ -23,7 +23,7 @@ pub(crate) struct Usage {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UsageStatus {
-    /// Model and salt of the tenant; `None` for all the others together.
+    /// Model and salt of the tenant; `None` for all other pairs together.
     pub of: Option<(Arc<str>, Salt)>,
     /// Tokens of whole chunks that lookups asked for.
     pub lookup_tokens: u64,
@@ -45,7 +45,7 @@ type Pair = (Arc<str>, Salt);
 /// The counters of each model and tenant, in the order in which they were named.
 #[derive(Debug)]
 pub(crate) struct Usages {
-    /// Pairs that have counters of their own, at most; 0 counts nothing.
+    /// Most pairs that have counters of their own; with 0 nothing is counted.
     limit: usize,
     pairs: Mutex<HashMap<Pair, Arc<Usage>>>,
     others: Arc<Usage>,
@@ -60,8 +60,8 @@ impl Usages {
         }
     }
 
-    /// Returns the counters of a model and a tenant, which are those of all others where there are as many
-    /// pairs as may be; `None` where nothing is counted.
+    /// Returns the counters of a model and a tenant, or the common ones when the limit of pairs is
+    /// reached; `None` if nothing is counted.
     pub(crate) fn of(&self, model: &Arc<str>, salt: &Salt) -> Option<Arc<Usage>> {
         let others = self.others()?;
         let mut pairs = self.pairs.lock();
@@ -81,12 +81,12 @@ impl Usages {
         Some(usage)
     }
 
-    /// Returns the counters of all the others together; `None` where nothing is counted.
+    /// Returns the common counters of all other pairs; `None` if nothing is counted.
     pub(crate) fn others(&self) -> Option<Arc<Usage>> {
         (self.limit > 0).then(|| Arc::clone(&self.others))
     }
 
-    /// Returns the counts of all, the others first. `held` are the bytes that chunks in DRAM take.
+    /// Returns all counts, the common ones first. `held` has the bytes of chunks in DRAM.
     pub(crate) fn status(&self, held: &HeldBytes) -> Vec<UsageStatus> {
         let Some(others) = self.others() else {
             return Vec::new();
@@ -109,7 +109,7 @@ impl Usages {
     }
 }
 
-/// Payload bytes of chunks in DRAM, by the numbers of counters.
+/// Payload bytes of chunks in DRAM, by the numbers of the counters.
 #[derive(Debug, Default)]
 pub(crate) struct HeldBytes(HashMap<usize, u64>);
 

@@ -1,4 +1,4 @@
-//! Layouts of engines with more ranks, whose chunks make those of a worker.
+//! Layouts of engines with more ranks, whose chunks can be merged into those of a worker.
 
 use lmc_key::{KeySpace, LayoutFingerprint};
 use lmc_memory::{ChunkOrder, Division, GroupLayout};
@@ -13,10 +13,10 @@ const FACTORS: [u16; 3] = [2, 4, 8];
 /// The layout of the chunks of an engine with more ranks, of the same model and in the same format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct WiderLayout {
-    /// Number of its ranks for each rank of the worker's engine.
+    /// Number of the wider engine's ranks for each rank of the worker's engine.
     pub(crate) factor: u16,
     pub(crate) layout: LayoutFingerprint,
-    /// Bytes of one of its ranks that lie together in a chunk of the worker.
+    /// Contiguous bytes of one wider rank in a chunk of the worker.
     pub(crate) run_bytes: u64,
 }
 
@@ -26,7 +26,7 @@ impl WiderLayout {
         own.saturating_mul(self.factor.into())
     }
 
-    /// Returns the space of its chunks that stand for those of a space of the worker.
+    /// Returns the space of this layout whose chunks stand for those of a space of the worker.
     pub(crate) fn space(&self, own: &KeySpace) -> KeySpace {
         KeySpace {
             world_size: self.ranks(own.world_size),
@@ -36,7 +36,7 @@ impl WiderLayout {
     }
 }
 
-/// Returns the layouts for a worker that copies by itself; none where its client does not say in which
+/// Returns the layouts for a worker that copies by itself; none if its client does not declare an
 /// order, as stock clients do not.
 pub(super) fn of_engine_driven(
     context: &EngineDrivenContext,

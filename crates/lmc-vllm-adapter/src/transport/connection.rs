@@ -29,8 +29,8 @@ const GROW_CHUNK: usize = 1 << 20;
 /// microseconds. Other connections are served between two polls; at most one connection for each
 /// thread of the runtime polls.
 const BUSY_POLL: Duration = Duration::from_micros(50);
-/// Longest time for which the requests of one connection are handled before other connections get
-/// their turn.
+/// Longest time for which the requests of one connection are handled before other connections are
+/// served.
 const TIME_SLICE: Duration = Duration::from_micros(500);
 /// Most event streams of one connection.
 const MAX_STREAMS: usize = 64;
@@ -400,8 +400,8 @@ impl Connection {
         }
     }
 
-    /// Sends the pool's descriptor with the reply that comes next, and watches the process that gets
-    /// it from now on, before it has any slot.
+    /// Sends the pool's descriptor with the next reply, and watches the process that gets it from
+    /// now on, before the process has any slot.
     fn pass_pool(&mut self) {
         self.pool_at = Some(self.output.len());
         if let Some(process) = self.stream.pool_taker() {

@@ -21,11 +21,12 @@ pub(super) struct IpcListener {
 }
 
 impl IpcListener {
-    /// Listens at a path, with a mode that says who may connect. Replaces the socket of a server
+    /// Listens at a path, with a mode that decides who may connect. Replaces the socket of a server
     /// that was killed.
     ///
     /// # Errors
-    /// `AddrInUse` when a server listens at the path, `AlreadyExists` when it is no socket.
+    /// `AddrInUse` when a server listens at the path, `AlreadyExists` when the file is not a
+    /// socket.
     pub(super) fn bind(path: &Path, mode: u32) -> io::Result<Self> {
         match fs::symlink_metadata(path) {
             Ok(there) if !there.file_type().is_socket() => {
@@ -33,7 +34,7 @@ impl IpcListener {
             }
             Ok(_) => match connect(path) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
-                // A server that is stopped accepts none, and its queue is full.
+                // A stopped server accepts no connection, and its queue is full.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     return Err(io::ErrorKind::AddrInUse.into());
                 }
@@ -52,7 +53,7 @@ impl IpcListener {
         let made = path.with_file_name(name);
         let _ = fs::remove_file(&made);
         let listener = UnixListener::bind(&made)?;
-        // Before Linux 6.16 the kernel knows no refusal, and closes what is sent.
+        // Before Linux 6.16 the kernel cannot refuse descriptors, and closes them.
         let _ = refuse_descriptors(&listener);
         let named = fs::set_permissions(&made, Permissions::from_mode(mode))
             .and_then(|()| fs::rename(&made, path))
@@ -84,7 +85,7 @@ impl Drop for IpcListener {
     }
 }
 
-/// Connects without waiting for space in the queue of the server.
+/// Connects without waiting for a free entry in the server's queue.
 fn connect(path: &Path) -> io::Result<()> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM.cloexec().nonblocking(), None)?;
     socket.connect(&SockAddr::unix(path)?)

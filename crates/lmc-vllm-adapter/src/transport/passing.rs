@@ -14,10 +14,11 @@ use rustix::net::{
 /// `SO_PASSRIGHTS` of `asm-generic/socket.h`.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
-/// Refuses descriptors that are sent to a Unix socket, or to those that a listening one accepts.
+/// Refuses descriptors that are sent to a Unix socket, or to the sockets that a listening socket
+/// accepts.
 ///
-/// A process that reads bytes without the descriptors that came with them closes these, and a close
-/// may wait: that of a socket that lingers, or of a file on a network.
+/// A process that reads bytes without their descriptors closes the descriptors. Such a close may
+/// wait, for a lingering socket or a file on a network.
 ///
 /// # Errors
 /// `ENOPROTOOPT` before Linux 6.16.
@@ -53,15 +54,15 @@ pub(crate) fn send_with(
     Ok(sendmsg(socket, &bytes, &mut control, SendFlags::NOSIGNAL)?)
 }
 
-/// Receives up to `most` bytes, and keeps a descriptor that came with them; of several at most one.
-/// Returns the number of bytes.
+/// Receives up to `most` bytes, and keeps at most one descriptor that came with them. Returns the
+/// number of bytes.
 pub(crate) fn receive_with(
     socket: impl AsFd,
     into: &mut BytesMut,
     most: usize,
     descriptor: &mut Option<OwnedFd>,
 ) -> io::Result<usize> {
-    // The kernel closes what has no space here.
+    // The kernel closes descriptors that do not fit here.
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let filled = into.len();

@@ -63,10 +63,10 @@ struct Process {
 
 /// The process that connected a Unix socket and was passed the pool over it.
 ///
-/// The socket alone names it (`SO_PEERPIDFD`), so it is known in another PID namespace too, which
-/// `/proc` does not show. Only lmc's own client takes the pool, and it maps the pool and copies in
-/// the process that connected. Through a proxy, which does not pass descriptors on, it connects
-/// again and does not take the pool; and threads that copy do not survive a fork.
+/// The socket alone identifies the process (`SO_PEERPIDFD`), so it is known in another PID
+/// namespace too, which `/proc` does not show. Only lmc's own client takes the pool; it maps the
+/// pool and copies in the process that connected. A proxy does not pass descriptors on: a client
+/// behind one connects again and does not take the pool. Threads that copy do not survive a fork.
 #[derive(Debug)]
 pub(super) struct PoolTaker {
     /// `None` in another PID namespace.
@@ -75,7 +75,7 @@ pub(super) struct PoolTaker {
 }
 
 impl PoolTaker {
-    /// Returns the process; `None` where the kernel does not name it (before Linux 6.5).
+    /// Returns the process; `None` if the kernel does not identify it (before Linux 6.5).
     pub(super) fn of(stream: &UnixStream) -> Option<Self> {
         Some(Self {
             handle: PidFd::of_peer(stream).ok()?,

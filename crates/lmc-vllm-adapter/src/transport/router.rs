@@ -124,7 +124,8 @@ impl ZmqServer {
             let stream = match accepted {
                 Ok(stream) => stream,
                 Err(error) => {
-                    // Usually the limit of open files; only the end of a connection helps.
+                    // The usual cause is the limit of open files; only the end of a connection
+                    // helps then.
                     warn!(%error, "accept failed; retrying in 100 ms");
                     tokio::time::sleep(Duration::from_millis(100)).await;
                     continue;
@@ -152,7 +153,7 @@ impl ZmqServer {
             let serving = Arc::clone(&serving);
             connections.spawn(serve(stream, guard, serving, search, stop.clone()));
         }
-        // Who looks for a server from now on does not find this one.
+        // A client that looks for a server from now on does not find this one.
         drop((self.listener, self.ipc));
         let drained = async { while connections.join_next().await.is_some() {} };
         if tokio::time::timeout(self.config.stop_timeout, drained)

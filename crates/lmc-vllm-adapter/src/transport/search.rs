@@ -33,7 +33,7 @@ impl Search {
         }
     }
 
-    /// Ends the search: the processes are known otherwise.
+    /// Ends the search, because the processes are known by other means.
     pub(super) fn end(&self) {
         self.found.store(true, Ordering::Relaxed);
     }

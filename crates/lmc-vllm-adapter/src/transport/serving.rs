@@ -1,4 +1,4 @@
-//! Configuration of the listening sockets, and what their connections share.
+//! Configuration of the listening sockets, and values that their connections share.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -77,12 +77,12 @@ pub(super) struct Serving {
     /// File of the pool, as in the memory maps of processes.
     pub(super) pool: Option<MappedFile>,
     /// Connections that may still begin to poll: one for each thread of the runtime, since more
-    /// only take time from the requests of others.
+    /// would only delay the requests of other connections.
     pub(super) polls: AtomicUsize,
 }
 
 impl Serving {
-    /// Permits one connection more to poll, or none where each thread has one that does.
+    /// Permits one more connection to poll; `None` if each thread has a connection that polls.
     pub(super) fn poll(&self) -> Option<Polling<'_>> {
         let take = |left: usize| left.checked_sub(1);
         self.polls

@@ -66,7 +66,7 @@ impl Stream {
         let Self::Tcp(stream) = self else {
             return Ok(());
         };
-        // Replies are small and awaited, so they must not wait until a segment is full.
+        // Replies are small and awaited, so they are not delayed until a segment is full.
         stream.set_nodelay(true)?;
         // A host that is gone sends nothing; without keepalive its slots would be held forever.
         let socket = SockRef::from(stream);
@@ -87,8 +87,8 @@ impl Stream {
         }
     }
 
-    /// Returns the process at the other end, which was passed the pool; `None` where the kernel does
-    /// not name it.
+    /// Returns the process at the other end, which was passed the pool; `None` if the kernel does
+    /// not identify it.
     pub(super) fn pool_taker(&self) -> Option<PoolTaker> {
         match self {
             Self::Tcp(_) => None,

@@ -33,7 +33,7 @@ impl Default for TrustedUsers {
     }
 }
 
-/// Knowledge of the user behind a connection that is used.
+/// The result of checking the user behind a connection that is served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trust {
     /// A user of this host, who is trusted.
@@ -43,7 +43,7 @@ pub enum Trust {
     Unknown,
 }
 
-/// Why a connection of another process on this host is not used.
+/// The reason why a connection of another process on this host is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Untrusted {
@@ -70,8 +70,8 @@ impl TrustedUsers {
         }
     }
 
-    /// Checks the user at the other end of a connection, whichever end opened it. One that the other
-    /// side has not accepted yet has no user, and counts as closed.
+    /// Checks the user at the other end of a connection, whichever end opened it. A connection that
+    /// the other side has not accepted yet has no user, and counts as closed.
     ///
     /// # Errors
     /// [`Untrusted`] if the user is not trusted or cannot be looked up any more.

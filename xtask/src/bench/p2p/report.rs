@@ -24,10 +24,10 @@ const MISSED: &str = "missed";
 
 const ABOUT: &str = "
 A prefix is timed from the engine's lookup until all its chunks are leased in the reader's pool: locate, lease, read, release, verify, commit.
-A *first* lease is one whose chunks have no checksum at the owner yet; a *later* one reads chunks whose checksum the owner knows.
+At a *first* lease the owner has no checksum of the chunks yet; at a *later* lease it has them.
 The *bare* channel reads the same slots of the owner into memory of the reader, in turn with the later leases, with a checksum for each piece of 256 KiB.
-GB/s are bytes over the p50; the p99 is that of one round, where a round has fewer than 100 reads the slowest.
-CPU is that of all threads of a process while a prefix is read, in seconds for each GB.
+GB/s are bytes divided by the p50. The p99 is the median of the rounds' p99; in a round of up to 100 reads that is the second slowest read.
+CPU is the time of all threads of a process while a prefix is read, in seconds for each GB.
 
 ";
 
@@ -36,12 +36,12 @@ const RACES: [(&str, &str, &str); 2] = [
     (
         MOONCAKE,
         "Mooncake",
-        "Mooncake Store (`mooncake-transfer-engine-non-cuda` 0.3.13.post1) over TCP, with the same chunks in the same rounds after lmc's: one `batch_get_into` of a prefix from Python into registered memory of the reader, which asks the master and reads, compares no checksum and commits nothing.",
+        "Mooncake Store (`mooncake-transfer-engine-non-cuda` 0.3.13.post1) over TCP, with the same chunks in the same rounds, after lmc: one `batch_get_into` of a prefix from Python into registered memory of the reader. It asks the master and reads; it compares no checksum and commits nothing.",
     ),
     (
         LMCACHE,
         "LMCache",
-        "LMCache's P2P (`lmcache` 0.5.6 with `nixl-cu12` 1.5.1, UCX over TCP on `lo`), end to end, in the same rounds: a coordinator and two `lmcache server`. A client looks a prefix up at one of them and asks every millisecond for its state, until all of it lies in that server's memory under its locks, read from the other. No checksum is compared. CPU is that of the two servers.",
+        "LMCache's P2P (`lmcache` 0.5.6 with `nixl-cu12` 1.5.1, UCX over TCP on `lo`), end to end, in the same rounds: a coordinator and two `lmcache server`. A client looks up a prefix at one server and asks every millisecond for its state, until that server has read all of it from the other and holds it locked in memory. No checksum is compared. CPU is that of the two servers.",
     ),
 ];
 

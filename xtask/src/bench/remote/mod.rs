@@ -329,14 +329,14 @@ fn latencies(lmc: &str, port: u16) -> Result<Vec<(&'static str, f64)>> {
 
 fn text(conditions: &[(&'static str, String)], cells: &Rounds) -> String {
     let mut text = "## Shared stores beside the bare way to them\n\n\
-        `cargo xtask bench remote`. 256 MiB of values of one length, written and read over loopback or on the file system of `target`. \
-        *bare* is the crate `redis` on as many connections, with the value copied into the slot; for files four threads that write, rename and read. Files are written and read without the page cache by both. \
-        For S3, *bare* is the crate `object_store` over the same client with 32 requests at a time, as lmc has, and the value copied into the slot; the server is `s3s-fs` 0.14.1 on the same cores, which sets the pace. A put that no lookup came before asks for the header first; in S3 that is one request more for each value. \
-        lmc also makes and compares the checksums of all values. \
-        *tool* is what people have for the store: `redis-benchmark` with 4 connections, which sends one buffer again and again and drops what it reads; \
-        `cp -r` of as many files from memory with `sync -f` after it, and back with none of their pages in memory, through the page cache and one file after the other; \
-        `boto3` with 32 threads and its own settings, which make checksums of what is written. \
-        *busy* is the share of all cores' time in which anything ran, the server included, while lmc wrote and read; *one* the time of a single value; *heads* that of the headers of all values, at most 512.\n\n"
+        `cargo xtask bench remote`: 256 MiB of values of one length, written and read over loopback or on the file system of `target`. \
+        *bare* is the crate `redis` on as many connections, with the value copied into the slot; for files it is four threads that write, rename and read. lmc and *bare* write and read files without the page cache. \
+        For S3, *bare* is the crate `object_store` over the same client with 32 requests at a time, as lmc has, and the value copied into the slot; the server is `s3s-fs` 0.14.1 on the same cores, which sets the pace. lmc asks for the header before a put that follows no lookup; in S3 that is one more request for each value. \
+        lmc also computes and compares the checksums of all values. \
+        *tool* is a common tool of the store: `redis-benchmark` with 4 connections, which sends one buffer again and again and discards what it reads; \
+        `cp -r` of as many files from memory followed by `sync -f`, and back with none of their pages in memory, through the page cache and one file after the other; \
+        `boto3` with 32 threads and its default settings, with which it computes checksums of written values. \
+        *busy* is the share of all cores' time in which anything ran, the server included, while lmc wrote and read; *one* is the time of a single value; *heads* is the time of the headers of all values, at most 512.\n\n"
         .to_owned();
     text.push_str(&conditions::lines(conditions));
     text.push_str("\n| store | tool | put, lmc | of bare | of tool | busy | get, lmc | of bare | of tool | busy | one, lmc | one, bare | heads |\n|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n");
@@ -379,16 +379,16 @@ fn text(conditions: &[(&'static str, String)], cells: &Rounds) -> String {
     });
     let _ = writeln!(
         text,
-        "\n`dd` of one file on the same file system, without the page cache and a block after the other, writes and reads {}.",
+        "\n`dd` of one file on the same file system, without the page cache and one block after the other, writes and reads {}.",
         direct.join(", ")
     );
     let expiring = LENS.map(|(name, _)| {
         let row = format!("Redis, {name}");
-        format!("{} of {name}", share(&row, EXPIRING, "lmc", get))
+        format!("{} for {name}", share(&row, EXPIRING, "lmc", get))
     });
     let _ = writeln!(
         text,
-        "\nWith `--remote-ttl` each get of Redis also asks how long the value lives (`PTTL`, in the same request). Of the speed without it: {}.",
+        "\nWith `--remote-ttl` each get of Redis also asks how long the value lives (`PTTL`, in the same request). Its speed compared with gets without `PTTL`: {}.",
         expiring.join(", ")
     );
     let millis = |row, who, what| {
@@ -408,7 +408,7 @@ fn text(conditions: &[(&'static str, String)], cells: &Rounds) -> String {
         };
         let _ = writeln!(
             text,
-            "p99 of a {what} of 2,048 tokens in memory, 2 clients: {} without a store; {} while the store of `--remote` answers nothing ({} of the first, the median of the pairs' ratios); {} while it takes what was stored over a link of 100 Mbit/s ({}).\n",
+            "p99 of a {what} of 2,048 tokens in memory, 2 clients: {} without a store; {} while the store of `--remote` does not answer ({} times as long; the median of the pairs' ratios); {} while chunks are written to it over a link of 100 Mbit/s ({}).\n",
             millis(STALLED, WITHOUT, what),
             millis(STALLED, STALLING, what),
             ratio(STALLING),

@@ -129,10 +129,10 @@ fn adapter(
 
 fn text(conditions: &[(&'static str, String)], cells: &Rounds) -> String {
     let mut text = "## Shared stores beside LMCache's adapters and Mooncake Store\n\n\
-        `cargo xtask bench remote --race`. The same 256 MiB of values of one length as above, in the same stores on this host, each new for each run. \
-        LMCache is measured by its own `lmcache bench l2` over its adapters `resp` (8 threads), `fs` (with `O_DIRECT`) and `s3` (64 threads of awscrt), with 32 values in a submission and all submissions under way: the median of 3 rounds after one to warm up; lmc has one round, which opens its connections. \
-        lmc asks for the headers before it writes, and makes and compares checksums; LMCache's adapters do neither. \
-        Mooncake Store reads from the memory of another process of this host over TCP, by `batch_get_into` of 64 values; a put of its owner stays in that process, and is not compared.\n\n"
+        `cargo xtask bench remote --race`: the same 256 MiB of values of one length as above, in the same stores on this host, each empty before each run. \
+        LMCache's own `lmcache bench l2` measures its adapters `resp` (8 threads), `fs` (with `O_DIRECT`) and `s3` (64 threads of awscrt), with 32 values in a submission and all submissions in flight: the median of 3 rounds after one to warm up. lmc has one round, which also opens its connections. \
+        lmc asks for the headers before it writes, and computes and compares checksums; LMCache's adapters do neither. \
+        Mooncake Store reads from the memory of another process on this host over TCP, by `batch_get_into` of 64 values; a put of the owner stays in its process, and is not compared.\n\n"
         .to_owned();
     text.push_str(&conditions::lines(conditions));
     text.push_str("\n| store | put, lmc | put, LMCache | lmc has | get, lmc | get, LMCache | lmc has |\n|---|--:|--:|--:|--:|--:|--:|\n");

@@ -223,28 +223,26 @@ fn verdict(met: bool) -> &'static str {
 
 /// Explains the comparisons.
 const ABOUT: &str = "
-Objects lie apart in both arenas, so that none can be joined with its neighbour; all memory was \
-written to before. A batch counts from the call to its return; each is asked for when the one before \
-is done, with nothing in between to hide the start of one behind the end of another. Every byte that \
-the last batch left was compared with what it must be, outside the time. Each row's ratio is the \
-median of those of the rounds.
+Objects lie apart in both arenas, so that no two can be joined; all memory was written to before. A \
+batch is timed from the call to its return, and begins when the batch before has ended, so batches do \
+not overlap. Every byte of the last batch was verified, outside the timed part. Each row's ratio is the \
+median of the rounds' ratios.
 
-- **lmc, sockets**: every byte is under a checksum (XXH3) that the sender makes and the receiver \
-verifies, lands in the slot that was named and nowhere else, and is acknowledged; under a deadline.
-- **lmc, NIXL**: every byte that is read is under a checksum, as over sockets; under a deadline. The \
-owner writes it to a block beside the reader's arena, and the reader copies and sums it from there in \
-one pass. A `write` goes over the session's Unix or TCP sockets. `send` waits for what the receiver \
-says.
-- **iperf3**: sends one and the same buffer again and again without end and throws away what comes, so \
-that its bytes stay in a core's cache and no batch ends; no checksum, no answer. Writes are as long as \
-an object, its limit of 1 MiB at most. Before version 3.16 one thread serves all its streams.
-- **bare sockets**: a thread per stream and side, `writev` from objects in memory to objects in memory, \
-one byte of answer per batch; no checksum, no offsets, no deadline. They have a sender's buffer of \
-256 KiB, and those of TCP wake their reader for up to 1 MiB at a time, as ours.
-- **bare NIXL**: the same agents, registered memory, UCX settings and descriptors by nixl-sys alone; \
-one request for the batch, made, posted, and asked after without a pause, which burns a core; no \
-deadline, and nothing looks after a request that does not end. Its `send` is a \
-notification each way, by which the sender learns of the slots, and a write that notifies.
+- **lmc, sockets**: the sender computes a checksum (XXH3) of every byte, and the receiver verifies \
+it. Bytes are written to the named slot only, and acknowledged, under a deadline.
+- **lmc, NIXL**: reads have a checksum of every byte, as over sockets, and a deadline. The owner \
+writes the bytes to a block next to the reader's arena, and the reader copies and sums them in one \
+pass. A `write` goes over the session's Unix or TCP sockets. A `send` waits for the receiver's answer.
+- **iperf3**: sends one buffer again and again without end and discards what it receives, so its bytes \
+stay in a core's cache and no batch ends; no checksum, no answer. Each write is as long as an object, up \
+to iperf3's limit of 1 MiB. Before version 3.16 one thread serves all its streams.
+- **bare sockets**: one thread for each stream on each side, `writev` from objects in memory to objects \
+in memory, one byte of answer for each batch; no checksum, no offsets, no deadline. As in lmc, the \
+sender's buffer has 256 KiB, and a TCP reader is woken for up to 1 MiB at a time.
+- **bare NIXL**: the same agents, registered memory, UCX settings and descriptors, by nixl-sys alone. \
+One request for each batch is made, posted and polled without a pause, which keeps a core busy; no \
+deadline, and nothing handles a request that does not end. Its `send` is a notification each way, from \
+which the sender learns the slots, and a write that notifies.
 - **memcpy**: one thread, from objects in memory to objects in memory of one process.
 ";
 

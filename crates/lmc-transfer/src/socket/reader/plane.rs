@@ -1,5 +1,5 @@
-//! Requests of a peer for the other plane, and its answers: the same ranges, by the same rights, are
-//! moved by NIXL.
+//! Requests of a peer for NIXL, and its answers. NIXL moves the same ranges as the streams, under
+//! the same rights.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,9 +16,9 @@ use crate::socket::outgoing::PieceForm;
 use crate::socket::plane_link::PlaneLink;
 use crate::socket::window::Parted;
 
-/// A fetch is given up so long after its reader's limit...
+/// Time that a fetch goes on after its reader's limit.
 const SLACK: Duration = Duration::from_secs(2);
-/// ...and after this at most: it keeps leases.
+/// Maximum of the reader's limit, since a fetch keeps leases.
 const SERVE: Duration = Duration::from_secs(10);
 
 impl StreamReader {
@@ -55,7 +55,7 @@ impl StreamReader {
         Ok(())
     }
 
-    /// Writes to the peer what it wants to read.
+    /// Writes the ranges that the peer wants to read to the peer's memory.
     pub(super) async fn fetch(
         &mut self,
         id: u64,
@@ -135,7 +135,7 @@ impl StreamReader {
                 connection.streams[stream].queue.push(answer);
             }
         };
-        // The reader gives up first, and says so.
+        // The reader's limit passes first, and the reader says so.
         let limit = Duration::from_millis(millis).min(SERVE) + SLACK;
         let link = self.link()?;
         link.plane.begin(Batch {
@@ -150,7 +150,7 @@ impl StreamReader {
         Ok(())
     }
 
-    /// The peer has given up a fetch.
+    /// Handles the peer's cancellation of a fetch.
     pub(super) fn stopped(&self, id: u64) -> Result<(), Gone> {
         if let Some(answer) = self.link()?.stop(id) {
             self.stream().queue.push(answer);
@@ -158,7 +158,7 @@ impl StreamReader {
         Ok(())
     }
 
-    /// The peer has written all of a fetch.
+    /// Handles the report that the peer has written all of a fetch.
     pub(super) async fn landed(&mut self, id: u64, sums: &[u64]) -> Result<(), Gone> {
         self.link()?;
         let pending = self.stream().take(id);
@@ -180,7 +180,8 @@ impl StreamReader {
         Ok(())
     }
 
-    /// Copies what the peer has written to the slots of the call, while that holds them.
+    /// Copies the bytes that the peer has written to the slots of the call, while the call holds
+    /// them.
     async fn land(&mut self, target: &Target, block: &Block, sums: &[u64]) -> Arrival {
         let mut arrival = Arrival::default();
         let (mut parted, mut at) = (Parted::default(), 0);
@@ -189,7 +190,7 @@ impl StreamReader {
             let is_last = pieces.peek().is_none_or(|(next, _)| *next != number);
             let window = &self.core.window;
             let landed = target.with(|| {
-                // Of the copy, since the peer may still write.
+                // The checksum is of the copy, since the peer may still write to the block.
                 let sum = window.land(piece, (block, at), &mut parted, is_last);
                 match sums.get(number as usize) {
                     Some(wanted) if is_last => {
@@ -220,7 +221,7 @@ impl StreamReader {
         arrival
     }
 
-    /// The peer has not written all of a fetch.
+    /// Handles the report that the peer has not written all of a fetch.
     pub(super) fn not_landed(&self, id: u64, idle: bool, reason: String) -> Result<(), Gone> {
         let pending = self.stream().take(id);
         let asked = pending.and_then(|mut pending| Some((pending.block.take()?, pending)));
@@ -236,7 +237,7 @@ impl StreamReader {
     }
 }
 
-/// Pins what a peer may read, for as long as NIXL moves it.
+/// Pins the memory that a peer may read while NIXL moves it.
 fn pinned(runs: &[Run]) -> Result<Sources, Outcome> {
     let (mut sources, mut number) = (Sources::default(), 0);
     for run in runs {

@@ -99,7 +99,7 @@ pub(crate) fn encode_request(uid: u64, request: &Request) -> Vec<Bytes> {
     frames
 }
 
-/// A map of known fields and those that the other side may not know.
+/// A map of known fields and of fields that the other side may not know.
 struct With<'a>(&'a [(&'a str, &'a dyn Encode)], &'a UnknownFields);
 
 impl Encode for With<'_> {
