@@ -1,19 +1,15 @@
 //! The [`TransferChannel`] trait: the contract of every transport.
 
 use std::fmt;
-use std::pin::Pin;
 use std::time::Instant;
 
 use bytes::Bytes;
 use lmc_memory::{ReservedSlot, SealedSlot};
 
 use crate::{
-    Address, ConnectError, DataPlane, Filled, InArena, Index, PeerId, ReadLease, Sent,
+    Address, BoxFuture, ConnectError, DataPlane, Filled, InArena, Index, PeerId, ReadLease, Sent,
     TransferError, WriteLease,
 };
-
-/// A boxed future that may move between threads. It needs no particular runtime.
-pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// Moves bytes between this process's arena and those of peers.
 ///

@@ -59,6 +59,7 @@ mod flaky;
 )]
 pub mod fuzzing;
 mod in_arena;
+mod index;
 mod lease;
 mod name;
 mod net;
@@ -70,13 +71,14 @@ mod socket;
 mod timer;
 
 pub use blocking::block_on;
-pub use channel::{BoxFuture, TransferChannel};
+pub use channel::TransferChannel;
 pub use config::{Admit, ChannelConfig, ConfigError, OnAsk, OnConnect, OnPeer, PeerEvent, Rights};
 pub use error::{ConnectError, TransferError};
 #[cfg(feature = "conformance")]
 pub use flaky::{Death, Faults, Flaky, FlakyRig};
 pub use in_arena::InArena;
-pub use lease::{Index, ReadLease, WriteLease};
+pub use index::Index;
+pub use lease::{ReadLease, WriteLease};
 pub use name::{Address, AddressError, PeerId, PeerIdError};
 #[cfg(feature = "nixl")]
 pub use nixl::{NixlConfig, NixlPlane, has_rdma};
@@ -85,6 +87,9 @@ pub use session::{
     Identity, Key, KeyError, Keys, MAX_SECRETS, MIN_KEY, PublicIdentity, read_secret,
 };
 pub use socket::{SocketChannel, SocketConfig, SocketError, SocketStats};
+
+/// A boxed future that may move between threads. It needs no particular runtime.
+pub type BoxFuture<'a, T> = std::pin::Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// Maximum number of objects in a batch.
 pub const MAX_BATCH: usize = 65_536;

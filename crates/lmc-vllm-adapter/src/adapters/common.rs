@@ -31,6 +31,17 @@ pub(crate) struct Server {
     pub(crate) notices: bool,
 }
 
+impl Server {
+    /// Returns true if the server understands the name of a prompt.
+    pub(crate) fn understands(self, prompt: &Prompt) -> bool {
+        match prompt {
+            Prompt::Tokens(_) => true,
+            Prompt::Chunks(_) | Prompt::Blocks(_) => self.engine_keys,
+            Prompt::Tail(_) => self.tails,
+        }
+    }
+}
+
 /// State of the connection to a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]

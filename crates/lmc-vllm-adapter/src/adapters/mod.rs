@@ -28,7 +28,8 @@ pub use log::{Level, LogLine};
 pub use prompt::{Prompt, chunk_hashes};
 pub use scheduler::{SchedulerAdapter, SchedulerStats};
 pub use tensors::{KvLayers, LayerGroup, LayerTensor};
-pub use worker::{EndedStore, EngineStream, Finished, LoadStoreOp, WorkerAdapter, WorkerStats};
+pub use work::{EndedStore, Finished, LoadStoreOp};
+pub use worker::{EngineStream, WorkerAdapter, WorkerStats};
 
 use std::io;
 use std::time::Duration;

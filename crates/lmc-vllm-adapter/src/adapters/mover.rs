@@ -190,7 +190,7 @@ impl Mover {
             return;
         };
         let prepare = |transfer: Transfer| {
-            if !transfer.op.prompt.is_known_to(pool.server) {
+            if !pool.server.understands(&transfer.op.prompt) {
                 self.end(&transfer, Err(Failure::OtherServer));
                 return None;
             }

@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use lmc_key::ChunkHash;
 
-use crate::adapters::common::Server;
 use crate::protocol::{CacheKey, TAIL_LOOKUP};
 
 /// The tokens of a prompt, or the hashes of its leading chunks.
@@ -33,15 +32,6 @@ impl Prompt {
             Self::Chunks(hashes) => hashes.len(),
             Self::Blocks(hashes) => hashes.len() * block_size as usize / chunk_size,
             Self::Tail(_) => 0,
-        }
-    }
-
-    /// Returns true if a server understands the prompt's name.
-    pub(crate) fn is_known_to(&self, server: Server) -> bool {
-        match self {
-            Self::Tokens(_) => true,
-            Self::Chunks(_) | Self::Blocks(_) => server.engine_keys,
-            Self::Tail(_) => server.tails,
         }
     }
 

@@ -356,7 +356,7 @@ impl SchedulerAdapter {
     ) {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         // A prompt that was named for another server is a miss.
-        let server = (self.shared.common.server()).filter(|&server| prompt.is_known_to(server));
+        let server = (self.shared.common.server()).filter(|server| server.understands(prompt));
         let block_size = self.shared.common.engine.block_size;
         let chunks = server.map_or(0, |server| prompt.chunks(server.chunk_size, block_size));
         let blocks = match (prompt, server) {

@@ -1,12 +1,57 @@
 //! The transfers of a worker that are queued or under way.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 
 use lmc_memory::cuda::{CudaError, Mark};
 
+use crate::adapters::Prompt;
 use crate::adapters::link::SessionId;
-use crate::adapters::{EndedStore, Finished, LoadStoreOp};
+use crate::protocol::RequestConfigs;
+
+/// One transfer between blocks of the engine and chunks of a prompt.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LoadStoreOp {
+    /// Id of the request.
+    pub request_id: String,
+    /// The prompt up to the end of the range, at least.
+    pub prompt: Prompt,
+    /// The range in tokens: whole chunks, or the blocks of a [`Prompt::Tail`].
+    pub tokens: Range<usize>,
+    /// The blocks of the range in each group of layers, in the order in which the groups are
+    /// registered.
+    pub block_ids: Vec<Vec<u32>>,
+    /// Tokens at the start of the range whose blocks a retrieve must not write.
+    pub skip_first_n_tokens: usize,
+    /// Name of the tenant.
+    pub cache_salt: String,
+    /// Settings of the request.
+    pub configs: RequestConfigs,
+    /// Number by which [`crate::adapters::WorkerAdapter::take_ended_stores`] reports this store; `None`: it does not
+    /// report the store.
+    pub store_number: Option<u64>,
+}
+
+/// A store that has ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EndedStore {
+    /// Number of the store.
+    pub number: u64,
+    /// Chunks that this store has added to the server, counted from the first chunk of its range.
+    pub chunks: Vec<u64>,
+}
+
+/// Requests whose transfers have ended.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Finished {
+    /// Requests that the engine has reported as finished and that have no store left.
+    pub stores: HashSet<String>,
+    /// Requests whose retrieves have all ended, also failed ones.
+    pub retrieves: HashSet<String>,
+    /// The requests in `retrieves` that lack chunks.
+    pub failed: HashSet<String>,
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {

@@ -3,7 +3,6 @@
 //! The engine's thread only queues transfers for the threads of [`Mover`].
 
 use std::collections::HashSet;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -19,52 +18,9 @@ use crate::adapters::mover::Mover;
 use crate::adapters::work::{Direction, Work};
 use crate::adapters::worker_state::{Counters, Layouts, Registered, Shared, WorkerSetup, add};
 use crate::adapters::{
-    AdapterError, Endpoint, EngineDescription, KvLayers, LogLine, Prompt, Timeouts,
+    AdapterError, EndedStore, Endpoint, EngineDescription, Finished, KvLayers, LoadStoreOp,
+    LogLine, Timeouts,
 };
-use crate::protocol::RequestConfigs;
-
-/// One transfer between blocks of the engine and chunks of a prompt.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LoadStoreOp {
-    /// Id of the request.
-    pub request_id: String,
-    /// The prompt up to the end of the range, at least.
-    pub prompt: Prompt,
-    /// The range in tokens: whole chunks, or the blocks of a [`Prompt::Tail`].
-    pub tokens: Range<usize>,
-    /// The blocks of the range in each group of layers, in the order in which the groups are
-    /// registered.
-    pub block_ids: Vec<Vec<u32>>,
-    /// Tokens at the start of the range whose blocks a retrieve must not write.
-    pub skip_first_n_tokens: usize,
-    /// Name of the tenant.
-    pub cache_salt: String,
-    /// Settings of the request.
-    pub configs: RequestConfigs,
-    /// Number by which [`WorkerAdapter::take_ended_stores`] reports this store; `None`: it does not
-    /// report the store.
-    pub store_number: Option<u64>,
-}
-
-/// A store that has ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EndedStore {
-    /// Number of the store.
-    pub number: u64,
-    /// Chunks that this store has added to the server, counted from the first chunk of its range.
-    pub chunks: Vec<u64>,
-}
-
-/// Requests whose transfers have ended.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Finished {
-    /// Requests that the engine has reported as finished and that have no store left.
-    pub stores: HashSet<String>,
-    /// Requests whose retrieves have all ended, also failed ones.
-    pub retrieves: HashSet<String>,
-    /// The requests in `retrieves` that lack chunks.
-    pub failed: HashSet<String>,
-}
 
 /// Figures of a [`WorkerAdapter`] since its start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -4,20 +4,20 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lmc_engine::{CacheEngine, Host};
 use lmc_key::{ChunkHash, ChunkKey, HashMemo, Printable, Salt, SpaceId};
 use parking_lot::Mutex;
 
-use crate::protocol::{CacheKey, Reply};
+use crate::protocol::{CacheKey, Reply, TAIL_LOOKUP, TraceParent};
 use crate::service::config::ServiceConfig;
 use crate::service::events::EventLog;
 use crate::service::notices::Notices;
 use crate::service::pulse::Pulse;
 use crate::service::request_log::AtomicRequestLog;
 use crate::service::spaces::Spaces;
-use crate::service::spans::Spans;
+use crate::service::spans::{Span, Spans, Step};
 use crate::service::stats::{ServiceCounters, Stats, add};
 use crate::service::throttle::Throttle;
 
@@ -185,6 +185,47 @@ impl Context {
             let suppressed = (suppressed > 0).then_some(suppressed);
             tracing::warn!(suppressed, "{}", Printable(text));
         }
+    }
+
+    /// Notes a span where there is a tracer and the request's parent, if it names one, records the trace.
+    pub(super) fn add_span(
+        &self,
+        names: (&str, &str),
+        parent: Option<TraceParent>,
+        took: Duration,
+        step: impl FnOnce() -> Step,
+    ) {
+        let Some(spans) = &self.spans else {
+            return;
+        };
+        if parent.is_some_and(|parent| !parent.is_sampled) {
+            return;
+        }
+        let span = Span::new(names, parent, took, step());
+        if !spans.add(span) {
+            add(&self.counters().spans_lost, 1);
+        }
+    }
+
+    /// Counts a store that failed, and notes its span. `begun` is the time of the worker's request.
+    pub(super) fn store_failed(&self, key: &CacheKey, begun: Instant) {
+        add(&self.stats.service.stores_failed, 1);
+        self.add_copy(key, begun.elapsed(), || Step::Store(None));
+    }
+
+    /// Counts a retrieve that failed, and notes its span. `begun` is the time of the worker's request.
+    pub(super) fn retrieve_failed(&self, key: &CacheKey, begun: Instant) {
+        add(&self.stats.service.retrieves_missed, 1);
+        self.add_copy(key, begun.elapsed(), || Step::Retrieve(None));
+    }
+
+    /// As [`Self::add_span`], for a range that a worker has copied.
+    pub(super) fn add_copy(&self, key: &CacheKey, took: Duration, step: impl FnOnce() -> Step) {
+        let id = key.request_id.as_str();
+        // A tail is retrieved under an id of its own.
+        let id = id.strip_suffix(TAIL_LOOKUP).unwrap_or(id);
+        let names = (id, key.model_name.as_str());
+        self.add_span(names, key.configs.parent, took, step);
     }
 }
 

@@ -6,7 +6,6 @@ use std::time::Instant;
 
 use lmc_engine::Leases;
 use lmc_memory::{CopyError, CopyPlan, CopyPool, PlanRequest};
-use thiserror::Error;
 
 use crate::protocol::{CacheKey, GpuEvent, Reply};
 use crate::service::context::{Context, Hashed, refuse};
@@ -16,25 +15,7 @@ use crate::service::opened::{GroupCopy, ServerCopies};
 use crate::service::registry::Registry;
 use crate::service::stats::add;
 use crate::service::transfers::{Declined, Transfers, Worker};
-use crate::service::{ClientId, Outcome};
-
-/// A worker's memory cannot be inspected as requested.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum InspectError {
-    /// No worker has registered with this id.
-    #[error("instance_id {0} not registered")]
-    Unknown(u64),
-    /// The worker copies by itself, so the server has never mapped its memory.
-    #[error("worker {0} copies by itself; the server does not map its memory")]
-    NotMapped(u64),
-    /// The blocks do not make whole chunks of this worker.
-    #[error("{0}")]
-    Blocks(String),
-    /// The caller does not wait any more.
-    #[error("cancelled by the caller")]
-    Cancelled,
-}
+use crate::service::{ClientId, InspectError, Outcome};
 
 /// The blocks that a request names.
 pub(super) struct Blocks {

@@ -20,7 +20,7 @@ use crate::protocol::{
 use crate::service::config::{ServiceConfig, ServiceError};
 use crate::service::connections::Connections;
 use crate::service::context::{Context, refuse};
-use crate::service::copies::{Blocks, Copies, InspectError};
+use crate::service::copies::{Blocks, Copies};
 use crate::service::events::{NextBatch, Subscription};
 use crate::service::jobs::{Job, JobThreads, Lane};
 use crate::service::lookups::Lookups;
@@ -33,7 +33,7 @@ use crate::service::spans::Span;
 use crate::service::stats::{TransportCounters, add};
 use crate::service::status::ServiceStatus;
 use crate::service::transfers::Transfers;
-use crate::service::{ClientId, Outcome};
+use crate::service::{ClientId, InspectError, Outcome};
 
 /// Capability that announces [`Operation::SubscribeKvEvents`] to clients.
 const KV_EVENT_STREAM: &str = "kv_event_stream";

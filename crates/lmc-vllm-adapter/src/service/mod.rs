@@ -41,12 +41,12 @@ mod wider;
 use std::fmt;
 
 pub use config::{ServiceConfig, ServiceError};
-pub use copies::InspectError;
 pub(crate) use events::{NextBatch, Subscription};
 pub(crate) use gate::Entrance;
 pub use handle::{Service, WeakService};
 pub(crate) use jobs::Job;
 pub use notices::Notice;
+pub use registry::InspectError;
 pub use request_log::RequestLog;
 pub use spaces::SpaceStatus;
 pub use spans::{Copied, Span, Step};

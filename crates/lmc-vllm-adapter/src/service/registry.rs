@@ -9,6 +9,7 @@ use lmc_engine::{Host as _, OwnerId};
 use lmc_key::{LayoutFingerprint, Printable, Salt, SpaceId};
 use lmc_memory::cuda::Gpus;
 use parking_lot::Mutex;
+use thiserror::Error;
 
 use crate::protocol::{
     CacheKey, EngineDrivenContext, IdentityDigest, KvDescriptor, RegisterKvCache, Reply,
@@ -24,7 +25,25 @@ use crate::service::stats::add;
 use crate::service::status::InstanceStatus;
 use crate::service::throttle::Throttle;
 use crate::service::wider::WiderLayout;
-use crate::service::{ClientId, InspectError, Outcome};
+use crate::service::{ClientId, Outcome};
+
+/// A worker's memory cannot be inspected as requested.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum InspectError {
+    /// No worker has registered with this id.
+    #[error("instance_id {0} not registered")]
+    Unknown(u64),
+    /// The worker copies by itself, so the server has never mapped its memory.
+    #[error("worker {0} copies by itself; the server does not map its memory")]
+    NotMapped(u64),
+    /// The blocks do not make whole chunks of this worker.
+    #[error("{0}")]
+    Blocks(String),
+    /// The caller does not wait any more.
+    #[error("cancelled by the caller")]
+    Cancelled,
+}
 
 /// Layouts of one model above which a lookup finds nothing: each of them would have to have the
 /// chunk.

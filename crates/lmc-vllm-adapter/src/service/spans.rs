@@ -1,13 +1,11 @@
 //! Spans: the steps of requests that have ended, for a tracer.
 
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use crate::protocol::{CacheKey, TAIL_LOOKUP, TraceParent};
-use crate::service::context::Context;
-use crate::service::stats::add;
+use crate::protocol::{CacheKey, TraceParent};
 
 /// Longest name from outside in a span, in bytes.
 const MAX_NAME: usize = 256;
@@ -55,6 +53,25 @@ pub enum Step {
     Retrieve(Option<Copied>),
 }
 
+impl Span {
+    /// Returns the span of a step that ends now.
+    pub(super) fn new(
+        (request, model): (&str, &str),
+        parent: Option<TraceParent>,
+        took: Duration,
+        step: Step,
+    ) -> Self {
+        Self {
+            request: cut(request),
+            model: cut(model),
+            parent,
+            ended: SystemTime::now(),
+            took,
+            step,
+        }
+    }
+}
+
 /// Range of a prompt that a worker has copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -96,7 +113,7 @@ impl Spans {
     }
 
     /// Returns false if the queue is full.
-    fn add(&self, span: Span) -> bool {
+    pub(super) fn add(&self, span: Span) -> bool {
         let mut ended = self.ended.lock();
         let has_capacity = ended.len() < self.most;
         if has_capacity {
@@ -115,56 +132,6 @@ impl Spans {
     /// Takes all spans, in the order of their ends.
     pub(super) fn take(&self) -> Vec<Span> {
         std::mem::take(&mut self.ended.lock())
-    }
-}
-
-impl Context {
-    /// Notes a span where there is a tracer and the request's parent, if it names one, records the trace.
-    pub(super) fn add_span(
-        &self,
-        (request, model): (&str, &str),
-        parent: Option<TraceParent>,
-        took: Duration,
-        step: impl FnOnce() -> Step,
-    ) {
-        let Some(spans) = &self.spans else {
-            return;
-        };
-        if parent.is_some_and(|parent| !parent.is_sampled) {
-            return;
-        }
-        let span = Span {
-            request: cut(request),
-            model: cut(model),
-            parent,
-            ended: SystemTime::now(),
-            took,
-            step: step(),
-        };
-        if !spans.add(span) {
-            add(&self.counters().spans_lost, 1);
-        }
-    }
-
-    /// Counts a store that failed, and notes its span. `begun` is the time of the worker's request.
-    pub(super) fn store_failed(&self, key: &CacheKey, begun: Instant) {
-        add(&self.stats.service.stores_failed, 1);
-        self.add_copy(key, begun.elapsed(), || Step::Store(None));
-    }
-
-    /// Counts a retrieve that failed, and notes its span. `begun` is the time of the worker's request.
-    pub(super) fn retrieve_failed(&self, key: &CacheKey, begun: Instant) {
-        add(&self.stats.service.retrieves_missed, 1);
-        self.add_copy(key, begun.elapsed(), || Step::Retrieve(None));
-    }
-
-    /// As [`Self::add_span`], for a range that a worker has copied.
-    pub(super) fn add_copy(&self, key: &CacheKey, took: Duration, step: impl FnOnce() -> Step) {
-        let id = key.request_id.as_str();
-        // A tail is retrieved under an id of its own.
-        let id = id.strip_suffix(TAIL_LOOKUP).unwrap_or(id);
-        let names = (id, key.model_name.as_str());
-        self.add_span(names, key.configs.parent, took, step);
     }
 }
 
