@@ -1,4 +1,4 @@
-//! The tier: drives side by side behind the contract.
+//! The tier: several drives behind the `Backend` contract.
 
 use std::io;
 use std::sync::Arc;
@@ -24,17 +24,17 @@ use crate::spaces::{Unreachable, UnreachableSegment};
 use crate::timer::Timer;
 use crate::volume::BLOCK;
 
-/// Chunks on one or more drives, found again after any kill.
+/// A tier of chunks on one or more drives, which finds them again after any kill.
 ///
-/// Made by [`crate::DiskConfig::open`]. Chunks are spread over the drives by their hash; a drive
-/// that fails is taken out, its chunks become misses, and it is looked at again from time to
-/// time. [`WriteBackend::store`] answers when a chunk and its index entry are durable.
+/// Made by [`crate::DiskConfig::open`]. Chunks are distributed over the drives by their hash. A drive that
+/// fails is taken out of use, and its chunks become misses; the tier probes it from time to time.
+/// [`WriteBackend::store`] answers when a chunk and its index entry are durable.
 #[derive(Debug)]
 pub struct DiskBackend {
     drives: Arc<[Drive]>,
     set: DriveSet,
     unreachable: Vec<Unreachable>,
-    /// Segments with such chunks, less those at the end that were seen to have gone.
+    /// Segments with such chunks. Segments at the end of the list are dropped once their chunks are gone.
     unreachable_segments: Mutex<Vec<UnreachableSegment>>,
     counters: Counters,
     timer: Timer,
@@ -62,13 +62,13 @@ impl DiskBackend {
         self
     }
 
-    /// Chunks that were there at the start and cannot be hit, because they were stored under other
-    /// settings than [`crate::DiskConfig::with_key_settings`] names.
+    /// Returns the chunks that were present at the start and cannot be hit, because they were stored under
+    /// other settings than [`crate::DiskConfig::with_key_settings`] names.
     pub fn unreachable(&self) -> &[Unreachable] {
         &self.unreachable
     }
 
-    /// Returns the counters of all drives together.
+    /// Returns the sums of all drives' counters.
     pub fn stats(&self) -> DiskStats {
         let mut stats = self.counters.read();
         for drive in self.drives.iter() {
@@ -77,7 +77,7 @@ impl DiskBackend {
         stats
     }
 
-    /// Returns the usage of all drives together.
+    /// Returns the sum of all drives' usage.
     pub fn held(&self) -> Usage {
         let (mut chunks, mut bytes, mut capacity) = (0, 0, 0);
         for drive in self.drives.iter() {
@@ -89,7 +89,7 @@ impl DiskBackend {
         Usage::new(chunks, bytes).with_capacity(capacity)
     }
 
-    /// Describes the I/O of each drive for people: `io_uring, direct I/O`, and so on.
+    /// Describes the I/O of each drive for an operator, for example `io_uring, direct I/O`.
     pub fn describe(&self) -> Vec<String> {
         self.drives.iter().map(Drive::describe).collect()
     }
@@ -99,8 +99,8 @@ impl DiskBackend {
         self.drives.iter().map(Drive::health).collect()
     }
 
-    /// Drives of the set that are not open. A drive that was absent from a clear is emptied when it
-    /// is opened again.
+    /// Returns the drives of the set that are not open. A drive that was absent during a clear is emptied
+    /// when it is opened again.
     pub fn missing(&self) -> &[SetMember] {
         self.set.missing()
     }
@@ -117,7 +117,7 @@ impl DiskBackend {
         self.drives.iter().all(Drive::closed)
     }
 
-    /// The drive on which new bytes of a key belong: the first in its order that works.
+    /// Returns the drive for new chunks with this key: the first working drive in the key's order.
     fn home(&self, key: &ChunkKey) -> Option<usize> {
         let hash = key.hash.as_bytes();
         let hash = u64::from_le_bytes(hash[8..16].try_into().expect("eight bytes of 32"));
@@ -128,7 +128,7 @@ impl DiskBackend {
             .find(|&drive| self.drives[drive].unavailable().is_none())
     }
 
-    /// The working drive that has a chunk, and the chunk's bytes.
+    /// Returns the working drive that has a chunk, and the chunk's length.
     fn find(&self, key: &ChunkKey) -> Option<(usize, u64)> {
         self.drives.iter().enumerate().find_map(|(number, drive)| {
             drive
@@ -138,12 +138,12 @@ impl DiskBackend {
         })
     }
 
-    /// Gives drives that failed a chance to come back.
+    /// Probes drives that failed, so that they can return.
     fn probe(&self) {
         self.drives.iter().for_each(Drive::probe);
     }
 
-    /// The reason why no drive works; `None` if one does.
+    /// Returns the reason why no drive works; `None` if at least one works.
     fn all_out(&self) -> Option<lmc_backend::Unavailable> {
         self.probe();
         let mut reasons = self.drives.iter().map(Drive::unavailable);
@@ -151,7 +151,7 @@ impl DiskBackend {
         reasons.all(|reason| reason.is_some()).then_some(first)?
     }
 
-    /// Operations that were not answered, by drive.
+    /// Returns the number of operations without an answer, by drive.
     fn late(&self, drives: impl Iterator<Item = usize>) -> impl Iterator<Item = (&Drive, u64)> {
         let mut late = vec![0; self.drives.len()];
         drives.for_each(|drive| late[drive] += 1);
@@ -176,8 +176,8 @@ impl DiskBackend {
                 on.push(0);
                 continue;
             }
-            // A chunk that no drive has is asked of one that works, which answers as a drive
-            // does: a miss, or closed.
+            // A chunk that no drive has is loaded from a working drive, which answers with a miss or with
+            // closed.
             let found = self.find(&item.key).map(|(drive, _)| drive);
             let drive = found.or_else(|| self.home(&item.key)).unwrap_or(0);
             on.push(drive);
@@ -250,7 +250,7 @@ impl DiskBackend {
         if let Some(out) = self.all_out() {
             return keys.iter().map(|_| Err(out.clone().into())).collect();
         }
-        // Each drive is asked: one that was out may have kept an older copy.
+        // Every drive is asked: a drive that was out may have an older copy.
         let count = self.drives.len();
         let batch = Batch::new(keys.len() * count);
         for (index, key) in keys.iter().enumerate() {
@@ -280,7 +280,7 @@ impl DiskBackend {
         }
         self.set.reach(&clears);
         let batch = Batch::new(self.drives.len());
-        // Drives that are out, too: they come back.
+        // Including drives that are out, because they may return.
         let on =
             |(number, drive): (usize, &Drive)| drive.clear(&clears, (Arc::clone(&batch), number));
         let removed = self.drives.iter().enumerate().map(on).sum();
@@ -316,7 +316,7 @@ impl LocalIndex for DiskBackend {
         if let Some(out) = self.all_out() {
             return Some(out.into());
         }
-        // A drive that is out keeps its index until it comes back.
+        // A drive that is out keeps its index until it returns.
         let has_it = |drive: &&Drive| drive.find(key).is_some();
         let mut holders = self.drives.iter().filter(has_it);
         holders.find_map(Drive::unavailable).map(Into::into)
@@ -371,7 +371,8 @@ impl Backend for DiskBackend {
 
     fn has_unreachable(&self) -> bool {
         let mut segments = self.unreachable_segments.lock();
-        // No key of this process names them, so whole segments go, by eviction or a clear.
+        // No key of this process names these chunks, so they only disappear with whole segments, by eviction
+        // or a clear.
         while let Some(last) = segments.last() {
             if self.drives[last.drive].has_chunks_of(last.segment, last.generation) {
                 return true;
@@ -417,7 +418,7 @@ impl Backend for DiskBackend {
             let batch = Batch::new(self.drives.len());
             for number in 0..self.drives.len() {
                 let (drives, ended) = (Arc::clone(&self.drives), Arc::clone(&batch));
-                // Stopping waits for the drive, so it has a thread of its own.
+                // Stopping waits for the drive, so it runs on a thread of its own.
                 let thread = thread::Builder::new().name("lmc-disk-close".to_owned());
                 let spawned = thread.spawn(move || {
                     let result = drives[number].stop(true);
@@ -463,7 +464,7 @@ impl WriteBackend for DiskBackend {
         if self.closed() {
             return Box::pin(std::future::ready(Err(BackendError::Closed)));
         }
-        // A location: drive, segment, block; plus one, so that 0 lies before all.
+        // Drive, segment and block of a location; plus one, so that 0 is before all locations.
         let raw = cursor.raw();
         let mut drive = (raw >> 64) as usize;
         let mut after = (raw as u64)
@@ -472,7 +473,7 @@ impl WriteBackend for DiskBackend {
         let mut page = Page::default();
         while drive < self.drives.len() && page.items.len() < limit {
             if self.drives[drive].unavailable().is_some() {
-                // Its chunks are misses.
+                // The chunks of this drive are misses.
                 drive += 1;
                 after = None;
                 continue;
@@ -501,7 +502,7 @@ impl WriteBackend for DiskBackend {
 
 impl Drop for DiskBackend {
     fn drop(&mut self) {
-        // A close that no caller waits for any more holds the drives too.
+        // A close that no caller waits for any more also holds the drives.
         self.drives.iter().for_each(Drive::give_up);
     }
 }

@@ -1,4 +1,4 @@
-//! Answers that come one by one, and the stream that yields them until the deadline.
+//! Batches of answers that come one by one, and the stream that yields them until the deadline.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::timer::{Expire, Timer};
 
-/// The answers of one batch, filled from any thread.
+/// The answers of one batch. Any thread may add one.
 #[derive(Debug)]
 pub(crate) struct Batch<T> {
     state: Mutex<State<T>>,
@@ -26,7 +26,7 @@ pub(crate) struct Batch<T> {
 struct State<T> {
     /// Answers that were not yielded yet.
     ready: VecDeque<(usize, T)>,
-    /// Keys that were not answered.
+    /// True for each key without an answer.
     missing: Vec<bool>,
     expired: bool,
     waker: Option<Waker>,
@@ -45,7 +45,7 @@ impl<T: Send + 'static> Batch<T> {
         })
     }
 
-    /// Answers one key. A second answer to a key, and one after the deadline, is dropped.
+    /// Answers one key. A second answer to a key is dropped, and so is an answer after the deadline.
     pub(crate) fn answer(&self, index: usize, answer: T) {
         let waker = {
             let mut state = self.state.lock();
@@ -65,8 +65,8 @@ impl<T: Send + 'static> Batch<T> {
         Arc::clone(&self.abandoned)
     }
 
-    /// Yields the answers as they come. Keys that have none at the deadline are answered by
-    /// `late`, which gets their indices.
+    /// Yields the answers as they come. At the deadline, `late` gets the indices of the keys without an
+    /// answer and answers them.
     pub(crate) fn answers<'a>(
         self: Arc<Self>,
         timer: &'a Timer,
@@ -82,8 +82,8 @@ impl<T: Send + 'static> Batch<T> {
         }
     }
 
-    /// Waits for all answers, in the order of the keys. A key without an answer at the deadline is
-    /// answered by `late`.
+    /// Waits for all answers, and returns them in the order of the keys. `late` answers the keys without an
+    /// answer at the deadline.
     pub(crate) async fn all(
         self: Arc<Self>,
         timer: &Timer,
@@ -156,7 +156,7 @@ where
 impl<T: Send + 'static, F> Drop for Answering<'_, T, F> {
     fn drop(&mut self) {
         self.batch.abandoned.store(true, Ordering::Relaxed);
-        // Slots of answers that no caller takes go back now, and not with the batch.
+        // Slots in answers that no caller reads are released now, not with the batch.
         let unread = mem::take(&mut self.batch.state.lock().ready);
         drop(unread);
     }

@@ -1,8 +1,8 @@
-//! Taking a folder for this process, if it holds a drive or nothing.
+//! The claim of a folder for this process, if the folder is empty or has a drive.
 //!
-//! The folder itself is locked (flock), and the file `lock` in it as well: some file systems lock no
-//! folders, and the file says which process has the folder. No program takes the lock of the folder
-//! away by removing files.
+//! Both the folder itself and the file `lock` in it are locked (flock). The file is needed because some file
+//! systems cannot lock folders, and it names the process that uses the folder. The folder's lock is needed
+//! because a program that removes files cannot remove it.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
@@ -25,29 +25,29 @@ use crate::volume::{PROBE, difference};
 
 /// Time that an open waits for a folder that is in use.
 const TIMEOUT: Duration = Duration::from_millis(500);
-/// Name of the file that says which process has the folder.
+/// Name of the file that names the process that uses the folder.
 const LOCK: &str = "lock";
 /// First bytes of the lock file, unless it is empty.
 const SIGN: &[u8] = b"pid ";
-/// Folder that a file system makes in its root.
+/// Folder that a file system creates in its root.
 const OF_THE_FILE_SYSTEM: &str = "lost+found";
-/// First bytes of every file of a drive, unless nothing was written there yet.
+/// First bytes of every file of a drive to which something was written.
 const OURS: &[u8] = b"LMC";
 
-/// A folder that this process has taken, until this is dropped.
+/// A folder that this process has locked, until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Claim {
-    /// Absolute, and without links.
+    /// Absolute path without links.
     path: PathBuf,
     folder: File,
     lock: File,
 }
 
 impl Claim {
-    /// Takes a folder. What is in it stays as it is; an empty one has the file `lock` afterwards.
+    /// Claims a folder. Its content stays as it is; an empty folder has the file `lock` afterwards.
     ///
     /// # Errors
-    /// [`DiskError::NotOurs`] for a folder that holds something else, before anything is done to it;
+    /// [`DiskError::NotOurs`] for a folder with other content, before anything in it is changed;
     /// [`DiskError::Locked`] and [`DiskError::NotWritable`].
     pub(crate) fn new(path: &Path) -> Result<Self, DiskError> {
         let refused = |source| DiskError::NotWritable {
@@ -74,7 +74,7 @@ impl Claim {
             .write(true)
             .create(true)
             .truncate(false)
-            // A link may point to a file of another user, who has not asked for a lock.
+            // A link may point to a file of another user, who has not agreed to a lock on it.
             .custom_flags(libc::O_NOFOLLOW)
             .open(path.join(LOCK))
             .map_err(refused)?;
@@ -88,16 +88,16 @@ impl Claim {
         })
     }
 
-    /// Writes into the lock of a folder that is known to be ours which process has it. The text is for
-    /// people, so a full file system does not matter.
+    /// Writes the name of this process into the lock file of a folder that is known to belong to lmc. The
+    /// text is for people, so a full file system does not matter.
     pub(crate) fn sign(&self) {
         let name = format!("pid {}", std::process::id());
         let _ = self.lock.set_len(0);
         let _ = self.lock.write_all_at(name.as_bytes(), 0);
     }
 
-    /// Says what has changed where the folder's path leads; `None` while it leads to this folder, with
-    /// its lock.
+    /// Returns what has changed at the folder's path; `None` while the path leads to this folder with its
+    /// lock.
     pub(crate) fn changed(&self) -> Option<String> {
         let path = self.path.display();
         if let Some(how) = difference(Some(&self.folder), &self.path, 0) {
@@ -107,16 +107,16 @@ impl Claim {
         Some(format!("`{LOCK}` in {path} {how}"))
     }
 
-    /// Writes the header of the drive where it is missing or cut short, so that the next start opens
-    /// what is left, or an empty drive where the folder was made again. Returns false where that is
-    /// not done: on another file system than the drive's (its own may not be mounted), and beside
-    /// files that are not lmc's.
+    /// Writes the drive's header if it is missing or truncated, so that the next start opens the remaining
+    /// files, or an empty drive if the folder was created again. Returns false without writing if the folder
+    /// is on another file system than the drive was (the drive's file system may not be mounted), or if it
+    /// has files that are not lmc's.
     pub(crate) fn restore_header(&self, header: &[u8]) -> io::Result<bool> {
         let here = File::open(&self.path)?;
         if here.metadata()?.dev() != self.folder.metadata()?.dev() {
             return Ok(false);
         }
-        // The folder that was opened, whatever the path leads to by the next line.
+        // The folder that was opened, whatever the path leads to by now.
         let path = PathBuf::from(format!("/proc/self/fd/{}", here.as_raw_fd()));
         if !matches!(content(&path)?, Content::Nothing | Content::Remains(_)) {
             return Ok(false);
@@ -137,7 +137,7 @@ impl Claim {
     }
 }
 
-/// Locks a file or a folder. Returns false if another process has the lock and does not end.
+/// Locks a file or a folder. Returns false if another process keeps the lock beyond the timeout.
 fn lock_soon(file: &File) -> io::Result<bool> {
     let begun = Instant::now();
     loop {
@@ -152,28 +152,28 @@ fn lock_soon(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Returns the process that has a folder, as far as its lock says.
+/// Returns the process that uses a folder, according to its lock file.
 fn owner(path: &Path) -> String {
     match begin(&path.join(LOCK), 64) {
         Ok(owner) if !owner.is_empty() => String::from_utf8_lossy(&owner).trim().to_owned(),
-        _ => format!("`{LOCK}` does not say which"),
+        _ => format!("`{LOCK}` does not name it"),
     }
 }
 
-/// Content of a folder, as far as it decides what may be done there.
+/// Content of a folder, as far as it decides what lmc may do with it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
-    /// Nothing, or the files that an unfinished creation left.
+    /// No files, or only files of an unfinished creation.
     Nothing,
     /// A drive.
     Drive,
-    /// Files of a drive, by these names, whose header is missing or cut short.
+    /// Files of a drive, with these names, whose header is missing or truncated.
     Remains(Vec<String>),
     /// Files or folders that are not lmc's.
     Other,
 }
 
-/// Returns what a folder holds.
+/// Returns the content of a folder.
 pub(crate) fn content(path: &Path) -> io::Result<Content> {
     let header = path.join(HEADER_NAME);
     if is_header(&header)? {
@@ -202,7 +202,7 @@ pub(crate) fn content(path: &Path) -> io::Result<Content> {
             break;
         }
     }
-    // Looked at once more: another process may be making the drive.
+    // Checked once more: another process may be creating the drive.
     if is_header(&header)? {
         return Ok(Content::Drive);
     }
@@ -210,13 +210,12 @@ pub(crate) fn content(path: &Path) -> io::Result<Content> {
         _ if is_other => Content::Other,
         true => Content::Nothing,
         false if is_proven => Content::Remains(remains),
-        // Such names alone may be those of any program.
+        // Names like these alone may be those of any program.
         false => Content::Other,
     })
 }
 
-/// Removes the files that [`Content::Remains`] names, but for the map of clears: what was cleared
-/// stays known.
+/// Removes the files of [`Content::Remains`], except the map of clears, so that the clears stay known.
 pub(crate) fn remove_remains(path: &Path, names: &[String]) -> io::Result<()> {
     let names = names.iter().filter(|name| *name != CLEARS_NAME);
     names
@@ -224,7 +223,7 @@ pub(crate) fn remove_remains(path: &Path, names: &[String]) -> io::Result<()> {
         .try_for_each(fs::remove_file)
 }
 
-/// Returns true for names of a drive's files, finished or not.
+/// Returns true for names of a drive's files, complete or not.
 fn is_name_of_ours(name: &str) -> bool {
     let whole = name.strip_suffix(".unfinished").unwrap_or(name);
     let small = [
@@ -237,7 +236,7 @@ fn is_name_of_ours(name: &str) -> bool {
     small.contains(&whole) || is_numbered(name)
 }
 
-/// Returns true if a file exists, is not a link, and begins as a drive's header and is as long.
+/// Returns true if a file exists, is not a link, and has the length and the first bytes of a drive's header.
 fn is_header(path: &Path) -> io::Result<bool> {
     match fs::symlink_metadata(path) {
         Ok(about) => Ok(about.is_file()
@@ -248,13 +247,13 @@ fn is_header(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Returns true if a file is empty or holds what [`Claim::sign`] writes.
+/// Returns true if a file is empty or has the text that [`Claim::sign`] writes.
 fn is_lock(path: &Path) -> io::Result<bool> {
     let begin = begin(path, SIGN.len() as u64)?;
     Ok(begin.is_empty() || begin == SIGN)
 }
 
-/// The first bytes of a file, or fewer if there are no more.
+/// Returns the first `len` bytes of a file, or fewer if the file is shorter.
 fn begin(path: &Path, len: u64) -> io::Result<Vec<u8>> {
     let mut begin = Vec::new();
     let file = OpenOptions::new()

@@ -1,9 +1,8 @@
 //! The map of the clears that a drive's chunks were stored after.
 //!
-//! The log has the digest of the map, and is written after the map. A drive whose log has another
-//! digest is emptied when it starts, and is at the clears of the file then: a kill came between the
-//! two. A drive whose file is damaged or lost is emptied, and is at no clears.
-//! docs/disk-format.md has the layout.
+//! The log has the digest of the map, and is written after the map. A drive whose log has another digest was
+//! killed between the two writes: when it starts, it is emptied, and then has the clears of the file. A drive
+//! whose file is damaged or lost is emptied, and then has no clears. docs/disk-format.md has the layout.
 
 use std::io;
 
@@ -19,11 +18,11 @@ use crate::volume::Volume;
 pub(crate) const CLEARS_NAME: &str = "clears";
 
 const MAGIC: [u8; 8] = *b"LMCCLEAR";
-/// Offset of the checksum.
+/// Offset of the checksum in the file.
 const SUM_AT: usize = 16;
 const HEAD: usize = 24;
 
-/// Returns the file as whole blocks.
+/// Returns the content of the file, as whole blocks.
 pub(crate) fn encode(clears: &Clears) -> Vec<u8> {
     let map = clears.encode();
     let mut out = vec![0; (HEAD + map.len()).next_multiple_of(BLOCK_LEN)];
@@ -51,7 +50,7 @@ fn decode(bytes: &[u8]) -> Result<Clears, FormatError> {
         .ok_or(FormatError::Field { what, field })
 }
 
-/// Reads the map of a drive: empty where there is no file, `None` where the file is damaged.
+/// Reads the map of a drive: empty if there is no file, `None` if the file is damaged.
 ///
 /// # Errors
 /// The file cannot be read.

@@ -1,4 +1,4 @@
-//! Configuration of the tier, and opening it.
+//! Configuration of the tier, and opening the tier.
 
 use std::collections::HashSet;
 use std::fs;
@@ -27,29 +27,29 @@ use crate::set::{SET_NAME, SetRecord};
 use crate::spaces::{Unreachable, UnreachableSegment, cut, is_unreachable, unreachable};
 use crate::volume::{BLOCK, FolderConfig, FolderVolume, Medium, NO_SIZE, Volume, medium};
 
-/// Time that a batch waits for a drive before that counts as a stall.
+/// Time that a batch waits for a drive before the drive counts as stalled.
 const STALL: Duration = Duration::from_millis(500);
 
 /// Time that a closing drive waits for its threads.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Least bytes of a drive.
+/// Smallest size of a drive in bytes.
 const MIN_SIZE: u64 = 4 << 20;
 
 /// I/O engine that moves bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DiskIo {
-    /// Uses io_uring where the kernel allows it, else threads.
+    /// Uses io_uring if the kernel allows it, otherwise threads.
     #[default]
     Auto,
-    /// Uses io_uring, or refuses to start.
+    /// Uses io_uring, or fails to open.
     Uring,
-    /// Uses threads that block.
+    /// Uses threads with blocking calls.
     Threads,
 }
 
-/// Settings of a disk tier. `Default:` values stand with each setter.
+/// Configuration of a disk tier. The doc comment of each setter names its default.
 #[derive(Clone, Debug)]
 pub struct DiskConfig {
     paths: Vec<PathBuf>,
@@ -64,14 +64,14 @@ pub struct DiskConfig {
     clears: Arc<Clears>,
     events: Option<Events>,
     key_settings: Option<String>,
-    /// Make a drive of a folder that is none.
+    /// Creates a drive in a folder that has none.
     new_drives: bool,
-    /// Open what is there, and make nothing.
+    /// Opens existing drives, and creates none.
     existing: bool,
 }
 
 impl DiskConfig {
-    /// A tier in these folders, one for each drive, of `size` bytes altogether.
+    /// Returns the configuration of a tier in these folders, one for each drive, of `size` bytes in total.
     pub fn new(paths: impl IntoIterator<Item = impl Into<PathBuf>>, size: u64) -> Self {
         Self {
             paths: paths.into_iter().map(Into::into).collect(),
@@ -91,11 +91,11 @@ impl DiskConfig {
         }
     }
 
-    /// Returns a configuration for inspecting existing drives, each with capacity for what
-    /// it holds and a little more. The drives are not compared with each other.
+    /// Returns a configuration for inspecting existing drives, each with capacity for its content and a
+    /// little more. The drives are not compared with each other.
     ///
     /// # Errors
-    /// [`DiskError::NoDrive`], or what else is wrong with a folder.
+    /// [`DiskError::NoDrive`], or another error of a folder.
     pub fn existing(
         paths: impl IntoIterator<Item = impl Into<PathBuf>>,
     ) -> Result<Self, DiskError> {
@@ -109,31 +109,31 @@ impl DiskConfig {
         })
     }
 
-    /// Makes a drive of each folder that is none yet, and the folder where it is not there.
-    /// Default: such a folder is refused ([`DiskError::NoDriveYet`]), because it may be a mount
-    /// point whose file system is not mounted.
+    /// Creates a drive in each folder that has none, and the folder if it does not exist. Default: such a
+    /// folder is refused ([`DiskError::NoDriveYet`]), because it may be a mount point whose file system is
+    /// not mounted.
     pub fn with_new_drives(mut self) -> Self {
         self.new_drives = true;
         self
     }
 
-    /// Names the settings that are in every key of this process, such as the chunk size. The
-    /// drives remember which chunks were stored under which, see [`DiskBackend::unreachable`].
-    /// Up to 252 bytes count. Default: none.
+    /// Names the settings that are part of every key of this process, such as the chunk size. Each drive
+    /// records under which settings its chunks were stored, see [`DiskBackend::unreachable`]. Only the first
+    /// 252 bytes count. Default: none.
     pub fn with_key_settings(mut self, settings: &str) -> Self {
         self.key_settings = Some(cut(settings));
         self
     }
 
-    /// Names the clears that the process knows of from elsewhere, such as its state file. A drive at
-    /// other clears than these and those of all drives together is emptied. Default: none.
+    /// Names the clears that the process knows from elsewhere, such as its state file. A drive is emptied if
+    /// it lacks any of these clears or of the other drives' clears. Default: none.
     pub fn with_clears(mut self, clears: Arc<Clears>) -> Self {
         self.clears = clears;
         self
     }
 
-    /// Sets the bus on which the open drives report which chunks come and go, so that directories of
-    /// peers learn what they have: that of the engine's host. Default: none.
+    /// Sets the bus on which the drives report chunks that come and go: the bus of the engine's host. Peers'
+    /// directories learn from it which chunks the drives have. Default: none.
     pub fn with_events(mut self, events: Events) -> Self {
         self.events = Some(events);
         self
@@ -145,47 +145,48 @@ impl DiskConfig {
         self
     }
 
-    /// Sets the bytes of a segment, for folders that are new. A chunk must fit into one.
-    /// Default: a 64th of the drive's share, 64 MiB to 1 GiB; above 512 GiB, a 512th.
+    /// Sets the bytes of a segment, for new folders. A chunk must fit into one segment. Default: a 64th of
+    /// the drive's share, 64 MiB to 1 GiB; above 512 GiB, a 512th.
     pub fn with_segment_bytes(mut self, bytes: u64) -> Self {
         self.segment_bytes = Some(bytes);
         self
     }
 
-    /// Sets how bytes are moved. Default: [`DiskIo::Auto`].
+    /// Sets the I/O engine. Default: [`DiskIo::Auto`].
     pub fn with_io(mut self, io: DiskIo) -> Self {
         self.io = io;
         self
     }
 
-    /// Sets the operations that a drive is given at a time. Default: 64.
+    /// Sets the most operations that a drive is given at a time. Default: 64.
     pub fn with_depth(mut self, depth: u32) -> Self {
         self.depth = depth.max(1);
         self
     }
 
-    /// Sets the bytes that may be on their way to each drive; more are declined. Default: 1 GiB.
+    /// Sets the most bytes that may be waiting or being written to each drive; further chunks are declined.
+    /// Default: 1 GiB.
     pub fn with_max_writing(mut self, bytes: u64) -> Self {
         self.max_writing = bytes;
         self
     }
 
-    /// Sets the time between two looks at each drive: at its files, and at whether it answers again
-    /// if it was taken out. Default: 2 s.
+    /// Sets the interval at which each drive's files are checked, and at which a drive that was taken out is
+    /// probed. Default: 2 s.
     pub fn with_probe_every(mut self, every: Duration) -> Self {
         self.probe_every = every;
         self
     }
 
-    /// Sets the memory of the pool, which is registered with the kernel once instead of with every
-    /// read and write. Default: none.
+    /// Sets the memory of the pool, which is then registered with the kernel once instead of at every read
+    /// and write. Default: none.
     pub fn with_arena(mut self, arena: Arc<Arena>) -> Self {
         self.arena = Some(arena);
         self
     }
 
-    /// Opens the drives and finds what was acknowledged before. A drive that missed a clear, or whose
-    /// map of clears cannot be read, is emptied first.
+    /// Opens the drives and finds the chunks that were acknowledged before. A drive that missed a clear, or
+    /// whose map of clears cannot be read, is emptied first.
     ///
     /// # Errors
     /// [`DiskError`].
@@ -216,8 +217,8 @@ impl DiskConfig {
         Ok(tier.with_unreachable(unreachable, segments))
     }
 
-    /// Notes the present settings on the drives. Returns what was stored under others, and the segments
-    /// of each drive that have such chunks.
+    /// Records the present settings on the drives. Returns the chunks that were stored under other settings,
+    /// and the segments that have such chunks.
     fn note_settings(&self, drives: &[Drive]) -> (Vec<Unreachable>, Vec<UnreachableSegment>) {
         let Some(current) = self.key_settings.as_deref().filter(|_| !self.existing) else {
             return Default::default();
@@ -247,7 +248,7 @@ impl DiskConfig {
         (unreachable(&all, current), segments)
     }
 
-    /// Refuses a folder that holds no drive, before anything is done to it.
+    /// Refuses a folder that has no drive, before anything in it is changed.
     fn is_drive(&self, path: &Path) -> Result<(), DiskError> {
         if path.is_dir() {
             match content(path).map_err(DiskError::io(path))? {
@@ -268,7 +269,7 @@ impl DiskConfig {
         })
     }
 
-    /// Says which drive was in a folder, as far as the other drives know.
+    /// Returns the drive that was in a folder before, if the other drives know it.
     fn expected_at(&self, path: &Path) -> String {
         let other = |path: &PathBuf| SetRecord::decode(&fs::read(path.join(SET_NAME)).ok()?).ok();
         let records = self.paths.iter().filter_map(other);
@@ -348,7 +349,7 @@ impl DiskConfig {
         let available = (free + held).saturating_sub(self.keep_free);
         let size = match size > available && !self.existing {
             false => size,
-            // Others have filled the file system since: what is there is worth keeping.
+            // Other files have filled the file system since then: the existing chunks are worth keeping.
             true if header.is_some() => {
                 let smaller = size.min(available.max(enough_for(path)?));
                 warn!(
@@ -405,16 +406,16 @@ impl DiskConfig {
 
 fn default_segment(size: u64) -> u64 {
     let share = (size / 64).clamp(64 << 20, 1 << 30);
-    // A small drive still has several. A big one has at most 512: each is an open file.
+    // A small drive still has several segments. A large one has at most 512, because each is an open file.
     let share = share.min(size / 4).max(size.div_ceil(512));
     share.next_multiple_of(1 << 20)
 }
 
-/// Bytes that a folder can take on its file system, with those that it holds already. The folder
-/// need not be there, but one above it must.
+/// Returns the bytes that a folder may take on its file system, including those that it takes already. The
+/// folder need not exist, but one above it must.
 ///
 /// # Errors
-/// [`DiskError`] where the file system keeps no files or does not say how large it is.
+/// [`DiskError`] if the file system stores no files or does not report its size.
 pub fn usable_bytes(path: &Path) -> Result<u64, DiskError> {
     let io = DiskError::io(path);
     medium_of(path)?;
@@ -430,10 +431,10 @@ pub fn usable_bytes(path: &Path) -> Result<u64, DiskError> {
     }
 }
 
-/// The folder itself, or the nearest one above it that is there.
+/// Returns the folder itself, or the nearest existing one above it.
 fn nearest(path: &Path) -> &Path {
     let above = path.ancestors().find(|path| path.is_dir());
-    // A name without a folder before it is in this one.
+    // A name without a folder before it is in the current folder.
     above.unwrap_or(Path::new("."))
 }
 
@@ -449,21 +450,21 @@ fn medium_of(path: &Path) -> Result<Medium, DiskError> {
     }
 }
 
-/// Bytes with which a drive holds what it has, and takes a little more.
+/// Returns the bytes that a drive needs for its content and a little more.
 fn enough_for(path: &Path) -> Result<u64, DiskError> {
     let Some(header) = header_of(path)? else {
         let path = path.to_owned();
         return Err(DiskError::NoDrive { path });
     };
-    // However little the file system needs for a file that has holes or can be compressed.
+    // File lengths, because the file system may need less for a file with holes or compression.
     let lengths = |metadata: &fs::Metadata| metadata.len();
     let held = bytes_of_files(path, lengths).map_err(DiskError::io(path))?;
-    // The index takes up to a 32nd beside the chunks, and two logs.
+    // In addition to the chunks, the index takes up to a 32nd, and there are two logs.
     Ok(held + held / 16 + 3 * header.segment_bytes + (8 << 20))
 }
 
-/// Least bytes of a drive of such segments: one is written to while another is given up, and the
-/// index stands beside them.
+/// Returns the smallest size of a drive with segments of this size: one segment is written while another is
+/// evicted, and the index needs space too.
 fn least_for(segment_bytes: u64) -> u64 {
     let segments = segment_bytes.saturating_mul(2);
     segments
@@ -471,7 +472,7 @@ fn least_for(segment_bytes: u64) -> u64 {
         .max(MIN_SIZE)
 }
 
-/// Reads the header of a folder, if it holds a drive.
+/// Reads the header of a folder, if the folder has a drive.
 fn header_of(path: &Path) -> Result<Option<DriveHeader>, DiskError> {
     let bytes = match fs::read(path.join(HEADER_NAME)) {
         Ok(bytes) => bytes,
@@ -493,7 +494,7 @@ fn header_of(path: &Path) -> Result<Option<DriveHeader>, DiskError> {
     Ok(Some(header))
 }
 
-/// Bytes that the folder's own files take already.
+/// Returns the bytes that the drive's own files take already.
 fn held_bytes(path: &Path) -> io::Result<u64> {
     bytes_of_files(path, |metadata| metadata.blocks() * 512)
 }
@@ -509,7 +510,7 @@ fn bytes_of_files(path: &Path, of_file: impl Fn(&fs::Metadata) -> u64) -> io::Re
     Ok(bytes)
 }
 
-/// Opens the drive on a volume, or makes it.
+/// Opens the drive on a volume, or creates it.
 pub(crate) fn open_drive(
     volume: Arc<dyn Volume>,
     segment_bytes: u64,
@@ -538,7 +539,7 @@ pub(crate) fn open_drive(
 fn make_header(volume: &dyn Volume, segment_bytes: u64) -> io::Result<()> {
     let header = DriveHeader {
         drive_id: random_id(),
-        // What is no size is refused below.
+        // An invalid size is refused below.
         segment_bytes: segment_bytes
             .checked_next_multiple_of(BLOCK)
             .unwrap_or(u64::MAX),

@@ -36,35 +36,35 @@ counters! {
     written,
     /// Payload bytes of the written chunks.
     written_bytes,
-    /// Chunks read, verified and handed over.
+    /// Chunks read, verified and returned.
     read,
     /// Payload bytes of the chunks that were read.
     read_bytes,
-    /// Chunks asked for that were not there.
+    /// Chunks looked for and not found.
     missed,
     /// Chunks whose header was damaged or of another chunk: a miss, and the chunk is removed.
     bad_headers,
     /// Chunks whose bytes did not match their checksum: a miss, and the chunk is removed.
     bad_payloads,
-    /// Chunks not kept, because too much was waiting to be written.
+    /// Chunks declined, because too many bytes were waiting to be written.
     declined_busy,
     /// Reads that failed.
     read_errors,
     /// Writes and syncs that failed.
     write_errors,
-    /// Operations that had no answer by their deadline.
+    /// Operations without an answer at their deadline.
     late,
-    /// Chunks that went with a segment that was given up.
+    /// Chunks evicted with their segment.
     evicted,
-    /// Segments given up.
+    /// Segments evicted.
     evicted_segments,
-    /// Chunks removed by name.
+    /// Chunks removed by key.
     removed,
     /// Groups of changes made durable together.
     commits,
     /// Checkpoints of the index.
     checkpoints,
-    /// Times that the drive was taken out.
+    /// Times that the drive was taken out of use.
     taken_out,
 }
 

@@ -1,4 +1,4 @@
-//! The set of the drives that are open, and the clears that it is at.
+//! The set of the open drives, and its clears.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,8 +23,7 @@ pub(crate) struct DriveSet {
 }
 
 impl DriveSet {
-    /// Returns a set for drives that are only looked into: no drive is compared, written or
-    /// cleared.
+    /// Makes a set for drives that are only inspected: no drive is compared, written or cleared.
     pub(crate) fn of(drives: &[Drive]) -> Result<Self, TooManyClears> {
         Ok(Self {
             clears: Mutex::new(joined_clears(drives, &Clears::default())?),
@@ -32,8 +31,8 @@ impl DriveSet {
         })
     }
 
-    /// Joins drives, and empties each drive that lacks a clear of `clears` or of another drive. `paths` are
-    /// the paths of the drives.
+    /// Joins drives to a set, and empties each drive that lacks a clear of `clears` or of another drive.
+    /// `paths` are the paths of the drives.
     pub(crate) fn join(
         drives: &[Drive],
         paths: &[PathBuf],
@@ -66,7 +65,7 @@ impl DriveSet {
         })?;
         for (drive, path) in drives.iter().zip(paths) {
             if drive.clears() != clears {
-                // Until that is durable the next start finds the same, and does the same.
+                // Until this is durable, the next start finds the same state and does the same.
                 let chunks = drive.clear(&clears, (Batch::new(1), 0));
                 if chunks > 0 {
                     warn!(
@@ -98,7 +97,7 @@ impl DriveSet {
         })
     }
 
-    /// Takes in the clears that every drive has to reach.
+    /// Adds clears that every drive has to carry out.
     pub(crate) fn reach(&self, clears: &Arc<Clears>) {
         let mut known = self.clears.lock();
         if !known.contains(clears) {
@@ -106,18 +105,18 @@ impl DriveSet {
         }
     }
 
-    /// Returns the clears that every drive has reached, or is about to.
+    /// Returns the clears that every drive has carried out, or is about to.
     pub(crate) fn clears(&self) -> Arc<Clears> {
         Arc::clone(&self.clears.lock())
     }
 
-    /// Drives of the set that are not open.
+    /// Returns the drives of the set that are not open.
     pub(crate) fn missing(&self) -> &[SetMember] {
         &self.missing
     }
 }
 
-/// Returns the join of the clears of all drives and of other clears.
+/// Returns the union of the clears of all drives and of `other`.
 fn joined_clears(drives: &[Drive], other: &Clears) -> Result<Arc<Clears>, TooManyClears> {
     let mut joined = other.clone();
     for drive in drives {
@@ -126,7 +125,7 @@ fn joined_clears(drives: &[Drive], other: &Clears) -> Result<Arc<Clears>, TooMan
     Ok(Arc::new(joined))
 }
 
-/// Returns what a drive remembers of its set. A record that is damaged is none.
+/// Returns a drive's record of its set. A damaged record is ignored.
 pub(crate) fn record_of(drive: &Drive, path: &Path) -> Result<Option<SetRecord>, DiskError> {
     let io = DiskError::io(path);
     let Some(bytes) = drive.read_file(SET_NAME).map_err(io)? else {
@@ -146,7 +145,7 @@ pub(crate) fn record_of(drive: &Drive, path: &Path) -> Result<Option<SetRecord>,
     }
 }
 
-/// Names a drive that is not open, and what to do.
+/// Returns a text that names a drive that is not open, with the remedy.
 pub(crate) fn missing_text(member: &SetMember) -> String {
     let id = hex(&member.drive_id);
     format!(
@@ -167,13 +166,13 @@ pub(crate) fn ago(then: u64) -> String {
     }
 }
 
-/// Seconds from 1970.
+/// Returns the current time in seconds since 1970.
 pub(crate) fn now() -> u64 {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     now.map_or(0, |now| now.as_secs())
 }
 
-/// Returns the path as it is found from any directory.
+/// Returns the absolute form of a path.
 pub(crate) fn absolute(path: &Path) -> PathBuf {
     let absolute = path.canonicalize().or_else(|_| std::path::absolute(path));
     absolute.unwrap_or_else(|_| path.to_owned())

@@ -8,14 +8,14 @@ use thiserror::Error;
 
 use crate::files::HEADER_NAME;
 
-/// A disk tier cannot be opened. Nothing on the drive was changed.
+/// Reason why a disk tier cannot be opened. Nothing on the drive was changed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DiskError {
-    /// No folder was named.
+    /// The configuration has no folder.
     #[error("a disk tier needs at least one folder")]
     NoFolder,
-    /// No drive was made of the folder yet, or its file system is not mounted.
+    /// The folder has no drive yet, or the drive's file system is not mounted.
     #[error(
         "{path}: no lmc drive found{expected}; mount the drive, or make a new one with \
          `lmc serve --disk {path} --disk-create`"
@@ -23,7 +23,7 @@ pub enum DiskError {
     NoDriveYet {
         /// The folder.
         path: PathBuf,
-        /// The drive that was in the folder before, if it is known.
+        /// The drive that was in the folder before, if known.
         expected: String,
     },
     /// The path is a file.
@@ -32,14 +32,14 @@ pub enum DiskError {
         /// The file.
         path: PathBuf,
     },
-    /// The folder's file system stores no files.
+    /// The folder's file system does not store files.
     #[error(
         "{path}: the file system there is {name}, which keeps no files; name a folder on a drive"
     )]
     NoFiles {
         /// The folder.
         path: PathBuf,
-        /// The file system.
+        /// Name of the file system.
         name: &'static str,
     },
     /// The folder's file system reports no size.
@@ -58,47 +58,47 @@ pub enum DiskError {
         path: PathBuf,
         /// Set of the drive.
         set: String,
-        /// A folder of another set.
+        /// A folder with a drive of another set.
         other_path: PathBuf,
         /// Id of the other set.
         other_set: String,
     },
-    /// The drives and the caller together know of more clears than a map holds.
+    /// The drives and the caller together know more clears than a map can hold.
     #[error(transparent)]
     TooManyClears(#[from] TooManyClears),
-    /// The folder is not there and cannot be made.
+    /// The folder does not exist and cannot be created.
     #[error("{path}: cannot make the folder: {source}; make it, or name another")]
     Missing {
         /// The folder.
         path: PathBuf,
-        /// Error of the system.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// The folder cannot be written.
+    /// The folder is not writable.
     #[error(
         "{path}: cannot write files there: {source}; check its owner and whether it is mounted read-only"
     )]
     NotWritable {
         /// The folder.
         path: PathBuf,
-        /// Error of the system.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// Another process has it.
+    /// Another process uses the folder.
     #[error("{path}: in use by another lmc ({owner}); stop that one, or name another folder")]
     Locked {
         /// The folder.
         path: PathBuf,
-        /// Process that holds it.
+        /// Process that uses the folder.
         owner: String,
     },
-    /// The folder is no drive of lmc.
+    /// The folder has no lmc drive.
     #[error("{path}: no lmc drive found; name a folder that `lmc serve --disk` has used")]
     NoDrive {
         /// The folder.
         path: PathBuf,
     },
-    /// The folder holds something else.
+    /// The folder has other files.
     #[error("{path}: not empty, and not an lmc drive (no `{HEADER_NAME}`); name an empty folder")]
     NotOurs {
         /// The folder.
@@ -112,26 +112,26 @@ pub enum DiskError {
         /// Cause.
         source: io::Error,
     },
-    /// Less than a tier can work with.
+    /// The size is too small for a drive.
     #[error("{path}: {size} bytes for each drive are too few; at least {least} are needed")]
     TooSmall {
         /// The folder.
         path: PathBuf,
-        /// Bytes requested.
+        /// Configured size in bytes.
         size: u64,
-        /// Bytes required.
+        /// Least size in bytes.
         least: u64,
     },
-    /// The file system is smaller than what was asked for.
+    /// The file system has less free space than the configured size.
     #[error(
         "{path}: {size} bytes were asked for, the file system has {free} free; ask for less, or free some"
     )]
     Space {
         /// The folder.
         path: PathBuf,
-        /// Bytes requested for this drive.
+        /// Configured size for this drive, in bytes.
         size: u64,
-        /// Bytes available, including those that the folder holds already.
+        /// Bytes available, including those that the folder's files take already.
         free: u64,
     },
     /// The drive's segments and logs are more files than the process may open.
@@ -142,18 +142,18 @@ pub enum DiskError {
         /// The folder.
         path: PathBuf,
     },
-    /// The system refused something.
+    /// A system call failed.
     #[error("{path}: {source}")]
     Io {
         /// The folder.
         path: PathBuf,
-        /// Operation that the system refused.
+        /// Error of the system call.
         source: io::Error,
     },
 }
 
 impl DiskError {
-    /// Returns a conversion of errors of the system at a path.
+    /// Returns a function that converts system errors at a path.
     pub(crate) fn io(path: &Path) -> impl Fn(io::Error) -> Self + Copy + use<'_> {
         move |source| Self::Io {
             path: path.to_owned(),

@@ -1,5 +1,4 @@
-//! Files of a drive: operations that are waited for, segments that are opened, and small files that are
-//! replaced whole.
+//! Files of a drive: blocking operations, opening segments, and replacing small files as a whole.
 
 use std::io;
 use std::sync::mpsc;
@@ -8,15 +7,15 @@ use std::time::Duration;
 use crate::log::segment_name;
 use crate::volume::{AlignedBuf, Buf, FileId, Kind, Op, Volume};
 
-/// Name of the file that says what the folder is.
+/// Name of the drive's header file, by which lmc recognises a drive.
 pub(crate) const HEADER_NAME: &str = "drive";
-/// Name of that file until it is complete.
+/// Name of the header file until it is complete.
 pub(crate) const UNFINISHED_HEADER: &str = "drive.unfinished";
 
-/// Timeout of a drive thread's own operations, where they are carried out on another thread.
+/// Timeout of a drive thread's own operations if they run on another thread.
 const OWN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Returns the bytes of a file; none where there is no such file.
+/// Returns the bytes of a file; none if there is no such file.
 pub(crate) fn read_file(volume: &dyn Volume, name: &str) -> io::Result<Option<Vec<u8>>> {
     if !volume.list()?.iter().any(|known| known == name) {
         return Ok(None);
@@ -25,7 +24,7 @@ pub(crate) fn read_file(volume: &dyn Volume, name: &str) -> io::Result<Option<Ve
     Ok(Some((*bytes).as_ref().to_vec()))
 }
 
-/// Replaces a file, durably. `bytes` are whole blocks.
+/// Replaces a file durably. `bytes` are whole blocks.
 pub(crate) fn replace_file(volume: &dyn Volume, name: &str, bytes: &[u8]) -> io::Result<()> {
     let unfinished = format!("{name}.unfinished");
     if volume.list()?.contains(&unfinished) {
@@ -43,8 +42,8 @@ pub(crate) fn replace_file(volume: &dyn Volume, name: &str, bytes: &[u8]) -> io:
     volume.sync_names()
 }
 
-/// Opens an existing segment. One that a kill has left half made gets the rest of its blocks;
-/// without space for them, its chunks can still be read.
+/// Opens an existing segment. A segment that a kill has left incomplete gets the rest of its blocks; without
+/// space for them, its chunks can still be read.
 pub(crate) fn open_segment(volume: &dyn Volume, segment: u32, bytes: u64) -> io::Result<FileId> {
     let name = segment_name(segment);
     match volume.open(&name, Some(bytes)) {
@@ -53,14 +52,13 @@ pub(crate) fn open_segment(volume: &dyn Volume, segment: u32, bytes: u64) -> io:
     }
 }
 
-/// Returns true if the file system is full, or the quota of this user is.
+/// Returns true if the file system is full, or this user's quota is used up.
 pub(crate) fn is_full(error: &io::Error) -> bool {
     use io::ErrorKind::{QuotaExceeded, StorageFull};
     matches!(error.kind(), StorageFull | QuotaExceeded)
 }
 
-/// Carries out an operation of the drive's own and waits for it: what, on which file, where, with
-/// which bytes.
+/// Runs an operation of the drive's own and waits for it.
 pub(crate) fn wait_for(
     volume: &dyn Volume,
     kind: Kind,
@@ -75,7 +73,7 @@ pub(crate) fn wait_for(
         offset,
         len: buf.as_ref().map_or(0, |buf| buf.len() as u64),
         buf: buf.map(Buf::Own),
-        // The waiter may have left.
+        // Never abandoned, even if the waiter stops waiting.
         abandoned: None,
         done: Box::new(move |done| drop(sender.send(done.result))),
     });

@@ -1,7 +1,7 @@
-//! Every structure on a drive, byte by byte. Little-endian; docs/disk-format.md has the pictures.
+//! The structures on a drive, byte by byte. Little-endian; docs/disk-format.md has diagrams.
 //!
-//! Pure: bytes in, values out. Everything read is checked before it is believed, and carries an
-//! XXH3 checksum over itself.
+//! Pure functions from bytes to values. Everything read is checked before it is used. Every structure has an
+//! XXH3 checksum of itself.
 
 use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use thiserror::Error;
@@ -9,9 +9,9 @@ use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
 use crate::volume::BLOCK;
 
-/// The version of every structure, the only one that is read.
+/// Version of every structure, and the only version that can be read.
 pub const VERSION: u32 = 4;
-/// A block, as a length in memory.
+/// Bytes of a block, as a length in memory.
 pub(crate) const BLOCK_LEN: usize = BLOCK as usize;
 
 /// First bytes of a drive's header file.
@@ -29,13 +29,13 @@ const FRAME_HEAD: usize = 64;
 /// Offset of a frame's checksum.
 const FRAME_SUM_AT: usize = 48;
 
-/// The reason why bytes are not the structure that was expected.
+/// Reason why bytes are not the expected structure.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub(crate) enum FormatError {
     /// The bytes do not begin with the magic of this structure.
     #[error("not a {what}")]
     Magic { what: &'static str },
-    /// Another version.
+    /// The structure has another version.
     #[error(
         "{what} has version {found}, this lmc reads and writes version {VERSION}: use the lmc that \
          wrote it, or remove the files of the folder and start with --disk-create"
@@ -44,7 +44,7 @@ pub(crate) enum FormatError {
     /// The checksum is wrong.
     #[error("{what} is damaged: its checksum is wrong")]
     Damaged { what: &'static str },
-    /// The checksum is right and a field is not.
+    /// The checksum is right, but a field is invalid.
     #[error("{what} has an invalid {field}")]
     Field {
         what: &'static str,
@@ -52,12 +52,12 @@ pub(crate) enum FormatError {
     },
 }
 
-/// Blocks of a number of bytes.
+/// Returns the number of blocks for a number of bytes.
 pub(crate) fn blocks(bytes: u64) -> u64 {
     bytes.div_ceil(BLOCK)
 }
 
-/// The checksum of a chunk's bytes.
+/// Returns the checksum of a chunk's bytes.
 pub(crate) fn payload_sum(bytes: &[u8]) -> u64 {
     lmc_memory::checksum(bytes)
 }
@@ -139,26 +139,25 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Closes a block with its checksum.
+/// Writes the checksum at the end of a block.
 fn sum_block(block: &mut [u8]) {
     let sum = xxh3_64(&block[..SUM_AT]);
     block[SUM_AT..BLOCK_LEN].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// Start of a structure.
+/// The magic and the name of a structure.
 pub(crate) struct Head {
     pub(crate) magic: [u8; 8],
     pub(crate) what: &'static str,
 }
 
-/// Writes the checksum of a structure at `at`. It is made with these eight bytes zero, as they
-/// are now.
+/// Writes the checksum of a structure at `at`. It is computed with these eight bytes zero, as they are now.
 pub(crate) fn put_sum(bytes: &mut [u8], at: usize) {
     let sum = xxh3_64(bytes);
     bytes[at..at + 8].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// Returns true if the checksum at `at` is that of the structure with these eight bytes zero.
+/// Returns true if the checksum at `at` is right: that of the structure with these eight bytes zero.
 pub(crate) fn sum_is_right(bytes: &[u8], at: usize) -> bool {
     let mut hash = Xxh3Default::new();
     hash.update(&bytes[..at]);
@@ -167,7 +166,7 @@ pub(crate) fn sum_is_right(bytes: &[u8], at: usize) -> bool {
     bytes[at..at + 8] == hash.digest().to_le_bytes()
 }
 
-/// Checks what all structures begin with: magic, checksum of the whole (`intact` says whether it
+/// Checks the beginning of any structure: magic, checksum of the whole structure (`intact` returns whether it
 /// is right), version.
 pub(crate) fn check_head(
     block: &[u8],
@@ -178,7 +177,7 @@ pub(crate) fn check_head(
     if block[..8] != magic {
         return Err(FormatError::Magic { what });
     }
-    // A version is believed before the checksum: another one may have another.
+    // The version is used before the checksum is checked: another version may have another checksum.
     let found = u32::from_le_bytes(block[8..12].try_into().expect("four bytes"));
     if found != VERSION {
         return Err(FormatError::Version { what, found });
@@ -197,11 +196,11 @@ fn block_intact(block: &[u8]) -> bool {
 /// Header of a drive: the only block of its file `drive`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DriveHeader {
-    /// Made at random when the folder was made; every chunk on the drive carries it.
+    /// Random id drawn when the folder was created; every chunk on the drive has it.
     pub(crate) drive_id: [u8; 16],
     /// Bytes of each segment file.
     pub(crate) segment_bytes: u64,
-    /// Seconds from 1970 to the folder's making.
+    /// Time at which the folder was created, in seconds since 1970.
     pub(crate) created: u64,
 }
 
@@ -242,12 +241,12 @@ impl DriveHeader {
     }
 }
 
-/// The block before a chunk's bytes.
+/// The block in front of a chunk's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ChunkHeader {
     pub(crate) drive_id: [u8; 16],
     pub(crate) key: ChunkKey,
-    /// Hash of the chunk before it in its prompt, in the same space, rank and group.
+    /// Hash of the chunk before this one in its prompt, in the same space, rank and group.
     pub(crate) parent: Option<ChunkHash>,
     pub(crate) location: Location,
     /// Bytes of the chunk.
@@ -255,13 +254,13 @@ pub(crate) struct ChunkHeader {
     pub(crate) payload_sum: u64,
 }
 
-/// Location of a chunk, with the use of its segment.
+/// Location of a chunk in a certain use of a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Location {
     pub(crate) segment: u32,
-    /// The block of its header, from the start of the segment.
+    /// Block of the chunk's header, from the start of the segment.
     pub(crate) block: u32,
-    /// Number of uses of the segment before this one.
+    /// Number of the use of the segment; one sequence counts the uses of all segments.
     pub(crate) generation: u64,
 }
 
@@ -322,13 +321,13 @@ impl ChunkHeader {
 /// A change of the index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Record {
-    /// A chunk is there.
+    /// A chunk was stored.
     Put(PutRecord),
-    /// A chunk was removed by name.
+    /// A chunk was removed by key.
     Remove { key: ChunkKey },
-    /// A segment begins its next use: all chunks of earlier uses are gone.
+    /// A segment begins its next use: all chunks of its earlier uses are gone.
     Begin { segment: u32, generation: u64 },
-    /// The drive is at these clears. All chunks in uses of segments before `generation` are gone.
+    /// The drive has carried out these clears. All chunks in uses of segments before `generation` are gone.
     Cleared { clears: ClearsId, generation: u64 },
 }
 
@@ -418,15 +417,15 @@ impl Record {
     }
 }
 
-/// Most records of one frame: a frame stays below a mebibyte.
+/// Most records of one frame: a frame is shorter than a mebibyte.
 pub(crate) const MAX_FRAME_RECORDS: usize = ((1 << 20) - FRAME_HEAD) / RECORD_LEN;
 
-/// Bytes of a frame of `records` records.
+/// Returns the bytes of a frame of `records` records.
 pub(crate) fn frame_len(records: usize) -> usize {
     (FRAME_HEAD + records * RECORD_LEN).next_multiple_of(BLOCK_LEN)
 }
 
-/// Writes a frame: records that become true together. `out` is [`frame_len`] bytes.
+/// Writes a frame: records that take effect together. `out` has [`frame_len`] bytes.
 pub(crate) fn encode_frame(
     drive_id: &[u8; 16],
     log: u64,
@@ -443,7 +442,7 @@ pub(crate) fn encode_frame(
     w.put(drive_id);
     w.u64(log);
     w.u64(sequence);
-    // 48: checksum of the frame with these eight bytes zero. 56: nothing.
+    // Offset 48: checksum of the frame with these eight bytes zero. Offset 56: unused.
     for (record, out) in records
         .iter()
         .zip(out[FRAME_HEAD..].chunks_exact_mut(RECORD_LEN))
@@ -453,8 +452,8 @@ pub(crate) fn encode_frame(
     put_sum(out, FRAME_SUM_AT);
 }
 
-/// Reads the frame at the front of `bytes`: its records and its length. The log ends where this
-/// fails: with zeroes, a frame that was torn, or what an older log left there.
+/// Reads the frame at the front of `bytes`: its records and its length. The log ends where this fails: at
+/// zeroes, a torn frame, or leftovers of an older log.
 pub(crate) fn decode_frame(
     drive_id: &[u8; 16],
     log: u64,
@@ -502,16 +501,16 @@ pub(crate) fn decode_frame(
     Ok(len)
 }
 
-/// The first block of a checkpoint. After it come the clears ([`Record::Cleared`], where anything
-/// was ever cleared), the segments' records ([`Record::Begin`]) and the chunks' ([`Record::Put`]),
-/// without gaps, padded to a whole block.
+/// The first block of a checkpoint. It is followed by the clears ([`Record::Cleared`], if there was any
+/// clear), the segments' records ([`Record::Begin`]) and the chunks' records ([`Record::Put`]), without gaps,
+/// padded to a whole block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CheckpointHeader {
     pub(crate) drive_id: [u8; 16],
-    /// The log whose frames follow on this checkpoint.
+    /// Number of the log whose frames follow this checkpoint.
     pub(crate) log: u64,
     pub(crate) records: u64,
-    /// XXH3-64 of all that follows the first block.
+    /// XXH3-64 of everything after the first block.
     pub(crate) body_sum: u64,
 }
 

@@ -1,6 +1,6 @@
-//! Index of one drive: the chunks, the segments, and which segment is written or evicted next.
+//! The index of one drive: its chunks, its segments, and which segment is written or evicted next.
 //!
-//! Pure: no files, no clock. Changes come as [`Record`]s, the same at run time and at recovery.
+//! Pure: no files, no clock. Changes are [`Record`]s, both at run time and during recovery.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -45,92 +45,91 @@ fn hash_of(key: &ChunkKey) -> u64 {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Segment {
     pub(crate) generation: u64,
-    /// Blocks from its start that were given out in this use.
+    /// Blocks allocated in this use, from the segment's start.
     used: u32,
-    /// Chunks of this use, in the order in which they came.
+    /// Chunks of this use, in the order of their arrival.
     list: Vec<Chunk>,
     /// Number of chunks that can be found.
     chunks: u32,
     bytes: u64,
-    /// Loads since it was last passed over.
+    /// Number of loads since an eviction last passed over the segment.
     hits: u32,
-    /// Operations that read from it or write to it.
+    /// Number of operations that are reading from or writing to the segment.
     busy: u32,
     /// True if the segment's file exists.
     made: bool,
-    /// True if the index was cleared while the segment was busy: the segment is free when its
-    /// operations end.
+    /// True if the index was cleared while the segment was busy: the segment becomes free when its operations
+    /// end.
     cleared: bool,
 }
 
-/// Allocation that was given to a chunk: its header's block, its payload after it.
+/// Space for a chunk: its header's block, and the payload after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Extent {
     pub(crate) location: Location,
-    /// Blocks of header and payload.
+    /// Number of blocks of header and payload.
     pub(crate) blocks: u32,
 }
 
-/// Result of an allocation.
+/// Outcome of an allocation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Allocation {
     /// The extent in the current segment.
     Extent(Extent),
-    /// The extent at the start of a segment's next use, which must be logged.
+    /// The extent is at the start of a segment's next use, which must be logged.
     Begun {
         extent: Extent,
         begin: Record,
         /// True if the segment's file must be made first.
         make: bool,
     },
-    /// Nowhere: all segments are being read or written.
+    /// No space: all segments are being read or written.
     Busy,
-    /// The drive may not grow, and there is no segment to give up: another file must be made.
+    /// There is no segment that may be evicted; another file must be made, if the drive can grow.
     MayGrow,
-    /// A chunk of this size fits no segment.
+    /// A chunk of this size fits into no segment.
     TooLarge { max: u64 },
 }
 
-/// Segments that a drive may have. Each is an open file, and a process may usually have as many
-/// of those; a greater number is damage.
+/// Most segments of a drive. Each is an open file, and a process can usually open this many files; a greater
+/// number in a file is damage.
 pub(crate) const MAX_SEGMENTS: u32 = 1 << 20;
-/// The last valid use of a segment, which leaves numbers for all that follow on it; a greater
-/// number is damage.
+/// Highest valid generation, which leaves numbers for all later uses; a greater number in a file is damage.
 const MAX_GENERATION: u64 = 1 << 63;
-/// Segments that were read from and are passed over before one of them is evicted.
+/// Most segments with recent reads that are passed over before one of them is evicted.
 const SECOND_CHANCES: usize = 16;
 
 #[derive(Debug)]
 pub(crate) struct Index {
-    /// One for each chunk that is there.
+    /// One entry for each chunk.
     entries: HashTable<Entry>,
     segments: Vec<Segment>,
     segment_blocks: u32,
-    /// The segment that is written to, if any.
+    /// The segment that is being written, if any.
     active: Option<u32>,
-    /// Full segments, the one that was begun first in front.
+    /// Full segments, the one begun first at the front.
     full: VecDeque<u32>,
-    /// Segments whose file is there and that hold nothing; the last is used next.
+    /// Segments that have a file and no chunks; the last one is used next.
     free: Vec<u32>,
-    /// The clears that the chunks were stored after.
+    /// Digest of the clears after which the chunks were stored.
     clears: ClearsId,
-    /// Generation that the last of these clears took. Segments that began before it hold nothing.
+    /// Generation that the last of these clears took. Segments begun before it are empty.
     cleared_at: u64,
     chunks: u64,
     bytes: u64,
     evicted_chunks: u64,
     evicted_segments: u64,
-    /// Set when the drive is open: recovery reports nothing.
+    /// Bus for events; set when the drive is open: recovery reports nothing.
     events: Option<Events>,
 }
 
 #[cfg(test)]
 thread_local! {
-    /// Segments and chunks that listings and snapshots of this thread have visited.
+    /// Number of segments and chunks that listings and snapshots of this thread have visited.
     static VISITED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
-/// Passes the entries on; tests count those that are visited.
+/// Passes the entries through; tests count the visited ones.
 fn visits<T>(entries: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
     entries.into_iter().inspect(|_| {
         #[cfg(test)]
@@ -146,7 +145,7 @@ pub(crate) const SNAPSHOT_PART: usize = 4096;
 pub(crate) struct Snapshot {
     /// Generation of each segment when the snapshot began.
     generations: Vec<u64>,
-    /// The segment whose chunks are being copied, and the next of them in its list.
+    /// The segment whose chunks are being copied, and the next index in its list.
     segment: usize,
     at: usize,
 }
@@ -156,7 +155,7 @@ pub(crate) struct Snapshot {
 pub(crate) struct IndexSpace {
     pub(crate) chunks: u64,
     pub(crate) bytes: u64,
-    /// The newest generation of a segment that has a chunk of it.
+    /// The newest generation of a segment that has a chunk of this space.
     pub(crate) generation: u64,
 }
 
@@ -201,13 +200,13 @@ impl Index {
         }
     }
 
-    /// Most bytes of a chunk.
+    /// Returns the most bytes of a chunk.
     pub(crate) fn max_len(&self) -> u64 {
-        // Its header takes a block.
+        // The header takes a block.
         u64::from(self.segment_blocks - 1) * crate::volume::BLOCK
     }
 
-    /// Takes memory for `records` changes that are about to be applied.
+    /// Reserves memory for `records` changes that are about to be applied.
     pub(crate) fn expect(&mut self, records: usize) {
         self.entries.reserve(records, |entry| entry.hash);
     }
@@ -220,8 +219,8 @@ impl Index {
         &mut self.segments[index]
     }
 
-    /// Applies a change. False when it contradicts what is known (a chunk outside its segment,
-    /// an earlier use); nothing is changed then.
+    /// Applies a change. Returns false, without any change, if the record contradicts the index (a chunk
+    /// outside its segment, an earlier use).
     pub(crate) fn apply(&mut self, record: &Record) -> bool {
         match *record {
             Record::Put(put) => self.put(&put),
@@ -237,8 +236,8 @@ impl Index {
         }
     }
 
-    /// Removes every chunk, and notes the clears. A checkpoint may know of later clears than the
-    /// log that goes on from it: then nothing is changed.
+    /// Removes every chunk, and records the clears. A checkpoint may know later clears than the log that
+    /// continues from it: then nothing is changed.
     fn reach(&mut self, clears: ClearsId, generation: u64) -> bool {
         if generation > MAX_GENERATION {
             return false;
@@ -250,7 +249,7 @@ impl Index {
         true
     }
 
-    /// Removes every chunk. Returns how many there were, and the record that says so.
+    /// Removes every chunk. Returns the number of chunks, and the record of the clear.
     pub(crate) fn clear(&mut self, clears: ClearsId) -> (u64, Record) {
         let gone = self.chunks;
         let generation = self.next_generation();
@@ -259,7 +258,7 @@ impl Index {
         (gone, record)
     }
 
-    /// Empties every segment. Each is written from its start again, with its next use.
+    /// Empties every segment. Each is written from its start again, in its next use.
     fn remove_all(&mut self) {
         self.entries.clear();
         if let Some(events) = &self.events {
@@ -269,7 +268,7 @@ impl Index {
         self.active = None;
         self.free.clear();
         self.full.clear();
-        // From the last on, so that the first is taken first.
+        // From the last to the first, so that the first is used first.
         for (number, segment) in self.segments.iter_mut().enumerate().rev() {
             let number = number as u32;
             *segment = Segment {
@@ -278,7 +277,7 @@ impl Index {
                 busy: segment.busy,
                 ..Segment::default()
             };
-            // What is still read or written must not be written over.
+            // A segment that is still being read or written must not be overwritten.
             match (segment.made, segment.busy) {
                 (false, _) => {}
                 (true, 0) => self.free.push(number),
@@ -331,7 +330,7 @@ impl Index {
         true
     }
 
-    /// Removes a chunk. Returns true if it was there.
+    /// Removes a chunk. Returns true if it was present.
     pub(crate) fn remove(&mut self, key: &ChunkKey) -> bool {
         let was_there = self.take(key);
         if was_there {
@@ -340,7 +339,7 @@ impl Index {
         was_there
     }
 
-    /// Removes a chunk without a report. Returns true if it was there.
+    /// Removes a chunk without reporting it. Returns true if it was present.
     fn take(&mut self, key: &ChunkKey) -> bool {
         let (hash, segments) = (hash_of(key), &mut self.segments);
         let found = self.entries.find_entry(hash, |entry| {
@@ -396,15 +395,15 @@ impl Index {
         true
     }
 
-    /// Takes the numbers of the segment files that are there after recovery. Segments with chunks are full,
-    /// but for the segment that was written to last; the others are free. The records that come back tell
-    /// the log which segments are gone with their files and chunks.
+    /// Sets the numbers of the segment files that exist after recovery. Segments with chunks are full, except
+    /// the segment that was written last; the others are free. The returned records log which segments are
+    /// gone with their files and chunks.
     #[must_use = "what they held would come back with the next file of the name"]
     pub(crate) fn set_made(&mut self, made: &[u32]) -> Vec<Record> {
         for &segment in made {
             self.segment_mut(segment).made = true;
         }
-        // Chunks of segments whose file is gone are gone.
+        // Chunks of segments without a file are lost.
         let lost: Vec<Record> = (0u32..)
             .zip(&self.segments)
             .filter(|(_, segment)| !segment.made && segment.chunks > 0)
@@ -429,21 +428,21 @@ impl Index {
             }
         }
         used.sort_by_key(|&number| self.segments[number as usize].generation);
-        // The one begun last has the highest generation: generations count uses of all segments.
+        // The segment begun last has the highest generation: generations count uses of all segments.
         self.active = used.pop();
         self.full = used.into();
-        // The lowest is handed out first.
+        // The lowest number is used first.
         self.free.reverse();
         lost
     }
 
-    /// The number of the next segment file, when another is wanted.
+    /// Returns the number for the next segment file.
     pub(crate) fn next_segment(&self) -> u32 {
         let missing = self.segments.iter().position(|segment| !segment.made);
         missing.unwrap_or(self.segments.len()) as u32
     }
 
-    /// Says that a segment's file is there now, empty.
+    /// Records that a segment's file exists now, empty.
     pub(crate) fn made(&mut self, segment: u32) {
         let known = self.segment_mut(segment);
         (known.made, known.cleared) = (true, false);
@@ -455,9 +454,9 @@ impl Index {
         newest.unwrap_or(0).max(self.cleared_at) + 1
     }
 
-    /// Allocates space for a chunk of `len` bytes. With `may_grow`, a drive whose segments are all
-    /// full answers [`Allocation::MayGrow`] before it evicts one. With `victims`, one of these is
-    /// evicted if any, unless their files are all gone.
+    /// Allocates space for a chunk of `len` bytes. With `may_grow`, a drive whose segments are all full
+    /// answers [`Allocation::MayGrow`] before it evicts one. With `victims`, only one of these segments is
+    /// evicted, unless none of their files exists any more.
     pub(crate) fn allocate(
         &mut self,
         len: u64,
@@ -519,7 +518,7 @@ impl Index {
             || needed <= u64::from(self.segment_blocks) && !self.free.is_empty()
     }
 
-    /// The oldest full segment that nothing reads or writes and that was not read from lately.
+    /// Returns the oldest full segment that is not being read or written and has no recent reads.
     fn victim(&mut self) -> Option<u32> {
         let mut chances = SECOND_CHANCES;
         for _ in 0..2 * self.full.len() {
@@ -538,7 +537,7 @@ impl Index {
         None
     }
 
-    /// The first of these segments that is full and that nothing reads or writes.
+    /// Returns the first of these segments that is full and not being read or written.
     fn victim_of(&mut self, victims: &[u32]) -> Option<u32> {
         let at = victims.iter().find_map(|victim| {
             let idle = self.segments[*victim as usize].busy == 0;
@@ -548,7 +547,7 @@ impl Index {
         self.full.remove(at)
     }
 
-    /// Returns the entry of a chunk, if it is there.
+    /// Returns the entry of a chunk, if it is present.
     pub(crate) fn find(&self, key: &ChunkKey) -> Option<PutRecord> {
         let hash = hash_of(key);
         let locate = |entry: &Entry| {
@@ -562,12 +561,12 @@ impl Index {
         Some(segment.record(found.segment, chunk))
     }
 
-    /// Removes a chunk whose bytes turned out wrong, if it is still the one at this location.
+    /// Removes a chunk whose bytes turned out to be wrong, if it is still at this location.
     pub(crate) fn retire(&mut self, found: &PutRecord) -> bool {
         self.find(&found.key) == Some(*found) && self.remove(&found.key)
     }
 
-    /// An operation on a segment begins; it is not given up before [`Self::leave`].
+    /// Records that an operation on a segment begins; the segment is not evicted before [`Self::leave`].
     pub(crate) fn enter(&mut self, segment: u32, hit: bool) {
         let segment = &mut self.segments[segment as usize];
         segment.busy += 1;
@@ -582,7 +581,7 @@ impl Index {
         }
     }
 
-    /// Ends the use of a segment for writing, after a write or a sync of it failed.
+    /// Stops writing to a segment, after a write or a sync of it failed.
     pub(crate) fn close_active(&mut self, segment: u32) {
         if self.active == Some(segment) {
             self.full.push_back(segment);
@@ -590,7 +589,7 @@ impl Index {
         }
     }
 
-    /// Returns the chunks at the lowest locations after `after`, at most `limit`, in order.
+    /// Returns at most `limit` chunks at the lowest locations after `after`, in order.
     pub(crate) fn list(&self, after: Option<(u32, u32)>, limit: usize) -> Vec<PutRecord> {
         let mut found = Vec::new();
         let first = after.map_or(0, |(segment, _)| segment);
@@ -631,7 +630,7 @@ impl Index {
         spaces
     }
 
-    /// Returns the segments that have chunks of a space, each with its generation.
+    /// Returns the segments that have chunks of matching spaces, each with its generation.
     pub(crate) fn segments_with(&self, is_of: impl Fn(SpaceId) -> bool) -> Vec<(u32, u64)> {
         let is_of_it = |chunk: &Chunk| chunk.len > 0 && is_of(chunk.key.space);
         (0u32..)
@@ -641,14 +640,14 @@ impl Index {
             .collect()
     }
 
-    /// Returns true if a segment has chunks of the use that had this generation.
+    /// Returns true if a segment still has chunks of the use with this generation.
     pub(crate) fn has_chunks_of(&self, segment: u32, generation: u64) -> bool {
         let known = self.segments.get(segment as usize);
         known.is_some_and(|known| known.generation == generation && known.chunks > 0)
     }
 
-    /// Begins to write the index out as records from which it can be built again: the records of segments
-    /// come now, those of chunks by [`Self::tell`].
+    /// Begins to write the index as records from which it can be rebuilt: adds the records of segments now;
+    /// [`Self::tell`] adds those of chunks.
     pub(crate) fn snapshot(&self, records: &mut Vec<Record>) -> Snapshot {
         if self.cleared_at > 0 {
             records.push(self.cleared());
@@ -667,11 +666,12 @@ impl Index {
         }
     }
 
-    /// Appends the next part of a snapshot, up to [`SNAPSHOT_PART`] records. Returns false when that
-    /// was the last.
+    /// Appends the next part of a snapshot, up to [`SNAPSHOT_PART`] records. Returns false after the last
+    /// part.
     ///
-    /// Between parts chunks may be removed and segments begin their next use: copied or not, that is
-    /// in the log that continues from the snapshot. No chunk may be added meanwhile.
+    /// Between two parts, chunks may be removed and segments may begin their next use: whether these chunks
+    /// are copied or not, the change is in the log that continues from the snapshot. No chunk may be added
+    /// meanwhile.
     pub(crate) fn tell(&self, snapshot: &mut Snapshot, records: &mut Vec<Record>) -> bool {
         let mut left = SNAPSHOT_PART;
         while left > 0 {
@@ -699,22 +699,22 @@ impl Index {
         true
     }
 
-    /// The segments whose files are there, by their numbers.
+    /// Returns the segments that have a file, with their numbers.
     pub(crate) fn segments(&self) -> impl Iterator<Item = (u32, &Segment)> {
         (0u32..)
             .zip(&self.segments)
             .filter(|(_, segment)| segment.made)
     }
 
-    /// Lets an empty segment that is not in use be written to next.
+    /// Allows an empty segment that is not in use to be written next.
     pub(crate) fn reuse(&mut self, segment: u32) {
         if self.unmake(segment) {
             self.made(segment);
         }
     }
 
-    /// Gives up the file of an empty segment that is not in use. Returns false when it is in use, or
-    /// is the one that is written to.
+    /// Drops an empty segment that is not in use, so that its file can be removed. Returns false if the
+    /// segment is in use or is being written.
     pub(crate) fn unmake(&mut self, segment: u32) -> bool {
         let known = &mut self.segments[segment as usize];
         if !known.made || known.chunks > 0 || known.busy > 0 || self.active == Some(segment) {
@@ -726,7 +726,7 @@ impl Index {
         true
     }
 
-    /// Returns the clears that the chunks were stored after.
+    /// Returns the digest of the clears after which the chunks were stored.
     pub(crate) fn clears(&self) -> ClearsId {
         self.clears
     }
@@ -744,21 +744,21 @@ impl Index {
         self.free.contains(&segment)
     }
 
-    /// Returns true if a segment can be used without evicting one.
+    /// Returns true if a segment is available without an eviction.
     pub(crate) fn has_free(&self) -> bool {
         !self.free.is_empty()
     }
 
-    /// Returns true if another segment is to be made: none is free, and half of the one that is
-    /// written to is used.
+    /// Returns true if another segment should be made: none is free, and half of the segment being written is
+    /// used.
     pub(crate) fn runs_low(&self) -> bool {
         let active = self.active.map(|active| &self.segments[active as usize]);
         let half = active.is_some_and(|active| active.used >= self.segment_blocks / 2);
         half && self.free.is_empty()
     }
 
-    /// Empties a segment so that its file can be given back, and returns the record of that. A segment
-    /// without chunks comes before the others.
+    /// Empties a segment so that its file can be removed, and returns the record of that. Segments without
+    /// chunks are chosen first.
     pub(crate) fn give_up(&mut self) -> Option<(u32, Record)> {
         let segment = self.free.pop().or_else(|| self.victim())?;
         let generation = self.next_generation();
@@ -819,12 +819,12 @@ impl Segment {
         }
     }
 
-    /// Blocks from its start that were given out.
+    /// Returns the number of blocks allocated from the segment's start.
     pub(crate) fn used_blocks(&self) -> u32 {
         self.used
     }
 
-    /// Chunks that are there, and their bytes.
+    /// Returns the number of chunks, and their bytes.
     pub(crate) fn live(&self) -> (u32, u64) {
         (self.chunks, self.bytes)
     }

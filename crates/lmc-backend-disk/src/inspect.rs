@@ -1,4 +1,4 @@
-//! Looking into a tier, and giving its space back.
+//! Inspection of a tier, and compaction.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,15 +19,15 @@ use crate::status::{DriveStatus, SegmentStatus};
 pub struct Compacted {
     /// Chunks that were moved.
     pub moved: u64,
-    /// Chunks that turned out damaged, and are forgotten.
+    /// Chunks that turned out to be damaged and were removed.
     pub lost: u64,
-    /// Chunks that stay where they are: they could not be read or written.
+    /// Chunks that were not moved because they could not be read or written.
     pub stayed: u64,
-    /// True if it ended early on a drive, because there was no space to move a chunk to.
+    /// True if compaction ended early on a drive, because there was no space to move a chunk to.
     pub no_space: bool,
-    /// Segment files that went.
+    /// Segment files removed.
     pub segments: u64,
-    /// Bytes of the segments that were given back.
+    /// Bytes of the removed segment files.
     pub freed_bytes: u64,
 }
 
@@ -37,11 +37,11 @@ impl DiskBackend {
         self.drives().iter().map(|drive| drive.inspect()).collect()
     }
 
-    /// Removes a drive that will not return from the set records of the open ones. Returns true if
-    /// any of them listed it.
+    /// Removes a drive that will not return from the open drives' records of the set. Returns true if any
+    /// record listed it.
     ///
     /// # Errors
-    /// If a drive's record of its set cannot be read or written.
+    /// If a record cannot be read or written.
     pub fn forget_member(&self, drive_id: &[u8; 16]) -> std::io::Result<bool> {
         let mut known = false;
         for drive in self.drives() {
@@ -59,13 +59,13 @@ impl DiskBackend {
         Ok(known)
     }
 
-    /// Moves chunks out of segments that are filled to less than `below` of their size (0 to 1),
-    /// and gives the files of empty segments back to the file system.
+    /// Moves chunks out of segments that are filled to less than `below` of their size (0 to 1), and removes
+    /// the files of empty segments.
     ///
-    /// Meant for a tier that is not in use meanwhile. `pool` must hold the largest chunk. A chunk is
-    /// at its old location until it is durable at the new one, so that a kill costs nothing, and
-    /// no chunk is evicted for another. `timeout` bounds each step; `progress` is called with the
-    /// number of chunks that are done, and of all.
+    /// For a tier that is not in use meanwhile. `pool` must have capacity for the largest chunk. A chunk
+    /// stays at its old location until it is durable at the new one, so a kill loses nothing; no chunk is
+    /// evicted for another. `timeout` limits each step. `progress` is called with the number of finished
+    /// chunks and of all chunks.
     ///
     /// # Errors
     /// If a file cannot be removed.
@@ -86,13 +86,13 @@ impl DiskBackend {
         let drives = self.inspect();
         let total = drives.iter().flat_map(sparse).map(|s| s.chunks).sum();
         for (status, drive) in drives.iter().zip(self.drives()) {
-            // Chunks go to where nothing is and to what was emptied before, so the segments with
-            // least in them come first, and files go last.
+            // Chunks are moved to free space and to segments emptied before. So the segments with the fewest
+            // bytes come first, and files are removed last.
             let mut sparse = sparse(status);
             sparse.sort_by_key(|segment| segment.bytes);
             'segments: for segment in &sparse {
                 let mut chunks = drive.chunks_of(segment.number);
-                // Others were moved to where it was empty.
+                // Other chunks were moved into the segment since it was emptied.
                 chunks.retain(|put| put.location.generation == segment.generation);
                 for put in chunks {
                     match self.move_chunk(drive, &put, pool, timeout).await {
@@ -129,7 +129,7 @@ impl DiskBackend {
         let Some(slot) = pool.reserve(put.len) else {
             return Move::Stayed;
         };
-        // From this drive: another may have other bytes under the same key.
+        // Read from this drive: another drive may have other bytes under the same key.
         let batch = Batch::new(1);
         let item = LoadItem::new(put.key, slot);
         drive.load(item, (Arc::clone(&batch), 0));
@@ -156,7 +156,7 @@ impl DiskBackend {
     }
 }
 
-/// Result of the move of a chunk.
+/// Outcome of moving a chunk.
 enum Move {
     Moved,
     Lost,

@@ -1,17 +1,17 @@
-//! The NVMe tier: chunks on drives, read and written straight from and into the memory pool,
-//! and found again after any kill.
+//! The NVMe tier: chunks on drives, read directly into and written directly from the memory pool, and found
+//! again after any kill.
 //!
-//! [`DiskConfig`] opens a [`DiskBackend`], which is a [`Backend`](lmc_backend::Backend). Bytes go
-//! past the page cache by io_uring, or by threads where that is forbidden. What
-//! [`store`](lmc_backend::WriteBackend::store) has acknowledged is durable; what a kill left half
-//! written is never found; what is read is checked against its identity and checksum first.
+//! [`DiskConfig`] opens a [`DiskBackend`], which is a [`Backend`](lmc_backend::Backend). I/O bypasses the
+//! page cache, by io_uring, or by threads where io_uring is forbidden. Chunks that
+//! [`store`](lmc_backend::WriteBackend::store) has acknowledged are durable. A chunk that a kill left
+//! incomplete is never found. Bytes that are read are checked against their identity and checksum first.
 //! docs/disk-format.md describes every byte.
 //!
-//! Drives that serve together form a set. Each remembers the others, and the clears that its chunks
-//! were stored after ([`lmc_backend::Clears`]): a drive that was absent from a clear is emptied before
-//! it serves again.
+//! Drives that serve together form a set. Each drive records the other drives, and the clears after which its
+//! chunks were stored ([`lmc_backend::Clears`]): a drive that was absent during a clear is emptied before it
+//! serves again.
 //!
-//! What is *not* here: which chunks go to disk and when (`lmc-engine`), and chunks in DRAM
+//! *Not* in this crate: which chunks go to disk and when (`lmc-engine`), and chunks in DRAM
 //! (`lmc-backend-local`).
 
 mod backend;

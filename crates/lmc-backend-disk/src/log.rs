@@ -1,8 +1,8 @@
-//! The index log and its checkpoints: which files there are, how they are read at the start.
+//! The index log and its checkpoints: their files, and how they are read at the start.
 //!
-//! `checkpoint-N` holds the index as it was when `log-N` began; `log-N`, `log-N+1`, … follow on
-//! it. A log ends at the first frame that is not whole. Files are made under other names and
-//! renamed when they are whole, and older ones go only after newer ones are durable.
+//! `checkpoint-N` has the index as it was when `log-N` began; `log-N`, `log-N+1`, … follow it. A log ends at
+//! the first incomplete frame. Files are made under other names and renamed when they are complete, and older
+//! files are removed only after newer ones are durable.
 
 use std::io;
 
@@ -12,7 +12,7 @@ use crate::format::{BLOCK_LEN, CheckpointHeader, FormatError, RECORD_LEN, Record
 use crate::index::Index;
 use crate::volume::Volume;
 
-/// Position of the next frame.
+/// Position of the next frame in a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tail {
     pub(crate) log: u64,
@@ -26,8 +26,8 @@ pub(crate) struct Tail {
 #[derive(Debug)]
 pub(crate) struct Recovered {
     pub(crate) index: Index,
-    /// The end of the newest log, if it can be written on. None wants a new log, for which
-    /// `next_log` is free.
+    /// The end of the newest log, if the log can be continued. `None`: a new log with the number `next_log`
+    /// is needed.
     pub(crate) tail: Option<Tail>,
     pub(crate) next_log: u64,
     /// Notes for an operator: damage, with its consequence.
@@ -46,12 +46,12 @@ pub(crate) fn segment_name(number: u32) -> String {
     format!("segment-{number:08x}")
 }
 
-/// Name of a checkpoint that is still being written.
+/// Name of a checkpoint that is not complete yet.
 pub(crate) const UNFINISHED: &str = "checkpoint.unfinished";
 
 fn number(name: &str, prefix: &str, digits: usize) -> Option<u64> {
     let number = u64::from_str_radix(name.strip_prefix(prefix)?, 16).ok()?;
-    // A name that is not written as ours are is not one of ours.
+    // A name in any other notation is not lmc's.
     (name == format!("{prefix}{number:0digits$x}")).then_some(number)
 }
 
@@ -87,10 +87,10 @@ fn refused(error: FormatError) -> io::Error {
     io::Error::new(io::ErrorKind::Unsupported, error)
 }
 
-/// Reads the newest checkpoint that is whole and the logs that follow on it.
+/// Reads the newest complete checkpoint and the logs that follow it.
 ///
 /// # Errors
-/// Files that cannot be read, and files of another version, which must not be taken for damage.
+/// A file cannot be read, or has another version and must not be treated as damaged.
 pub(crate) fn recover(
     volume: &dyn Volume,
     names: &[String],
@@ -118,10 +118,10 @@ pub(crate) fn recover(
                 .push(format!("{}: {error}", checkpoint_name(number))),
         }
     }
-    // Without a checkpoint the logs tell everything only from the very first on.
+    // Without a checkpoint, the logs are complete only from the very first one on.
     let Some(from) = from.or_else(|| logs.first().copied().filter(|&first| first == 0)) else {
         if newest.is_some() {
-            let note = "the index is lost; its chunks are forgotten".to_owned();
+            let note = "the index is lost, and all chunks with it".to_owned();
             recovered.notes.push(note);
         }
         return Ok(recovered);
@@ -138,12 +138,9 @@ pub(crate) fn recover(
         }
         number += 1;
     }
-    // A log that is missing between others, or in front: what came after it is not known.
+    // A log is missing, between others or in front: later changes are not known.
     if logs.last().is_some_and(|&last| last >= number) {
-        let note = format!(
-            "{} is missing; what came after it is forgotten",
-            log_name(number)
-        );
+        let note = format!("{} is missing; later changes are lost", log_name(number));
         recovered.notes.push(note);
         recovered.tail = None;
     }
@@ -200,9 +197,9 @@ fn replay(
             Ok(len) => {
                 for record in &records {
                     if !index.apply(record) {
-                        // A checkpoint is made while the log goes on, so it may know of a later
-                        // use of the segment; after damage, of an earlier one. Either way the
-                        // chunk is not there, and nothing else is wrong.
+                        // A checkpoint is made while the log continues, so it may know a later use of the
+                        // segment; after damage, an earlier one. In both cases the chunk is gone, and nothing
+                        // else is wrong.
                         debug!(?record, "skipped an invalid change of the disk index");
                     }
                 }

@@ -1,7 +1,7 @@
-//! Drive sets: which drives serve together.
+//! Drive sets: the drives that serve together.
 //!
-//! Pure: bytes and values. A record of the set lies in the file `set` of every drive.
-//! docs/disk-format.md has the layout.
+//! Pure: bytes and values. The file `set` of every drive has a record of the set. docs/disk-format.md has the
+//! layout.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -16,31 +16,31 @@ use crate::id::random_id;
 pub(crate) const SET_NAME: &str = "set";
 
 const MAGIC: [u8; 8] = *b"LMCDRSET";
-/// Offset of the checksum.
+/// Offset of the checksum in the file.
 const SUM_AT: usize = 48;
 const HEAD: usize = 128;
 const MEMBER: usize = 512;
-/// Most bytes of a path that are kept.
+/// Most bytes of a path that are stored.
 const PATH: usize = MEMBER - 32;
-/// Most members of a set; a greater number is damage.
+/// Most members of a set; a greater number in a file is damage.
 const MAX_MEMBERS: usize = 4096;
 
-/// A drive of a set, as the others remember it.
+/// A drive of a set, as recorded by the other drives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SetMember {
     /// Id of the drive.
     pub drive_id: [u8; 16],
-    /// Seconds from 1970 to its last start with the set.
+    /// Time of its last start with the set, in seconds since 1970.
     pub last_seen: u64,
-    /// Folder in which it was then.
+    /// Folder of the drive at that time.
     pub path: PathBuf,
 }
 
-/// The record of a set, as one drive remembers it.
+/// The record of a set on one drive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SetRecord {
-    /// The drive on which this record lies.
+    /// The drive that has this record.
     pub(crate) drive_id: [u8; 16],
     pub(crate) set_id: [u8; 16],
     pub(crate) members: Vec<SetMember>,
@@ -106,7 +106,7 @@ impl SetRecord {
     }
 }
 
-/// A drive that is to serve.
+/// A drive that is to be opened.
 #[derive(Clone, Debug)]
 pub(crate) struct Present {
     pub(crate) drive_id: [u8; 16],
@@ -128,7 +128,7 @@ pub(crate) struct Joined {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct DifferentSets(pub(crate) usize, pub(crate) usize);
 
-/// Joins drives to one set; `now` is in seconds from 1970. A drive without a set joins that of the
+/// Joins drives to one set; `now` is in seconds since 1970. A drive without a set joins the set of the
 /// others.
 pub(crate) fn join(present: &[Present], now: u64) -> Result<Joined, DifferentSets> {
     let set_of = |drive: &Present| drive.record.as_ref().map(|record| record.set_id);

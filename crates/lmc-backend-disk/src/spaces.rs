@@ -1,9 +1,9 @@
 //! Record of the settings that the chunks of a drive were stored under.
 //!
-//! A space id is a digest: it does not say which chunk size or hash is in it. A server has one
-//! value of these settings as long as it runs, so the spaces that come to a drive meanwhile are
-//! of that value. The file `spaces` names the settings of the present run and of each space that
-//! was there when it began. It is written once at each start, and no store pays for it.
+//! A space id is a digest, so it does not show the chunk size or hash algorithm in it. A server has the same
+//! values of these settings as long as it runs, so the spaces that are new on a drive during the run have
+//! these values. The file `spaces` has the settings of the present run, and of each space that existed when
+//! the run began. It is written once at each start, so stores do not pay for it.
 
 use std::collections::HashMap;
 
@@ -18,7 +18,7 @@ use crate::index::IndexSpace;
 pub(crate) const SPACES_NAME: &str = "spaces";
 
 const MAGIC: [u8; 8] = *b"LMCSPACE";
-/// Offset of the checksum.
+/// Offset of the checksum in the file.
 const SUM_AT: usize = 40;
 const HEAD: usize = 64;
 const TEXT: usize = 256;
@@ -30,10 +30,10 @@ const SPACE: usize = 32;
 pub struct SpaceUsage {
     /// The space.
     pub space: SpaceId,
-    /// The settings under which its chunks were stored, as the server named them; none where the
-    /// process that stored them named none.
+    /// Settings under which the chunks were stored, as named by the server; none if the process that stored
+    /// them named none.
     pub settings: Option<String>,
-    /// Chunks that are there.
+    /// Number of chunks.
     pub chunks: u64,
     /// Payload bytes of these chunks.
     pub bytes: u64,
@@ -43,7 +43,7 @@ pub struct SpaceUsage {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Unreachable {
-    /// The settings under which they were stored.
+    /// Settings under which the chunks were stored.
     pub settings: String,
     /// Number of chunks.
     pub chunks: u64,
@@ -61,15 +61,16 @@ pub(crate) struct UnreachableSegment {
     pub(crate) generation: u64,
 }
 
-/// The file.
+/// The content of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SpacesRecord {
     pub(crate) drive_id: [u8; 16],
-    /// Settings of the run that wrote this.
+    /// Settings of the run that wrote the file.
     pub(crate) current: String,
-    /// The newest generation of a segment with chunks then. Chunks of a later one are of that run.
+    /// Newest generation of a segment with chunks at that time. Chunks of later generations belong to that
+    /// run.
     pub(crate) generation: u64,
-    /// Settings of each space that was present then; empty where they are not known.
+    /// Settings of each space that existed at that time; empty if unknown.
     pub(crate) of_space: Vec<(SpaceId, String)>,
 }
 
@@ -158,7 +159,7 @@ impl SpacesRecord {
         })
     }
 
-    /// Returns the settings of a space according to this record and the run that wrote it.
+    /// Returns the settings of a space, according to this record and the run that wrote it.
     fn settings_of(&self, space: SpaceId, has: &IndexSpace) -> &str {
         let known = self.of_space.iter().find(|(known, _)| *known == space);
         match known {
@@ -168,15 +169,15 @@ impl SpacesRecord {
     }
 }
 
-/// Cuts a text to what a record holds.
+/// Truncates a text to the length that a record can hold.
 pub(crate) fn cut(text: &str) -> String {
     let fits = |&end: &usize| end <= TEXT - 4 && text.is_char_boundary(end);
     let end = (0..=text.len()).rev().find(fits).unwrap_or(0);
     text[..end].to_owned()
 }
 
-/// Returns the chunks and bytes of each space with its settings, the largest first. `before` is
-/// the record on the drive.
+/// Returns the chunks and bytes of each space with its settings, the largest first. `before` is the record on
+/// the drive.
 pub(crate) fn attribute(
     before: Option<&SpacesRecord>,
     usage: &HashMap<SpaceId, IndexSpace>,
@@ -197,13 +198,13 @@ pub(crate) fn attribute(
     spaces
 }
 
-/// Returns true if a space is of other settings than the present ones.
+/// Returns true if a space was stored under other settings than the present ones.
 pub(crate) fn is_unreachable(usage: &SpaceUsage, current: &str) -> bool {
     let settings = usage.settings.as_deref();
     settings.is_some_and(|settings| settings != current)
 }
 
-/// Adds up what cannot be hit with the present settings, the largest first.
+/// Sums up the chunks that cannot be hit with the present settings, the largest sum first.
 pub(crate) fn unreachable<'a>(
     spaces: impl IntoIterator<Item = &'a SpaceUsage>,
     current: &str,

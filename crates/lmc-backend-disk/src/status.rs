@@ -1,4 +1,4 @@
-//! The state of drives, for people.
+//! The state of drives, for an operator.
 
 use std::sync::Arc;
 
@@ -11,25 +11,25 @@ use crate::spaces::SpaceUsage;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DriveStatus {
-    /// Made at random with the folder.
+    /// Random id drawn when the folder was created.
     pub drive_id: [u8; 16],
-    /// Seconds from 1970 to the folder's making.
+    /// Time at which the folder was created, in seconds since 1970.
     pub created: u64,
-    /// Id of its drive set; none before it served with one.
+    /// Id of its drive set; none if the drive has not served in a set yet.
     pub set_id: Option<[u8; 16]>,
-    /// Clears that the chunks were stored after.
+    /// Clears after which the chunks were stored.
     pub clears: Arc<Clears>,
-    /// Drives of the set, as this one remembers them, itself included.
+    /// Drives of the set according to this drive, itself included.
     pub members: Vec<SetMember>,
     /// Chunks of each key space, the one with the most bytes first.
     pub spaces: Vec<SpaceUsage>,
     /// Bytes of each segment file.
     pub segment_bytes: u64,
-    /// Chunks that are there.
+    /// Number of chunks.
     pub chunks: u64,
     /// Payload bytes of these chunks.
     pub bytes: u64,
-    /// The segments whose files are there, by their numbers.
+    /// Segments that have a file, by number.
     pub segments: Vec<SegmentStatus>,
 }
 
@@ -41,12 +41,12 @@ pub struct SegmentStatus {
     pub number: u32,
     /// Number of the present use of the segment; one sequence counts the uses of all segments.
     pub generation: u64,
-    /// Bytes from its start that were written in this use.
+    /// Bytes written in this use, from the segment's start.
     pub used_bytes: u64,
-    /// Chunks that are there.
+    /// Number of chunks.
     pub chunks: u64,
     /// Payload bytes of these chunks.
     pub bytes: u64,
-    /// True if the segment is the one that is written to.
+    /// True if the segment is being written.
     pub active: bool,
 }

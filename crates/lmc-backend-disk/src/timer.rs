@@ -1,4 +1,4 @@
-//! A thread that knows what time it is, for futures that need no runtime.
+//! A timer thread for futures that need no runtime.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// Something whose time can be up.
+/// An operation with a deadline.
 pub(crate) trait Expire: Send + Sync {
-    /// The deadline came. Must not wait for anything.
+    /// Called when the deadline has passed. Must not wait for anything.
     fn expire(&self);
 }
 
@@ -28,7 +28,7 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Watched operations by deadline; the number distinguishes those of one instant.
+    /// Watched operations by deadline; the number distinguishes operations with the same deadline.
     watched: BTreeMap<(Instant, u64), Weak<dyn Expire>>,
     number: u64,
     stopped: bool,
@@ -53,7 +53,7 @@ impl Timer {
         })
     }
 
-    /// Calls [`Expire::expire`] at the deadline if it is still there.
+    /// Calls [`Expire::expire`] at the deadline if the operation still exists.
     pub(crate) fn watch(&self, deadline: Instant, what: Weak<dyn Expire>) {
         let mut state = self.shared.state.lock();
         state.number += 1;
@@ -80,9 +80,9 @@ impl Drop for Timer {
     }
 }
 
-/// Waits for a thread, and leaves one that goes on beyond the deadline to itself; also the one that
-/// calls, which a waker may be: that one ends after the call. What a thread answers is `None` if it
-/// panicked, too.
+/// Joins a thread until the deadline, and returns its result. Returns `None` if the thread panicked or is
+/// still running then; a running thread is detached. May be called from that thread itself (by a waker): then
+/// the thread is detached at once.
 pub(crate) fn join_before<T>(thread: JoinHandle<T>, deadline: Instant) -> Option<T> {
     while !thread.is_finished() {
         if Instant::now() >= deadline || thread.thread().id() == thread::current().id() {

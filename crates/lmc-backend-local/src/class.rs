@@ -1,4 +1,4 @@
-//! Tenants: what they use, and what they may.
+//! Tenants: their usage and their quotas.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,31 +6,30 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::RwLock;
 
-/// A tenant: a cache salt, as the engine numbers them. 0 is the tenant without a salt.
+/// A tenant: the engine's number for a cache salt. 0 is the tenant without a salt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TenantId(pub u32);
 
 /// Usage of a tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TenantUsage {
-    /// Bytes of resident chunks, as long as they are; what the pool's alignment adds is not
-    /// counted.
+    /// Payload bytes of resident chunks, without the padding of the pool's alignment.
     pub bytes: u64,
     /// Bytes of reservations that are not committed yet.
     pub writing: u64,
-    /// Most bytes of the tenant; `None` for a tenant that shares what is not promised to others.
+    /// Most bytes of the tenant; `None` for a tenant that shares the memory outside all quotas.
     pub quota: Option<u64>,
 }
 
-/// A set of tenants that evict from each other: all tenants without a quota, or one tenant with
-/// a quota. Each shard publishes here how old its next candidate is, so that the oldest of all can
-/// be chosen without a look into every shard.
+/// A set of tenants that evict from each other: all tenants without a quota, or one tenant with a quota. Each
+/// shard publishes here how old its next eviction candidate is, so that the oldest of all is found without
+/// locking every shard.
 #[derive(Debug)]
 pub(crate) struct Class {
     bytes: AtomicU64,
-    /// Stamp of each shard's next candidate; `u64::MAX` where nothing is queued.
+    /// Stamp of each shard's next candidate; `u64::MAX` if nothing is queued.
     coldest: Box<[AtomicU64]>,
-    /// Stamp of each shard's next candidate among the entries whose turn came while they had children.
+    /// Stamp of each shard's oldest entry whose turn to be evicted came while it had children.
     coldest_parent: Box<[AtomicU64]>,
 }
 
@@ -43,8 +42,8 @@ impl Class {
         }
     }
 
-    // The numbers are changed under the lock of the shard that they belong to and read as hints
-    // without any, so that relaxed order is enough.
+    // The numbers are written under the lock of their shard and read as hints without a lock, so relaxed
+    // ordering is enough.
 
     pub(crate) fn add(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -63,12 +62,12 @@ impl Class {
         publish(&self.coldest_parent[shard], parent);
     }
 
-    /// The shard whose next candidate is the oldest.
+    /// Returns the shard whose next candidate is the oldest.
     pub(crate) fn coldest(&self) -> Option<usize> {
         oldest(&self.coldest)
     }
 
-    /// Returns the shard with the oldest entry whose turn came while it had children.
+    /// Returns the shard with the oldest entry whose turn to be evicted came while it had children.
     pub(crate) fn coldest_parent(&self) -> Option<usize> {
         oldest(&self.coldest_parent)
     }
@@ -76,7 +75,7 @@ impl Class {
 
 fn publish(cell: &AtomicU64, stamp: Option<u64>) {
     let stamp = stamp.unwrap_or(u64::MAX);
-    // Most changes leave the old end alone: do not take the line from the readers then.
+    // Most changes do not change the old end: then the cache line stays shared with the readers.
     if cell.load(Ordering::Relaxed) != stamp {
         cell.store(stamp, Ordering::Relaxed);
     }
@@ -88,7 +87,7 @@ fn oldest(stamps: &[AtomicU64]) -> Option<usize> {
     (stamp != u64::MAX).then_some(shard)
 }
 
-/// One tenant's numbers.
+/// Numbers of one tenant.
 #[derive(Debug)]
 pub(crate) struct Tenant {
     pub(crate) id: TenantId,
@@ -123,7 +122,7 @@ impl Tenant {
         (quota != NO_QUOTA).then_some(quota)
     }
 
-    /// Returns the class of the tenant's chunks while it has a quota.
+    /// Returns the class of the tenant's chunks. Used only while the tenant has a quota.
     pub(crate) fn class(&self) -> &Arc<Class> {
         self.class.get_or_init(|| Arc::new(Class::new(self.shards)))
     }
@@ -142,15 +141,15 @@ impl Tenant {
     }
 }
 
-/// Tenants above which those that use nothing are forgotten.
+/// Number of known tenants above which idle ones are removed.
 const PURGE_ABOVE: usize = 1024;
 
-/// The tenants that use something, have a quota, or did lately.
+/// Tenants that use memory, have a quota, or did so recently.
 #[derive(Debug)]
 pub(crate) struct Tenants {
     shards: usize,
     known: RwLock<Known>,
-    /// Tenants with a quota: a few, which every eviction looks at.
+    /// Tenants with a quota. There are few; every eviction reads them.
     with_quota: RwLock<Arc<[Arc<Tenant>]>>,
 }
 
@@ -179,7 +178,7 @@ impl Tenants {
         }
         let mut known = self.known.write();
         if known.tenants.len() >= known.purge_above {
-            // No thread acquires one meanwhile: that needs the lock.
+            // No other thread acquires a tenant meanwhile, because that takes this lock.
             let used = |tenant: &Arc<Tenant>| tenant.in_use() || Arc::strong_count(tenant) > 1;
             known.tenants.retain(|_, tenant| used(tenant));
             known.purge_above = PURGE_ABOVE.max(2 * known.tenants.len());
@@ -205,7 +204,7 @@ impl Tenants {
         self.known.read().tenants.values().cloned().collect()
     }
 
-    /// The tenants with a quota.
+    /// Returns the tenants with a quota.
     pub(crate) fn with_quota(&self) -> Arc<[Arc<Tenant>]> {
         Arc::clone(&self.with_quota.read())
     }

@@ -19,29 +19,28 @@ pub struct LocalConfig {
     pub(crate) events: Option<Arc<dyn LocalSink>>,
 }
 
-/// A configuration that makes no tier.
+/// A configuration that is invalid.
 #[derive(Clone, Debug, PartialEq, Error)]
 #[non_exhaustive]
 pub enum LocalConfigError {
-    /// The number of shards is no power of two from 1 to 128.
+    /// The number of shards is not a power of two from 1 to 128.
     #[error("the number of index shards must be a power of two from 1 to 128, found {found}")]
     Shards {
-        /// The number asked for.
+        /// Number of shards in the configuration.
         found: usize,
     },
-    /// The watermarks are not parts of the pool, or the low one is not the lower one.
+    /// The watermarks are not fractions of the pool, or the low one exceeds the high one.
     #[error("watermarks must be 0 < low <= high <= 1, found low {low} and high {high}")]
     Watermarks {
-        /// Used part of the pool at which eviction starts.
+        /// Used fraction of the pool at which eviction starts.
         high: f64,
-        /// Used part of the pool at which eviction stops.
+        /// Used fraction of the pool at which eviction stops.
         low: f64,
     },
 }
 
 impl LocalConfig {
-    /// Returns the configuration of a tier over this pool. All memory of the pool may be filled
-    /// with chunks.
+    /// Returns the configuration of a tier over this pool. Chunks may fill the whole pool.
     pub fn new(pool: Pool) -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         Self {
@@ -60,16 +59,16 @@ impl LocalConfig {
         self
     }
 
-    /// Sets the number of parts of the index with a lock each; a power of two from 1 to 128. More of them let more
-    /// threads in at once, fewer make a batch visit fewer locks.
-    /// Default: four for each core, 8 to 64.
+    /// Sets the number of shards of the index, each with its own lock: a power of two from 1 to 128. With
+    /// more shards, more threads work at once; with fewer, a batch takes fewer locks. Default: four for each
+    /// core, 8 to 64.
     pub fn with_shards(mut self, shards: usize) -> Self {
         self.shards = shards;
         self
     }
 
-    /// [`LocalTier::maintain`] starts to evict when more than `high` of the pool is taken, and
-    /// goes on until it is `low`. Default: 0.95 and 0.90.
+    /// Sets the watermarks: [`LocalTier::maintain`] starts to evict when more than `high` of the pool is
+    /// used, and stops at `low`. Default: 0.95 and 0.90.
     pub fn with_watermarks(mut self, high: f64, low: f64) -> Self {
         (self.high, self.low) = (high, low);
         self
@@ -84,7 +83,7 @@ impl LocalConfig {
     /// Makes the tier.
     ///
     /// # Errors
-    /// [`LocalConfigError`] says which value is out of its range.
+    /// [`LocalConfigError`] names the value that is out of range.
     pub fn build(self) -> Result<LocalTier, LocalConfigError> {
         let found = self.shards;
         if !found.is_power_of_two() || found > 128 {

@@ -14,7 +14,7 @@ use crate::origin::Origin;
 pub struct StoredEvent<'a> {
     /// Key of the chunk.
     pub key: &'a ChunkKey,
-    /// The chunk before it in its prompt, as the writer said.
+    /// Key of the chunk before this one in its prompt, if the writer named one.
     pub parent: Option<&'a ChunkKey>,
     /// Tenant of the chunk.
     pub tenant: TenantId,
@@ -40,8 +40,8 @@ pub struct RemovedEvent<'a> {
     pub age_seconds: u32,
     /// Number of lookups and retrieves that found the chunk, up to 255.
     pub uses: u8,
-    /// Slot with the chunk's bytes. A clone keeps the memory reserved: that is how an evicted chunk
-    /// is written to a lower tier.
+    /// Slot with the chunk's bytes. A clone keeps the memory reserved, so that an evicted chunk can be
+    /// written to a lower tier.
     pub slot: &'a SealedSlot,
 }
 
@@ -55,7 +55,7 @@ pub enum Removal {
     Quota,
     /// Evicted because the pool was filled above the high watermark.
     Watermark,
-    /// [`crate::LocalTier::remove`] was called for it.
+    /// [`crate::LocalTier::remove`] was called for the chunk.
     Removed,
     /// [`crate::LocalTier::clear`] was called.
     Cleared,
@@ -63,8 +63,8 @@ pub enum Removal {
 
 /// Receives an event for every chunk that is stored or removed, with its bytes.
 ///
-/// Called under the lock of the chunk's shard, so that the events of one key come in the order in
-/// which they happened: an implementation must be quick, and must not call the tier.
+/// Called under the lock of the chunk's shard, so that the events of one key come in the order in which they
+/// happened. An implementation must be quick, and must not call the tier.
 pub trait LocalSink: fmt::Debug + Send + Sync {
     /// A chunk can be found from now on.
     fn on_stored(&self, event: StoredEvent<'_>);
@@ -73,6 +73,6 @@ pub trait LocalSink: fmt::Debug + Send + Sync {
     fn on_removed(&self, event: RemovedEvent<'_>);
 
     /// [`Clear::Unleased`](crate::Clear::Unleased) has left a chunk in memory because it is leased.
-    /// [`Self::on_removed`] follows when it goes. Default: does nothing.
+    /// [`Self::on_removed`] follows when the chunk is removed. Default: does nothing.
     fn on_left(&self, _event: RemovedEvent<'_>) {}
 }

@@ -1,14 +1,13 @@
 //! The DRAM tier of lmc: an index of chunks over a pool of memory.
 //!
-//! A [`LocalTier`] knows which chunks lie in a [`Pool`](lmc_memory::Pool), leases them to
-//! readers, and evicts what is used least when free space is needed. All of it is synchronous: no call
-//! waits for anything but a lock held for microseconds, and when all memory is leased a
-//! reservation fails at once.
+//! A [`LocalTier`] knows which chunks are in a [`Pool`](lmc_memory::Pool), leases them to readers, and evicts
+//! the least used ones when free space is needed. All of it is synchronous: a call waits only for locks that
+//! are held for microseconds, and a reservation fails at once when all memory is leased.
 //!
 //! A [`Lease`] ends when it is dropped.
 //!
-//! What is *not* here: hashing (`lmc-key`), memory and copies (`lmc-memory`), lower tiers, and
-//! any clock, thread or runtime.
+//! *Not* in this crate: hashing (`lmc-key`), memory and copies (`lmc-memory`), lower tiers, and any clock,
+//! thread or runtime.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Owners of leases and reservations, and how many each has.
+//! Owners of leases and reservations, and how much each owner holds.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::sync::Mutex;
 
-/// The id of an owner of leases and reservations: a session or an instance, as the engine numbers
-/// them.
+/// The id of an owner of leases and reservations: the engine's number for a session or an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct OwnerId(pub u64);
 
@@ -16,14 +15,14 @@ const STRIPES: usize = 16;
 /// Multiplier of Fibonacci hashing: 2^64 divided by the golden ratio.
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Count and bytes that one owner holds.
+/// Count and bytes of what one owner holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Held {
     pub(crate) count: u64,
     pub(crate) bytes: u64,
 }
 
-/// Hashes owners. The engine numbers them, so no client can choose numbers that collide.
+/// Hashes owner ids. The engine assigns the ids, so no client can choose ids that collide.
 #[derive(Debug, Default)]
 struct OwnerHasher(u64);
 
@@ -45,7 +44,7 @@ impl Hasher for OwnerHasher {
 
 type Stripe = HashMap<OwnerId, Held, BuildHasherDefault<OwnerHasher>>;
 
-/// Counts and bytes of what each owner holds. An owner without anything costs nothing.
+/// Counts and bytes by owner. An owner that holds nothing has no entry.
 #[derive(Debug, Default)]
 pub(crate) struct Owners {
     stripes: [Mutex<Stripe>; STRIPES],
@@ -57,7 +56,7 @@ impl Owners {
         &self.stripes[(owner.0.wrapping_mul(SPREAD) >> 60) as usize]
     }
 
-    /// An owner takes `count` more, which have `bytes` together.
+    /// Adds `count` items of `bytes` bytes in total to an owner.
     pub(crate) fn take(&self, owner: OwnerId, count: u64, bytes: u64) {
         if count == 0 {
             return;
@@ -70,7 +69,8 @@ impl Owners {
         self.total.fetch_add(count, Ordering::Relaxed);
     }
 
-    /// An owner gives back what it took before: callers are values that took it.
+    /// Subtracts items that were added to the owner before. Callers are values that added the items when they
+    /// were made.
     pub(crate) fn give(&self, owner: OwnerId, count: u64, bytes: u64) {
         if count == 0 {
             return;
@@ -96,7 +96,7 @@ impl Owners {
         self.total.load(Ordering::Relaxed)
     }
 
-    /// Returns everyone who holds something, with its count.
+    /// Returns all owners that hold something, with the counts.
     pub(crate) fn all(&self) -> Vec<(OwnerId, u64)> {
         let held = |stripe: &Mutex<Stripe>| {
             let stripe = stripe.lock();

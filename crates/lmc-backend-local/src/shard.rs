@@ -1,4 +1,4 @@
-//! One part of the index, under one lock.
+//! A shard: one part of the index, under one lock.
 
 use std::collections::HashMap;
 use std::hint::black_box;
@@ -15,20 +15,20 @@ use crate::policy::{EvictionPolicy, List, NIL, PolicyKind};
 use crate::slab::{Entry, EntryRef, EvictionState, Identity, Life, Slab};
 use crate::table::Table;
 
-/// Entries that may be set aside in one step of eviction, so that the lock is held for
-/// microseconds. Each was paid for by the lease, pin or child that sets it aside.
+/// Most entries that one step of eviction sets aside, so that the lock is held for microseconds. The lease,
+/// pin or child that causes it has paid for each.
 const ASIDE_PER_STEP: u32 = 256;
 
-/// Keys that are warmed at once: as many as a core has memory reads under way, and then some.
+/// Number of keys that are warmed at once: about as many as a core has memory reads in flight.
 pub(crate) const WARM: usize = 32;
 
-/// Indices at which warmed keys are probably found.
+/// Indices at which the warmed keys probably are.
 pub(crate) struct Likely([u32; WARM]);
 
-/// The order of one tenant class in one shard.
+/// The eviction order of one tenant class in one shard.
 struct Order {
     policy: Box<dyn EvictionPolicy>,
-    /// Entries whose turn came while children were resident, the first of them at the tail.
+    /// Entries whose turn to be evicted came while children were resident; the earliest is at the tail.
     parents: List,
     class: Arc<Class>,
 }
@@ -36,40 +36,40 @@ struct Order {
 pub(crate) struct Shard {
     id: usize,
     kind: PolicyKind,
-    /// Bytes of the pool that are the share of this shard.
+    /// This shard's share of the pool, in bytes.
     share: u64,
-    /// Bytes of its chunks.
+    /// Bytes of this shard's chunks.
     bytes: u64,
     /// Bytes that slots are aligned to.
     align: u64,
-    /// Bytes of the pool under chunks that are leased or pinned, each counted once.
+    /// Bytes of the pool used by chunks that are leased or pinned, each chunk counted once.
     held: u64,
     /// Counter in which each shard publishes `held`.
     published_held: Arc<[AtomicU64]>,
     table: Table,
     slab: Slab,
     shared: Order,
-    /// Classes of tenants with a quota.
+    /// Orders of the tenants with a quota.
     quotas: HashMap<TenantId, Order>,
-    /// Exclusive write marks: the number of the reservation, at most one for each key.
+    /// Exclusive write marks: the number of the reservation. A key has at most one.
     writing: HashMap<ChunkKey, u64, FoldState>,
-    /// Shared write marks: numbers of reservations. No entry is empty.
+    /// Shared write marks: the numbers of the reservations. No value is empty.
     shared_writes: HashMap<ChunkKey, Vec<u64>, FoldState>,
-    /// Number of pins of each pinned entry, by index.
+    /// Number of pins of each pinned entry, by slab index.
     pins: HashMap<u32, u32>,
 }
 
-/// One leased chunk inside of a lease.
+/// One leased chunk of a lease.
 #[derive(Debug)]
 pub(crate) struct Leased {
-    /// An owner of the bytes of its own: they stay even when the chunk is removed.
+    /// A handle of the bytes: they stay in memory even when the chunk is removed.
     pub(crate) slot: SealedSlot,
     pub(crate) name: EntryRef,
     pub(crate) origin: Origin,
 }
 
-/// An entry that was taken out of the index. The caller drops the slot after the lock, and takes
-/// the entry off its parent's count.
+/// An entry that was removed from the index. After releasing the lock, the caller drops the slot and
+/// subtracts the entry from its parent's count.
 pub(crate) struct Taken {
     pub(crate) key: ChunkKey,
     pub(crate) slot: SealedSlot,
@@ -79,7 +79,7 @@ pub(crate) struct Taken {
     pub(crate) life: Life,
 }
 
-/// One step of eviction.
+/// Outcome of one step of eviction.
 pub(crate) enum Step {
     Evicted(Taken),
     /// Entries were set aside and more are queued: call again.
@@ -88,7 +88,7 @@ pub(crate) enum Step {
     Empty,
 }
 
-/// An entry with what holds it.
+/// An entry with its leases, pins and children.
 #[cfg(test)]
 pub(crate) struct Shown {
     pub(crate) key: ChunkKey,
@@ -97,7 +97,7 @@ pub(crate) struct Shown {
     pub(crate) pinned: bool,
 }
 
-/// An entry and the one it names as its parent.
+/// An entry and its parent.
 pub(crate) struct Linked {
     pub(crate) name: EntryRef,
     pub(crate) parent: EntryRef,
@@ -118,14 +118,14 @@ impl Order {
         }
     }
 
-    /// Tells the other shards how old this one's next candidate is.
+    /// Publishes for the other shards how old this shard's next candidate is.
     fn publish(&self, shard: usize, slab: &Slab) {
         let parent = self.parents.tail().map(|id| slab.nodes[id].stamp());
         self.class
             .publish(shard, self.policy.coldest(&slab.nodes), parent);
     }
 
-    /// Takes an entry out of the order for good, wherever in it it stands.
+    /// Removes an entry from the order for good, whatever its state.
     fn drop_out(&mut self, slab: &mut Slab, index: u32) {
         match slab.entry(index).eviction() {
             EvictionState::Queued => self.policy.remove(&mut slab.nodes, index),
@@ -179,9 +179,9 @@ impl Shard {
             .find(fold, |index| self.slab.identity(index).key == *key)
     }
 
-    /// Reads what finding these keys will read, in loops so tight that the processor has many of
-    /// the reads under way at once. In a large index each of them misses every cache, and they
-    /// depend on each other only within a key.
+    /// Reads ahead the memory that a search for these keys will read, in tight loops, so that the processor
+    /// has many of the reads in flight at once. In a large index each read misses every cache, and only the
+    /// reads of one key depend on each other.
     pub(crate) fn warm(&self, positions: &[u32], folds: &[u64]) -> Likely {
         let mut likely = [NIL; WARM];
         for (likely, &position) in likely.iter_mut().zip(positions) {
@@ -193,7 +193,7 @@ impl Shard {
         Likely(likely)
     }
 
-    /// Warms what the use of the found entries reads.
+    /// Reads ahead the memory that a use of the found entries reads.
     pub(crate) fn warm_use(&self, likely: &Likely) {
         let found = likely.0.iter().filter(|&&index| index != NIL);
         let read = found.fold(0, |read, &index| read ^ self.slab.glance(index));
@@ -236,7 +236,7 @@ impl Shard {
         self.order(tenant)
     }
 
-    /// Publishes the ages of all classes; at the end of every batch that changed the order.
+    /// Publishes the ages of all classes. Called at the end of every batch that changed the order.
     pub(crate) fn publish(&self) {
         self.shared.publish(self.id, &self.slab);
         for order in self.quotas.values() {
@@ -248,7 +248,7 @@ impl Shard {
         }
     }
 
-    /// Adds a chunk that is not there.
+    /// Adds a chunk that is not present.
     pub(crate) fn insert(
         &mut self,
         fold: u64,
@@ -272,15 +272,15 @@ impl Shard {
         index
     }
 
-    /// Rebuilding holds the lock for as long as it takes to read all keys, so it is done seldom:
-    /// the table is made large enough for as many chunks of this size as will come to this
-    /// shard, but at most eight times as large as it is, in case these are not like the rest.
+    /// Grows the table. Rebuilding holds the lock while all keys are read, so it is done rarely: the new
+    /// table is large enough for all chunks of the average size that fit into this shard's share, but at most
+    /// eight times its current size, in case later chunks are larger.
     fn grow_table(&mut self) {
         let len = self.table.len();
         let capacity = self.share as f64 / self.bytes as f64 * (len + 1) as f64;
-        // Shards are not filled alike: two standard deviations more than the mean.
+        // Shards do not fill evenly: two standard deviations above the mean.
         let capacity = (capacity + 2.0 * capacity.sqrt()).min(8.0 * len as f64 + 64.0) as usize;
-        // In the slab's order: the keys are read one after the other.
+        // In slab order, so that the keys are read sequentially.
         let all = self.slab.occupied(0);
         let all = all.map(|(index, _)| (self.slab.identity(index).key.fold(), index));
         self.table.rebuild(capacity, all);
@@ -296,7 +296,7 @@ impl Shard {
         order.touch(slab, index, stamp);
     }
 
-    /// Leases an entry. The second value is true if nothing held it before.
+    /// Leases an entry. The second value is true if no lease or pin held it before.
     pub(crate) fn lease(&mut self, index: u32) -> (Leased, bool) {
         let name = self.slab.name(index);
         let entry = self.slab.entry_mut(index);
@@ -313,13 +313,13 @@ impl Shard {
         (leased, fresh)
     }
 
-    /// Gives a lease back. An entry that was removed meanwhile is no more of our concern.
+    /// Ends a lease. If the entry was removed meanwhile, nothing is done.
     pub(crate) fn unlease(&mut self, name: EntryRef, stamp: u64) {
         let Some(entry) = self.slab.named(name) else {
             return;
         };
-        // Each lease gives back once what it took, so this stays at or above zero; saturating
-        // only for a name that 2^24 inserts made good again.
+        // Each lease is released once, so the count does not fall below zero. Only a stale name that became
+        // valid again after 2^24 inserts could make it, hence the saturation.
         if entry.holds == 1 {
             self.held -= entry.slot.len().next_multiple_of(self.align);
         }
@@ -329,7 +329,7 @@ impl Shard {
         }
     }
 
-    /// Queues an entry that was held.
+    /// Queues an entry that was leased or pinned.
     fn revive(&mut self, index: u32, stamp: u64) {
         self.slab
             .entry_mut(index)
@@ -338,7 +338,7 @@ impl Shard {
         order.policy.revive(&mut slab.nodes, index, stamp);
     }
 
-    /// Pins once more. `false` when it is pinned 2^32 - 1 times already.
+    /// Adds a pin to an entry. Returns false if it is pinned 2^32 - 1 times already.
     pub(crate) fn pin(&mut self, index: u32) -> bool {
         let count = self.pins.entry(index).or_insert(0);
         let Some(more) = count.checked_add(1) else {
@@ -355,7 +355,7 @@ impl Shard {
         true
     }
 
-    /// Takes one pin off. `false` when there is none.
+    /// Removes one pin. Returns false if there is none.
     pub(crate) fn unpin(&mut self, index: u32, stamp: u64) -> bool {
         let Some(count) = self.pins.get_mut(&index) else {
             return false;
@@ -389,7 +389,7 @@ impl Shard {
         self.slab.named(child).is_some() && self.slab.identity(child.index()).parent == parent
     }
 
-    /// Names the parent of an entry. `false` when the entry is gone, or names it already.
+    /// Sets the parent of an entry. Returns false if the entry is gone, or has this parent already.
     pub(crate) fn set_parent(&mut self, child: EntryRef, parent: EntryRef) -> bool {
         if self.slab.named(child).is_none() || self.has_parent(child, parent) {
             return false;
@@ -398,7 +398,7 @@ impl Shard {
         true
     }
 
-    /// Counts one more child. `false` when the parent is gone.
+    /// Counts one more child. Returns false if the parent is gone.
     pub(crate) fn add_child(&mut self, parent: EntryRef) -> bool {
         if self.slab.named(parent).is_none() {
             return false;
@@ -407,14 +407,14 @@ impl Shard {
         true
     }
 
-    /// Counts one child less; a parent whose turn was over comes back to the old end.
+    /// Counts one child less. A parent whose turn to be evicted came before returns to the old end.
     pub(crate) fn drop_child(&mut self, parent: EntryRef) {
         let Some(entry) = self.slab.named(parent) else {
             return;
         };
         let set_aside = entry.eviction() == EvictionState::Parent;
         let index = parent.index();
-        // As for leases: saturating only for a name that 2^24 inserts made good again.
+        // As for leases: saturates only for a stale name that became valid again after 2^24 inserts.
         let children = &mut self.slab.identity_mut(index).children;
         *children = children.saturating_sub(1);
         if *children > 0 || !set_aside {
@@ -429,14 +429,14 @@ impl Shard {
         self.publish();
     }
 
-    /// Takes an entry out of the index, leased or not; leases keep its bytes until they go.
+    /// Removes an entry from the index, leased or not. Its leases keep the bytes until they end.
     pub(crate) fn take(&mut self, index: u32) -> Taken {
         let (order, slab) = self.order_of(index);
         order.drop_out(slab, index);
         self.unlist(index)
     }
 
-    /// Takes out an entry that is in no queue.
+    /// Removes an entry that is in no queue.
     fn unlist(&mut self, index: u32) -> Taken {
         let (tenant, life) = (self.slab.tenant(index), self.slab.life(index));
         let (Identity { key, parent, .. }, entry) = self.slab.remove(index);
@@ -459,7 +459,7 @@ impl Shard {
         }
     }
 
-    /// Evicts the next entry of a class that is neither busy nor a parent.
+    /// Evicts the next entry of a class that is not leased, pinned or a parent.
     pub(crate) fn evict(&mut self, tenant: Option<TenantId>) -> Step {
         let Some((order, slab)) = self.order_for(tenant) else {
             return Step::Empty;
@@ -483,8 +483,8 @@ impl Shard {
         Step::Again
     }
 
-    /// Evicts a parent: the caller found nothing better in any shard. Those deepest in their
-    /// prefix had their turn first, and go first.
+    /// Evicts a parent, when no shard has a better candidate. The parents deepest in their prefix had their
+    /// turn first, and are evicted first.
     pub(crate) fn evict_parent(&mut self, tenant: Option<TenantId>) -> Step {
         let Some((order, slab)) = self.order_for(tenant) else {
             return Step::Empty;
@@ -505,7 +505,7 @@ impl Shard {
         Step::Again
     }
 
-    /// The order of exactly this class: `None` is the shared one.
+    /// Returns the order of exactly this class; `None` stands for the shared one.
     fn order_for(&mut self, tenant: Option<TenantId>) -> Option<(&mut Order, &mut Slab)> {
         let order = match tenant {
             None => &mut self.shared,
@@ -514,8 +514,8 @@ impl Shard {
         Some((order, &mut self.slab))
     }
 
-    /// Gives a tenant a class of its own and moves its entries there. They keep their order of
-    /// age; what the policy knew of them beyond that is reset.
+    /// Gives a tenant a class of its own and moves its entries there. They keep their order of age; other
+    /// knowledge of the policy is lost.
     pub(crate) fn split_off(&mut self, tenant: TenantId, class: Arc<Class>) {
         if self.quotas.contains_key(&tenant) {
             return;
@@ -566,8 +566,8 @@ impl Shard {
         self.publish();
     }
 
-    /// Marks a key as being written by one reservation alone. `false` when another one has an
-    /// exclusive mark; shared marks do not count.
+    /// Marks a key exclusively as being written by one reservation. Returns false if another reservation has
+    /// an exclusive mark; shared marks do not count.
     pub(crate) fn begin_write(&mut self, key: ChunkKey, reservation: u64) -> bool {
         match self.writing.entry(key) {
             std::collections::hash_map::Entry::Occupied(_) => false,
@@ -578,12 +578,12 @@ impl Shard {
         }
     }
 
-    /// Marks a key as being written by one reservation among others.
+    /// Adds a shared mark: the key is being written by this reservation, perhaps among others.
     pub(crate) fn begin_shared_write(&mut self, key: ChunkKey, reservation: u64) {
         self.shared_writes.entry(key).or_default().push(reservation);
     }
 
-    /// Turns an exclusive mark into a shared one. Does nothing when the mark is off.
+    /// Turns an exclusive mark into a shared one. Does nothing if the mark does not exist.
     pub(crate) fn share_write(&mut self, key: ChunkKey, reservation: u64) {
         if self.writing.get(&key) == Some(&reservation) {
             self.writing.remove(&key);
@@ -591,7 +591,7 @@ impl Shard {
         }
     }
 
-    /// Takes the mark off.
+    /// Removes the mark of a reservation.
     pub(crate) fn end_write(&mut self, key: &ChunkKey, reservation: u64) {
         if self.writing.get(key) == Some(&reservation) {
             self.writing.remove(key);
@@ -603,13 +603,13 @@ impl Shard {
         }
     }
 
-    /// Takes all marks of a key off: what is being written is not findable when it is done.
+    /// Removes all marks of a key: what is being written will not become findable.
     pub(crate) fn void_write(&mut self, key: &ChunkKey) {
         self.writing.remove(key);
         self.shared_writes.remove(key);
     }
 
-    /// Takes the marks of all keys off that a condition picks.
+    /// Removes all marks of the keys for which `pick` returns true.
     pub(crate) fn void_writes(&mut self, pick: impl Fn(&ChunkKey) -> bool) {
         self.writing.retain(|key, _| !pick(key));
         self.shared_writes.retain(|key, _| !pick(key));
@@ -620,7 +620,7 @@ impl Shard {
         self.writing.contains_key(key)
     }
 
-    /// Returns true if the mark of this reservation is still set.
+    /// Returns true if the mark of this reservation still exists.
     pub(crate) fn holds_write(&self, key: &ChunkKey, reservation: u64) -> bool {
         let shared = || self.shared_writes.get(key);
         self.writing.get(key) == Some(&reservation)
@@ -631,7 +631,7 @@ impl Shard {
         self.table.len()
     }
 
-    /// All entries, with what holds each.
+    /// Returns all entries, with the leases, pins and children of each.
     #[cfg(test)]
     pub(crate) fn list(&self) -> Vec<Shown> {
         let shown = |(index, entry): (u32, &Entry)| {
@@ -646,7 +646,7 @@ impl Shard {
         self.slab.occupied(0).map(shown).collect()
     }
 
-    /// All entries, with their parents.
+    /// Returns all entries, with their parents.
     pub(crate) fn list_linked(&self) -> Vec<Linked> {
         let linked = |(index, entry): (u32, &Entry)| {
             let Identity { key, parent, .. } = *self.slab.identity(index);
@@ -660,13 +660,13 @@ impl Shard {
         self.slab.occupied(0).map(linked).collect()
     }
 
-    /// Returns the occupied indices from `start` on, at most `limit`.
+    /// Returns at most `limit` occupied indices, from `start` on.
     pub(crate) fn indices(&self, start: u32, limit: usize) -> Vec<u32> {
         let occupied = self.slab.occupied(start).map(|(index, _)| index);
         occupied.take(limit).collect()
     }
 
-    /// Checks that counts, queues and tables agree. For tests: walks everything.
+    /// Checks that counts, queues and tables agree. For tests: walks the whole shard.
     #[cfg(test)]
     pub(crate) fn check(&mut self) {
         let sum: u64 = self

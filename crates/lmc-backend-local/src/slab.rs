@@ -12,8 +12,8 @@ use crate::policy::{NIL, Node, Nodes};
 const CHUNK_BITS: u32 = 5;
 const CHUNK: usize = 1 << CHUNK_BITS;
 
-/// An array that grows by 32 elements and never moves them: no pause for copying, and no more
-/// than one chunk of slack.
+/// An array that grows by 32 elements and never moves them: no pause for copying, and at most one chunk of
+/// slack.
 #[derive(Debug)]
 pub(crate) struct Chunked<T> {
     chunks: Vec<Box<[T; CHUNK]>>,
@@ -33,13 +33,13 @@ impl<T: Default> Chunked<T> {
             unreachable!("collected as many as a chunk has");
         };
         if self.chunks.len() == self.chunks.capacity() {
-            // Doubling would be a byte for each entry.
+            // Doubling would cost a byte for each entry.
             self.chunks.reserve_exact(self.chunks.len() / 8 + 4);
         }
         self.chunks.push(chunk);
     }
 
-    /// Grows until `len` elements are there, in whole chunks.
+    /// Grows in whole chunks until there are `len` elements.
     #[cfg(test)]
     pub(crate) fn grow_to(&mut self, len: usize) {
         while self.len() < len {
@@ -80,8 +80,8 @@ impl<T> IndexMut<u32> for Chunked<T> {
     }
 }
 
-/// Names an entry of the tier for as long as it is there: shard, index, and a generation that
-/// differs for the next entry at the same index. 8 bytes.
+/// A reference to one entry of the tier: shard, index, and a generation that differs for the next entry at
+/// the same index. 8 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct EntryRef(u64);
 
@@ -109,15 +109,15 @@ const GENERATION: u32 = 0x00ff_ffff;
 const STATE_BITS: u32 = 2;
 const STATE_MASK: u8 = 0b11;
 
-/// The state of an entry in the order of eviction.
+/// The state of an entry in the eviction order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum EvictionState {
     /// Queued by its policy.
     Queued = 0,
-    /// Taken out because it was leased or pinned when its turn came; comes back as just used.
+    /// Set aside because it was leased or pinned at its turn; it is queued again as just used.
     Held,
-    /// Listed by its class: its turn came while children were resident.
+    /// In its class's list of parents: its turn came while children were resident.
     Parent,
 }
 
@@ -126,9 +126,9 @@ pub(crate) enum EvictionState {
 #[repr(C, align(64))]
 pub(crate) struct Identity {
     pub(crate) key: ChunkKey,
-    /// Resident entries that name this one as their parent.
+    /// Number of resident entries whose parent this entry is.
     pub(crate) children: u32,
-    /// The entry of the chunk before it, whose `children` counts this one.
+    /// Entry of the chunk before this one in its prompt, whose `children` counts this entry.
     pub(crate) parent: EntryRef,
 }
 
@@ -142,19 +142,19 @@ impl Default for Identity {
     }
 }
 
-/// The part of an entry that its use reads beyond its identity: half a cache line.
+/// The part of an entry, besides its identity, that a use reads: half a cache line.
 #[derive(Debug)]
 pub(crate) struct Entry {
     pub(crate) slot: SealedSlot,
-    /// Leases out, and one more while it is pinned: not to be evicted unless 0.
+    /// Number of leases, plus one while the entry is pinned. Only an entry with 0 is evicted.
     pub(crate) holds: u32,
     generation: [u8; 3],
-    /// The eviction state in the low two bits, the origin above.
+    /// Low two bits: the eviction state. High bits: the origin.
     eviction_and_origin: u8,
 }
 
 impl Entry {
-    /// Leased or pinned: not to be evicted.
+    /// Returns true if the entry is leased or pinned and must not be evicted.
     pub(crate) fn busy(&self) -> bool {
         self.holds > 0
     }
@@ -176,19 +176,21 @@ impl Entry {
     }
 }
 
-/// When an entry came, and how often it was used.
+/// Time of an entry's insert, and the number of its uses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Life {
-    /// Second of the insert. The older it is, the coarser. Wrong, and later, once 16 million inserts have followed.
+    /// Second of the insert, less exact for older entries. Wrong, namely too late, after 16 million further
+    /// inserts.
     pub(crate) inserted_at: u32,
-    /// Lookups and retrieves that found the entry, up to 255.
+    /// Number of lookups and retrieves that found the entry, up to 255.
     pub(crate) uses: u8,
 }
 
-/// Times of inserts, by their numbers: an entry's generation tells its time, and costs no byte of it.
+/// Times of inserts by insert number: an entry's generation gives its time, so the entry needs no field for
+/// it.
 #[derive(Debug, Default)]
 struct Marks {
-    /// Numbers of inserts that were the first of their second, and those seconds, oldest first.
+    /// Number and second of each insert that was the first of its second, oldest first.
     marks: Vec<(u32, u32)>,
 }
 
@@ -200,8 +202,8 @@ impl Marks {
             return;
         }
         if self.marks.len() == Self::MAX {
-            // The mark whose neighbours are closest together for their age: ages of old entries may be
-            // coarse.
+            // Removes the mark whose neighbours are closest together relative to their age: ages of old
+            // entries may be coarse.
             let gap = |at: usize| {
                 let (before, after) = (self.marks[at - 1].1, self.marks[at + 1].1);
                 f64::from(after - before) / f64::from(seconds - before)
@@ -231,9 +233,9 @@ pub(crate) struct Slab {
     tenants: Chunked<TenantId>,
     /// Head of the free indices, linked by `Node::next`.
     free: u32,
-    /// Number of inserts, whose low 24 bits are the last generation; shared by all indices, so it wraps
-    /// after 16 million inserts, not after 16 million uses of one index. A stale reference would have
-    /// to wait for exactly that many to be taken for another.
+    /// Number of inserts, whose low 24 bits are the latest generation. All indices share the counter, so it
+    /// wraps after 16 million inserts, not after 16 million uses of one index. A stale reference is mistaken
+    /// for another entry only if exactly that many inserts lie in between.
     inserts: u32,
     marks: Marks,
     shard: usize,
@@ -308,7 +310,7 @@ impl Slab {
         (self.identities[index], entry)
     }
 
-    /// The key and the relatives of the entry that is, or was, at this index.
+    /// Returns the key and the relatives of the entry that is, or was, at this index.
     #[inline]
     pub(crate) fn identity(&self, index: u32) -> &Identity {
         &self.identities[index]
@@ -331,7 +333,7 @@ impl Slab {
         entry.expect("the table and the queues name occupied indices only")
     }
 
-    /// Reads the first word of what a use of the entry reads beyond its identity.
+    /// Reads the first word of the part that a use of the entry reads.
     #[inline]
     pub(crate) fn glance(&self, index: u32) -> u32 {
         let entry = self.entries[index].as_ref();
@@ -342,7 +344,7 @@ impl Slab {
         self.tenants[index]
     }
 
-    /// Returns when an entry came, and how often it was used since.
+    /// Returns the time of an entry's insert and the number of its uses since.
     pub(crate) fn life(&self, index: u32) -> Life {
         let [a, b, c] = self.entry(index).generation;
         let generation = u32::from_le_bytes([a, b, c, 0]);
@@ -353,13 +355,13 @@ impl Slab {
         }
     }
 
-    /// The name of an entry.
+    /// Returns the reference to an entry.
     pub(crate) fn name(&self, index: u32) -> EntryRef {
         let [a, b, c] = self.entry(index).generation;
         EntryRef::new(self.shard, index, u32::from_le_bytes([a, b, c, 0]))
     }
 
-    /// The entry with this name, if it is still there.
+    /// Returns the entry that a reference names, if it is still present.
     #[inline]
     pub(crate) fn named(&mut self, name: EntryRef) -> Option<&mut Entry> {
         let entry = self.entries.get_mut(name.index())?.as_mut()?;

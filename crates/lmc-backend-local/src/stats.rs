@@ -1,4 +1,4 @@
-//! Counters.
+//! Counters and usage of the tier.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -31,43 +31,43 @@ macro_rules! counters {
 counters! {
     /// Keys found by lookups and leases.
     hits,
-    /// Keys asked for and not found; of a prefix, all from the first that is missing.
+    /// Keys looked up and not found; in a prefix, all keys from the first missing one on.
     misses,
     /// Chunks that became findable.
     inserted,
     /// Bytes of chunks that became findable.
     inserted_bytes,
-    /// Chunks that were there already when they were inserted.
+    /// Chunks that were already present when they were inserted.
     duplicates,
     /// Chunks evicted to free memory for another.
     evicted_capacity,
     /// Chunks evicted because their tenant was over its quota.
     evicted_quota,
-    /// Chunks evicted above the high watermark.
+    /// Chunks evicted because the pool was above the high watermark.
     evicted_watermark,
     /// Bytes of evicted chunks, whatever the cause.
     evicted_bytes,
-    /// Evicted chunks that had resident children: nothing else was left to evict.
+    /// Evicted chunks that had resident children, because no other chunk could be evicted.
     evicted_parents,
-    /// Chunks that were removed by name.
+    /// Chunks removed by key.
     removed,
-    /// Chunks that went with a clear.
+    /// Chunks removed by a clear.
     cleared,
     /// Reservations granted.
     reserved,
-    /// Reservations that found no space.
+    /// Reservations that failed for lack of space.
     reserve_no_space,
     /// Reservations refused by the tenant's quota.
     reserve_quota,
-    /// Writes that found the key being written by another.
+    /// Writes refused because the key was being written by another reservation.
     busy,
-    /// Leases taken.
+    /// Leases granted.
     leased,
-    /// Leases that went back.
+    /// Leases released.
     released,
 }
 
-/// A number that only grows.
+/// A monotonic counter.
 #[derive(Debug, Default)]
 pub(crate) struct Counter(AtomicU64);
 
@@ -103,7 +103,7 @@ impl Counters {
 }
 
 impl LocalStats {
-    /// Chunks evicted, whatever the cause.
+    /// Returns the number of chunks evicted, whatever the cause.
     pub fn evicted(&self) -> u64 {
         self.evicted_capacity + self.evicted_quota + self.evicted_watermark
     }
@@ -117,12 +117,12 @@ pub struct LocalUsage {
     pub chunks: u64,
     /// Bytes of chunks that can be found.
     pub bytes: u64,
-    /// Leases out.
+    /// Leases that exist now.
     pub leases: u64,
     /// Keys being written.
     pub writing: u64,
     /// Chunks pinned.
     pub pinned: u64,
-    /// The pool under it: chunks, reservations, and removed chunks that are still read.
+    /// Usage of the pool: chunks, reservations, and removed chunks that are still leased.
     pub pool: PoolUsage,
 }

@@ -1,4 +1,4 @@
-//! The lock of the tier. Unit tests take one whose order of threads they choose.
+//! The lock of the tier. Unit tests replace it with one whose thread interleavings they choose.
 
 #[cfg(not(test))]
 pub(crate) use parking_lot::Mutex;

@@ -1,21 +1,21 @@
-//! Hash to slab index, one cache line for a look.
+//! A map from hash to slab index, with one cache line for each probe.
 //!
-//! A general table keeps its control bytes and its values apart, which is two cache misses for a
-//! lookup in a large index, and doubles, which leaves it half empty. This one has everything of
-//! a bucket in one line, and is made as large as it is going to be.
+//! A general hash table stores control bytes and values apart, which costs two cache misses for a lookup in a
+//! large index. It also doubles when it grows, which leaves it half empty. This table has all data of a
+//! bucket in one cache line, and is allocated at its expected final size.
 
 /// Slots of a bucket.
 const SLOTS: usize = 12;
 const EMPTY: u8 = 0;
 
-/// One cache line.
+/// A bucket: one cache line.
 #[derive(Clone, Debug)]
 #[repr(align(64))]
 struct Bucket {
     indices: [u32; SLOTS],
-    /// Number of entries of this bucket that lie in later buckets, because this one was full.
+    /// Number of entries of this bucket that are in later buckets, because this bucket was full.
     displaced: u16,
-    /// Distance in buckets of the farthest of them: a look ends there. 0 when there is none.
+    /// Distance in buckets to the farthest of these entries: a probe ends there. 0 if there are none.
     reach: u16,
     /// Eight bits of each entry's hash, never 0; 0 for an empty slot.
     tags: [u8; SLOTS],
@@ -29,10 +29,10 @@ impl Bucket {
         tags: [EMPTY; SLOTS],
     };
 
-    /// The slots with this tag, a bit for each. Exact: an empty slot never has it.
+    /// Returns the slots with this tag, one bit for each. Exact: an empty slot never has the tag.
     #[inline]
     fn candidates(&self, tag: u8) -> u16 {
-        // Sixteen, as that is what compilers make one comparison of.
+        // Sixteen, because compilers turn a comparison of 16 bytes into one instruction.
         let mut tags = [EMPTY; 16];
         tags[..SLOTS].copy_from_slice(&self.tags);
         let bit = |mask, (slot, &other): (usize, &u8)| mask | u16::from(other == tag) << slot;
@@ -51,7 +51,8 @@ pub(crate) struct Table {
     len: usize,
 }
 
-/// The low 32 bits choose the bucket, the top 8 are the tag; the shard is chosen by bits between.
+/// Returns the tag, the top 8 bits of the hash. The low 32 bits choose the bucket, bits between choose the
+/// shard.
 #[inline]
 fn tag(hash: u64) -> u8 {
     ((hash >> 56) as u8).max(1)
@@ -95,14 +96,14 @@ impl Table {
         }
     }
 
-    /// The index with this hash for which `same` holds.
+    /// Returns the index with this hash for which `same` holds.
     #[inline]
     pub(crate) fn find(&self, hash: u64, same: impl FnMut(u32) -> bool) -> Option<u32> {
         let (at, slot) = self.locate(hash, same)?;
         Some(self.buckets[at].indices[slot])
     }
 
-    /// An index that may be the one with this hash, without a look at its key.
+    /// Returns an index that may have this hash, without reading its key.
     #[inline]
     pub(crate) fn glance(&self, hash: u64) -> Option<u32> {
         let bucket = self.buckets.get(self.home(hash))?;
@@ -113,15 +114,15 @@ impl Table {
 
     /// Returns true if the next insert needs [`Table::rebuild`] first.
     pub(crate) fn is_full(&self) -> bool {
-        // At four fifths, about one entry in five lies outside of its bucket, most in the next.
+        // At four fifths, about one entry in five is outside its bucket, most of these in the next bucket.
         (self.len + 1) * 5 > self.buckets.len() * SLOTS * 4
     }
 
-    /// Grows to at least `capacity` entries, or an eighth more than there are, and fills the table
-    /// with `all`, its current entries.
+    /// Grows to at least `capacity` entries, or to an eighth more than the current number, and fills the
+    /// table with `all`, its current entries.
     pub(crate) fn rebuild(&mut self, capacity: usize, all: impl Iterator<Item = (u64, u32)>) {
         let capacity = capacity.max(self.len + self.len / 8);
-        // The old table is freed first: no thread reads it meanwhile.
+        // The old table is freed first; the caller's lock keeps readers out.
         self.buckets = Vec::new();
         self.buckets
             .resize(capacity * 5 / (4 * SLOTS) + 1, Bucket::NEW);
@@ -131,7 +132,7 @@ impl Table {
         }
     }
 
-    /// Adds an index that is not there. The table is not full.
+    /// Adds an index that is not present. The table must not be full.
     pub(crate) fn insert(&mut self, hash: u64, index: u32) {
         let home = self.home(hash);
         let (mut at, mut distance) = (home, 0);
@@ -152,7 +153,7 @@ impl Table {
         self.len += 1;
     }
 
-    /// Takes out an index that is there.
+    /// Removes an index that is present.
     pub(crate) fn remove(&mut self, hash: u64, index: u32) {
         let found = self.locate(hash, |other| other == index);
         let (at, slot) = found.expect("every occupied index is in the table");

@@ -1,4 +1,4 @@
-//! [`P2pBackend`]: peers as a tier of the engine.
+//! [`P2pBackend`]: the peers as a tier of the engine.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -23,7 +23,7 @@ use crate::peers::{GonePeer, Peers};
 use crate::reader::ASKED_AT_ONCE;
 use crate::status::{NamedPeer, PeersStatus};
 
-/// Time that a clear waits for peers: slower ones are named as unconfirmed, and learn of it
+/// Time that a clear waits for peers. Slower peers are named as unconfirmed; they are sent the clear again
 /// afterwards.
 const CLEAR_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -31,16 +31,14 @@ const CLEAR_TIMEOUT: Duration = Duration::from_millis(500);
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct P2pConfig {
-    /// Settings of this daemon among its peers. Its address is replaced by that of the channel
-    /// where it is empty.
+    /// Settings of this daemon as a peer. An empty address is replaced by that of the channel.
     pub node: NodeConfig,
-    /// Settings of the channel. What it answers to peers is set by the tier.
+    /// Settings of the channel. The tier sets the handlers that answer peers.
     pub channel: SocketConfig,
-    /// Peers to connect to: `HOST:PORT`, `[IPv6]:PORT`. A name may have several addresses, each of
-    /// which is a peer; names are resolved again every 30 s.
+    /// Peers to connect to: `HOST:PORT`, `[IPv6]:PORT`. A name may have several addresses, each of which is a
+    /// peer; names are resolved again every 30 s.
     pub peers: Vec<String>,
-    /// Directories: `HOST:PORT`, the one that is asked first at the front. Chunks are
-    /// announced to all of them.
+    /// Directories: `HOST:PORT`, the one to ask first at the front. Chunks are announced to all of them.
     pub directories: Vec<String>,
 }
 
@@ -56,8 +54,8 @@ impl P2pConfig {
     }
 }
 
-/// Returns the name on the channel of a daemon that starts: another one at each start, so that
-/// none is taken for its predecessor.
+/// Returns the name on the channel for a daemon that starts. The name differs at each start, so that a daemon
+/// is never taken for its predecessor.
 ///
 /// # Errors
 /// The system has no random numbers, or the name is not valid in a [`PeerId`].
@@ -68,19 +66,19 @@ pub fn new_peer_id(name: &str) -> std::io::Result<PeerId> {
 
 type DaemonNode = Node<DaemonLink>;
 
-/// The chunks of peers, as a tier of the engine.
+/// The tier of peers' chunks.
 ///
 /// Read only: peers read what this daemon computes from its memory.
 pub struct P2pBackend {
     node: Arc<DaemonNode>,
     runtime: Handle,
-    /// Ends with the tier.
+    /// Tasks that end with the tier.
     tasks: Mutex<Option<JoinSet<()>>>,
     named: Named,
 }
 
 impl P2pBackend {
-    /// Starts to listen for peers, and to connect to those that are named. Lends what the host has.
+    /// Starts to listen for peers, and to connect to the configured peers. Lends the host's chunks.
     ///
     /// # Errors
     /// [`SocketError`].
@@ -97,7 +95,7 @@ impl P2pBackend {
         } = config;
         node.uses_directories = !directories.is_empty();
         node.salt_keys = channel.channel.keys.clone();
-        // The channel's handlers know the node by this, once there is one.
+        // The channel's handlers reach the node through this, once there is a node.
         let shared: Arc<Mutex<Weak<DaemonNode>>> = Arc::new(Mutex::new(Weak::new()));
         let (at, on) = (Arc::clone(&shared), runtime.clone());
         channel.channel.on_ask = Some(Arc::new(move |peer, incarnation, question| {
@@ -123,7 +121,7 @@ impl P2pBackend {
         channel.channel.object_checksums = false;
         let channel = channel.build()?;
         if node.address.is_empty() {
-            // As settings name peers.
+            // In the form in which settings name peers.
             let address = channel.address().to_string();
             node.address = address.trim_start_matches("tcp://").to_owned();
         }
@@ -143,7 +141,7 @@ impl P2pBackend {
             tasks.spawn_on(announcing, &runtime);
         }
         let dialer = Dialer::new(peers.iter().chain(&directories));
-        // A clear that comes before they are resolved names them as well.
+        // So that a clear before they are resolved names these peers too.
         let named = Arc::new(Mutex::new(dialer.named(node.sessions.link.channel.id())));
         if has_names {
             let (dialing, shown) = (Arc::clone(&node), Arc::clone(&named));
@@ -158,7 +156,7 @@ impl P2pBackend {
         })
     }
 
-    /// Returns this daemon among its peers.
+    /// Returns the node of this daemon.
     pub fn node(&self) -> &Arc<DaemonNode> {
         &self.node
     }
@@ -168,7 +166,7 @@ impl P2pBackend {
         self.node.sessions.link.channel.address()
     }
 
-    /// Returns the state of every peer that is known, for people.
+    /// Returns the state of every known peer, for an operator.
     pub fn status(&self) -> PeersStatus {
         PeersStatus {
             id: self.node.sessions.link.channel.id().to_string(),
@@ -177,20 +175,20 @@ impl P2pBackend {
         }
     }
 
-    /// Returns the number of connected peers, and that of the peers and directories of the settings that
-    /// are not connected.
+    /// Returns the number of connected peers, and the number of configured peers and directories that are not
+    /// connected.
     pub fn connections(&self) -> (usize, usize) {
         let peers = self.node.sessions.peers.lock();
         let named = self.named.lock();
         (peers.with_hello().len(), missing(&named, &peers).count())
     }
 
-    /// Returns the peers and directories that are not connected: those that the settings name, and
-    /// those that were connected before, as far as they are remembered.
+    /// Returns the peers and directories that are not connected: the configured ones, and remembered ones that
+    /// were connected before.
     fn not_connected(&self, peers: &Peers) -> Vec<String> {
         let named = self.named.lock();
         let mut missing: Vec<String> = missing(&named, peers).map(NamedPeer::describe).collect();
-        // One that was started again is connected under another id.
+        // A peer that was restarted is connected under another id.
         let is_back = |gone: &GonePeer| {
             peers.iter().any(|peer| {
                 let hello = peer.hello.as_ref();
@@ -213,11 +211,11 @@ impl P2pBackend {
     }
 }
 
-/// Returns those of the peers and directories that the settings name that are not connected.
+/// Returns the configured peers and directories that are not connected.
 fn missing<'a>(named: &'a [NamedPeer], peers: &'a Peers) -> impl Iterator<Item = &'a NamedPeer> {
     let is_connected = |named: &NamedPeer| {
         peers.iter().any(|peer| {
-            // The list of named peers is a moment behind.
+            // The list of named peers is updated a little later.
             let listens_at = peer.hello.as_ref().map(|hello| &hello.address);
             named.id.as_deref() == Some(peer.session.peer.as_str())
                 || (listens_at.is_some() && listens_at == named.address.as_ref())
@@ -228,7 +226,7 @@ fn missing<'a>(named: &'a [NamedPeer], peers: &'a Peers) -> impl Iterator<Item =
         .filter(move |one| !one.itself && !is_connected(one))
 }
 
-/// Notes that a peer came or went.
+/// Handles the connect or disconnect of a peer.
 fn note(node: Arc<DaemonNode>, peer: &PeerId, event: &PeerEvent, on: &Handle) {
     let session = |incarnation: u64| Session {
         peer: peer.clone(),
@@ -250,7 +248,7 @@ fn note(node: Arc<DaemonNode>, peer: &PeerId, event: &PeerEvent, on: &Handle) {
             reason,
         } => {
             let session = session(*incarnation);
-            // The same incarnation may be connected again.
+            // The same incarnation may have connected again.
             if !node.sessions.link.is_current(&session) {
                 tracing::info!(%peer, %reason, "peer disconnected; its chunks are misses until it is back");
                 node.disconnected(&session, &reason.to_string());
@@ -327,7 +325,7 @@ impl Backend for P2pBackend {
             if let Some(closed) = self.closed() {
                 return Err(closed);
             }
-            // A peer that does not answer is sent them again within seconds.
+            // A peer that does not answer is sent the clears again within seconds.
             let deadline = deadline.min(now() + CLEAR_TIMEOUT);
             let missing = |peers: &Peers| self.not_connected(peers);
             let unconfirmed = self.node.exchange.pass_on(&clears, deadline, missing).await;
@@ -377,7 +375,7 @@ impl Backend for P2pBackend {
 impl Drop for P2pBackend {
     fn drop(&mut self) {
         if let Some(tasks) = self.tasks.get_mut().take() {
-            // Tasks are dropped on their runtime.
+            // Tasks must be dropped on their runtime.
             let _entered = self.runtime.enter();
             drop(tasks);
         }

@@ -1,4 +1,4 @@
-//! Settings of a daemon among its peers.
+//! Settings of a daemon as a peer of others.
 
 use std::time::Duration;
 
@@ -11,31 +11,30 @@ use crate::message::{OLDEST_VERSION, VERSION};
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct NodeConfig {
-    /// Name of this daemon, for people.
+    /// Name of this daemon, for an operator.
     pub name: String,
     /// Address that peers connect to.
     pub address: String,
-    /// Tokens in a chunk.
+    /// Number of tokens in a chunk.
     pub chunk_size: u32,
     /// Name of the algorithm of prefix hashes.
     pub algorithm: String,
-    /// Bounds of what peers may lease here.
+    /// Limits of what peers may lease here.
     pub limits: OwnerLimits,
-    /// Duration of the leases that this daemon asks for; renewed after a third of it. Default:
-    /// 2 s.
+    /// Duration of the leases that this daemon requests; a lease is renewed after a third of it. Default: 2
+    /// s.
     pub lease: Duration,
-    /// Payload bytes of a chunk, at most: a peer that claims to have a longer one does not have it.
-    /// Default: 1 GiB.
+    /// Largest payload of a chunk in bytes: a longer chunk at a peer is treated as absent. Default: 1 GiB.
     pub max_chunk: u64,
-    /// Time for which a peer may keep this daemon waiting for a lease, because others have leased
-    /// all that it lends or because the chunks are on its disk. Default: 200 ms.
+    /// Time that a peer may let this daemon wait for a lease, because other peers have leased all that it may
+    /// lend or because the chunks are on its disk. Default: 200 ms.
     pub lease_wait: Duration,
-    /// True if directories are asked for the peers that have chunks; otherwise every connected
-    /// peer is asked. Default: false.
+    /// True if directories are asked which peers have chunks; otherwise every connected peer is asked.
+    /// Default: false.
     pub uses_directories: bool,
-    /// Keys under which the salts of tenants are described to peers: those of the channel.
+    /// Keys for the digests of tenants' salts that peers are shown: the keys of the channel.
     pub(crate) salt_keys: Option<Keys>,
-    /// Oldest and newest version of the protocol to speak. Default: all that the crate knows.
+    /// Oldest and newest protocol version to speak. Default: all versions that the crate supports.
     pub versions: (u16, u16),
 }
 

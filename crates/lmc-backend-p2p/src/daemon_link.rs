@@ -87,10 +87,9 @@ impl Link for DaemonLink {
     }
 }
 
-/// Answers a question of a peer: at once, on the thread of the channel that received it, where
-/// nothing has to be waited for, because waking another thread and this one again takes longer than
-/// most answers; otherwise on a runtime. A panic becomes an empty answer, so that the channel's
-/// thread goes on.
+/// Answers a peer's request. If nothing has to be waited for, answers on the channel's thread that received
+/// the request, because waking two threads takes longer than most answers; otherwise on a runtime. After a
+/// panic the answer is empty, so that the channel's thread continues.
 pub(crate) fn answer_on(
     runtime: &Handle,
     answer: impl Future<Output = Vec<u8>> + Send + 'static,
@@ -106,7 +105,7 @@ pub(crate) fn answer_on(
     Box::pin(async move { serving.await.unwrap_or_default().into() })
 }
 
-/// Returns a random number of the system.
+/// Returns a random number from the system.
 pub(crate) fn random() -> std::io::Result<u64> {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes)?;

@@ -1,4 +1,4 @@
-//! Connections to the peers that the settings name, and why some are not there.
+//! Connections to the configured peers, and the reasons why some are not connected.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::SocketAddr;
@@ -16,15 +16,15 @@ use crate::peers::Failure;
 use crate::resolve::Names;
 use crate::status::NamedPeer;
 
-/// Time after which a peer that is not connected is tried again.
+/// Time after which a failed connect to a peer is retried.
 const CONNECT_EVERY: Duration = Duration::from_secs(1);
-/// Time that a connect may take.
+/// Timeout of a connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The peers that the settings name, as they are shown to people.
+/// The configured peers with their connections, for an operator.
 pub(crate) type Named = Arc<Mutex<Vec<NamedPeer>>>;
 
-/// Names, addresses and connections of the named peers.
+/// Names, addresses and connections of the configured peers.
 #[derive(Debug)]
 pub(crate) struct Dialer {
     names: Names,
@@ -41,7 +41,7 @@ impl Dialer {
         }
     }
 
-    /// Keeps connections to the peers that are named. Runs until it is dropped.
+    /// Keeps connections to the configured peers. Runs until it is dropped.
     pub(crate) async fn stay_connected(
         mut self,
         node: Arc<Node<DaemonLink>>,
@@ -62,7 +62,7 @@ impl Dialer {
         }
     }
 
-    /// Resolves the names whose time has come.
+    /// Resolves the names whose resolution is due.
     pub(crate) async fn resolve<F>(&mut self, lookup: impl Fn(String) -> F)
     where
         F: Future<Output = std::io::Result<Vec<SocketAddr>>> + Send + 'static,
@@ -90,13 +90,13 @@ impl Dialer {
                     self.failures.remove(&address);
                 }
                 Err(error) => {
-                    // It may have started again, under another name.
+                    // The peer may have restarted under another name.
                     self.connected.remove(&address);
                     let error = error.to_string();
                     let new = Failure::new(error.clone(), now());
                     let old = self.failures.insert(address, new);
                     if old.is_none_or(|old| old.reason != error) {
-                        tracing::warn!(%address, %error, "a peer cannot be connected to; it is tried again every second");
+                        tracing::warn!(%address, %error, "a peer cannot be connected to; retrying every second");
                     }
                 }
             }
@@ -112,7 +112,7 @@ impl Dialer {
         peers.cloned().collect()
     }
 
-    /// Returns the named peers for people.
+    /// Returns the configured peers with their connections, for an operator.
     pub(crate) fn named(&self, own: &PeerId) -> Vec<NamedPeer> {
         let mut named = Vec::new();
         for (name, addresses, failure) in self.names.iter() {
@@ -144,7 +144,7 @@ async fn lookup(name: String) -> std::io::Result<Vec<SocketAddr>> {
     tokio::net::lookup_host(name).await.map(Iterator::collect)
 }
 
-/// Connects to the peer at an address, unless it is connected or this daemon itself.
+/// Connects to the peer at an address, unless it is already connected or is this daemon itself.
 async fn connect(
     node: &Node<DaemonLink>,
     address: SocketAddr,
@@ -166,7 +166,7 @@ async fn connect(
     Ok(peer)
 }
 
-/// Warns once of each daemon that is named as a directory and is none.
+/// Warns once about each daemon that is configured as a directory but is not one.
 fn warn_of_strangers(
     node: &Node<DaemonLink>,
     directories: &[PeerId],

@@ -1,12 +1,12 @@
-//! Digests by which a reader knows that it has the bytes of the chunk.
+//! Digests by which a reader verifies the bytes of a chunk.
 
 use lmc_backend::HostLease;
 use lmc_key::ChunkKey;
 use lmc_memory::SealedSlot;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Returns what a peer compares after a read: the checksum of a chunk's bytes, mixed with its key,
-/// so that the right bytes of another chunk do not pass.
+/// Returns the digest that a peer compares after a read: the checksum of a chunk's bytes, mixed with its key,
+/// so that the bytes of another chunk do not match.
 pub fn chunk_digest(key: &ChunkKey, checksum: u64) -> u64 {
     xxh3_64_with_seed(&key.to_bytes(), checksum)
 }
@@ -23,7 +23,7 @@ pub(crate) fn known_digest(key: &ChunkKey, chunk: &HostLease) -> Option<u64> {
     Some(chunk_digest(key, sum))
 }
 
-/// Returns the slots of chunks whose checksum is not known.
+/// Returns the slots of chunks whose checksum is unknown.
 pub(crate) fn unsummed<'a>(chunks: impl Iterator<Item = &'a HostLease>) -> Vec<SealedSlot> {
     let unknown =
         chunks.filter(|chunk| chunk.checksum.is_none() && chunk.slot.known_checksum().is_none());

@@ -1,10 +1,9 @@
-//! Exchange of clears: every peer comes to carry out every clear, whatever the order in which
-//! daemons meet.
+//! The exchange of clears: every peer eventually carries out every clear, in whatever order daemons meet.
 //!
-//! Each side remembers the digest that the other one last said. Maps only grow, so of two sides at
-//! different digests at least one knows of the difference, and exchanges. It sends its map page by
-//! page, and each answer has the page of the same number of the other map. Joins only move entries
-//! to later pages, so that pages read in their order miss no entry.
+//! Each side remembers the digest that the other side sent last. Maps only grow, so of two sides with
+//! different digests at least one sees the difference, and exchanges. It sends its map page by page, and each
+//! answer has the page with the same number of the other map. A join only moves entries to later pages, so
+//! reading the pages in order misses no entry.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -20,17 +19,18 @@ use crate::peers::{Peer, Peers};
 use crate::session::{AskError, HelloError, IN_STEP_EVERY, Sessions};
 use crate::spaces::mismatches;
 
-/// Time that peers have to answer in one: a slow one does not delay the next of the others.
+/// Timeout of peers in one round of exchanges: a slow peer delays the next exchange of the others only by
+/// this time.
 const IN_STEP_TIMEOUT: Duration = Duration::from_secs(1);
-/// Pause between two exchanges that messages cause.
+/// Pause between two exchanges that messages trigger.
 pub(crate) const IN_STEP_PAUSE: Duration = Duration::from_millis(50);
-/// Time that a hello and the exchange of clears after it may take.
+/// Timeout of a hello and the exchange of clears after it.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The reason why an exchange of clears ended early; the peer's status shows it.
+/// Reason why an exchange of clears ended early; the peer's status shows it.
 #[derive(Debug, thiserror::Error)]
 enum ExchangeError {
-    /// The peer did not answer with the page that was asked for.
+    /// The peer did not answer with the requested page.
     #[error(transparent)]
     Ask(#[from] AskError),
     /// The peer's map has too many entries.
@@ -38,8 +38,7 @@ enum ExchangeError {
     TooManyClears(#[from] TooManyClears),
 }
 
-/// Exchanges clears with peers, and descriptions of what each side holds. State of a peer's exchanges is
-/// in its [`Peer`].
+/// Exchanges clears and descriptions with peers. The state of a peer's exchanges is in its [`Peer`].
 pub(crate) struct Exchange<L> {
     pub(crate) sessions: Arc<Sessions<L>>,
 }
@@ -53,7 +52,7 @@ impl<L: Link> Exchange<L> {
         Ok(())
     }
 
-    /// Returns a page of this daemon's clears, whose digest this is.
+    /// Returns a page of this daemon's clears. `id` is their digest.
     fn page(&self, clears: &Clears, id: ClearsId, number: u16) -> ClearsPage {
         ClearsPage {
             is_volatile: !self.sessions.host.clears_are_noted(),
@@ -61,10 +60,10 @@ impl<L: Link> Exchange<L> {
         }
     }
 
-    /// Takes in clears that a peer has carried out.
+    /// Carries out clears of a peer.
     ///
     /// # Errors
-    /// [`TooManyClears`], which the peer's status shows. Nothing is taken in then.
+    /// [`TooManyClears`], which the peer's status shows. Nothing is carried out then.
     async fn learn(&self, session: &Session, theirs: &Clears) -> Result<(), TooManyClears> {
         let is_known = self.sessions.host.clears().contains(theirs);
         if is_known && self.sessions.host.clears_are_noted() {
@@ -88,18 +87,18 @@ impl<L: Link> Exchange<L> {
         learned
     }
 
-    /// Takes in a page of a peer's clears. Returns the page of the same number of this daemon's.
+    /// Carries out a page of a peer's clears. Returns the page with the same number of this daemon's clears.
     pub(crate) async fn answer_page(&self, session: &Session, theirs: ClearsPage) -> ClearsPage {
         let clears = theirs.clears;
         self.sessions
             .with(session, |peer| peer.clears = Some(clears));
-        // The status shows an error, and the answer does not have what was not taken in.
+        // The status shows an error, and the answer lacks the clears that were not carried out.
         let _ = self.learn(session, &theirs.entries).await;
         let (clears, id) = self.sessions.clears();
         self.page(&clears, id, theirs.page)
     }
 
-    /// Exchanges clears with a peer. The peer's status shows why that failed.
+    /// Exchanges clears with a peer. After a failure, the peer's status shows the reason.
     pub(crate) async fn exchange_with(&self, session: &Session, deadline: Instant) {
         let known = self.sessions.clears().1;
         if self.sessions.with(session, |peer| peer.clears) == Some(Some(known)) {
@@ -114,9 +113,9 @@ impl<L: Link> Exchange<L> {
         }
     }
 
-    /// Sends a peer all clears that were carried out here. Returns clears that the peer has carried out,
-    /// which are not taken in yet, and whether a restart of the peer finds them. Returns `None` without
-    /// an accepted hello, or where that failed, as the peer's status shows.
+    /// Sends a peer all clears that were carried out here. Returns the peer's clears, which are not carried
+    /// out here yet, and whether a restart of the peer finds its clears. Returns `None` without an accepted
+    /// hello, or after a failure, which the peer's status shows.
     async fn send_clears(
         &self,
         session: &Session,
@@ -135,8 +134,8 @@ impl<L: Link> Exchange<L> {
         }
     }
 
-    /// Sends all pages of a map. Returns the map of the peer, `None` if that is the same, and whether
-    /// a restart of the peer finds it.
+    /// Sends all pages of a map. Returns the map of the peer, or `None` if it is the same, and whether a
+    /// restart of the peer finds it.
     async fn send_pages(
         &self,
         session: &Session,
@@ -183,10 +182,10 @@ impl<L: Link> Exchange<L> {
         join_all(exchanges).await;
     }
 
-    /// Passes clears on to all connected peers, also to those that connect meanwhile. Returns the names of
-    /// the peers that have not confirmed by the deadline that they have carried them out, so that their
-    /// restart finds them, and the names of `missing` peers, which are looked up once every connected peer
-    /// was asked, before another can connect.
+    /// Passes clears on to all connected peers, including those that connect meanwhile. Returns the names of
+    /// the peers that have not confirmed by the deadline that they have carried out the clears and that their
+    /// restart finds them. Also returns the names of `missing` peers; these are looked up after every
+    /// connected peer was asked and before another one can connect.
     pub(crate) async fn pass_on(
         &self,
         clears: &Clears,
@@ -211,7 +210,7 @@ impl<L: Link> Exchange<L> {
                 let Some((theirs, is_noted)) = self.send_clears(&session, deadline).await else {
                     return Some(name);
                 };
-                // What is not noted by the deadline is exchanged once more.
+                // Clears that are not noted by the deadline are exchanged again later.
                 let _ = until(deadline, self.learn(&session, &theirs)).await;
                 match theirs.contains(clears) {
                     true if is_noted => None,
@@ -229,7 +228,7 @@ impl<L: Link> Exchange<L> {
             let _ = until(now() + IN_STEP_EVERY, self.sessions.out_of_step.notified()).await;
             let deadline = now() + IN_STEP_TIMEOUT;
             let strangers = self.sessions.peers.lock().without_hello();
-            // The peer's last failure has the reason.
+            // The peer's last failure shows the reason.
             let hellos = strangers.iter().map(|session| self.connected(session));
             let hellos = until(deadline, join_all(hellos));
             let exchange = self.exchange_clears(deadline);
@@ -238,9 +237,9 @@ impl<L: Link> Exchange<L> {
         }
     }
 
-    /// Sends all peers another hello as soon as engines of this host use another space, or it is drained. Of
-    /// chunks that an engine with more ranks computes, a peer looks for those whose space it knows. A peer
-    /// that misses the hello asks for both within seconds.
+    /// Sends all peers another hello as soon as engines of this host use another space, or the host is
+    /// drained. A peer that has the chunks of an engine with more ranks looks only for those whose space it
+    /// knows. A peer that misses the hello asks for both within seconds.
     pub(crate) async fn tell_of_host(&self) {
         let now_is = || {
             let spaces = self.sessions.spaces.notes().digest;
@@ -266,7 +265,7 @@ impl<L: Link> Exchange<L> {
         }
     }
 
-    /// Asks all peers what they hold, and warns of models in which they share nothing with this
+    /// Asks all peers for their descriptions, and warns about models for which they share no space with this
     /// daemon.
     pub(crate) async fn describe_peers(&self, deadline: Instant) {
         let asked: Vec<_> = {
@@ -286,7 +285,7 @@ impl<L: Link> Exchange<L> {
         for (session, answer) in join_all(answers).await {
             let mut peers = self.sessions.peers.lock();
             let peer = peers.of_session(session);
-            // A peer of an earlier release described its spaces in its hello only.
+            // A peer with an earlier release described its spaces in its hello only.
             if let (Some(peer), Ok(Reply::Described(mut described))) = (peer, answer) {
                 if described.digest == peer.holds.digest {
                     described.spaces = std::mem::take(&mut peer.holds.spaces);
@@ -303,7 +302,7 @@ impl<L: Link> Exchange<L> {
             for mismatch in mismatches(&own.spaces, &peer.holds.spaces, &merged) {
                 let fields = mismatch.differences.iter().map(|one| one.field);
                 let fields: Vec<&str> = fields.collect();
-                // Tenants are meant to be apart.
+                // Different tenants do not share chunks on purpose.
                 let expected = fields == ["salt"];
                 if !expected && peer.warned.insert(mismatch.model.clone()) {
                     tracing::warn!(

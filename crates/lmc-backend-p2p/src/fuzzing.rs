@@ -1,8 +1,8 @@
-//! Entry point of the fuzz target: it takes any bytes, and panics if a property does not hold.
+//! Entry point of the fuzz target: takes arbitrary bytes, and panics if a property does not hold.
 //!
-//! The properties: no frame causes a panic; a frame that is parsed survives the round trip through
-//! the encoder; what peers have leased stays within its bounds; each chunk that is loaded is
-//! answered once; and when the sessions of all peers have ended, nothing is leased or reserved.
+//! The properties: no frame causes a panic; a parsed frame survives the round trip through the encoder; what
+//! peers have leased stays within its limits; each chunk that is loaded is answered once; and when the
+//! sessions of all peers have ended, nothing is leased or reserved.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -25,16 +25,16 @@ use crate::{Link, Node, NodeConfig, Session};
 
 /// Bytes of a chunk.
 const LEN: u64 = 96;
-/// Chunks that the node has in memory, of those that [`key`] numbers from 1 on.
+/// Number of chunks that the node has in memory: those that [`key`] numbers from 1 on.
 const RESIDENT: u8 = 8;
-/// Bytes that all peers may lease, and one may.
+/// Most bytes that all peers may lease, and most that one peer may lease.
 const LIMITS: (u64, u64) = (5 * LEN, 3 * LEN);
-/// Leases that one peer may have.
+/// Most leases of one peer.
 const PEER_LEASES: usize = 3;
-/// Time that may pass between two frames.
+/// Possible pauses between two frames, in milliseconds.
 const PAUSES: [u64; 8] = [0, 0, 0, 0, 1, 300, 3_000, 40_000];
 
-/// Runs a node whose peers send the frames that the input holds.
+/// Runs a node whose peers send the frames of the input.
 pub fn peer(data: &[u8]) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
@@ -93,7 +93,7 @@ async fn run(data: &[u8]) {
         node.disconnected(&session, "it went");
     }
     assert_eq!(node.leased().0, 0, "leases outlive their session");
-    // Requests under way end by their deadlines.
+    // Requests in progress end by their deadlines.
     tokio::time::sleep(Duration::from_secs(60)).await;
     assert_eq!(node.leased(), (0, 0), "a reservation was left");
     assert_eq!(grants.load(Ordering::Relaxed), 0, "a grant was left");
@@ -104,7 +104,7 @@ async fn run(data: &[u8]) {
     assert_eq!(chunks.pool.usage().slots, 0, "a slot was left");
 }
 
-/// Cuts one step off the input: a byte that chooses what happens, and a frame.
+/// Splits one step off the input: a byte that chooses the action, and a frame.
 fn step<'a>(rest: &mut &'a [u8]) -> Option<(u8, &'a [u8])> {
     let (&choice, tail) = rest.split_first()?;
     let len = match tail {
@@ -127,7 +127,7 @@ fn parse(frame: &[u8]) {
     }
 }
 
-/// Reads a prompt from peers and pushes it to one; their replies are those of the input.
+/// Reads a prompt from peers and pushes it to one; the peers' replies come from the input.
 async fn read(node: &Arc<Node<Wire>>, chunks: &Shelf) {
     let keys: Vec<ChunkKey> = (1..=4).map(key).collect();
     let deadline = || Instant::from(tokio::time::Instant::now()) + Duration::from_millis(100);
@@ -160,7 +160,7 @@ fn session(peer: u8, incarnation: u8) -> Session {
     }
 }
 
-/// Returns the keys of the committed frames, and others of their space.
+/// Returns keys of the committed frames, and of other frames of the same space.
 fn key(n: u8) -> ChunkKey {
     ChunkKey {
         space: SpaceId::new([9; 16]),
@@ -174,7 +174,7 @@ fn key(n: u8) -> ChunkKey {
 struct WireState {
     /// Incarnations of the peers that are connected.
     connected: HashMap<PeerId, u64>,
-    /// Answers that the node gets to its questions, the next one first.
+    /// Replies for the node's requests, the next one first.
     replies: VecDeque<Vec<u8>>,
 }
 
@@ -186,7 +186,7 @@ impl WireState {
     }
 }
 
-/// A channel whose peers answer what the input says, and the number of grants that stand.
+/// A channel whose peers reply with bytes of the input, and the number of existing grants.
 #[derive(Debug, Default)]
 struct Wire(Arc<Mutex<WireState>>, Arc<AtomicUsize>);
 
@@ -255,8 +255,8 @@ impl Link for Wire {
         Ok((indices.collect(), Counted(Arc::clone(&self.1), slots)))
     }
 
-    /// Answers with fewer slots than were asked for, unwritten ones, or written ones with any
-    /// bytes, as the peer's indices say.
+    /// Answers with fewer slots than requested, with unwritten slots, or with slots of arbitrary bytes,
+    /// depending on the peer's indices.
     fn read<'a>(
         &'a self,
         _: &'a PeerId,

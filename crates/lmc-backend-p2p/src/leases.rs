@@ -1,5 +1,5 @@
-//! Bookkeeping of the leases that peers have: who may read what of this daemon's memory, and until
-//! when. No IO and no clock.
+//! The table of leases that peers have: which peer may read which part of this daemon's memory, and until
+//! when. No I/O and no clock.
 
 use std::collections::{BTreeSet, HashMap};
 use std::time::{Duration, Instant};
@@ -8,33 +8,33 @@ use lmc_key::ChunkKey;
 
 use crate::link::Session;
 
-/// Bytes of one lease, at most: those of one request, and of one read. One is read while the owner
-/// sums the next, where its chunks have no checksum yet.
+/// Most bytes of one lease, and so of one request and one read. One lease is read while the owner computes
+/// checksums for the next, if chunks have none yet.
 pub(crate) const LEASE_BYTES: u64 = 16 << 20;
 
-/// Bounds of what peers may lease.
+/// Limits of what peers may lease.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OwnerLimits {
-    /// Bytes leased to all peers together, at most.
+    /// Most bytes leased to all peers together.
     pub bytes: u64,
-    /// Bytes leased to one peer, at most.
+    /// Most bytes leased to one peer.
     pub peer_bytes: u64,
-    /// Leases of one peer, at most.
+    /// Most leases of one peer.
     pub peer_leases: usize,
-    /// Bytes of one lease, at most, unless it has one chunk.
+    /// Most bytes of one lease, unless it has only one chunk.
     pub lease_bytes: u64,
-    /// Duration of a lease, at most.
+    /// Longest duration of a lease.
     pub duration: Duration,
-    /// Time from a lease's grant to its end, at most, however often it is renewed.
+    /// Longest time from a lease's grant to its end, however often it is renewed.
     pub age: Duration,
-    /// Bytes that peers may lease in a second; `None` for no bound.
+    /// Most bytes that peers may lease in a second; `None` for no limit.
     pub bytes_per_second: Option<u64>,
 }
 
 impl OwnerLimits {
-    /// Returns the bounds for a pool of `pool` bytes: a quarter of the pool for all peers, an eighth for
-    /// each.
+    /// Returns the limits for a pool of `pool` bytes: a quarter of the pool for all peers, an eighth for each
+    /// peer.
     pub fn for_pool(pool: u64) -> Self {
         Self {
             bytes: pool / 4,
@@ -50,14 +50,14 @@ impl OwnerLimits {
 
 /// A lease that was granted. Dropping its grant ends the access, and unpins the slots.
 ///
-/// `G` is the channel's lease with the engine's; the simulation has one of its own.
+/// `G` holds the channel's and the engine's lease; the simulation has a type of its own.
 #[derive(Debug)]
 struct Granted<G> {
     session: Session,
     keys: Vec<ChunkKey>,
     bytes: u64,
     expires: Instant,
-    /// End of the last renewal.
+    /// Latest possible end, however often the lease is renewed.
     latest: Instant,
     grant: G,
 }
@@ -68,21 +68,21 @@ struct SessionUse {
     leases: usize,
 }
 
-/// The reason why a lease is not granted.
+/// Reason why a lease is not granted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Busy {
-    /// Leases to all peers hold as much as they may.
+    /// All peers together have leased as much as they may.
     Pool,
-    /// Leases to this peer hold as much as they may, or this one.
+    /// This peer has leased as much as it may.
     Peer,
-    /// Peers lease faster than they may.
+    /// Peers have leased bytes faster than they may.
     Rate,
 }
 
 /// All leases of peers in this daemon's memory.
 ///
-/// Time comes in as an argument. A lease whose time is over serves nothing more, whether
-/// [`Self::expire`] was called or not.
+/// The current time is passed as an argument. An expired lease serves nothing more, whether [`Self::expire`]
+/// was called or not.
 #[derive(Debug)]
 pub struct LeaseTable<G> {
     limits: OwnerLimits,
@@ -90,15 +90,15 @@ pub struct LeaseTable<G> {
     by_expiry: BTreeSet<(Instant, u64)>,
     uses: HashMap<Session, SessionUse>,
     bytes: u64,
-    /// Number of the last lease; never used twice.
+    /// Number of the last lease; numbers are never reused.
     last: u64,
-    /// Bytes of leases that are about to be granted, by their numbers.
+    /// Bytes of leases that are about to be granted, by reservation number.
     reserved: HashMap<u64, u64>,
     rate: Option<Rate>,
 }
 
-/// A bound on bytes in time: a bucket that holds one second's worth, and goes into debt for a lease
-/// that is larger than what is left.
+/// A limit of bytes per time: a token bucket that holds one second's worth. For a lease that is larger than
+/// the remaining tokens, the bucket goes negative.
 #[derive(Debug)]
 struct Rate {
     per_second: u64,
@@ -107,7 +107,7 @@ struct Rate {
 }
 
 impl Rate {
-    /// Refills the bucket, and returns the bytes that are left.
+    /// Refills the bucket, and returns the bytes left.
     fn left(&mut self, now: Instant) -> i128 {
         let most = i128::from(self.per_second);
         let Some(at) = self.at else {
@@ -118,7 +118,7 @@ impl Rate {
         let gained = most * nanos / 1_000_000_000;
         if gained > 0 {
             self.left = (self.left + gained).min(most);
-            // The time of less than a byte counts the next time.
+            // Time that yields less than a byte counts at the next call.
             let counted = gained * 1_000_000_000 / most;
             self.at = Some(at + Duration::from_nanos(counted as u64));
         }
@@ -127,7 +127,7 @@ impl Rate {
 }
 
 impl<G> LeaseTable<G> {
-    /// Returns an owner that has leased nothing.
+    /// Makes a table without leases.
     pub fn new(limits: OwnerLimits) -> Self {
         let rate = limits.bytes_per_second.map(|per_second| Rate {
             per_second,
@@ -146,8 +146,8 @@ impl<G> LeaseTable<G> {
         }
     }
 
-    /// Returns how many leading chunks of these lengths a peer may lease now, and why not all. A
-    /// chunk that is longer than the bound is leased to a peer that leases nothing else.
+    /// Returns how many leading chunks of these lengths a peer may lease now, and the reason if not all. A
+    /// chunk that is longer than the limit may be leased to a peer that leases nothing else.
     pub fn admit(
         &mut self,
         session: &Session,
@@ -181,8 +181,8 @@ impl<G> LeaseTable<G> {
         (lens.len(), None)
     }
 
-    /// Counts bytes as leased to a peer until [`Self::unreserve`], so that what several requests
-    /// are admitted for at once stays within the bounds. Returns the reservation's number.
+    /// Counts bytes as leased to a peer until [`Self::unreserve`], so that several requests that are admitted
+    /// at the same time stay within the limits. Returns the reservation's number.
     pub fn reserve(&mut self, session: &Session, bytes: u64) -> u64 {
         self.last += 1;
         self.reserved.insert(self.last, bytes);
@@ -211,8 +211,7 @@ impl<G> LeaseTable<G> {
         }
     }
 
-    /// Notes a lease that was granted. Returns its number and its duration, which is not longer
-    /// than the bound.
+    /// Records a lease that was granted. Returns its number and its duration, which is limited.
     pub fn grant(
         &mut self,
         session: Session,
@@ -244,8 +243,8 @@ impl<G> LeaseTable<G> {
         (self.last, duration)
     }
 
-    /// Extends a lease of this session. Returns false if it does not stand any more, because a
-    /// lease that is over is never taken up again, or if it would stand for too long.
+    /// Extends a lease of this session. Returns false if the lease has ended, because an expired lease is
+    /// never revived, or if it would last too long.
     pub fn renew(
         &mut self,
         session: &Session,
@@ -273,7 +272,7 @@ impl<G> LeaseTable<G> {
         (granted.session == *session).then_some(&granted.grant)
     }
 
-    /// Ends a lease of this session. Returns the grant and its chunks if it stood until now.
+    /// Ends a lease of this session. Returns the grant and its chunks if the lease was valid until now.
     pub fn release(
         &mut self,
         session: &Session,
@@ -285,7 +284,7 @@ impl<G> LeaseTable<G> {
         (granted.expires > now).then_some((granted.grant, granted.keys))
     }
 
-    /// Ends the leases whose time is over. Returns their grants.
+    /// Ends the leases that have expired. Returns their grants.
     pub fn expire(&mut self, now: Instant) -> Vec<G> {
         let mut over = Vec::new();
         while let Some(&(expires, lease)) = self.by_expiry.first() {
@@ -297,7 +296,7 @@ impl<G> LeaseTable<G> {
         over
     }
 
-    /// Returns when the next lease ends by itself.
+    /// Returns the time at which the next lease expires.
     pub fn next_expiry(&self) -> Option<Instant> {
         self.by_expiry.first().map(|(expires, _)| *expires)
     }
@@ -343,7 +342,7 @@ impl<G> LeaseTable<G> {
         used.collect()
     }
 
-    /// Returns the bytes leased, in parts of 255 of what may be.
+    /// Returns the bytes leased as a fraction of the limit, in units of 1/255.
     pub fn load(&self) -> u8 {
         let parts = u128::from(self.bytes) * 255 / u128::from(self.limits.bytes.max(1));
         parts.min(255) as u8

@@ -1,19 +1,19 @@
 //! The tier of peers: daemons find each other's chunks, and read them out of each other's memory.
 //!
-//! A [`Node`] is one daemon among its peers. It asks them which chunks they have
-//! ([`Node::locate`]), and reads chunks by a lease ([`Node::load`]): the owner keeps them in
-//! memory and unchanged, the reader fetches the bytes one-sided, gives the lease back, and learns
-//! from the owner whether it stood without a gap. Only then, and with the right digest, is a
-//! chunk believed. The other way round it serves the requests of its peers ([`Node::serve`]) from
-//! the chunks of its own engine ([`Host`](lmc_backend::Host)), within bounds ([`OwnerLimits`]).
+//! A [`Node`] is one daemon as a peer of others. It asks its peers which chunks they have ([`Node::locate`]),
+//! and reads chunks with a lease ([`Node::load`]): the owner keeps the chunks in memory and unchanged, the
+//! reader fetches the bytes one-sided and releases the lease, and the owner answers whether the lease was
+//! valid without a gap. A chunk is accepted only after that, and only with the right digest. In the other
+//! direction the node serves the requests of its peers ([`Node::serve`]) from the chunks of its own engine
+//! ([`Host`](lmc_backend::Host)), within limits ([`OwnerLimits`]).
 //!
-//! LMCache's `batched_async_contains` is [`Node::locate`] here, and its `batched_get_non_blocking`
-//! is [`Node::load`]; the README has the mapping, and a program with two nodes.
+//! [`Node::locate`] corresponds to LMCache's `batched_async_contains`, and [`Node::load`] to its
+//! `batched_get_non_blocking`. The README has the mapping, and a program with two nodes.
 //!
-//! [`P2pBackend`] is a node as a tier of the engine, over sockets and, where both sides have it,
-//! NIXL. A [`Link`] is what the node needs of a channel; a simulation with a virtual clock implements
-//! it, too. [`message`] has the protocol as bytes. A directory knows which daemons have which
-//! chunks, where there are too many to ask all.
+//! [`P2pBackend`] is a node as a tier of the engine, over sockets and, where both sides have it, NIXL. A
+//! [`Link`] is the part of a channel that the node needs; a simulation with a virtual clock implements it
+//! too. [`message`] has the protocol as bytes. A directory knows which daemons have which chunks; it is used
+//! where there are too many daemons to ask all of them.
 
 mod backend;
 mod config;

@@ -1,4 +1,4 @@
-//! A channel to peers, as the tier needs it from below.
+//! The channel to peers, as a trait.
 
 use std::time::Instant;
 
@@ -9,7 +9,7 @@ use lmc_transfer::{
 };
 use tokio::runtime::Handle;
 
-/// Names one connection of a peer: a lease ends with it.
+/// Identifies one connection of a peer: a lease ends with it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Session {
     /// Name of the peer on the channel.
@@ -18,9 +18,9 @@ pub struct Session {
     pub incarnation: u64,
 }
 
-/// A channel to peers, as the tier uses it: questions, leased memory, one-sided reads.
+/// A channel to peers: requests, leased memory, one-sided reads.
 ///
-/// A simulation with a virtual clock implements this beside the channel of `lmc-transfer`.
+/// The channel of `lmc-transfer` implements it, and so does a simulation with a virtual clock.
 pub trait Link: Send + Sync + 'static {
     /// Keeps granted memory readable. Dropping it ends the access.
     type Grant: Send + 'static;
@@ -28,20 +28,20 @@ pub trait Link: Send + Sync + 'static {
     /// Returns true if this incarnation of the peer is connected.
     fn is_current(&self, session: &Session) -> bool;
 
-    /// Returns the runtime of the thread at which a peer's replies arrive. None by default: reads
-    /// run where they are asked for.
+    /// Returns the runtime of the thread at which a peer's replies arrive. Default: none, and reads run on
+    /// the calling runtime.
     fn home(&self, _peer: &PeerId) -> Option<Handle> {
         None
     }
 
-    /// Returns the plane that moves the bytes of reads from a peer now: sockets, also for a peer that
-    /// is not connected.
+    /// Returns the plane that currently moves the bytes of reads from a peer; sockets if the peer is not
+    /// connected.
     fn data_plane(&self, peer: &PeerId) -> DataPlane;
 
-    /// Connects to the peer that is said to listen at an address.
+    /// Connects to the peer that should be listening at an address.
     ///
     /// # Errors
-    /// [`ConnectError`]; also where another peer listens there.
+    /// [`ConnectError`]; also if another peer listens there.
     fn connect<'a>(
         &'a self,
         peer: &'a PeerId,
@@ -55,7 +55,7 @@ pub trait Link: Send + Sync + 'static {
     /// Sends a request to a connected peer, and returns its reply. Ends by the deadline.
     ///
     /// # Errors
-    /// [`TransferError`]; after [`TransferError::Deadline`] the peer may have handled it.
+    /// [`TransferError`]; after [`TransferError::Deadline`] the peer may have handled the request.
     fn request<'a>(
         &'a self,
         peer: &'a PeerId,
@@ -63,7 +63,7 @@ pub trait Link: Send + Sync + 'static {
         deadline: Instant,
     ) -> BoxFuture<'a, Result<Vec<u8>, TransferError>>;
 
-    /// Lets a connected peer read these slots. Returns where each lies.
+    /// Allows a connected peer to read these slots. Returns their locations.
     ///
     /// # Errors
     /// [`TransferError`].
@@ -73,7 +73,7 @@ pub trait Link: Send + Sync + 'static {
         slots: Vec<SealedSlot>,
     ) -> Result<(Vec<Index>, Self::Grant), TransferError>;
 
-    /// Reads from a peer's memory what was granted.
+    /// Reads granted slots from a peer's memory.
     fn read<'a>(
         &'a self,
         peer: &'a PeerId,
@@ -83,7 +83,7 @@ pub trait Link: Send + Sync + 'static {
     ) -> BoxFuture<'a, Filled>;
 }
 
-/// Parses the address that a peer's hello or a directory names, with or without `tcp://`.
+/// Parses an address from a peer's hello or from a directory, with or without `tcp://`.
 pub(crate) fn tcp_address(text: &str) -> Result<Address, AddressError> {
     let bare = text.strip_prefix("tcp://").unwrap_or(text);
     format!("tcp://{bare}").parse()

@@ -1,17 +1,16 @@
-//! Messages of the peer protocol, as bytes. No IO.
+//! Messages of the peer protocol, as bytes. No I/O.
 //!
-//! A frame is its kind (u16), the length of its body (u32), both little endian, and the body, a
-//! message as postcard. A request is one frame, and so is its reply, whose kind is that of the
-//! request with [`REPLY`] set.
+//! A frame is its kind (u16), the length of its body (u32), both little endian, and the body, a message in
+//! postcard encoding. A request is one frame, and so is its reply. The reply's kind is that of the request
+//! with [`REPLY`] set.
 //!
 //! Each message that names chunks is [`Stamped`] with the digest of its sender's clears, and so is its
 //! answer. Sides with different digests pass no chunk, and exchange their maps, page by page
 //! ([`ClearsPage`]).
 //!
-//! The protocol grows in two ways. A kind that a side does not know is answered
-//! [`Reply::Unsupported`]. A body grows at its end only, and a side ignores what follows the fields that
-//! it knows; a field that both sides must know has a feature bit of [`Hello`]. What changes otherwise is
-//! a new version.
+//! The protocol grows in two ways. A request of an unknown kind is answered with [`Reply::Unsupported`]. A
+//! body grows at its end only, and a side ignores the bytes after the fields that it knows; a field that both
+//! sides must know has a feature bit in [`Hello`]. Any other change is a new version.
 
 use std::sync::Arc;
 
@@ -30,9 +29,9 @@ pub use clears::{ClearsPage, MAX_PAGES, PAGE_ENTRIES, Stamped};
 use grown::Body;
 pub use grown::{FEATURE_LATE_DIGESTS, LATE_DIGEST};
 
-/// Newest version of the protocol that this crate speaks.
+/// Newest protocol version that this crate speaks.
 pub const VERSION: u16 = 2;
-/// Oldest version of the protocol that this crate speaks.
+/// Oldest protocol version that this crate speaks.
 pub const OLDEST_VERSION: u16 = VERSION;
 /// Most keys of one message.
 pub const MAX_KEYS: usize = 1024;
@@ -46,7 +45,7 @@ pub const MAX_HOLDERS: usize = 4;
 pub const MAX_TEXT: usize = 256;
 /// Feature bit of a [`Hello`]: the side is a directory, and has no chunks.
 pub const FEATURE_DIRECTORY: u64 = 1 << 8;
-/// Set in the kind of a reply.
+/// Bit that is set in the kind of a reply.
 pub const REPLY: u16 = 0x8000;
 
 /// Kind of [`Reply::Refused`].
@@ -55,11 +54,11 @@ const REFUSED: u16 = 0xfffe;
 const UNSUPPORTED: u16 = 0xffff;
 const HEADER: usize = 6;
 
-/// Bytes that are no frame of the protocol.
+/// Bytes that are not a frame of the protocol.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum MessageError {
-    /// The bytes end before the frame does, or go on behind it.
-    #[error("a frame of {expected} bytes in {found}")]
+    /// The bytes end before the frame does, or continue after it.
+    #[error("expected a frame of {expected} bytes, found {found} bytes")]
     Length {
         /// Bytes of the frame.
         expected: usize,
@@ -67,36 +66,35 @@ pub enum MessageError {
         found: usize,
     },
     /// The body is longer than [`MAX_BODY`].
-    #[error("a body of {0} bytes")]
+    #[error("a body of {0} bytes is longer than accepted")]
     TooLong(usize),
-    /// The kind is not one of this version.
-    #[error("kind {0:#x} is not known")]
+    /// The kind does not exist in this version.
+    #[error("unknown kind {0:#x}")]
     Kind(u16),
-    /// The body is not one of its kind.
-    #[error("a body of kind {0:#x} that cannot be parsed")]
+    /// The body is invalid for its kind.
+    #[error("the body of kind {0:#x} cannot be parsed")]
     Body(u16),
-    /// A field is out of its bounds.
+    /// A field is out of its limits.
     #[error("{0} is out of bounds")]
     Bounds(&'static str),
 }
 
-/// Chunks of one prompt: keys that differ in their hashes only.
+/// Chunks of one prompt: keys that differ only in their hashes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeyBatch {
     space: [u8; 16],
     kv_rank: u16,
     group: u16,
-    /// Hashes of 32 bytes each, one behind the other.
+    /// Hashes of 32 bytes each, without gaps.
     hashes: Vec<u8>,
-    /// Id of the request that computes the prompt and that the asking side waits for; in
-    /// [`Request::Locate`] only.
+    /// Id of the request that computes the prompt and that the sender waits for; in [`Request::Locate`] only.
     #[serde(skip)]
     pub awaited: Option<Arc<str>>,
 }
 
 impl KeyBatch {
-    /// Returns the leading keys that fit into one batch: those that share space, rank and group
-    /// with the first, at most [`MAX_KEYS`]; and how many they are.
+    /// Returns the leading keys that fit into one batch, and their number: those with the same space, rank
+    /// and group as the first key, at most [`MAX_KEYS`].
     pub fn leading(keys: &[ChunkKey]) -> Option<(Self, usize)> {
         let first = keys.first()?;
         let prompt = |key: &ChunkKey| (key.space, key.kv_rank, key.group);
@@ -142,15 +140,15 @@ impl KeyBatch {
     }
 }
 
-/// Description of a space for people: two peers with the same model and different spaces learn
-/// from it which fields differ. Texts are cut to [`MAX_TEXT`] bytes.
+/// Description of a space for an operator: it shows which fields differ between two peers with the same model
+/// and different spaces. Texts are truncated to [`MAX_TEXT`] bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpaceNote {
     /// The space's id.
     pub space: [u8; 16],
     /// Name under which the engine serves its model.
     pub model: String,
-    /// KV ranks that together hold a chunk.
+    /// Number of KV ranks that together hold a chunk.
     pub world_size: u32,
     /// Fingerprint of the chunks' layout.
     pub layout: [u8; 16],
@@ -162,7 +160,7 @@ pub struct SpaceNote {
     pub identity: String,
 }
 
-/// First message of each side after its connect.
+/// First message of each side after the connect.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// Oldest version that the side speaks.
@@ -171,11 +169,11 @@ pub struct Hello {
     pub newest: u16,
     /// Extensions that the side understands.
     pub features: u64,
-    /// The side's name for people.
+    /// Name of the side, for an operator.
     pub name: String,
     /// Address at which the side listens for peers.
     pub address: String,
-    /// Tokens in a chunk.
+    /// Number of tokens in a chunk.
     pub chunk_size: u32,
     /// Name of the algorithm of prefix hashes.
     pub algorithm: String,
@@ -184,12 +182,12 @@ pub struct Hello {
     pub clears: ClearsId,
     /// The live spaces of the side.
     pub spaces: Vec<SpaceNote>,
-    /// True while the side takes no chunks, because it is to be stopped. Older sides do not send it.
+    /// True while the side accepts no chunks, because it is to be stopped. Older sides do not send it.
     #[serde(skip)]
     pub is_draining: bool,
 }
 
-/// A question to a peer.
+/// A request to a peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
     /// First message of the side that connects.
@@ -200,21 +198,21 @@ pub enum Request {
     Lease(Stamped<Lease>),
     /// Extends a lease.
     Renew(Renew),
-    /// Ends a lease, and asks whether it was held until now.
+    /// Ends a lease, and asks whether it was valid until now.
     Release(Release),
-    /// Says that the asking side holds chunks now which it read from the peer.
+    /// Announces that the sender now holds chunks that it read from the peer.
     Holds(Stamped<KeyBatch>),
-    /// Asks the peer to read chunks from the asking side, on an operator's order.
+    /// Asks the peer to read chunks from the sender, on an operator's order.
     Copy(Stamped<KeyBatch>),
-    /// Asks the peer to read chunks from the asking side, for a request that will come to the peer.
+    /// Asks the peer to read chunks from the sender, for a request that will come to the peer.
     Push(Stamped<Push>),
     /// Passes clears on, and asks for those of the peer.
     Clears(ClearsPage),
-    /// Tells a directory which chunks the asking side can lend.
+    /// Announces to a directory which chunks the sender can lend.
     Announce(Stamped<Announce>),
     /// Asks a directory which members have chunks.
     Find(Stamped<Find>),
-    /// Asks what the peer holds.
+    /// Asks for a description of what the peer holds.
     Describe(Describe),
 }
 
@@ -223,10 +221,10 @@ pub enum Request {
 pub struct Lease {
     /// The chunks.
     pub keys: KeyBatch,
-    /// Duration of the lease in milliseconds, counted by the owner from its grant.
+    /// Duration of the lease in milliseconds, counted by the owner from the grant.
     pub duration_ms: u32,
-    /// Time in milliseconds for which the owner may wait until it can lend more, or has promoted
-    /// chunks from its disk.
+    /// Time in milliseconds that the owner may wait until it can lend more, or has promoted chunks from its
+    /// disk.
     pub wait_ms: u32,
 }
 
@@ -251,7 +249,7 @@ pub struct Release {
 pub struct Released {
     /// For each chunk of the lease, true if it was leased without a gap until now.
     pub held: Vec<bool>,
-    /// For each chunk of the lease, its digest; present if the lease brought a [`LATE_DIGEST`].
+    /// For each chunk of the lease, its digest; present if the lease had a [`LATE_DIGEST`].
     #[serde(skip)]
     pub digests: Vec<u64>,
 }
@@ -259,7 +257,7 @@ pub struct Released {
 /// Fields of [`Request::Push`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Push {
-    /// The chunks, in the order of the prompt.
+    /// The chunks, in prompt order.
     pub keys: KeyBatch,
     /// Payload bytes of each chunk.
     pub chunk_bytes: u64,
@@ -272,14 +270,14 @@ pub struct Push {
 pub struct Pushed {
     /// Number of leading chunks that the peer has in memory.
     pub chunks: u32,
-    /// True if the peer wants the others, and had no memory, capacity or time for them.
+    /// True if the peer wants the other chunks, but had no memory, capacity or time for them.
     pub is_wanted: bool,
 }
 
 /// Fields of [`Request::Describe`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Describe {
-    /// [`Described::digest`] of the spaces that the asking side knows; 0 if it knows none.
+    /// [`Described::digest`] of the spaces that the sender knows; 0 if it knows none.
     pub digest: u64,
 }
 
@@ -292,43 +290,43 @@ pub enum Reply {
     Located(Stamped<Located>),
     /// The leased chunks.
     Leased(Stamped<Leased>),
-    /// True if the lease stood and goes on.
+    /// True if the lease was valid and continues.
     Renewed(bool),
     /// The lease has ended.
     Released(Released),
-    /// The peer noted it.
+    /// The peer recorded it.
     Noted(()),
-    /// Number of the chunks that the peer has in memory, once it has read what it could.
+    /// Number of the chunks that the peer has in memory, after it has read those that it could.
     Copying(u32),
-    /// The peer has read what it could.
+    /// The peer has read the chunks that it could.
     Pushed(Pushed),
-    /// Clears of the answering side, which has taken in those of the request.
+    /// Clears of the answering side, which has carried out those of the request.
     Cleared(ClearsPage),
     /// The directory's answer to an announcement.
     Announced(Stamped<Announced>),
     /// Members that may have the chunks.
     Found(Stamped<Found>),
-    /// Content of the answering side, for people.
+    /// Content of the answering side, for an operator.
     Described(Described),
-    /// The request was understood, and is not carried out.
+    /// The request was understood, but is not carried out.
     Refused(Refusal),
-    /// The kind of the request is not known to the answering side.
+    /// The answering side does not know the kind of the request.
     Unsupported(u16),
 }
 
 /// The state of one chunk at a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ChunkState {
-    /// The peer does not have it.
+    /// The peer does not have the chunk.
     Absent,
-    /// An engine of that host is writing it.
+    /// An engine of the peer's host is writing the chunk.
     Writing,
-    /// The peer has it in memory.
+    /// The peer has the chunk in memory.
     Memory {
         /// Payload bytes.
         len: u64,
     },
-    /// The peer has it on disk.
+    /// The peer has the chunk on disk.
     Disk {
         /// Payload bytes.
         len: u64,
@@ -347,7 +345,7 @@ impl From<HostChunk> for ChunkState {
 }
 
 impl ChunkState {
-    /// Returns the payload bytes of a chunk that is there.
+    /// Returns the payload bytes of a chunk that is present.
     pub fn bytes(self) -> Option<u64> {
         match self {
             Self::Memory { len } | Self::Disk { len } => Some(len),
@@ -361,10 +359,9 @@ impl ChunkState {
 pub struct Located {
     /// The state of each chunk, in the order of the keys.
     pub states: Vec<ChunkState>,
-    /// Bytes that the owner has leased to peers, in parts of 255 of what it may lease.
+    /// Bytes that the owner has leased to peers, as a fraction of its limit in units of 1/255.
     pub load: u8,
-    /// True if the request that the asking side waits for is over, so that nothing more is stored for
-    /// it.
+    /// True if the request that the sender waits for has ended, so that nothing more is stored for it.
     #[serde(skip)]
     pub is_over: bool,
 }
@@ -382,7 +379,7 @@ impl Located {
 pub enum ChunkLease {
     /// The peer does not have the chunk in memory.
     Absent,
-    /// The peer may not lease more now.
+    /// The peer must not lease more now.
     Busy,
     /// The chunk may be read.
     Granted {
@@ -404,22 +401,22 @@ pub struct Leased {
     pub duration_ms: u32,
     /// The answer for each chunk, in the order of the keys.
     pub chunks: Vec<ChunkLease>,
-    /// Other peers that hold chunks for which this one is busy: the addresses at which they listen.
+    /// Other peers that hold chunks for which this peer is busy: the addresses at which they listen.
     pub holders: Vec<Holder>,
 }
 
 /// Fields of [`Reply::Described`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Described {
-    /// Changes with the spaces; never 0.
+    /// Changes when the spaces change; never 0.
     pub digest: u64,
     /// Chunks in memory.
     pub chunks: u64,
     /// Payload bytes of the chunks in memory.
     pub bytes: u64,
-    /// Bytes of memory for chunks.
+    /// Bytes of the memory for chunks.
     pub pool: u64,
-    /// The live spaces; none if the asking side knows them by their digest.
+    /// The live spaces; none if the sender knows them, according to its digest.
     pub spaces: Vec<SpaceNote>,
     /// As [`Hello::is_draining`].
     #[serde(skip)]
@@ -429,11 +426,11 @@ pub struct Described {
 /// A peer that holds chunks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// Address at which it listens.
+    /// Address at which the peer listens.
     pub address: String,
 }
 
-/// Reasons of a refusal.
+/// Reason of a refusal.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
 pub enum Refusal {
     /// The two sides have no version of the protocol in common.
@@ -444,29 +441,29 @@ pub enum Refusal {
         /// Newest version of the refusing side.
         newest: u16,
     },
-    /// The two sides cut prompts into chunks of different sizes.
+    /// The two sides have different chunk sizes.
     #[error("chunks of this side have {0} tokens")]
     ChunkSize(u32),
     /// The two sides hash prompts differently.
     #[error("prefix hashes of this side are {0}")]
     Algorithm(String),
-    /// The asking side has sent no [`Hello`].
-    #[error("a hello is expected first")]
+    /// The sender has sent no [`Hello`].
+    #[error("expected a hello first")]
     NoHello,
     /// The request could not be parsed.
     #[error("the request could not be parsed")]
     Malformed,
-    /// The asking side sends more than the answering side takes.
+    /// The sender has more requests in progress than the answering side accepts.
     #[error("too many requests under way")]
     TooMany,
-    /// The answering side stops.
-    #[error("the peer stops")]
+    /// The answering side is stopping.
+    #[error("the peer is stopping")]
     Closing,
 }
 
 impl Refusal {
-    /// Returns the refusal of a request that cannot be parsed. A hello of another version may have
-    /// another body, which begins with its versions all the same.
+    /// Returns the refusal of a request that cannot be parsed. The body of a hello of another version may
+    /// differ, but it begins with its versions in any case.
     pub(crate) fn of_unparsed(request: &[u8]) -> Self {
         let versions = match split(request) {
             Ok((1, body)) => postcard::take_from_bytes::<(u16, u16)>(body).ok(),
@@ -599,7 +596,7 @@ fn split(bytes: &[u8]) -> Result<(u16, &[u8]), MessageError> {
     Ok((u16::from_le_bytes([k0, k1]), body))
 }
 
-/// Parses a body; what follows its known fields is of a newer peer, and ignored.
+/// Parses a body; bytes after the known fields come from a newer peer, and are ignored.
 fn parse<T: Body>(kind: u16, body: &[u8]) -> Result<T, MessageError> {
     let parsed = postcard::take_from_bytes::<T>(body);
     let parsed = parsed.and_then(|(mut message, tail)| message.read_tail(tail).map(|()| message));

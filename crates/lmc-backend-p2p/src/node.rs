@@ -1,4 +1,4 @@
-//! [`Node`]: one daemon among its peers, put together from its roles.
+//! [`Node`]: one daemon as a peer of others, composed of its roles.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -20,7 +20,7 @@ use crate::reader::Reader;
 use crate::session::{HelloError, Sessions};
 use crate::status::NodeStatus;
 
-/// One daemon among its peers: it lends them the chunks of its engine, and reads theirs.
+/// One daemon as a peer of others: it lends them the chunks of its engine, and reads theirs.
 pub struct Node<L: Link> {
     pub(crate) sessions: Arc<Sessions<L>>,
     pub(crate) exchange: Arc<Exchange<L>>,
@@ -31,7 +31,7 @@ pub struct Node<L: Link> {
 }
 
 impl<L: Link> Node<L> {
-    /// Returns a node without peers.
+    /// Makes a node without peers.
     pub fn new(config: NodeConfig, link: L, host: Arc<dyn Host>) -> Arc<Self> {
         let lent = Arc::new(LentChunks::<L::Grant>::new(config.limits.clone()));
         let of_session = Arc::clone(&lent);
@@ -54,8 +54,8 @@ impl<L: Link> Node<L> {
         })
     }
 
-    /// Notes that an incarnation of a peer is connected, and exchanges hellos and clears with it.
-    /// Returns once the peer has answered, or could not.
+    /// Records that an incarnation of a peer is connected, and exchanges hellos and clears with it. Returns
+    /// when the peer has answered, or failed to.
     ///
     /// # Errors
     /// [`HelloError`].
@@ -63,7 +63,7 @@ impl<L: Link> Node<L> {
         self.exchange.connected(session).await
     }
 
-    /// Notes that an incarnation of a peer is gone, for this reason: its leases end.
+    /// Records that an incarnation of a peer is gone, with the reason: its leases end.
     pub fn disconnected(&self, session: &Session, reason: &str) {
         self.sessions.disconnected(session, reason);
     }
@@ -73,16 +73,17 @@ impl<L: Link> Node<L> {
         self.owner.serve(session, request).await
     }
 
-    /// Asks peers which chunks they have: all at once, or those that a directory names. Those that
-    /// the hint names are asked before, and the others only where these do not have every chunk,
-    /// or after half of the time, and not if the question is a repeated one or is for the named ones alone.
-    /// A chunk that no peer has is absent only if every one that was asked answered. It is expected
-    /// where the prompt waits for a connected peer that the hint names, unless that says that the request
-    /// is over, or is out of step.
+    /// Asks peers which chunks they have: all peers at once, or those that a directory names. The peers in
+    /// the hint are asked first. The other peers are asked only if these do not have every chunk or after
+    /// half of the time; they are not asked if the lookup is a repeated one or is for the hinted peers only.
+    ///
+    /// A chunk that no peer has is absent only if every asked peer answered. A chunk is expected if the
+    /// prompt waits for a connected peer of the hint, unless that peer answers that the request has ended, or
+    /// its clears differ.
     ///
     /// # Errors
-    /// [`BackendError`] for chunks that a peer may have which did not answer, or is not asked
-    /// because it failed a moment ago.
+    /// [`BackendError`] for chunks that a peer may have which did not answer, or which is not asked because
+    /// it failed a moment ago.
     pub async fn locate(
         &self,
         keys: &[ChunkKey],
@@ -92,26 +93,26 @@ impl<L: Link> Node<L> {
         self.reader.locate(keys, hint, deadline).await
     }
 
-    /// Reads chunks into the slots given, from the peers at which `locate` found them, as the handles
-    /// say. A chunk that was not located is a miss.
+    /// Reads chunks into the slots given, from the peers at which `locate` found them according to the
+    /// handles. A chunk that was not located is a miss.
     pub fn load(&self, items: Vec<LoadItem>, deadline: Instant) -> Answers<'static, Loaded> {
         self.reader.load(items, deadline)
     }
 
-    /// Pushes chunks to the peer that a name, an address or a name on the channel means. Returns false
-    /// if no such peer is connected. A daemon pushes nothing to itself.
+    /// Pushes chunks to the peer with this name, address or name on the channel. Returns false if no such
+    /// peer is connected. A daemon pushes nothing to itself.
     pub fn push(&self, run: ChunkRun, to: &str) -> bool {
         self.pusher.push(run, to)
     }
 
-    /// Returns the connected peers that a name, an address or a name on the channel means.
+    /// Returns the connected peers with this name, address or name on the channel.
     pub fn peers_named(&self, name: &str) -> Vec<PeerId> {
         self.sessions.peers.lock().named(name)
     }
 
-    /// Orders a peer to read chunks of one prompt from this daemon, in their order, which must be
-    /// the prompt's: key and payload bytes of each. Returns how many of them the peer has in memory
-    /// then; fewer where its bounds or those of this daemon's leases do not allow more.
+    /// Orders a peer to read chunks of one prompt from this daemon. The chunks, with key and payload bytes,
+    /// must be in prompt order. Returns how many of them the peer then has in memory; fewer if the peer's
+    /// limits or this daemon's lease limits do not allow more.
     ///
     /// # Errors
     /// [`CopyError`].
@@ -123,46 +124,46 @@ impl<L: Link> Node<L> {
         self.pusher.copy_to(peer, chunks).await
     }
 
-    /// Sets which of the connected peers are named in the configuration: those that are asked for
-    /// every prompt, and directories, the first first.
+    /// Sets which of the connected peers are configured: those that are asked for every prompt, and the
+    /// directories, the first one at the front.
     pub fn set_contacts(&self, named: HashSet<PeerId>, directories: Vec<PeerId>) {
         self.directories.set_contacts(named, directories);
     }
 
-    /// Announces to the directories which chunks this daemon can lend. Runs until it is dropped.
+    /// Announces to the directories the chunks that this daemon can lend. Runs until it is dropped.
     pub async fn announce_chunks(self: Arc<Self>, seed: u64) {
         self.directories.announce_chunks(seed).await;
     }
 
-    /// Ends leases when their time is over. Runs until it is dropped.
+    /// Ends leases when they expire. Runs until it is dropped.
     pub async fn expire_leases(&self) {
         self.owner.expire_leases().await;
     }
 
-    /// Pushes the chunks that wait. Runs until it is dropped.
+    /// Pushes the waiting chunks. Runs until it is dropped.
     pub async fn push_waiting(&self) {
         self.pusher.push_waiting().await;
     }
 
-    /// Exchanges clears with the connected peers that are not known to have carried out the same
-    /// ones, except those with which that failed a moment ago.
+    /// Exchanges clears with the connected peers that are not known to have carried out the same clears,
+    /// except those for which an exchange failed a moment ago.
     pub async fn exchange_clears(&self, deadline: Instant) {
         self.exchange.exchange_clears(deadline).await;
     }
 
-    /// Exchanges clears with peers at another digest, and sends a hello again to peers without one,
-    /// from time to time and as soon as a message shows either; asks peers what they hold, and tells them
-    /// of new spaces and of a drain. Runs until it is dropped.
+    /// Exchanges clears with peers at another digest, and sends another hello to peers without one: from time
+    /// to time, and as soon as a message shows the need. Also asks peers for descriptions, and reports new
+    /// spaces and a drain to them. Runs until it is dropped.
     pub async fn stay_in_step(&self) {
         tokio::join!(self.exchange.stay_in_step(), self.exchange.tell_of_host());
     }
 
-    /// Returns the state of this daemon among its peers.
+    /// Returns the state of this daemon and its peers.
     pub fn status(&self) -> NodeStatus {
         NodeStatus::of(&self.sessions, &self.owner, &self.directories)
     }
 
-    /// Returns the counters of all peers together.
+    /// Returns the sums of all peers' counters.
     pub fn counters(&self) -> PeerCounters {
         let mut counters = self.sessions.peers.lock().counters();
         counters.push_dropped += self.pusher.dropped();

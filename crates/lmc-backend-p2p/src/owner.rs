@@ -1,4 +1,4 @@
-//! [`Owner`]: this daemon as the owner of its chunks. It answers what peers ask.
+//! [`Owner`]: this daemon as the owner of its chunks. It answers requests of peers.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,23 +25,23 @@ use crate::recent::Recent;
 use crate::session::{HOLD_MARGIN, ORDER_TIMEOUT, Sessions};
 use crate::summing::{self, SummingTurn};
 
-/// Requests of one peer under way at a time, at most, of the kinds that take time.
+/// Most requests of one peer in progress, of the kinds that take time.
 pub(crate) const MAX_SERVING: usize = 64;
-/// Chunks of which other holders are known, at most.
+/// Most chunks for which other holders are remembered.
 const HOLDERS: usize = 1 << 16;
-/// Time that an owner keeps a peer waiting for a lease, at most.
+/// Longest time that an owner lets a peer wait for a lease.
 const MAX_WAIT: Duration = Duration::from_millis(500);
-/// Pause of a request that waits for the rate at which peers may lease.
+/// Pause of a request that waits because of the rate limit for leases.
 const RATE_PAUSE: Duration = Duration::from_millis(5);
-/// Time in which the daemon that orders says which of the chunks it has. No prompt waits for it.
+/// Timeout for the ordering daemon to answer which of the chunks it has. No prompt waits for the answer.
 const ORDER_LOCATE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Chunks that a peer has leased. Dropping it ends the access, and lets them be evicted.
+/// Chunks that a peer has leased. Dropping it ends the access, and the chunks can be evicted again.
 #[derive(Debug)]
 struct Served<G> {
     _grant: G,
     leased: Vec<HostLease>,
-    /// True if digests come with the release.
+    /// True if the digests come with the release.
     is_late: bool,
 }
 
@@ -50,9 +50,9 @@ struct Served<G> {
 /// Lock order: `leases` and `holders` before the peers of [`Sessions`], never one under the other.
 pub(crate) struct LentChunks<G> {
     leases: Mutex<LeaseTable<Served<G>>>,
-    /// Set when the next lease ends earlier than before.
+    /// Notified when the next lease expires earlier than before.
     expiry: Notify,
-    /// Set when a lease has ended: requests that wait for capacity go on in their order.
+    /// Notified when a lease has ended: requests that wait for capacity continue in order.
     freed: Notify,
     /// Peers that hold chunks which they read here.
     holders: Mutex<Recent<Vec<Session>>>,
@@ -68,8 +68,7 @@ impl<G> LentChunks<G> {
         }
     }
 
-    /// Ends the leases of a session, which [`Sessions`] does not have any more: no lease is granted to
-    /// it afterwards.
+    /// Ends the leases of a session that [`Sessions`] no longer has: no lease is granted to it afterwards.
     pub(crate) fn end(&self, session: &Session) {
         let ended = self.leases.lock().end_session(session);
         drop(ended);
@@ -81,13 +80,13 @@ impl<G> LentChunks<G> {
     }
 }
 
-/// This daemon as the owner of its chunks: answers the requests of peers, and leases memory to peers
-/// within bounds. Its locks are those of [`LentChunks`].
+/// This daemon as the owner of its chunks: answers the requests of peers, and leases memory to peers within
+/// limits. Its locks are those of [`LentChunks`].
 pub(crate) struct Owner<L: Link> {
     sessions: Arc<Sessions<L>>,
     exchange: Arc<Exchange<L>>,
     lent: Arc<LentChunks<L::Grant>>,
-    /// Chunks whose state directories are to hear of again.
+    /// Chunks whose state directories have to be sent again.
     changed: Arc<ChangedKeys>,
     summing: SummingTurn,
 }
@@ -126,20 +125,19 @@ impl<L: Link> Owner<L> {
             self.sessions
                 .with(session, |peer| peer.counters.refused += 1);
         }
-        // Every field of a reply is bounded so that it fits.
+        // Every field of a reply is limited so that it fits.
         let too_long = |_| Reply::Refused(Refusal::Malformed).to_bytes();
         reply.to_bytes().or_else(too_long).unwrap_or_default()
     }
 
-    /// Begins to serve a request, which counts until what is returned is dropped. `None` for one
-    /// that is answered at once and is never one too many: renewals and releases are what gives
-    /// capacity back.
+    /// Begins to serve a request. The request counts until the returned value is dropped. Returns `None` for
+    /// requests that are answered at once and never refused: renewals and releases free capacity.
     fn begin(&self, session: &Session, request: &Request) -> Result<Option<Arc<()>>, Refusal> {
         let hello = matches!(request, Request::Hello(_));
         if hello && self.sessions.link.is_current(session) {
             self.sessions.note_connected(session);
             if !self.sessions.link.is_current(session) {
-                // It may have gone before it was noted.
+                // The peer may have disconnected before this was recorded.
                 self.sessions.disconnected(session, "the peer disconnected");
             }
         }
@@ -186,7 +184,7 @@ impl<L: Link> Owner<L> {
         }
     }
 
-    /// Notes that a peer holds chunks that it read here.
+    /// Records that a peer holds chunks that it read here.
     fn note_holder(&self, session: &Session, keys: &KeyBatch) {
         let mut holders = self.lent.holders.lock();
         for key in keys.keys() {
@@ -200,7 +198,7 @@ impl<L: Link> Owner<L> {
     }
 
     async fn release(&self, session: &Session, Release { lease }: Release) -> Released {
-        // While the lease stands: what is summed stays within its bounds.
+        // While the lease is valid, so that only leased chunks are summed.
         let unsummed = match self.lent.leases.lock().granted(session, lease) {
             Some(served) if served.is_late => unsummed(served.leased.iter()),
             _ => Vec::new(),
@@ -240,13 +238,13 @@ impl<L: Link> Owner<L> {
                 is_over: false,
             });
         }
-        // First: what is stored before the end is there then.
+        // Checked first: chunks that were stored before the request's end are found below.
         let awaited = asked.message.awaited.as_deref();
         let is_over = awaited.is_some_and(|request| self.sessions.host.is_over(request));
         let states = self.states(&keys);
-        // A prefill is asked about again and again, and directories named it for nothing.
+        // A prefill is asked for repeatedly, and no directory named this daemon for it.
         if self.sessions.config.uses_directories && awaited.is_none() {
-            // A directory may have named this daemon for the first that is absent.
+            // A directory may have named this daemon for the first absent chunk.
             let mut asked = keys.iter().zip(&states);
             if let Some((key, _)) = asked.find(|(_, state)| state.bytes().is_none()) {
                 self.changed.note(key);
@@ -289,7 +287,7 @@ impl<L: Link> Owner<L> {
             }
             held
         };
-        // A promotion that does not end in time is a miss of all.
+        // If a promotion does not end in time, all chunks are misses.
         let held = until(wait_until + HOLD_MARGIN, held).await;
         let held = held.unwrap_or_default();
         let held = allowed.iter().copied().zip(held);
@@ -311,7 +309,7 @@ impl<L: Link> Owner<L> {
             present += usize::from(state.bytes().is_some());
             let chunk = match found.next_if(|(granted, _)| granted == key) {
                 Some((_, chunk)) => chunk,
-                // Admission stops at the first chunk that does not fit.
+                // Admission stops at the first chunk that exceeds the limits.
                 None if state.bytes().is_some() && present > admitted => {
                     busy.get_or_insert(key);
                     ChunkLease::Busy
@@ -326,8 +324,8 @@ impl<L: Link> Owner<L> {
         Stamped::new(*clears, leased)
     }
 
-    /// Waits until at least the first of these chunks may be leased to the peer. Returns how many
-    /// may be.
+    /// Waits until at least the first of these chunks may be leased to the peer. Returns how many chunks may
+    /// be leased.
     async fn admit(
         &self,
         session: &Session,
@@ -365,8 +363,8 @@ impl<L: Link> Owner<L> {
         }
     }
 
-    /// Grants the chunks that were reserved, as far as they are there; none where this daemon has
-    /// carried out a clear since they were asked for.
+    /// Grants the reserved chunks that are present; none if this daemon has carried out a clear since the
+    /// request.
     #[allow(
         clippy::type_complexity,
         reason = "number, duration, and an answer for each chunk"
@@ -381,7 +379,7 @@ impl<L: Link> Owner<L> {
     ) -> Option<(u64, Duration, Vec<(ChunkKey, ChunkLease)>)> {
         let session = &reserved.session;
         let mut leases = self.lent.leases.lock();
-        // Under the same lock as the grant: nothing is admitted in between.
+        // Under the same lock as the grant, so that nothing is admitted in between.
         leases.unreserve(session, reserved.number);
         self.sessions.peers.lock().of_session(session)?;
         if held.is_empty() || self.sessions.clears().1 != asked_at {
@@ -404,7 +402,7 @@ impl<L: Link> Owner<L> {
         };
         let granted = held.iter().zip(indices).map(chunk).collect();
         if is_late && self.sessions.link.data_plane(&session.peer) == DataPlane::Nixl {
-            // Sockets sum what they send.
+            // Sockets compute checksums while sending.
             tokio::spawn(summing::in_turn(Arc::clone(&self.summing), unsummed));
         }
         let chunks = held.iter().map(|(key, chunk)| (*key, chunk.slot.len()));
@@ -450,7 +448,7 @@ impl<L: Link> Owner<L> {
             .collect()
     }
 
-    /// Ends leases when their time is over. Runs until it is dropped.
+    /// Ends leases when they expire. Runs until it is dropped.
     pub(crate) async fn expire_leases(&self) {
         loop {
             let (over, next) = {
@@ -471,7 +469,7 @@ impl<L: Link> Owner<L> {
         }
     }
 
-    /// Reads chunks from a peer that asked for it. Answers how many of them are in memory then.
+    /// Reads chunks from a peer that asked for it. Answers how many of them are then in memory.
     async fn read_for(&self, session: &Session, keys: &Stamped<KeyBatch>) -> Reply {
         if !self.sessions.is_in_step(&session.peer, keys.clears) {
             return Reply::Copying(0);
@@ -484,7 +482,7 @@ impl<L: Link> Owner<L> {
         let hint = LocateHint::default()
             .with_sources(Arc::new([session.peer.to_string()]))
             .with_timeout(ORDER_LOCATE_TIMEOUT);
-        // What was not read by then is not waited for.
+        // Chunks that are not read by then are not waited for.
         let _ = until(
             now() + ORDER_TIMEOUT,
             self.sessions.host.promote(&keys, hint),
@@ -495,7 +493,7 @@ impl<L: Link> Owner<L> {
         Reply::Copying(there.count() as u32)
     }
 
-    /// Reads chunks that a peer pushes. Answers how many of them are in memory then.
+    /// Reads chunks that a peer pushes. Answers how many of them are then in memory.
     async fn receive(&self, session: &Session, push: &Stamped<Push>) -> Reply {
         let Stamped { clears, message } = push;
         let none = |is_wanted| {
@@ -526,7 +524,7 @@ impl<L: Link> Owner<L> {
         };
         let peer = session.peer.as_str();
         let received = self.sessions.host.receive(run, peer, ORDER_LOCATE_TIMEOUT);
-        // A chunk that was not read by then is not waited for.
+        // Chunks that are not read by then are not waited for.
         match until(now() + ORDER_TIMEOUT, received).await {
             Some(received) => Reply::Pushed(Pushed {
                 chunks: received.chunks as u32,
@@ -548,11 +546,11 @@ impl<L: Link> Owner<L> {
     }
 }
 
-/// Bytes that a peer may lease, until the chunks are there.
+/// Bytes reserved for a peer's lease, until the chunks are in memory.
 struct Reservation<'a, G> {
     lent: &'a LentChunks<G>,
     session: Session,
-    /// Leading chunks that it is for.
+    /// Number of leading chunks that it covers.
     chunks: usize,
     number: u64,
 }

@@ -1,5 +1,5 @@
-//! Knowledge of this daemon about its peers: which are connected, how fast they are, what failed. No
-//! IO and no clock.
+//! This daemon's knowledge about its peers: which peers are connected, how fast they are, and what failed. No
+//! I/O and no clock.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -13,30 +13,30 @@ use serde::{Serialize, Serializer};
 use crate::link::Session;
 use crate::message::{Described, FEATURE_DIRECTORY, Hello};
 
-/// Rate of reads that is assumed of a peer before the first one: 10 Gbit/s.
+/// Assumed read rate of a peer before the first read: 10 Gbit/s.
 const ASSUMED_RATE: f64 = 1.25e9;
-/// Round trip that is assumed of a peer before the first one.
+/// Assumed round trip of a peer before the first request.
 const ASSUMED_ROUND_TRIP: Duration = Duration::from_micros(200);
-/// Time for which a peer is not asked after its first failure in a row, and at most.
+/// Time for which a peer is not asked after its first failure, and longest such time after further failures.
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
-/// Time for which a peer is not read after a first lease or read failed, and at most.
+/// Time for which a peer is not read after a first failed lease or read, and longest such time.
 const READ_BACK_OFF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
-/// Time within which a peer has to lend again for a prompt to go on waiting for it: that of two pauses
-/// in a row.
+/// Time within which a peer has to lend again so that a prompt keeps waiting for it: that of two pauses in a
+/// row.
 const SOON: Duration = Duration::from_secs(3);
-/// Time without an exchange of clears after a first one failed, and at most.
+/// Time without an exchange of clears after a first failed exchange, and longest such time.
 const EXCHANGE_BACK_OFF: (Duration, Duration) =
     (Duration::from_millis(100), Duration::from_secs(5));
-/// Pushes of one daemon that a peer reads at a time, at most.
+/// Most pushes of one daemon that a peer reads at a time.
 pub(crate) const MAX_PUSHES: usize = 4;
-/// Peers that are remembered after they went.
+/// Most disconnected peers that are remembered.
 const MAX_GONE: usize = 16;
-/// Weight of the newest measurement.
+/// Weight of the latest measurement.
 const WEIGHT: f64 = 0.2;
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// Counters of one peer since this daemon's start, both directions.
+        /// Counters of one peer since this daemon's start, in both directions.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
         #[non_exhaustive]
         pub struct PeerCounters {
@@ -66,40 +66,40 @@ counters! {
     read,
     /// Payload bytes of the chunks read from the peer.
     read_bytes,
-    /// Payload bytes of those that came over NIXL.
+    /// Payload bytes of those chunks that came over NIXL.
     read_nixl_bytes,
     /// Chunks leased to the peer.
     served,
     /// Payload bytes of the chunks leased to the peer.
     served_bytes,
-    /// Chunks that the peer was said to have and did not lease.
+    /// Chunks that the peer was said to have but did not lease.
     missed,
     /// Chunks that the peer did not lease for lack of capacity.
     busy,
-    /// Chunks that were pushed to the peer, which has them in memory.
+    /// Chunks that were pushed to the peer and that it has in memory.
     pushed,
     /// Chunks that were not pushed to the peer, or that the peer did not read, for lack of memory, capacity
     /// or time.
     push_dropped,
-    /// Chunks whose bytes were not those of their digest.
+    /// Chunks whose bytes did not match their digest.
     corrupt,
     /// Chunks whose lease had a gap, or whose release was not answered.
     lapsed,
     /// Requests and reads that failed or came late.
     failed,
-    /// Times that the peer passed on clears that were not carried out here.
+    /// Times that the peer passed on clears that had not been carried out here.
     clears,
-    /// Frames of the peer that are not of the protocol.
+    /// Frames of the peer that are invalid in the protocol.
     malformed,
     /// Requests of the peer that were refused.
     refused,
 }
 
-/// A failure, and when it was.
+/// A failure, and its time.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct Failure {
-    /// The reason, for people.
+    /// The reason, for an operator.
     pub reason: String,
     #[serde(rename = "seconds_ago", serialize_with = "seconds_since")]
     at: Instant,
@@ -121,13 +121,13 @@ fn seconds_since<S: Serializer>(at: &Instant, serializer: S) -> Result<S::Ok, S:
 pub struct GonePeer {
     /// Name on the channel.
     pub id: String,
-    /// Name for people; none where no hello was accepted.
+    /// Name for an operator; none if no hello was accepted.
     pub name: Option<String>,
-    /// Address at which the peer listened; none where no hello was accepted.
+    /// Address at which the peer listened; none if no hello was accepted.
     pub address: Option<String>,
     /// Reason of the disconnect.
     pub failure: Failure,
-    /// Counters of the peer, from its connect to its end.
+    /// Counters of the peer, from its connect to its disconnect.
     pub counters: BTreeMap<&'static str, u64>,
 }
 
@@ -136,45 +136,46 @@ pub struct GonePeer {
 pub(crate) struct Peer {
     pub(crate) session: Session,
     pub(crate) since: Instant,
-    /// The peer's hello; `None` until it came, or where it was refused.
+    /// The peer's hello; `None` until it arrives, or if it was refused.
     pub(crate) hello: Option<Hello>,
-    /// True once one side refused the other for its settings.
+    /// True once one side has refused the other because of its settings.
     pub(crate) is_unfit: bool,
-    /// Digest of the peer's clears, as it said that last; `None` if that may be another now.
+    /// Digest of the peer's clears when it last sent one; `None` if it may have changed.
     pub(crate) clears: Option<ClearsId>,
-    /// Time at which the peer last said that it lacks this side's hello, and was sent it at once.
+    /// Time at which the peer last reported that it lacks this side's hello, and was sent it at once.
     pub(crate) lacked_hello: Option<Instant>,
     /// Exchanges of clears.
     pub(crate) exchanges: BackOff,
-    /// Content of the peer, as it described that last; its digest is 0 until it said more than its hello.
+    /// Content of the peer when it last described it; the digest is 0 until it has described more than its
+    /// hello.
     pub(crate) holds: Described,
-    /// Models that it serves in another space, of which the log has warned.
+    /// Models that the peer serves in another space, and that were already logged.
     pub(crate) warned: BTreeSet<String>,
     pub(crate) counters: PeerCounters,
-    /// Cloned for each request of the peer under way here.
+    /// Cloned for each request of the peer in progress here.
     pub(crate) serving: Arc<()>,
-    /// Cloned while chunks are read on an order of the peer.
+    /// Cloned while chunks are being read on an order of the peer.
     copying: Arc<()>,
     /// Cloned for each push of the peer whose chunks are being read.
     pushing: Arc<()>,
     round_trip: f64,
     replies: u64,
-    /// Bytes a second.
+    /// Bytes per second.
     rate: f64,
     reads: u64,
-    /// Share of what the peer may lease that it had leased when it last said so.
+    /// Fraction of its lease limit that the peer had leased when it last sent this.
     pub(crate) load: u8,
     answers: BackOff,
-    /// Time that the request had whose failure began the last pause.
+    /// Timeout of the request whose failure began the last pause.
     allowed: Duration,
-    /// True from the begin of a pause until the peer is asked whether it is only slow.
+    /// True from the beginning of a pause until the peer is probed for whether it is only slow.
     is_unprobed: bool,
-    /// Leases and reads.
+    /// Pause of leases and reads.
     lending: BackOff,
     pub(crate) last_failure: Option<Failure>,
 }
 
-/// A pause after failures, which doubles with each.
+/// A pause after failures, which doubles with each failure.
 #[derive(Debug)]
 pub(crate) struct BackOff {
     bounds: (Duration, Duration),
@@ -191,8 +192,8 @@ impl BackOff {
         }
     }
 
-    /// Begins a pause, unless one runs: requests that were sent before it fail together. Returns
-    /// true if it began one.
+    /// Begins a pause, unless one is running: requests that were sent before the pause fail together. Returns
+    /// true if it began a pause.
     pub(crate) fn failed(&mut self, now: Instant) -> bool {
         if !self.is_over(now) {
             return false;
@@ -207,7 +208,7 @@ impl BackOff {
         (self.failures, self.until) = (0, None);
     }
 
-    /// Notes that what failed works, only slowly: the pause is no longer than a first one.
+    /// Records that the operation works, only slowly: limits the pause to the length of a first one.
     fn worked_late(&mut self, now: Instant) {
         self.failures = 0;
         self.until = self.until.map(|until| until.min(now + self.bounds.0));
@@ -247,15 +248,14 @@ impl Peer {
         }
     }
 
-    /// Returns the time that reading `bytes` bytes takes, as measured so far.
+    /// Returns the estimated time to read `bytes` bytes, from the measurements so far.
     pub(crate) fn cost(&self, bytes: u64) -> Duration {
-        // A lease, a read, a release.
+        // A lease, a read and a release.
         let seconds = 3.0 * self.round_trip + bytes as f64 / self.rate;
         Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
     }
 
-    /// Notes an answer. One that would have been in time for the request that failed last ends the
-    /// pause.
+    /// Records an answer. If it would have been in time for the last request that failed, the pause ends.
     pub(crate) fn answered(&mut self, after: Duration, now: Instant) {
         self.round_trip += WEIGHT * (after.as_secs_f64() - self.round_trip);
         self.replies += 1;
@@ -275,12 +275,12 @@ impl Peer {
         (self.replies > 0).then_some(self.round_trip)
     }
 
-    /// Returns the measured bytes a second of reads.
+    /// Returns the measured read rate in bytes per second.
     pub(crate) fn read_rate(&self) -> Option<f64> {
         (self.reads > 0).then_some(self.rate)
     }
 
-    /// Returns the time for which the peer is not asked, or asked and not read.
+    /// Returns the time for which the peer is not asked, or is asked but not read.
     pub(crate) fn paused(&self, now: Instant) -> Option<Duration> {
         let until = self.answers.until.max(self.lending.until)?;
         let left = until.saturating_duration_since(now);
@@ -293,7 +293,7 @@ impl Peer {
         self.reads += 1;
     }
 
-    /// Notes that a request failed, which had this time to be answered.
+    /// Records that a request with this timeout failed.
     pub(crate) fn failed(&mut self, reason: String, allowed: Duration, now: Instant) {
         self.counters.failed += 1;
         if self.answers.failed(now) {
@@ -302,16 +302,15 @@ impl Peer {
         self.last_failure = Some(Failure::new(reason, now));
     }
 
-    /// Notes that the peer lent nothing, or not what it had said. It is not asked for a while.
-    /// Returns true if that pause begins now.
+    /// Records that the peer lent nothing, or not the chunks that it had reported. It is not asked for a
+    /// while. Returns true if this pause begins now.
     pub(crate) fn lent_badly(&mut self, reason: String, now: Instant) -> bool {
         self.counters.failed += 1;
         self.last_failure = Some(Failure::new(reason, now));
         self.lending.failed(now)
     }
 
-    /// Notes that an exchange of clears failed. Returns true if it did not fail for this reason just
-    /// before.
+    /// Records that an exchange of clears failed. Returns true if the previous failure had another reason.
     pub(crate) fn did_not_exchange(&mut self, reason: String, now: Instant) -> bool {
         self.exchanges.failed(now);
         let new = Failure::new(reason, now);
@@ -319,15 +318,15 @@ impl Peer {
         old.is_none_or(|old| old.reason != new.reason)
     }
 
-    /// Notes that a chunk of the peer was read and verified. Ends no pause: other chunks of the
-    /// same lease may have begun it.
+    /// Records that a chunk of the peer was read and verified. Ends no pause: other chunks of the same lease
+    /// may have begun it.
     pub(crate) fn lent(&mut self, now: Instant) {
         if self.lending.is_over(now) {
             self.lending.succeeded();
         }
     }
 
-    /// Returns the peer's name for people; that on the channel where it has none.
+    /// Returns the peer's name for an operator, or its name on the channel if it has none.
     pub(crate) fn name(&self) -> String {
         let name = self.hello.as_ref().map(|hello| hello.name.as_str());
         let name = name.filter(|name| !name.is_empty());
@@ -340,39 +339,39 @@ impl Peer {
         hello.is_some_and(|hello| hello.features & bit != 0)
     }
 
-    /// Returns true if the peer has said that it is drained.
+    /// Returns true if the peer has reported that it is drained.
     pub(crate) fn is_draining(&self) -> bool {
         self.holds.is_draining
     }
 
-    /// Returns true if the peer's hello was accepted and says that it is no directory.
+    /// Returns true if the peer's hello was accepted and the peer is not a directory.
     pub(crate) fn is_daemon(&self) -> bool {
         self.hello.is_some() && !self.is_directory()
     }
 
-    /// Returns true if the peer has said that it is a directory.
+    /// Returns true if the peer has reported that it is a directory.
     pub(crate) fn is_directory(&self) -> bool {
         self.has_feature(FEATURE_DIRECTORY)
     }
 
-    /// Returns false while no lease is asked of the peer, because one or a read failed.
+    /// Returns false while no lease is requested from the peer, because a lease or a read failed.
     pub(crate) fn lends(&self, now: Instant) -> bool {
         self.lending.is_over(now)
     }
 
-    /// Begins to read on an order of the peer, until what is returned is dropped; `None` while
-    /// another is carried out.
+    /// Begins to read on an order of the peer, until the returned value is dropped. Returns `None` while
+    /// another order is carried out.
     pub(crate) fn begin_copy(&self) -> Option<Arc<()>> {
         begin(&self.copying, 1)
     }
 
-    /// Notes that a push of the peer is read, until the returned value is dropped; `None` where too many
-    /// are under way.
+    /// Begins to read a push of the peer, until the returned value is dropped. Returns `None` if too many are
+    /// in progress.
     pub(crate) fn begin_push(&self) -> Option<Arc<()>> {
         begin(&self.pushing, MAX_PUSHES)
     }
 
-    /// Returns true if one of these is the peer's name, its address or its name on the channel.
+    /// Returns true if the peer's name, its address or its name on the channel is in `names`.
     pub(crate) fn is_one_of(&self, names: &[String]) -> bool {
         let hello = self.hello.as_ref();
         let own = hello.map_or([""; 2], |hello| [&hello.name, &hello.address]);
@@ -387,7 +386,8 @@ impl Peer {
     }
 }
 
-/// Notes that one more is under way, until the returned value is dropped; `None` where `most` are.
+/// Counts one more operation as in progress, until the returned value is dropped. Returns `None` if `most`
+/// are in progress.
 pub(crate) fn begin(under_way: &Arc<()>, most: usize) -> Option<Arc<()>> {
     let is_free = Arc::strong_count(under_way) <= most;
     is_free.then(|| Arc::clone(under_way))
@@ -399,12 +399,12 @@ pub(crate) struct Peers {
     connected: HashMap<PeerId, Peer>,
     /// Counters of all peers that are gone.
     past: PeerCounters,
-    /// The peers that went last, the last first.
+    /// The peers that disconnected last, the latest first.
     gone: VecDeque<GonePeer>,
 }
 
 impl Peers {
-    /// Notes that an incarnation of a peer is connected. Returns the session that it replaces.
+    /// Records that an incarnation of a peer is connected. Returns the session that it replaces.
     pub(crate) fn connected(&mut self, session: &Session, now: Instant) -> Option<Session> {
         let peer = self.connected.get(&session.peer);
         if peer.is_some_and(|peer| peer.session == *session) {
@@ -416,7 +416,7 @@ impl Peers {
         Some(old.session)
     }
 
-    /// Notes that an incarnation of a peer is gone.
+    /// Records that an incarnation of a peer is gone.
     pub(crate) fn disconnected(&mut self, session: &Session, failure: Failure) {
         if self.of_session(session).is_some()
             && let Some(peer) = self.connected.remove(&session.peer)
@@ -434,7 +434,7 @@ impl Peers {
         }
     }
 
-    /// Takes a peer's hello. The peer that was at its address before is not missed any more.
+    /// Accepts a peer's hello. A peer that was at the same address before is no longer missed.
     pub(crate) fn accept(&mut self, session: &Session, mut hello: Hello) {
         let address = Some(&hello.address);
         self.gone.retain(|gone| gone.address.as_ref() != address);
@@ -447,7 +447,7 @@ impl Peers {
         }
     }
 
-    /// Returns the peers that went last and did not come back, the last first.
+    /// Returns the peers that disconnected last and did not return, the latest first.
     pub(crate) fn gone(&self) -> impl Iterator<Item = &GonePeer> {
         self.gone.iter()
     }
@@ -465,8 +465,8 @@ impl Peers {
         peer.filter(|peer| peer.session == *session)
     }
 
-    /// Returns for each layout, with its number of KV ranks, whether one of these peers has described a
-    /// live space of it; any peer where none is named.
+    /// Returns for each layout, given with its number of KV ranks, whether one of the peers in `sources` has
+    /// described a live space with it; without sources, any peer counts.
     pub(crate) fn have_layouts(
         &self,
         layouts: &[(LayoutFingerprint, u32)],
@@ -486,7 +486,7 @@ impl Peers {
         found
     }
 
-    /// Returns the connected peers that a name, an address or a name on the channel means.
+    /// Returns the connected peers with this name, address or name on the channel.
     pub(crate) fn named(&self, name: &str) -> Vec<PeerId> {
         let name = [name.to_owned()];
         let named = self.iter().filter(|peer| peer.is_one_of(&name));
@@ -497,12 +497,12 @@ impl Peers {
         self.connected.values()
     }
 
-    /// Returns the daemons among the peers, whose hello was accepted.
+    /// Returns the daemons among the peers whose hello was accepted.
     pub(crate) fn daemons(&self) -> impl Iterator<Item = &Peer> {
         self.iter().filter(|peer| peer.is_daemon())
     }
 
-    /// Returns the names of the peers whose hello was accepted.
+    /// Returns the names on the channel of the peers whose hello was accepted.
     pub(crate) fn with_hello(&self) -> Vec<PeerId> {
         let known = self.iter().filter(|peer| peer.hello.is_some());
         let mut names: Vec<PeerId> = known.map(|peer| peer.session.peer.clone()).collect();
@@ -516,8 +516,8 @@ impl Peers {
         strangers.map(|peer| peer.session.clone()).collect()
     }
 
-    /// Returns the names of the peers that can be asked for chunks now, and of those that may have
-    /// some and are not asked: they failed a moment ago, or have sent no hello yet.
+    /// Returns the names of the peers that can be asked for chunks now. Also returns the names of the peers
+    /// that may have chunks but are not asked, because they failed a moment ago or have sent no hello yet.
     pub(crate) fn to_ask(&self, now: Instant) -> (Vec<PeerId>, Vec<PeerId>) {
         let may_have = |peer: &&Peer| !peer.is_directory() && !peer.is_unfit;
         let (able, left_out): (Vec<&Peer>, Vec<&Peer>) = self
@@ -532,17 +532,17 @@ impl Peers {
         (names(able), names(left_out))
     }
 
-    /// Returns the names of those of them that one of these names or addresses means.
+    /// Returns the askable peers that match any of `names`, by name or address.
     pub(crate) fn to_ask_first(&self, names: &[String], now: Instant) -> Vec<PeerId> {
         let is_meant = |peer: &PeerId| self.get(peer).is_some_and(|peer| peer.is_one_of(names));
         self.to_ask(now).0.into_iter().filter(is_meant).collect()
     }
 
-    /// Returns true if a peer with one of these names is connected and may lend chunks once it has
-    /// them. A peer that has refused does not count, nor one that takes none any more; a peer that is busy
-    /// and has not answered does.
+    /// Returns true if a peer with one of these names is connected and may lend chunks once it has them. A
+    /// peer that has refused does not count, nor does a peer that accepts no more chunks. A busy peer that
+    /// has not answered counts.
     pub(crate) fn may_lend(&self, names: &[String], refused: &[PeerId], now: Instant) -> bool {
-        // A busy one fails now and then.
+        // A busy peer fails sometimes.
         let soon = now + SOON;
         let lends = |peer: &Peer| !peer.is_draining() && !peer.is_unfit && peer.lends(soon);
         self.daemons().any(|peer| {
@@ -550,7 +550,7 @@ impl Peers {
         })
     }
 
-    /// Returns the counters of all peers, those that are gone included.
+    /// Returns the counters of all peers, including disconnected ones.
     pub(crate) fn counters(&self) -> PeerCounters {
         let mut sum = self.past;
         self.iter().for_each(|peer| sum.add(&peer.counters));

@@ -1,5 +1,5 @@
-//! [`Pusher`]: a request wants its chunks at a peer, or an operator does. This daemon names the chunks,
-//! and the peer reads them as it reads any other chunk, into memory of its own.
+//! [`Pusher`]: pushes chunks to a peer, because a request or an operator wants them there. This daemon names
+//! the chunks, and the peer reads them as it reads any other chunk, into memory of its own.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -20,25 +20,25 @@ use crate::message::{KeyBatch, Push, Pushed, Refusal, Reply, Request};
 use crate::peers::MAX_PUSHES;
 use crate::session::{AskError, ORDER_TIMEOUT, Sessions};
 
-/// Bytes that a peer is to read at a time, at most.
+/// Most bytes that a peer is asked to read at a time.
 const BATCH_BYTES: u64 = 32 << 20;
-/// Time for the answer, beyond [`ORDER_TIMEOUT`].
+/// Time for the answer, in addition to [`ORDER_TIMEOUT`].
 const ANSWER_MARGIN: Duration = Duration::from_secs(2);
-/// Chunks that wait for one peer, at most.
+/// Most chunks that wait for one peer.
 const MAX_WAITING: usize = 1 << 16;
-/// Time for which a push is tried: later its request has read or computed the chunks itself.
+/// Time for which a push is retried; after that, the request has read or computed the chunks itself.
 const PUSH_TIMEOUT: Duration = Duration::from_secs(10);
-/// Pause before a push is tried again that the peer could not read, and at most.
+/// Pause before a push that the peer could not read is retried, and longest pause.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
-/// A copy that did not come to its end.
+/// Reason why a copy did not finish.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CopyError {
-    /// The peer reads for another order of this daemon.
-    #[error("the peer is still reading for an earlier order")]
+    /// The peer is reading for another order of this daemon.
+    #[error("the peer is still reading chunks for an earlier order")]
     Busy,
-    /// The peer's release cannot copy.
+    /// The peer's release does not support copies.
     #[error("the peer's release does not take orders to copy")]
     Unsupported,
     /// The peer did not answer.
@@ -46,11 +46,11 @@ pub enum CopyError {
     NoAnswer(AskError),
 }
 
-/// Names chunks of this daemon to peers, which read the chunks. No lock is taken under its own.
+/// Names chunks of this daemon to peers, which then read them. No other lock is taken under its own.
 pub(crate) struct Pusher<L> {
     sessions: Arc<Sessions<L>>,
     waiting: PushQueues,
-    /// Chunks that were not pushed to peers which had gone.
+    /// Chunks that were not pushed because their peer had disconnected.
     dropped: AtomicU64,
 }
 
@@ -58,30 +58,30 @@ pub(crate) struct Pusher<L> {
 #[derive(Debug, Default)]
 struct PushQueues {
     by_peer: Mutex<HashMap<PeerId, PushQueue>>,
-    /// Set when chunks came.
+    /// Notified when chunks arrive.
     came: Notify,
 }
 
 #[derive(Debug, Default)]
 struct PushQueue {
     runs: VecDeque<WaitingRun>,
-    /// Keys of the runs that wait and that are being pushed.
+    /// Keys of the runs that wait or are being pushed.
     keys: HashSet<ChunkKey>,
-    /// Runs that are being pushed.
+    /// Number of runs that are being pushed.
     pushing: usize,
 }
 
 #[derive(Debug)]
 struct WaitingRun {
     run: ChunkRun,
-    /// Clears after which the keys are named.
+    /// Clears in the names of the keys.
     clears: ClearsId,
     until: Instant,
 }
 
 impl PushQueues {
-    /// Adds the chunks of a run that are not known yet, as far as the bound allows. Returns the number of
-    /// chunks that it does not allow.
+    /// Adds the chunks of a run that are not queued yet, as far as the limit allows. Returns the number of
+    /// chunks beyond the limit.
     fn add(&self, peer: &PeerId, run: &ChunkRun, clears: ClearsId, until: Instant) -> usize {
         let mut by_peer = self.by_peer.lock();
         let known = by_peer.get(peer).map_or(0, |queue| queue.keys.len());
@@ -118,7 +118,7 @@ impl PushQueues {
         dropped
     }
 
-    /// Takes the runs that may be pushed now, and those whose time is over.
+    /// Removes and returns the runs that may be pushed now, and those whose time is over.
     fn take(&self, now: Instant) -> Vec<(PeerId, WaitingRun)> {
         let mut taken = Vec::new();
         for (peer, queue) in &mut *self.by_peer.lock() {
@@ -133,7 +133,7 @@ impl PushQueues {
         taken
     }
 
-    /// Returns the time at which the first waiting run is given up.
+    /// Returns the time at which the first waiting run times out.
     fn next_end(&self) -> Option<Instant> {
         let by_peer = self.by_peer.lock();
         let first = |queue: &PushQueue| Some(queue.runs.front()?.until);
@@ -168,7 +168,7 @@ impl<L: Link> Pusher<L> {
         self.waiting.by_peer.lock().is_empty()
     }
 
-    /// Returns the number of chunks that were not pushed to peers which had gone.
+    /// Returns the number of chunks that were not pushed because their peer had disconnected.
     pub(crate) fn dropped(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
     }
@@ -185,7 +185,7 @@ impl<L: Link> Pusher<L> {
         true
     }
 
-    /// Returns the peer that was connected last, of those that a name means.
+    /// Returns the peer with this name that connected last.
     fn peer_to_push_to(&self, name: &str) -> Option<PeerId> {
         let name = [name.to_owned()];
         let peers = self.sessions.peers.lock();
@@ -194,7 +194,7 @@ impl<L: Link> Pusher<L> {
         Some(last.session.peer.clone())
     }
 
-    /// Pushes the chunks that wait. Runs until it is dropped.
+    /// Pushes the waiting chunks. Runs until it is dropped.
     pub(crate) async fn push_waiting(&self) {
         let mut pushing = FuturesUnordered::new();
         loop {
@@ -218,11 +218,11 @@ impl<L: Link> Pusher<L> {
         }
     }
 
-    /// Returns the number of leading chunks that the peer has in memory then.
+    /// Pushes a run. Returns the number of leading chunks that the peer then has in memory.
     async fn push_run(&self, peer: &PeerId, waiting: &WaitingRun) -> usize {
         let mut pushed = 0;
         let mut pause = PAUSE.0;
-        // A request after a clear asks for other keys.
+        // A request after a clear uses other keys.
         while now() < waiting.until
             && self.sessions.clears().1 == waiting.clears
             && let Some((push, len)) = batch(&waiting.run, pushed)
@@ -232,7 +232,7 @@ impl<L: Link> Pusher<L> {
             let (read, is_wanted) = match self.sessions.ask(peer, &push, deadline).await {
                 Ok(Reply::Pushed(Pushed { chunks, is_wanted })) => (chunks as usize, is_wanted),
                 Ok(Reply::Refused(Refusal::TooMany)) => (0, true),
-                // The peer has failed, or its release takes no pushes.
+                // The peer has failed, or its release does not support pushes.
                 _ => break,
             };
             let read = read.min(len);
@@ -241,7 +241,7 @@ impl<L: Link> Pusher<L> {
                 pause = PAUSE.0;
             }
             if read < len {
-                // Chunks after one that is gone here are of no use.
+                // Chunks after one that is gone here are useless.
                 let next = &waiting.run.keys[pushed..=pushed];
                 if !is_wanted || self.sessions.host.states(next)[..] == [HostChunk::Absent] {
                     break;
@@ -261,7 +261,7 @@ impl<L: Link> Pusher<L> {
                 peer.counters.pushed += pushed;
                 peer.counters.push_dropped += dropped;
             }
-            // It has gone meanwhile.
+            // The peer has disconnected meanwhile.
             None => _ = self.dropped.fetch_add(dropped, Ordering::Relaxed),
         }
     }
@@ -297,7 +297,7 @@ impl<L: Link> Pusher<L> {
             };
             copied += there as u64;
             if there < len {
-                // What follows a gap is of no use.
+                // Chunks after a gap are useless.
                 break;
             }
         }

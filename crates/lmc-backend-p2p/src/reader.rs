@@ -1,8 +1,8 @@
-//! [`Reader`]: finding chunks at peers, and reading them out of the peers' memory.
+//! [`Reader`]: locates chunks at peers, and reads them from the peers' memory.
 //!
-//! A chunk that is read is believed only if its lease stood without a gap from grant to
-//! release, and its bytes give the digest that came with the lease. The owner alone knows the
-//! first: it answers a release per chunk.
+//! A chunk that was read is accepted only if its lease was valid without a gap from grant to release, and its
+//! bytes match the digest that came with the lease. Only the owner knows the former: its answer to a release
+//! states it for each chunk.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -32,49 +32,48 @@ use crate::peers::Peer;
 use crate::session::{AskError, HOLD_MARGIN, Sessions};
 use crate::summing::sum;
 
-/// Chunks that a question may name although nothing is known to be at a peer.
+/// Number of chunks that one request may name before any is known to be at a peer.
 pub(crate) const ASKED_AT_ONCE: usize = 256;
-/// Holders of a chunk that are remembered from a `locate` to its `load`, at most.
+/// Most holders of a chunk that are remembered from a `locate` to its `load`.
 const ROUTE_PEERS: usize = 4;
-/// Peers that are tried for a chunk one after the other, at most.
+/// Most peers that are tried for a chunk, one after the other.
 const MAX_ROUNDS: u32 = 8;
-/// Part of a lease's duration that the reader counts on: clocks may differ in speed by less.
+/// Fraction of a lease's duration that the reader relies on: clock speeds differ by less.
 const TRUSTED: f64 = 0.9;
-/// Least time that peers have to answer a `locate` after one that has all.
+/// Least time that other peers have to answer a `locate` after one peer has all chunks.
 const AS_LONG_AGAIN: Duration = Duration::from_micros(500);
-/// Time for a lease's answer, beyond that which the owner may take for it.
+/// Time for a lease's answer, in addition to the time that the owner may take.
 const ANSWER_MARGIN: Duration = Duration::from_millis(250);
-/// Time after a lease's end at which a read that goes on is given up.
+/// Time after a lease's end at which a read that is still running is aborted.
 const READ_MARGIN: Duration = Duration::from_millis(500);
-/// Least time that a caller must leave for a lease or a read that came to its deadline to count against
-/// the peer.
+/// Least time that a caller must leave for a lease or a read so that its timeout counts against the peer.
 const PATIENT: Duration = Duration::from_millis(500);
-/// Time for a release's answer.
+/// Timeout of a release.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Peers that can be asked for a chunk, the best first.
 type Route = Vec<PeerId>;
 
-/// A load whose outcome is not known.
+/// A chunk to load whose outcome is open.
 #[derive(Debug)]
 struct Wanted {
     /// Position in the batch.
     index: usize,
     key: ChunkKey,
     slot: ReservedSlot,
-    /// The holders that were not asked yet, besides the one that is asked now.
+    /// The holders that were not asked yet, except the one that is being asked.
     others: Route,
 }
 
 /// Outcome of one chunk of a lease.
 enum ChunkRead {
     Done(usize, Loaded),
-    /// The peer did not serve it; another may.
+    /// The peer did not serve the chunk; another peer may.
     Elsewhere(Wanted, Option<BackendError>),
 }
 
-/// This daemon as a reader of its peers' chunks. It has no lock: the holders that a lookup found come
-/// back as the handles of its locations, and each load has leases of its own.
+/// This daemon as a reader of its peers' chunks. It has no lock: the holders that a lookup found are in the
+/// handles of its locations, and each load has leases of its own.
 pub(crate) struct Reader<L> {
     pub(crate) sessions: Arc<Sessions<L>>,
     pub(crate) directories: Arc<DirectoryClient<L>>,
@@ -154,8 +153,8 @@ impl<L: Link> Reader<L> {
                 Ok(Reply::Located(mut answer)) if answer.message.states.len() == keys.len() => {
                     let located = &mut answer.message;
                     self.refuse_misfits(&peer, hint, located);
-                    // Once one has all, the others have as long again: they may be less loaded,
-                    // and are asked where the first does not lend.
+                    // Once one peer has all chunks, the others get the same time again: they may be less
+                    // loaded, and are asked if the first one does not lend.
                     if located.has_all() {
                         let again =
                             now() + now().saturating_duration_since(begun).max(AS_LONG_AGAIN);
@@ -168,12 +167,12 @@ impl<L: Link> Reader<L> {
                         && self.sessions.is_in_step(&peer, answer.clears);
                     answered.push((peer, answer));
                     if is_complete {
-                        // Nothing is absent, whatever the others have.
+                        // No chunk is absent, whatever the other peers have.
                         asked = heard;
                         break;
                     }
                 }
-                Ok(_) => silent = Some(format!("{peer} gave another answer than was asked for")),
+                Ok(_) => silent = Some(format!("{peer} gave an unexpected answer")),
                 Err(error) => {
                     self.sessions.probe(&peer);
                     silent = Some(format!("{peer}: {error}"));
@@ -183,7 +182,7 @@ impl<L: Link> Reader<L> {
         if heard < asked {
             silent.get_or_insert_with(|| "a peer has not answered yet".to_owned());
         }
-        // Nothing is expected of these.
+        // Peers from which nothing is expected.
         let mut refused: Vec<PeerId> = Vec::new();
         let in_step = answered.into_iter().filter_map(|(peer, answer)| {
             let same = self.sessions.is_in_step(&peer, answer.clears);
@@ -197,7 +196,7 @@ impl<L: Link> Reader<L> {
         let peers = self.sessions.peers.lock();
         let is_expected = hint.wait.is_some() && peers.may_lend(&hint.sources, &refused, now());
         let is_late = now() >= deadline;
-        // Consecutive chunks mostly have the same.
+        // Consecutive chunks mostly have the same holders.
         let mut last: Option<(Route, Handle)> = None;
         let mut handle_of = |route: Route| match &last {
             Some((known, handle)) if *known == route => handle.clone(),
@@ -213,7 +212,7 @@ impl<L: Link> Reader<L> {
             });
             let mut holders = holders.take(ROUTE_PEERS).peekable();
             if let Some(&(best, len)) = holders.peek() {
-                // Holders that disagree about the length do not serve one slot.
+                // Holders that disagree about the length cannot serve the same slot.
                 let agree = holders.filter(|(_, other)| *other == len);
                 let route: Route = agree.map(|(peer, _)| peer.clone()).collect();
                 let cost = peers.get(best).map(|peer| peer.cost(len));
@@ -239,8 +238,8 @@ impl<L: Link> Reader<L> {
         (0..keys.len()).map(answer).collect()
     }
 
-    /// Counts chunks of another length than that which is looked up as absent, and pauses the peer
-    /// that claims to have them.
+    /// Counts chunks with another length than expected as absent, and pauses the peer that claims to have
+    /// them.
     fn refuse_misfits(&self, peer: &PeerId, hint: &LocateHint, located: &mut LocatedMessage) {
         let Some(chunk_bytes) = hint.chunk_bytes else {
             return;
@@ -259,22 +258,22 @@ impl<L: Link> Reader<L> {
         }
     }
 
-    /// Returns the payload bytes of a chunk that a peer has, unless there is no such chunk.
+    /// Returns the payload bytes of a chunk that a peer has, unless the length is impossible.
     fn sound(&self, state: ChunkState) -> Option<u64> {
         let len = state.bytes()?;
         (len > 0 && len <= self.sessions.config.max_chunk).then_some(len)
     }
 
-    /// Returns true if a peer has every chunk now, or is writing it.
+    /// Returns true if a peer has every chunk, or is writing it.
     fn is_complete(&self, located: &LocatedMessage) -> bool {
         let there =
             |&state: &ChunkState| state == ChunkState::Writing || self.sound(state).is_some();
         located.states.iter().all(there)
     }
 
-    /// Orders peers by what they have: those that were hinted at first, as far as they have the
-    /// first chunk; then the longest prefix first, and of those with as much, the less loaded of
-    /// two that the first key chooses, so that many readers of one prompt spread.
+    /// Orders peers by their chunks. Hinted peers that have the first chunk come first, then peers with the
+    /// longest prefix. Of equals, the first key selects two, and the less loaded of the two comes first, so
+    /// that many readers of one prompt spread over the holders.
     fn rank(
         &self,
         keys: &[ChunkKey],
@@ -346,8 +345,8 @@ impl<L: Link> Reader<L> {
         Box::pin(stream::iter(misses).chain(groups.flat_map(stream::iter)))
     }
 
-    /// Begins to read chunks from one peer, on the thread at which its replies arrive: each that is
-    /// waited for elsewhere wakes a thread.
+    /// Begins to read chunks from one peer, on the thread at which its replies arrive: waiting for a reply
+    /// elsewhere would wake a thread each time.
     fn begin_group(
         self: &Arc<Self>,
         peer: PeerId,
@@ -360,7 +359,7 @@ impl<L: Link> Reader<L> {
         let Some(home) = home else {
             return group;
         };
-        // The request goes from here, before the other thread is awake.
+        // The request is sent from this thread, before the other thread is awake.
         let entered = home.enter();
         if let Some(done) = (&mut group).now_or_never() {
             return Box::pin(std::future::ready(done));
@@ -369,7 +368,7 @@ impl<L: Link> Reader<L> {
         let group = AbortOnDropHandle::new(home.spawn(group));
         Box::pin(async move {
             group.await.unwrap_or_else(|_| {
-                // The thread ended, and the slots went back to their pool.
+                // The thread has ended, and the slots were returned to their pool.
                 let failed = |index| {
                     let error = BackendError::Closed;
                     let slot = FailedSlot::Quarantined;
@@ -380,7 +379,7 @@ impl<L: Link> Reader<L> {
         })
     }
 
-    /// Reads chunks from one peer, and the chunks that it does not serve from other peers.
+    /// Reads chunks from one peer. Reads the chunks that it does not serve from other peers.
     async fn load_group(
         self: Arc<Self>,
         peer: PeerId,
@@ -420,7 +419,7 @@ impl<L: Link> Reader<L> {
         done
     }
 
-    /// Removes the peers that have gone since they were located.
+    /// Removes the peers that have disconnected since the lookup.
     fn retain_connected(&self, route: &mut Route) {
         if !route.is_empty() {
             let peers = self.sessions.peers.lock();
@@ -459,7 +458,7 @@ impl<L: Link> Reader<L> {
         if self.sessions.with_peer(peer, |peer| peer.lends(now())) != Some(true) {
             return elsewhere(items, || Some(self.unavailable(peer, None)));
         }
-        // Where another has the chunks too, that one is asked before anything is waited for.
+        // If another peer has the chunks too, it is asked before anything is waited for.
         self.retain_connected(&mut items[0].others);
         let sent = now();
         let is_patient = |begun| deadline.saturating_duration_since(begun) >= PATIENT;
@@ -497,8 +496,8 @@ impl<L: Link> Reader<L> {
             peer: peer.clone(),
             number: leased.lease,
             duration: Duration::from_millis(leased.duration_ms.into()),
-            // The owner may have waited: it counts from its answer at the latest, so this is
-            // earlier than the lease's begin.
+            // The owner may have waited, but counts from its answer at the latest. So this time is earlier
+            // than the lease's beginning.
             sent,
         };
         if !self.sessions.is_in_step(peer, clears) {
@@ -531,13 +530,13 @@ impl<L: Link> Reader<L> {
                 peer.lent_badly(format!("a read: {error}"), now());
             }
             None => {
-                let reason = "a lease was not renewed in time, and a read given up";
+                let reason = "a lease was not renewed in time; the read was aborted";
                 peer.lent_badly(reason.to_owned(), now());
             }
         });
         let (slots, by, Released { held, digests }) = match filled {
             Some(Filled { slots, by, .. }) => {
-                // What has no checksum yet is summed while the owner answers.
+                // Missing checksums are computed while the owner answers.
                 let (released, slots) = join(lease.release(), sum(slots)).await;
                 (slots, by, released)
             }
@@ -590,8 +589,8 @@ impl<L: Link> Reader<L> {
         reads
     }
 
-    /// Splits what a peer answered to a lease: chunks to read, each with its number among those
-    /// granted, where it lies and its digest; and those that it does not serve.
+    /// Splits a peer's answer to a lease into chunks to read, each with its number among the granted chunks,
+    /// its location and its digest, and chunks that the peer does not serve.
     #[allow(
         clippy::type_complexity,
         reason = "a number, an item, its index, its digest"
@@ -668,7 +667,7 @@ impl<L: Link> Reader<L> {
         addresses.filter_map(at).collect()
     }
 
-    /// Returns the slot if its bytes are those of the chunk.
+    /// Returns the slot if its bytes match the chunk's digest.
     fn verified(
         &self,
         (peer, by): (&PeerId, DataPlane),
@@ -685,7 +684,7 @@ impl<L: Link> Reader<L> {
         if chunk_digest(&key, slot.checksum()) != digest {
             self.sessions.with_peer(peer, |known| {
                 known.counters.corrupt += 1;
-                // One line for each pause.
+                // One log line for each pause.
                 if known.lent_badly("a chunk with a wrong checksum".to_owned(), now()) {
                     tracing::warn!(%peer, %key, "a chunk that was read from a peer has a wrong checksum: it counts as a miss, and the peer is not asked for a while");
                 }
@@ -703,9 +702,9 @@ impl<L: Link> Reader<L> {
         Ok(slot)
     }
 
-    /// Sends the owner a request that names this daemon as a further holder of chunks that were
-    /// verified. Waits for nothing, nor for their commit: a holder is advice, and one that did not
-    /// commit costs another reader a request.
+    /// Sends the owner a request that names this daemon as a further holder of chunks that were verified.
+    /// Waits neither for an answer nor for the commit of the chunks: a holder is only advice, and if the
+    /// commit fails, another reader sends one request in vain.
     fn send_holds(&self, peer: &PeerId, keys: &[ChunkKey]) {
         let Some((batch, _)) = KeyBatch::leading(keys) else {
             return;
@@ -724,7 +723,7 @@ impl<L: Link> Reader<L> {
             self.sessions.with_peer(peer, failure).flatten()
         };
         let reason = error.map(AskError::to_string).or_else(known);
-        let reason = reason.unwrap_or_else(|| "it gave another answer than was asked for".into());
+        let reason = reason.unwrap_or_else(|| "it gave an unexpected answer".into());
         Unavailable {
             reason: format!("{peer}: {reason}"),
         }
@@ -752,31 +751,31 @@ fn not_loaded(slot: ReservedSlot, error: Option<BackendError>) -> Loaded {
     }
 }
 
-/// Spreads readers of one prompt over its holders: each reader begins elsewhere.
+/// Returns a seed that spreads readers of one prompt over its holders: each reader begins at another one.
 fn address_seed(address: &str) -> u64 {
     xxhash_rust::xxh3::xxh3_64(address.as_bytes())
 }
 
-/// A lease that this daemon has of a peer. Dropping it gives it back.
+/// A lease that this daemon has from a peer. Dropping it releases the lease.
 struct Leasing<L: Link> {
     sessions: Arc<Sessions<L>>,
     peer: PeerId,
-    /// 0 once it is released, or where nothing was granted.
+    /// 0 once the lease is released, or if nothing was granted.
     number: u64,
     duration: Duration,
-    /// Sending of the request by which the lease was granted or last renewed: it began later.
+    /// Time at which the request that granted or last renewed the lease was sent. The lease began later.
     sent: Instant,
 }
 
 impl<L: Link> Leasing<L> {
-    /// Returns when the lease may be over for its owner.
+    /// Returns the time until which the lease can be relied on.
     fn trusted_until(&self) -> Instant {
         self.sent + self.duration.mul_f64(TRUSTED)
     }
 
-    /// Awaits a read, and renews the lease meanwhile. A read that goes on soon after the end of a
-    /// lease that could not be renewed is given up: `None`. Of one that ends before, the owner says
-    /// at the release whether the lease stood.
+    /// Awaits a read, and renews the lease meanwhile. If the lease could not be renewed and the read
+    /// continues beyond its end for a short time, the read is aborted and the result is `None`. If the read
+    /// ends earlier, the owner's answer to the release states whether the lease was valid.
     async fn while_renewed<T>(&mut self, read: impl Future<Output = T>) -> Option<T> {
         tokio::pin!(read);
         let mut renew_at = self.sent + self.duration / 3;
@@ -808,12 +807,12 @@ impl<L: Link> Leasing<L> {
         }
     }
 
-    /// Gives the lease back. Returns what the owner answers; nothing if that does not come in time.
+    /// Releases the lease. Returns the owner's answer, or an empty one if none comes in time.
     async fn release(mut self) -> Released {
         let request = Request::Release(Release { lease: self.number });
         let deadline = now() + RELEASE_TIMEOUT;
         let released = self.sessions.ask(&self.peer, &request, deadline).await;
-        // Until here dropping this sends another release.
+        // Until here, dropping this would send another release.
         self.number = 0;
         match released {
             Ok(Reply::Released(released)) => released,

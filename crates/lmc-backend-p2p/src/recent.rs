@@ -1,10 +1,10 @@
-//! A bounded map that drops what was inserted first.
+//! A bounded map that drops the oldest entries.
 
 use std::collections::{HashMap, VecDeque};
 
 use lmc_key::{ChunkKey, FoldState};
 
-/// Values of the chunks that were inserted last.
+/// Values of the chunks that were inserted most recently.
 #[derive(Debug)]
 pub(crate) struct Recent<V> {
     values: HashMap<ChunkKey, V, FoldState>,
@@ -27,7 +27,7 @@ impl<V> Recent<V> {
         self.values.get(key)
     }
 
-    /// Returns the value of a chunk, inserted if it was not there.
+    /// Returns the value of a chunk; inserts one if there is none.
     pub(crate) fn entry(&mut self, key: ChunkKey, new: impl FnOnce() -> V) -> &mut V {
         if !self.values.contains_key(&key) {
             while self.values.len() >= self.capacity {

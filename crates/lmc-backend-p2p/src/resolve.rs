@@ -1,4 +1,4 @@
-//! Addresses of the peers' names, resolved again from time to time.
+//! Resolution of the peers' names to addresses, repeated from time to time.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,28 +14,28 @@ use crate::peers::Failure;
 
 /// Time between two resolutions of a name.
 const RESOLVE_EVERY: Duration = Duration::from_secs(30);
-/// Time after which a name that could not be resolved is tried again.
+/// Time after which a failed resolution is retried.
 const RETRY_AFTER: Duration = Duration::from_secs(5);
-/// Time for which a look-up is waited for. It goes on afterwards, because a call of the system
-/// that has begun cannot be ended.
+/// Longest wait for a look-up. The look-up continues afterwards, because a system call that has begun cannot
+/// be cancelled.
 const LOOKUP_WAIT: Duration = Duration::from_secs(2);
-/// Addresses that one name may have.
+/// Most addresses of one name.
 const MAX_ADDRESSES: usize = 64;
 
 /// A name and its addresses.
 #[derive(Debug, Default)]
 struct Name {
-    /// Addresses that the last look-up found, unless it failed.
+    /// Addresses of the last successful look-up.
     addresses: Vec<SocketAddr>,
     /// Reason why the last look-up failed.
     failure: Option<Failure>,
-    /// The look-up under way.
+    /// The look-up in progress.
     lookup: Option<JoinHandle<io::Result<Vec<SocketAddr>>>>,
     /// Time of the next look-up; `None` before the first.
     next: Option<Instant>,
 }
 
-/// Names with their addresses. Each has one look-up under way at most.
+/// Names with their addresses. Each name has at most one look-up in progress.
 #[derive(Debug)]
 pub(crate) struct Names(BTreeMap<String, Name>);
 
@@ -45,8 +45,8 @@ impl Names {
         Self(names.map(|name| (name.clone(), Name::default())).collect())
     }
 
-    /// Resolves the names whose time has come. One that cannot be resolved keeps the addresses
-    /// that it had. Returns true if addresses may have changed.
+    /// Resolves the names whose look-up is due. A name that cannot be resolved keeps its addresses. Returns
+    /// true if addresses may have changed.
     pub(crate) async fn resolve<F>(&mut self, lookup: impl Fn(String) -> F) -> bool
     where
         F: Future<Output = io::Result<Vec<SocketAddr>>> + Send + 'static,
@@ -76,7 +76,7 @@ impl Names {
                         let failure = Failure::new(error.to_string(), now());
                         let before = name.failure.replace(failure);
                         if before.is_none_or(|before| before.reason != error.to_string()) {
-                            tracing::warn!(name = %text, %error, "the name of a peer cannot be resolved; it is tried again every 5 s");
+                            tracing::warn!(name = %text, %error, "the name of a peer cannot be resolved; retrying every 5 s");
                         }
                         RETRY_AFTER
                     }
@@ -93,7 +93,7 @@ impl Names {
         self.0.get(name).map(|name| &name.addresses[..])
     }
 
-    /// Returns the names with their addresses, and the reason why the last look-up failed.
+    /// Returns the names with their addresses, and the reason if the last look-up failed.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&String, &[SocketAddr], Option<&Failure>)> {
         self.0
             .iter()

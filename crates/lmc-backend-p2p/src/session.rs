@@ -1,5 +1,5 @@
-//! [`Sessions`]: the sessions of this daemon with its peers. Hellos, requests with their answers, and
-//! the digest of the clears.
+//! [`Sessions`]: the sessions of this daemon with its peers: hellos, requests with their answers, and the
+//! digest of the clears.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,38 +19,38 @@ use crate::peers::{Failure, Peer, Peers};
 use crate::spaces::{OwnSpaces, cut};
 use crate::unfit::Unfit;
 
-/// Time between two exchanges with peers at another digest, and of what each side holds.
+/// Interval of exchanges with peers at another digest, and of descriptions.
 pub(crate) const IN_STEP_EVERY: Duration = Duration::from_secs(5);
-/// Time that an owner takes to lease and sum what is in memory, beyond the time that it may wait.
+/// Time that an owner needs to lease and sum chunks in memory, in addition to the time that it may wait.
 pub(crate) const HOLD_MARGIN: Duration = Duration::from_millis(250);
-/// Time that a peer takes to read what it was asked to read, at most.
+/// Longest time that a peer takes to read chunks on an order.
 pub(crate) const ORDER_TIMEOUT: Duration = Duration::from_secs(20);
-/// Time that a peer has for an answer before it is taken for one that is gone.
+/// Timeout of a probe, after which the peer counts as gone.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The reason why a request to a peer brought no answer.
+/// Reason why a request to a peer brought no answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AskError {
     /// The peer did not answer by the deadline; it may have handled the request.
     #[error("no answer by the deadline")]
     Deadline,
-    /// The channel did not bring the request or the answer.
+    /// The channel did not deliver the request or the answer.
     #[error(transparent)]
     Channel(TransferError),
-    /// The answer is no frame of the protocol, or the request does not fit into one.
+    /// The answer is not a frame of the protocol, or the request does not fit into one.
     #[error(transparent)]
     Message(#[from] MessageError),
     /// The peer refuses the request.
     #[error(transparent)]
     Refused(Refusal),
-    /// The answer is one to another kind of request.
-    #[error("another answer than was asked for")]
+    /// The answer belongs to another kind of request.
+    #[error("an unexpected kind of answer")]
     OtherReply,
 }
 
 impl AskError {
-    /// Returns the error for an answer that is not of the request's kind.
+    /// Returns the error for an answer of the wrong kind.
     pub(crate) fn unexpected(reply: Reply) -> Self {
         match reply {
             Reply::Refused(refusal) => Self::Refused(refusal),
@@ -59,10 +59,10 @@ impl AskError {
     }
 }
 
-/// The reason for which a connected peer is not used.
+/// Reason why a connected peer is not used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HelloError {
-    /// The two sides do not fit, as this side or the peer found.
+    /// The settings of the two sides do not fit, as found by this side or by the peer.
     #[error("{0}")]
     Unfit(Unfit),
     /// The peer refuses this side.
@@ -87,13 +87,13 @@ pub(crate) struct Sessions<L> {
     pub(crate) config: NodeConfig,
     pub(crate) peers: Mutex<Peers>,
     pub(crate) spaces: OwnSpaces,
-    /// The own clears as they were last, so that a digest is computed once for each map.
+    /// This daemon's clears at the last call, so that the digest is computed once for each map.
     known_clears: Mutex<Option<KnownClears>>,
-    /// Set when a message has another digest of clears, or a peer lacks this side's hello.
+    /// Notified when a message has another digest of clears, or a peer lacks this side's hello.
     pub(crate) out_of_step: Notify,
-    /// Set when a peer's hello was accepted.
+    /// Notified when a peer's hello was accepted.
     pub(crate) hello_came: Notify,
-    /// Ends the leases of a session that is over. Called while no lock is held.
+    /// Ends the leases of a session that has ended. Called while no lock is held.
     on_end: Box<dyn Fn(&Session) + Send + Sync>,
 }
 
@@ -117,7 +117,7 @@ impl<L: Link> Sessions<L> {
         }
     }
 
-    /// Notes that an incarnation of a peer is connected, and exchanges hellos with it.
+    /// Records that an incarnation of a peer is connected, and exchanges hellos with it.
     ///
     /// # Errors
     /// [`HelloError`].
@@ -147,19 +147,19 @@ impl<L: Link> Sessions<L> {
         };
         if let Err(error) = &result {
             self.with(session, |peer| {
-                // For as long as the two run.
+                // For as long as both processes run.
                 peer.is_unfit = matches!(error, HelloError::Unfit(_));
                 peer.last_failure = Some(Failure::new(error.to_string(), now()));
             });
         }
         if !self.link.is_current(session) {
-            // It may have gone before it was noted.
+            // The peer may have disconnected before this was recorded.
             self.disconnected(session, "the peer disconnected");
         }
         result
     }
 
-    /// Notes that an incarnation of a peer is connected.
+    /// Records that an incarnation of a peer is connected.
     pub(crate) fn note_connected(&self, session: &Session) {
         let replaced = self.peers.lock().connected(session, now());
         if let Some(old) = replaced {
@@ -167,7 +167,7 @@ impl<L: Link> Sessions<L> {
         }
     }
 
-    /// Notes that an incarnation of a peer is gone, for this reason.
+    /// Records that an incarnation of a peer is gone, with the reason.
     pub(crate) fn disconnected(&self, session: &Session, reason: &str) {
         let failure = Failure::new(reason.to_owned(), now());
         self.peers.lock().disconnected(session, failure);
@@ -225,8 +225,8 @@ impl<L: Link> Sessions<L> {
         Stamped::new(self.clears().1, message)
     }
 
-    /// Returns true if a peer that sent this digest has carried out the clears of this daemon, and no
-    /// others. If not, the two exchange their maps at once.
+    /// Returns true if a peer that sent this digest has carried out the same clears as this daemon. If not,
+    /// the two exchange their maps at once.
     pub(crate) fn is_in_step(&self, peer: &PeerId, theirs: ClearsId) -> bool {
         let same = theirs == self.clears().1;
         if !same {
@@ -237,7 +237,7 @@ impl<L: Link> Sessions<L> {
     }
 
     /// Calls a function with the peer of a session, under the lock of the peers. Returns `None` if the
-    /// session is over.
+    /// session has ended.
     pub(crate) fn with<T>(&self, session: &Session, act: impl FnOnce(&mut Peer) -> T) -> Option<T> {
         self.peers.lock().of_session(session).map(act)
     }
@@ -252,7 +252,7 @@ impl<L: Link> Sessions<L> {
         self.peers.lock().get_mut(peer).map(act)
     }
 
-    /// Sends a request, and notes how long the peer took or that it failed. A refusal is an answer.
+    /// Sends a request, and records the peer's response time or the failure. A refusal is an answer.
     ///
     /// # Errors
     /// [`AskError`].
@@ -270,15 +270,16 @@ impl<L: Link> Sessions<L> {
             Ok(bytes) => Reply::from_bytes(&bytes).map_err(AskError::Message),
         };
         self.with_peer(peer, |peer| match &reply {
-            // The answer comes when the peer has read, or noted what it learned.
+            // These answers come only after the peer has read chunks or noted clears, so they measure no
+            // round trip.
             Ok(Reply::Copying(_) | Reply::Pushed(_) | Reply::Cleared(_)) => {}
             Ok(reply) => {
                 peer.answered(now().saturating_duration_since(sent), now());
                 if *reply == Reply::Refused(Refusal::NoHello) {
-                    // It does not know this side, or not yet.
+                    // The peer does not know this side, or does not know it yet.
                     peer.hello = None;
                     let (last, now) = (peer.lacked_hello, now());
-                    // A peer that never takes it is sent it no more often than others.
+                    // A peer that never accepts the hello is sent it no more often than others.
                     if last.is_none_or(|last| now >= last + IN_STEP_EVERY) {
                         peer.lacked_hello = Some(now);
                         self.out_of_step.notify_one();
@@ -294,8 +295,8 @@ impl<L: Link> Sessions<L> {
         reply
     }
 
-    /// Asks a peer whose pause has just begun something small, in the background: its answer ends
-    /// the pause, or cuts it where it comes late as well.
+    /// Sends a small request in the background to a peer whose pause has just begun: its answer ends the
+    /// pause, or shortens the pause if it is late too.
     pub(crate) fn probe(self: &Arc<Self>, peer: &PeerId) {
         let begun = |peer: &mut Peer| peer.begin_probe().then_some(peer.holds.digest);
         let Some(digest) = self.with_peer(peer, begun).flatten() else {
@@ -304,7 +305,7 @@ impl<L: Link> Sessions<L> {
         let (this, peer) = (Arc::clone(self), peer.clone());
         tokio::spawn(async move {
             let request = Request::Describe(Describe { digest });
-            // `ask` notes what comes of it.
+            // `ask` records the outcome.
             let _ = this.ask(&peer, &request, now() + PROBE_TIMEOUT).await;
         });
     }

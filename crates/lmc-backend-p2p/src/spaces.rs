@@ -1,5 +1,5 @@
-//! Descriptions for people of what this daemon and its peers hold: the live spaces, and the fields
-//! in which two daemons with one model differ.
+//! Descriptions for an operator of what this daemon and its peers hold: the live spaces, and the fields in
+//! which two daemons with one model differ.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
@@ -17,34 +17,34 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::message::{Describe, Described, MAX_SPACES, MAX_TEXT, SpaceNote};
 use crate::peers::Peers;
 
-/// Time for which a description of the own spaces is used again.
+/// Time for which a description of this daemon's spaces is reused.
 const DESCRIBED_FOR: Duration = Duration::from_secs(1);
 
-/// The own live spaces, described for peers.
+/// This daemon's live spaces, described for peers.
 #[derive(Debug, Clone)]
 pub(crate) struct SpaceNotes {
-    /// Changes with the spaces; never 0.
+    /// Changes when the spaces change; never 0.
     pub(crate) digest: u64,
     pub(crate) spaces: Arc<[SpaceNote]>,
 }
 
-/// The spaces of this daemon's engines. Their description is made once a second at most.
+/// The spaces of this daemon's engines. Their description is computed at most once a second.
 #[derive(Debug)]
 pub(crate) struct OwnSpaces {
     host: Arc<dyn Host>,
-    /// Keys under which salts are described.
+    /// Keys for the digests of salts in descriptions.
     keys: Option<Keys>,
     /// The last description, and its time.
     last: Mutex<Option<(Instant, SpaceNotes)>>,
     heard: Arc<HostHeard>,
 }
 
-/// Hears that what peers know of this host may have changed.
+/// Listens for changes of this host that peers should know.
 #[derive(Debug, Default)]
 struct HostHeard {
-    /// True until they are described again.
+    /// True until the spaces are described again.
     is_new: AtomicBool,
-    /// Set when they have to be described to peers.
+    /// Notified when the spaces have to be described to peers.
     changed: Notify,
 }
 
@@ -72,19 +72,18 @@ pub struct Difference {
     pub there: String,
 }
 
-/// A model that this daemon and a peer serve in no common space: neither finds a chunk of it at the
-/// other.
+/// A model that this daemon and a peer serve without a common space: neither finds chunks of it at the other.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Mismatch {
     /// Name of the model.
     pub model: String,
-    /// The fields that differ, of the two spaces that differ the least.
+    /// The differing fields, of the two spaces that differ the least.
     pub differences: Vec<Difference>,
 }
 
-/// Returns the models that both sides serve in no common space, and of which this side merges no chunks
-/// of the other.
+/// Returns the models that both sides serve without a common space, if this side does not merge the other
+/// side's chunks either.
 pub(crate) fn mismatches(
     ours: &[SpaceNote],
     theirs: &[SpaceNote],
@@ -116,7 +115,7 @@ pub(crate) fn mismatches(
 /// Returns the fields in which two spaces of one model differ; at least one.
 fn differing(our: &SpaceNote, their: &SpaceNote) -> Vec<Difference> {
     let salt = |space: &SpaceNote| match space.salt {
-        // Also one that a side without a key does not describe.
+        // Also the salt of a side that has no key to describe it.
         [0, ..] if space.salt == [0; 16] => "none".to_owned(),
         _ => format!("digest {}", &hex(&space.salt)[..8]),
     };
@@ -132,7 +131,7 @@ fn differing(our: &SpaceNote, their: &SpaceNote) -> Vec<Difference> {
     let (mut differ, mut agree): (Vec<Difference>, Vec<Difference>) =
         fields.into_iter().partition(|one| one.here != one.there);
     if differ.is_empty() {
-        // All others are shown whole.
+        // All other fields are shown whole.
         differ.extend(agree.pop());
     }
     differ
@@ -163,7 +162,7 @@ pub(crate) fn note(space: &HostSpace, keys: Option<&Keys>) -> SpaceNote {
     }
 }
 
-/// Cuts a text to what a message may hold.
+/// Truncates a text to the length that a message may have.
 pub(crate) fn cut(text: &mut String) {
     let mut end = text.len().min(MAX_TEXT);
     while !text.is_char_boundary(end) {
@@ -184,13 +183,14 @@ impl OwnSpaces {
         }
     }
 
-    /// Waits until engines of this host may use a space that they did not use before, or it may be drained.
+    /// Waits until engines of this host may use a space that they did not use before, or the host may be
+    /// drained.
     pub(crate) async fn changed(&self) {
         self.heard.changed.notified().await;
     }
 
-    /// Returns the own live spaces as peers see them. The number of their chunks, which orders them, is at
-    /// most a second old.
+    /// Returns this daemon's live spaces as peers see them. The numbers of their chunks, which order them,
+    /// are at most a second old.
     pub(crate) fn notes(&self) -> SpaceNotes {
         let mut last = self.last.lock();
         let is_new = self.heard.is_new.swap(false, Ordering::AcqRel);
@@ -204,7 +204,7 @@ impl OwnSpaces {
         let spaces: Vec<SpaceNote> = spaces.map(|one| note(one, self.keys.as_ref())).collect();
         let mut bytes = Vec::new();
         for space in &spaces {
-            // An id decides all other fields.
+            // The id decides all other fields.
             bytes.extend(space.space);
         }
         let notes = SpaceNotes {
@@ -215,7 +215,8 @@ impl OwnSpaces {
         notes
     }
 
-    /// Returns the layouts of peers whose chunks engines of this host merge. The peers must not be locked.
+    /// Returns the layouts of peers whose chunks engines of this host merge. The caller must not hold the
+    /// lock of the peers.
     pub(crate) fn merged(&self, peers: &Mutex<Peers>) -> MergedLayouts {
         let mut layouts: HashSet<_> = {
             let peers = peers.lock();
@@ -230,7 +231,7 @@ impl OwnSpaces {
         layouts
     }
 
-    /// Returns what this daemon holds, as it is described to a peer.
+    /// Returns the description of what this daemon holds, for a peer.
     pub(crate) fn described(&self, asked: Describe) -> Described {
         let own = self.notes();
         let usage = self.host.usage();

@@ -1,4 +1,4 @@
-//! State of this daemon among its peers, for people and for machines.
+//! State of this daemon and its peers, for an operator and for programs.
 
 use std::collections::BTreeMap;
 
@@ -17,33 +17,33 @@ use crate::spaces::{Mismatch, hex, mismatches};
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct PeersStatus {
-    /// Name of this daemon on the channel, another one at each start.
+    /// Name of this daemon on the channel; it differs at each start.
     pub id: String,
     /// State of the node.
     #[serde(flatten)]
     pub node: NodeStatus,
-    /// The peers that the settings name, each at each of its addresses.
+    /// The configured peers, each once for each of its addresses.
     pub named: Vec<NamedPeer>,
 }
 
-/// A peer that the settings name, at one of its addresses.
+/// A configured peer, at one of its addresses.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct NamedPeer {
-    /// The name with its port, as the settings have it.
+    /// Configured name with its port.
     pub name: String,
-    /// Address of the name, or the one of several that this is about; none where the name is not resolved.
+    /// Resolved address of this entry; none if the name is not resolved.
     pub address: Option<String>,
     /// Name of the peer on the channel; none while it is not connected.
     pub id: Option<String>,
-    /// True for the address of this daemon itself, which is ignored.
+    /// True if the address is this daemon's own, which is ignored.
     pub itself: bool,
-    /// Reason why the name is not resolved, or the peer not connected.
+    /// Reason why the name is not resolved, or the peer is not connected.
     pub failure: Option<Failure>,
 }
 
 impl NamedPeer {
-    /// Returns the name, with the address where that is another.
+    /// Returns the name, followed by the address if it differs.
     pub(crate) fn describe(&self) -> String {
         match &self.address {
             Some(address) if *address != self.name => format!("{} ({address})", self.name),
@@ -56,13 +56,13 @@ impl NamedPeer {
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct NodeStatus {
-    /// Name of this daemon, for people.
+    /// Name of this daemon, for an operator.
     pub name: String,
     /// Address that peers connect to.
     pub address: String,
-    /// Oldest and newest version of the protocol that this daemon speaks.
+    /// Oldest and newest protocol version that this daemon speaks.
     pub versions: (u16, u16),
-    /// Tokens in a chunk.
+    /// Number of tokens in a chunk.
     pub chunk_size: u32,
     /// Name of the algorithm of prefix hashes.
     pub algorithm: String,
@@ -72,11 +72,11 @@ pub struct NodeStatus {
     pub leased_bytes: u64,
     /// Payload bytes that may be leased to all peers together.
     pub leasable_bytes: u64,
-    /// The own live spaces.
+    /// This daemon's live spaces.
     pub spaces: Vec<SpaceView>,
     /// The connected peers.
     pub peers: Vec<PeerStatus>,
-    /// Peers that disconnected and did not come back, the last first.
+    /// Peers that disconnected and did not return, the latest first.
     pub gone: Vec<GonePeer>,
     /// Counters of all peers since this daemon's start.
     pub counters: BTreeMap<&'static str, u64>,
@@ -90,7 +90,7 @@ pub struct SpaceView {
     pub id: String,
     /// Name under which the engine serves its model.
     pub model: String,
-    /// KV ranks that together hold a chunk.
+    /// Number of KV ranks that together hold a chunk.
     pub world_size: u32,
     /// Element type.
     pub dtype: String,
@@ -124,42 +124,41 @@ pub struct Holding {
     pub chunks: u64,
     /// Payload bytes of the chunks in memory.
     pub bytes: u64,
-    /// Bytes of memory for chunks.
+    /// Bytes of the memory for chunks.
     pub pool: u64,
 }
 
-/// State of one connected peer. Texts are as the peer sent them: escape them before they are shown.
+/// State of one connected peer. Texts are as the peer sent them: escape them before display.
 #[derive(Debug, Clone, Serialize)]
 #[non_exhaustive]
 pub struct PeerStatus {
-    /// Name on the channel, another one at each start of the peer.
+    /// Name on the channel; it differs at each start of the peer.
     pub id: String,
-    /// Name for people; none before the hello.
+    /// Name for an operator; none before the hello.
     pub name: Option<String>,
     /// Address at which the peer listens; none before the hello.
     pub address: Option<String>,
-    /// Version of the protocol that both sides speak; none while no hello is accepted, and the peer
-    /// is not used.
+    /// Protocol version that both sides use; none while no hello is accepted and the peer is not used.
     pub version: Option<u16>,
-    /// True while the peer is drained: it takes no chunks, and is to be stopped.
+    /// True while the peer is drained: it accepts no chunks, and is to be stopped.
     pub draining: bool,
     /// Seconds since the connect.
     pub connected_seconds: f64,
-    /// Plane that moves the bytes of reads from it now: `sockets` or `nixl`.
+    /// Plane that currently moves the bytes of reads from the peer: `sockets` or `nixl`.
     pub transport: &'static str,
     /// Last failure since the connect.
     pub last_failure: Option<Failure>,
     /// Seconds for which the peer is not asked because of failures.
     pub paused_seconds: Option<f64>,
-    /// Measured time from a request to its answer; none before the first.
+    /// Measured time from a request to its answer; none before the first answer.
     pub round_trip_seconds: Option<f64>,
-    /// Measured rate of reads; none before the first.
+    /// Measured read rate; none before the first read.
     pub read_bytes_per_second: Option<f64>,
-    /// Share of what the peer may lease that it had leased when it last said so, 0 to 1.
+    /// Fraction of its lease limit that the peer had leased when it last sent this, 0 to 1.
     pub load: f64,
-    /// Content of the peer's memory; none where the peer does not say.
+    /// Content of the peer's memory; none if the peer has not described it.
     pub holds: Option<Holding>,
-    /// Use of the peer as a directory; none for any other peer.
+    /// Use of the peer as a directory; none if the peer is not a directory.
     pub directory: Option<DirectoryUse>,
     /// Leases that the peer has here.
     pub leases: usize,
@@ -167,7 +166,7 @@ pub struct PeerStatus {
     pub leased_bytes: u64,
     /// The peer's live spaces.
     pub spaces: Vec<SpaceView>,
-    /// Models that both sides serve in no common space, and of which this side merges no chunks either.
+    /// Models that both sides serve without a common space, and of which this side merges no chunks either.
     pub mismatches: Vec<Mismatch>,
     /// Counters of the peer since the connect.
     pub counters: BTreeMap<&'static str, u64>,

@@ -1,23 +1,23 @@
-//! Checksums of chunks that are lent, and of chunks that were read where the channel left none with the
-//! slots.
+//! Computation of missing checksums: of chunks that are lent, and of chunks that were read where the channel
+//! has not stored one with the slots.
 
 use std::sync::Arc;
 
 use lmc_memory::SealedSlot;
 use lmc_transfer::Slot;
 
-/// Bytes that are summed where they arrive, at most: to wake a thread takes longer.
+/// Most bytes that are summed on the current thread: waking another thread takes longer.
 const SUMMED_HERE: u64 = 128 << 10;
 
-/// Bytes of a request that are summed on another thread before it is looked at again, about: it may
+/// Bytes of a request that are summed on another thread before the request is checked again, because it may
 /// have ended.
 const SUMMED_AT_ONCE: u64 = 8 << 20;
 
-/// Held while chunks of a request are summed: one request at a time, so that peers keep one thread
-/// busy at most.
+/// Held while chunks of a request are summed: one request at a time, so that peers keep at most one thread
+/// busy.
 pub(crate) type SummingTurn = Arc<tokio::sync::Mutex<()>>;
 
-/// Computes the checksums of chunks that are lent, which stay with their slots.
+/// Computes the checksums of chunks that are lent. The checksums are stored with the slots.
 pub(crate) async fn in_turn(turn: SummingTurn, mut slots: Vec<SealedSlot>) {
     let _turn = turn.lock().await;
     slots.retain(|slot| slot.known_checksum().is_none());
@@ -39,14 +39,14 @@ pub(crate) async fn in_turn(turn: SummingTurn, mut slots: Vec<SealedSlot>) {
         if bytes <= SUMMED_HERE {
             sum();
         } else {
-            // A thread that cannot be had leaves the sums to the caller.
+            // If no thread is available, the caller computes the sums later.
             let _ = tokio::task::spawn_blocking(sum).await;
         }
     }
 }
 
-/// Computes the checksums that are missing, which stay with their slots. Off the runtime's threads
-/// where that takes long.
+/// Computes the missing checksums, which are stored with the slots. If that takes long, it runs outside the
+/// runtime's threads.
 pub(crate) async fn sum(slots: Vec<Slot>) -> Vec<Slot> {
     let unknown = slots.iter().filter_map(|slot| match slot {
         Slot::Written(slot) if slot.known_checksum().is_none() => Some(slot.len()),
@@ -64,7 +64,7 @@ pub(crate) async fn sum(slots: Vec<Slot>) -> Vec<Slot> {
     if bytes <= SUMMED_HERE {
         return sum();
     }
-    // A runtime that ends takes the slots with it.
+    // A runtime that is shutting down drops the slots.
     let lost = |_| (0..count).map(|_| Slot::Quarantined).collect();
     let summing = tokio::task::spawn_blocking(sum);
     summing.await.unwrap_or_else(lost)

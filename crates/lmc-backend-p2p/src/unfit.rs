@@ -10,7 +10,7 @@ use crate::message::{Hello, Refusal};
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Unfit {
-    /// No version of the protocol is spoken by both.
+    /// The two sides have no common protocol version.
     #[error(
         "no common version of the peer protocol: this side speaks {} to {}, the peer {} to {}",
         here.0, here.1, there.0, there.1
@@ -24,9 +24,9 @@ pub enum Unfit {
     /// The chunk sizes differ.
     #[error("the chunk size differs: this side has {here} tokens, the peer {there}")]
     ChunkSize {
-        /// Tokens in a chunk of this side.
+        /// Number of tokens in a chunk of this side.
         here: u32,
-        /// Tokens in a chunk of the peer.
+        /// Number of tokens in a chunk of the peer.
         there: u32,
     },
     /// The algorithms of prefix hashes differ.
@@ -67,7 +67,7 @@ impl Unfit {
         Ok(())
     }
 
-    /// Returns what a peer found that refused this side; `None` where the settings are not the
+    /// Returns the difference because of which a peer refused this side; `None` if the settings are not the
     /// reason.
     pub(crate) fn refused(config: &NodeConfig, refusal: &Refusal) -> Option<Self> {
         match refusal {
@@ -87,7 +87,7 @@ impl Unfit {
         }
     }
 
-    /// Returns the refusal that names this side's setting to the peer.
+    /// Returns the refusal that reports this side's setting to the peer.
     pub(crate) fn refusal(self) -> Refusal {
         match self {
             Self::Version {

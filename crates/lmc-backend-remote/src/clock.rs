@@ -1,4 +1,4 @@
-//! The clock of a store, which may differ from this host's, and the one by which knowledge ages.
+//! The clock of a store, which may differ from this host's clock, and the clock for the age of knowledge.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,18 +7,18 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 use rustix::time::{ClockId, clock_gettime};
 
-/// A clock that goes on while the host or its VM is suspended, unlike [`Instant`]. Default:
+/// A clock that continues while the host or its VM is suspended, unlike [`Instant`]. Default:
 /// `CLOCK_BOOTTIME`.
 #[derive(Clone)]
 pub struct BootClock(Arc<dyn Fn() -> Duration + Send + Sync>);
 
 impl BootClock {
-    /// A clock that a test drives: `now` returns the time since any fixed moment.
+    /// Makes a clock that a test drives: `now` returns the time since any fixed instant.
     pub fn driven(now: impl Fn() -> Duration + Send + Sync + 'static) -> Self {
         Self(Arc::new(now))
     }
 
-    /// Returns the time since a fixed moment.
+    /// Returns the time since a fixed instant.
     pub(crate) fn now(&self) -> Duration {
         (self.0)()
     }
@@ -41,12 +41,12 @@ impl fmt::Debug for BootClock {
     }
 }
 
-/// The store's time, since 1970, at an instant of this host.
+/// The store's time since 1970, with the instant of this host at which it was read.
 #[derive(Debug, Default)]
 pub(crate) struct StoreClock(Mutex<Option<(Instant, Duration)>>);
 
 impl StoreClock {
-    /// Sets the store's time now.
+    /// Sets the store's current time.
     pub(crate) fn set(&self, time: Duration) {
         *self.0.lock() = Some((Instant::now(), time));
     }
@@ -63,8 +63,8 @@ impl StoreClock {
         Some(time + at.elapsed())
     }
 
-    /// Returns the milliseconds by which the store's clock is ahead of this host's, negative where it
-    /// is behind; `None` before it was set.
+    /// Returns the milliseconds by which the store's clock is ahead of this host's, negative if it is behind;
+    /// `None` before the time was set.
     pub(crate) fn ahead_ms(&self) -> Option<i64> {
         ahead_ms(self.now()?)
     }

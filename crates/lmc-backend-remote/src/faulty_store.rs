@@ -1,4 +1,4 @@
-//! A store with injected faults, over any other.
+//! A wrapper that injects faults into any store.
 
 use std::fmt;
 use std::sync::Arc;
@@ -31,24 +31,24 @@ pub enum Calls {
     Small,
 }
 
-/// A fault of all calls of a kind. The store learns nothing of them.
+/// A fault of all calls of a kind. The calls do not reach the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallFault {
     /// Calls are denied.
     Denied,
     /// Calls fail at once.
     Failing,
-    /// Calls last until their deadline, or until the fault is over.
+    /// Calls last until their deadline, or until the fault ends.
     Hanging,
 }
 
-/// A real store that fails as [`StoreFaults`] says. Answers fail after the store has done its work,
-/// so every write that fails has taken effect; nothing is torn.
+/// A real store with the faults of [`StoreFaults`]. Answers fail after the store has done its work, so every
+/// failed write has taken effect; nothing is torn.
 pub struct FaultyStore {
     store: Arc<dyn Store>,
     faults: StoreFaults,
     rng: Mutex<Rng>,
-    /// The fault of each kind of calls, and the number of calls that it has met.
+    /// The fault of each kind of calls, and the number of calls that it has affected.
     broken: [Mutex<(Option<CallFault>, u64)>; 5],
 }
 
@@ -73,17 +73,17 @@ impl FaultyStore {
         }
     }
 
-    /// Breaks the calls of a kind from now on, and no others; `None` mends them.
+    /// Sets the fault of one kind of calls; `None` ends it.
     pub fn set_fault(&self, calls: Calls, fault: Option<CallFault>) {
         self.broken[calls as usize].lock().0 = fault;
     }
 
-    /// Returns the number of calls of a kind that a fault has met so far, each batch counted once.
+    /// Returns the number of calls of a kind that a fault has affected so far; a batch counts once.
     pub fn broken_calls(&self, calls: Calls) -> u64 {
         self.broken[calls as usize].lock().1
     }
 
-    /// Fails or holds a call whose kind is broken.
+    /// Fails or delays a call whose kind has a fault.
     async fn begin(&self, calls: Calls, deadline: Instant) -> Result<(), StoreError> {
         let broken = &self.broken[calls as usize];
         let fault = {
@@ -111,7 +111,7 @@ impl FaultyStore {
         per_mille > 0 && self.rng.lock().chance(per_mille)
     }
 
-    /// Fails an answer now and then.
+    /// Fails an answer at random.
     fn answer<T>(&self, answer: Result<T, StoreError>) -> Result<T, StoreError> {
         match self.chance(self.faults.errors) {
             true => Err(StoreError::unavailable("injected")),
@@ -126,7 +126,7 @@ impl FaultyStore {
         }
     }
 
-    /// Fails answers of a batch now and then, and waits before all.
+    /// Fails answers of a batch at random, after one delay for the batch.
     async fn each<T>(
         &self,
         calls: Calls,
@@ -153,7 +153,7 @@ impl FaultyStore {
         self.answer(one.await)
     }
 
-    /// Fails a read, or flips a bit of what was read, now and then.
+    /// Fails a read, or flips a bit of the value, at random.
     fn got(&self, got: Got) -> Got {
         let Got::Value {
             header,

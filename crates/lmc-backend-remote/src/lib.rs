@@ -1,18 +1,18 @@
-//! The tier of shared stores: chunks on shared file systems, in Redis and in object stores, which
-//! outlive this host and serve many daemons.
+//! The tier of shared stores: chunks on shared file systems, in Redis and in object stores, which outlive
+//! this host and serve many daemons.
 //!
-//! [`RemoteTier`] is a tier of the engine over any [`Store`]. The tier verifies every value,
-//! remembers for a short while what the store does not have, passes clears on, and uses the store
-//! only while it knows all clears that were passed on through it. The store moves bytes: names, headers and values of one layout
-//! ([`mod@format`]), which all stores share.
+//! [`RemoteTier`] is a tier of the engine over any [`Store`]. The tier verifies every value, remembers for a
+//! short time which keys the store lacks, passes clears on, and uses the store only while it knows all clears
+//! that were passed on through it. The store moves bytes: names, headers and values in one layout
+//! ([`mod@format`]) that all stores share.
 //!
-//! [`FileStore`] is a folder of a shared file system; the features `redis` and `s3` add stores of
-//! these kinds. [`open_store`] makes the store that a URL names.
+//! [`FileStore`] is a folder of a shared file system; the features `redis` and `s3` add such stores.
+//! [`open_store`] makes the store of a URL.
 //!
-//! Not in here: which chunks are written to a store and which tier is asked first (`lmc-engine`).
+//! Not in this crate: which chunks are written to a store, and which tier is asked first (`lmc-engine`).
 //!
-//! Start from [`RemoteTier`] and [`Store`]; test a new store with the kit in the module
-//! `conformance` (feature of the same name).
+//! Start with [`RemoteTier`] and [`Store`]; test a new store with the kit in the module `conformance`
+//! (feature of the same name).
 
 mod clock;
 pub use clock::BootClock;
@@ -53,7 +53,7 @@ mod memory_store;
 #[cfg(feature = "conformance")]
 mod store_kit;
 
-/// The store in memory, with and without faults, and the kit that every store passes.
+/// The store in memory, a wrapper that injects faults, and the kit that every store passes.
 #[cfg(feature = "conformance")]
 pub mod conformance {
     pub use crate::faulty_store::{CallFault, Calls, FaultyStore};

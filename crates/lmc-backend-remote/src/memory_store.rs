@@ -1,4 +1,4 @@
-//! A store in memory, with faults on demand.
+//! A store in memory, with faults on request.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -22,18 +22,18 @@ use crate::store::{
 /// Frequency of each fault, in thousandths of the objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StoreFaults {
-    /// Errors. Half of the failed writes and removals have taken effect nevertheless.
+    /// Errors. Half of the failed writes and removals take effect nevertheless.
     pub errors: u16,
-    /// Values of which one bit is wrong as they are read.
+    /// Values in which a bit is flipped when they are read.
     pub flipped: u16,
-    /// Values that are cut off as they are written, and stay so.
+    /// Values that are truncated when they are written, permanently.
     pub torn: u16,
     /// Operations that take up to 3 ms.
     pub delays: u16,
 }
 
 impl StoreFaults {
-    /// Some of everything.
+    /// Some of every fault.
     pub fn some() -> Self {
         Self {
             errors: 40,
@@ -44,7 +44,7 @@ impl StoreFaults {
     }
 }
 
-/// Writes that a store in memory denies.
+/// The writes that a store in memory denies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Denied {
     /// None.
@@ -54,13 +54,13 @@ pub enum Denied {
     Descriptions,
     /// Writes of values and of small objects.
     Writes,
-    /// Writes of values and of small objects, for want of capacity.
+    /// Writes of values and of small objects, for lack of capacity.
     WritesFull,
-    /// Writes of values and of small objects, for their size.
+    /// Writes of values and of small objects, because of their size.
     WritesTooLarge,
 }
 
-/// Bytes in a map: the twin of every real store in tests. It has to be used on a runtime.
+/// Bytes in a map: the twin of every real store in tests. Must be used on a runtime.
 #[derive(Debug)]
 pub struct MemoryStore {
     objects: Mutex<BTreeMap<String, Object>>,
@@ -71,7 +71,7 @@ pub struct MemoryStore {
     is_down: AtomicBool,
     stalls_touches: AtomicBool,
     denied: Mutex<Denied>,
-    /// Values that were read are handed over with a permit of it each.
+    /// Each value that was read is returned only with a permit of this gate.
     gate: Mutex<Option<Arc<Semaphore>>>,
     requests: AtomicU64,
     values_read: AtomicU64,
@@ -97,7 +97,7 @@ impl Default for MemoryStore {
 }
 
 impl MemoryStore {
-    /// A store with seeded faults.
+    /// Makes a store with seeded faults.
     pub fn faulty(faults: StoreFaults, seed: u64) -> Self {
         Self {
             objects: Mutex::default(),
@@ -114,24 +114,24 @@ impl MemoryStore {
         }
     }
 
-    /// Sets the time that values are said to live. Default: none. Nothing expires.
+    /// Sets the time to live that the store reports for values. Default: none. Nothing expires.
     #[must_use]
     pub fn with_ttl(mut self, ttl: Duration) -> Self {
         self.ttl = Some(ttl);
         self
     }
 
-    /// Makes every operation last until its deadline from now on; or lets operations end again.
+    /// Makes every operation last until its deadline, or ends that.
     pub fn stall(&self, is_stalled: bool) {
         self.is_stalled.store(is_stalled, Ordering::SeqCst);
     }
 
-    /// Makes every operation fail at once from now on; or lets operations work again.
+    /// Makes every operation fail at once, or ends that.
     pub fn fail(&self, is_down: bool) {
         self.is_down.store(is_down, Ordering::SeqCst);
     }
 
-    /// Makes every touch last until its deadline from now on; or lets touches end again.
+    /// Makes every touch last until its deadline, or ends that.
     pub fn stall_touches(&self, is_stalled: bool) {
         self.stalls_touches.store(is_stalled, Ordering::SeqCst);
     }
@@ -141,17 +141,17 @@ impl MemoryStore {
         *self.denied.lock() = denied;
     }
 
-    /// Hands a value that is read from now on over with a permit of the gate; without a gate at once.
+    /// Returns each value that is read from now on only with a permit of the gate; without a gate at once.
     pub fn hold_values(&self, gate: Option<Arc<Semaphore>>) {
         *self.gate.lock() = gate;
     }
 
-    /// Returns the number of values that were read so far, those that are held among them.
+    /// Returns the number of values read so far, including values that the gate holds.
     pub fn values_read(&self) -> u64 {
         self.values_read.load(Ordering::SeqCst)
     }
 
-    /// Returns the number of operations so far, each batch counted once.
+    /// Returns the number of operations so far; a batch counts once.
     pub fn requests(&self) -> u64 {
         self.requests.load(Ordering::SeqCst)
     }
@@ -162,7 +162,7 @@ impl MemoryStore {
         objects.get(&name.to_string()).map(|o| o.bytes.clone())
     }
 
-    /// Puts an object there, whatever it is; `None` removes it.
+    /// Sets the bytes of any object; `None` removes it.
     pub fn set_bytes(&self, name: Name, bytes: Option<Vec<u8>>) {
         let name = name.to_string();
         match bytes {
@@ -190,7 +190,7 @@ impl MemoryStore {
         self.objects.lock().keys().cloned().collect()
     }
 
-    /// Puts an object under a name of any kind.
+    /// Stores an object under an arbitrary name.
     pub fn set_foreign(&self, name: &str, bytes: Vec<u8>) {
         self.insert(name.to_owned(), bytes);
     }
@@ -199,7 +199,7 @@ impl MemoryStore {
         self.objects.lock().insert(name, Object::new(bytes));
     }
 
-    /// Fails a write that is denied.
+    /// Fails a write if it is denied.
     fn allow(&self, is_description: bool) -> Result<(), StoreError> {
         let denied = StoreError::Denied {
             reason: "injected".to_owned(),
@@ -221,7 +221,7 @@ impl MemoryStore {
         self.rng.lock().below(bound)
     }
 
-    /// Begins an operation: waits as the faults say.
+    /// Begins an operation: waits according to the faults.
     async fn begin(&self, deadline: Instant) -> Result<(), StoreError> {
         self.requests.fetch_add(1, Ordering::SeqCst);
         let until = |end: Instant| tokio::time::sleep_until(end.into());
@@ -244,7 +244,7 @@ impl MemoryStore {
         }
     }
 
-    /// Answers each item of a batch after one wait for all.
+    /// Answers each item of a batch, after one delay for the batch.
     async fn each<I, T>(
         &self,
         items: Vec<I>,

@@ -14,39 +14,39 @@ use crate::redis::{RedisConfig, RedisStore, RedisUrl};
 use crate::s3::{S3Config, S3Store, S3Url};
 use crate::store::Store;
 
-/// Settings of a store in addition to its URL.
+/// Settings of a store, in addition to its URL.
 #[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct StoreOptions {
-    /// Most bytes of all chunks together, for a store that lmc collects. Default: no limit.
+    /// Most bytes of all chunks together, for a store whose chunks lmc collects. Default: no limit.
     pub max_bytes: Option<u64>,
     /// Age at which a chunk is removed. Default: none.
     pub ttl: Option<Duration>,
 }
 
-/// The reason why a URL names no store.
+/// Reason why a URL does not name a store.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The URL has no scheme, or one that is not known.
+    /// The URL has no scheme, or an unknown one.
     #[error("expected file:///FOLDER, redis://HOST or s3://BUCKET/PREFIX")]
     Scheme,
-    /// The URL of a folder names a host, or a path that is not absolute.
+    /// The URL of a folder has a host, or a path that is not absolute.
     #[error("expected an absolute path after file://, such as file:///mnt/shared/lmc")]
     Path,
-    /// The URL, or a setting from the environment, is not one of this kind of store; or this build
-    /// has none of the kind.
+    /// The URL, or a setting from the environment, is invalid for this kind of store; or this build does not
+    /// support the kind.
     #[error("{0}")]
     Store(String),
-    /// The store bounds its size by itself.
-    #[error("{0}, and no size here")]
+    /// The store limits its size itself.
+    #[error("{0}; do not set a size here")]
     Size(&'static str),
     /// The store cannot be started.
     #[error("the store cannot be started: {0}")]
     Start(#[from] std::io::Error),
 }
 
-/// Checks that a URL names a store, and returns it without its login.
+/// Checks that a URL names a store, and returns the URL without its login.
 ///
 /// # Errors
 /// [`OpenError`], without the URL: it may hold a password.
@@ -60,7 +60,7 @@ pub fn check_url(url: &str) -> Result<String, OpenError> {
     })
 }
 
-/// A store that a URL named, by its kind.
+/// A store that was opened from a URL, by its kind.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Opened {
@@ -87,7 +87,7 @@ impl Opened {
     }
 }
 
-/// Makes the store that a URL names. It is reached with the first operation.
+/// Makes the store of a URL. The store connects at the first operation.
 ///
 /// # Errors
 /// [`OpenError`].
@@ -116,7 +116,7 @@ pub fn open_store(url: &str, options: StoreOptions) -> Result<Opened, OpenError>
         )),
         #[cfg(feature = "s3")]
         Location::S3(url) => {
-            // `vars` panics where any variable of the process is not UTF-8.
+            // `vars` panics if any variable of the process is not UTF-8.
             let variables = std::env::vars_os().filter_map(|(name, value)| {
                 Some((name.into_string().ok()?, value.into_string().ok()?))
             });
@@ -153,7 +153,7 @@ fn location(url: &str) -> Result<Location, OpenError> {
         #[cfg(feature = "s3")]
         "s3" => url.parse().map(Location::S3).map_err(of_store),
         scheme if scheme == "s3" || scheme.starts_with("redis") => Err(of_store(
-            "this build has no such store: build with the feature of its name",
+            "this build does not support this kind of store: build with the feature of its name",
         )),
         _ => Err(OpenError::Scheme),
     }

@@ -12,10 +12,10 @@ use crate::format::{
 };
 use crate::store::{Store, StoreError};
 
-/// Reads all clears and the generation; `None` where there is no object of them.
+/// Reads all clears and the generation; `None` if there is no object of clears.
 ///
 /// # Errors
-/// [`StoreError`] of the read, and [`ClearsError`] of what was read.
+/// [`StoreError`] for the read, and [`ClearsError`] for its result.
 pub async fn read_clears(
     store: &dyn Store,
     deadline: Instant,
@@ -28,7 +28,7 @@ pub async fn read_clears(
     }
 }
 
-/// Reads the map of a folder; `None` for a folder without a map that can be read.
+/// Reads the map of a folder; `None` if the folder has no readable map.
 ///
 /// # Errors
 /// [`StoreError`].
@@ -45,10 +45,10 @@ pub async fn read_map(
     }
 }
 
-/// Reads the description of a space of a folder, by its name in keys; `None` where it has none.
+/// Reads the description of a space of a folder, by its name in keys; `None` if there is none.
 ///
 /// # Errors
-/// [`StoreError`] of the read, and [`SpaceError`] of what was read.
+/// [`StoreError`] for the read, and [`SpaceError`] for its result.
 pub async fn read_description(
     store: &dyn Store,
     folder: ChunkFolder,
@@ -58,16 +58,16 @@ pub async fn read_description(
     let read = store.read(Name::Space(folder, space), MAX_SPACE_LEN, deadline);
     match read.await {
         Ok(found) => Ok(found.map(|bytes| SpaceRecord::decode(space, folder.clears, &bytes))),
-        // No description is so long.
+        // No valid description is that long.
         Err(StoreError::TooLarge { .. }) => Ok(Some(Err(SpaceError::Damaged))),
         Err(error) => Err(error),
     }
 }
 
-/// Tells the folders whose chunks no daemon asks for any more.
+/// Finds the folders whose chunks no daemon looks for any more.
 ///
-/// Use one for each page of a listing, made after the page was read: a generation that is listed was
-/// in `v2/clears` before its first chunk, so one that is not there now was replaced.
+/// Make a new value for each page of a listing, after reading the page: a listed generation was in
+/// `v2/clears` before its first chunk, so if it is not there now, it was replaced.
 #[derive(Debug)]
 pub struct StaleFolders {
     all: ClearsRecord,
@@ -75,8 +75,8 @@ pub struct StaleFolders {
 }
 
 impl StaleFolders {
-    /// Reads the clears that decide; `None` where they are absent or cannot be read: then no folder is
-    /// known to be stale.
+    /// Reads the deciding clears; `None` if they are absent or cannot be read: then no folder is known to be
+    /// stale.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -88,10 +88,10 @@ impl StaleFolders {
         }))
     }
 
-    /// Returns true for a folder that is known to be stale.
+    /// Returns true if a folder is known to be stale.
     ///
     /// # Errors
-    /// [`StoreError`] of the read of the folder's map.
+    /// [`StoreError`] when reading the folder's map.
     pub async fn contains(
         &mut self,
         store: &dyn Store,
@@ -102,10 +102,10 @@ impl StaleFolders {
         Ok(standing == Standing::Stale)
     }
 
-    /// Returns the standing of a folder.
+    /// Returns the status of a folder.
     ///
     /// # Errors
-    /// [`StoreError`] of the read of the folder's map.
+    /// [`StoreError`] when reading the folder's map.
     pub async fn standing(
         &mut self,
         store: &dyn Store,

@@ -16,11 +16,11 @@ use crate::store::{GetItem, Got, Put, PutItem, PutMode, Store, StoreError, Versi
 
 /// Number of values.
 const KEYS: u64 = 24;
-/// Bytes of the pool, of which few are touched.
+/// Bytes of the pool; most of them are never touched.
 const POOL: usize = 64 << 20;
 
-/// Checks the rules of [`Store`] on a store that is empty, and closes it. To be awaited on a
-/// runtime with time; a store whose answers come late is given `timeout` for each.
+/// Checks the rules of [`Store`] on an empty store, and closes it. Must be awaited on a runtime with time.
+/// `timeout` is for each answer of a slow store.
 ///
 /// # Panics
 /// If the store breaks a rule.
@@ -45,11 +45,11 @@ pub async fn check_store(store: Arc<dyn Store>, timeout: Duration) {
     assert_eq!(kit.pool.usage().slots, 0, "every slot came back");
 }
 
-/// Checks that of several clients which have read one version of [`Name::Clears`], or found none, one
-/// replaces it. The store has to be empty, and is so again.
+/// Checks that of several clients that have read the same version of [`Name::Clears`], or found none, exactly
+/// one replaces it. The store must be empty, and is empty again afterwards.
 ///
 /// # Panics
-/// If none or several do.
+/// If none or several of them replace it.
 pub async fn check_swaps(clients: &[Arc<dyn Store>], timeout: Duration) {
     let soon = || now() + timeout;
     let mut version = None;
@@ -59,7 +59,7 @@ pub async fn check_swaps(clients: &[Arc<dyn Store>], timeout: Duration) {
         let swaps =
             swaps.map(|(n, client)| client.swap_clears(text(n).into(), version.clone(), soon()));
         let swapped = futures_util::future::join_all(swaps).await.into_iter();
-        // One that loses to another may see an error of the store instead.
+        // A client that loses to another one may get an error of the store instead.
         let is_winner = |swapped: Result<bool, _>| swapped.is_ok_and(|is_written| is_written);
         let winners = swapped
             .enumerate()
@@ -76,11 +76,11 @@ pub async fn check_swaps(clients: &[Arc<dyn Store>], timeout: Duration) {
     assert!(matches!(removed[..], [Ok(true)]), "{removed:?}");
 }
 
-/// Values that replace each other in [`check_replaced_values`].
+/// Number of values that replace each other in [`check_replaced_values`].
 const REPLACED: u64 = 60;
 
-/// Checks that a reader of a value which a writer replaces all the time finds one whole value or
-/// another. `writer` and `reader` are two clients of one store.
+/// Checks that a reader of a value that a writer replaces continuously always finds one whole value. `writer`
+/// and `reader` are two clients of one store.
 ///
 /// # Panics
 /// If the reader finds half a value, or none.
@@ -160,7 +160,7 @@ struct Kit {
     timeout: Duration,
 }
 
-/// Length of a chunk: below, at and beyond whole blocks, and one of 1 MiB.
+/// Returns the length of a chunk: below, at and above whole blocks, and one of 1 MiB.
 fn len(key: &ChunkKey) -> u64 {
     [1, 4095, 4096, 70_001, 1 << 20][key.fold() as usize % 5]
 }
@@ -179,7 +179,7 @@ const fn folder(n: u8) -> ChunkFolder {
     }
 }
 
-/// Returns the key whose bytes a value has that was written in a round.
+/// Returns the key that determines the bytes of a value written in a round.
 fn of_round(key: &ChunkKey, round: u16) -> ChunkKey {
     ChunkKey {
         group: round,
@@ -235,7 +235,7 @@ impl Kit {
         all(got, keys.len()).await
     }
 
-    /// Checks that every value is there as a round has written it.
+    /// Checks that every value exists as a round has written it.
     async fn has_all(&self, keys: &[ChunkKey], round: u16) {
         let heads = self.store.heads(&names(keys), self.soon()).await;
         assert_eq!(heads.len(), keys.len());
@@ -456,7 +456,7 @@ impl Kit {
         assert!(matches!(removed[..], [Ok(true)]), "{removed:?}");
     }
 
-    /// Asks with a deadline that has passed: each item is answered, and every operation ends.
+    /// Runs operations with a deadline that has passed: each item is answered, and every operation ends.
     async fn late(&self) {
         let keys = keys();
         let ends = async |deadline: Instant| {
@@ -473,7 +473,7 @@ impl Kit {
             let ended = tokio::time::timeout(self.timeout, ends(now() + wait)).await;
             ended.expect("operations end soon after their deadline");
         }
-        // What something still writes to comes back when that is over.
+        // Slots that something still writes to come back when the writing is over.
         let deadline = self.soon();
         while self.pool.usage().slots > 0 && now() < deadline {
             tokio::time::sleep(Duration::from_millis(1)).await;

@@ -4,19 +4,18 @@ use tokio_rustls::rustls::{self, ClientConfig, RootCertStore};
 
 use crate::store::StoreError;
 
-/// Returns a configuration that trusts the certificates of the system, or those that
-/// `SSL_CERT_FILE` names.
+/// Returns a configuration that trusts the system's certificates, or those in `SSL_CERT_FILE`.
 ///
 /// # Errors
-/// [`StoreError::Unavailable`] where there are none although the store `needs_some`.
+/// [`StoreError::Unavailable`] if there are none although the store `needs_some`.
 pub(crate) fn config(needs_some: bool) -> Result<ClientConfig, StoreError> {
-    // Another part of the process may have chosen one.
+    // Another part of the process may have chosen a provider.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let mut roots = RootCertStore::empty();
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     if roots.is_empty() && needs_some {
         return Err(StoreError::unavailable(
-            "TLS: no certificate is trusted here: install ca-certificates, or name a file of them in SSL_CERT_FILE",
+            "TLS: no certificate is trusted on this host: install ca-certificates, or name a file of them in SSL_CERT_FILE",
         ));
     }
     let config = ClientConfig::builder().with_root_certificates(roots);

@@ -7,23 +7,22 @@ use std::fmt;
 use lmc_key::ClearsId;
 use thiserror::Error;
 
-/// Names the canonical encoding, so that digests of two encodings never meet.
+/// Names the canonical encoding: digests of two different encodings never collide.
 const ENCODING: &str = "lmc 2026-11 clears v1";
 /// Bytes of one entry in [`Clears::encode`].
 const ENTRY_LEN: usize = 24;
 
-/// Random id that a process draws at its first clear, and counts its clears under.
+/// Random id that a process draws at its first clear, and under which it counts its clears.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StartId([u8; 16]);
 
-/// The clears that a daemon has carried out: for each process that ever cleared, how many of its
-/// clears.
+/// The clears that a daemon has carried out: for each process that ever cleared, the number of its clears.
 ///
-/// No order between clears of different processes is known, and none is needed: the [`join`](Self::join) of
-/// two maps has all clears of both, whatever the order in which daemons meet. Two daemons that have
-/// carried out the same clears have the same map, and the same [`id`](Self::id). The id goes into the names of
-/// chunks ([`lmc_key::SpaceId::after`]): a chunk that is found was computed by a daemon that had
-/// carried out exactly these clears.
+/// The order of clears of different processes is neither known nor needed: the [`join`](Self::join) of two
+/// maps has all clears of both, in whatever order daemons meet. Two daemons that have carried out the same
+/// clears have the same map, and the same [`id`](Self::id). The id goes into the names of chunks
+/// ([`lmc_key::SpaceId::after`]): a chunk that is found was computed by a daemon that had carried out exactly
+/// these clears.
 ///
 /// ```
 /// use lmc_backend::{Clears, StartId};
@@ -41,7 +40,7 @@ pub struct StartId([u8; 16]);
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Clears(BTreeMap<StartId, u64>);
 
-/// More processes have cleared than a map of clears holds.
+/// More processes have cleared than a map of clears can hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error(
     "{found} processes have cleared, more than the {} that are counted: stop all daemons, and empty \
@@ -53,18 +52,18 @@ pub struct TooManyClears {
     pub found: usize,
 }
 
-/// Bytes that no map of clears is written as.
+/// Bytes that are not the encoding of a map of clears.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("the map of clears is damaged")]
 pub struct ClearsDamaged;
 
 impl StartId {
-    /// Takes 16 bytes as they are.
+    /// Makes an id of 16 given bytes.
     pub const fn new(bytes: [u8; 16]) -> Self {
         Self(bytes)
     }
 
-    /// Draws an id.
+    /// Draws a random id.
     ///
     /// # Errors
     /// The system has no random numbers.
@@ -74,20 +73,20 @@ impl StartId {
         Ok(Self(id))
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub const fn as_bytes(&self) -> &[u8; 16] {
         &self.0
     }
 }
 
 impl Clears {
-    /// Processes that a map holds, at most.
+    /// Most processes that a map holds.
     pub const MAX_STARTS: usize = 16_384;
 
     /// Most bytes of [`Self::encode`].
     pub const MAX_LEN: usize = Self::MAX_STARTS * ENTRY_LEN;
 
-    /// Returns the digest of the map: [`ClearsId::NONE`] before the first clear, and another for each
+    /// Returns the digest of the map: [`ClearsId::NONE`] for the empty map, and a different digest for every
     /// other map.
     pub fn id(&self) -> ClearsId {
         if self.0.is_empty() {
@@ -100,17 +99,17 @@ impl Clears {
         ClearsId::new(*first)
     }
 
-    /// Returns true before the first clear.
+    /// Returns true if the map has no clears.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Returns the number of processes that have cleared.
+    /// Returns the number of processes in the map.
     pub fn starts(&self) -> usize {
         self.0.len()
     }
 
-    /// Returns the number of clears.
+    /// Returns the number of clears of all processes.
     pub fn total(&self) -> u64 {
         self.0.values().fold(0, |sum, n| sum.saturating_add(*n))
     }
@@ -118,7 +117,7 @@ impl Clears {
     /// Counts one more clear of a process.
     ///
     /// # Errors
-    /// [`TooManyClears`]; nothing is counted then.
+    /// [`TooManyClears`]; the map is unchanged then.
     pub fn count(&mut self, start: StartId) -> Result<(), TooManyClears> {
         let found = self.0.len() + 1;
         match self.0.entry(start) {
@@ -132,10 +131,10 @@ impl Clears {
         Ok(())
     }
 
-    /// Takes in the clears of another map. Returns true if one of them was not known.
+    /// Adds the clears of another map. Returns true if any of them was not known.
     ///
     /// # Errors
-    /// [`TooManyClears`]; the map is as before then.
+    /// [`TooManyClears`]; the map is unchanged then.
     pub fn join(&mut self, other: &Self) -> Result<bool, TooManyClears> {
         let new = other.0.keys().filter(|start| !self.0.contains_key(start));
         let found = self.0.len() + new.count();
@@ -162,11 +161,10 @@ impl Clears {
         self.0.iter().map(|(&start, &count)| (start, count))
     }
 
-    /// Makes a map of entries. An entry of zero clears, or one whose id stands there twice, is
-    /// damage.
+    /// Makes a map of entries. An entry of zero clears, or an id that occurs twice, is damage.
     ///
     /// # Errors
-    /// [`ClearsDamaged`], also for more entries than a map holds.
+    /// [`ClearsDamaged`], also for more entries than a map can hold.
     pub fn from_entries(
         entries: impl IntoIterator<Item = (StartId, u64)>,
     ) -> Result<Self, ClearsDamaged> {
@@ -180,8 +178,8 @@ impl Clears {
         Ok(Self(map))
     }
 
-    /// Returns the canonical bytes: each entry in the order of the ids, 16 bytes of the id and 8
-    /// (little-endian) of the count. A file format adds a length, a version and a checksum.
+    /// Returns the canonical bytes: for each entry, in the order of the ids, 16 bytes of id and 8 bytes
+    /// (little-endian) of count. A file format adds a length, a version and a checksum.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.0.len() * ENTRY_LEN);
         for (start, count) in &self.0 {

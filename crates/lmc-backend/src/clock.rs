@@ -2,9 +2,9 @@
 
 use std::time::Instant;
 
-/// Returns the time of the runtime's clock, or the system's outside a runtime: that of an engine, of the
-/// peers' protocol and of the tier of stores. A test on a paused runtime moves it. Threads that do IO,
-/// such as those of drives and sockets, use the system's.
+/// Returns the time of the runtime's clock, or outside a runtime the system's. An engine, the peer protocol
+/// and the tier of stores use this clock, so that a test with a paused runtime can move it. Threads that do
+/// I/O, such as those of drives and sockets, use the system's clock.
 pub fn now() -> Instant {
     tokio::time::Instant::now().into_std()
 }

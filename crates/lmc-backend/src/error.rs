@@ -4,11 +4,11 @@ use std::io;
 
 use thiserror::Error;
 
-/// The reason why a tier cannot be used just now.
+/// The reason why a tier is unavailable.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("the tier is not available: {reason}")]
 pub struct Unavailable {
-    /// Text for a person.
+    /// Text for an operator.
     pub reason: String,
 }
 
@@ -24,7 +24,7 @@ pub enum BackendError {
     /// The tier was closed.
     #[error("the tier is closed")]
     Closed,
-    /// The tier is down, or was taken out.
+    /// The tier is down, or was taken out of use.
     #[error(transparent)]
     Unavailable(#[from] Unavailable),
     /// The device or the connection failed.
@@ -38,7 +38,7 @@ pub enum BackendError {
         /// Bytes of the slot.
         found: u64,
     },
-    /// The tier has no free capacity for a chunk, and nothing that it may evict.
+    /// The tier has no free capacity for a chunk, and no chunk that it may evict.
     #[error("no free capacity for {needed} bytes, and nothing that may be evicted")]
     Full {
         /// Bytes of the chunk.

@@ -1,4 +1,4 @@
-//! Events about chunks, from all tiers of one engine to those that listen.
+//! Events about chunks, from all tiers of one engine to the listeners.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use lmc_key::{ChunkKey, SpaceId};
 use parking_lot::RwLock;
 
-/// Name of the engine's memory in events, beside the names of the tiers below it.
+/// Name of the engine's memory in events, next to the names of the lower tiers.
 pub const DRAM: &str = "dram";
 
 /// A change of one chunk in one tier.
@@ -16,10 +16,10 @@ pub struct ChunkEvent<'a> {
     pub tier: &'a str,
     /// Key of the chunk, as tiers name it.
     pub key: &'a ChunkKey,
-    /// The chunk before it in its prompt, as far as the tier knows.
+    /// Key of the chunk before this one in its prompt, as far as the tier knows it.
     pub parent: Option<&'a ChunkKey>,
-    /// The space that the key's name stands for; the name itself where that is not known. `None` for a
-    /// chunk from before a clear: no new request finds it, and listeners count it as gone.
+    /// The space that the key's name stands for; if it is unknown, the name itself. `None` for a chunk from
+    /// before a clear: no new request finds the chunk, and listeners treat it as gone.
     pub space: Option<SpaceId>,
     /// The change.
     pub change: Change,
@@ -28,17 +28,17 @@ pub struct ChunkEvent<'a> {
 /// Kind of a [`ChunkEvent`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Change {
-    /// The tier has the chunk. In memory: an engine of this host computed it. A drive reports a chunk
-    /// that it moves again.
+    /// The tier has the chunk. In memory: an engine of this host computed the chunk. A drive reports this
+    /// again for a chunk that it moves.
     Stored,
-    /// Memory has the chunk, which came from a tier below.
+    /// The chunk was promoted into memory from a lower tier.
     Promoted,
-    /// The chunk had to go for others.
+    /// The tier evicted the chunk to free capacity.
     Evicted,
-    /// The chunk was removed by its key, or its bytes were damaged.
+    /// The chunk was removed by its key, or because its bytes were damaged.
     Removed,
-    /// The chunk was cleared from memory. It may stay there for its readers; then a second event without a
-    /// space follows. Lower tiers report [`EventSink::any_changed`].
+    /// The chunk was cleared from memory. While readers lease it, the chunk stays in memory; when it is gone,
+    /// a second event, without a space, follows. Lower tiers report [`EventSink::any_changed`] instead.
     Cleared,
 }
 
@@ -51,25 +51,25 @@ impl Change {
 
 /// A listener for the events of one engine's tiers.
 ///
-/// Called under a lock of the tier, so that the events of one chunk in one tier come in the order in
-/// which they happened: an implementation does not wait, and calls nothing of a tier, an engine or
-/// [`Events`].
-/// What takes longer goes through a bounded queue, whose losses the listener counts or makes good.
+/// Called under a lock of the tier, so that the events of one chunk in one tier come in the order in which
+/// they happened. An implementation must not wait, and must not call a tier, an engine or [`Events`]. Work
+/// that takes longer goes through a bounded queue; the listener counts the events that the queue loses, or
+/// recovers them.
 pub trait EventSink: fmt::Debug + Send + Sync {
-    /// A chunk has come into a tier or gone from it.
+    /// A chunk was added to a tier or has left it.
     fn changed(&self, event: &ChunkEvent<'_>);
 
-    /// Any chunk of a tier may have come or gone, without an event for each: the tier was cleared, or
-    /// a device with its chunks failed or works again. Default: does nothing.
+    /// Any chunk of a tier may have come or gone, without an event for each chunk: the tier was cleared, or a
+    /// device with its chunks failed or works again. Default: does nothing.
     fn any_changed(&self, _tier: &str) {}
 
-    /// Peers may have to hear again which spaces engines of this host use, or whether it is drained. Default:
-    /// does nothing.
+    /// The spaces that engines of this host use have changed, or the host is drained or no longer drained:
+    /// peers may have to be notified. Default: does nothing.
     fn host_changed(&self) {}
 }
 
-/// The bus of one engine, on which its tiers report and listeners hear. Clones are one bus. Memory and
-/// drives report.
+/// The event bus of one engine: its tiers report events, and listeners receive them. Memory and drives report
+/// events. A clone refers to the same bus.
 ///
 /// ```
 /// use std::sync::{Arc, atomic::{AtomicU64, Ordering}};
@@ -106,8 +106,8 @@ struct Bus {
 }
 
 impl Events {
-    /// Returns events without listeners. `space_of` gives the space that a key's name stands for; it
-    /// is called as a listener is. Default: names are spaces.
+    /// Makes a bus without listeners. `space_of` returns the space that a key's name stands for; it is called
+    /// under the same lock as a listener. Default: a name is its space.
     pub fn new(space_of: impl Fn(SpaceId) -> Option<SpaceId> + Send + Sync + 'static) -> Self {
         Self(Arc::new(Bus {
             sinks: RwLock::default(),
@@ -115,7 +115,7 @@ impl Events {
         }))
     }
 
-    /// Passes events on to this listener from now on.
+    /// Passes all later events to this listener.
     pub fn listen(&self, sink: Arc<dyn EventSink>) {
         self.0.sinks.write().push(sink);
     }
@@ -135,7 +135,7 @@ impl Events {
         });
     }
 
-    /// Passes an event on as it is.
+    /// Passes an event to the listeners unchanged.
     pub fn send(&self, event: &ChunkEvent<'_>) {
         let sinks = self.0.sinks.read();
         sinks.iter().for_each(|sink| sink.changed(event));
@@ -147,8 +147,8 @@ impl Events {
         sinks.iter().for_each(|sink| sink.any_changed(tier));
     }
 
-    /// Reports that engines of this host may use a space that they did not use before, or that it is
-    /// drained or not drained any more.
+    /// Reports that engines of this host may use a space that they did not use before, or that the host is
+    /// drained or no longer drained.
     pub fn report_host(&self) {
         let sinks = self.0.sinks.read();
         sinks.iter().for_each(|sink| sink.host_changed());

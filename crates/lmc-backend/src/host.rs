@@ -1,4 +1,4 @@
-//! The engine above a tier, as the tier reaches it.
+//! The `Host` trait: a tier's access to the engine above it.
 
 use std::any::Any;
 use std::fmt;
@@ -30,7 +30,7 @@ pub enum HostChunk {
 }
 
 impl HostChunk {
-    /// Returns the payload bytes of a chunk that can be leased.
+    /// Returns the payload bytes of a chunk; `None` unless the chunk can be leased.
     pub fn bytes(&self) -> Option<u64> {
         match *self {
             Self::Memory { len } | Self::Lower { len } => Some(len),
@@ -39,14 +39,14 @@ impl HostChunk {
     }
 }
 
-/// A chunk that stays in memory as it is.
+/// A lease of a chunk: the chunk stays in memory unchanged.
 pub struct HostLease {
     /// The bytes.
     pub slot: SealedSlot,
-    /// [`lmc_memory::checksum`] of the bytes, as they were when the chunk was committed or first
-    /// copied; `None` for that of the slot.
+    /// [`lmc_memory::checksum`] of the bytes, computed when the chunk was committed or first copied. `None`:
+    /// compute the checksum from the slot.
     pub checksum: Option<u64>,
-    /// Keeps the chunk from eviction.
+    /// Keeps the chunk from eviction while it exists.
     pub lease: Box<dyn Any + Send>,
 }
 
@@ -59,19 +59,19 @@ impl fmt::Debug for HostLease {
     }
 }
 
-/// Consecutive chunks of one prompt, in its order, all of one length.
+/// Consecutive chunks of one prompt, in prompt order, all of the same length.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkRun {
     /// Keys of the chunks.
     pub keys: Vec<ChunkKey>,
     /// Payload bytes of each chunk.
     pub chunk_bytes: u64,
-    /// Key of the chunk before the first one; none for the first chunk of a prompt.
+    /// Key of the chunk before the first one; `None` if the run starts the prompt.
     pub parent: Option<ChunkKey>,
 }
 
 impl ChunkRun {
-    /// Returns the run without its first chunks.
+    /// Returns the run without its first `chunks` chunks.
     pub fn after(&self, chunks: usize) -> Self {
         let before = chunks.checked_sub(1).and_then(|at| self.keys.get(at));
         Self {
@@ -87,31 +87,31 @@ impl ChunkRun {
 pub struct Received {
     /// Number of leading chunks that are in memory now.
     pub chunks: usize,
-    /// True if the other chunks are wanted: they were not read for lack of memory, capacity or time.
+    /// True if the other chunks are wanted but were not read, for lack of memory, capacity or time.
     pub is_wanted: bool,
 }
 
 /// A live space: engines of this host use it, or the host has chunks in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostSpace {
-    /// Name of the space.
+    /// Id of the space.
     pub id: SpaceId,
-    /// The parts that the name is made of.
+    /// The description that the id is derived from.
     pub description: KeySpace,
 }
 
-/// The engine above a tier: for tiers that lend its chunks, or tell other processes of them.
+/// The engine above a tier, for tiers that lend its chunks to other processes or report its chunks to them.
 ///
-/// Keys are as tiers name them, after the clears. Nothing here asks a tier that would have to ask
-/// another process in turn, but for [`Host::promote`]: two hosts that ask each other end at once.
-/// Every method may be called before the engine is made, which has no chunks then.
+/// Keys are the names that tiers use, after the clears. No method except [`Host::promote`] asks a tier that
+/// would have to ask another process in turn, so two hosts that ask each other do not loop. Every method may
+/// be called before the engine exists; the host has no chunks then.
 pub trait Host: fmt::Debug + Send + Sync + 'static {
-    /// Returns the state of each chunk. One that is only being promoted is absent, so that two hosts
-    /// that ask each other do not wait for each other. Never waits.
+    /// Returns the state of each chunk. A chunk that is only being promoted is absent, so that two hosts that
+    /// ask each other do not wait for each other. Never waits.
     fn states(&self, keys: &[ChunkKey]) -> Vec<HostChunk>;
 
-    /// Leases chunks: each stays in memory unchanged until its lease is dropped. One answer for each key.
-    /// Chunks in lower tiers are promoted first, if the promotion ends by `promote_until`. Computes no
+    /// Leases chunks: each stays in memory unchanged until its lease is dropped. Returns one answer for each
+    /// key. Chunks in lower tiers are promoted first, if the promotion ends by `promote_until`. Computes no
     /// checksum.
     fn lease<'a>(
         &'a self,
@@ -119,19 +119,19 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
         promote_until: Instant,
     ) -> BoxFuture<'a, Vec<Option<HostLease>>>;
 
-    /// Returns some of the chunks that can be leased, and the position of the next call; `None` at the
-    /// end. The first position is 0. A chunk that is there all the time is listed; a chunk in several
-    /// tiers is listed for each.
+    /// Returns some of the chunks that can be leased, and the position for the next call; `None` at the end.
+    /// The first position is 0. A chunk that is present throughout the listing is listed; a chunk in several
+    /// tiers is listed once for each.
     fn list(&self, from: u128, limit: usize) -> BoxFuture<'_, (Vec<ChunkKey>, Option<u128>)>;
 
-    /// Promotes the leading chunks of one prompt, as a lookup of this host's engines would and within
-    /// the same bounds. Ends when that is done.
+    /// Promotes the leading chunks of one prompt, as a lookup of this host's engines would and within the
+    /// same limits. The future ends when the promotion is done.
     fn promote<'a>(&'a self, keys: &'a [ChunkKey], hint: LocateHint) -> BoxFuture<'a, ()>;
 
-    /// Promotes chunks that a peer has pushed, of a space that engines of this host use. Of other
-    /// processes, `peer` alone is asked for them. Chunks that were pushed in the last minute and that no
-    /// lookup has found yet take a quarter of the memory at most, those of one peer an eighth. Default:
-    /// reads none.
+    /// Promotes chunks that a peer has pushed, of a space that engines of this host use. Of all other
+    /// processes, only `peer` is asked for the chunks. Chunks that were pushed in the last minute and that no
+    /// lookup has found yet take at most a quarter of the memory, those of one peer at most an eighth.
+    /// Default: promotes nothing.
     fn receive<'a>(
         &'a self,
         run: ChunkRun,
@@ -142,31 +142,31 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
         Box::pin(std::future::ready(Received::default()))
     }
 
-    /// Returns the clears that this host has carried out. The map contains all that it contained
-    /// before, and is complete from the first call on: the program that makes the host has read its
-    /// state file, and the clears of its private tiers, before it makes a tier that calls this. The
-    /// digest is computed again for each other [`Arc`]. Never waits.
+    /// Returns the clears that this host has carried out. The map contains every map returned before. It is
+    /// complete from the first call on: the program that makes the host reads its state file, and the clears
+    /// of its private tiers, before it makes a tier that calls this. A caller recomputes the digest only when
+    /// the [`Arc`] is another one. Never waits.
     fn clears(&self) -> Arc<Clears>;
 
     /// Returns false while a restart of this host may not find all clears that it has carried out.
     /// Never waits.
     fn clears_are_noted(&self) -> bool;
 
-    /// Takes in clears that were made elsewhere, and notes them durably, if that can be done
-    /// ([`Host::clears_are_noted`]); tries that again with those that are known. From the end on
-    /// [`Host::clears`] contains them, and chunks from before are not found. `origin` names
-    /// their medium for the log. The future may be dropped at any point; the clears may or may not be
-    /// taken in then.
+    /// Carries out clears that were made elsewhere, and notes them durably if possible
+    /// ([`Host::clears_are_noted`]). If `clears` are known but not yet noted, tries to note them again. When
+    /// the future has ended, [`Host::clears`] contains the clears, and chunks from before them are not found.
+    /// `origin` names the medium that the clears came through, for the log. The future may be dropped at any
+    /// point; the clears may or may not be carried out then.
     ///
     /// # Errors
-    /// [`TooManyClears`]; nothing is taken in then.
+    /// [`TooManyClears`]; nothing is carried out then.
     fn learn(
         &self,
         clears: Clears,
         origin: &'static str,
     ) -> BoxFuture<'_, Result<(), TooManyClears>>;
 
-    /// Returns the bus on which the tiers report which chunks come and go, and on which they listen.
+    /// Returns the bus on which the tiers report chunks that come and go, and on which tiers listen.
     fn events(&self) -> &Events;
 
     /// Returns the live spaces, the most important first.
@@ -179,18 +179,19 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
         false
     }
 
-    /// Returns true if a request with this id was computed here and is over, so that nothing more is
-    /// stored for it. Default: false, where that is not known. Never waits.
+    /// Returns true if the request with this id was computed here and has ended, so that no more chunks are
+    /// stored for it. Default: false, which also stands for an unknown request. Never waits.
     fn is_over(&self, request: &str) -> bool {
         let _ = request;
         false
     }
 
-    /// Returns true while the host takes no chunks, because it is to be stopped. Default: false. Never waits.
+    /// Returns true while the host accepts no chunks, because it is to be stopped. Default: false. Never
+    /// waits.
     fn is_draining(&self) -> bool {
         false
     }
 
-    /// Returns the chunks and bytes in memory, with its capacity.
+    /// Returns the chunks and bytes in memory, and the memory's capacity.
     fn usage(&self) -> Usage;
 }

@@ -7,21 +7,21 @@ use lmc_memory::{ReservedSlot, SealedSlot, WrittenSlot};
 use crate::Location;
 use crate::{BackendError, Handle};
 
-/// A chunk to load, and the slot it shall go into.
+/// A chunk to load, and the slot to load it into.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct LoadItem {
     /// Key of the chunk.
     pub key: ChunkKey,
-    /// Slot that the bytes are read into; as long as the chunk.
+    /// Slot that the bytes are read into. It is as long as the chunk.
     pub slot: ReservedSlot,
-    /// Handle that the tier gave when it located the chunk ([`Location::handle`]). Its knowledge may be
-    /// outdated; `None` where the chunk was not located by this tier.
+    /// Handle that the tier returned when it located the chunk ([`Location::handle`]). It may be outdated;
+    /// `None` if this tier has not located the chunk.
     pub handle: Option<Handle>,
 }
 
 impl LoadItem {
-    /// A chunk to load into `slot`.
+    /// Makes an item that loads a chunk into `slot`.
     pub fn new(key: ChunkKey, slot: ReservedSlot) -> Self {
         Self {
             key,
@@ -30,7 +30,7 @@ impl LoadItem {
         }
     }
 
-    /// Sets the handle that the tier gave. Default: none.
+    /// Sets the handle that the tier returned. Default: none.
     #[must_use]
     pub fn with_handle(mut self, handle: Option<Handle>) -> Self {
         self.handle = handle;
@@ -41,11 +41,11 @@ impl LoadItem {
 /// Outcome of one load.
 #[derive(Debug)]
 pub enum Loaded {
-    /// The slot holds the chunk, verified.
+    /// The slot holds the verified chunk.
     Hit(WrittenSlot),
-    /// The tier does not have the chunk, or no longer in a state it trusts.
+    /// The tier does not have the chunk, or no longer trusts its stored bytes.
     Miss(ReservedSlot),
-    /// The tier could not say.
+    /// The tier could not answer.
     Failed {
         /// Reason of the failure.
         error: BackendError,
@@ -80,14 +80,14 @@ pub enum FailedSlot {
 pub struct StoreItem {
     /// Key of the chunk.
     pub key: ChunkKey,
-    /// The chunk before it in its prompt, for tiers that evict the tail before the head.
+    /// Key of the chunk before this one in its prompt, for tiers that evict the tail before the head.
     pub parent: Option<ChunkKey>,
-    /// The chunk's bytes. Owning the slot keeps them in place and unchanged.
+    /// Slot with the chunk's bytes. Owning the slot keeps the bytes in memory and unchanged.
     pub slot: SealedSlot,
 }
 
 impl StoreItem {
-    /// A chunk that begins a prompt, or whose parent is not known.
+    /// Makes an item for a chunk that begins a prompt, or whose parent is not known.
     pub fn new(key: ChunkKey, slot: SealedSlot) -> Self {
         Self {
             key,
@@ -96,7 +96,7 @@ impl StoreItem {
         }
     }
 
-    /// Names the chunk before it. Default: none.
+    /// Sets the key of the chunk before this one. Default: none.
     #[must_use]
     pub fn with_parent(mut self, parent: ChunkKey) -> Self {
         self.parent = Some(parent);
@@ -108,11 +108,11 @@ impl StoreItem {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stored {
-    /// The chunk is there now.
+    /// The chunk is present now.
     Written,
-    /// The chunk was there before; nothing was written.
+    /// The chunk was already present; nothing was written.
     Present,
-    /// The tier chose not to keep it, by its admission rule or because its queue is full.
+    /// The tier declined the chunk, by its admission rule or because its queue is full.
     Declined,
 }
 
@@ -122,14 +122,15 @@ pub enum Stored {
 pub struct Cleared {
     /// Chunks that were removed.
     pub removed: u64,
-    /// True if the tier has noted the map where a restart of this process finds it.
+    /// True if the tier has noted the map durably, so that it survives a restart of this process.
     pub is_durable: bool,
-    /// Names of the peers or stores to which the tier passes clears on, and which have not confirmed these.
+    /// Names of the peers or stores that the tier passes clears on to, and that have not confirmed these
+    /// clears yet.
     pub unconfirmed: Vec<String>,
 }
 
 impl Cleared {
-    /// A clear that removed this many chunks, and is noted nowhere.
+    /// Makes the result of a clear that removed `removed` chunks and is not durable.
     pub fn new(removed: u64) -> Self {
         Self {
             removed,
@@ -137,14 +138,14 @@ impl Cleared {
         }
     }
 
-    /// Says that a restart of this process finds the map. Default: it does not.
+    /// Marks the clear as durable. Default: it is not.
     #[must_use]
     pub fn durable(mut self) -> Self {
         self.is_durable = true;
         self
     }
 
-    /// Names those who have not confirmed the clears. Default: none.
+    /// Sets the names of the peers or stores that have not confirmed the clears. Default: none.
     #[must_use]
     pub fn with_unconfirmed(mut self, unconfirmed: Vec<String>) -> Self {
         self.unconfirmed = unconfirmed;
@@ -160,12 +161,12 @@ impl Cursor {
     /// The start of the listing.
     pub const START: Self = Self(0);
 
-    /// Returns the position that the tier numbers so; only that tier knows what it means.
+    /// Makes a cursor from a tier's own number of a position; the number has a meaning for that tier only.
     pub fn from_raw(raw: u128) -> Self {
         Self(raw)
     }
 
-    /// Returns the number given by [`Cursor::from_raw`].
+    /// Returns the number given to [`Cursor::from_raw`].
     pub fn raw(self) -> u128 {
         self.0
     }
@@ -182,7 +183,7 @@ pub struct Listed {
 }
 
 impl Listed {
-    /// A chunk of `len` bytes.
+    /// Makes an entry for a chunk of `len` bytes.
     pub fn new(key: ChunkKey, len: u64) -> Self {
         Self { key, len }
     }
@@ -191,7 +192,7 @@ impl Listed {
 /// A part of a listing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Page {
-    /// The chunks; at most as many as were asked for, and none does not mean the end.
+    /// The chunks, at most as many as the caller asked for. An empty page is not the end of the listing.
     pub items: Vec<Listed>,
     /// Position of the next page; `None` at the end.
     pub next: Option<Cursor>,
@@ -205,12 +206,12 @@ pub struct Usage {
     pub chunks: u64,
     /// Payload bytes of the chunks.
     pub bytes: u64,
-    /// Payload bytes that the tier may hold; `None` where there is no limit or none is known.
+    /// Payload bytes that the tier may hold; `None` if there is no limit or the limit is unknown.
     pub capacity: Option<u64>,
 }
 
 impl Usage {
-    /// `chunks` chunks of `bytes` bytes together, no limit.
+    /// Makes the usage of `chunks` chunks with `bytes` payload bytes in total, without a limit.
     pub fn new(chunks: u64, bytes: u64) -> Self {
         Self {
             chunks,
@@ -232,14 +233,14 @@ impl Usage {
 pub enum Health {
     /// The tier works.
     Ready,
-    /// The tier works, but not as it should.
+    /// The tier works, but with a fault.
     Degraded {
-        /// Text for a person: what is wrong, and the remedy.
+        /// Text for an operator: the fault, and the remedy.
         reason: String,
     },
     /// The tier does not work.
     Down {
-        /// Text for a person: what is wrong, and the remedy.
+        /// Text for an operator: the fault, and the remedy.
         reason: String,
     },
 }

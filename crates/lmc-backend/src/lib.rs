@@ -1,19 +1,19 @@
 //! The contract of lmc's tiers: the operations that the engine asks of a disk, a peer or a remote
 //! store.
 //!
-//! [`Backend`] is a tier that is read, [`WriteBackend`] one that is written to as well; both can be trait
-//! objects. Every operation takes a batch and a deadline, and answers
-//! once for each key; partial success is normal. A tier says which chunks it has
-//! ([`Backend::locate`], or at once by its [`LocalIndex`]), loads them into slots that the caller
-//! reserved, and stores them from sealed slots, without a copy in between where the tier can do
-//! that. Loads and stores answer for each key as it ends ([`Answers`]). A key decides its bytes for
-//! good, so nothing is ever overwritten. No tier knows of clears: what was cleared has another name
-//! ([`Clears`]). A tier that lends what the engine above it has is given a [`Host`] when it is made.
+//! [`Backend`] is a tier that can be read, [`WriteBackend`] a tier that can also be written; both can be
+//! trait objects. Every operation takes a batch and a deadline, and answers once for each key; partial
+//! success is normal. A tier reports which chunks it has ([`Backend::locate`], or at once by its
+//! [`LocalIndex`]), loads them into slots that the caller has reserved, and stores them from sealed slots,
+//! without a copy in between where the tier can do so. Loads and stores answer for each key as soon as the
+//! key is done ([`Answers`]). A key determines its bytes for ever, so nothing is ever overwritten. No tier
+//! knows of clears: after a clear, the same chunk has another name ([`Clears`]). A tier that lends the chunks
+//! of the engine above it is given a [`Host`] when it is made.
 //!
-//! Not in here: how chunks are found, leased and evicted in DRAM (`lmc-backend-local`), which tier
-//! a chunk belongs in (`lmc-engine`), and any executor.
+//! Outside this crate: how chunks are found, leased and evicted in DRAM (`lmc-backend-local`), which tier a
+//! chunk belongs in (`lmc-engine`), and any executor.
 //!
-//! Start from [`Backend`], [`LoadItem`] and [`Loaded`]; test a new tier with the kit in the module
+//! Start with [`Backend`], [`LoadItem`] and [`Loaded`]; test a new tier with the kit in the module
 //! `conformance` (feature of the same name).
 //!
 //! ```

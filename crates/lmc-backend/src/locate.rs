@@ -6,15 +6,15 @@ use std::num::NonZeroU32;
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
-/// Number of chunks that make a whole one.
+/// Number of partial chunks, such as the blocks of a tail, that make one whole chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parts(NonZeroU32);
 
 impl Parts {
-    /// Whole chunks.
+    /// The value for whole chunks.
     pub const WHOLE: Self = Self(NonZeroU32::MIN);
 
-    /// Chunks of `tokens` where a whole one has `whole` tokens; at least 1.
+    /// Returns the value for chunks of `tokens` tokens where a whole chunk has `whole`; at least 1.
     pub fn of(whole: u32, tokens: u32) -> Self {
         Self(NonZeroU32::new(whole / tokens.max(1)).unwrap_or(NonZeroU32::MIN))
     }
@@ -31,38 +31,38 @@ impl Default for Parts {
     }
 }
 
-/// Advice for a lookup. A tier may ignore it.
+/// Hints for a lookup. A tier may ignore them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LocateHint {
-    /// Sources to ask first, for a tier that has several: names or addresses as an operator knows
-    /// them. Unknown ones are ignored. Default: none.
+    /// Sources to ask first, for a tier that has several: names or addresses as an operator knows them.
+    /// Unknown sources are ignored. Default: none.
     pub sources: Arc<[String]>,
-    /// Payload bytes that each chunk has, where that is known: a source that claims another length
-    /// does not have the chunk. Default: none.
+    /// Payload bytes of each chunk, if known: the tier treats a chunk of another length at a source as
+    /// absent. Default: none.
     pub chunk_bytes: Option<u64>,
-    /// Chunks that make a whole one: more than 1 for the blocks of a tail, which tiers may not have at
-    /// all. Default: 1.
+    /// Number of chunks that make a whole chunk: more than 1 for the blocks of a tail, which a tier may not
+    /// store at all. Default: 1.
     pub parts: Parts,
-    /// Time that each tier may take for its answer, where no prompt waits for it; the engine makes
-    /// the deadline of it. Default: none, which leaves each tier its own timeout.
+    /// Time that each tier may take for its answer, where no prompt waits for it; the engine computes the
+    /// deadline from it. Default: none, so each tier's own timeout applies.
     pub timeout: Option<Duration>,
     /// Time for which the prompt waits for its sources to compute chunks that no tier has yet; the engine
-    /// makes the deadline of it. A tier that reaches one of them answers [`Located::Expected`] for such
-    /// chunks. Default: none, which waits for none.
+    /// computes the deadline from it. A tier that reaches one of the sources answers [`Located::Expected`]
+    /// for such chunks. Default: none; the prompt does not wait.
     pub wait: Option<Duration>,
-    /// Id under which the sources know the request that computes the prompt: once it is over there,
-    /// nothing more is expected. Default: none, which expects chunks until the wait is over.
+    /// Id under which the sources know the request that computes the prompt: once the request has ended
+    /// there, no more chunks are expected. Default: none; chunks are expected until the wait ends.
     pub awaited: Option<Arc<str>>,
-    /// True where the question is a repeated one, and others than the sources need not be asked again.
-    /// Default: false.
+    /// True if the lookup repeats an earlier one, so that only the sources need to be asked again. Default:
+    /// false.
     pub is_repeated: bool,
-    /// True where no other than the sources is to be asked. Default: false.
+    /// True if only the sources are to be asked. Default: false.
     pub sources_only: bool,
 }
 
 impl LocateHint {
-    /// No advice.
+    /// Returns a hint that has only defaults.
     pub fn none() -> &'static Self {
         static NONE: LazyLock<LocateHint> = LazyLock::new(LocateHint::default);
         &NONE
@@ -75,14 +75,14 @@ impl LocateHint {
         self
     }
 
-    /// Sets the payload bytes that each chunk has.
+    /// Sets the payload bytes of each chunk.
     #[must_use]
     pub fn with_chunk_bytes(mut self, chunk_bytes: Option<u64>) -> Self {
         self.chunk_bytes = chunk_bytes;
         self
     }
 
-    /// Sets the number of chunks that make a whole one.
+    /// Sets the number of chunks that make a whole chunk.
     #[must_use]
     pub fn with_parts(mut self, parts: Parts) -> Self {
         self.parts = parts;
@@ -96,21 +96,21 @@ impl LocateHint {
         self
     }
 
-    /// Sets the id of the request that computes the prompt.
+    /// Sets the id of the request that computes the prompt at the sources.
     #[must_use]
     pub fn with_awaited(mut self, request: Option<Arc<str>>) -> Self {
         self.awaited = request;
         self
     }
 
-    /// Says that the question is a repeated one.
+    /// Marks the lookup as a repeated one.
     #[must_use]
     pub fn repeated(mut self) -> Self {
         self.is_repeated = true;
         self
     }
 
-    /// Says that no other than the sources is to be asked.
+    /// Restricts the lookup to the sources.
     #[must_use]
     pub fn only_sources(mut self) -> Self {
         self.sources_only = true;
@@ -127,16 +127,16 @@ impl LocateHint {
 
 /// The state of one key in a tier.
 ///
-/// An answer is a hint: the chunk may be gone when it is loaded.
+/// The answer is a hint: the chunk may be gone when it is loaded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Located {
     /// The tier has the chunk.
     Present(Location),
-    /// The chunk is being written to the tier by the engine that computes it, and is expected
-    /// soon. Never said of a chunk that the tier itself is only fetching from elsewhere.
+    /// The engine that computes the chunk is writing it to the tier; the chunk is expected soon. Never the
+    /// answer for a chunk that the tier is only fetching from elsewhere.
     Pending,
-    /// The tier does not have the chunk, and one of the sources that the prompt waits for
-    /// ([`LocateHint::wait`]) may write it.
+    /// The tier does not have the chunk, but a source that the prompt waits for ([`LocateHint::wait`]) may
+    /// write it.
     Expected,
     /// The tier does not have the chunk.
     Absent,
@@ -152,20 +152,20 @@ impl Located {
     }
 }
 
-/// Size and cost of a chunk in a tier, and what the tier knows of it.
+/// Length and load cost of a chunk in a tier, with the tier's handle for it.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Location {
     /// Payload bytes of the chunk: the length of the slot to load it into.
     pub len: u64,
-    /// Estimated time to load the chunk as one of a batch, from what the tier measured so far.
+    /// Estimated time to load the chunk as one of a batch, from the tier's measurements so far.
     pub cost: Duration,
-    /// Handle that comes back with the load ([`LoadItem::handle`](crate::LoadItem::handle)).
+    /// Handle that the caller passes back with the load ([`LoadItem::handle`](crate::LoadItem::handle)).
     pub handle: Option<Handle>,
 }
 
 impl Location {
-    /// A chunk of `len` bytes that costs nothing to load.
+    /// Makes the location of a chunk of `len` bytes that costs nothing to load.
     pub fn new(len: u64) -> Self {
         Self {
             len,
@@ -181,7 +181,7 @@ impl Location {
         self
     }
 
-    /// Sets the handle that comes back with the load. Default: none.
+    /// Sets the handle to pass back with the load. Default: none.
     #[must_use]
     pub fn with_handle(mut self, handle: Handle) -> Self {
         self.handle = Some(handle);
@@ -189,7 +189,7 @@ impl Location {
     }
 }
 
-/// Compares all fields but the handle.
+/// Compares all fields except the handle.
 impl PartialEq for Location {
     fn eq(&self, other: &Self) -> bool {
         (self.len, self.cost) == (other.len, other.cost)
@@ -198,18 +198,18 @@ impl PartialEq for Location {
 
 impl Eq for Location {}
 
-/// Knowledge of a tier about a chunk that it has located, so that a load need not find the chunk
-/// again. Only the tier looks into it.
+/// A tier's knowledge about a chunk that it has located, so that a load need not find the chunk again. Opaque
+/// to everything but the tier.
 #[derive(Clone)]
 pub struct Handle(Arc<dyn Any + Send + Sync>);
 
 impl Handle {
-    /// Returns a handle with what is known.
+    /// Makes a handle that holds `known`.
     pub fn new<T: Any + Send + Sync>(known: T) -> Self {
         Self(Arc::new(known))
     }
 
-    /// Returns what is known; `None` where it is of another type.
+    /// Returns the value in the handle; `None` if it is of another type.
     pub fn get<T: Any>(&self) -> Option<&T> {
         self.0.downcast_ref()
     }
@@ -221,11 +221,11 @@ impl fmt::Debug for Handle {
     }
 }
 
-/// The owner of a tier's content.
+/// The processes that use a tier's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sharing {
-    /// Only this process stores and clears here. A clear removes the chunks.
+    /// Only this process stores and clears chunks in the tier. A clear removes the chunks.
     Private,
-    /// Other processes use the content too. A clear only passes its map on, and deletes nothing.
+    /// Other processes use the content too. A clear only passes its map on, and removes nothing.
     Shared,
 }

@@ -1,4 +1,4 @@
-//! A map behind the trait.
+//! A tier that is a map in memory.
 
 use std::collections::BTreeMap;
 use std::future::ready as done;
@@ -16,8 +16,8 @@ use crate::{
     Usage, WriteBackend, ready,
 };
 
-/// Copies chunks into a map on the heap: the twin of every real tier in tests and examples.
-/// Nothing is evicted; without a capacity it grows without bound.
+/// A tier that copies chunks into a map on the heap: the twin of every real tier in tests and examples.
+/// Nothing is evicted; without a capacity the map grows without bound.
 #[derive(Debug, Default)]
 pub struct MemoryBackend {
     state: Mutex<State>,
@@ -28,9 +28,9 @@ pub struct MemoryBackend {
 #[derive(Clone, Debug, Default)]
 struct State {
     chunks: BTreeMap<ChunkKey, Chunk>,
-    /// Arrival number to key: the order of listings.
+    /// Keys by arrival number: the order of listings.
     arrivals: BTreeMap<u128, ChunkKey>,
-    /// Number of the last arrival. The first is 1, so that cursor 0 lies before all.
+    /// Number of the last arrival. The first arrival has number 1, so cursor 0 is before all arrivals.
     arrived: u128,
     /// Payload bytes of the chunks.
     bytes: u64,
@@ -56,7 +56,8 @@ impl State {
 }
 
 impl MemoryBackend {
-    /// Holds at most `capacity` bytes of chunks, and answers [`BackendError::Full`] beyond.
+    /// Makes a tier that holds at most `capacity` bytes of chunks, and answers [`BackendError::Full`] beyond
+    /// that.
     pub fn with_capacity(capacity: u64) -> Self {
         Self {
             capacity: Some(capacity),
@@ -64,8 +65,8 @@ impl MemoryBackend {
         }
     }
 
-    /// Behaves as a store that other processes use too: it has no index here, so that it has to be
-    /// asked, and a clear deletes nothing.
+    /// Makes a tier that behaves like a store that other processes use too: it has no index in this process,
+    /// and a clear removes nothing.
     pub fn shared() -> Self {
         Self {
             is_shared: true,
@@ -142,7 +143,7 @@ impl MemoryBackend {
 }
 
 impl Clone for MemoryBackend {
-    /// Copies the content, as a copy of a drive does.
+    /// Copies the content, as copying a drive's folder does.
     fn clone(&self) -> Self {
         Self {
             state: Mutex::new(self.state.lock().clone()),

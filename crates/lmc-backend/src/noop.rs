@@ -1,4 +1,4 @@
-//! The tier that holds nothing.
+//! A tier that holds nothing.
 
 use std::future;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::{
     LocateHint, Located, Page, StoreItem, Stored, Usage, WriteBackend, ready,
 };
 
-/// Declines every chunk and never finds one.
+/// A tier that declines every chunk and never finds one.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoopBackend;
 

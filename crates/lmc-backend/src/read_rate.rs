@@ -1,16 +1,16 @@
-//! The measured speed of reads from a tier, for estimates.
+//! The measured read speed of a tier, for cost estimates.
 
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// Time to read one byte before anything was measured: that of 1 GB/s.
+/// Time to read one byte before anything was measured: 1 GB/s.
 const ASSUMED_NANOS_PER_BYTE: f64 = 1.0;
 /// Bytes after which older measurements count half.
 const WINDOW: f64 = (256u64 << 20) as f64;
 
-/// Bytes that were read, and the time in which at least one read was under way: what
-/// [`Location::cost`](crate::Location::cost) is estimated from.
+/// Bytes read, and the time during which at least one read was in progress. Estimates of
+/// [`Location::cost`](crate::Location::cost) are computed from them.
 #[derive(Debug)]
 pub struct ReadRate(Mutex<State>);
 
@@ -35,7 +35,7 @@ impl Default for ReadRate {
 }
 
 impl ReadRate {
-    /// Notes that a read begins.
+    /// Records that a read begins.
     pub fn begin(&self, now: Instant) {
         let mut state = self.0.lock();
         if state.under_way == 0 {
@@ -44,7 +44,7 @@ impl ReadRate {
         state.under_way += 1;
     }
 
-    /// Notes that a read has ended, with the bytes that it brought.
+    /// Records that a read has ended, with the number of bytes that it read.
     pub fn end(&self, bytes: u64, now: Instant) {
         let mut state = self.0.lock();
         state.under_way = state.under_way.saturating_sub(1);
@@ -58,7 +58,7 @@ impl ReadRate {
         }
     }
 
-    /// Returns the estimated time to read `bytes` bytes while other reads are under way.
+    /// Returns the estimated time to read `bytes` bytes while other reads are in progress.
     pub fn time(&self, bytes: u64) -> Duration {
         let state = self.0.lock();
         Duration::from_nanos((bytes as f64 * state.nanos / state.bytes) as u64)

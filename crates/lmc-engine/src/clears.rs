@@ -1,4 +1,4 @@
-//! The clears that this process has carried out, and the names of chunks after them.
+//! The clears that this process has carried out, and the names of chunks after these clears.
 
 mod file;
 
@@ -17,40 +17,40 @@ use thiserror::Error;
 use self::file::StateFile;
 pub use self::file::StateFileError;
 
-/// Names whose spaces are remembered, at most.
+/// Most names whose spaces are remembered.
 const MAX_NAMES: usize = 1 << 18;
 
-/// Reason why nothing is cleared.
+/// Reason why a clear was not carried out.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum ClearError {
     /// The map of clears is full.
     #[error(transparent)]
     TooMany(#[from] TooManyClears),
-    /// An id for this process's clears cannot be drawn.
+    /// No random id for this process's clears could be drawn.
     #[error("the system has no random numbers: {0}")]
     Random(Arc<getrandom::Error>),
 }
 
-/// The clears that this process has carried out or heard of, kept in a file of a state folder.
+/// The clears that this process has carried out or learned of, recorded in a file of a state folder.
 ///
-/// Made before any tier: tiers are given it, so that none serves chunks or asks others before
-/// it is known what was cleared. A handle: clones share one log.
+/// Made before any tier, and passed to the tiers: no tier may serve chunks or ask other processes before the
+/// clears are known. A handle: clones share one log.
 #[derive(Clone, Default)]
 pub struct ClearLog(Arc<Log>);
 
 #[derive(Default)]
 struct Log {
     current: RwLock<Current>,
-    /// Held while the map changes, so that changes are written and carried out in one order.
+    /// Locked while the map changes, so that changes are written and carried out in one order.
     changing: Mutex<Changing>,
-    /// Clears that were made here and that were learned, since the log was opened.
+    /// Number of clears made here, and number of clears learned from elsewhere, since the log was opened.
     counted: AtomicU64,
     learned: AtomicU64,
-    /// True while clears were carried out that a restart may not find.
+    /// True if clears were carried out that a restart may not find.
     is_volatile: AtomicBool,
     on_learned: OnceLock<Box<dyn Fn() + Send + Sync>>,
-    /// The spaces that names stand for.
+    /// The spaces that names stand for, by name.
     names: RwLock<HashMap<SpaceId, Named>>,
 }
 
@@ -58,8 +58,8 @@ struct Log {
 struct Current {
     clears: Arc<Clears>,
     id: ClearsId,
-    /// Times since which the map has not been empty and since which it has been this one; both are
-    /// the start's where there were clears before.
+    /// Times of the first and of the last change of the map; the time of the start for clears from before the
+    /// start.
     since: Option<(Instant, Instant)>,
 }
 
@@ -69,7 +69,7 @@ struct Changing {
     file: Option<StateFile>,
 }
 
-/// The space that a name stands for, and the clears after which it does.
+/// The space that a name stands for, and the clears that the name contains.
 #[derive(Clone, Copy)]
 struct Named {
     space: SpaceId,
@@ -77,12 +77,11 @@ struct Named {
 }
 
 impl ClearLog {
-    /// Opens the state file of the daemon with this name in a folder, which is made where it is
-    /// missing, and takes in what files of the name in the folders of `others` say. The file stays
-    /// locked until the log is dropped.
+    /// Opens the state file of the daemon `name` in a folder, and creates the folder if it is missing. Reads
+    /// also the files of this name in the folders `others`. The file stays locked until the log is dropped.
     ///
     /// # Errors
-    /// [`StateFileError`]: what was cleared is not known, and nothing must be served.
+    /// [`StateFileError`]: the clears are not known, so nothing must be served.
     pub fn open(folder: &Path, name: &str, others: &[PathBuf]) -> Result<Self, StateFileError> {
         let (file, clears) = StateFile::open(folder, name, others)?;
         let this = Self::default();
@@ -91,11 +90,11 @@ impl ClearLog {
         Ok(this)
     }
 
-    /// Takes in what files of this name in some folders say, and writes none: what is cleared from
-    /// then on is never noted.
+    /// Reads the state files of this name in some folders, and writes none: later clears are not noted
+    /// anywhere.
     ///
     /// # Errors
-    /// [`StateFileError`]: what was cleared is not known, and nothing must be served.
+    /// [`StateFileError`]: the clears are not known, so nothing must be served.
     pub fn read(name: &str, folders: &[PathBuf]) -> Result<Self, StateFileError> {
         let this = Self::default();
         this.switch(Arc::new(file::read_all(name, folders)?));
@@ -113,29 +112,29 @@ impl ClearLog {
         self.0.current.read().id
     }
 
-    /// Returns false while clears were carried out that are not in the state file. A log that was made
-    /// without a state file has nothing to note.
+    /// Returns false if clears were carried out that are not in the state file. A log without a state file
+    /// has nothing to note, and returns true.
     pub fn is_noted(&self) -> bool {
         !self.0.is_volatile.load(Ordering::Relaxed)
     }
 
-    /// Returns when the last clear was carried out here, or the time of the start where the last clear was
-    /// before it. `None` before the first.
+    /// Returns the time at which the last clear was carried out here, or the time of the start if the last
+    /// clear was before it. `None` before the first clear.
     pub fn last_clear(&self) -> Option<Instant> {
         self.0.current.read().since.map(|(_, last)| last)
     }
 
-    /// Returns when the first clear was carried out here, as [`Self::last_clear`].
+    /// Returns the time of the first clear, in the same way as [`Self::last_clear`].
     pub fn first_clear(&self) -> Option<Instant> {
         self.0.current.read().since.map(|(first, _)| first)
     }
 
-    /// Takes in clears that were carried out elsewhere: what was computed before them is not found
-    /// any more when this returns. `from` names the medium for the log. Returns true if one was not
-    /// known. Blocks for the state file; [`Self::is_noted`] says whether it has them.
+    /// Carries out clears that were made elsewhere: when this returns, chunks that were computed before them
+    /// are not found any more. `from` names the medium for the log. Returns true if at least one clear was
+    /// not known. Blocks until the state file is written; [`Self::is_noted`] returns whether that succeeded.
     ///
     /// # Errors
-    /// [`TooManyClears`]; nothing is taken in then.
+    /// [`TooManyClears`]; nothing is carried out then.
     pub fn learn(&self, others: &Clears, from: &str) -> Result<bool, TooManyClears> {
         if self.is_noted() && self.clears().contains(others) {
             return Ok(false);
@@ -150,15 +149,19 @@ impl ClearLog {
         let learned = clears.total().saturating_sub(before.total());
         self.carry_out(&changing, Arc::new(clears));
         self.0.learned.fetch_add(learned, Ordering::Relaxed);
-        tracing::info!(from, clears = learned, "cleared as another daemon did");
+        tracing::info!(
+            from,
+            clears = learned,
+            "carried out clears of other daemons"
+        );
         if let Some(on_learned) = self.0.on_learned.get() {
             on_learned();
         }
         Ok(true)
     }
 
-    /// Counts a clear of this process. Returns the map with it, and whether a restart finds it.
-    /// Blocks for the state file.
+    /// Counts a clear of this process. Returns the map with this clear, and whether a restart finds it.
+    /// Blocks until the state file is written.
     pub(crate) fn count(&self) -> Result<(Arc<Clears>, bool), ClearError> {
         let mut changing = self.0.changing.lock();
         let start = match changing.start {
@@ -174,26 +177,27 @@ impl ClearLog {
         Ok((clears, is_durable))
     }
 
-    /// Returns the clears that were made here, and those that were learned, since the log was opened.
+    /// Returns the number of clears made here, and of clears learned from elsewhere, since the log was
+    /// opened.
     pub(crate) fn totals(&self) -> (u64, u64) {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         (read(&self.0.counted), read(&self.0.learned))
     }
 
-    /// Calls this after clears that were learned from elsewhere. Only the first is taken.
+    /// Sets the function to call after clears were learned from elsewhere. Only the first call has an effect.
     pub(crate) fn on_learned(&self, call: impl Fn() + Send + Sync + 'static) {
         // One engine has one log.
         let _ = self.0.on_learned.set(Box::new(call));
     }
 
-    /// Writes the map, and makes names with it from then on. Returns true if a restart finds it.
+    /// Writes the map, and uses it for names from then on. Returns true if a restart finds the map.
     fn carry_out(&self, changing: &Changing, clears: Arc<Clears>) -> bool {
         let is_durable = self.note(changing, &clears);
         self.switch(clears);
         is_durable
     }
 
-    /// Writes the map. Returns true if a restart finds it.
+    /// Writes the map. Returns true if a restart finds the map.
     fn note(&self, changing: &Changing, clears: &Arc<Clears>) -> bool {
         let Some(file) = &changing.file else {
             return false;
@@ -216,14 +220,15 @@ impl ClearLog {
         known.into_iter().for_each(|space| _ = self.name(space, id));
     }
 
-    /// Returns the name of a space's chunks that are computed after these clears, and remembers what it
-    /// stands for: to be called where there may be chunks of it.
+    /// Returns the name of a space's chunks that are computed after these clears, and remembers the name's
+    /// space. Called wherever chunks under the name may exist.
     pub(crate) fn name(&self, space: SpaceId, clears: ClearsId) -> SpaceId {
         let name = space.after(clears);
         if !self.0.names.read().contains_key(&name) {
             let mut names = self.0.names.write();
             if names.len() >= MAX_NAMES {
-                // Spaces without chunks, in all likelihood. Those of others count for no space.
+                // Most of the names are probably of spaces without chunks. Chunks under a dropped name count
+                // for no space.
                 names.clear();
             }
             names.insert(name, Named { space, clears });
@@ -231,14 +236,14 @@ impl ClearLog {
         name
     }
 
-    /// Returns the space that a name stands for; the name itself where that is not known.
+    /// Returns the space that a name stands for; the name itself if its space is unknown.
     pub(crate) fn space_of(&self, name: SpaceId) -> SpaceId {
         let names = self.0.names.read();
         names.get(&name).map_or(name, |named| named.space)
     }
 
-    /// Returns the space that a name stands for, as [`Self::space_of`]; `None` if chunks of the name
-    /// are known to come from before the last clear.
+    /// Returns the space that a name stands for, as [`Self::space_of`]; `None` if chunks of this name are
+    /// known to be from before the last clear.
     pub(crate) fn current_space_of(&self, name: SpaceId) -> Option<SpaceId> {
         let now = self.id();
         let names = self.0.names.read();
@@ -248,7 +253,7 @@ impl ClearLog {
         (named.clears == now).then_some(named.space)
     }
 
-    /// Returns [`Self::current_space_of`] as a function that does not keep the log, nor its file locked.
+    /// Returns [`Self::current_space_of`] as a function that neither keeps the log alive nor its file locked.
     pub(crate) fn spaces_of_names(
         &self,
     ) -> impl Fn(SpaceId) -> Option<SpaceId> + Send + Sync + 'static {
@@ -259,7 +264,7 @@ impl ClearLog {
         }
     }
 
-    /// Returns all names that stand for some spaces.
+    /// Returns all names that stand for any of these spaces.
     pub(crate) fn names_of(&self, spaces: &HashSet<SpaceId>) -> HashSet<SpaceId> {
         let names = self.0.names.read();
         let of_spaces = names
@@ -271,7 +276,7 @@ impl ClearLog {
             .collect()
     }
 
-    /// Forgets names from before the last clear, but for those in use.
+    /// Drops names from before the last clear, except those in use.
     pub(crate) fn forget_names(&self, in_use: &HashSet<SpaceId>) {
         let mut names = self.0.names.write();
         let now = self.id();

@@ -18,31 +18,32 @@ pub struct EngineConfig {
     pub policy: PolicyKind,
     /// Alignment of slots in bytes; a power of two, at least 64. Default: 4096.
     pub align: usize,
-    /// Share of the pool above which chunks are evicted before anybody asks for memory.
-    /// Default: 0.95.
+    /// Used fraction of the pool above which chunks are evicted before a caller needs their memory. Default:
+    /// 0.95.
     pub high_watermark: f64,
-    /// Share of the pool at which that eviction stops. Default: 0.90.
+    /// Used fraction of the pool at which this eviction stops. Default: 0.90.
     pub low_watermark: f64,
-    /// Number of parts of the index with a lock each; `None` lets the tier choose by the number of
+    /// Number of shards of the index, each with its own lock; `None` lets the tier choose by the number of
     /// cores. Default: none.
     pub shards: Option<usize>,
     /// Time between two checks of the watermarks. Default: 100 ms.
     pub maintain_every: Duration,
-    /// Most bytes of the pool that reads from lower tiers in flight hold. Default, and at most: a
+    /// Most bytes of the pool that are used by reads from lower tiers in flight. Default and maximum: a
     /// quarter of the pool.
     pub promotion_bytes: Option<u64>,
-    /// Time after which a chunk that was not promoted yet is a miss. Default: 10 s.
+    /// Time after which a chunk that is not promoted yet counts as a miss. Default: 10 s.
     pub promotion_timeout: Duration,
-    /// Longest wait for chunks that another engine is writing to a tier now, or that a peer is pushing. Default: 500 ms.
+    /// Longest wait for chunks that another engine is writing to a tier, or that a peer is pushing. Default:
+    /// 500 ms.
     pub pending_timeout: Duration,
-    /// Time in which an engine recomputes one chunk. Chunks are read from lower tiers only where
-    /// the estimated time of that is shorter. Default: none, and they are always read.
+    /// Time that an engine takes to recompute one chunk. Chunks are read from lower tiers only if the
+    /// estimated read time is shorter. Default: none; chunks are always read.
     pub recompute_time: Option<Duration>,
-    /// Runtime of reads from and writes to lower tiers; it needs a timer. Default: none, and an
-    /// engine with lower tiers starts a runtime of its own with two threads named `lmc-engine`.
+    /// Runtime for reads from and writes to lower tiers; it needs a timer. Default: none; an engine with
+    /// lower tiers starts a runtime of its own with two threads named `lmc-engine`.
     pub runtime: Option<Handle>,
-    /// The engine as its tiers reach it, with the log of clears; tiers that need one were given the
-    /// same. Default: none, and the engine makes its own, whose log has no state file.
+    /// The host, through which tiers reach the engine, with the log of clears. Tiers that need a host were
+    /// given the same one. Default: none; the engine makes its own host, whose log has no state file.
     pub host: Option<EngineHost>,
 }
 
@@ -65,26 +66,26 @@ impl Default for EngineConfig {
     }
 }
 
-/// Reason why an engine cannot be made.
+/// Reason why an engine cannot be created.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum EngineError {
-    /// The arena cannot be a pool.
+    /// The pool cannot be created in the arena.
     #[error("pool: {0}")]
     Pool(#[from] PoolError),
-    /// The DRAM tier refuses its settings.
+    /// The DRAM tier rejects its settings.
     #[error("dram tier: {0}")]
     Local(#[from] LocalConfigError),
     /// Too many lower tiers were given.
-    #[error("{found} lower tiers, at most {max} are possible", max = Origin::MAX_TIERS)]
+    #[error("{found} lower tiers, at most {max} are supported", max = Origin::MAX_TIERS)]
     TooManyTiers {
         /// Number of lower tiers.
         found: usize,
     },
-    /// The tiers know of too many clears.
+    /// The tiers together know more clears than a map can hold.
     #[error(transparent)]
     Clears(#[from] TooManyClears),
-    /// The host is of another engine.
+    /// The host belongs to another engine.
     #[error("the host in the engine's settings belongs to another engine: make one for each")]
     Host,
     /// A thread cannot be started.

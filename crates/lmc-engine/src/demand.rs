@@ -1,10 +1,12 @@
-//! The hit ratio that other sizes of the cache would give, from a sample of the chunks that prompts ask for.
+//! An estimate of the hit ratio that other cache sizes would have, from a sample of the chunks that prompts
+//! look up.
 //!
-//! A chunk is found by an LRU cache that holds all that was used since its last use. A sample of the
-//! chunks, chosen by their hashes, is kept in the order of use; the bytes after a chunk, scaled up by the
-//! share that the sample is of all, are the size that finds it (SHARDS, Waldspurger et al., FAST '15).
-//! All uses are counted. Where the sample has more or fewer of them than its share, a chunk that is used
-//! often is in it or not, and each cache finds such chunks: the difference counts as found (SHARDS-adj).
+//! An LRU cache finds a chunk if it can hold all chunks that were used since that chunk's last use. A sample
+//! of the chunks, chosen by hash, is kept in the order of use. The bytes used after a chunk, divided by the
+//! sample's share of all chunks, are the cache size that finds it (SHARDS, Waldspurger et al., FAST '15).
+//!
+//! All uses are counted. If the sample has more or fewer uses than its share, it has or lacks a chunk that is
+//! used often. A cache of any size finds such chunks, so the difference counts as found (SHARDS-adj).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,38 +16,38 @@ use lmc_key::{ChunkHash, FoldState, SpaceId};
 use parking_lot::Mutex;
 use serde::Serialize;
 
-/// Chunks that are followed, at most. With more of them the sample becomes a smaller share.
+/// Most chunks in the sample. With more chunks in total, the sample is a smaller share of them.
 const FOLLOWED: usize = 2048;
-/// Slots in the order of use, which is closed up when all were taken.
+/// Slots in the order of use, which is compacted when all slots are used.
 const SLOTS: usize = 4 * FOLLOWED;
-/// Smallest size that is distinguished, and the number of sizes, four for each doubling.
+/// Smallest cache size in the curve. `SIZES` is the number of sizes, four for each doubling.
 const LEAST_BYTES: f64 = (1 << 20) as f64;
 const SIZES: usize = 120;
-/// The sizes of a doubling, as parts of its first.
+/// Cache sizes of one doubling, relative to the first.
 const QUARTERS: [f64; 4] = [
     1.0,
     1.189_207_115_002_721,
     std::f64::consts::SQRT_2,
     1.681_792_830_507_429,
 ];
-/// Uses of followed chunks after which all that was counted is halved, so that the latest count for more.
+/// Uses of sampled chunks after which all counts are halved, so that recent uses have more weight.
 const FORGET_AFTER: u64 = 1 << 20;
-/// Spaces of which the number of KV ranks is remembered.
+/// Most spaces whose number of KV ranks is remembered.
 const SPACES: usize = 64;
 
-/// Hit ratio by the size of the cache.
+/// Estimated hit ratio by cache size.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct DemandCurve {
-    /// Uses of followed chunks that this is made of; the fewer, the less it says.
+    /// Uses of sampled chunks that the estimate is based on; with few of them it is unreliable.
     pub followed: u64,
-    /// Share of the chunks that prompts asked for that would have been found, by the bytes of a cache in
-    /// LRU order, from small to large: `(bytes, ratio)`.
+    /// Pairs `(bytes, ratio)` in ascending order: for an LRU cache of this size, the fraction of looked-up
+    /// chunks that it would have found.
     pub points: Vec<(u64, f64)>,
 }
 
 impl DemandCurve {
-    /// Returns the hit ratio of a cache of this size; `None` where nothing was asked for.
+    /// Returns the hit ratio of a cache of this size; `None` if nothing was looked up.
     pub fn hit_ratio(&self, bytes: u64) -> Option<f64> {
         let after = self.points.partition_point(|(size, _)| *size <= bytes);
         let (before, next) = (
@@ -60,9 +62,9 @@ impl DemandCurve {
     }
 }
 
-/// Follows a sample of the chunks that prompts ask for.
+/// Estimates the demand from a sample of the chunks that prompts look up.
 pub(crate) struct Demand {
-    /// Chunks with a smaller tag are followed.
+    /// Chunks with a tag below this limit are in the sample.
     limit: AtomicU64,
     /// Uses of all chunks that are not in [`Sample::asked`] yet.
     uses: AtomicU64,
@@ -77,7 +79,7 @@ impl fmt::Debug for Demand {
 }
 
 impl Demand {
-    /// `seed` is random, so that no client chooses what is followed.
+    /// Makes an empty estimate. `seed` is random, so that no client can choose the sample.
     pub(crate) fn new(seed: u64) -> Self {
         Self {
             limit: AtomicU64::new(u64::MAX),
@@ -87,7 +89,7 @@ impl Demand {
         }
     }
 
-    /// A prompt asks for chunks of a space, of this many bytes each in all KV ranks together.
+    /// Records that a prompt looks up chunks of a space, each with this many bytes in all KV ranks together.
     pub(crate) fn asked(&self, space: SpaceId, hashes: &[ChunkHash], bytes: u64, ranks: usize) {
         let mut sample = None;
         for hash in hashes {
@@ -98,7 +100,7 @@ impl Demand {
             let sample = match &mut sample {
                 Some(sample) => sample,
                 none => {
-                    // It is a sample: no prompt waits for another here.
+                    // The data is a sample, so prompts need not wait for each other here.
                     let Some(mut locked) = self.sample.try_lock() else {
                         return;
                     };
@@ -115,8 +117,8 @@ impl Demand {
         }
     }
 
-    /// A chunk of the first KV rank of a space is stored, of this many bytes. Nothing happens where no
-    /// prompt has asked for chunks of the space.
+    /// Records that a chunk of a space's first KV rank is stored, with this many bytes. Ignored if no prompt
+    /// has looked up chunks of the space.
     pub(crate) fn stored(&self, space: SpaceId, hash: &ChunkHash, bytes: u64) {
         let tag = self.tag(space, hash);
         if tag < self.limit.load(Ordering::Relaxed)
@@ -134,7 +136,7 @@ impl Demand {
         sample.curve()
     }
 
-    /// Returns evenly distributed bits of a chunk's identity.
+    /// Returns uniformly distributed bits of a chunk's identity.
     fn tag(&self, space: SpaceId, hash: &ChunkHash) -> u64 {
         let first = |bytes: &[u8]| {
             bytes
@@ -149,7 +151,7 @@ impl Demand {
     }
 }
 
-/// A followed chunk: its slot in the order of use, and its bytes.
+/// A chunk in the sample: its slot in the order of use, and its bytes.
 #[derive(Debug, Clone, Copy)]
 struct Followed {
     slot: usize,
@@ -159,18 +161,18 @@ struct Followed {
 #[derive(Debug)]
 struct Sample {
     limit: u64,
-    /// The chunks by their tags, which are evenly distributed as they are.
+    /// The chunks by their tags, which are uniformly distributed and need no hashing.
     chunks: HashMap<u64, Followed, FoldState>,
-    /// Bytes of the chunks by slot, as a Fenwick tree: sums of any prefix in a logarithm of steps.
+    /// Bytes of the chunks by slot, as a Fenwick tree: the sum of any prefix takes logarithmic time.
     sums: Vec<u64>,
     bytes: u64,
-    /// The slot of the next use.
+    /// Slot of the next use.
     next: usize,
     /// Uses of all chunks.
     asked: f64,
-    /// Uses of the followed chunks, scaled up to all chunks, and the part of them that a cache of each
-    /// size would have found, and no smaller one.
+    /// Uses of the followed chunks, scaled up to all chunks.
     estimated: f64,
+    /// The part of `estimated` that a cache of each size, and no smaller one, would have found.
     found: Vec<f64>,
     followed: u64,
     until_forgetting: u64,
@@ -203,7 +205,7 @@ impl Sample {
         self.ranks.insert(space, ranks);
     }
 
-    /// Counts a use of a chunk. Returns the limit of the tags to follow.
+    /// Counts a use of a chunk. Returns the new limit for tags.
     fn used(&mut self, tag: u64, bytes: u64) -> u64 {
         if tag >= self.limit {
             return self.limit;
@@ -224,7 +226,7 @@ impl Sample {
         self.add(tag, bytes)
     }
 
-    /// Halves the counts where they are of many uses.
+    /// Halves the counts after many uses, so that the latest uses count for more.
     fn forget(&mut self) {
         if self.until_forgetting == 0 {
             self.until_forgetting = FORGET_AFTER;
@@ -234,7 +236,7 @@ impl Sample {
         }
     }
 
-    /// Notes a chunk that no prompt has asked for yet.
+    /// Adds a chunk that no prompt has looked up yet.
     fn stored(&mut self, tag: u64, bytes: u64) -> u64 {
         match self.chunks.contains_key(&tag) {
             true => self.limit,
@@ -242,7 +244,7 @@ impl Sample {
         }
     }
 
-    /// Number of chunks that a followed one stands for.
+    /// Returns the number of chunks that one sampled chunk stands for.
     fn scale(&self) -> f64 {
         u64::MAX as f64 / self.limit as f64
     }
@@ -267,7 +269,7 @@ impl Sample {
         self.limit
     }
 
-    /// Gives the chunks the first slots, in their order.
+    /// Moves the chunks to the first slots, in the same order.
     fn close_up(&mut self) {
         let mut chunks: Vec<&mut Followed> = self.chunks.values_mut().collect();
         chunks.sort_unstable_by_key(|chunk| chunk.slot);
@@ -296,7 +298,7 @@ impl Sample {
         }
     }
 
-    /// Returns the bytes of the chunks up to a slot, with it.
+    /// Returns the bytes of the chunks in slots up to and including `slot`.
     fn sum_to(&self, slot: usize) -> u64 {
         let (mut at, mut sum) = (slot + 1, 0);
         while at > 0 {
@@ -327,13 +329,13 @@ fn lowest_bit(at: usize) -> usize {
     at & at.wrapping_neg()
 }
 
-/// Returns the index of the smallest size that is not below this one.
+/// Returns the index of the smallest size that is not below `bytes`.
 fn index_of(bytes: f64) -> usize {
     let ratio = bytes / LEAST_BYTES;
     if ratio <= 1.0 {
         return 0;
     }
-    // The exponent and the mantissa of the number.
+    // Exponent and mantissa of the number.
     let bits = ratio.to_bits();
     let doublings = (bits >> 52) as usize - 1023;
     let rest = f64::from_bits(bits & ((1 << 52) - 1) | 1023 << 52);

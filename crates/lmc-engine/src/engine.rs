@@ -35,30 +35,29 @@ use crate::pushed::PushedChunks;
 use crate::status::{EngineStats, EngineTimes, EngineUsage, TenantStatus};
 use crate::store::{StoreRequest, StoreStart, StoreTicket, UnderWay};
 
-/// Chunks evicted under one lock above the high watermark, so that other threads can take it in
-/// between.
+/// Chunks evicted under one lock above the high watermark; other threads can take the lock in between.
 const EVICT_AT_ONCE: usize = 256;
-/// Time at the end of a close in which nothing more is offered, at most.
+/// Longest time at the end of a close in which no more chunks are offered to lower tiers.
 const CLOSE_MARGIN: Duration = Duration::from_secs(2);
-/// Value of [`Inner::unoffered`] while DRAM is not written back.
+/// Value of [`Inner::unoffered`] before DRAM is written back.
 const NOT_BEGUN: u64 = u64::MAX;
 
-/// Owner of the leases that the engine takes while it offers chunks to lower tiers.
+/// Owner of the leases that the engine takes while it offers chunks to lower tiers for writing.
 pub(crate) const WRITER: OwnerId = OwnerId(u64::MAX - 1);
-/// Time that lower tiers have for a clear or a removal.
+/// Timeout of lower tiers for a clear or a removal.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Treatment of chunks that a clear finds in use.
+/// Treatment of chunks that are in use during a clear.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InUse {
-    /// The chunks stay for those who hold them.
+    /// The chunks stay in DRAM for their lease holders.
     Keep,
-    /// The chunks are removed as well; their memory is free with the last lease.
+    /// The chunks are removed as well; their memory is released with the last lease.
     Remove,
 }
 
 impl InUse {
-    /// Returns the treatment that a request with or without force asks for.
+    /// Returns the treatment for a request with or without force.
     pub fn of_force(force: bool) -> Self {
         match force {
             true => Self::Remove,
@@ -67,28 +66,28 @@ impl InUse {
     }
 }
 
-/// Outcome of [`CacheEngine::clear`]: in any case nothing that was computed before is found by this
-/// engine any more.
+/// Outcome of [`CacheEngine::clear`]. In any case this engine no longer finds chunks that were computed
+/// before the clear.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Cleared {
     /// Number of chunks removed from DRAM.
     pub dram: u64,
-    /// Number of chunks that stay in DRAM until their last lease ends. Only who leased them
-    /// before reads them.
+    /// Number of chunks that stay in DRAM until their last lease ends. Only holders of earlier leases can
+    /// read them.
     pub leased: u64,
     /// Number of chunks removed from lower tiers.
     pub lower: u64,
-    /// Names of what a restart finds the clear by: `state file`, and tiers. Without any, and where
-    /// no other process knows of the clear, a restart undoes it.
+    /// Names of the media from which a restart learns of the clear: `state file`, and tiers. If the list is
+    /// empty and no other process knows of the clear, a restart undoes it.
     pub durable: Vec<String>,
-    /// Tiers, peers and stores that have not confirmed the clear, each with the reason where it is known.
-    /// They may still have chunks from before the clear, and serve them to others.
+    /// Tiers, peers and stores that have not confirmed the clear, with the reason if known. They may still
+    /// have chunks from before the clear, and serve them to other processes.
     pub unconfirmed: Vec<String>,
 }
 
 impl Cleared {
-    /// Returns true if a restart finds the clear, and everyone that it is passed on to has confirmed it.
+    /// Returns true if a restart finds the clear, and every tier, peer and store has confirmed it.
     pub fn is_complete(&self) -> bool {
         !self.durable.is_empty() && self.unconfirmed.is_empty()
     }
@@ -98,14 +97,14 @@ impl Cleared {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Removed {
-    /// True for each chunk that was there, in order.
+    /// True for each chunk that was present, in order.
     pub found: Vec<bool>,
-    /// True if no tier has any of them now. If not, a lower tier is faulty or too slow, and may
-    /// still have some.
+    /// True if no tier has any of the chunks now. Otherwise a lower tier is faulty or too slow, and may still
+    /// have some of them.
     pub complete: bool,
 }
 
-/// A task on the runtime of the lower tiers, aborted when this is dropped.
+/// A task on the runtime of the lower tiers, aborted when this handle is dropped.
 #[derive(Debug)]
 pub struct EngineTask(AbortHandle);
 
@@ -130,7 +129,7 @@ pub struct CloseReport {
 }
 
 impl CloseReport {
-    /// Returns true if every tier was closed and every chunk written.
+    /// Returns true if every tier was closed and every chunk was written.
     pub fn is_complete(&self) -> bool {
         *self == Self::default()
     }
@@ -142,11 +141,11 @@ impl CloseReport {
 pub struct TierHealth {
     /// Name of the tier.
     pub tier: String,
-    /// Fault of the tier with its remedy; none when there is no fault.
+    /// Fault of the tier with its remedy; `None` if there is no fault.
     pub fault: Option<String>,
 }
 
-/// A KV cache over tiers of memory.
+/// A KV cache over DRAM and lower tiers.
 ///
 /// A handle: clones share one engine. Safe to use from any number of threads.
 #[derive(Clone, Debug)]
@@ -156,32 +155,32 @@ pub struct CacheEngine(Arc<Inner>);
 struct Inner {
     tier: LocalTier,
     host: EngineHost,
-    /// Chunks that clears have left in DRAM because they were leased; removed with their last lease.
+    /// Chunks that clears have left in DRAM because they were leased; removed when their last lease ends.
     left: Mutex<Vec<ChunkKey>>,
     lower: Option<LowerTiers>,
     pushed: Arc<PushedChunks>,
-    /// Number of chunks that were made of those of several ranks.
+    /// Number of chunks that were merged from those of several ranks.
     merged: AtomicU64,
-    /// Checks of the watermarks, and those that evicted chunks.
+    /// Number of watermark checks. `watermark_evictions` counts the checks that evicted chunks.
     watermark_checks: AtomicU64,
     watermark_evictions: AtomicU64,
     ghosts: Arc<Ghosts>,
     demand: Demand,
     lives: Arc<Lives>,
-    /// Bytes that a drain or a close has still to offer to lower tiers, or [`NOT_BEGUN`].
+    /// Bytes that a drain or a close still has to offer to lower tiers, or [`NOT_BEGUN`].
     unoffered: AtomicU64,
-    /// True while no chunks are taken.
+    /// True while the engine accepts no chunks.
     is_draining: AtomicBool,
-    /// Stores that have begun and are neither committed nor given back.
+    /// Number of stores that have begun and are neither committed nor dropped.
     storing: Arc<AtomicU64>,
     stop: Arc<Stop>,
 }
 
 impl Inner {
-    /// Empties DRAM, and remembers what has to stay for now. Returns the number of chunks removed,
-    /// and of those that stay.
+    /// Empties DRAM, and remembers the chunks that have to stay for now. Returns the number of chunks
+    /// removed, and of chunks that stay.
     fn empty(&self, which: Clear) -> (u64, u64) {
-        // The last clear counts.
+        // The latest clear decides.
         let mut left = self.left.lock();
         let cleared = self.tier.clear(which);
         *left = cleared.left;
@@ -190,7 +189,7 @@ impl Inner {
         (cleared.removed, left.len() as u64)
     }
 
-    /// Empties DRAM and the queues of writes after clears that were made elsewhere.
+    /// Empties DRAM and the write queues after clears that were made elsewhere.
     fn empty_after_learning(&self) {
         match &self.lower {
             Some(lower) => lower.tiers().empty(|| self.empty(Clear::Unleased)),
@@ -201,7 +200,7 @@ impl Inner {
         }
     }
 
-    /// Removes what clears have left once it is not leased any more.
+    /// Removes chunks that clears have left, once they are not leased any more.
     fn remove_left(&self) {
         let mut left = self.left.lock();
         if !left.is_empty() {
@@ -209,7 +208,7 @@ impl Inner {
         }
     }
 
-    /// Returns the lower tiers if there is one that chunks are written back to.
+    /// Returns the lower tiers if chunks are written back to at least one of them.
     fn written_back(&self) -> Option<&LowerTiers> {
         self.lower.as_ref().filter(is_written_back)
     }
@@ -219,7 +218,7 @@ fn is_written_back(lower: &&LowerTiers) -> bool {
     lower.tiers().has_written(WritePolicy::Back)
 }
 
-/// Names the keys of a request. A prompt has one space, whose name is made once.
+/// Converts the keys of a request to names. A prompt has one space, so its name is computed once.
 struct Namer<F> {
     name: F,
     last: Option<(SpaceId, SpaceId)>,
@@ -239,7 +238,7 @@ impl<F: Fn(SpaceId) -> SpaceId> Namer<F> {
     }
 }
 
-/// Ends the maintenance thread.
+/// Signal that ends the maintenance thread.
 #[derive(Debug, Default)]
 struct Stop {
     stopped: Mutex<bool>,
@@ -265,18 +264,18 @@ impl WeakEngine {
 }
 
 impl CacheEngine {
-    /// Makes an engine whose DRAM tier is this arena.
+    /// Makes an engine whose DRAM tier uses this arena.
     ///
     /// # Errors
-    /// [`EngineError`] says which setting cannot be.
+    /// [`EngineError`] names the setting that is invalid.
     pub fn new(config: EngineConfig, arena: Arc<Arena>) -> Result<Self, EngineError> {
         Self::with_tiers(config, arena, Vec::<LowerTier>::new())
     }
 
-    /// Makes an engine whose DRAM tier is this arena, with lower tiers, the fastest first.
+    /// Makes an engine whose DRAM tier uses this arena, with lower tiers, the fastest first.
     ///
     /// # Errors
-    /// [`EngineError`] says which setting cannot be.
+    /// [`EngineError`] names the setting that is invalid.
     pub fn with_tiers(
         config: EngineConfig,
         arena: Arc<Arena>,
@@ -346,7 +345,7 @@ impl CacheEngine {
         if !inner.host.set_engine(WeakEngine(Weak::clone(&weak))) {
             return Err(EngineError::Host);
         }
-        // Until now the host had no chunks: those that drives have kept were not there.
+        // Until now the host had no chunks, not even those on drives.
         inner.host.events().report_any(DRAM);
         let learned = Weak::clone(&weak);
         inner.host.clear_log().on_learned(move || {
@@ -360,14 +359,13 @@ impl CacheEngine {
         Ok(Self(inner))
     }
 
-    /// Leases the leading chunks that are in DRAM, and offers them to lower tiers that take what is
-    /// used again.
+    /// Leases the leading chunks that are in DRAM, and offers them to lower tiers that store chunks on reuse.
     pub(crate) fn lease_and_offer(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
         let lower = self.lower();
         let Some(lower) = lower.filter(|lower| lower.tiers().counts_uses()) else {
             return self.0.tier.lease_leading(owner, keys);
         };
-        // Nothing is removed between its finding and its offer.
+        // No chunk is removed between the lease and the offer.
         let _held = lower.tiers().block_removal();
         let leases = self.0.tier.lease_leading(owner, keys);
         let found = leases.iter().zip(leases.origins()).enumerate();
@@ -403,21 +401,21 @@ impl CacheEngine {
         self.0.lower.is_some()
     }
 
-    /// Returns the name of a lower tier, by its index in their order.
+    /// Returns the name of the lower tier with this index.
     pub fn tier_name(&self, index: usize) -> Option<&str> {
         let lower = self.0.lower.as_ref()?;
         lower.tiers().name(index)
     }
 
-    /// Returns true if a lower tier has chunks that were stored under other settings than those of this
-    /// process ([`Backend::has_unreachable`](lmc_backend::Backend::has_unreachable)).
+    /// Returns true if a lower tier has chunks that were stored under other settings than this process has
+    /// ([`Backend::has_unreachable`](lmc_backend::Backend::has_unreachable)).
     pub fn has_unreachable(&self) -> bool {
         let lower = self.0.lower.as_ref();
         lower.is_some_and(|lower| lower.tiers().has_unreachable())
     }
 
-    /// Returns true if a lower tier is shared with other processes, so that they are given chunks of
-    /// this one and it theirs.
+    /// Returns true if a lower tier is shared with other processes, so that they can read chunks of this
+    /// process and this process theirs.
     pub fn has_shared_tiers(&self) -> bool {
         let lower = self.0.lower.as_ref();
         lower.is_some_and(|lower| lower.tiers().has_shared())
@@ -445,15 +443,15 @@ impl CacheEngine {
         WeakEngine(Arc::downgrade(&self.0))
     }
 
-    /// Runs a task on the runtime of the lower tiers; it ends with the engine, or when the handle
-    /// is dropped. `None` without lower tiers: no lookup is then left to wait for.
+    /// Runs a task on the runtime of the lower tiers. The task ends with the engine, or when the handle is
+    /// dropped. `None` without lower tiers: then no lookup ever has to be awaited.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<EngineTask> {
         let lower = self.0.lower.as_ref()?;
         Some(EngineTask(lower.spawn(task)))
     }
 
-    /// Returns for each layout, with its number of KV ranks, whether engines of other processes that a
-    /// lower tier reaches have it; of these sources where any are named.
+    /// Returns for each layout, given with its number of KV ranks, whether engines of other processes that a
+    /// lower tier reaches use it. Where `sources` are named, only these processes count.
     pub fn has_layouts(
         &self,
         layouts: &[(LayoutFingerprint, u32)],
@@ -465,14 +463,13 @@ impl CacheEngine {
         }
     }
 
-    /// Returns the digest of the clears that were carried out so far. A request reads it once, when
-    /// it begins: what it computes from then on is stored after these clears, and what it found is
-    /// read after them.
+    /// Returns the digest of the clears that were carried out so far. A request reads the digest once, when
+    /// it begins. With it the request stores the chunks that it computes and reads the chunks that it found.
     pub fn clears_id(&self) -> ClearsId {
         self.0.host.clear_log().id()
     }
 
-    /// Returns the engine as its tiers reach it.
+    /// Returns the host, through which the tiers reach the engine.
     pub fn host(&self) -> &EngineHost {
         &self.0.host
     }
@@ -487,13 +484,13 @@ impl CacheEngine {
         self.0.host.clear_log().space_of(name)
     }
 
-    /// Returns keys as they are named after these clears.
+    /// Returns the keys with their names after these clears.
     fn named(&self, clears: ClearsId, keys: &[ChunkKey]) -> Vec<ChunkKey> {
         let mut namer = Namer::new(|space: SpaceId| space.after(clears));
         keys.iter().map(|key| namer.key(*key)).collect()
     }
 
-    /// Leases all of these chunks, computed after these clears, or none. Finds only what is in DRAM.
+    /// Leases all of these chunks, computed after these clears, or none. Finds only chunks in DRAM.
     pub fn acquire(&self, owner: OwnerId, clears: ClearsId, keys: &[ChunkKey]) -> Option<Leases> {
         if self.pool_is_lost() {
             return None;
@@ -507,12 +504,12 @@ impl CacheEngine {
         has_all.then_some(leases)
     }
 
-    /// Reserves slots for chunks; one answer for each, in order. Evicts chunks that may be; never
-    /// waits. A batch is best given in the order of the prompt: a chunk of it that is present
-    /// counts as used. [`Self::commit`] makes the chunks findable when they are written.
+    /// Reserves slots for chunks; returns one answer for each, in order. Evicts other chunks if necessary and
+    /// allowed; never waits. A batch should be in the order of the prompt: chunks of it that are present
+    /// count as used. After writing the chunks, [`Self::commit`] makes them findable.
     ///
-    /// `clears` is [`Self::clears_id`] from before the chunks were computed. After a clear since then
-    /// they are answered with [`StoreStart::Cleared`].
+    /// `clears` is [`Self::clears_id`] from before the chunks were computed. If the cache was cleared since
+    /// then, the answers are [`StoreStart::Cleared`].
     pub fn store(
         &self,
         owner: OwnerId,
@@ -533,8 +530,8 @@ impl CacheEngine {
         starts
     }
 
-    /// Reserves memory as [`Self::store`] does, also while the engine drains: for chunks that a lookup
-    /// makes of others.
+    /// Reserves memory as [`Self::store`] does, even while the engine drains: for chunks that a lookup merges
+    /// from other chunks.
     pub(crate) fn reserve(
         &self,
         owner: OwnerId,
@@ -567,16 +564,16 @@ impl CacheEngine {
         requests.iter().zip(&prompt).map(reserve).collect()
     }
 
-    /// Makes written chunks findable at once. Returns one answer for each, in order. In a pool that
-    /// is lost no chunk becomes findable: they count as [`Inserted::Cleared`].
+    /// Makes written chunks findable at once. Returns one answer for each, in order. In a lost pool no chunk
+    /// becomes findable: the answers are [`Inserted::Cleared`].
     ///
     /// # Panics
-    /// If a ticket is another engine's.
+    /// If a ticket belongs to another engine.
     pub fn commit(&self, tickets: Vec<StoreTicket>) -> Vec<Inserted> {
         if self.pool_is_lost() {
             return tickets.iter().map(|_| Inserted::Cleared).collect();
         }
-        // Under way until the tiers have what is to go there.
+        // Stores count as in progress until the tiers have been offered the chunks.
         let (writes, _under_way): (Vec<_>, Vec<UnderWay>) =
             tickets.into_iter().map(StoreTicket::written).unzip();
         let tiers = self.lower().map(LowerTiers::tiers);
@@ -585,15 +582,14 @@ impl CacheEngine {
         let Some(tiers) = tiers.filter(is_offered) else {
             return self.0.tier.commit(writes);
         };
-        // Nor do these leases keep a chunk from a clear.
+        // Blocked, so that these leases do not keep a chunk from a clear.
         let _held = tiers.block_removal();
         let (inserted, leases) = tiers.commit_and_offer(WRITER, writes, Moment::Computed);
         drop(leases);
         inserted
     }
 
-    /// Returns for each chunk, computed after these clears, whether it is in DRAM. They do not count as
-    /// used.
+    /// Returns for each chunk, computed after these clears, whether it is in DRAM. Does not count as a use.
     pub fn are_in_dram(&self, clears: ClearsId, keys: &[ChunkKey]) -> Vec<bool> {
         if self.pool_is_lost() {
             return vec![false; keys.len()];
@@ -602,15 +598,15 @@ impl CacheEngine {
         found.into_iter().map(|len| len.is_some()).collect()
     }
 
-    /// Returns true while a worker writes a chunk that was computed after these clears.
+    /// Returns true while a worker writes this chunk, computed after these clears.
     pub fn is_writing(&self, clears: ClearsId, key: ChunkKey) -> bool {
         let key = Namer::new(|space: SpaceId| space.after(clears)).key(key);
         self.0.tier.is_writing(&key)
     }
 
-    /// Pushes chunks that are in DRAM to another process, by a name or an address that a tier knows it
-    /// by, so that it has them before a request asks for them. Each chunk is given with the one before it
-    /// in its prompt. Returns at once; false if no tier reaches that process.
+    /// Pushes chunks that are in DRAM to another process, so that it has them before a request asks for them.
+    /// `to` is the process's name or an address, as a tier knows it. Each chunk is given with the chunk
+    /// before it in its prompt. Returns at once; false if no tier reaches the process.
     pub fn push(&self, chunks: &[(ChunkKey, Option<ChunkKey>)], to: &str) -> bool {
         let Some(lower) = self.lower().filter(|_| !self.pool_is_lost()) else {
             return false;
@@ -638,7 +634,7 @@ impl CacheEngine {
                 }),
             }
         }
-        // Where there is nothing to push, the answer is the same.
+        // Without chunks to push, an empty run finds out whether a tier reaches the process.
         let none = runs.is_empty().then(|| ChunkRun {
             keys: Vec::new(),
             chunk_bytes: 0,
@@ -651,27 +647,26 @@ impl CacheEngine {
         pushed.all(|reached| reached)
     }
 
-    /// Lets other callers reserve the chunks of these tickets too, each in memory of its own. The
-    /// first commit makes a chunk findable; a later one answers [`Inserted::Present`]. For writers
-    /// whose commit is not expected soon.
+    /// Lets other callers reserve the chunks of these tickets too, each in memory of its own. The first
+    /// commit makes a chunk findable; a later one is answered with [`Inserted::Present`]. For writers that
+    /// are not expected to commit soon.
     pub fn share_writes(&self, marks: &[MarkId]) {
         self.0.tier.share_writes(marks);
     }
 
-    /// Pins chunks: they are not evicted until they are unpinned. Returns true for those in DRAM.
+    /// Pins chunks: they are not evicted until they are unpinned. Returns true for each chunk in DRAM.
     ///
-    /// For embedding programs, such as one that keeps a system prompt in DRAM; the server does not
-    /// call it.
+    /// For embedding programs, for example to keep a system prompt in DRAM; the server does not call it.
     pub fn pin(&self, keys: &[ChunkKey]) -> Vec<bool> {
         self.0.tier.pin(&self.named(self.clears_id(), keys))
     }
 
-    /// Ends pins, one for each call of [`Self::pin`]. Returns true for those that were pinned.
+    /// Ends pins, one for each call of [`Self::pin`]. Returns true for each chunk that was pinned.
     pub fn unpin(&self, keys: &[ChunkKey]) -> Vec<bool> {
         self.0.tier.unpin(&self.named(self.clears_id(), keys))
     }
 
-    /// Removes chunks from all tiers. A leased chunk is unfindable at once, and its memory is freed
+    /// Removes chunks from all tiers. A leased chunk becomes unfindable at once, and its memory is released
     /// with the last lease. Waits for lower tiers, at most eleven seconds.
     pub fn remove(&self, keys: &[ChunkKey]) -> Removed {
         let keys = &self.named(self.clears_id(), keys);
@@ -688,9 +683,9 @@ impl CacheEngine {
         Removed { found, complete }
     }
 
-    /// Removes the chunks of spaces that no key will name again from DRAM, and drops their queued
-    /// copies to lower tiers. Returns the number of chunks removed. What lower tiers have of them
-    /// stays until it is evicted there, as does what is being written or promoted now.
+    /// Removes from DRAM the chunks of spaces that no key will name again, and drops their queued writes to
+    /// lower tiers. Returns the number of chunks removed. Chunks of these spaces in lower tiers stay until
+    /// they are evicted there; so do chunks that are being written or promoted.
     pub fn end_spaces(&self, spaces: &HashSet<SpaceId>) -> u64 {
         let spaces = &self.0.host.clear_log().names_of(spaces);
         if let Some(lower) = &self.0.lower {
@@ -699,8 +694,8 @@ impl CacheEngine {
         self.0.tier.remove_spaces(spaces)
     }
 
-    /// Removes every chunk in DRAM that is neither leased nor pinned. Returns the number of
-    /// chunks removed. Lower tiers keep theirs, and what they have is still found.
+    /// Removes every chunk in DRAM that is neither leased nor pinned. Returns the number of chunks removed.
+    /// Lower tiers keep their chunks, and these are still found.
     pub fn clear_dram(&self, in_use: InUse) -> u64 {
         let which = match in_use {
             InUse::Keep => Clear::Idle,
@@ -709,11 +704,12 @@ impl CacheEngine {
         self.0.tier.clear(which).removed
     }
 
-    /// Makes everything unfindable that was computed before now, in all tiers, for good: also what
-    /// is being written or promoted, and what an engine computes now and stores later. What is
-    /// leased stays in memory for those that looked it up before, until its last lease ends; with
-    /// [`InUse::Remove`] not even they find it. Pins end. A shared tier deletes nothing: its chunks from before
-    /// have names that are not asked for. Waits for the state file and for lower tiers, at most 16 seconds.
+    /// Makes all chunks that were computed before now unfindable, in all tiers, permanently. This includes
+    /// chunks that are being written or promoted, and chunks that an engine computes now and stores later.
+    /// Leased chunks stay in memory for requests that looked them up before, until the last lease ends; with
+    /// [`InUse::Remove`] these requests no longer find them either. Pins end. A shared tier removes nothing:
+    /// its chunks from before the clear have names that are not looked up any more. Waits for the state file
+    /// and for lower tiers, at most 16 seconds.
     ///
     /// # Errors
     /// [`ClearError`]; nothing is cleared then.
@@ -750,12 +746,12 @@ impl CacheEngine {
         Ok(cleared)
     }
 
-    /// Returns the hit ratio that caches of other sizes would have given, as an estimate.
+    /// Returns an estimate of the hit ratio that other cache sizes would have had.
     pub fn demand(&self) -> DemandCurve {
         self.0.demand.curve()
     }
 
-    /// Counts what a prompt asks for.
+    /// Records the chunks that a prompt looks up.
     pub(crate) fn note_demand(&self, hashes: &[ChunkHash], ranks: &[Rank]) {
         let bytes: Option<u64> = ranks.iter().map(|rank| rank.chunk_bytes).sum();
         if let (Some(first), Some(bytes)) = (ranks.first(), bytes) {
@@ -763,7 +759,7 @@ impl CacheEngine {
         }
     }
 
-    /// Grants a tenant this many bytes of its own, or with none a share of what is left.
+    /// Sets the quota of a tenant in bytes. With `None` the tenant shares the memory outside all quotas.
     pub fn set_quota(&self, tenant: TenantId, quota: Option<u64>) {
         self.0.tier.set_quota(tenant, quota);
     }
@@ -778,23 +774,23 @@ impl CacheEngine {
             .collect()
     }
 
-    /// Returns the usage and quota of one tenant; zeroes for one that is not known.
+    /// Returns the usage and quota of one tenant; zeroes for an unknown tenant.
     pub fn tenant(&self, tenant: TenantId) -> TenantStatus {
         TenantStatus::new(tenant, self.0.tier.tenant_usage(tenant))
     }
 
-    /// Name of the pool when it is shared memory.
+    /// Returns the name of the pool if it is shared memory.
     pub fn shared_name(&self) -> Option<&SharedName> {
         self.arena().shared_name()
     }
 
-    /// Bytes of the pool.
+    /// Returns the bytes of the pool.
     pub fn pool_bytes(&self) -> u64 {
         self.arena().len() as u64
     }
 
-    /// Returns true once the pool's memory was lost ([`Arena::is_lost`]): nothing is found or
-    /// committed any more, and the result of a running copy must be discarded. This is permanent.
+    /// Returns true once the pool's memory was lost ([`Arena::is_lost`]): no chunk is found or committed any
+    /// more, and the result of a running copy must be discarded. This is permanent.
     pub fn pool_is_lost(&self) -> bool {
         self.arena().is_lost()
     }
@@ -814,7 +810,7 @@ impl CacheEngine {
         iter::once(dram).chain(lower).collect()
     }
 
-    /// Returns the alignment of slots in bytes: a slot takes whole multiples of it.
+    /// Returns the alignment of slots in bytes: a slot takes a multiple of it.
     pub fn align(&self) -> u64 {
         self.0.tier.pool().align()
     }
@@ -824,8 +820,7 @@ impl CacheEngine {
         self.0.tier.leases_of(owner)
     }
 
-    /// Returns the bytes of the pool under the chunks that an owner leases, each counted for each
-    /// lease.
+    /// Returns the bytes of the pool used by the chunks that an owner leases, counted once for each lease.
     pub fn lease_bytes_of(&self, owner: OwnerId) -> u64 {
         self.0.tier.lease_bytes_of(owner)
     }
@@ -835,18 +830,18 @@ impl CacheEngine {
         self.0.tier.lease_owners()
     }
 
-    /// Returns the bytes of the pool under chunks that are leased or pinned, each counted once:
-    /// what cannot be evicted.
+    /// Returns the bytes of the pool used by chunks that are leased or pinned and cannot be evicted, each
+    /// chunk counted once.
     pub fn held_bytes(&self) -> u64 {
         self.0.tier.held_bytes()
     }
 
-    /// Chunks that are leased now, each counted for each lease.
+    /// Returns the number of chunks that are leased now, counted once for each lease.
     pub fn leases(&self) -> u64 {
         self.0.tier.leases()
     }
 
-    /// Returns what the DRAM tier holds at this moment.
+    /// Returns the current usage of the DRAM tier.
     pub fn usage(&self) -> EngineUsage {
         let prefaulted = self.arena().prefault_progress().done;
         EngineUsage::new(&self.0.tier.usage(), self.pool_bytes(), prefaulted)
@@ -860,7 +855,7 @@ impl CacheEngine {
             .map_or_else(Vec::new, LowerTiers::status)
     }
 
-    /// Returns the times that were measured since the engine was made.
+    /// Returns the times measured since the engine was made.
     pub fn times(&self) -> EngineTimes {
         let lives = &self.0.lives;
         let lower = self.0.lower.as_ref().map(|lower| lower.tiers().times());
@@ -889,7 +884,7 @@ impl CacheEngine {
     }
 }
 
-/// Keeps the pool below its high watermark until the engine is gone.
+/// Keeps the pool below its high watermark until the engine is dropped.
 fn maintain(engine: &Weak<Inner>, stop: &Stop, every: Duration) {
     let begun = now();
     loop {

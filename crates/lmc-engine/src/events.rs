@@ -1,5 +1,4 @@
-//! Passing on what comes into DRAM and goes from it: to the listeners, and to tiers that take what is
-//! evicted.
+//! Relays events of the DRAM tier to the listeners, and offers evicted chunks to lower tiers.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,11 +14,11 @@ use crate::histogram::Distribution;
 use crate::lower::{Moment, Offer, Tiers};
 use crate::pushed::PushedChunks;
 
-/// Largest age of each bucket, in seconds: from thrashing to a week.
+/// Upper bound of each bucket in seconds: from thrashing to a week.
 const AGES: &[u64] = &[
     1, 5, 15, 60, 300, 900, 3600, 14_400, 43_200, 86_400, 259_200, 604_800,
 ];
-/// Largest number of uses of each bucket. The DRAM tier counts no more than 255.
+/// Upper bound of each bucket of uses. The DRAM tier counts at most 255 uses.
 const USES: &[u64] = &[0, 1, 2, 4, 8, 16, 32, 64, 128];
 
 /// Ages and uses of the chunks that were evicted from DRAM.
@@ -46,16 +45,16 @@ pub(crate) struct Relay {
     outdated: Outdated,
     pushed: Arc<PushedChunks>,
     lives: Arc<Lives>,
-    /// The tiers that evicted chunks are offered to. Weak, as they hold the DRAM tier, which holds
-    /// this.
+    /// The tiers that evicted chunks are offered to. Weak, because they hold the DRAM tier, which holds this
+    /// relay.
     lower: OnceLock<Weak<Tiers>>,
 }
 
-/// Chunks in DRAM from before a clear, which listeners count as gone or have never counted.
+/// Chunks in DRAM from before a clear. Listeners treat them as gone, or have never counted them.
 #[derive(Debug, Default)]
 struct Outdated {
     keys: Mutex<HashSet<ChunkKey, FoldState>>,
-    /// Number of keys, so that the set is seldom locked.
+    /// Number of keys, so that the set is rarely locked.
     len: AtomicUsize,
 }
 
@@ -67,7 +66,8 @@ impl Outdated {
         is_new
     }
 
-    /// A key's events come one after the other, so a key that was inserted is seen.
+    /// Removes a key; returns whether it was in the set. The events of one key come in order, so its insert
+    /// is visible here.
     fn remove(&self, key: &ChunkKey) -> bool {
         if self.len.load(Ordering::Relaxed) == 0 {
             return false;
@@ -112,9 +112,9 @@ impl Relay {
         });
     }
 
-    /// Offers what is evicted from now on.
+    /// Offers chunks that are evicted from now on to these tiers.
     pub(crate) fn offer_evicted(&self, lower: Weak<Tiers>) {
-        // Set once, where the engine is made.
+        // Set once, when the engine is made.
         let _ = self.lower.set(lower);
     }
 }

@@ -1,34 +1,35 @@
-//! A table of fingerprints: what is remembered of many things, in bounded memory and without a lock.
+//! A table of fingerprints: remembers two bytes about each of many keys, in bounded memory and without a
+//! lock.
 
 use std::fmt;
 use std::hash::{BuildHasher, Hash, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Entries of one bucket, which is one cache line.
+/// Entries of one bucket: a bucket is one cache line.
 const WAYS: usize = 8;
-/// Bits of an entry under its fingerprint.
+/// Low bits of an entry that hold the payload.
 const PAYLOAD_BITS: u32 = 16;
-/// Bytes of the pool for each entry. The number of entries is rounded up to a power of two, so a table
-/// takes between one part in 4,096 of the pool and twice that.
+/// Bytes of the pool for each entry. The number of entries is rounded up to a power of two, so a table takes
+/// between 1/4096 and 1/2048 of the pool.
 const BYTES_PER_ENTRY: u64 = 32 << 10;
-/// Entries at least, which take 32 KiB, and at most, which take 4 MiB.
+/// Least number of entries (32 KiB), and most (4 MiB).
 const ENTRIES: (u64, u64) = (1 << 12, 1 << 19);
 
-/// Payloads of two bytes by the fingerprints of their keys.
+/// A map from key fingerprints to payloads of two bytes.
 ///
-/// An entry takes 8 bytes, of which 48 bits are the fingerprint: an answer about a key that was never
-/// inserted is wrong with a chance of 8 in 2^48. A full bucket gives a random entry away: of the last
-/// keys, as many as an eighth of the entries, about nine in ten are remembered; of as many as there are
-/// entries, about 63 %. No lock is taken: two insertions at once may cost one of them. Nothing but the
-/// entries is written to.
+/// An entry takes 8 bytes, of which 48 bits are the fingerprint: for a key that was never inserted, the table
+/// returns a wrong answer with a probability of 8 in 2^48. An insertion into a full bucket replaces a random
+/// entry. Of the latest keys, if there are an eighth as many as entries, about nine in ten are remembered; of
+/// as many keys as entries, about 63 %. No lock is taken: of two concurrent insertions one may be lost. Only
+/// the entries are written to.
 pub struct FingerprintTable {
     entries: Box<[AtomicU64]>,
-    /// Hash with random keys, so that no client chooses what is in one bucket.
+    /// Hasher with random keys, so that no client can choose the keys of one bucket.
     hasher: RandomState,
 }
 
 impl FingerprintTable {
-    /// Makes an empty table for a pool of this size: 4 MiB at most.
+    /// Makes an empty table for a pool of this size; the table has at most 4 MiB.
     pub fn new(pool_bytes: u64) -> Self {
         let entries = (pool_bytes / BYTES_PER_ENTRY).clamp(ENTRIES.0, ENTRIES.1);
         let entries = entries.next_power_of_two();
@@ -38,7 +39,7 @@ impl FingerprintTable {
         }
     }
 
-    /// Returns the payload that was last inserted for a key, as far as it is remembered.
+    /// Returns the payload that was last inserted for a key, if it is still remembered.
     pub fn get(&self, key: impl Hash) -> Option<u16> {
         let hash = self.hasher.hash_one(key);
         let entries = self.bucket(hash).iter();
@@ -47,7 +48,7 @@ impl FingerprintTable {
         found.filter(|entry| *entry != 0).map(|entry| entry as u16)
     }
 
-    /// Remembers the payload of a key in place of an earlier one.
+    /// Stores the payload of a key and replaces an earlier one.
     pub fn insert(&self, key: impl Hash, payload: u16) {
         let hash = self.hasher.hash_one(key);
         let bucket = self.bucket(hash);
@@ -57,7 +58,7 @@ impl FingerprintTable {
             .iter()
             .position(|entry| read(entry) >> PAYLOAD_BITS == fingerprint);
         let free = || bucket.iter().position(|entry| read(entry) == 0);
-        // Both fingerprints are hashes: the choice is as good as random, and no counter is shared.
+        // Both fingerprints are hashes: the choice is as good as random, and needs no shared counter.
         let victim = || (fingerprint ^ read(&bucket[0]) >> PAYLOAD_BITS) as usize % WAYS;
         let index = known.or_else(free).unwrap_or_else(victim);
         let entry = fingerprint << PAYLOAD_BITS | u64::from(payload);

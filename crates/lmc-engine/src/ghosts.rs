@@ -1,16 +1,16 @@
-//! Chunks that tiers once had, as far as a table of bounded size remembers them: they tell a chunk
-//! that was evicted or cleared from one that was never stored. Chunks of tails take entries as others
-//! do: an event does not say how many tokens a chunk has.
+//! A bounded memory of chunks that tiers once had. It distinguishes a chunk that was evicted or cleared from
+//! one that was never stored. Chunks of tails take entries like all others: an event does not contain a
+//! chunk's number of tokens.
 
 use lmc_backend::{Change, ChunkEvent, EventSink};
 use lmc_key::{ChunkKey, SpaceId};
 
 use crate::FingerprintTable;
 
-/// Bits of a payload that say how a chunk went; the others are of the name of its space.
+/// Bits of a payload for the kind of departure; the other bits are from the name of the space.
 const CHANGE_BITS: u32 = 2;
 
-/// The last event of a chunk that is not there any more.
+/// The last event of a chunk that is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Departure {
     Evicted,
@@ -28,8 +28,8 @@ impl Ghosts {
         Self(FingerprintTable::new(pool_bytes))
     }
 
-    /// Returns how a chunk of a space went, as far as that is remembered. `key` is named after the
-    /// clears of now: what has another name was computed before a clear.
+    /// Returns how a chunk of a space left its tier, if remembered. `key` has the current name, after all
+    /// clears: a chunk under another name was computed before a clear.
     pub(crate) fn departure(&self, space: SpaceId, key: &ChunkKey) -> Option<Departure> {
         let payload = self.0.get(identity(space, key))?;
         let is_current = payload >> CHANGE_BITS == name_bits(key.space);
@@ -41,12 +41,12 @@ impl Ghosts {
     }
 }
 
-/// Returns the identity of a chunk whatever was cleared.
+/// Returns the identity of a chunk, independent of clears.
 fn identity(space: SpaceId, key: &ChunkKey) -> impl std::hash::Hash + use<> {
     (space, key.kv_rank, key.group, key.hash)
 }
 
-/// Returns the bits of the name of a space that a payload has.
+/// Returns the bits of a space's name that are part of a payload.
 fn name_bits(name: SpaceId) -> u16 {
     let [first, second, ..] = *name.as_bytes();
     u16::from_le_bytes([first, second]) >> CHANGE_BITS
@@ -60,7 +60,7 @@ impl EventSink for Ghosts {
             Change::Removed => 1,
             Change::Cleared => 2,
         };
-        // A chunk from before a clear was noted at the clear.
+        // A chunk from before a clear was recorded at the clear.
         if let Some(space) = event.space {
             let payload = name_bits(event.key.space) << CHANGE_BITS | change;
             self.0.insert(identity(space, event.key), payload);

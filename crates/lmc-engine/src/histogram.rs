@@ -1,11 +1,11 @@
-//! Counts of durations, ages and uses, in buckets: atomics, no locks.
+//! Histograms of durations, ages and uses: atomics, no locks.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::Serialize;
 
-/// Buckets of a [`Histogram`]: four to each doubling, from 1 µs to about 67 s.
+/// Buckets of a [`Histogram`]: four for each doubling, from 1 µs to about 67 s.
 const HISTOGRAM_BUCKETS: usize = 4 * 26 + 1;
 
 /// Durations, in buckets whose bounds grow by a quarter of a doubling.
@@ -32,7 +32,7 @@ impl Histogram {
         self.sum_nanos.fetch_add(nanos, Ordering::Relaxed);
     }
 
-    /// Counts so far.
+    /// Returns the counts so far.
     pub fn snapshot(&self) -> HistogramSnapshot {
         HistogramSnapshot {
             buckets: self
@@ -60,12 +60,12 @@ fn bucket(nanos: u64) -> usize {
 pub struct HistogramSnapshot {
     /// Count of each bucket; the bound of bucket `i` is [`Self::upper_bound`].
     pub buckets: Vec<u64>,
-    /// All durations added up, seconds.
+    /// Sum of all durations, in seconds.
     pub sum_seconds: f64,
 }
 
 impl HistogramSnapshot {
-    /// Seconds below which every duration of this bucket lies.
+    /// Returns the upper bound of a bucket, in seconds.
     pub fn upper_bound(bucket: usize) -> f64 {
         if bucket == 0 {
             return 1e-6;
@@ -74,13 +74,13 @@ impl HistogramSnapshot {
         (1u64 << doubling) as f64 * (1.0 + (quarter + 1) as f64 / 4.0) * 1e-6
     }
 
-    /// Number of durations counted.
+    /// Returns the number of durations counted.
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }
 
-    /// Seconds that a share of the durations did not exceed (`0.5` is the median); 0 when
-    /// nothing was counted. The bound of the bucket, so at most a quarter too high.
+    /// Returns a quantile in seconds (`0.5` is the median); 0 if nothing was counted. The result is a
+    /// bucket's upper bound, so it is at most a quarter too high.
     pub fn quantile(&self, share: f64) -> f64 {
         let wanted = (self.count() as f64 * share).ceil() as u64;
         let mut seen = 0;
@@ -98,13 +98,13 @@ impl HistogramSnapshot {
 #[derive(Debug)]
 pub(crate) struct Distribution {
     bounds: &'static [u64],
-    /// One more than bounds, for numbers above the last.
+    /// One bucket more than bounds, for numbers above the last bound.
     buckets: Box<[AtomicU64]>,
     sum: AtomicU64,
 }
 
 impl Distribution {
-    /// Returns empty buckets with these bounds, in ascending order; a bucket counts its bound.
+    /// Returns empty buckets with these bounds, in ascending order. A bound belongs to its bucket.
     pub(crate) fn new(bounds: &'static [u64]) -> Self {
         Self {
             bounds,
@@ -134,7 +134,7 @@ impl Distribution {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct DistributionSnapshot {
-    /// Largest number that each bucket but the last counts.
+    /// Upper bound of each bucket except the last.
     pub bounds: &'static [u64],
     /// Count of each bucket. The last one counts numbers above all bounds.
     pub buckets: Vec<u64>,

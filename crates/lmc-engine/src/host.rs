@@ -1,5 +1,5 @@
-//! The engine as its tiers reach it: what its own tiers hold, never what it would have to ask others
-//! for. Keys are as tiers name them: by the names of spaces after the clears.
+//! The engine as seen by its tiers: it answers from its own tiers, and never asks other processes. Keys are
+//! as tiers name them: by the names of spaces after the clears.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,51 +20,53 @@ use crate::engine::{CacheEngine, WeakEngine};
 use crate::lookup::{LookupRequest, Rank};
 use crate::lower::{Prompt, Source, half_of};
 
-/// Owner of the leases that are lent to other processes.
+/// Owner of the leases granted to other processes.
 pub(crate) const PEERS: OwnerId = OwnerId(u64::MAX - 2);
 
-/// Bits of a location in one tier, below the tier's number in a listing.
+/// Number of low bits in a listing position that hold the position within one tier; the tier's number is
+/// above.
 const TIER_SHIFT: u32 = 120;
 
-/// Knowledge of an engine's user: the spaces that its chunks lie in, and its requests.
+/// The program that uses the engine, as a source of information about spaces and requests.
 pub trait SpaceBook: fmt::Debug + Send + Sync {
-    /// Returns the tenant that chunks of a space count for.
+    /// Returns the tenant of a space's chunks.
     fn tenant(&self, space: SpaceId) -> TenantId;
 
     /// Returns the live spaces, the most important first.
     fn spaces(&self) -> Vec<HostSpace>;
 
-    /// Returns true if engines of this host use the space, or have, or merge its chunks. Default: true for
-    /// the live ones.
+    /// Returns true if engines of this host use the space, have chunks in it, or merge its chunks. Default:
+    /// true for live spaces.
     fn is_used(&self, space: SpaceId) -> bool {
         self.spaces().iter().any(|live| live.id == space)
     }
 
-    /// Returns true if engines of this host merge chunks of a layout with this number of KV ranks into
-    /// their own ([`Merge`](crate::Merge)). Default: false.
+    /// Returns true if engines of this host merge chunks of a layout with this number of KV ranks into their
+    /// own ([`Merge`](crate::Merge)). Default: false.
     fn merges_layout(&self, layout: LayoutFingerprint, ranks: u32) -> bool {
         let _ = (layout, ranks);
         false
     }
 
-    /// Returns the space and KV rank of the chunks that a rank's chunks of a space are merged into. Default:
-    /// none.
+    /// Returns the space and KV rank of the merged chunks that a rank's chunks of this space become part of.
+    /// Default: none.
     fn merged(&self, space: SpaceId, kv_rank: u16) -> Option<(SpaceId, u16)> {
         let _ = (space, kv_rank);
         None
     }
 
-    /// Returns true if a request with this id is over. Default: false, where that is not known.
+    /// Returns true if the request with this id has ended. Default: false, which also stands for an unknown
+    /// request.
     fn is_over(&self, request: &str) -> bool {
         let _ = request;
         false
     }
 }
 
-/// An engine as its tiers reach it. Made before both: tiers that need one are given it, and
-/// [`EngineConfig::host`](crate::EngineConfig::host) is the same one.
+/// Access of tiers to the engine. Made before both: tiers that need a host are given it, and
+/// [`EngineConfig::host`](crate::EngineConfig::host) must be the same one.
 ///
-/// A handle: clones share one host, which is of one engine.
+/// A handle: clones share one host, which belongs to one engine.
 #[derive(Clone, Debug)]
 pub struct EngineHost(Arc<Hosting>);
 
@@ -84,7 +86,7 @@ struct Hosting {
 }
 
 impl EngineHost {
-    /// Returns the host of an engine with this log of clears.
+    /// Makes the host of an engine with this log of clears.
     pub fn new(clears: ClearLog) -> Self {
         Self(Arc::new(Hosting {
             events: Events::new(clears.spaces_of_names()),
@@ -99,7 +101,7 @@ impl EngineHost {
         &self.0.clears
     }
 
-    /// Notes the clears that a tier knows of: called for each private tier before this process connects
+    /// Carries out the clears that a tier knows of. Called for each private tier before this process connects
     /// to peers and stores.
     ///
     /// # Errors
@@ -108,17 +110,17 @@ impl EngineHost {
         self.0.clears.learn(&tier.clears(), tier.name()).map(drop)
     }
 
-    /// Names the spaces by this book from now on.
+    /// Sets the source of information about spaces and requests.
     pub fn set_book(&self, book: Arc<dyn SpaceBook>) {
         *self.0.book.write() = Some(book);
     }
 
-    /// Returns true if an engine has this host.
+    /// Returns true if the host belongs to an engine.
     pub fn is_taken(&self) -> bool {
         self.0.engine.get().is_some()
     }
 
-    /// Notes the engine. Returns false for one that is not the first.
+    /// Sets the engine. Returns false if the host already has one.
     pub(crate) fn set_engine(&self, engine: WeakEngine) -> bool {
         self.0.engine.set(engine).is_ok()
     }
@@ -131,7 +133,8 @@ impl EngineHost {
         self.0.book.read().clone()
     }
 
-    /// Returns the keys of the chunks that a prompt's chunks are merged into; none where they are not.
+    /// Returns the keys of the merged chunks that a prompt's chunks become part of; none if the chunks are
+    /// not merged.
     fn merged(&self, keys: &[ChunkKey]) -> Vec<ChunkKey> {
         let Some((first, book)) = keys.first().zip(self.book()) else {
             return Vec::new();
@@ -149,7 +152,7 @@ impl EngineHost {
         keys.iter().map(merged).collect()
     }
 
-    /// Returns the tenant of a prompt's chunks, which have one space.
+    /// Returns the tenant of a prompt's chunks. All of them have the same space.
     fn tenant(&self, keys: &[ChunkKey]) -> TenantId {
         let tenant = keys.first().zip(self.book());
         tenant.map_or_else(TenantId::default, |(key, book)| {
@@ -220,14 +223,14 @@ impl Host for EngineHost {
         Box::pin(async move {
             let is_used = run.keys.first().is_some_and(|key| {
                 let (space, clears) = (self.0.clears.space_of(key.space), self.0.clears.id());
-                // Else it comes from before a clear.
+                // Otherwise the name is from before a clear.
                 space.after(clears) == key.space
                     && self.book().is_some_and(|book| book.is_used(space))
             });
             match self.engine() {
                 Some(engine) if is_used => {
                     let tenant = self.tenant(&run.keys);
-                    // What was merged from such chunks before is not read again.
+                    // Chunks that were merged from such chunks before are not read again.
                     let merged = engine.count_leading(&self.merged(&run.keys));
                     let rest = run.after(merged);
                     let mut received = engine.receive_own(tenant, &rest, peer, timeout).await;
@@ -256,9 +259,9 @@ impl Host for EngineHost {
         Box::pin(async move {
             let clears = Arc::new(clears);
             let (on_thread, of_it) = (log.clone(), Arc::clone(&clears));
-            // It blocks for the state file.
+            // Blocks until the state file is written.
             let learning = tokio::task::spawn_blocking(move || on_thread.learn(&of_it, origin));
-            // A runtime that ends gives no thread.
+            // A runtime that is shutting down starts no thread.
             let learned = learning.await;
             let learned = learned.unwrap_or_else(|_| log.learn(&clears, origin));
             learned.map(drop)
@@ -295,7 +298,7 @@ impl Host for EngineHost {
     }
 }
 
-/// Counts the chunks of a push as being brought, until it is dropped.
+/// Marks the chunks of a push as being received, until it is dropped.
 struct PushGuard<'a> {
     engine: &'a CacheEngine,
     keys: &'a [ChunkKey],
@@ -338,7 +341,7 @@ impl CacheEngine {
         if self.pool_is_lost() {
             return (Vec::new(), None);
         }
-        // The tier, DRAM first, and the location in it.
+        // The tier, DRAM first, and the position in it.
         let (tier, from) = (
             (from >> TIER_SHIFT) as usize,
             from & ((1 << TIER_SHIFT) - 1),
@@ -366,8 +369,8 @@ impl CacheEngine {
         lower.is_some_and(|lower| lower.tiers().is_promoting(key))
     }
 
-    /// Leases chunks as [`Host::lease`] says. Those that are promoted count against the tenant's quota.
-    /// Counts neither as a lookup nor as a use.
+    /// Leases chunks as [`Host::lease`] does. Promoted chunks count against the tenant's quota. Counts
+    /// neither as a lookup nor as a use.
     async fn lease_own(
         &self,
         tenant: TenantId,
@@ -378,7 +381,7 @@ impl CacheEngine {
             return keys.iter().map(|_| None).collect();
         }
         let local = self.local();
-        // What is promoted stays until the others are leased.
+        // Promoted chunks stay until the others are leased.
         let mut promoted = None;
         if let Some(lower) = self.lower().filter(|_| now() < deadline) {
             let sources = lower.tiers().sources_now(keys, None, None);
@@ -416,7 +419,7 @@ impl CacheEngine {
         self.promote_after(None, tenant, keys, hint).await;
     }
 
-    /// Promotes chunks of a prompt that follow on its chunk with this hash.
+    /// Promotes chunks of a prompt that follow the chunk with this hash.
     async fn promote_after(
         &self,
         parent: Option<ChunkHash>,
@@ -451,7 +454,7 @@ impl CacheEngine {
         let keys = &run.keys;
         let slot = run.chunk_bytes.checked_next_multiple_of(self.align());
         let absent = self.absent(keys);
-        // Before they are there, so that a lookup which finds them at once counts.
+        // Before the chunks arrive, so that a lookup that finds them at once is counted.
         let begun = self
             .pushed()
             .begin(&absent, slot.unwrap_or(u64::MAX), peer, now());
@@ -489,15 +492,15 @@ impl CacheEngine {
         absent.map(|(key, _)| *key).collect()
     }
 
-    /// Returns wanted chunks in DRAM with their payload bytes, as runs of consecutive chunks of a prompt:
-    /// at most `limit` bytes, the heads of prompts first.
+    /// Returns wanted chunks in DRAM with their payload bytes, as runs of consecutive chunks of a prompt: at
+    /// most `limit` bytes, the heads of prompts first.
     pub fn dram_runs(
         &self,
         limit: u64,
         wanted: impl Fn(&ChunkKey) -> bool,
     ) -> Vec<Vec<(ChunkKey, u64)>> {
         let mut runs: Vec<Vec<(ChunkKey, u64)>> = Vec::new();
-        // The run that a chunk is the last one of.
+        // Index of the run whose last chunk this is.
         let mut ends: HashMap<ChunkKey, usize> = HashMap::new();
         let mut left = limit;
         for chunk in self.local().list_heads_first() {

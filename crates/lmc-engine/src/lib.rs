@@ -1,14 +1,13 @@
-//! The cache engine: one object that a server or an inference engine talks to, whatever tiers
-//! there are.
+//! The cache engine: one object for a server or an inference engine, over any set of tiers.
 //!
-//! [`CacheEngine::lookup`] finds the leading chunks of a prompt in all its ranks, leases those in
-//! DRAM, and promotes the others from lower tiers. [`CacheEngine::store`] reserves memory for what
-//! is missing, and [`CacheEngine::commit`] makes written chunks findable. The engine stands on the
-//! DRAM tier (`lmc-backend-local`); lower tiers follow the contract of `lmc-backend`, and a
-//! [`TierPolicy`] says which chunks each is given. No call waits unless its documentation says so:
-//! what cannot be had at once is a miss or a refusal.
+//! [`CacheEngine::lookup`] finds the leading chunks of a prompt in all its ranks, leases those in DRAM, and
+//! promotes the others from lower tiers. [`CacheEngine::store`] reserves memory for missing chunks, and
+//! [`CacheEngine::commit`] makes written chunks findable. The engine contains the DRAM tier
+//! (`lmc-backend-local`). Lower tiers follow the contract of `lmc-backend`, and a [`TierPolicy`] decides
+//! which chunks each tier is given. No call waits unless its documentation says so: what is not available at
+//! once is a miss or a refusal.
 //!
-//! Not in here: tokens and hashes (`lmc-key`), copies (`lmc-memory`), any protocol.
+//! Not in this crate: tokens and hashes (`lmc-key`), copies (`lmc-memory`), any protocol.
 //!
 //! ```
 //! use std::sync::Arc;

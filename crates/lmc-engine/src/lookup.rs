@@ -1,4 +1,4 @@
-//! Looking a prompt up: the request, the handle, and what was found.
+//! Lookups of prompts: the request, the handle, and the outcome.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,28 +20,28 @@ use crate::lower::{Prompt, Source, Sources, Tiers, Waits, fits, half_of};
 use crate::merge::{Merge, complete};
 use crate::misses::{LookupEnd, Miss, MissReason, Missing};
 
-/// Reads of a prompt that waits for its sources that may fail.
+/// Most failed reads of a prompt that waits for its sources.
 const MAX_FAILURES: usize = 3;
 
-/// One rank of a prompt: where its chunks are named, and by which KV rank.
+/// One rank of a prompt: the space and the KV rank of its chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rank {
     /// Space of the chunks.
     pub space: SpaceId,
     /// KV rank of the chunks.
     pub kv_rank: u16,
-    /// Payload bytes that each chunk of the space has, where that is known: a chunk of another
-    /// length is a miss.
+    /// Payload bytes of each chunk of the space, if known: a chunk of another length is a miss.
     pub chunk_bytes: Option<u64>,
 }
 
 impl Rank {
-    /// Returns true if a chunk in this slot has the length of the rank's chunks, as far as it is known.
+    /// Returns true if the chunk in this slot has the length of the rank's chunks, or if that length is
+    /// unknown.
     pub(crate) fn fits(&self, slot: &SealedSlot) -> bool {
         fits(slot.len(), self.chunk_bytes)
     }
 
-    /// Returns the key of one of its chunks.
+    /// Returns the key of the chunk with this hash.
     pub fn key(&self, hash: ChunkHash) -> ChunkKey {
         ChunkKey {
             space: self.space,
@@ -54,13 +54,13 @@ impl Rank {
 
 /// Limits the bytes that lookups keep from eviction.
 pub trait LeaseLimit: Send + Sync {
-    /// Returns how many bytes a lookup may keep from eviction, at most `leased + more`: `leased`
-    /// are those of the chunks that only this lookup leases, which it has already, `more` those of
-    /// the chunks that it is about to promote.
+    /// Returns the most bytes that a lookup may keep from eviction, at most `leased + more`. `leased` are the
+    /// bytes of chunks that this lookup already leases and no other lease holds. `more` are the bytes of
+    /// chunks that it is about to promote.
     fn allowed(&self, leased: u64, more: u64) -> u64;
 }
 
-/// The limit of a lookup that has leased bytes before.
+/// The limit of a lookup that has already leased bytes, which count against it.
 struct After {
     limit: Arc<dyn LeaseLimit>,
     before: u64,
@@ -85,23 +85,24 @@ pub struct LookupRequest {
     pub hashes: Vec<ChunkHash>,
     /// The ranks; a chunk counts as found if every rank has it.
     pub ranks: Vec<Rank>,
-    /// Advice for tiers that have to be asked.
+    /// Hints for tiers that are asked.
     pub hint: LocateHint,
     limit: Option<Arc<dyn LeaseLimit>>,
-    /// Lists of ranks whose chunks can be merged into those of each rank.
+    /// For each merge, the ranks whose chunks can be merged, listed for each rank of the request.
     pub(crate) merges: Vec<Vec<Merge>>,
-    /// True if the sources that are waited for compute the chunks that are merged.
+    /// True if the sources that the prompt waits for compute chunks that are to be merged.
     waits_for_merge: bool,
-    /// True if peers ask: the ranks have names of spaces after the clears, and nothing counts as used.
+    /// True if a peer's request caused the lookup: spaces of ranks are names after the clears, and nothing
+    /// counts as used.
     for_peers: bool,
-    /// Hash of the chunk before the first one, where it is known.
+    /// Hash of the chunk before the first one, if known.
     parent: Option<ChunkHash>,
-    /// True if an engine asks, for a whole prompt.
+    /// True if an engine looks up a whole prompt.
     is_demand: bool,
 }
 
 impl LookupRequest {
-    /// Looks up the chunks with these prefix hashes for one tenant.
+    /// Makes a request for the chunks with these prefix hashes, for tenant 0.
     pub fn new(owner: OwnerId, hashes: Vec<ChunkHash>, ranks: Vec<Rank>) -> Self {
         Self {
             owner,
@@ -118,7 +119,7 @@ impl LookupRequest {
         }
     }
 
-    /// Says that peers ask: the ranks have the names of their spaces after the clears.
+    /// Marks the request as caused by a peer: spaces of ranks are names after the clears.
     pub(crate) fn for_peers(mut self, parent: Option<ChunkHash>) -> Self {
         (self.for_peers, self.is_demand) = (true, false);
         self.parent = parent;
@@ -132,7 +133,7 @@ impl LookupRequest {
         self
     }
 
-    /// Sets the advice for tiers that have to be asked. Default: none.
+    /// Sets the hints for tiers that are asked. Default: none.
     #[must_use]
     pub fn with_hint(mut self, hint: LocateHint) -> Self {
         self.hint = hint;
@@ -146,38 +147,38 @@ impl LookupRequest {
         self
     }
 
-    /// Names engines with more ranks, the one to ask first at the front: for each rank of the request
-    /// those whose chunks are merged where chunks of the rank are missing. Default: none. Without lower
-    /// tiers nothing is merged.
+    /// Sets engines with more ranks, the one to ask first at the front. Each entry has, for each rank of the
+    /// request, the ranks whose chunks are merged where chunks of that rank are missing. Default: none.
+    /// Without lower tiers nothing is merged.
     #[must_use]
     pub fn with_merges(mut self, merges: Vec<Vec<Merge>>) -> Self {
         self.merges = merges;
         self
     }
 
-    /// Leaves the chunks out of [`CacheEngine::demand`]: they are of another size than most. Default: they
-    /// are in it.
+    /// Excludes the chunks from [`CacheEngine::demand`], because their size differs from that of most chunks.
+    /// Default: they are included.
     #[must_use]
     pub fn without_demand(mut self) -> Self {
         self.is_demand = false;
         self
     }
 
-    /// Returns the number of engines with more ranks that are named.
+    /// Returns the number of engines with more ranks in the request.
     pub fn merges(&self) -> usize {
         self.merges.len()
     }
 
-    /// Says that the sources that the prompt waits for compute chunks to be merged. Default: they compute
-    /// those of its ranks.
+    /// Marks that the sources that the prompt waits for compute chunks to be merged. Default: they compute
+    /// chunks of the request's ranks.
     #[must_use]
     pub fn waiting_for_merge(mut self) -> Self {
         self.waits_for_merge = true;
         self
     }
 
-    /// Returns the request for the chunks from index `first` on, for other ranks, of a lookup that has
-    /// leased bytes before, which count for its limit.
+    /// Returns the request for the chunks from index `first` on, for other ranks. The lookup has already
+    /// leased `before` bytes, which count against its limit.
     pub(crate) fn after_chunk(&self, first: usize, ranks: Vec<Rank>, before: u64) -> Self {
         Self {
             owner: self.owner,
@@ -194,14 +195,14 @@ impl LookupRequest {
         }
     }
 
-    /// Returns the limit of a lookup that has leased bytes before, which count for it.
+    /// Returns the limit of a lookup that has already leased bytes, which count against it.
     fn limit_after(&self, before: u64) -> Option<After> {
         let limit = self.limit.clone()?;
         Some(After { limit, before })
     }
 
-    /// Returns how many of these bytes of chunks that the lookup has just leased, after others, it may
-    /// keep.
+    /// Returns how many of `bytes` the lookup may keep, after `before`: both are bytes of chunks that it has
+    /// just leased.
     pub(crate) fn allowed(&self, before: u64, bytes: u64) -> u64 {
         let limit = self.limit_after(before);
         limit.map_or(bytes, |limit| limit.allowed(bytes, 0))
@@ -212,7 +213,7 @@ impl LookupRequest {
         self
     }
 
-    /// Returns the name of a rank's space after these clears.
+    /// Returns the name of a rank's space after these clears, or the space itself if it is a name already.
     fn name(&self, rank: Rank, clears: ClearsId) -> SpaceId {
         match self.for_peers {
             true => rank.space,
@@ -220,8 +221,8 @@ impl LookupRequest {
         }
     }
 
-    /// Returns a rank that was promoted in part, with all its chunks, and what is known of the part:
-    /// the chunks that were resident, and those that were read.
+    /// Prepares a rank that was promoted in part for the next round, with all its chunks. Returns also the
+    /// number of its resident chunks, and the chunks that were read.
     fn after(&self, clears: ClearsId, found: FoundRank) -> (Known, (usize, ReadFrom)) {
         let name = self.name(found.rank, clears);
         let known = Known {
@@ -235,7 +236,7 @@ impl LookupRequest {
         (known, (found.resident, found.read))
     }
 
-    /// Returns the keys of the first `len` chunks for one rank, under the name of its space.
+    /// Returns the keys of the first `len` chunks of one rank, under the name of its space.
     fn keys(&self, name: SpaceId, rank: Rank, len: usize) -> Vec<ChunkKey> {
         let named = Rank {
             space: name,
@@ -263,23 +264,24 @@ impl fmt::Debug for LookupRequest {
 pub struct FoundRank {
     /// The rank.
     pub rank: Rank,
-    /// Leases of the leading chunks: as many as every rank has.
+    /// Leases of the leading chunks that every rank has.
     pub leases: Leases,
     /// Number of leading chunks that were in DRAM for this rank before anything was promoted.
     pub resident: usize,
-    /// Number of leading chunks that are in DRAM for this rank now, which other ranks may lack.
+    /// Number of leading chunks that are in DRAM for this rank now, including chunks that other ranks lack.
     pub promoted: usize,
-    /// Number of leading chunks before the first one that a peer had pushed and no lookup had found before;
-    /// [`Self::resident`] or more where there is none.
+    /// Number of leading chunks before the first chunk that a peer had pushed and no lookup had found yet;
+    /// [`Self::resident`] or more if there is no such chunk.
     pub seen: usize,
-    /// Indices of the chunks that were read from lower tiers for this lookup, each with its tier's.
+    /// Indices of the chunks that were read from lower tiers for this lookup, each with the index of its
+    /// tier.
     pub(crate) read: ReadFrom,
-    /// Reason why the chunk after the leases was not read, where one is known.
+    /// Reason why the chunk after the leases was not read, if known.
     miss: Option<Miss>,
 }
 
 impl FoundRank {
-    /// A rank whose chunks were leased where nothing was promoted.
+    /// Makes the outcome of a rank whose chunks were leased without any promotion.
     pub(crate) fn in_dram(rank: Rank, leases: Leases) -> Self {
         Self {
             rank,
@@ -293,21 +295,21 @@ impl FoundRank {
     }
 }
 
-/// Indices of chunks, each with that of the tier that it was read from.
+/// Indices of chunks, each with the index of the tier that it was read from.
 pub(crate) type ReadFrom = Vec<(usize, usize)>;
 
 /// Consecutive chunks of a prompt that came from one tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TierRun {
-    /// Index of the lower tier that the chunks were read from for this lookup, as
-    /// [`CacheEngine::tier_name`] takes it: of several ranks the last. `None` where they were in
-    /// DRAM already, or another lookup promoted them.
+    /// Index of the lower tier that the chunks were read from for this lookup, as in
+    /// [`CacheEngine::tier_name`]; with several ranks, the last tier. `None` if the chunks were in DRAM
+    /// already, or another lookup promoted them.
     pub tier: Option<usize>,
     /// Number of chunks.
     pub chunks: usize,
 }
 
-/// The outcome of a lookup. Dropping it gives the leases back.
+/// The outcome of a lookup. Dropping it releases the leases.
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct Found {
@@ -315,19 +317,19 @@ pub struct Found {
     pub hits: usize,
     /// Number of leading chunks that every rank had in DRAM before anything was promoted.
     pub resident: usize,
-    /// The leases of each rank, in the order of the request; fewer ranks if one has no chunks.
+    /// The leases of each rank, in the order of the request; fewer ranks if a rank has no chunks.
     pub ranks: Vec<FoundRank>,
-    /// The chunk after those that were found; `None` if all were found, no rank was asked for, the pool was
-    /// lost, or the engine was closed meanwhile.
+    /// The chunk after those that were found. `None` if all were found, the request had no ranks, the pool
+    /// was lost, or the engine was closed meanwhile.
     pub missing: Option<Box<Missing>>,
 }
 
 impl Found {
-    /// Returns the tiers of the chunks that were found, in the order of the chunks.
+    /// Returns the tiers of the chunks that were found, in prompt order.
     pub fn runs(&self) -> Vec<TierRun> {
         let mut tiers = vec![None; self.hits];
         for rank in &self.ranks {
-            // Of two tiers that have answered for a chunk the first counts.
+            // If two tiers have answered for a chunk, the first one counts.
             let first: HashMap<usize, usize> = rank.read.iter().rev().copied().collect();
             for (index, tier) in first {
                 if let Some(known) = tiers.get_mut(index) {
@@ -348,12 +350,12 @@ impl Found {
         self.ranks.iter().any(|rank| !rank.read.is_empty())
     }
 
-    /// Returns the leases of the first rank, for a caller that has only one.
+    /// Returns the leases of the first rank, for callers with a single rank.
     pub fn into_leases(mut self) -> Option<Leases> {
         (!self.ranks.is_empty()).then(|| self.ranks.swap_remove(0).leases)
     }
 
-    /// Joins what was found for each rank, `ranks` of which were asked for.
+    /// Combines the outcomes of all ranks. `ranks` is the number of requested ranks.
     fn join(found: Vec<FoundRank>, ranks: usize) -> Self {
         let all = found.len() == ranks;
         let hits = found.iter().map(|rank| rank.leases.len()).min();
@@ -372,7 +374,7 @@ impl Found {
         this
     }
 
-    /// Notes where the lookup of these chunks ended.
+    /// Sets the missing chunk, at which the lookup of these chunks ended.
     fn ended_at(mut self, lookup_end: &LookupEnd, hashes: &[ChunkHash]) -> Self {
         self.missing = lookup_end.missing(hashes, self.hits);
         self
@@ -381,8 +383,8 @@ impl Found {
 
 /// A lookup that may still be promoting chunks.
 ///
-/// Dropping it ends the promotion and gives the leases back; a chunk that another lookup waits for
-/// is promoted by that one.
+/// Dropping it ends the promotion and releases the leases. If another lookup waits for one of the chunks,
+/// that lookup promotes it.
 #[derive(Debug)]
 pub struct Lookup {
     clears: ClearsId,
@@ -416,16 +418,16 @@ impl Lookup {
         }
     }
 
-    /// Returns the digest of the clears after which the chunks were looked up: they are read, and
-    /// what is computed after them is stored, after these clears.
+    /// Returns the digest of the clears after which the chunks were looked up. Chunks are read, and chunks
+    /// that are computed for the prompt are stored, after these clears.
     pub fn clears(&self) -> ClearsId {
         self.clears
     }
 
-    /// Returns what was found.
+    /// Returns the outcome.
     ///
     /// # Errors
-    /// The lookup itself while it is promoting chunks: [`Lookup::wait`] for the outcome.
+    /// The lookup itself while it is promoting chunks: call [`Lookup::wait`] for the outcome.
     pub fn try_found(self) -> Result<Found, Self> {
         match self.state {
             State::Done(found) => Ok(found),
@@ -439,8 +441,8 @@ impl Lookup {
         }
     }
 
-    /// Waits until every chunk that can be promoted has been, at most for the timeouts of the engine. Nothing is
-    /// found if the engine is closed meanwhile.
+    /// Waits until every chunk that can be promoted is promoted, at most for the timeouts of the engine.
+    /// Nothing is found if the engine is closed meanwhile.
     pub async fn wait(self) -> Found {
         match self.state {
             State::Done(found) => found,
@@ -448,7 +450,7 @@ impl Lookup {
         }
     }
 
-    /// Waits as [`Lookup::wait`] does, on a thread that belongs to no runtime.
+    /// Waits as [`Lookup::wait`] does, on a thread outside any runtime.
     pub fn wait_blocking(self) -> Found {
         match self.state {
             State::Done(found) => found,
@@ -463,16 +465,16 @@ struct Known {
     keys: Vec<ChunkKey>,
     /// Leases of the leading chunks in DRAM.
     leases: Leases,
-    /// Number of chunks before the first one that was pushed and not found before.
+    /// Number of chunks before the first one that was pushed and not found yet.
     seen: usize,
-    /// Sources of the chunks after those.
+    /// Sources of the chunks after the leased ones.
     sources: Sources,
-    /// Reason why the chunk after the sources has none, where the question about it showed one.
+    /// Reason why the chunk after the sources has no source, if a tier's answer showed one.
     miss: Option<Miss>,
 }
 
 impl Known {
-    /// Returns the number of leading chunks that are somewhere, as far as is known.
+    /// Returns the number of leading chunks that some tier has, as far as known.
     fn reach(&self) -> usize {
         match self.sources.is_final {
             true => self.leases.len() + self.sources.found.len(),
@@ -489,7 +491,7 @@ impl Known {
     }
 }
 
-/// Returns the number of leading chunks, at most `reach`, that a lookup may keep from eviction.
+/// Returns the number of leading chunks, at most `reach`, that a lookup may keep from eviction by its limit.
 fn within_limit(
     limit: Option<&Arc<dyn LeaseLimit>>,
     known: &[Known],
@@ -509,18 +511,18 @@ fn within_limit(
         let slots = rank.leases.iter();
         slots.map(|slot| slot.len().next_multiple_of(align)).sum()
     };
-    // Of all ranks.
+    // Bytes of all ranks.
     let bytes = known.iter().map(taken).sum::<u64>() + more;
     let chunk = bytes.div_ceil(reach.max(1) as u64).max(1);
     reach.saturating_sub(over.div_ceil(chunk) as usize)
 }
 
 impl CacheEngine {
-    /// Looks a prompt up in all its ranks. Leases the leading chunks that are in DRAM, and starts
-    /// to promote those after them that lower tiers have. A chunk counts only if every rank has it.
+    /// Looks up a prompt in all its ranks. Leases the leading chunks that are in DRAM, and starts to promote
+    /// the following chunks that lower tiers have. A chunk counts only if every rank has it.
     ///
-    /// Never waits: the outcome is in the handle at once if nothing is to be promoted and no tier
-    /// has to be asked, and else after [`Lookup::wait`].
+    /// Never waits: if nothing is to be promoted and no tier is to be asked, the handle has the outcome at
+    /// once, otherwise after [`Lookup::wait`].
     pub fn lookup(&self, request: LookupRequest) -> Lookup {
         if self.pool_is_lost() {
             return Lookup::done(self.clears_id(), Found::default());
@@ -603,7 +605,7 @@ impl CacheEngine {
                 true => promote(&tiers, &request, lookup_end, known, align).await,
                 false => {
                     let without_wait = request.clone().without_wait();
-                    // The prompt waits once: for chunks to be merged, where its sources compute those.
+                    // The prompt waits once: for the chunks to be merged, if its sources compute those.
                     let (now, then) = match request.waits_for_merge {
                         true => (&without_wait, &request),
                         false => (&request, &without_wait),
@@ -613,7 +615,7 @@ impl CacheEngine {
                 }
             };
             if !request.for_peers && !pushed.is_empty() {
-                // A push may have brought them meanwhile.
+                // A push may have brought the chunks meanwhile.
                 for rank in &found.ranks {
                     let name = request.name(rank.rank, clears);
                     pushed.remove(&request.keys(name, rank.rank, found.hits));
@@ -622,7 +624,7 @@ impl CacheEngine {
             if !request.for_peers && request.hint.wait.is_none() {
                 tiers.record_promotion(now().saturating_duration_since(begun));
             }
-            // The caller may be gone.
+            // The caller may have dropped the lookup.
             let _ = sender.send(found);
         });
         Lookup {
@@ -631,8 +633,8 @@ impl CacheEngine {
         }
     }
 
-    /// Leases the leading chunks in DRAM. Ends `keys` at one of another length than its rank's, and
-    /// removes it: such a chunk can come from a peer that copied it here before an engine of its
+    /// Leases the leading chunks in DRAM. If a chunk has another length than its rank's chunks, removes it
+    /// and truncates `keys` before it: a peer may have copied such a chunk here before an engine with its
     /// space was known.
     fn lease_fitting(
         &self,
@@ -657,8 +659,8 @@ impl CacheEngine {
     }
 }
 
-/// Promotes the chunks of a prompt that tiers have. Where the prompt waits for its sources, reads what
-/// they have while they compute the next, until they have all or the time is over.
+/// Promotes the chunks of a prompt that tiers have. If the prompt waits for its sources, reads computed
+/// chunks while the sources compute the next ones, until all chunks are read or the time is over.
 async fn promote(
     tiers: &Arc<Tiers>,
     request: &LookupRequest,
@@ -679,7 +681,7 @@ async fn promote(
     if wait.is_none() || reach == 0 {
         return found;
     }
-    // Others than the sources were asked before.
+    // Tiers other than the sources were asked before.
     let request = LookupRequest {
         hint: request.hint.clone().repeated(),
         ..request.clone()
@@ -687,14 +689,14 @@ async fn promote(
     let (mut is_over, mut failures, mut before) = (false, 0, 0);
     while !is_over && found.hits < request.hashes.len() {
         if found.hits <= before {
-            // A source that is busy fails to lend now and then. Else nothing came.
+            // A busy source sometimes fails to lend a chunk. Otherwise no chunk came.
             failures += 1;
             if reach <= found.hits || failures > MAX_FAILURES {
                 break;
             }
         }
         before = found.hits;
-        // What came meanwhile is read also when the time is over. After a clear nothing comes.
+        // Chunks that came meanwhile are read even when the time is over. After a clear none come.
         is_over = now() >= waits.expected_until || tiers.clears().id() != clears;
         if is_over {
             waits = waits.over();
@@ -716,8 +718,8 @@ async fn promote(
     found
 }
 
-/// Asks the tiers that have to be asked, then promotes the chunks that are worth it. Returns what is found
-/// then, and the number of leading chunks that were to be found.
+/// Asks the tiers that have no local index, then promotes the chunks that are worth it. Returns the outcome,
+/// and the number of leading chunks that should have been promoted.
 async fn promote_known(
     tiers: &Arc<Tiers>,
     request: &LookupRequest,
@@ -743,7 +745,7 @@ async fn promote_known(
         };
     });
     futures_util::future::join_all(asked).await;
-    // While the sources compute, nothing is read.
+    // The wait for sources does not count as read time.
     let begun = request.hint.wait.map_or(begun, |_| now());
     let deadline = begun + tiers.promotion_timeout();
     let mut reach = known.iter().map(Known::reach).min().unwrap_or(0);
@@ -808,7 +810,7 @@ async fn promote_known(
         }
     });
     let found = futures_util::future::join_all(promoted).await;
-    // A rank ends early where another one did: one that knows a reason counts before the others.
+    // A rank may end early because another one did: a rank with a known reason is counted first.
     for rank in found.iter().filter(|rank| rank.miss.is_some()) {
         lookup_end.lower(rank.leases.len(), rank.rank, rank.miss);
     }

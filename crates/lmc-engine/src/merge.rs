@@ -1,4 +1,4 @@
-//! Merging: the chunks of an engine with more ranks make the chunks of one with fewer.
+//! Merging: chunks of an engine with more ranks are combined into chunks of an engine with fewer.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -16,48 +16,49 @@ use crate::lower::fits;
 use crate::misses::Missing;
 use crate::store::{StoreRequest, StoreStart};
 
-/// Time between two looks at a chunk that another lookup merges or a worker writes.
+/// Interval at which a chunk that another lookup merges or a worker writes is checked.
 const POLL: Duration = Duration::from_millis(1);
 
-/// Ranks of an engine with more ranks, whose chunks make those of one rank. Each has some of its
-/// heads; the ranks are in the order of these.
+/// Ranks of an engine with more ranks, whose chunks are merged into those of one rank. Each rank has some of
+/// that rank's heads; the ranks are in the order of these heads.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Merge {
     /// The ranks.
     pub ranks: Vec<Rank>,
-    /// Bytes of each rank that lie together in the merged chunk
+    /// Contiguous bytes of each rank in the merged chunk
     /// ([`Division::run_bytes`](lmc_memory::Division::run_bytes)).
     pub run_bytes: u64,
-    /// True if engines of this host use the ranks' chunks themselves. Otherwise the ranks' chunks leave
+    /// True if engines of this host use the ranks' chunks themselves. Otherwise these chunks are removed from
     /// DRAM once they are merged.
     pub keep: bool,
 }
 
 /// Reason why a chunk is not merged.
 enum Refused {
-    /// The parts do not make a chunk of the rank.
+    /// The parts do not make up a chunk of the rank.
     Unfit,
-    /// There is no memory for it.
+    /// There is no memory for the merged chunk.
     NoMemory,
-    /// The lookup is over, the cache was cleared, or another writes the chunk for too long.
+    /// The lookup has ended, the cache was cleared, or another lookup or worker takes too long to write the
+    /// chunk.
     Over,
 }
 
-/// The chunks of a lookup that are merged.
+/// The chunks of a lookup that are to be merged.
 struct Merging {
     request: LookupRequest,
     merges: Vec<Merge>,
     clears: ClearsId,
-    /// Index of the first chunk in the request.
+    /// Index of the first of these chunks in the request.
     first: usize,
     /// The chunks of the ranks of all merges, in order.
     parts: Found,
 }
 
-/// Completes what a lookup has found after these clears. The chunks that follow are looked up for the
-/// ranks that the request names for merging, and are merged into chunks of the request's own ranks,
-/// which are findable from then on. Takes as long as a lookup for each list of such ranks and each
-/// chunk that other lookups merge meanwhile. Ends with the engine.
+/// Extends the outcome of a lookup after these clears. Looks up the following chunks for the ranks that the
+/// request names for merging, and merges them into chunks of the request's own ranks, which are findable from
+/// then on. Takes the time of one lookup for each list of such ranks and for each chunk that other lookups
+/// merge meanwhile. Ends with the engine.
 pub(crate) async fn complete(
     engine: &WeakEngine,
     mut request: LookupRequest,
@@ -72,9 +73,9 @@ pub(crate) async fn complete(
         while found.hits < request.hashes.len() {
             let before = found.hits;
             merge_leading(engine, &request, &merges, clears, &mut found).await;
-            // What was waited for is there, or does not come.
+            // Chunks that were waited for have come by now, or do not come.
             request = request.without_wait();
-            // Another lookup may have merged the next ones, whose parts are gone then.
+            // Another lookup may have merged the next chunks, and then removed their parts.
             if let Some(engine) = engine.upgrade() {
                 engine.add_leading(&request, clears, &mut found);
             }
@@ -91,7 +92,7 @@ pub(crate) async fn complete(
     found
 }
 
-/// Merges the leading chunks after those that are found.
+/// Merges the leading chunks after the ones found so far.
 async fn merge_leading(
     weak: &WeakEngine,
     request: &LookupRequest,
@@ -127,7 +128,7 @@ async fn merge_leading(
         found.ranks.push(FoundRank::in_dram(rank, none));
     }
     let (sender, merged) = oneshot::channel();
-    // Copies of this length would hold up the runtime. They end with the lookup.
+    // Copies of this length would block the runtime. They end with the lookup.
     tokio::task::spawn_blocking(move || {
         let merged = merging.run(&engine, || sender.is_closed());
         let _ = sender.send(merged);
@@ -147,8 +148,8 @@ async fn merge_leading(
 }
 
 impl CacheEngine {
-    /// Adds the leading chunks after those that are found which are in DRAM by now, as far as the
-    /// request's limit allows.
+    /// Adds the leading chunks after the ones found so far that are in DRAM by now, within the request's
+    /// limit.
     fn add_leading(&self, request: &LookupRequest, clears: ClearsId, found: &mut Found) {
         let Some(lower) = self.lower() else {
             return;
@@ -191,22 +192,22 @@ impl Found {
             .sum()
     }
 
-    /// Adds leases of the leading chunks after those that are found, of each rank.
+    /// Adds leases of the leading chunks after the ones found so far, for each rank.
     fn add(&mut self, leases: Vec<Leases>) {
         let added = leases.iter().map(Leases::len).min().unwrap_or(0);
         self.hits += added;
         for (rank, mut leases) in self.ranks.iter_mut().zip(leases) {
             leases.truncate(added);
             rank.promoted = rank.promoted.max(self.hits);
-            // Both are leases of one tier and owner.
+            // Both are leases of one tier and one owner.
             let _ = rank.leases.append(leases);
         }
     }
 }
 
 impl Merging {
-    /// Returns the leases of the leading merged chunks of each rank, with the tiers that their parts
-    /// were read from, by the index of the chunk in the request.
+    /// Merges the chunks. Returns the leases of the leading merged chunks of each rank, and the tiers that
+    /// their parts were read from, by the index of the chunk in the request.
     fn run(mut self, engine: &CacheEngine, is_over: impl Fn() -> bool) -> Vec<(Leases, ReadFrom)> {
         let owner = self.request.owner;
         let none = |_: &Merge| (engine.local().lease_uncounted(owner, &[]), ReadFrom::new());
@@ -229,7 +230,7 @@ impl Merging {
             let Ok(leases) = leases else {
                 break;
             };
-            // Memory is needed twice for one chunk only.
+            // Dropped early, so that only one chunk needs memory twice.
             drop(parts);
             let mut read = read.iter();
             for ((rank, leases), merge) in merged.iter_mut().zip(leases).zip(&self.merges) {
@@ -243,7 +244,7 @@ impl Merging {
         merged
     }
 
-    /// Gives the last parts up for the memory that they take, if there are any after those of index `at`.
+    /// Gives up the last parts, if there are any after index `at`, to release their memory.
     fn give_up_last(&mut self, engine: &CacheEngine, at: usize) -> bool {
         let ranks = &mut self.parts.ranks;
         let Some(last) = ranks
@@ -271,7 +272,7 @@ impl Merging {
         engine.local().remove(&keys);
     }
 
-    /// Merges a chunk of each rank.
+    /// Merges one chunk for each rank.
     fn chunks(
         &self,
         engine: &CacheEngine,
@@ -289,7 +290,7 @@ impl Merging {
         merged.collect()
     }
 
-    /// Merges a chunk of a rank, unless it is there. Returns its lease.
+    /// Merges a chunk of a rank, unless it is present. Returns its lease.
     fn chunk(
         &self,
         engine: &CacheEngine,
@@ -347,7 +348,7 @@ impl Merging {
     }
 }
 
-/// Takes the lease of the first chunk that is left.
+/// Removes and returns the lease of the first remaining chunk.
 fn take_first(rank: &mut FoundRank) -> Leases {
     let rest = rank.leases.split_off(1);
     mem::replace(&mut rank.leases, rest)

@@ -1,4 +1,4 @@
-//! The reason of a miss: what ended a lookup before the end of its prompt.
+//! Reasons of misses: why a lookup ended before the end of its prompt.
 
 use lmc_backend::BackendError;
 use lmc_key::{ChunkHash, ClearsId};
@@ -7,44 +7,44 @@ use crate::ghosts::Departure;
 use crate::{CacheEngine, Rank};
 
 /// Reason why a lookup did not find the first chunk that it lacks. A new reason needs a name and a counter
-/// wherever reasons are counted, so that no `match` may leave it out.
+/// wherever reasons are counted, so no `match` may have a wildcard arm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MissReason {
-    /// Nothing is known of the chunk.
+    /// Nothing is known about the chunk.
     NeverStored,
     /// A tier of this process evicted the chunk.
     Evicted,
     /// The chunk was computed before a clear.
     Cleared,
-    /// The chunk was removed by its key, or with its space, or because its bytes were damaged.
+    /// The chunk was removed by its key, with its space, or because its bytes were damaged.
     Removed,
-    /// A lower tier did not answer, or did not deliver the chunk, in time. The index of the tier, where one
-    /// is known.
+    /// A lower tier did not answer, or did not deliver the chunk, in time. Holds the index of the tier, if
+    /// known.
     TierLate(Option<usize>),
-    /// A lower tier failed, or was out of use. The index of the tier; `None` for DRAM, whose memory was
-    /// lost, or whose engine is being closed.
+    /// A lower tier failed, or was out of use. Holds the index of the tier; `None` for DRAM, if its memory
+    /// was lost or the engine is being closed.
     TierDown(Option<usize>),
-    /// A lower tier was said or assumed to have the chunk, and did not, or not as it was stored. The
-    /// index of the tier.
+    /// A lower tier was said or assumed to have the chunk, but did not have it, or not as it was stored.
+    /// Holds the index of the tier.
     TierLost(usize),
-    /// The lookup might not keep more bytes from eviction, or there was no memory for the chunk.
+    /// The lookup was not allowed to keep more bytes from eviction, or there was no memory for the chunk.
     Limit,
     /// Reading the chunk takes longer than computing it.
     Recompute,
 }
 
-/// Reason of a miss, with what is known of it.
+/// Reason of a miss, and its certainty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Miss {
     /// The reason.
     pub reason: MissReason,
-    /// False for a reason that is probable: it follows from what is remembered in bounded memory, or
-    /// from a tier that might have had the chunk.
+    /// False if the reason is only probable: it was derived from a bounded memory, or from a tier that might
+    /// have had the chunk.
     pub is_certain: bool,
 }
 
 impl Miss {
-    /// Returns a reason that is certain.
+    /// Returns a certain reason.
     pub const fn certain(reason: MissReason) -> Self {
         Self {
             reason,
@@ -52,7 +52,7 @@ impl Miss {
         }
     }
 
-    /// Returns a reason that is probable.
+    /// Returns a probable reason.
     pub const fn probable(reason: MissReason) -> Self {
         Self {
             reason,
@@ -60,13 +60,13 @@ impl Miss {
         }
     }
 
-    /// Returns the reason of a question that a tier answered with an error: it may have had the chunk.
+    /// Returns the reason for a lookup that a tier answered with an error: it may have had the chunk.
     pub(crate) fn of_question(error: &BackendError, tier: usize) -> Self {
         Self::probable(reason_of(error, tier))
     }
 
-    /// Returns the reason of a chunk that a tier was asked to read and failed to. One of another length
-    /// may only have been assumed to be there.
+    /// Returns the reason for a chunk that a tier failed to read. If the length differs, the chunk may only
+    /// have been assumed to be there.
     pub(crate) fn of_read(error: &BackendError, tier: usize) -> Self {
         match reason_of(error, tier) {
             lost @ MissReason::TierLost(_) => Self::probable(lost),
@@ -83,7 +83,7 @@ fn reason_of(error: &BackendError, tier: usize) -> MissReason {
     }
 }
 
-/// The first chunk that a lookup did not find. [`CacheEngine::miss`] says why.
+/// The first chunk that a lookup did not find. [`CacheEngine::miss`] returns the reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Missing {
@@ -92,12 +92,12 @@ pub struct Missing {
     /// Hash of the chunk.
     pub hash: ChunkHash,
     clears: ClearsId,
-    /// The reason, where the lookup itself knows it; `None` for a chunk that is nowhere.
+    /// The reason, if the lookup itself knows it; `None` for a chunk that no tier has.
     known: Option<Miss>,
 }
 
 impl Missing {
-    /// Returns a chunk of which only its absence is known.
+    /// Makes a value for a chunk of which only the absence is known.
     pub(crate) fn new(rank: Rank, hash: ChunkHash, clears: ClearsId) -> Self {
         Self {
             rank,
@@ -108,7 +108,7 @@ impl Missing {
     }
 }
 
-/// The end of a lookup, as far as it is known while the lookup runs.
+/// The expected end of a lookup, as known while it runs.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LookupEnd {
     clears: ClearsId,
@@ -119,7 +119,7 @@ pub(crate) struct LookupEnd {
 }
 
 impl LookupEnd {
-    /// Returns the end of a lookup that may find all its chunks.
+    /// Makes the end of a lookup that may find all its chunks.
     pub(crate) fn new(clears: ClearsId, chunks: usize) -> Self {
         Self {
             clears,
@@ -134,8 +134,8 @@ impl LookupEnd {
         self.clears
     }
 
-    /// Notes that a rank has no more than this number of leading chunks. The rank that has the fewest
-    /// counts, of several the first.
+    /// Records that a rank has no more than this number of leading chunks. The rank with the fewest chunks
+    /// counts; of several, the first.
     pub(crate) fn lower(&mut self, at: usize, rank: Rank, known: Option<Miss>) {
         if at < self.at {
             *self = Self {
@@ -147,7 +147,7 @@ impl LookupEnd {
         }
     }
 
-    /// Returns the first chunk that is missing where this number of leading chunks was found.
+    /// Returns the first missing chunk after `hits` leading chunks were found.
     pub(crate) fn missing(&self, hashes: &[ChunkHash], hits: usize) -> Option<Box<Missing>> {
         Some(Box::new(Missing {
             hash: *hashes.get(hits)?,

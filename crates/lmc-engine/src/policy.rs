@@ -1,4 +1,4 @@
-//! Policies of lower tiers: which chunks are written to one, when, and how long it may take.
+//! Policies of lower tiers: which chunks a tier stores, when they are written, and the tier's timeouts.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ pub struct LowerTier {
 }
 
 impl LowerTier {
-    /// A tier that is used by a policy.
+    /// Makes a tier with a policy.
     pub fn new(backend: Arc<dyn Backend>, policy: TierPolicy) -> Self {
         Self {
             backend,
@@ -25,7 +25,7 @@ impl LowerTier {
         }
     }
 
-    /// Keeps something, such as the runtime of the tier, until the engine has ended. Default: nothing.
+    /// Keeps a value, such as the tier's runtime, alive until the engine has ended. Default: none.
     #[must_use]
     pub fn keeping(mut self, kept: Arc<dyn fmt::Debug + Send + Sync>) -> Self {
         self.kept = Some(kept);
@@ -39,7 +39,7 @@ impl LowerTier {
 }
 
 impl From<Arc<dyn Backend>> for LowerTier {
-    /// A tier with the default policy.
+    /// Makes a tier with the default policy.
     fn from(backend: Arc<dyn Backend>) -> Self {
         Self::new(backend, TierPolicy::default())
     }
@@ -57,24 +57,24 @@ pub struct TierPolicy {
     pub spaces: SpaceFilter,
     /// Asks the tier for the blocks of tails too, if it has no local index. Default: true.
     pub asks_for_parts: bool,
-    /// Writes to this tier what is promoted from the tiers after it, so that it is nearer the next
+    /// Writes to this tier the chunks that are promoted from tiers after it, so that they are nearer the next
     /// time. Default: false.
     pub fill: bool,
-    /// Most bytes that wait to be written to the tier; further writes are dropped, as a store waits
-    /// for nothing. Default: an eighth of the pool.
+    /// Most bytes that are queued for writing to the tier; further writes are dropped, because a store never
+    /// waits. Default: an eighth of the pool.
     pub write_queue_bytes: Option<u64>,
     /// Timeout of one write. Default: 30 s.
     pub write_timeout: Duration,
-    /// Timeout of one read. Default: none but that of the whole promotion.
+    /// Timeout of one read. Default: none; only that of the whole promotion applies.
     pub read_timeout: Option<Duration>,
-    /// Time that the tier has to say which chunks it has, if it does not know at once: the delay of
-    /// a prompt that no tier has. Default: 5 ms.
+    /// Timeout for a lookup in a tier without a local index. It delays every prompt that no tier has.
+    /// Default: 5 ms.
     pub locate_timeout: Duration,
 }
 
 impl TierPolicy {
-    /// Returns the policy of a shared store that has this time for a read: it has 50 ms to say which
-    /// chunks it has, and is asked for no blocks of tails, each of which would be an object of its own.
+    /// Returns the policy of a shared store with this timeout for a read. Lookups have a timeout of 50 ms,
+    /// and blocks of tails are not looked up, because each of them would be an object of its own.
     pub fn of_store(read_timeout: Duration) -> Self {
         Self {
             asks_for_parts: false,
@@ -101,12 +101,12 @@ impl Default for TierPolicy {
     }
 }
 
-/// Picks spaces, and so models and tenants.
+/// Selects spaces, and thereby models and tenants.
 #[derive(Clone, Default)]
 pub struct SpaceFilter(Option<Arc<dyn Fn(SpaceId) -> bool + Send + Sync>>);
 
 impl SpaceFilter {
-    /// A filter that picks the spaces for which `picks` returns true. It is called for each chunk
+    /// Makes a filter that selects the spaces for which `picks` returns true. It is called for each chunk
     /// that is stored, and must not wait.
     pub fn new(picks: impl Fn(SpaceId) -> bool + Send + Sync + 'static) -> Self {
         Self(Some(Arc::new(picks)))
@@ -123,34 +123,32 @@ impl fmt::Debug for SpaceFilter {
     }
 }
 
-/// Time at which chunks are written to a lower tier. A chunk that came from a tier is never written
-/// to that tier again.
+/// Time at which chunks are written to a lower tier. A chunk is never written to the tier that it came from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WritePolicy {
-    /// Chunks are written at their commit: they survive the end of this process where the tier
-    /// does.
+    /// Chunks are written at their commit. They survive the end of this process if the tier does.
     #[default]
     Through,
-    /// Chunks are written at their eviction above the high watermark, and at the close of the
-    /// engine. A chunk that is evicted because a caller needs its memory is not written: the write
-    /// would hold that memory.
+    /// Chunks are written when they are evicted above the high watermark, and when the engine is closed. A
+    /// chunk that is evicted because a caller needs its memory is not written: the write would keep that
+    /// memory in use.
     Back,
 }
 
-/// Chunks that are written to a lower tier.
+/// Selection of the chunks that are written to a lower tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Admission {
     /// Every chunk is admitted.
     #[default]
     Always,
-    /// Chunks that were found this many times after they were computed, from 1 to
-    /// [`Admission::MAX_REUSES`]: fewer writes, none for prompts that never come again.
+    /// Chunks that were found this many times after they were computed, from 1 to [`Admission::MAX_REUSES`]:
+    /// fewer writes, and none for prompts that are never repeated.
     Reused(u8),
 }
 
 impl Admission {
-    /// Most uses that are counted.
+    /// Largest number of reuses that a policy can require.
     pub const MAX_REUSES: u8 = 14;
 }

@@ -8,41 +8,41 @@ use std::time::{Duration, Instant};
 use lmc_key::{ChunkKey, FoldState};
 use parking_lot::Mutex;
 
-/// Time for which a chunk counts that no lookup finds.
+/// Time for which a chunk counts if no lookup finds it.
 const COUNTED: Duration = Duration::from_secs(60);
-/// Entries of removed chunks in the queue of ends, besides as many as there are chunks.
+/// Most entries of removed chunks in the queue of ends, in addition to the number of chunks.
 const MAX_STALE_ENDS: usize = 64;
 
-/// Knows the chunks that were pushed here and not found since, and bounds the memory of the latest ones:
-/// their requests may never come.
+/// The chunks that were pushed here and not found since. Limits the memory of the latest ones, because their
+/// requests may never come.
 #[derive(Debug)]
 pub(crate) struct PushedChunks {
-    /// Bytes of the chunks that count, at most.
+    /// Most bytes of chunks that count.
     capacity: u64,
-    /// Number of the chunks, so that the table is seldom locked.
+    /// Number of chunks, so that the table is rarely locked.
     len: AtomicUsize,
     table: Mutex<PushedTable>,
 }
 
 #[derive(Debug)]
 struct PushedChunk {
-    /// Bytes of its slot.
+    /// Bytes of the chunk's slot.
     bytes: u64,
     peer: Arc<str>,
-    /// End of the time for which it counts; none once that is over.
+    /// End of the time for which the chunk counts; none once it is over.
     end: Option<Instant>,
-    /// Pushes under way that bring it.
+    /// Number of pushes in progress that bring the chunk.
     receiving: u32,
 }
 
 #[derive(Debug, Default)]
 struct PushedTable {
     by_key: HashMap<ChunkKey, PushedChunk, FoldState>,
-    /// Ends of the chunks in their order; also of removed chunks.
+    /// Ends of the chunks in order, including those of removed chunks.
     ends: VecDeque<(ChunkKey, Instant)>,
     /// Bytes of the chunks that count.
     bytes: u64,
-    /// Bytes of the chunks of each peer that count.
+    /// Bytes of the chunks that count, by peer.
     by_peer: HashMap<Arc<str>, u64>,
 }
 
@@ -60,7 +60,7 @@ impl PushedTable {
         *self.by_peer.entry(Arc::clone(peer)).or_default() += bytes;
     }
 
-    /// Returns true if the chunk was there.
+    /// Removes a chunk. Returns true if it was there.
     fn remove(&mut self, key: &ChunkKey) -> bool {
         self.uncount(key);
         self.by_key.remove(key).is_some()
@@ -82,7 +82,7 @@ impl PushedTable {
         }
     }
 
-    /// Returns true if a chunk counts until this end.
+    /// Returns true if a chunk counts until exactly this time.
     fn ends_at(&self, (key, end): &(ChunkKey, Instant)) -> bool {
         (self.by_key.get(key)).is_some_and(|chunk| chunk.end == Some(*end))
     }
@@ -120,8 +120,8 @@ impl PushedChunks {
         changed
     }
 
-    /// Counts the leading chunks of a push that begins, each with a slot of `bytes` bytes, as far as the
-    /// bounds allow. Returns the number of these chunks; [`Self::end`] is called with them.
+    /// Adds the leading chunks of a push that begins, each with a slot of `bytes` bytes, as far as the limits
+    /// allow. Returns the number of chunks added; the caller must call [`Self::end`] for them.
     pub(crate) fn begin(&self, keys: &[ChunkKey], bytes: u64, peer: &str, now: Instant) -> usize {
         let peer: Arc<str> = peer.into();
         self.change(|table| {
@@ -146,7 +146,7 @@ impl PushedChunks {
         })
     }
 
-    /// Notes that a push has ended. Removes the chunks that are not there and that no other push brings.
+    /// Records that a push has ended. Removes the chunks that are not in DRAM and that no other push brings.
     pub(crate) fn end<'a>(&self, chunks: impl Iterator<Item = (&'a ChunkKey, bool)>) {
         self.change(|table| {
             for (key, is_there) in chunks {
@@ -161,7 +161,7 @@ impl PushedChunks {
         });
     }
 
-    /// Returns for each chunk whether a push brings it.
+    /// Returns for each chunk whether a push is bringing it.
     pub(crate) fn are_receiving(&self, keys: &[ChunkKey]) -> Vec<bool> {
         if self.is_empty() {
             return vec![false; keys.len()];
@@ -176,13 +176,13 @@ impl PushedChunks {
         keys.iter().map(is_receiving).collect()
     }
 
-    /// Returns true if there are none. Takes no lock.
+    /// Returns true if there are no pushed chunks. Takes no lock.
     pub(crate) fn is_empty(&self) -> bool {
         self.len.load(Ordering::Relaxed) == 0
     }
 
-    /// Removes chunks that a lookup has found, or that are gone. Returns the index of the first one that was
-    /// there.
+    /// Removes chunks that a lookup has found, or that are gone. Returns the index of the first key that was
+    /// in the table.
     pub(crate) fn remove(&self, keys: &[ChunkKey]) -> Option<usize> {
         if keys.is_empty() || self.is_empty() {
             return None;
@@ -195,7 +195,7 @@ impl PushedChunks {
         })
     }
 
-    /// Ends the count of chunks whose time is over.
+    /// Stops counting chunks whose time is over.
     pub(crate) fn expire(&self, now: Instant) {
         if !self.is_empty() {
             self.change(|table| table.expire(now));

@@ -6,23 +6,23 @@ use serde::Serialize;
 use crate::clears::ClearLog;
 use crate::histogram::{DistributionSnapshot, HistogramSnapshot};
 
-/// Content of the DRAM tier at one moment.
+/// Current usage of the DRAM tier.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct EngineUsage {
     /// Bytes of the pool.
     pub pool_bytes: u64,
-    /// Bytes of the pool that are in use: chunks, reservations, and what is read after its removal.
+    /// Bytes of the pool in use: chunks, reservations, and removed chunks that are still leased.
     pub used_bytes: u64,
-    /// Longest run of free bytes.
+    /// Longest contiguous range of free bytes.
     pub largest_free_bytes: u64,
     /// Chunks that can be found.
     pub chunks: u64,
     /// Payload bytes of the chunks that can be found.
     pub chunk_bytes: u64,
-    /// Leases out.
+    /// Leases that exist now.
     pub leases: u64,
-    /// Slots reserved and not committed.
+    /// Slots that are reserved and not committed.
     pub reserved_slots: u64,
     /// Chunks pinned.
     pub pinned: u64,
@@ -30,7 +30,7 @@ pub struct EngineUsage {
     pub quarantined_slots: u64,
     /// Bytes of the pool that the system has no memory for.
     pub withheld_bytes: u64,
-    /// Bytes whose memory the system has provided already.
+    /// Bytes for which the system has already provided memory.
     pub prefaulted_bytes: u64,
 }
 
@@ -58,7 +58,7 @@ impl EngineUsage {
 pub struct EngineStats {
     /// Chunks found by lookups.
     pub hits: u64,
-    /// Chunks asked for and not found.
+    /// Chunks looked up and not found.
     pub misses: u64,
     /// Chunks that became findable.
     pub inserted: u64,
@@ -72,31 +72,31 @@ pub struct EngineStats {
     pub evicted_watermark: u64,
     /// Bytes of evicted chunks.
     pub evicted_bytes: u64,
-    /// Chunks removed by name.
+    /// Chunks removed by key.
     pub removed: u64,
-    /// Chunks that went with a clear.
+    /// Chunks removed by a clear.
     pub cleared: u64,
     /// Reservations that found no free memory.
     pub no_memory: u64,
     /// Reservations refused by a quota.
     pub over_quota: u64,
-    /// Writes that found the key being written by another.
+    /// Writes refused because the key was being written by another caller.
     pub busy: u64,
-    /// Chunks that were made of those of several ranks.
+    /// Chunks merged from those of several ranks.
     pub merged: u64,
     /// Checks of the watermarks.
     pub watermark_checks: u64,
     /// Checks of the watermarks that evicted chunks.
     pub watermark_evictions: u64,
-    /// Lookups that went on in lower tiers, without those of peers.
+    /// Lookups that continued in lower tiers, without lookups for peers.
     pub lower_lookups: u64,
-    /// Chunks that lookups asked for in lower tiers, in all ranks.
+    /// Chunks that lookups asked lower tiers for, in all ranks.
     pub lower_lookup_chunks: u64,
-    /// Clears that were asked of this engine.
+    /// Clears requested of this engine.
     pub clears_here: u64,
     /// Clears that this engine carried out because another process had.
     pub clears_elsewhere: u64,
-    /// Clears after which chunks are stored and found now, with those from before the start.
+    /// Clears after which chunks are now stored and found, including those from before the start.
     pub clears_known: u64,
 }
 
@@ -135,13 +135,14 @@ impl EngineStats {
 pub struct EngineTimes {
     /// Ages of the chunks that were evicted from DRAM, in seconds since they were stored there.
     pub evicted_age_seconds: DistributionSnapshot,
-    /// Numbers of lookups and retrieves that had found the chunks that were evicted from DRAM, each up
-    /// to 255.
+    /// Numbers of lookups and retrieves that found each chunk before it was evicted from DRAM, up to 255
+    /// each.
     pub evicted_uses: DistributionSnapshot,
-    /// Times from a lookup to its outcome where lower tiers were asked or read, without lookups that may
-    /// wait for a peer to compute, and without those of peers.
+    /// Times from a lookup to its outcome if lower tiers were asked or read, without lookups that may wait
+    /// for a peer to compute, and without lookups for peers.
     pub promotion: HistogramSnapshot,
-    /// Times from the start of reading a prompt from lower tiers to its first chunk in DRAM, for each rank.
+    /// Times from the start of reading a prompt from lower tiers until its first chunk is in DRAM, for each
+    /// rank.
     pub first_chunk: HistogramSnapshot,
 }
 
@@ -149,13 +150,13 @@ pub struct EngineTimes {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TenantStatus {
-    /// Number of the tenant.
+    /// Number that identifies the tenant.
     pub tenant: u32,
-    /// Bytes of its chunks.
+    /// Bytes of the tenant's chunks.
     pub bytes: u64,
-    /// Bytes of its reservations that are not committed.
+    /// Bytes of the tenant's reservations that are not committed.
     pub writing: u64,
-    /// Bytes that it may use; none means that it shares what is not promised to others.
+    /// Bytes that the tenant may use; none means that it shares the memory outside all quotas.
     pub quota: Option<u64>,
 }
 

@@ -1,4 +1,4 @@
-//! Storing chunks: the request, its answer, and the right to write a chunk.
+//! Stores of chunks: the request, the answer, and the right to write a chunk.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use lmc_key::ChunkKey;
 pub struct StoreRequest {
     /// Key of the chunk in its space.
     pub key: ChunkKey,
-    /// The chunk before it in its prompt; none for the first.
+    /// Key of the chunk before this one in its prompt; none for the first chunk.
     pub parent: Option<ChunkKey>,
     /// Tenant whose quota the chunk counts against.
     pub tenant: TenantId,
@@ -25,23 +25,23 @@ pub struct StoreRequest {
 pub enum StoreStart {
     /// A slot is reserved: write the chunk and commit it.
     Reserved(StoreTicket),
-    /// The chunk is there already.
+    /// The chunk is already present.
     Present,
     /// Another caller is writing the chunk.
     Busy,
     /// The cache was cleared since the chunk was computed.
     Cleared,
-    /// No memory can be had for the chunk now: all that could be evicted is leased, pinned, or
-    /// promised to another tenant.
+    /// There is no memory for the chunk now: all evictable memory is leased, pinned, or promised to another
+    /// tenant.
     NoMemory,
-    /// The engine takes no chunks ([`CacheEngine::begin_drain`](crate::CacheEngine::begin_drain)).
+    /// The engine accepts no chunks ([`CacheEngine::begin_drain`](crate::CacheEngine::begin_drain)).
     Draining,
 }
 
 /// The right to write one chunk, and the memory for it.
 ///
-/// Dropping it gives both back. Where something outside this process may still be writing to the
-/// memory, keep the ticket until it is known not to.
+/// Dropping the ticket releases both. While something outside this process may still be writing to the
+/// memory, keep the ticket.
 #[derive(Debug)]
 pub struct StoreTicket {
     grant: local::WriteGrant,
@@ -49,7 +49,7 @@ pub struct StoreTicket {
     under_way: UnderWay,
 }
 
-/// Counts a store as under way until it is dropped.
+/// Counts a store as in progress until it is dropped.
 #[derive(Debug)]
 pub(crate) struct UnderWay(Arc<AtomicU64>);
 
@@ -79,7 +79,7 @@ impl StoreTicket {
         }
     }
 
-    /// Returns the key of the chunk, by its name after the clears.
+    /// Returns the key of the chunk, with its name after the clears.
     pub fn key(&self) -> ChunkKey {
         self.grant.mark.key()
     }
@@ -100,12 +100,12 @@ impl StoreTicket {
         self.grant.slot.len()
     }
 
-    /// Returns the slot, to be filled.
+    /// Returns the bytes of the slot, to be written.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.grant.slot.bytes_mut()
     }
 
-    /// Returns the write, and what counts it as under way until it is committed.
+    /// Returns the write, and the guard that counts the store as in progress until the commit.
     pub(crate) fn written(self) -> (local::Write, UnderWay) {
         (self.grant.written(self.parent), self.under_way)
     }

@@ -3,11 +3,11 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// The function that chains chunk hashes. It is part of a [`KeySpace`](crate::KeySpace): hashes
-/// of different algorithms never meet.
+/// The function that chains chunk hashes. It is part of a [`KeySpace`](crate::KeySpace), so hashes of
+/// different algorithms never meet.
 ///
-/// Names are those that LMCache's `--hash-algorithm` takes; LMCache hands every name but
-/// `blake3` to vLLM.
+/// The names are the values of LMCache's `--hash-algorithm`; LMCache passes every name except `blake3` on to
+/// vLLM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
@@ -18,8 +18,8 @@ pub enum HashAlgorithm {
     /// `sha256_cbor`, vLLM's: SHA-256 of the canonical CBOR of `[parent, [tokens…], null]`,
     /// 32 bytes.
     Sha256Cbor = 2,
-    /// `xxhash_cbor`, vLLM's: XXH3-128 of the same CBOR, 16 bytes. Not collision-resistant:
-    /// a user who chooses prompts can make two that share a hash. For one trusted tenant only.
+    /// `xxhash_cbor`, vLLM's: XXH3-128 of the same CBOR, 16 bytes. Not collision-resistant: a user who
+    /// chooses prompts can make two prompts with the same hash. For one trusted tenant only.
     Xxh3 = 3,
 }
 
@@ -27,7 +27,7 @@ impl HashAlgorithm {
     /// Every algorithm, in the order of their codes.
     pub const ALL: [Self; 3] = [Self::Blake3, Self::Sha256Cbor, Self::Xxh3];
 
-    /// The name as LMCache's `--hash-algorithm` and vLLM's `--prefix-caching-hash-algo` take it.
+    /// Returns the name in LMCache's `--hash-algorithm` and vLLM's `--prefix-caching-hash-algo`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Blake3 => "blake3",
@@ -36,12 +36,12 @@ impl HashAlgorithm {
         }
     }
 
-    /// A number that stays the same for ever, for canonical encodings and for files.
+    /// Returns a number that never changes, for canonical encodings and for files.
     pub const fn code(self) -> u8 {
         self as u8
     }
 
-    /// Bytes of a digest: 32, or 16 for XXH3-128.
+    /// Returns the bytes of a digest: 32, or 16 for XXH3-128.
     pub const fn digest_len(self) -> usize {
         match self {
             Self::Blake3 | Self::Sha256Cbor => 32,
@@ -72,18 +72,18 @@ impl FromStr for HashAlgorithm {
     }
 }
 
-/// Why a name is no [`HashAlgorithm`].
+/// A name that is not a [`HashAlgorithm`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum UnknownAlgorithm {
-    /// LMCache or vLLM has it, but its result depends on the Python interpreter (`hash()` or
-    /// pickle), so no other process could agree with it.
+    /// LMCache or vLLM has this algorithm, but its result depends on the Python interpreter (`hash()` or
+    /// pickle), so other processes compute other hashes.
     #[error(
         "hash algorithm {0:?} depends on the Python interpreter that runs it; \
          set blake3, sha256_cbor or xxhash_cbor on both sides"
     )]
     PythonOnly(String),
-    /// No implementation has it.
+    /// No program has this algorithm.
     #[error("hash algorithm {0:?} is unknown; expected blake3, sha256_cbor or xxhash_cbor")]
     Unknown(String),
 }

@@ -2,8 +2,8 @@
 
 use crate::Token;
 
-/// The memory of `tokens`, in the machine's byte order. Good for probes that never leave the
-/// process; chunk hashes define their own byte order and do not use this.
+/// Returns the memory of `tokens`, in the machine's byte order. For probes that never leave the process;
+/// chunk hashes define their own byte order and do not use this function.
 pub(crate) fn of_tokens(tokens: &[Token]) -> &[u8] {
     // SAFETY: the pointer and the length in bytes are those of a live `&[u32]`, `u32` has no
     // padding, every byte pattern is a `u8`, and `u8` needs no alignment. The borrow is passed on.

@@ -1,4 +1,4 @@
-//! Tokens and the hash that names a chunk with everything before it.
+//! Tokens, and the hash that names a chunk and everything before it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,21 +10,21 @@ pub type Token = u32;
 
 /// 32 bytes that identify a chunk and everything before it.
 ///
-/// An algorithm whose digest is shorter (XXH3-128: 16 bytes) fills up with zeros on the right;
-/// [`digest`](Self::digest) gives the real bytes back. Text is 64 lower-case hex digits.
+/// A shorter digest (XXH3-128: 16 bytes) is padded with zeros on the right; [`digest`](Self::digest) returns
+/// the unpadded bytes. The text form is 64 lower-case hex digits.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkHash([u8; 32]);
 
 impl ChunkHash {
-    /// Takes 32 bytes as they are.
+    /// Makes a hash of 32 given bytes.
     pub const fn new(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
 
-    /// A digest as other programs send it, padded with zeros on the right.
+    /// Makes a hash of a digest from another program, padded with zeros on the right.
     ///
     /// # Errors
-    /// When the length is not that of a digest of `algorithm`.
+    /// If the length is not that of a digest of `algorithm`.
     pub fn from_digest(algorithm: HashAlgorithm, digest: &[u8]) -> Result<Self, HashParseError> {
         if digest.len() != algorithm.digest_len() {
             return Err(HashParseError::Length {
@@ -37,17 +37,17 @@ impl ChunkHash {
         Ok(Self(bytes))
     }
 
-    /// All 32 bytes.
+    /// Returns all 32 bytes.
     pub const fn as_bytes(&self) -> &[u8; 32] {
         &self.0
     }
 
-    /// The digest without padding, as LMCache and vLLM write it in KV events and keys.
+    /// Returns the digest without padding, as LMCache and vLLM write it in KV events and keys.
     pub fn digest(&self, algorithm: HashAlgorithm) -> &[u8] {
         &self.0[..algorithm.digest_len()]
     }
 
-    /// The first eight bytes: evenly spread, good enough to choose a shard or a bucket.
+    /// Returns the first eight bytes: uniformly distributed, good enough to choose a shard or a bucket.
     pub fn prefix_u64(&self) -> u64 {
         u64::from_le_bytes(*self.0.first_chunk().expect("32 bytes have a first eight"))
     }
@@ -87,29 +87,29 @@ impl FromStr for ChunkHash {
     }
 }
 
-/// Why text or bytes are no hash.
+/// Text or bytes that are not a hash.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HashParseError {
     /// Too many or too few bytes.
     #[error("expected {expected} bytes (two hex digits each in text), found {found}")]
     Length {
-        /// Bytes that were expected.
+        /// Expected number of bytes.
         expected: usize,
-        /// Bytes that were found, rounded down from digits where the input was text.
+        /// Number of bytes found; for text, half the number of digits, rounded down.
         found: usize,
     },
-    /// Something else than a hex digit.
+    /// A character that is not a hex digit.
     #[error("expected a hex digit at position {at}, found {found:?}")]
     Digit {
-        /// Offset in bytes.
+        /// Offset of the character in bytes.
         at: usize,
-        /// The character there.
+        /// The character.
         found: char,
     },
 }
 
-/// Lower-case hex digits.
+/// Writes bytes as lower-case hex digits.
 pub(crate) fn write_hex(out: &mut impl fmt::Write, bytes: &[u8]) -> fmt::Result {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     for byte in bytes {
@@ -119,7 +119,7 @@ pub(crate) fn write_hex(out: &mut impl fmt::Write, bytes: &[u8]) -> fmt::Result 
     Ok(())
 }
 
-/// Exactly `2 * N` hex digits of either case.
+/// Parses exactly `2 * N` hex digits of either case.
 pub(crate) fn parse_hex<const N: usize>(text: &str) -> Result<[u8; N], HashParseError> {
     for (at, found) in text.char_indices().take(2 * N) {
         if !found.is_ascii_hexdigit() {

@@ -5,18 +5,18 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::{ChunkHash, HashAlgorithm, Token};
 
-/// Most tokens a chunk may have.
+/// Most tokens of a chunk.
 const MAX_CHUNK_SIZE: u32 = 65_536;
 
-/// The seed of the start value where none is given: vLLM's fixed default.
+/// Default seed of the start value: vLLM's fixed default.
 const DEFAULT_SEED: &str = "vllm-none-hash";
 
-/// Tokens that are encoded on the stack at a time; a chunk of LMCache's default size in one go.
+/// Number of tokens that are encoded on the stack at a time: a whole chunk of LMCache's default size.
 const BLOCK: usize = 256;
 
-/// Hashes chunks of `chunk_size` tokens, each over the hash before it.
+/// Hashes chunks of `chunk_size` tokens, each together with the hash before it.
 ///
-/// Cheap to copy: it is the configuration, not a running state.
+/// Cheap to copy: it holds the configuration, not a running state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChunkHasher {
     algorithm: HashAlgorithm,
@@ -25,22 +25,22 @@ pub struct ChunkHasher {
 }
 
 impl ChunkHasher {
-    /// A hasher with the start value that LMCache 0.5.6 has when `PYTHONHASHSEED` is not set.
+    /// Makes a hasher with the start value that LMCache 0.5.6 has when `PYTHONHASHSEED` is not set.
     ///
-    /// For `xxhash_cbor` Python takes a new random start value in every process; here it is the
-    /// fixed `vllm-none-hash`. Give both sides one seed where their hashes have to agree.
+    /// For `xxhash_cbor` Python draws a new random start value in every process; this hasher has the fixed
+    /// `vllm-none-hash`. If the hashes of two programs must agree, give both the same seed.
     ///
     /// # Errors
-    /// When `chunk_size` is zero or larger than 65,536.
+    /// If `chunk_size` is zero or larger than 65,536.
     pub fn new(algorithm: HashAlgorithm, chunk_size: u32) -> Result<Self, ChunkSizeError> {
         Self::with_seed(algorithm, chunk_size, DEFAULT_SEED)
     }
 
-    /// A hasher that agrees with Python processes whose `PYTHONHASHSEED` is `seed`.
-    /// BLAKE3 takes no seed in LMCache, and so takes none here.
+    /// Makes a hasher that agrees with Python processes whose `PYTHONHASHSEED` is `seed`. BLAKE3 ignores the
+    /// seed, as in LMCache.
     ///
     /// # Errors
-    /// When `chunk_size` is zero or larger than 65,536.
+    /// If `chunk_size` is zero or larger than 65,536.
     pub fn with_seed(
         algorithm: HashAlgorithm,
         chunk_size: u32,
@@ -50,7 +50,7 @@ impl ChunkHasher {
             return Err(ChunkSizeError(chunk_size));
         }
         let start = match algorithm {
-            // An eight-byte zero for "no parent", then the one token 0.
+            // An eight-byte zero for "no parent", then the single token 0.
             HashAlgorithm::Blake3 => ChunkHash::new(*blake3::hash(&[0; 12]).as_bytes()),
             HashAlgorithm::Sha256Cbor => digest_cbor_text::<Sha256>(seed),
             HashAlgorithm::Xxh3 => digest_cbor_text::<Xxh3Default>(seed),
@@ -62,27 +62,27 @@ impl ChunkHasher {
         })
     }
 
-    /// The algorithm.
+    /// Returns the algorithm.
     pub const fn algorithm(&self) -> HashAlgorithm {
         self.algorithm
     }
 
-    /// Tokens in a chunk.
+    /// Returns the number of tokens in a chunk.
     pub const fn chunk_size(&self) -> u32 {
         self.chunk_size
     }
 
-    /// [`chunk_size`](Self::chunk_size) for use with lengths.
+    /// Returns [`chunk_size`](Self::chunk_size) as a `usize`.
     pub(crate) const fn chunk_len(&self) -> usize {
         self.chunk_size as usize
     }
 
-    /// The hash that stands before the first chunk of every prompt.
+    /// Returns the hash before the first chunk of every prompt.
     pub const fn start(&self) -> ChunkHash {
         self.start
     }
 
-    /// The hash of the chunk `tokens` after `parent`, whatever the number of tokens.
+    /// Returns the hash of the chunk `tokens` after `parent`, for any number of tokens.
     pub(crate) fn hash_chunk(&self, parent: &ChunkHash, tokens: &[Token]) -> ChunkHash {
         match self.algorithm {
             HashAlgorithm::Blake3 => blake3_chunk(parent, tokens),
@@ -95,7 +95,7 @@ impl ChunkHasher {
         }
     }
 
-    /// Returns the hashes of the whole chunks of a prompt. A partial chunk at the end is left out.
+    /// Returns the hashes of the whole chunks of a prompt. A partial chunk at the end is ignored.
     pub fn hash_prompt(&self, tokens: &[Token]) -> Vec<ChunkHash> {
         let mut parent = self.start;
         tokens
@@ -108,7 +108,7 @@ impl ChunkHasher {
     }
 }
 
-/// A chunk size that no hasher takes.
+/// A chunk size that is out of range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("chunk size {0} is out of range; expected 1 to {MAX_CHUNK_SIZE} tokens (256 is usual)")]
 pub struct ChunkSizeError(pub u32);
@@ -117,7 +117,7 @@ fn blake3_chunk(parent: &ChunkHash, tokens: &[Token]) -> ChunkHash {
     let mut bytes = [0_u8; 32 + 4 * BLOCK];
     bytes[..32].copy_from_slice(parent.as_bytes());
     if tokens.len() <= BLOCK {
-        // One call over one buffer: the streaming hasher's state alone costs as much again.
+        // One call over one buffer: the state of the streaming hasher alone costs as much again.
         put_big_endian(&mut bytes[32..], tokens);
         return ChunkHash::new(*blake3::hash(&bytes[..32 + 4 * tokens.len()]).as_bytes());
     }
@@ -136,7 +136,7 @@ fn put_big_endian(out: &mut [u8], tokens: &[Token]) {
     }
 }
 
-/// The two digests that run over CBOR.
+/// A digest that is computed over CBOR.
 trait CborDigest: Default {
     fn write(&mut self, bytes: &[u8]);
     fn end(self) -> ChunkHash;
@@ -193,9 +193,9 @@ fn cbor_head(out: &mut [u8], major: u8, value: u32) -> usize {
     }
 }
 
-/// Writes a token as a CBOR integer at the front of `out`, which has at least five bytes, and
-/// returns its length. Without a branch: the widths of a prompt's tokens cannot be predicted, and
-/// doing so costs more than hashing them.
+/// Writes a token as a CBOR integer to the front of `out`, which has at least five bytes, and returns the
+/// integer's length. Uses no branch: the widths of a prompt's tokens cannot be predicted, and mispredicted
+/// branches cost more than hashing the tokens.
 #[inline]
 fn cbor_token(out: &mut [u8], token: Token) -> usize {
     const HEAD: [u8; 4] = [0, 24, 25, 26];
@@ -203,14 +203,14 @@ fn cbor_token(out: &mut [u8], token: Token) -> usize {
     const LEN: [u8; 4] = [1, 2, 3, 5];
     let width =
         usize::from(token >= 24) + usize::from(token >= 0x100) + usize::from(token >= 0x1_0000);
-    // Below 24 the token is its own head, and what is written behind it is overwritten next.
+    // A token below 24 is its own head; the byte written after it is overwritten by the next token.
     let small = if width == 0 { token as u8 } else { 0 };
     out[0] = HEAD[width] | small;
     out[1..5].copy_from_slice(&(token << SHIFT[width]).to_be_bytes());
     LEN[width].into()
 }
 
-/// The digest of `[parent, [tokens…], null]`: LMCache's call is `f((prefix, tuple(tokens), None))`.
+/// Returns the digest of `[parent, [tokens…], null]`: LMCache calls `f((prefix, tuple(tokens), None))`.
 fn digest_cbor_chunk<D: CborDigest>(parent: &[u8], tokens: &[Token]) -> ChunkHash {
     // Two heads, a parent of at most 32 bytes and a block of tokens of at most 5 bytes each.
     let mut buffer = [0_u8; 1 + 2 + 32 + 5 + 5 * BLOCK];
@@ -235,7 +235,7 @@ fn digest_cbor_chunk<D: CborDigest>(parent: &[u8], tokens: &[Token]) -> ChunkHas
     digest.end()
 }
 
-/// The digest of one CBOR text string: vLLM's start value is `f(seed)`.
+/// Returns the digest of one CBOR text string: vLLM's start value is `f(seed)`.
 fn digest_cbor_text<D: CborDigest>(text: &str) -> ChunkHash {
     let mut head = [0; 5];
     let bytes = u32::try_from(text.len()).expect("a seed is shorter than 4 GiB");

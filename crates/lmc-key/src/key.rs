@@ -1,22 +1,21 @@
-//! The full identity of stored bytes, as it is compared, indexed and written to disk.
+//! The full identity of stored bytes, for comparison, indexes and disk.
 
 use std::fmt;
 use std::hash::{BuildHasher, Hash, Hasher};
 
 use crate::{ChunkHash, SpaceId};
 
-/// The full identity of a stored chunk: the meaning of its bytes, the rank that holds them, and
-/// the tokens that they belong to.
+/// The full identity of a stored chunk: the meaning of its bytes, the rank that holds them, and their tokens.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ChunkKey {
-    /// Model, layout, world size, salt and hash algorithm, after the clears that the chunk was computed
-    /// after ([`SpaceId::after`]).
+    /// Model, layout, world size, salt and hash algorithm, combined with the clears before the chunk's
+    /// computation ([`SpaceId::after`]).
     pub space: SpaceId,
     /// KV rank that holds this part of the chunk.
     pub kv_rank: u16,
-    /// Object group: models with several kinds of KV store one object for each.
+    /// Object group: models with several kinds of KV cache have one object for each kind.
     pub group: u16,
-    /// The chunk and everything before it.
+    /// Hash of the chunk and everything before it.
     pub hash: ChunkHash,
 }
 
@@ -24,8 +23,8 @@ impl ChunkKey {
     /// Length of [`to_bytes`](Self::to_bytes).
     pub const BYTES: usize = 16 + 2 + 2 + 32;
 
-    /// Returns a fixed layout for disk and wire: space (16), rank (2, big-endian), group (2, big-endian),
-    /// hash (32). Bytes compare as keys do.
+    /// Returns the fixed layout for disk and wire: space (16), rank (2, big-endian), group (2, big-endian),
+    /// hash (32). The bytes compare in the same order as the keys.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..16].copy_from_slice(self.space.as_bytes());
@@ -35,7 +34,7 @@ impl ChunkKey {
         bytes
     }
 
-    /// Reads what [`to_bytes`](Self::to_bytes) wrote. Any 52 bytes are a key.
+    /// Reads the bytes of [`to_bytes`](Self::to_bytes). Any 52 bytes are a valid key.
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
         Self {
             space: SpaceId::new(part(bytes, 0)),
@@ -45,11 +44,11 @@ impl ChunkKey {
         }
     }
 
-    /// Returns all fields mixed into 64 evenly spread bits, in a few cycles: for shards, for
-    /// tables, and for both at once when they take different bits of it.
+    /// Returns all fields mixed into 64 uniformly distributed bits, in a few cycles. A shard and a table may
+    /// both be chosen by it if they use different bits.
     ///
-    /// Digests are uniform already; what is left to do is to keep keys apart that differ only in
-    /// rank, group or space. Stable across processes of one version, not a format.
+    /// Digests are uniform already; the mixing only has to separate keys that differ in nothing but rank,
+    /// group or space. Stable across processes of one version, but not a file format.
     #[inline]
     pub fn fold(&self) -> u64 {
         let space = u64::from_le_bytes(part(self.space.as_bytes(), 0));
@@ -70,7 +69,7 @@ fn part<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
 }
 
 impl Hash for ChunkKey {
-    /// Gives the hasher [`fold`](Self::fold), one `u64`.
+    /// Passes [`fold`](Self::fold), one `u64`, to the hasher.
     #[inline]
     fn hash<H: Hasher>(&self, state: &mut H) {
         state.write_u64(self.fold());
@@ -78,7 +77,7 @@ impl Hash for ChunkKey {
 }
 
 impl fmt::Display for ChunkKey {
-    /// Shows the head of each part, for logs.
+    /// Shows the first bytes of each field, for logs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (space, hash) = (self.space.to_string(), self.hash.to_string());
         write!(
@@ -130,7 +129,7 @@ impl Hasher for FoldHasher {
         self.0 = self.0.rotate_left(29) ^ value;
     }
 
-    /// Other keys than the one it is made for work too, slowly.
+    /// Hashes other keys than [`ChunkKey`] too, but slowly.
     fn write(&mut self, bytes: &[u8]) {
         self.write_u64(xxhash_rust::xxh3::xxh3_64(bytes));
     }

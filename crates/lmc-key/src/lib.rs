@@ -1,13 +1,12 @@
 //! Tokens → prefix hashes → chunk keys: the identity of cached KV bytes.
 //!
-//! A prompt is cut into chunks of `chunk_size` tokens. A [`ChunkHash`] names a chunk *and
-//! everything before it*; a [`ChunkKey`] adds what else decides the meaning of the bytes: model,
-//! layout, world size, KV rank, object group, tenant salt and the operator's text, folded into a
-//! [`SpaceId`].
-//! Hashes agree byte for byte with those of LMCache 0.5.6 and vLLM, so that KV events agree.
+//! A prompt is divided into chunks of `chunk_size` tokens. A [`ChunkHash`] names a chunk *and everything
+//! before it*. A [`ChunkKey`] adds everything else that decides the meaning of the bytes: KV rank, object
+//! group, and a [`SpaceId`], the digest of model, layout, world size, tenant salt and the operator's text.
+//! Hashes equal those of LMCache 0.5.6 and vLLM byte for byte, so KV events of all three agree.
 //!
-//! This crate holds no cached bytes, does no IO and knows no wire protocol. The types to start
-//! from are [`ChunkHasher`], [`HashMemo`] (one per process) and [`KeySpace`].
+//! This crate holds no cached bytes, does no I/O and knows no wire protocol. Start with [`ChunkHasher`],
+//! [`HashMemo`] (one per process) and [`KeySpace`].
 //!
 //! ```
 //! use lmc_key::{ChunkHasher, ChunkKey, HashAlgorithm, HashMemo, KeySpace, LayoutFingerprint};

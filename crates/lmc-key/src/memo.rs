@@ -1,14 +1,13 @@
-//! A memo of chunk hashes, so that a prompt seen before is compared instead of hashed.
+//! A memo of chunk hashes: a prompt seen before is compared instead of hashed.
 //!
-//! A chained hash cannot be computed in parallel: 512 chunks of 256 tokens take BLAKE3 half a
-//! millisecond. Comparing those tokens with a copy takes a tenth of that, and is exact.
+//! A chained hash cannot be computed in parallel: BLAKE3 takes half a millisecond for 512 chunks of 256
+//! tokens. Comparing the tokens with a copy takes a tenth of that, and is exact.
 //!
-//! What is kept are *runs*: up to [`RUN_CHUNKS`] consecutive chunks of one prompt in one piece of
-//! memory, behind the hash that came before them. Only the first chunk of a run is found by a
-//! probe (XXH3 of its tokens, seeded with the parent); the rest is one comparison from end to
-//! end. Where a prompt leaves a run, its own tail begins a run of its own, so that prompts with a
-//! common beginning share it, as in a radix tree. A probe only proposes: parent, algorithm, chunk
-//! size and all tokens are compared before a hash is believed.
+//! The memo holds *runs*: up to [`RUN_CHUNKS`] consecutive chunks of one prompt in one allocation, with the
+//! hash before them. A probe (XXH3 of the first chunk's tokens, seeded with the parent) finds a run; one
+//! comparison checks the rest. Where a prompt leaves a run, the prompt's own tail begins a new run, so
+//! prompts with a common beginning share it, as in a radix tree. A probe only proposes a run: parent,
+//! algorithm, chunk size and all tokens are compared before a hash is used.
 
 use std::collections::VecDeque;
 use std::collections::hash_map::RandomState;
@@ -24,52 +23,52 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use crate::key::FoldState;
 use crate::{ChunkHash, ChunkHasher, HashAlgorithm, Salt, Token, bytes};
 
-/// Most chunks of a run. Long enough that what a run costs beside its comparison (a probe, a
-/// lock) does not show; short enough to be evicted without delaying a request.
+/// Most chunks of a run. Long enough that the fixed cost of a run (a probe, a lock) is negligible; short
+/// enough that evicting a run does not delay a request.
 const RUN_CHUNKS: usize = 64;
 /// Most bytes of a run, for large chunks.
 const RUN_BYTES: usize = 256 << 10;
 /// Words of a hash.
 const HASH_WORDS: usize = 8;
-/// Bytes of a run besides its words: the headers of the heap and of the `Arc`, a slot of the
-/// table at its usual load, an entry of the ring.
+/// Bytes of a run besides its words: the headers of the heap and of the `Arc`, a table slot at the usual
+/// load, a ring entry.
 const RUN_OVERHEAD: usize = 144;
-/// Memory a shard should have at least: some sixty long runs, so that chance fills the shards
-/// about evenly. A lock is held for tens of nanoseconds in every microsecond; few shards will do.
+/// Least memory of a shard: about sixty long runs, so that the shards fill about evenly by chance. A lock is
+/// held for tens of nanoseconds in every microsecond, so few shards are enough.
 const SHARD_BYTES: usize = 4 << 20;
 const MAX_SHARDS: usize = 64;
-/// Runs that were used since the hand last came by and are passed over in one eviction. The
-/// bound keeps an insertion O(1) even when everything was used.
+/// Most runs that one eviction passes over because they were used since they were last considered. The limit
+/// keeps an insertion O(1) even when all runs were used.
 const SECOND_CHANCES: usize = 16;
 
-/// A bounded memo of (parent hash, tokens) → chunk hash that any number of threads share.
+/// A bounded memo of (parent hash, tokens) → chunk hash, shared by any number of threads.
 ///
-/// Memory is taken as prompts come, up to the bound; then the runs go that were not used since
-/// they were last considered (CLOCK).
+/// Memory grows with the prompts, up to the limit. Beyond the limit, runs that were not used since they were
+/// last considered are evicted (CLOCK).
 ///
-/// Prompts of different salts never meet in it, not even to make each other faster: how long a
-/// hash takes would tell one tenant what another has asked.
+/// Prompts of different salts never share a run, even where this would save time: otherwise the time that a
+/// hash takes would show one tenant what another tenant has asked.
 pub struct HashMemo {
     shards: Box<[Shard]>,
-    /// Bytes each shard may hold.
+    /// Most bytes of one shard.
     shard_bytes: usize,
-    /// Secret of this memo, so that no user can prepare prompts that collide in one probe.
+    /// Random secret of this memo, so that no user can prepare prompts whose probes collide.
     seed: u64,
     known: AtomicU64,
     hashed: AtomicU64,
 }
 
-/// Counters of a [`HashMemo`]. They count chunks unless they say otherwise.
+/// Counters of a [`HashMemo`]. The unit is chunks unless stated otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoStats {
-    /// Bytes held now, bookkeeping included.
+    /// Bytes held now, overhead included.
     pub bytes: usize,
-    /// Bytes that may be held.
+    /// Most bytes held.
     pub max_bytes: usize,
     /// Runs of chunks held now.
     pub runs: usize,
-    /// Chunks whose hash was known, since the start.
+    /// Chunks whose hash was in the memo, since the start.
     pub known: u64,
     /// Chunks that were hashed, since the start.
     pub hashed: u64,
@@ -77,7 +76,7 @@ pub struct MemoStats {
     pub evicted: u64,
 }
 
-/// A value on a pair of cache lines of its own, as its neighbours are written by other threads.
+/// A shard on two cache lines of its own, because other threads write its neighbours.
 #[derive(Default)]
 #[repr(align(128))]
 struct Shard(Mutex<ShardState>);
@@ -85,7 +84,7 @@ struct Shard(Mutex<ShardState>);
 #[derive(Default)]
 struct ShardState {
     runs: HashMap<u64, Slot, FoldState>,
-    /// The probes of all runs, in the order in which the hand of the clock meets them.
+    /// Probes of all runs, in the order in which the clock's hand visits them.
     ring: VecDeque<u64>,
     bytes: usize,
     evicted: u64,
@@ -102,13 +101,12 @@ struct Run {
     algorithm: HashAlgorithm,
     chunk_size: u32,
     chunks: u32,
-    /// The parent's hash, the hash of each chunk, the tokens of each chunk: one allocation, read
-    /// from front to back.
+    /// Parent hash, hashes of the chunks, tokens of the chunks: one allocation that is read sequentially.
     words: Arc<[u32]>,
 }
 
 impl Run {
-    /// A run of the chunks of `pending.known`, if any, and then of `hashes` with their `tokens`.
+    /// Makes a run of the chunks of `pending.known`, if any, followed by `hashes` with their `tokens`.
     fn new(
         hasher: &ChunkHasher,
         pending: &Pending,
@@ -158,7 +156,7 @@ impl Run {
         &self.words[(1 + self.chunks()) * HASH_WORDS..]
     }
 
-    /// Returns how many leading chunks of `tokens`, which follow `parent`, are those of this run.
+    /// Returns how many leading chunks of `tokens`, which follow `parent`, match this run.
     fn matching(&self, hasher: &ChunkHasher, parent: &ChunkHash, tokens: &[Token]) -> usize {
         if self.algorithm != hasher.algorithm()
             || self.chunk_size != hasher.chunk_size()
@@ -180,11 +178,11 @@ impl Run {
 }
 
 impl HashMemo {
-    /// The bound that [`Default`] takes, in bytes: 60 prompts of 262,144 tokens.
+    /// Default limit in bytes: 60 prompts of 262,144 tokens.
     pub const DEFAULT_BYTES: usize = 64 << 20;
 
-    /// A memo that holds at most `max_bytes`, its bookkeeping included. With zero it holds
-    /// nothing and every chunk is hashed.
+    /// Makes a memo that holds at most `max_bytes`, overhead included. With zero it holds nothing, and every
+    /// chunk is hashed.
     pub fn new(max_bytes: usize) -> Self {
         let wanted = (max_bytes / SHARD_BYTES).clamp(1, MAX_SHARDS);
         // A power of two, rounded down.
@@ -201,8 +199,8 @@ impl HashMemo {
     /// Returns the hashes of the whole chunks of a prompt, as [`ChunkHasher::hash_prompt`] does,
     /// for the tenant of `salt`.
     ///
-    /// The salt does not enter the hashes. It keeps tenants apart, so that the time of a call
-    /// tells none what another has asked.
+    /// The salt is not part of the hashes. It keeps tenants apart, so that the time of a call shows no tenant
+    /// what another has asked.
     pub fn hash_prompt(
         &self,
         hasher: &ChunkHasher,
@@ -222,7 +220,7 @@ impl HashMemo {
         let mut parent = hasher.start();
         let mut done = 0;
         let mut known = 0;
-        // The run that ends right before the next chunk, which the next chunk may make longer.
+        // The run that ends directly before the next chunk, which may extend it.
         let mut tail: Option<(u64, Run)> = None;
         let mut pending: Option<Pending> = None;
         while done < total {
@@ -298,24 +296,24 @@ impl HashMemo {
         stats
     }
 
-    /// Chunks a run may have: zero when not even one chunk fits.
+    /// Returns the most chunks of a run: zero if not even one chunk fits.
     fn run_chunks(&self, chunk_len: usize) -> usize {
         let chunk_bytes = run_bytes(1, chunk_len);
         if chunk_bytes > self.shard_bytes {
             return 0;
         }
-        // A quarter of a shard, so that one run does not throw out all others.
+        // A quarter of a shard, so that one run does not evict all others.
         (RUN_BYTES.min(self.shard_bytes / 4) / chunk_bytes).clamp(1, RUN_CHUNKS)
     }
 
-    /// Returns the seed of every probe of one hasher and tenant.
+    /// Returns the seed of all probes of one hasher and tenant.
     fn probe_seed(&self, hasher: &ChunkHasher, salt: &Salt) -> u64 {
         let hasher = u64::from(hasher.algorithm().code()) << 32 | u64::from(hasher.chunk_size());
         xxh3_64_with_seed(salt.as_str().as_bytes(), self.seed ^ hasher)
     }
 
     fn shard(&self, probe: u64) -> &Mutex<ShardState> {
-        // The table takes the low bits and the top seven, the shard those between.
+        // The table takes the low bits and the top seven, the shard takes bits in between.
         &self.shards[(probe >> 40) as usize & (self.shards.len() - 1)].0
     }
 
@@ -343,7 +341,7 @@ impl HashMemo {
     }
 
     fn insert(&self, probe: u64, run: Run) {
-        // What is dropped here is freed after the lock is.
+        // Dropped runs are freed after the lock is released.
         let mut freed = Vec::new();
         let mut shard = self.shard(probe).lock();
         let shard = &mut *shard;
@@ -390,23 +388,23 @@ impl Default for HashMemo {
 }
 
 impl fmt::Debug for HashMemo {
-    /// The statistics: what it holds would fill the screen, and is what users asked.
+    /// Shows the counters only: the content is long, and is what users asked.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("HashMemo").field(&self.stats()).finish()
     }
 }
 
-/// Chunks that were hashed and wait to become a run.
+/// Chunks that were hashed and will become a run.
 struct Pending {
-    /// Index of the first of them in the prompt.
+    /// Index of the first of these chunks in the prompt.
     at: usize,
-    /// The hash before it.
+    /// Hash of the chunk before them.
     parent: ChunkHash,
     /// Key of the run in the table.
     probe: u64,
-    /// The run that they make longer.
+    /// The run that these chunks extend.
     known: Option<Run>,
-    /// Chunks that the run can still take.
+    /// Number of chunks that can still be added to the run.
     free: usize,
 }
 
@@ -414,7 +412,7 @@ fn probe(seed: u64, parent: &ChunkHash, chunk: &[Token]) -> u64 {
     xxh3_64_with_seed(bytes::of_tokens(chunk), seed ^ parent.prefix_u64())
 }
 
-/// Bytes that a run of so many chunks takes.
+/// Returns the bytes of a run of `chunks` chunks.
 const fn run_bytes(chunks: usize, chunk_len: usize) -> usize {
     RUN_OVERHEAD + size_of::<u32>() * (HASH_WORDS + chunks * (HASH_WORDS + chunk_len))
 }

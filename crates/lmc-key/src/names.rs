@@ -1,4 +1,4 @@
-//! The text parts of an identity, checked once where they enter.
+//! The text fields of an identity, validated when they are parsed.
 
 use std::fmt;
 use std::str::FromStr;
@@ -20,23 +20,23 @@ const MAX_IDENTITY_BYTES: usize = 256;
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ModelName(Arc<str>);
 
-/// The name of an element type as LMCache writes it: `half`, `bfloat16`, `float`, `fp8_e4m3fn`…
-/// Letters, digits and `_`, at most 32 bytes.
+/// The name of an element type as LMCache writes it: `half`, `bfloat16`, `float`, `fp8_e4m3fn`… Letters,
+/// digits and `_`, at most 32 bytes.
 ///
-/// It is text for people. What two layouts have in common or not is decided by the
+/// The name is text for people. Whether two layouts are equal is decided by the
 /// [`LayoutFingerprint`](crate::LayoutFingerprint).
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DtypeName(Arc<str>);
 
-/// A tenant's salt. Two salts never see each other's chunks; the empty one is the common tenant.
+/// A tenant's salt. Tenants with different salts never share chunks; the empty salt is the common tenant.
 ///
-/// LMCache's rule: at most 128 characters, none of `@`, `/`, `\` and NUL. A salt names the chunks of
-/// its tenant, so no format shows its text.
+/// LMCache's rule: at most 128 characters, none of `@`, `/`, `\` and NUL. Knowing a salt gives access to its
+/// tenant's chunks, so no output shows its text.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Salt(Arc<str>);
 
-/// Text that an operator adds to the identity of every chunk of a server, because no engine sends it:
-/// weights, revision, quantisation, format of the KV cache. Empty by default.
+/// Text that an operator adds to the identity of every chunk of a server, for properties that no engine
+/// sends: weights, revision, quantisation, format of the KV cache. Empty by default.
 ///
 /// At most 256 bytes, no control characters. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -46,13 +46,13 @@ pub struct IdentityText(Arc<str>);
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NameError {
-    /// Empty text.
+    /// The text is empty.
     #[error("{what} is empty; expected at least one character")]
     Empty {
         /// Kind of name.
         what: &'static str,
     },
-    /// Longer than the limit.
+    /// The text is longer than the limit.
     #[error("{what} has {found} {unit}; expected at most {limit}")]
     TooLong {
         /// Kind of name.
@@ -64,7 +64,7 @@ pub enum NameError {
         /// Length of the text.
         found: usize,
     },
-    /// A forbidden character.
+    /// The text has a forbidden character.
     #[error("{what} contains {found:?} at byte {at}; expected {expected}")]
     Forbidden {
         /// Kind of name.
@@ -79,10 +79,10 @@ pub enum NameError {
 }
 
 impl ModelName {
-    /// Checks a name.
+    /// Parses and checks a model name.
     ///
     /// # Errors
-    /// When it is empty, too long, or holds a control character.
+    /// If the name is empty, too long, or has a control character.
     pub fn parse(name: &str) -> Result<Self, NameError> {
         let what = "model name";
         check_not_empty(what, name)?;
@@ -93,10 +93,10 @@ impl ModelName {
 }
 
 impl DtypeName {
-    /// Checks a name.
+    /// Parses and checks the name of an element type.
     ///
     /// # Errors
-    /// When it is empty, too long, or holds anything but ASCII letters, digits and `_`.
+    /// If the name is empty, too long, or has a character other than ASCII letters, digits and `_`.
     pub fn parse(name: &str) -> Result<Self, NameError> {
         let what = "element type";
         check_not_empty(what, name)?;
@@ -110,13 +110,13 @@ impl DtypeName {
 }
 
 impl Salt {
-    /// Checks a salt.
+    /// Parses and checks a salt.
     ///
     /// # Errors
-    /// When it is too long or holds `@`, `/`, `\` or NUL.
+    /// If the salt is too long or has `@`, `/`, `\` or NUL.
     pub fn parse(salt: &str) -> Result<Self, NameError> {
         let what = "cache salt";
-        // Bytes first, so that a huge input is not walked through to count its characters.
+        // Bytes first, so that a huge input is rejected without counting its characters.
         if salt.len() > MAX_SALT_CHARS {
             let found = salt.chars().take(4 * MAX_SALT_CHARS + 1).count();
             if found > MAX_SALT_CHARS {
@@ -154,10 +154,10 @@ impl fmt::Debug for Salt {
 }
 
 impl IdentityText {
-    /// Checks a text.
+    /// Parses and checks an identity text.
     ///
     /// # Errors
-    /// When it is too long or holds a control character.
+    /// If the text is too long or has a control character.
     pub fn parse(text: &str) -> Result<Self, NameError> {
         let what = "identity";
         check_bytes(what, text, MAX_IDENTITY_BYTES)?;
@@ -165,7 +165,7 @@ impl IdentityText {
         Ok(Self(text.into()))
     }
 
-    /// Returns true if nothing is added.
+    /// Returns true if the text is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -216,7 +216,7 @@ fn check_chars(
 macro_rules! text_of_a_name {
     ($($name:ident),*) => {$(
         impl $name {
-            /// The text.
+            /// Returns the text.
             pub fn as_str(&self) -> &str {
                 &self.0
             }

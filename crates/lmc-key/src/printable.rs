@@ -1,9 +1,9 @@
-//! Text from outside, for a line of a log or of a table.
+//! Escaping of text from outside, for one line of a log or table.
 
 use std::fmt;
 
-/// Text that a peer chose, shown on one line: characters that end a line, move a terminal's cursor
-/// or change the direction of writing become `\n`, `\u001b` and the like, which JSON reads, too.
+/// Displays text that a peer chose on one line. Characters that end a line, move a terminal's cursor or
+/// change the writing direction become `\n`, `\u001b` and the like, which JSON parsers read too.
 ///
 /// ```
 /// use lmc_key::Printable;
@@ -26,7 +26,7 @@ impl fmt::Display for Printable<'_> {
                         '\n' => f.write_str("\\n")?,
                         '\r' => f.write_str("\\r")?,
                         '\t' => f.write_str("\\t")?,
-                        // All of them are below U+10000.
+                        // All hidden characters are below U+10000.
                         last => write!(f, "\\u{:04x}", u32::from(last))?,
                     }
                 }
@@ -36,7 +36,7 @@ impl fmt::Display for Printable<'_> {
     }
 }
 
-/// Returns true for a character that can make a screen show other text than was written.
+/// Returns true for a character that can make a screen show text other than what was written.
 fn is_hidden(c: char) -> bool {
     c.is_control()
         || matches!(

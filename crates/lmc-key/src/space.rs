@@ -1,4 +1,4 @@
-//! Everything but the tokens that decides what a chunk's bytes mean.
+//! The key space: everything besides the tokens that decides what a chunk's bytes mean.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,49 +6,49 @@ use std::str::FromStr;
 use crate::hash::{HashParseError, parse_hex, write_hex};
 use crate::{DtypeName, HashAlgorithm, IdentityText, ModelName, Salt};
 
-/// Names the canonical encoding below; another encoding gets another name, so that the ids of
-/// the two never meet.
+/// Names the canonical encoding below. Another encoding gets another name, so that ids of different encodings
+/// never collide.
 const ENCODING: &str = "lmc 2026-11 key space v1";
 const LAYOUT_ENCODING: &str = "lmc 2026-11 layout fingerprint v1";
 const TAGS_ENCODING: &str = "lmc 2026-11 tags v1";
 const CLEARED_ENCODING: &str = "lmc 2026-11 space after clears v1";
 
-/// A digest of a chunk's layout: shape, element type and order of its bytes, of every group.
-/// Two layouts with one fingerprint may read each other's chunks; no others may.
+/// A digest of a chunk's layout: shape, element type and order of its bytes, for every group. Only layouts
+/// with the same fingerprint may read each other's chunks.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LayoutFingerprint([u8; 16]);
 
-/// Digest of the tags of a request, which keep its chunks apart from those of other tags.
+/// Digest of the tags of a request. Requests with different tags do not share chunks.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TagsId([u8; 16]);
 
-/// Digest of the clears that a daemon has carried out; [`ClearsId::NONE`] before the first.
+/// Digest of the clears that a daemon has carried out; [`ClearsId::NONE`] before the first clear.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClearsId([u8; 16]);
 
-/// Digest of a whole [`KeySpace`], in 16 bytes; in a [`ChunkKey`](crate::ChunkKey) together with the
+/// Digest of a whole [`KeySpace`], in 16 bytes. A [`ChunkKey`](crate::ChunkKey) has it combined with the
 /// clears that came before the chunk ([`SpaceId::after`]).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SpaceId([u8; 16]);
 
-/// The part of an identity that all chunks of a registration have in common.
+/// The part of an identity that all chunks of a registration share.
 ///
 /// Two spaces that differ in any field have different [`SpaceId`]s.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KeySpace {
     /// Algorithm of the chunk hashes.
     pub algorithm: HashAlgorithm,
-    /// Tokens in a chunk.
+    /// Number of tokens in a chunk.
     pub chunk_size: u32,
-    /// The name under which the engine serves its model.
+    /// Name under which the engine serves its model.
     pub model: ModelName,
-    /// KV ranks that together hold a chunk.
+    /// Number of KV ranks that together hold a chunk.
     pub world_size: u32,
     /// Shape, element type and order of a chunk's bytes.
     pub layout: LayoutFingerprint,
-    /// The element type for people and for the text form.
+    /// Name of the element type, for people and for the text form.
     pub dtype: DtypeName,
-    /// The tenant.
+    /// Salt of the tenant.
     pub salt: Salt,
     /// Text that the operator adds.
     pub identity: IdentityText,
@@ -57,8 +57,8 @@ pub struct KeySpace {
 }
 
 impl LayoutFingerprint {
-    /// The fingerprint of a canonical description of a layout: equal layouts must give equal
-    /// bytes, different ones different bytes.
+    /// Returns the fingerprint of a canonical description of a layout: equal layouts must have equal
+    /// descriptions, different layouts different ones.
     pub fn of(description: &[u8]) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key(LAYOUT_ENCODING);
         hasher.update(description);
@@ -67,7 +67,7 @@ impl LayoutFingerprint {
 }
 
 impl TagsId {
-    /// Returns the digest of tags: names with encoded values, in the order of the names. `None` if
+    /// Returns the digest of tags, given as names with encoded values, in the order of the names. `None` if
     /// there are no tags.
     pub fn of<'a>(tags: impl IntoIterator<Item = (&'a str, &'a [u8])>) -> Option<Self> {
         let mut hasher = blake3::Hasher::new_derive_key(TAGS_ENCODING);
@@ -84,11 +84,11 @@ impl TagsId {
 }
 
 impl KeySpace {
-    /// The id: BLAKE3, cut to 16 bytes, of an encoding in which every field has a fixed width or
-    /// is preceded by its length, so that no two spaces run into one.
+    /// Returns the id: BLAKE3, cut to 16 bytes, of an encoding in which every field has a fixed width or is
+    /// preceded by its length, so that no two spaces have the same encoding.
     pub fn id(&self) -> SpaceId {
-        // A field that is forgotten here would let two spaces share their bytes, so this pattern
-        // names them all and does not compile when one is added.
+        // A field that is missing here would let two spaces share chunks. This pattern names all fields, so
+        // it does not compile after one is added.
         let Self {
             algorithm,
             chunk_size,
@@ -109,22 +109,22 @@ impl KeySpace {
             hasher.update(&(text.len() as u64).to_le_bytes());
             hasher.update(text.as_bytes());
         }
-        // An empty identity adds nothing, so that ids from before this field stay as they are.
-        // What follows the salt is unambiguous, because the salt's length is known.
+        // An empty identity adds nothing, so that ids from before this field do not change. The bytes after
+        // the salt are unambiguous, because the salt's length is known.
         if !identity.is_empty() {
             hasher.update(&(identity.as_str().len() as u64).to_le_bytes());
             hasher.update(identity.as_str().as_bytes());
         }
         if let Some(tags) = tags {
-            // No identity is that long.
+            // No identity has this length.
             hasher.update(&u64::MAX.to_le_bytes());
             hasher.update(&tags.0);
         }
         SpaceId(truncated(&hasher))
     }
 
-    /// Returns the names of the fields that differ between two spaces: words of this type, never
-    /// values, which may be secret.
+    /// Returns the names of the fields that differ between two spaces. Never returns values, which may be
+    /// secret.
     pub fn differences(&self, other: &Self) -> Vec<&'static str> {
         let Self {
             algorithm,
@@ -154,14 +154,14 @@ impl KeySpace {
 }
 
 impl ClearsId {
-    /// The digest of no clears.
+    /// The digest before the first clear.
     pub const NONE: Self = Self([0; 16]);
 }
 
 impl SpaceId {
-    /// Returns the name, in keys, of the space's chunks that are computed after these clears. Chunks
-    /// from before a clear have another name, so that no tier has to tell the two apart. Before the
-    /// first clear the name is the id itself.
+    /// Returns the name, in keys, of the space's chunks that are computed after these clears. Chunks from
+    /// before a clear have another name, so tiers need not distinguish the two. Before the first clear the
+    /// name equals the id.
     pub fn after(self, clears: ClearsId) -> Self {
         if clears == ClearsId::NONE {
             return self;
@@ -184,12 +184,12 @@ fn truncated(hasher: &blake3::Hasher) -> [u8; 16] {
 macro_rules! sixteen_bytes {
     ($($name:ident),*) => {$(
         impl $name {
-            /// Takes 16 bytes as they are.
+            /// Makes a value of 16 given bytes.
             pub const fn new(bytes: [u8; 16]) -> Self {
                 Self(bytes)
             }
 
-            /// The bytes.
+            /// Returns the bytes.
             pub const fn as_bytes(&self) -> &[u8; 16] {
                 &self.0
             }

@@ -1,14 +1,14 @@
 //! The checksum of a chunk's bytes: XXH3 with 64 bits and seed 0, at the speed of memory.
 //!
-//! Bytes that are not in a cache are summed at 14 GB/s here, at 8 by `twox-hash` (AVX2 chosen at
-//! run time) and at 7 by `xxhash-rust` (SSE2 unless compiled for one machine), because neither
-//! prefetches. Short inputs and other machines go to `xxhash-rust`.
+//! The rate for bytes that are not in a cache is 14 GB/s here, 8 with `twox-hash` (AVX2 chosen at run time)
+//! and 7 with `xxhash-rust` (SSE2 unless compiled for one machine), because neither prefetches. Short inputs,
+//! and other machines, use `xxhash-rust`.
 
 use std::fmt;
 
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
-/// XXH3 of these bytes, 64 bits, seed 0.
+/// Returns the XXH3 of these bytes: 64 bits, seed 0.
 pub fn checksum(bytes: &[u8]) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if bytes.len() >= x86::LEAST
@@ -19,7 +19,7 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     xxh3_64(bytes)
 }
 
-/// Computes [`checksum`] of bytes that come in parts, in order.
+/// Computes the [`checksum`] of bytes that come in parts, in order.
 ///
 /// ```
 /// use lmc_memory::{PartedChecksum, checksum};
@@ -32,7 +32,7 @@ pub fn checksum(bytes: &[u8]) -> u64 {
 #[derive(Debug)]
 pub struct PartedChecksum {
     state: State,
-    /// Bytes that were taken in.
+    /// Bytes added so far.
     len: u64,
 }
 
@@ -55,10 +55,11 @@ impl Default for PartedChecksum {
 }
 
 impl PartedChecksum {
-    /// Bytes of which every part before the last is a multiple, and the least of the last.
+    /// The length of every part except the last must be a multiple of this; the last part must have at least
+    /// this length.
     pub const PART: usize = 1024;
 
-    /// Starts the checksum of no bytes.
+    /// Starts a checksum of no bytes.
     pub fn new() -> Self {
         #[cfg(target_arch = "x86_64")]
         if let Some(sum) = x86::Avx2::new() {
@@ -69,10 +70,10 @@ impl PartedChecksum {
         Self { state, len: 0 }
     }
 
-    /// Takes in a part that is not the last.
+    /// Adds a part that is not the last.
     ///
     /// # Panics
-    /// If it is no multiple of [`Self::PART`].
+    /// If its length is not a multiple of [`Self::PART`].
     pub fn add(&mut self, part: &[u8]) {
         assert!(part.len().is_multiple_of(Self::PART), "a part that ends");
         match &mut self.state {
@@ -83,16 +84,16 @@ impl PartedChecksum {
         self.len += part.len() as u64;
     }
 
-    /// Copies a part that is not the last, and takes the copy in: at the cost of summing alone.
+    /// Copies a part that is not the last, and adds the copy, in the time of the sum alone.
     ///
-    /// Of bytes that change meanwhile, some state of each is copied, and the sum is of the copy.
+    /// If bytes change meanwhile, the copy has some state of each byte, and the sum is of the copy.
     ///
     /// # Panics
-    /// If it is no multiple of [`Self::PART`].
+    /// If its length is not a multiple of [`Self::PART`].
     ///
     /// # Safety
-    /// `len` bytes can be read at `from`; as many at `to` are the caller's alone, and do not overlap
-    /// them.
+    /// `len` bytes can be read at `from`. `len` bytes at `to` belong to the caller alone, and the two ranges
+    /// do not overlap.
     pub unsafe fn add_copy(&mut self, from: *const u8, to: *mut u8, len: usize) {
         assert!(len.is_multiple_of(Self::PART), "a part that ends");
         match &mut self.state {
@@ -111,10 +112,10 @@ impl PartedChecksum {
         self.len += len as u64;
     }
 
-    /// Copies the last part. The sum of the copy and of the parts before.
+    /// Copies the last part. Returns the sum of all parts, with the copy as the last one.
     ///
     /// # Panics
-    /// If it is shorter than [`Self::PART`] and not the only one.
+    /// If it is shorter than [`Self::PART`] and not the only part.
     ///
     /// # Safety
     /// As for [`Self::add_copy`].
@@ -130,10 +131,10 @@ impl PartedChecksum {
         self.end(rest)
     }
 
-    /// The sum, with the last part.
+    /// Adds the last part, and returns the sum.
     ///
     /// # Panics
-    /// If it is shorter than [`Self::PART`] and not the only one.
+    /// If it is shorter than [`Self::PART`] and not the only part.
     pub fn end(self, last: &[u8]) -> u64 {
         if self.len == 0 {
             return checksum(last);
@@ -160,19 +161,19 @@ mod x86 {
 
     use xxhash_rust::const_xxh3::const_custom_default_secret;
 
-    /// Bytes from which the long form of XXH3 applies, and pays.
+    /// Length from which the long form of XXH3 applies.
     pub(super) const LEAST: usize = 1024;
 
-    /// Bytes that are taken in at a time.
+    /// Bytes that are added at a time.
     const STRIPE: usize = 64;
-    /// Stripes between two scrambles: the secret moves on by 8 bytes for each.
+    /// Stripes between two scrambles: each stripe moves the secret on by 8 bytes.
     const STRIPES: usize = (SECRET.len() - STRIPE) / 8;
     const BLOCK: usize = STRIPES * STRIPE;
-    /// Bytes ahead that are prefetched into the first-level cache. Of distances from 1 to 8 KiB, and
-    /// from 4 to 32 KiB for [`FAR`], this pair was the fastest for bytes that are in no cache: 13 %
-    /// above 2 and 6 KiB on an AMD EPYC, and as fast with AVX-512.
+    /// Distance at which bytes are prefetched into the first-level cache. Distances from 1 to 8 KiB here and
+    /// from 4 to 32 KiB for [`FAR`] were tried. For bytes in no cache this pair was the fastest: 13 % above 2
+    /// and 6 KiB on an AMD EPYC, and as fast with AVX-512.
     const NEAR: usize = 4096;
-    /// Bytes ahead that are prefetched into the second-level cache. More than a page, since no
+    /// Distance at which bytes are prefetched into the second-level cache. More than a page, because no
     /// processor prefetches beyond the end of a page by itself.
     const FAR: usize = 12_288;
     const PRIME32_1: u64 = 0x9E37_79B1;
@@ -190,23 +191,23 @@ mod x86 {
     /// The secret that XXH3's definition gives for seed 0.
     const SECRET: [u8; 192] = const_custom_default_secret(0);
 
-    /// The eight accumulators of XXH3. Exists only where the processor has AVX2.
+    /// The eight accumulators of XXH3. A value exists only if the processor has AVX2.
     #[derive(Clone, Copy)]
     pub(super) struct Avx2([u64; 8]);
 
     impl Avx2 {
-        /// Starts the checksum of no bytes; `None` where the processor lacks AVX2.
+        /// Starts a checksum of no bytes; `None` if the processor lacks AVX2.
         pub(super) fn new() -> Option<Self> {
             is_x86_feature_detected!("avx2").then_some(Self(START))
         }
 
-        /// Takes in whole blocks.
+        /// Adds whole blocks.
         pub(super) fn add(&mut self, bytes: &[u8]) {
             // SAFETY: the processor has AVX2, or there would be no `self`.
             self.0 = unsafe { lanes(add(load(self.0), bytes, bytes.len() / BLOCK)) };
         }
 
-        /// Copies whole blocks, and takes the copy in.
+        /// Copies whole blocks, and adds the copy.
         ///
         /// # Safety
         /// `len` bytes can be read at `from` and written at `to`.
@@ -216,7 +217,7 @@ mod x86 {
             self.0 = unsafe { lanes(blocks(load(self.0), from, Some(to), len / BLOCK)) };
         }
 
-        /// Takes in the last bytes of `len`, which are [`LEAST`] or more; the sum.
+        /// Adds the last bytes, at least [`LEAST`], and returns the sum. `len` is the total length.
         pub(super) fn end(self, bytes: &[u8], len: u64) -> u64 {
             // SAFETY: the processor has AVX2, or there would be no `self`.
             merge(unsafe { end(self.0, bytes) }, len)
@@ -246,7 +247,7 @@ mod x86 {
         lanes
     }
 
-    /// Takes in a stripe.
+    /// Adds a stripe.
     ///
     /// # Safety
     /// The processor must have AVX2, 64 bytes can be read at both addresses, and written at `to`.
@@ -295,7 +296,7 @@ mod x86 {
         acc
     }
 
-    /// Takes in the first blocks of some bytes.
+    /// Adds the first `count` blocks of some bytes.
     ///
     /// # Safety
     /// The processor must have AVX2.
@@ -306,7 +307,7 @@ mod x86 {
         unsafe { blocks(acc, bytes.as_ptr(), None, count) }
     }
 
-    /// Takes in blocks, which are copied to `to`.
+    /// Adds blocks, and copies them to `to` if it is given.
     ///
     /// # Safety
     /// The processor must have AVX2; `count` blocks can be read at `at`, and written at `to`.
@@ -336,7 +337,7 @@ mod x86 {
         acc
     }
 
-    /// Takes in the last bytes.
+    /// Adds the last bytes.
     ///
     /// # Safety
     /// The processor must have AVX2.

@@ -1,4 +1,4 @@
-//! Element types of a KV cache, by the names that torch gives them.
+//! Element types of a KV cache, with their torch names.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,8 +7,8 @@ use thiserror::Error;
 
 /// The type of one element of a KV cache.
 ///
-/// Only the size matters to the copies; the name is part of a chunk's identity, so that
-/// `float16` bytes are never handed to an engine that would read them as `bfloat16`.
+/// Only the size matters for copies. The name is part of a chunk's identity, so that `float16` bytes are
+/// never given to an engine that would read them as `bfloat16`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum DType {
@@ -40,12 +40,12 @@ pub enum DType {
     Int8,
     /// `torch.uint8`, which packed and quantised caches use.
     UInt8,
-    /// `torch.bool`, one byte an element.
+    /// `torch.bool`, one byte per element.
     Bool,
 }
 
-/// Every type with its canonical name, size in bytes and code in canonical bytes.
-/// Codes are part of layout fingerprints: never renumber, only append.
+/// Every type with its canonical name, size in bytes, and code in canonical bytes. Codes are part of layout
+/// fingerprints: never renumber them, only append.
 const TABLE: [(DType, &str, u8, u8); 15] = [
     (DType::Float64, "float64", 8, 1),
     (DType::Float32, "float32", 4, 2),
@@ -72,23 +72,23 @@ impl DType {
             .expect("the table holds every variant")
     }
 
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub fn size(self) -> usize {
         usize::from(self.row().2)
     }
 
-    /// The canonical torch name without the `torch.` prefix, as it goes over the wire.
+    /// Returns the canonical torch name without the `torch.` prefix, as sent over the wire.
     pub fn name(self) -> &'static str {
         self.row().1
     }
 
-    /// Returns true if the type gives the size of an element but not its format: vLLM registers
-    /// `fp8_e4m3`, `fp8_e5m2`, `nvfp4` and every packed format as `uint8`.
+    /// Returns true if the type has a known element size but no known format: vLLM registers `fp8_e4m3`,
+    /// `fp8_e5m2`, `nvfp4` and every packed format as `uint8`.
     pub fn is_opaque(self) -> bool {
         self == Self::UInt8
     }
 
-    /// The stable code that stands for this type in canonical bytes.
+    /// Returns the stable code of this type in canonical bytes.
     pub fn code(self) -> u8 {
         self.row().3
     }
@@ -100,11 +100,11 @@ impl fmt::Display for DType {
     }
 }
 
-/// A name that is no element type we know.
+/// A name that is not a known element type.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("unknown dtype {name:?}: expected a torch name such as float16, bfloat16 or float8_e4m3fn")]
 pub struct UnknownDType {
-    /// The name as given, cut at 64 characters since it may come from the network.
+    /// The given name, truncated to 64 characters since it may come from the network.
     pub name: String,
 }
 

@@ -15,21 +15,21 @@ pub(crate) const MAX_GROUPS: usize = 64;
 /// Most bytes of one chunk of one group: 64 GiB.
 pub(crate) const MAX_CHUNK_BYTES: u64 = 64 << 30;
 
-/// A layout beyond its bounds: dimensions come from the network, so each is bounded.
+/// A layout beyond its limits. Dimensions come from the network, so each is limited.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LayoutError {
-    /// A dimension is zero or beyond its bound.
+    /// A dimension is zero or beyond its limit.
     #[error("{dimension} of a layout must be between 1 and {max}, found {found}")]
     Dimension {
         /// Name of the dimension.
         dimension: &'static str,
-        /// The largest value that is accepted.
+        /// Largest accepted value.
         max: u64,
-        /// The value that was given.
+        /// Value given.
         found: u64,
     },
-    /// Every dimension is within bounds, but their product is not.
+    /// Every dimension is within its limit, but their product is not.
     #[error("a chunk of this layout takes {found} bytes, more than the {MAX_CHUNK_BYTES} accepted")]
     TooLarge {
         /// Bytes of the chunk.
@@ -37,7 +37,7 @@ pub enum LayoutError {
     },
 }
 
-/// Number of planes that a row has in each layer.
+/// Number of planes of a row in each layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Planes {
     /// One: MLA's latent vector, or K and V packed side by side.
@@ -58,11 +58,10 @@ impl Planes {
 
 /// The layout of one object: a chunk of one KV group, on one worker.
 ///
-/// Bytes are row-major in `[2, layers, rows, hidden]` ([`Planes::KeyValue`]: MHA, GQA) or
-/// `[layers, rows, hidden]` ([`Planes::Fused`]: MLA and packed K/V), without padding.
-/// A row is one token, and `hidden` is heads × head size for the heads that this worker holds;
-/// or a row is one of the engine's blocks, and `hidden` is its elements (see
-/// [`KvGroup`](crate::KvGroup)).
+/// Bytes are row-major in `[2, layers, rows, hidden]` ([`Planes::KeyValue`]: MHA, GQA) or `[layers, rows,
+/// hidden]` ([`Planes::Fused`]: MLA and packed K/V), without padding. Either a row is one token, and `hidden`
+/// is heads × head size for the heads of this worker; or a row is one of the engine's blocks, and `hidden` is
+/// the number of its elements (see [`KvGroup`](crate::KvGroup)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GroupLayout {
     planes: Planes,
@@ -73,10 +72,10 @@ pub struct GroupLayout {
 }
 
 impl GroupLayout {
-    /// Checks every dimension and their product.
+    /// Checks every dimension and their product, and makes the layout.
     ///
     /// # Errors
-    /// [`LayoutError`] for a dimension of zero or beyond its bound, or a chunk beyond 64 GiB.
+    /// [`LayoutError`] if a dimension is zero or beyond its limit, or if a chunk is larger than 64 GiB.
     pub fn new(
         planes: Planes,
         layers: u32,
@@ -111,7 +110,7 @@ impl GroupLayout {
         }
     }
 
-    /// Returns the layout of as many layers, each of them as here.
+    /// Returns the same layout with another number of layers.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -119,38 +118,38 @@ impl GroupLayout {
         Self::new(self.planes, layers, self.rows, self.hidden, self.dtype)
     }
 
-    /// Returns one or two planes.
+    /// Returns the planes of a row.
     pub fn planes(&self) -> Planes {
         self.planes
     }
 
-    /// Layers of the group.
+    /// Returns the number of layers of the group.
     pub fn layers(&self) -> u32 {
         self.layers
     }
 
-    /// Rows of a chunk.
+    /// Returns the number of rows of a chunk.
     pub fn rows(&self) -> u32 {
         self.rows
     }
 
-    /// Type of the elements.
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Bytes of one row in one layer and plane, which are contiguous.
+    /// Returns the bytes of one row in one layer and plane, which are contiguous.
     pub fn row_bytes(&self) -> u64 {
         u64::from(self.hidden) * self.dtype.size() as u64
     }
 
-    /// Bytes of a whole chunk of this group.
+    /// Returns the bytes of a whole chunk of this group.
     pub fn chunk_bytes(&self) -> u64 {
         let rows = u64::from(self.planes.count()) * u64::from(self.layers) * u64::from(self.rows);
         rows * self.row_bytes()
     }
 
-    /// Returns the shape that a client sees: four dimensions, or three for [`Planes::Fused`].
+    /// Returns the shape for clients: four dimensions, or three for [`Planes::Fused`].
     pub fn shape(&self) -> Vec<u64> {
         let rest = [self.layers, self.rows, self.hidden].map(u64::from);
         match self.planes {
@@ -159,14 +158,14 @@ impl GroupLayout {
         }
     }
 
-    /// Returns bytes that two models' groups share only if chunks of one can be read as chunks
-    /// of the other. The key crate hashes them into the layout fingerprint.
+    /// Returns bytes that are equal for two models' groups only if chunks of one can be read as chunks of the
+    /// other. The key crate hashes these bytes into the layout fingerprint.
     ///
     /// Version byte `1`, group count, then for each group: planes, dtype code, and layers,
     /// rows and hidden as little-endian `u32`.
     ///
     /// # Errors
-    /// [`LayoutError::Dimension`] for no group or more than 64.
+    /// [`LayoutError::Dimension`] if there is no group or more than 64.
     pub fn canonical_bytes(groups: &[Self]) -> Result<Vec<u8>, LayoutError> {
         if groups.is_empty() || groups.len() > MAX_GROUPS {
             return Err(LayoutError::Dimension {

@@ -1,12 +1,12 @@
 //! The memory under a KV cache: arenas, slots with typed states, layouts, gather and scatter.
 //!
-//! An [`Arena`] is one range of memory (anonymous, or POSIX shared so that engines on the host
-//! can map it). A [`Pool`] hands out slots of an arena by offset, in O(1) and without touching
-//! their bytes; a slot's state is its type, so a reader cannot reach bytes that are being written.
-//! [`KvGroup`] describes vLLM's layouts of a paged KV cache, a [`CopyPlan`] says which runs of it
-//! belong to which chunk, and a [`CopyPool`] copies them on several threads.
+//! An [`Arena`] is one range of memory (anonymous, or POSIX shared memory that engines on the host can map).
+//! A [`Pool`] hands out slots of an arena by offset, in O(1) and without touching their bytes. A slot's state
+//! is its type, so a reader cannot access bytes that are being written. [`KvGroup`] describes vLLM's layouts
+//! of a paged KV cache, a [`CopyPlan`] lists the runs of the cache that belong to each chunk, and a
+//! [`CopyPool`] copies them on several threads.
 //!
-//! What is *not* here: keys, an index, eviction (`lmc-backend-local`), or any network.
+//! *Not* in this crate: keys, an index, eviction (`lmc-backend-local`), or any network.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Memory that an engine's KV cache lies in: shared by another process, or of this process.
+//! Memory of an engine's KV cache: shared by another process, or memory of this process.
 
 use std::fmt;
 use std::fs::File;
@@ -17,11 +17,11 @@ use crate::arena::shared_file;
 use crate::sigbus::Guard;
 use crate::{NameError, SharedName};
 
-/// A segment that cannot be mapped, or that is no longer what it was.
+/// A segment that cannot be mapped, or that has changed since.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SegmentError {
-    /// The name is not acceptable.
+    /// The name is invalid.
     #[error(transparent)]
     Name(#[from] NameError),
     /// The segment does not exist, or may not be opened or mapped.
@@ -32,24 +32,24 @@ pub enum SegmentError {
         /// Error of the system call.
         source: io::Error,
     },
-    /// The segment is smaller than announced, or than it was when it was mapped.
+    /// The segment is smaller than announced, or smaller than it was when it was mapped.
     #[error("shared memory {name} has {found} bytes, but {expected} were announced")]
     Size {
         /// The segment.
         name: SharedName,
         /// Bytes announced.
         expected: u64,
-        /// Bytes it has.
+        /// Bytes of the segment.
         found: u64,
     },
-    /// The segment is a pool of lmc; an engine may not register it as its own memory, since
-    /// that would let it read and write the chunks of others.
+    /// The segment is a pool of lmc. An engine must not register it as its own memory, because it could then
+    /// read and write the chunks of others.
     #[error("shared memory {name} is a pool of lmc, not the KV memory of an engine")]
     OwnPool {
         /// The segment.
         name: SharedName,
     },
-    /// The segment belongs to another user than the one who named it.
+    /// The segment belongs to another user than the user of the connection that named it.
     #[error(
         "shared memory {name} belongs to user {owner}, but the connection to user {user}: \
          a server maps only segments of the user that names them"
@@ -57,30 +57,30 @@ pub enum SegmentError {
     OtherUser {
         /// The segment.
         name: SharedName,
-        /// User that owns it.
+        /// User that owns the segment.
         owner: u32,
-        /// User that named it.
+        /// User that named the segment.
         user: u32,
     },
-    /// The segment is not a regular file with one name. With a second name it could be memory
-    /// that its user never gave to this server.
+    /// The segment is not a regular file with a single name. With a second name it could be memory that its
+    /// user never gave to this server.
     #[error("shared memory {name} is not a regular file with one link")]
     NotPlain {
         /// The segment.
         name: SharedName,
     },
-    /// A descriptor that was passed is not of shared memory: it could be a file whose pages take
-    /// arbitrarily long to read.
+    /// The descriptor received is not of shared memory: it could be of a file whose pages take arbitrarily
+    /// long to read.
     #[error("the descriptor that was passed for the pool is not of shared memory: {source}")]
     NotShared {
         /// Error of the system call.
         source: io::Error,
     },
-    /// A pool without a name can be cut short.
+    /// The pool has no name and could be truncated.
     #[error("the pool that was passed has no name and is not sealed against a change of its size")]
     Unsealed,
-    /// The owner cut the segment short, or the system had no page left for it, while we were
-    /// using it. Nothing copied since can be trusted; the engine must register again.
+    /// The owner truncated the segment, or the system had no page left for it, while it was being used. No
+    /// bytes copied since then can be trusted; the engine must register again.
     #[error("shared memory {name} was cut short or ran out of pages while it was in use")]
     Lost {
         /// The segment.
@@ -91,20 +91,20 @@ pub enum SegmentError {
 /// Memory that copies of [`CopyPool`](crate::CopyPool) read and write.
 ///
 /// # Safety
-/// From `base_ptr`, `size` bytes stay mapped for reads and writes until the value is dropped, whatever
-/// becomes of what they hold; bytes that are gone are reported by `check`.
+/// From `base_ptr`, `size` bytes stay mapped for reads and writes until the value is dropped, even if their
+/// content is lost; `check` reports lost bytes.
 pub unsafe trait KvMemory: fmt::Debug + Send + Sync {
-    /// First byte.
+    /// Returns the first byte.
     fn base_ptr(&self) -> NonNull<u8>;
 
-    /// Number of bytes.
+    /// Returns the number of bytes.
     fn size(&self) -> u64;
 
-    /// Checks that all bytes are still there. Bytes read between two successful checks are the ones
-    /// that were written.
+    /// Checks that no bytes were lost. Bytes read between two successful checks are the bytes that were
+    /// written.
     ///
     /// # Errors
-    /// [`SegmentError`], which stays for good.
+    /// [`SegmentError`], permanently.
     fn check(&self) -> Result<(), SegmentError>;
 }
 
@@ -121,11 +121,11 @@ unsafe impl Send for ProcessMemory {}
 unsafe impl Sync for ProcessMemory {}
 
 impl ProcessMemory {
-    /// Borrows `len` bytes from `base` on.
+    /// Wraps `len` bytes from `base` on.
     ///
     /// # Safety
     /// The bytes stay allocated, readable and writable until the value is dropped, and no code of this
-    /// process holds a Rust reference to them. Others may read and write them at any time.
+    /// process holds a Rust reference to them. Other code may read and write them at any time.
     pub unsafe fn new(base: NonNull<u8>, len: u64) -> Self {
         Self { base, len }
     }
@@ -162,13 +162,13 @@ unsafe impl KvMemory for MappedSegment {
     }
 }
 
-/// A foreign POSIX shared-memory segment, mapped read/write and unmapped on drop.
+/// A POSIX shared-memory segment of another process, mapped read/write and unmapped on drop.
 ///
-/// Its owner may cut it short at any moment. Copies in this crate survive that: see
-/// [`MappedSegment::check`]. The mapping stays good when the owner only removes the name.
+/// Its owner may truncate it at any moment. Copies in this crate survive that: see [`MappedSegment::check`].
+/// The mapping stays valid if the owner only removes the name.
 #[derive(Debug)]
 pub struct MappedSegment {
-    /// Dropped before the mapping, so that it never guards a range that is not ours.
+    /// Dropped before the mapping, so that it never guards a range that belongs to another mapping.
     guard: Guard,
     map: Mapping,
     file: File,
@@ -179,19 +179,19 @@ impl MappedSegment {
     /// Maps the first `len` bytes of a segment of any user.
     ///
     /// # Errors
-    /// See [`SegmentError`]; a `len` of 0 is an error of [`SegmentError::Open`].
+    /// [`SegmentError`]; a `len` of 0 is a [`SegmentError::Open`].
     pub fn open(name: &SharedName, len: u64) -> Result<Self, SegmentError> {
         Self::find(name, false).and_then(|found| found.map(len))
     }
 
-    /// Maps the first `len` bytes of a segment that a user owns.
+    /// Maps the first `len` bytes of a segment that `user` owns.
     ///
-    /// A process that may open more than its clients must ask for no less: it would read and
-    /// write for one user what belongs to another. Root is no exception: a proxy that root runs
-    /// connects for any user.
+    /// A process with more rights than its clients must use this function: otherwise it would read and write
+    /// one user's memory for another user. Root is no exception: a proxy that runs as root connects for any
+    /// user.
     ///
     /// # Errors
-    /// [`SegmentError::OtherUser`], and those of [`MappedSegment::open`].
+    /// [`SegmentError::OtherUser`], and the errors of [`MappedSegment::open`].
     pub fn open_for(user: u32, name: &SharedName, len: u64) -> Result<Self, SegmentError> {
         let found = Self::find(name, false)?;
         let owner = found.owner;
@@ -202,7 +202,7 @@ impl MappedSegment {
         found.map(len)
     }
 
-    /// Maps the pool of a server, as its workers do: the first `len` bytes.
+    /// Maps the first `len` bytes of a server's pool, as its workers do.
     ///
     /// # Errors
     /// Those of [`MappedSegment::open`].
@@ -210,21 +210,20 @@ impl MappedSegment {
         Self::find(name, true).and_then(|found| found.map(len))
     }
 
-    /// Maps the pool of a server from a descriptor that the server passed: `len` bytes, exactly.
+    /// Maps exactly `len` bytes of a server's pool from a descriptor that the server passed.
     ///
-    /// A pool without a name must be sealed against shrinking and growing. One with a name cannot be
-    /// sealed; it may be cut short as under its name, which [`MappedSegment::check`] notices.
+    /// A pool without a name must be sealed against shrinking and growing. A pool with a name cannot be
+    /// sealed, so its owner may truncate it, which [`MappedSegment::check`] detects.
     ///
     /// # Errors
-    /// [`SegmentError::NotShared`], [`SegmentError::Unsealed`], and those of
-    /// [`MappedSegment::open`].
+    /// [`SegmentError::NotShared`], [`SegmentError::Unsealed`], and the errors of [`MappedSegment::open`].
     pub fn of_descriptor(
         descriptor: OwnedFd,
         name: Option<&SharedName>,
         len: u64,
     ) -> Result<Self, SegmentError> {
-        // Only files of shared memory have seals. Asked first, since a file of FUSE could make other
-        // calls wait.
+        // Only files of shared memory have seals. Checked first, because on a file of FUSE other calls could
+        // block.
         let seals = fcntl_get_seals(&descriptor).map_err(|error| SegmentError::NotShared {
             source: error.into(),
         })?;
@@ -241,7 +240,7 @@ impl MappedSegment {
         found.map(len)
     }
 
-    /// Opens a segment and checks what it is. A pool is refused unless `pool` is true.
+    /// Opens a segment and checks its kind. A pool is refused unless `pool` is true.
     fn find(name: &SharedName, pool: bool) -> Result<Found, SegmentError> {
         let open = |source| SegmentError::Open {
             name: name.clone(),
@@ -254,40 +253,40 @@ impl MappedSegment {
         Found::check(name.clone(), file)
     }
 
-    /// Returns true if another mapping is of the same file, under whatever name.
+    /// Returns true if the other mapping is of the same file, under whatever name.
     pub fn is_same_file(&self, other: &Self) -> bool {
         let identity = |of: &Self| of.file.metadata().map(|meta| (meta.dev(), meta.ino()));
         matches!((identity(self), identity(other)), (Ok(ours), Ok(theirs)) if ours == theirs)
     }
 
-    /// Name of the segment.
+    /// Returns the name of the segment.
     pub fn name(&self) -> &SharedName {
         &self.name
     }
 
-    /// Bytes mapped.
+    /// Returns the number of bytes mapped.
     pub fn len(&self) -> u64 {
         self.map.len() as u64
     }
 
-    /// Never true: an empty segment cannot be mapped.
+    /// Returns false: an empty segment cannot be mapped.
     pub fn is_empty(&self) -> bool {
         self.map.len() == 0
     }
 
-    /// First byte of the mapping. Reads and writes through it need a [`MappedSegment::check`]
-    /// afterwards, as the copies of this crate do.
+    /// Returns the first byte of the mapping. After reads and writes through it, [`MappedSegment::check`]
+    /// must be called, as the copies of this crate do.
     pub fn base_ptr(&self) -> NonNull<u8> {
         self.map.base()
     }
 
-    /// Enters the pages of a part into the page table of this process, so that the first copies do
-    /// not stop at each. Returns false where some of them are not in memory yet: they are left to
-    /// their owner.
+    /// Enters the pages of a part into the page table of this process, so that the first copies do not fault
+    /// at each page. Returns false if some of the pages are not in memory yet: their owner has to make them
+    /// present.
     ///
     /// # Errors
-    /// Those of the system: the part lies outside of the segment or does not begin with a page, or
-    /// Linux is older than 5.14.
+    /// Errors of the system: the part is outside the segment or does not begin at a page, or Linux is older
+    /// than 5.14.
     pub fn enter_pages(&self, part: Range<u64>) -> io::Result<bool> {
         let (page, len) = (page_size() as u64, self.len());
         if part.start >= part.end || part.end > len || !part.start.is_multiple_of(page) {
@@ -301,11 +300,11 @@ impl MappedSegment {
         Ok(are_there)
     }
 
-    /// Checks that the segment still has all the bytes that are mapped, and that none was lost.
-    /// Bytes read between two successful checks are the ones that the owner had written.
+    /// Checks that the segment still has all mapped bytes, and that none was lost. Bytes read between two
+    /// successful checks are the bytes that the owner had written.
     ///
     /// # Errors
-    /// [`SegmentError::Size`] or [`SegmentError::Lost`], which stay for good.
+    /// [`SegmentError::Size`] or [`SegmentError::Lost`], permanently.
     pub fn check(&self) -> Result<(), SegmentError> {
         if self.guard.is_lost() {
             return Err(SegmentError::Lost {
@@ -323,7 +322,7 @@ impl MappedSegment {
     }
 }
 
-/// A segment that is open and not mapped yet.
+/// A segment that is open but not mapped yet.
 struct Found {
     name: SharedName,
     owner: u32,
@@ -338,7 +337,7 @@ impl Found {
             Ok(meta) => meta,
             Err(source) => return Err(SegmentError::Open { name, source }),
         };
-        // No links at all: it never had a name, or its owner has removed the name since.
+        // No links: the file never had a name, or its owner has removed the name since.
         if !meta.is_file() || meta.nlink() > 1 {
             return Err(SegmentError::NotPlain { name });
         }

@@ -6,54 +6,54 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
-/// Longest name accepted, in bytes. The file system allows 255; the rest is for suffixes.
+/// Longest name accepted, in bytes. The file system allows 255; the difference is for suffixes.
 pub(crate) const MAX_NAME: usize = 240;
 
-/// The suffix of the file beside a segment that says who owns it.
+/// Suffix of the file next to a segment that names the segment's owner.
 const OWNER_SUFFIX: &str = ".lmc-owner";
 
-/// A checked name of a POSIX shared-memory segment, such as `lmc_5555`.
+/// A valid name of a POSIX shared-memory segment, such as `lmc_5555`.
 ///
-/// Kept without the leading slash that `shm_open` takes; parsing accepts it with or without.
-/// Python clients open the same name with `multiprocessing.shared_memory`.
+/// Stored without the leading slash that `shm_open` takes; accepted with or without it. Python clients open
+/// the same name with `multiprocessing.shared_memory`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SharedName(String);
 
-/// A name that cannot be a shared-memory segment.
+/// A name that is not valid for a shared-memory segment.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum NameError {
-    /// Nothing besides the optional slash.
+    /// The name is empty.
     #[error("shared-memory name is empty: use a name such as lmc_5555")]
     Empty,
-    /// Longer than 240 bytes.
+    /// The name is longer than 240 bytes.
     #[error("a shared-memory name has {found} bytes, at most {MAX_NAME} are accepted")]
     TooLong {
         /// Bytes of the name.
         found: usize,
     },
-    /// A character that would leave `/dev/shm` or spoil a log line.
+    /// A character that would lead out of `/dev/shm` or break a log line.
     #[error(
         "shared-memory name {name:?} has a character or form that is not accepted: \
          use ASCII letters, digits, '_', '-' and '.', not starting with '.'"
     )]
     Character {
-        /// The name as given.
+        /// The given name.
         name: String,
     },
-    /// The name is one that lmc keeps for the file which records a segment's owner.
+    /// The name is reserved for the file that records a segment's owner.
     #[error("shared-memory name {name:?} is reserved for owner records: use another name")]
     Reserved {
-        /// The name as given.
+        /// The given name.
         name: String,
     },
 }
 
 impl SharedName {
-    /// Checks a name; one leading slash is dropped.
+    /// Checks a name; one leading slash is removed.
     ///
     /// # Errors
-    /// [`NameError`] says which rule the name breaks.
+    /// [`NameError`] for the rule that the name breaks.
     pub fn new(text: &str) -> Result<Self, NameError> {
         let name = text.strip_prefix('/').unwrap_or(text);
         if name.is_empty() {
@@ -76,27 +76,27 @@ impl SharedName {
         Ok(Self(name.to_owned()))
     }
 
-    /// Returns the name of a sealed pool, which messages show; no folder has it.
+    /// Returns the name that messages show for a sealed pool; no file has it.
     pub(crate) fn of_sealed() -> Self {
         Self("lmc-pool".to_owned())
     }
 
-    /// The name without a leading slash, as clients get it.
+    /// Returns the name without a leading slash, as sent to clients.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// Path of the segment: `/dev/shm/<name>`.
+    /// Returns the path of the segment: `/dev/shm/<name>`.
     pub fn path(&self) -> PathBuf {
         PathBuf::from("/dev/shm").join(&self.0)
     }
 
-    /// Path of the owner's record.
+    /// Returns the path of the owner record.
     pub(crate) fn owner_path(&self) -> PathBuf {
         PathBuf::from("/dev/shm").join(format!("{}{OWNER_SUFFIX}", self.0))
     }
 
-    /// The name whose owner record has this file name.
+    /// Returns the name whose owner record has this file name.
     pub(crate) fn of_record(file_name: &str) -> Option<Self> {
         Self::new(file_name.strip_suffix(OWNER_SUFFIX)?).ok()
     }

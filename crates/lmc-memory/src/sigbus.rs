@@ -1,14 +1,14 @@
-//! Surviving shared memory that another process takes away.
+//! Survival of shared memory that another process truncates.
 //!
-//! Touching a page of a shared mapping beyond the end of its file, or one that the file system
-//! has no space for, raises SIGBUS, which ends the process by default: one engine could stop
-//! the server for all. Checking the size first leaves a window, and moving the bytes with
-//! `pread` and `pwrite`, which end short instead, has less than half the speed (5 against
-//! 12 GB/s on one core). So, as Wayland compositors do for their clients' buffers, a
-//! handler puts private zero pages in place of the whole mapping that faulted and marks it lost;
-//! the copy runs to its end over zeroes, and its caller finds the mark and discards the result.
+//! Touching a page of a shared mapping beyond the end of its file, or a page for which the file system has no
+//! space, raises SIGBUS, which ends the process by default: one engine could stop the server for all.
+//! Checking the size first leaves a race. Moving the bytes with `pread` and `pwrite`, which return short
+//! counts instead, has less than half the speed (5 against 12 GB/s on one core). So, as Wayland compositors
+//! do for their clients' buffers, a handler replaces the whole mapping that faulted with private zero pages
+//! and marks it as lost. The copy continues over zeroes to its end, and its caller finds the mark and
+//! discards the result.
 //!
-//! Faults at any other address go to the handler that was there before.
+//! Faults at any other address are passed to the previous handler.
 
 use std::collections::HashMap;
 use std::io;
@@ -26,16 +26,15 @@ const FIRST_BLOCK: usize = 512;
 /// Blocks of the table.
 const BLOCKS: usize = 6;
 
-/// Ranges that can be guarded at once: about half of the mappings that Linux lets a process have
+/// Most ranges that can be guarded at once: about half of the mappings that Linux allows a process
 /// (`vm.max_map_count`, 65,530 unless set).
 pub(crate) const MAX_GUARDS: usize = FIRST_BLOCK * ((1 << BLOCKS) - 1);
 
-/// Foreign segments of one user that can be guarded at once; 8 engines of 8 ranks with a segment
-/// for each of 128 layers take 8,192.
+/// Most segments of other processes of one user that can be guarded at once; 8 engines of 8 ranks with a
+/// segment for each of 128 layers need 8,192.
 pub(crate) const MAX_GUARDS_PER_USER: usize = MAX_GUARDS / 2;
 
-/// A guarded range. The handler reads these without a lock; `end` is 0 while the slot is free
-/// or half written.
+/// A guarded range. The handler reads it without a lock; `end` is 0 while the slot is free or being written.
 #[derive(Debug)]
 struct Slot {
     start: AtomicUsize,
@@ -43,11 +42,11 @@ struct Slot {
     lost: AtomicBool,
 }
 
-/// The blocks of the table, each null until it is needed. Blocks are never freed, so the handler
-/// can walk them at any time.
+/// The blocks of the table, each null until it is needed. Blocks are never freed, so the handler can walk
+/// them at any time.
 static TABLE: [AtomicPtr<Slot>; BLOCKS] = [const { AtomicPtr::new(ptr::null_mut()) }; BLOCKS];
 
-/// Free slots, and the number of ranges of each user; not for the handler.
+/// Free slots, and the number of ranges of each user. Not used by the handler.
 static BOOKS: Mutex<Option<Books>> = Mutex::new(None);
 
 #[derive(Debug, Default)]
@@ -57,14 +56,14 @@ struct Books {
     users: HashMap<u32, usize>,
 }
 
-/// The handler that was there before ours.
+/// The handler that was installed before this one.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 fn block_len(block: usize) -> usize {
     FIRST_BLOCK << block
 }
 
-/// The slots of all blocks there are.
+/// Returns the slots of all existing blocks.
 fn slots() -> impl Iterator<Item = &'static Slot> {
     let blocks = TABLE.iter().enumerate().map_while(|(block, start)| {
         let start = start.load(Ordering::Acquire);
@@ -76,7 +75,7 @@ fn slots() -> impl Iterator<Item = &'static Slot> {
 }
 
 impl Books {
-    /// Adds a block, unless all are there.
+    /// Adds a block, unless all exist.
     fn grow(&mut self) {
         let Some(published) = TABLE.get(self.blocks) else {
             return;
@@ -96,7 +95,7 @@ impl Books {
     }
 }
 
-/// A range whose faults are survived, until drop.
+/// A guarded range: faults in it are survived until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Guard {
     slot: &'static Slot,
@@ -104,8 +103,8 @@ pub(crate) struct Guard {
 }
 
 impl Guard {
-    /// Guards a mapping. It must be dropped before the mapping is unmapped, since the range
-    /// may belong to another mapping at once afterwards.
+    /// Guards a mapping. The guard must be dropped before the mapping is unmapped, because afterwards the
+    /// range may belong to another mapping at once.
     ///
     /// With a user, the range counts against that user's share of the table.
     pub(crate) fn new(base: NonNull<u8>, len: usize, user: Option<u32>) -> io::Result<Self> {
@@ -117,7 +116,7 @@ impl Guard {
         }
         let full = |who: &str, max: usize| {
             io::Error::other(format!(
-                "{who} has {max} shared segments mapped, the most there may be"
+                "{who} has {max} shared segments mapped, which is the maximum"
             ))
         };
         if let Some(user) = user {
@@ -139,12 +138,12 @@ impl Guard {
         Ok(Self { slot, user })
     }
 
-    /// Returns true once the range faulted or [`Guard::mark_lost`] was called.
+    /// Returns true once the range has faulted or [`Guard::mark_lost`] was called.
     pub(crate) fn is_lost(&self) -> bool {
         self.slot.lost.load(Ordering::Acquire)
     }
 
-    /// Marks the range as lost before any byte of it is touched.
+    /// Marks the range as lost before any of its bytes is touched.
     pub(crate) fn mark_lost(&self) {
         self.slot.lost.store(true, Ordering::Release);
     }
@@ -164,7 +163,7 @@ impl Drop for Guard {
     }
 }
 
-/// Puts the handler in place, once for the process.
+/// Installs the handler, once per process.
 fn install() -> io::Result<()> {
     static DONE: OnceLock<Result<(), i32>> = OnceLock::new();
     let done = DONE.get_or_init(|| {
@@ -194,8 +193,8 @@ fn install() -> io::Result<()> {
     done.map_err(io::Error::from_raw_os_error)
 }
 
-/// The handler. Allocates nothing, takes no lock, and calls nothing but `mmap` and the handler
-/// before it.
+/// The signal handler. Allocates nothing, takes no lock, and calls nothing but `mmap` and the previous
+/// handler.
 extern "C" fn on_sigbus(
     signal: libc::c_int,
     info: *mut libc::siginfo_t,
@@ -206,7 +205,8 @@ extern "C" fn on_sigbus(
     for slot in slots() {
         let end = slot.end.load(Ordering::Acquire);
         let start = slot.start.load(Ordering::Acquire);
-        // Read again: a guard that went and another that came in between would mix two ranges.
+        // Read again: if one guard was dropped and another made in between, the values would be of two
+        // ranges.
         let same = slot.end.load(Ordering::Relaxed) == end;
         if end == 0 || !same || !(start..end).contains(&address) {
             continue;
@@ -234,14 +234,14 @@ extern "C" fn on_sigbus(
     pass_on(signal, info, context);
 }
 
-/// Does what would have happened without us.
+/// Does what would have happened without this handler.
 fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let Some(previous) = PREVIOUS.get() else {
         return;
     };
     match previous.sa_sigaction {
         libc::SIG_DFL | libc::SIG_IGN => {
-            // The instruction runs again and ends the process, with a core if so configured.
+            // The instruction runs again and ends the process, with a core dump if so configured.
             // SAFETY: setting a signal to its default is allowed within a handler.
             unsafe { libc::signal(signal, libc::SIG_DFL) };
         }

@@ -1,4 +1,4 @@
-//! The log: what was written is made durable in groups, and from time to time a checkpoint.
+//! The log's thread: makes writes durable in groups, and makes a checkpoint from time to time.
 
 use std::io;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::format::{MAX_FRAME_RECORDS, PutRecord, RECORD_LEN, Record, encode_fra
 use crate::log::Tail;
 use crate::volume::{AlignedBuf, BLOCK, Kind};
 
-/// The log's thread. It alone writes the log, and makes chunks findable.
+/// The log's thread. Only this thread writes the log and makes chunks findable.
 #[derive(Debug)]
 pub(super) struct Committer {
     pub(super) core: Arc<DriveCore>,
@@ -34,13 +34,13 @@ impl Committer {
                 return Ok(());
             }
             if changes.is_empty() {
-                // Either all is over and in order, or it is time to try the log again.
+                // Either everything is finished and in order, or it is time to retry the log.
                 let renewed = self.renew();
                 if stop == Stop::Orderly {
                     if self.core.condition.changed_files().is_none() {
                         return renewed;
                     }
-                    // That nothing is durable there was warned of.
+                    // A warning has already said that no chunk is durable there.
                     self.files.watch.restore_header();
                     return Ok(());
                 }
@@ -50,7 +50,7 @@ impl Committer {
         }
     }
 
-    /// Waits for changes. None come when the drive stops, or when the log is to be tried again.
+    /// Waits for changes. Returns none if the drive stops, or if the log is to be retried.
     fn next_changes(&self) -> (Vec<LogChange>, Stop) {
         let mut state = self.core.state.lock();
         if !self.core.condition.is_log_broken() {
@@ -79,7 +79,7 @@ impl Committer {
         }
     }
 
-    /// Ends without a trace: nothing that waits was acknowledged.
+    /// Drops the changes: nothing that waits was acknowledged.
     fn give_up(&self, changes: Vec<LogChange>) {
         for change in changes {
             if let LogChange::Put(Ready { put, .. }) = change {
@@ -89,7 +89,7 @@ impl Committer {
         }
     }
 
-    /// Makes changes durable: first the bytes of chunks, then the log, then what others see.
+    /// Makes changes durable: first the bytes of chunks, then the log, then the index that others see.
     fn commit(&mut self, changes: Vec<LogChange>) {
         count(&self.core.counters.commits, 1);
         let (changes, failed) = self.sync_segments(changes);
@@ -98,9 +98,8 @@ impl Committer {
             self.writer
                 .store_ended(&put.key, put.len, |_| Err(BackendError::Io(again(&error))));
         }
-        // What one frame holds is applied before the next is written: that may begin a new log,
-        // whose checkpoint must know of it.
-        // A frame fits into an empty log.
+        // The records of one frame are applied before the next frame is written: that write may begin a new
+        // log, whose checkpoint must have them. A frame fits into an empty log.
         let records_of_log = (self.core.settings.log_bytes - BLOCK) as usize / RECORD_LEN;
         let most = records_of_log.min(MAX_FRAME_RECORDS);
         let mut changes = changes.into_iter();
@@ -116,11 +115,11 @@ impl Committer {
                     LogChange::Other(_, Some(((batch, index), answer))) if logged.is_ok() => {
                         batch.answer(index, Some(answer));
                     }
-                    // The chunks are gone. A restart may not know of the clear.
+                    // The chunks are gone, but a restart may not know of the clear.
                     LogChange::Other(Record::Cleared { .. }, Some(((batch, index), _))) => {
                         batch.answer(index, Some(false));
                     }
-                    // A removal that is not durable is not acknowledged: its deadline comes.
+                    // A removal that is not durable is not acknowledged: its caller waits until the deadline.
                     LogChange::Other(..) => {}
                 }
             }
@@ -129,7 +128,7 @@ impl Committer {
 
     fn log_changes(&mut self, changes: &[LogChange]) -> io::Result<()> {
         let records: Vec<Record> = {
-            // What was removed meanwhile is not put: its removal may stand before it.
+            // A chunk that was removed meanwhile is not put: the record of its removal may come before it.
             let state = self.core.state.lock();
             let doomed =
                 |key: &ChunkKey| state.writing.get(key).is_some_and(|writing| writing.doomed);
@@ -156,7 +155,7 @@ impl Committer {
             {
                 let mut state = self.core.state.lock();
                 state.index.leave(put.location.segment);
-                // It may have been written all the same.
+                // The record may have been written nevertheless.
                 state.queue.behind.keys.insert(put.key);
             }
             return self
@@ -185,7 +184,7 @@ impl Committer {
         });
     }
 
-    /// Syncs the segments that chunks were written to. What could not be synced comes back.
+    /// Syncs the segments that chunks were written to. Returns the chunks that could not be synced.
     fn sync_segments(
         &self,
         changes: Vec<LogChange>,
@@ -223,7 +222,7 @@ impl Committer {
         (synced, lost)
     }
 
-    /// Makes durable what was written to a segment since `file` was looked up.
+    /// Makes durable the bytes that were written to a segment since `file` was looked up.
     fn sync_segment(&self, segment: u32, file: SegmentFile) -> io::Result<()> {
         let with_file = |then: fn(&mut SegmentFile)| {
             let mut state = self.core.state.lock();
@@ -242,7 +241,7 @@ impl Committer {
         synced
     }
 
-    /// Appends a frame to the log, or to a new one when it is full or in an unknown state.
+    /// Appends a frame to the log, or to a new log if this one is full or in an unknown state.
     fn append(&mut self, records: &[Record]) -> io::Result<()> {
         if let Some(reason) = self.core.condition.changed_files() {
             return Err(io::Error::other(reason));
@@ -279,7 +278,7 @@ impl Committer {
             .core
             .wait_for(Kind::WriteDurably, file, offset, frame());
         match written.map_err(|error| (error.raw_os_error(), error)) {
-            // A file system that does not know how to do both at once.
+            // A file system that cannot write and sync in one operation.
             Err((Some(libc::EOPNOTSUPP | libc::EINVAL), _)) => {
                 self.core.wait_for(Kind::Write, file, offset, frame())?;
                 self.core.wait_for(Kind::Sync, file, 0, None)?;
@@ -292,7 +291,7 @@ impl Committer {
         Ok(())
     }
 
-    /// Goes on in the next log.
+    /// Continues in the next log.
     fn renew(&mut self) -> io::Result<()> {
         self.files.watch.check_files()?;
         let next = self.files.new_log(self.log.tail.log + 1)?;

@@ -1,12 +1,15 @@
 //! Health of a drive: the effects of failures, and the recovery from each.
 //!
-//! Five things can be wrong, each by itself. Reads that fail or are late take the drive *out*,
-//! until a look at its first block is answered. Writes that fail or are late make it *unwritable*:
-//! what is there is read, nothing is given up for what could not be written anyway, until as much
-//! as failed can be written; and until a chunk is kept again, only segments that failed are given
-//! up for others. The *log* may not be written, until it is started again. *Growth* may fail: chunks
-//! then replace others, as on a full drive. And the *files* may not be as the drive has left them:
-//! the drive is out until they are again, which after a removal means until a restart.
+//! There are five independent faults:
+//!
+//! - Reads fail or are late: the drive is *out* until a read of its first block succeeds.
+//! - Writes fail or are late: the drive is *unwritable* until a write of the same length succeeds. Its chunks
+//!   are read, and no chunk is evicted for one that could not be written anyway. Until a chunk is stored
+//!   again, only segments whose writes failed are evicted for new chunks.
+//! - The *log* cannot be written: the drive is unwritable until a new log is started.
+//! - The drive cannot *grow*: new chunks replace others, as on a full drive.
+//! - The *files* are not as the drive has left them: the drive is out until they are again, which after a
+//!   removal means until a restart.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +23,7 @@ use crate::TIER;
 use crate::counters::{Counters, count};
 use crate::format::{Location, PutRecord, blocks};
 
-/// Failures in a row after which a drive is out, or unwritable.
+/// Failures in a row after which a drive is out or unwritable.
 const FAILURES: u32 = 3;
 
 /// The faults of a drive.
@@ -33,26 +36,26 @@ pub(super) struct Condition {
 
 #[derive(Debug, Default)]
 struct Faults {
-    /// Reads that failed in a row.
+    /// Number of reads that failed in a row.
     reads: u32,
     out: Option<Fault>,
-    /// Writes that failed in a row, in different segments.
+    /// Number of writes that failed in a row, in different segments.
     writes: u32,
-    /// Locations where writes failed since a chunk was last stored, in different segments, the
-    /// latest last. They hold no chunk.
+    /// Locations where writes failed since a chunk was last stored, in different segments, the latest last.
+    /// They have no chunk.
     broken: Vec<Broken>,
     unwritable: Option<Fault>,
     /// The reason why the log cannot be written.
     log: Option<String>,
-    /// The reason why no segment can be made, other than that the file system is full.
+    /// Reason why no segment can be made, unless the file system is full.
     growth: Option<String>,
     /// The change of the drive's files by another program.
     files: Option<String>,
-    /// Set when the drive is open.
+    /// Bus for events; set when the drive is open.
     events: Option<Events>,
 }
 
-/// Allocation for a chunk that could not be written or made durable.
+/// Space of a chunk that could not be written or made durable.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Broken {
     pub(super) location: Location,
@@ -63,7 +66,7 @@ pub(super) struct Broken {
 #[derive(Debug)]
 struct Fault {
     reason: String,
-    /// Instant at which the last probe began.
+    /// Time at which the last probe began.
     looked: Instant,
     /// True while a probe is running.
     looking: bool,
@@ -78,7 +81,7 @@ impl Fault {
         })
     }
 
-    /// Returns true if a probe is due, and marks it as begun. There is one at a time, so that probes
+    /// Returns true if a probe is due, and marks it as running. Only one probe runs at a time, so that probes
     /// do not pile up on a drive that does not answer.
     fn due(&mut self, every: Duration) -> bool {
         let due = !self.looking && self.looked.elapsed() >= every;
@@ -88,7 +91,7 @@ impl Fault {
         due
     }
 
-    /// The look is over, and has changed nothing.
+    /// Records that a probe has ended without any change.
     fn remains(fault: &mut Option<Self>) {
         if let Some(fault) = fault {
             fault.looking = false;
@@ -101,13 +104,13 @@ impl Condition {
         self.faults.lock().log.is_some()
     }
 
-    /// Returns true if chunks can be written and logged, as far as is known.
+    /// Returns true if chunks can be written and logged, as far as known.
     pub(super) fn is_writable(&self) -> bool {
         let faults = self.faults.lock();
         faults.log.is_none() && faults.unwritable.is_none() && faults.files.is_none()
     }
 
-    /// Records what was done to the drive's files.
+    /// Records a change of the drive's files by another program, or the end of one.
     pub(super) fn looked_at_files(&self, changed: Option<&str>, counters: &Counters) {
         let mut faults = self.faults.lock();
         match (&faults.files, changed) {
@@ -115,14 +118,16 @@ impl Condition {
                 count(&counters.taken_out, 1);
                 warn!(reason, "drive is taken out, and its chunks are misses");
             }
-            (Some(_), None) => info!("the drive's files are as they were; it is used again"),
+            (Some(_), None) => {
+                info!("the drive's files are as they were; the drive is in use again")
+            }
             _ => {}
         }
         faults.files = changed.map(str::to_owned);
         self.set_out(&faults);
     }
 
-    /// Returns what was done to the drive's files.
+    /// Returns the change of the drive's files by another program, if there is one.
     pub(super) fn changed_files(&self) -> Option<String> {
         self.faults.lock().files.clone()
     }
@@ -139,11 +144,11 @@ impl Condition {
         self.faults.lock().events = Some(events);
     }
 
-    /// Notes that the log cannot be written.
+    /// Records that the log cannot be written.
     pub(super) fn log_failed(&self, error: &io::Error, counters: &Counters) {
         count(&counters.write_errors, 1);
         let reason = format!("the index log cannot be written: {error}");
-        // A drive that is out for its files was warned of.
+        // For a drive that is out because of its files, a warning was already logged.
         if self.changed_files().is_none() {
             warn!(
                 reason,
@@ -160,7 +165,7 @@ impl Condition {
         }
     }
 
-    /// Records whether a segment could be made. A full file system is no fault.
+    /// Records whether a segment could be made. A full file system is not a fault.
     pub(super) fn tried_to_grow(&self, error: Option<&io::Error>) {
         let reason = error.map(|error| format!("making a segment: {error}"));
         let mut faults = self.faults.lock();
@@ -185,7 +190,7 @@ impl Condition {
         self.faults.lock().reads = 0;
     }
 
-    /// A chunk was written and is durable.
+    /// Records that a chunk was written and is durable.
     pub(super) fn chunk_kept(&self) {
         self.faults.lock().broken.clear();
         self.write_works();
@@ -200,7 +205,7 @@ impl Condition {
         }
     }
 
-    /// A chunk could not be written, or not be made durable, at this location.
+    /// Records that a chunk could not be written or made durable at this location.
     pub(super) fn write_failed(&self, put: &PutRecord, what: &str) {
         let Location {
             segment,
@@ -217,7 +222,7 @@ impl Condition {
             location: put.location,
             payload: blocks(put.len),
         });
-        // What was written to one segment at a time fails together.
+        // Writes to one segment at the same time fail together, and count once.
         if known.is_none_or(|known| known.location.generation != generation) {
             faults.count_write(what);
         }
@@ -238,13 +243,13 @@ impl Condition {
         }
     }
 
-    /// Begins a look whether reads work again; returns false when it is not time for one.
+    /// Begins a probe of reads; returns false if none is due.
     pub(super) fn begin_read_probe(&self, every: Duration) -> bool {
         let mut faults = self.faults.lock();
         faults.out.as_mut().is_some_and(|fault| fault.due(every))
     }
 
-    /// Records the outcome of a look at the drive's first block.
+    /// Records the result of a read of the drive's first block.
     pub(super) fn read_probed(&self, answers: bool) {
         let mut faults = self.faults.lock();
         if !answers {
@@ -257,8 +262,8 @@ impl Condition {
         }
     }
 
-    /// Begins a write where writes failed, and returns these locations, each time another one first;
-    /// `None` when it is not time for it.
+    /// Begins a write probe, and returns the locations where writes failed, each time with another one first.
+    /// `None` if no probe is due.
     pub(super) fn begin_write_probe(&self, every: Duration) -> Option<Vec<Broken>> {
         let mut faults = self.faults.lock();
         let due = |fault: &mut Fault| fault.due(every);
@@ -282,7 +287,7 @@ impl Condition {
         self.faults.lock().count_write(what);
     }
 
-    /// Returns the reason why the drive is not to be used, if there is one.
+    /// Returns the reason why the drive must not be used, if there is one.
     pub(super) fn unavailable(&self) -> Option<Unavailable> {
         if !self.out.load(Ordering::Acquire) {
             return None;
@@ -307,8 +312,9 @@ impl Condition {
         }
     }
 
-    /// The segments that may be given up for a chunk, the first before the others; None for any.
-    /// Once chunks could not be kept in several, one that has failed is as good as another.
+    /// Returns the segments that may be evicted for a chunk, the first one first; `None` stands for any
+    /// segment. Once chunks could not be stored in several segments, only segments with failed writes are
+    /// evicted.
     pub(super) fn may_give_up(&self) -> Option<Vec<u32>> {
         let faults = self.faults.lock();
         let failed = faults.broken.iter().map(|broken| broken.location.segment);

@@ -1,4 +1,4 @@
-//! Reading chunks back, and checking what was read.
+//! Loads: reading chunks, and verifying them.
 
 use std::io;
 use std::sync::Arc;
@@ -15,14 +15,14 @@ use crate::counters::count;
 use crate::format::{ChunkHeader, PutRecord, blocks, payload_sum};
 use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op, Part, is_abandoned};
 
-/// Least bytes of a part of a payload. Parts are read side by side; each is summed on the thread that
-/// learns of its end while others are read, so a drive delivers no more than that thread can sum.
+/// Least bytes of a part of a payload. Parts are read concurrently. One thread receives their completions and
+/// sums each part while others are being read, so a drive delivers at most what that thread can sum.
 #[cfg(not(test))]
 const PART: u64 = 1 << 20;
-/// Few bytes, so that what tests read has parts.
+/// Small in tests, so that short chunks have several parts.
 #[cfg(test)]
 const PART: u64 = BLOCK;
-/// Parts at most.
+/// Most parts of a payload.
 const PARTS: u64 = 4;
 
 /// A caller that waits for a chunk: its batch, and the index in it.
@@ -30,21 +30,21 @@ type Waiter = (Arc<Batch<Loaded>>, usize);
 
 /// The reads of a chunk.
 struct Reading {
-    /// Reads that have not ended.
+    /// Number of reads that have not ended.
     left: usize,
     header: Option<Buf>,
     /// Parts of the payload that have arrived.
     parts: Vec<Option<Buf>>,
-    /// Parts that are in the sum.
+    /// Number of parts that are in the sum.
     summed: usize,
     sum: PartedChecksum,
-    /// The slot, where the payload goes through other memory.
+    /// The slot, if the payload is read into other memory first.
     slot: Option<ReservedSlot>,
     error: Option<io::Error>,
 }
 
 impl Reading {
-    /// Takes in how a read has ended: of a part, or of the header.
+    /// Records the end of a read: of a part, or of the header.
     fn ended(&mut self, part: Option<usize>, done: Done) {
         self.left -= 1;
         self.error = self.error.take().or(done.result.err());
@@ -55,7 +55,7 @@ impl Reading {
         if self.error.is_some() {
             return;
         }
-        // All but the last, in order.
+        // All parts but the last are summed, in order.
         while self.summed + 1 < self.parts.len()
             && let Some(Buf::Into(part)) = &self.parts[self.summed]
         {
@@ -64,7 +64,7 @@ impl Reading {
         }
     }
 
-    /// The slot, with the checksum of its bytes where the whole slot was read.
+    /// Returns the slot, and the checksum of its bytes if the whole slot was read.
     fn into_slot(self) -> Option<(ReservedSlot, u64)> {
         let Self {
             mut parts,
@@ -74,7 +74,7 @@ impl Reading {
         } = self;
         if let Some(mut slot) = slot {
             let Some(Some(Buf::Own(bytes))) = parts.pop() else {
-                // The operation was abandoned before the kernel saw the slot.
+                // The operation was abandoned before the kernel got the slot.
                 return Some((slot, 0));
             };
             let len = slot.len() as usize;
@@ -97,7 +97,7 @@ impl Reading {
     }
 }
 
-/// Reads of chunks.
+/// Reads chunks from the drive.
 #[derive(Debug)]
 pub(super) struct ChunkReader {
     core: Arc<DriveCore>,
@@ -116,7 +116,7 @@ impl ChunkReader {
         self.rate.time(bytes)
     }
 
-    /// Starts to read a chunk; the outcome goes to `waiter`.
+    /// Starts to read a chunk; `waiter` gets the outcome.
     pub(super) fn load(self: &Arc<Self>, item: LoadItem, waiter: Waiter) {
         let LoadItem { key, slot, .. } = item;
         let answer = |loaded| waiter.0.answer(waiter.1, loaded);
@@ -151,10 +151,10 @@ impl ChunkReader {
         self.rate.begin(Instant::now());
         let at = u64::from(found.location.block) * BLOCK;
         let len = blocks(found.len) * BLOCK;
-        // A slot that is not laid out for direct I/O is filled from memory that is.
+        // A slot that is not aligned for direct I/O is filled from aligned memory.
         let direct = slot.padded_len() >= len && slot.offset().is_multiple_of(BLOCK);
         let (parts, slot) = match direct {
-            // The last has a whole block's bytes at least, padding apart.
+            // The last part has at least one whole block, padding not counted.
             true => (Part::split(slot, (found.len / PART).clamp(1, PARTS)), None),
             false => (Vec::new(), Some(slot)),
         };
@@ -208,7 +208,7 @@ impl ChunkReader {
         self.core.volume.submit(ops);
     }
 
-    /// Checks what was read and answers.
+    /// Verifies the bytes that were read, and answers.
     fn read_ended(self: &Arc<Self>, found: &PutRecord, mut reading: Reading, waiter: &Waiter) {
         self.core.state.lock().index.leave(found.location.segment);
         let (batch, index) = waiter;
@@ -223,8 +223,7 @@ impl ChunkReader {
             count(&self.core.counters.read_errors, 1);
             self.probes.read_failed(*found, error);
         }
-        // A slot that the kernel may still write to has no owner; the waiter gets its answer at the
-        // deadline.
+        // A slot that the kernel may still write to has no owner; the waiter gets its answer at the deadline.
         let Some((slot, sum)) = reading.into_slot() else {
             return;
         };
@@ -237,7 +236,7 @@ impl ChunkReader {
         }
         self.core.condition.read_works();
         if slot.arena().is_lost() {
-            // The sum is of other bytes than the drive's, which says nothing about the drive's.
+            // The sum is of other bytes than the drive's, so it shows nothing about the drive.
             let failed = Loaded::Failed {
                 error: BackendError::Io(io::Error::other("the slot's memory was lost")),
                 slot: FailedSlot::Released(slot),

@@ -1,4 +1,4 @@
-//! The files of the log: new logs, their checkpoints, and the map of clears beside them.
+//! The files of the log: new logs, their checkpoints, and the map of clears.
 
 use std::io;
 use std::sync::Arc;
@@ -16,15 +16,15 @@ use crate::index::SNAPSHOT_PART;
 use crate::log::{Tail, UNFINISHED, checkpoint_name, checkpoint_numbers, log_name, log_numbers};
 use crate::volume::{AlignedBuf, BLOCK, FileId, Kind};
 
-/// The log that is written.
+/// The current log.
 #[derive(Debug)]
 pub(super) struct Log {
-    /// `None` if there was no space for a file: the next log is begun then.
+    /// `None` if there was no space for a file: then the next log is tried later.
     pub(super) file: Option<FileId>,
     pub(super) tail: Tail,
 }
 
-/// Makes the files that the log's thread writes; no other thread uses it once the drive has started.
+/// Manages the files that the log's thread writes. No other thread uses it once the drive has started.
 #[derive(Debug)]
 pub(super) struct LogFiles {
     pub(super) core: Arc<DriveCore>,
@@ -34,8 +34,8 @@ pub(super) struct LogFiles {
 }
 
 impl LogFiles {
-    /// Writes the map of the clears that the index is at, unless the file has it. A record with the
-    /// digest of the map is written after it.
+    /// Writes the map of the index's clears, unless the file has it already. A record with the digest of the
+    /// map is written after it.
     pub(super) fn write_clears(&mut self) -> io::Result<()> {
         let (id, clears) = {
             let state = self.core.state.lock();
@@ -55,8 +55,7 @@ impl LogFiles {
         Ok(())
     }
 
-    /// Continues the log of the process before, up to the end of its file if there is no space for
-    /// more.
+    /// Continues the log of the previous process; up to the end of its file if there is no space for more.
     pub(super) fn old_log(&self, mut tail: Tail) -> io::Result<Log> {
         self.sync_logs()?;
         let (name, bytes) = (log_name(tail.log), self.core.settings.log_bytes);
@@ -71,8 +70,8 @@ impl LogFiles {
         Ok(Log { file, tail })
     }
 
-    /// Begins the first log of this process. Without space for it the chunks can still be
-    /// read, and it is tried again later, as after any failure.
+    /// Begins the first log of this process. Without space for it, chunks can still be read, and the log is
+    /// retried later, as after any failure.
     pub(super) fn first_log(&mut self, number: u64) -> io::Result<Log> {
         match self.new_log(number) {
             Err(error) if number > 0 && is_full(&error) => {
@@ -90,8 +89,8 @@ impl LogFiles {
         }
     }
 
-    /// Makes durable what was found in the logs, and the names of all files: the process before
-    /// may have been killed before it did, and what is written from now on builds on them.
+    /// Makes durable what was found in the logs, and the names of all files: the previous process may have
+    /// been killed before it did so, and later writes depend on them.
     fn sync_logs(&self) -> io::Result<()> {
         for number in log_numbers(&self.core.volume.list()?) {
             let file = self.core.volume.open(&log_name(number), None)?;
@@ -102,9 +101,9 @@ impl LogFiles {
         self.core.volume.sync_names()
     }
 
-    /// Begins a new log and a checkpoint for it; then older ones go.
+    /// Begins a new log and makes a checkpoint for it, then removes older ones.
     pub(super) fn new_log(&mut self, number: u64) -> io::Result<Log> {
-        // What an attempt that failed has left would be taken for frames.
+        // Leftovers of a failed attempt would be taken for frames.
         let name = log_name(number);
         if self.core.volume.list()?.contains(&name) {
             self.core.volume.remove(&name)?;
@@ -112,7 +111,7 @@ impl LogFiles {
         let bytes = self.core.settings.log_bytes;
         let file = self.core.volume.open(&name, Some(bytes))?;
         let begun = self.fill_log(file, bytes).inspect_err(|_| {
-            // A drive that is full has no use for half of it.
+            // Half of a log is useless to a full drive.
             let _ = self.core.volume.remove(&name);
         });
         if let Err(error) = begun.and_then(|()| self.replace_logs_before(number)) {
@@ -131,8 +130,8 @@ impl LogFiles {
         })
     }
 
-    /// Writes zeroes to the whole of a new log once. The file system has only reserved the blocks:
-    /// each frame would otherwise change the file's metadata, which costs as much as the frame.
+    /// Writes zeroes to the whole of a new log once. Until then the file system has only reserved the blocks,
+    /// and each frame would also change the file's metadata, which costs as much as the frame.
     fn fill_log(&self, file: FileId, bytes: u64) -> io::Result<()> {
         const PART: u64 = 1 << 20;
         for at in (0..bytes).step_by(PART as usize) {
@@ -142,7 +141,7 @@ impl LogFiles {
         Ok(())
     }
 
-    /// Makes a log's checkpoint, which replaces the logs before it.
+    /// Makes a log's checkpoint, which replaces the earlier logs.
     fn replace_logs_before(&mut self, number: u64) -> io::Result<()> {
         self.core.volume.sync_names()?;
         self.write_clears()?;
@@ -160,8 +159,8 @@ impl LogFiles {
         self.core.volume.sync_names()
     }
 
-    /// Returns the index as it is now. Other threads may take its lock between two records. Nothing is
-    /// put meanwhile: only this thread, the log's, does that.
+    /// Returns the current index. Other threads may take its lock between two records. No chunk is added
+    /// meanwhile, because only this thread, the log's thread, adds chunks.
     fn snapshot(&self) -> Vec<Record> {
         let mut records = Vec::new();
         let mut snapshot = self.core.state.lock().index.snapshot(&mut records);
@@ -176,7 +175,7 @@ impl LogFiles {
         }
     }
 
-    /// Writes the index as it is now.
+    /// Writes a checkpoint of the current index.
     fn checkpoint(&self, log: u64) -> io::Result<()> {
         let records = self.snapshot();
         let len = (records.len() * RECORD_LEN).next_multiple_of(BLOCK_LEN) as u64;

@@ -1,5 +1,4 @@
-//! One drive at work: chunks are written beside each other, made durable in groups, read back
-//! and checked.
+//! One drive: writes chunks, makes them durable in groups, reads them back and verifies them.
 
 mod commit;
 mod health;
@@ -53,7 +52,7 @@ use crate::status::{DriveStatus, SegmentStatus};
 use crate::timer::join_before;
 use crate::volume::{BLOCK, Volume};
 
-/// A drive: the state that its types share, these types, and its two threads.
+/// A drive: the state that the types of this module share, these types, and two threads.
 #[derive(Debug)]
 pub(crate) struct Drive {
     core: Arc<DriveCore>,
@@ -66,7 +65,7 @@ pub(crate) struct Drive {
 }
 
 impl Drive {
-    /// Runs a drive whose index was recovered.
+    /// Starts a drive whose index was recovered.
     pub(crate) fn start(
         volume: Arc<dyn Volume>,
         header: DriveHeader,
@@ -170,7 +169,7 @@ impl Drive {
         Ok(drive)
     }
 
-    /// Reports from now on which chunks come and go.
+    /// Reports from now on the chunks that come and go.
     pub(crate) fn report_to(&self, events: &Events) {
         self.core.state.lock().index.report_to(events.clone());
         self.core.condition.report_to(events.clone());
@@ -185,7 +184,7 @@ impl Drive {
         self.core.state.lock().index.list(after, limit)
     }
 
-    /// The drive's id.
+    /// Returns the drive's id.
     pub(crate) fn id(&self) -> [u8; 16] {
         self.core.header.drive_id
     }
@@ -194,7 +193,7 @@ impl Drive {
         self.core.state.lock().index.usage()
     }
 
-    /// Bytes of segments that it may have.
+    /// Returns the bytes of the segments that the drive may have.
     pub(crate) fn capacity(&self) -> u64 {
         self.space.max_segments() * self.core.header.segment_bytes
     }
@@ -242,7 +241,7 @@ impl Drive {
         }
     }
 
-    /// The chunks of one segment.
+    /// Returns the chunks of one segment.
     pub(crate) fn chunks_of(&self, segment: u32) -> Vec<PutRecord> {
         let mut found = Vec::new();
         let mut after = segment.checked_sub(1).map(|before| (before, u32::MAX));
@@ -260,12 +259,13 @@ impl Drive {
         }
     }
 
-    /// Gives the file of an empty segment back to the file system. False when it is not empty.
+    /// Removes the file of an empty segment. Returns false if the segment is not empty.
     pub(crate) fn give_back(&self, segment: u32) -> io::Result<bool> {
         self.space.give_back(segment)
     }
 
-    /// Chunks of each space with the settings that they were stored under, the largest first.
+    /// Returns the chunks of each space with the settings that they were stored under, the largest space
+    /// first.
     pub(crate) fn spaces(&self) -> Vec<SpaceUsage> {
         let usage = self.core.state.lock().index.spaces();
         let record = self.read_file(SPACES_NAME).ok().flatten();
@@ -280,13 +280,13 @@ impl Drive {
         state.index.segments_with(|space| spaces.contains(&space))
     }
 
-    /// Returns true if a segment has chunks of the use that had this generation.
+    /// Returns true if a segment still has chunks of the use with this generation.
     pub(crate) fn has_chunks_of(&self, segment: u32, generation: u64) -> bool {
         let state = self.core.state.lock();
         state.index.has_chunks_of(segment, generation)
     }
 
-    /// Writes the settings of this run, and those of earlier runs from `spaces`.
+    /// Records the settings of this run, and those of earlier runs from `spaces`.
     pub(crate) fn note_settings(&self, current: &str, spaces: &[SpaceUsage]) -> io::Result<()> {
         let of_space = |usage: &SpaceUsage| {
             let settings = usage.settings.clone();
@@ -303,12 +303,12 @@ impl Drive {
         self.replace_file(SPACES_NAME, &record.encode())
     }
 
-    /// Starts to store a chunk; the answer goes to `waiter`.
+    /// Starts to store a chunk; `waiter` gets the answer.
     pub(crate) fn store(&self, item: StoreItem, waiter: StoreWaiter) {
         self.writer.store(item, waiter);
     }
 
-    /// Starts to read a chunk; the outcome goes to `waiter`.
+    /// Starts to read a chunk; `waiter` gets the outcome.
     pub(crate) fn load(&self, item: LoadItem, waiter: (Arc<Batch<Loaded>>, usize)) {
         self.reader.load(item, waiter);
     }
@@ -318,22 +318,22 @@ impl Drive {
         self.writer.relocate(item, sum, waiter);
     }
 
-    /// Lets chunks be moved to a segment from which all have gone.
+    /// Allows chunks to be moved to a segment that has become empty.
     pub(crate) fn reuse(&self, segment: u32) {
         self.core.state.lock().index.reuse(segment);
     }
 
-    /// Returns the bytes of a file of the drive; none where there is no such file.
+    /// Returns the bytes of a file of the drive; none if there is no such file.
     pub(crate) fn read_file(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
         read_file(&*self.core.volume, name)
     }
 
-    /// Replaces a file of the drive, durably: a kill leaves the file before or this one.
+    /// Replaces a file of the drive durably: after a kill there is either the old file or the new one.
     pub(crate) fn replace_file(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         replace_file(&*self.core.volume, name, bytes)
     }
 
-    /// Returns the reason why the drive is not to be used, if there is one.
+    /// Returns the reason why the drive must not be used, if there is one.
     pub(crate) fn unavailable(&self) -> Option<Unavailable> {
         self.core.condition.unavailable()
     }
@@ -342,24 +342,24 @@ impl Drive {
         self.core.condition.health()
     }
 
-    /// Notes that reads had no answer by their deadline, for which they had so long.
+    /// Records reads that had no answer at their deadline, after `waited`.
     pub(crate) fn late_reads(&self, reads: u64, waited: Duration) {
         self.probes.late_reads(reads, waited);
     }
 
-    /// Notes that writes had no answer by their deadline, for which they had so long.
+    /// Records writes that had no answer at their deadline, after `waited`.
     pub(crate) fn late_writes(&self, writes: u64, waited: Duration) {
         self.probes.late_writes(writes, waited);
     }
 
-    /// Looks whether a drive that failed works again, when it is time for that.
+    /// Probes a drive that failed, if a probe is due.
     pub(crate) fn probe(&self) {
         self.probes.probe_reads();
         self.probes.probe_writes();
         self.space.probe_growth();
     }
 
-    /// Removes a chunk; the answer, when the removal is durable, goes to `waiter`.
+    /// Removes a chunk; `waiter` gets the answer when the removal is durable.
     pub(crate) fn remove(&self, key: &ChunkKey, waiter: ChangeWaiter) {
         let core = &self.core;
         let mut state = core.state.lock();
@@ -372,8 +372,8 @@ impl Drive {
             drop(state);
             return waiter.0.answer(waiter.1, Some(false));
         }
-        // A chunk that is not there may still be in the log, or on its way there: that it is not
-        // there is durable after this record. Others need none, and wait for nothing.
+        // A chunk that is not in the index may still be in the log, or about to be written to it: after this
+        // record its absence is durable. Other absent chunks need no record, and wait for nothing.
         count(&core.counters.removed, u64::from(there));
         let waiter = Some((waiter, there));
         state.queue.push(Record::Remove { key: *key }, waiter);
@@ -389,19 +389,19 @@ impl Drive {
         self.reader.time(bytes)
     }
 
-    /// Returns the clears that the chunks were stored after.
+    /// Returns the clears after which the chunks were stored.
     pub(crate) fn clears(&self) -> Arc<Clears> {
         Arc::clone(&self.core.state.lock().clears)
     }
 
-    /// Removes all chunks, also those that are being written, unless the drive is at these clears.
-    /// Returns how many were there. The answer to `waiter` is true when all is durable.
+    /// Removes all chunks, also those that are being written, unless the drive has these clears already.
+    /// Returns the number of chunks. `waiter` gets true when all is durable.
     pub(crate) fn clear(&self, clears: &Arc<Clears>, waiter: ChangeWaiter) -> u64 {
         let (core, id) = (&self.core, clears.id());
         let mut state = core.state.lock();
         let (mut gone, mut given_up) = (0, Vec::new());
         let mut record = state.index.cleared();
-        // Of two clears at once, the later one may come first.
+        // Of two concurrent clears, the later one may come first.
         if !state.clears.contains(clears) {
             for writing in state.writing.values_mut() {
                 writing.doomed = true;
@@ -414,7 +414,7 @@ impl Drive {
         drop(state);
         core.work.notify_one();
         count(&core.counters.removed, gone);
-        // Wakers may do anything, so they are called without the lock.
+        // Wakers may run any code, so they are called without the lock.
         for (.., (batch, index)) in given_up {
             batch.answer(index, Ok(Stored::Declined));
         }
@@ -426,7 +426,7 @@ impl Drive {
         self.core.state.lock().closed
     }
 
-    /// Lets a stop that is under way, or the next one, end without waiting for anything.
+    /// Lets a stop that is in progress, or the next one, end without waiting.
     pub(crate) fn give_up(&self) {
         let mut state = self.core.state.lock();
         state.closed = true;
@@ -435,9 +435,9 @@ impl Drive {
         self.core.work.notify_all();
     }
 
-    /// Ends: with `orderly`, after all is durable and a checkpoint was made, unless that is given
-    /// up. A thread that a file system does not answer then is left behind, and the folder stays
-    /// locked until that ends.
+    /// Stops the drive. With `orderly`, makes everything durable and writes a checkpoint first, unless
+    /// [`Self::give_up`] is called. A thread that waits for an unresponsive file system is left behind, and
+    /// the folder stays locked until it ends.
     pub(crate) fn stop(&self, orderly: bool) -> io::Result<()> {
         {
             let mut state = self.core.state.lock();
@@ -462,7 +462,7 @@ impl Drive {
         self.space.end_space_thread();
         let hangs = !committer.is_finished();
         if hangs {
-            // What the threads wait for ends with it, as far as it ends at all.
+            // Stopping the volume also ends what the threads wait for, as far as possible.
             self.core.volume.stop();
         }
         let deadline = Instant::now() + self.core.settings.leave;
@@ -471,7 +471,7 @@ impl Drive {
         if !hangs {
             self.core.volume.stop();
         }
-        // A space thread that was left behind does not answer them any more.
+        // If the space thread was left behind, it does not answer these stores any more.
         let parked = self.writer.take_parked();
         drop(parked);
         let left: Vec<_> = {
@@ -497,7 +497,7 @@ impl Drive {
 
 impl Drop for Drive {
     fn drop(&mut self) {
-        // Like a kill: what was acknowledged is durable, and the next start finds it.
+        // As after a kill: acknowledged chunks are durable, and the next start finds them.
         let _ = self.stop(false);
     }
 }

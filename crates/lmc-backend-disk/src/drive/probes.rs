@@ -1,4 +1,4 @@
-//! Probes of a drive that failed: looks at its first block, second reads, and writes where writes failed.
+//! Probes of a drive that failed: reads of its first block, repeated reads, and writes where writes failed.
 
 use std::io;
 use std::sync::Arc;
@@ -10,14 +10,14 @@ use crate::counters::count;
 use crate::format::{DriveHeader, Location, PutRecord, blocks};
 use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op};
 
-/// Returns true if a read failed because of its location, and not for lack of memory or the like.
+/// Returns true if a read failed because of its location, not because of a lack of memory or the like.
 fn is_about_a_location(error: &io::Error) -> bool {
     let code = error.raw_os_error();
     let known = [libc::EIO, libc::ENODATA, libc::EILSEQ, libc::EREMOTEIO];
     code.is_some_and(|code| known.contains(&code)) || error.kind() == io::ErrorKind::UnexpectedEof
 }
 
-/// The reads and writes that tell whether a drive works.
+/// The reads and writes that find out whether a drive works.
 #[derive(Debug)]
 pub(super) struct HealthProbes {
     core: Arc<DriveCore>,
@@ -29,8 +29,8 @@ impl HealthProbes {
         Self { core, header_file }
     }
 
-    /// A chunk could not be read. Either its location is bad, and it is forgotten, or the drive is, or
-    /// it was for a moment only.
+    /// Handles a failed read of a chunk. If its location is bad, the chunk is removed. Otherwise the drive is
+    /// bad, or the failure was temporary.
     pub(super) fn read_failed(self: &Arc<Self>, found: PutRecord, error: &io::Error) {
         let (what, is_local) = (format!("reading: {error}"), is_about_a_location(error));
         self.look(move |this, answers| match answers {
@@ -43,7 +43,7 @@ impl HealthProbes {
         });
     }
 
-    /// Reads a chunk a second time, and forgets it when its location cannot be read then either.
+    /// Reads a chunk a second time, and removes it if its location is unreadable again.
     fn read_again(self: &Arc<Self>, found: PutRecord) {
         let segment = found.location.segment;
         let file = {
@@ -75,7 +75,7 @@ impl HealthProbes {
         }]);
     }
 
-    /// Reads the drive's first block, and tells whether that works.
+    /// Reads the drive's first block, and passes on whether that works.
     fn look(self: &Arc<Self>, then: impl FnOnce(&Arc<Self>, bool) + Send + 'static) {
         let this = Arc::clone(self);
         self.core.volume.submit(vec![Op {
@@ -97,7 +97,7 @@ impl HealthProbes {
         }]);
     }
 
-    /// Looks whether reads work again, when it is time for that.
+    /// Probes reads, if a probe is due.
     pub(super) fn probe_reads(self: &Arc<Self>) {
         let core = &self.core;
         if core.condition.begin_read_probe(core.settings.probe_every) {
@@ -105,8 +105,8 @@ impl HealthProbes {
         }
     }
 
-    /// Writes as much as failed once more where it did, each time at another of these locations,
-    /// unless something is being written anyway.
+    /// Repeats a failed write with the same length, each time at another of the failed locations, unless
+    /// other writes are in progress.
     pub(super) fn probe_writes(self: &Arc<Self>) {
         let condition = &self.core.condition;
         let Some(locations) = condition.begin_write_probe(self.core.settings.probe_every) else {
@@ -122,12 +122,12 @@ impl HealthProbes {
                 } = broken.location;
                 let file = state.files.get(segment as usize).copied().flatten()?;
                 let same = state.index.generation(segment) == generation;
-                // A free segment may begin its next use while this is written.
+                // A free segment may begin its next use during this write.
                 (same && !state.index.is_free(segment)).then_some((broken, file.id))
             });
             match location {
                 Some((broken, _)) => state.index.enter(broken.location.segment, false),
-                // What is under way tells how the drive is when it ends.
+                // The end of the writes in progress will show the drive's state.
                 None if !state.writing.is_empty() => {
                     drop(state);
                     return condition.write_probe_failed();
@@ -138,7 +138,7 @@ impl HealthProbes {
         };
         match location {
             Some((broken, file)) => self.write_again(Kind::WriteDurably, broken, file),
-            // It has answered, and there is no location to try.
+            // The drive has answered, and there is no location to probe.
             None => condition.write_works(),
         }
     }
@@ -155,7 +155,7 @@ impl HealthProbes {
             abandoned: None,
             done: Box::new(move |done| {
                 let code = done.result.as_ref().map_err(io::Error::raw_os_error);
-                // A file system that does not know how to do both at once.
+                // A file system that cannot write and sync in one operation.
                 let unknown = matches!(code, Err(Some(libc::EOPNOTSUPP | libc::EINVAL)));
                 if unknown && kind == Kind::WriteDurably {
                     return this.write_again(Kind::Write, broken, file);
@@ -169,7 +169,7 @@ impl HealthProbes {
         }]);
     }
 
-    /// Notes that reads had no answer by their deadline, for which they had so long.
+    /// Records reads that had no answer at their deadline, after `waited`.
     pub(super) fn late_reads(&self, reads: u64, waited: Duration) {
         count(&self.core.counters.late, reads);
         if reads > 0 && waited >= self.core.settings.stall {
@@ -179,7 +179,7 @@ impl HealthProbes {
         }
     }
 
-    /// Notes that writes had no answer by their deadline, for which they had so long.
+    /// Records writes that had no answer at their deadline, after `waited`.
     pub(super) fn late_writes(&self, writes: u64, waited: Duration) {
         count(&self.core.counters.late, writes);
         if writes > 0 && waited >= self.core.settings.stall {

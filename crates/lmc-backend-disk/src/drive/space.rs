@@ -1,4 +1,4 @@
-//! Free space for chunks: segments, which are made one ahead of need and freed where there are too many.
+//! Space for chunks: segments are made one ahead of need, and freed if there are too many.
 
 use std::io;
 use std::mem;
@@ -18,12 +18,12 @@ use crate::index::{Allocation, Extent};
 use crate::log::segment_name;
 use crate::volume::BLOCK;
 
-/// Result of an allocation for a chunk.
+/// Outcome of an allocation for a chunk.
 pub(super) enum Found {
     Extent(Extent, SegmentFile),
     /// A segment must be made first.
     Later,
-    /// No space is left; with the answer to a store of this number of bytes.
+    /// There is no space. Holds a function that returns the answer for a store of this many bytes.
     No(fn(u64) -> Result<Stored, BackendError>),
 }
 
@@ -34,7 +34,7 @@ pub(super) struct SegmentSpace {
     watch: Arc<FileWatch>,
     /// Wakes the space thread, which waits with the lock of the state.
     wake: Condvar,
-    /// Held while files of segments are made or removed.
+    /// Locked while segment files are made or removed.
     files: Mutex<()>,
 }
 
@@ -48,21 +48,21 @@ impl SegmentSpace {
         }
     }
 
-    /// Returns the number of segments within the capacity. Each needs space for its chunks in two
-    /// checkpoints as well (while one is made, the other exists), at most a 32nd; and two logs need
-    /// space.
+    /// Returns the most segments within the capacity. Each segment also needs space for its chunks' records
+    /// in two checkpoints (during a checkpoint, the previous one exists), at most a 32nd of the segment. Two
+    /// logs need space too.
     pub(super) fn max_segments(&self) -> u64 {
         let fixed = 2 * self.core.settings.log_bytes + 8 * BLOCK;
         let each = self.core.header.segment_bytes + 2 * self.max_record_bytes();
         self.core.settings.capacity.saturating_sub(fixed) / each
     }
 
-    /// Bytes of a segment's records in a checkpoint, at most: chunks take two blocks or more.
+    /// Returns the most bytes of a segment's records in a checkpoint: a chunk takes at least two blocks.
     fn max_record_bytes(&self) -> u64 {
         RECORD_LEN as u64 * (blocks(self.core.header.segment_bytes) / 2 + 1)
     }
 
-    /// Allocates space for a chunk of `len` bytes, and asks for a segment where none is left.
+    /// Allocates space for a chunk of `len` bytes, and requests a new segment if there is no space.
     pub(super) fn allocate(&self, state: &mut DriveState, len: u64) -> Found {
         let full: fn(u64) -> _ = |needed| Err(BackendError::Full { needed });
         let may_grow = self.may_grow(state);
@@ -82,7 +82,7 @@ impl SegmentSpace {
                 return Found::Later;
             }
             Allocation::Busy => return Found::No(full),
-            // Refused before it came here.
+            // Refused earlier.
             Allocation::TooLarge { .. } => return Found::No(full),
         };
         let segment = extent.location.segment;
@@ -96,7 +96,7 @@ impl SegmentSpace {
         Found::Extent(extent, file)
     }
 
-    /// Allocates space for a chunk without evicting another, and waits for a new segment if it must.
+    /// Allocates space for a chunk without evicting another one; waits for a new segment if necessary.
     pub(super) fn allocate_spare(&self, len: u64) -> Option<(Extent, SegmentFile)> {
         if !self.core.state.lock().index.has_spare_space(len) {
             self.grow();
@@ -117,7 +117,7 @@ impl SegmentSpace {
             && not_before.is_none_or(|not_before| Instant::now() >= not_before)
     }
 
-    /// Lets the thread try again, when it is time for that, to make a segment after it has failed.
+    /// Lets the space thread retry to make a segment after a failure, if the retry is due.
     pub(super) fn probe_growth(&self) {
         if self.core.condition.cannot_grow() {
             let mut state = self.core.state.lock();
@@ -132,7 +132,7 @@ impl SegmentSpace {
         self.wake.notify_one();
     }
 
-    /// Lets the thread evict what exceeds the capacity, which may be smaller than before.
+    /// Lets the space thread evict what exceeds the capacity, which may be smaller than before.
     pub(super) fn hold_size(&self) {
         let mut state = self.core.state.lock();
         let (made, most) = (state.segments_made, self.max_segments());
@@ -147,14 +147,14 @@ impl SegmentSpace {
         }
     }
 
-    /// Lets the thread end.
+    /// Lets the space thread end.
     pub(super) fn end_space_thread(&self) {
         self.core.state.lock().growth.over = true;
         self.wake.notify_one();
     }
 
-    /// Waits for something to do, or for the next look. Returns true if a segment may have to be made
-    /// or freed, and `None` when all is over.
+    /// Waits for work, or for the next check of the files. Returns true if a segment may have to be made or
+    /// freed, and `None` when the drive stops.
     pub(super) fn wait_for_work(&self, next_look: Instant) -> Option<bool> {
         let mut state = self.core.state.lock();
         loop {
@@ -166,18 +166,18 @@ impl SegmentSpace {
             }
             let waited = self.wake.wait_until(&mut state, next_look);
             if waited.timed_out() && !state.growth.over {
-                // A segment that was read or written a moment ago may be idle now.
+                // A segment that was in use a moment ago may be idle now.
                 return Some(state.segments_made > self.max_segments());
             }
         }
     }
 
-    /// Makes a segment, if there is none to begin and there may be more.
+    /// Makes a segment, if no segment is free and the capacity allows another one.
     pub(super) fn grow(&self) {
         let _one_at_a_time = self.files.lock();
         let segment = {
             let state = self.core.state.lock();
-            // One that failed is tried again, needed or not.
+            // After a failure it is retried, needed or not.
             let needed = !state.index.has_free() || self.core.condition.cannot_grow();
             if !needed || !self.may_grow(&state) {
                 return;
@@ -197,11 +197,11 @@ impl SegmentSpace {
         self.core.state.lock().growth.not_before = again;
     }
 
-    /// Makes a segment's file. Returns false when the file system has no space to spare for it.
+    /// Makes a segment's file. Returns false if the file system has too little free space.
     fn make_segment(&self, segment: u32) -> io::Result<bool> {
         let len = self.core.header.segment_bytes;
         let segments = self.core.state.lock().segments_made + 1;
-        // The next log and its checkpoint are made while the present ones are there.
+        // The next log and its checkpoint are made while the present ones exist.
         let renewal = self.core.settings.log_bytes + BLOCK + segments * self.max_record_bytes();
         let needed = len.saturating_add(self.core.settings.keep_free) + renewal;
         if self.core.volume.free()? < needed {
@@ -211,7 +211,7 @@ impl SegmentSpace {
         let file = match self.core.volume.open(&name, Some(len)) {
             Ok(file) => file,
             Err(error) => {
-                // Half of a file would be counted as a whole one.
+                // Half of a file would count as a whole segment.
                 let _ = self.core.volume.remove(&name);
                 if is_full(&error) {
                     return Ok(false);
@@ -235,7 +235,7 @@ impl SegmentSpace {
         Ok(true)
     }
 
-    /// Gives segments back while there are more than the capacity allows, empty ones first.
+    /// Removes segments while there are more than the capacity allows, empty ones first.
     pub(super) fn shrink(&self) {
         let mut evicted = 0u64;
         loop {
@@ -265,7 +265,7 @@ impl SegmentSpace {
         }
     }
 
-    /// Gives the file of an empty segment back to the file system. False when it is not empty.
+    /// Removes the file of an empty segment. Returns false if the segment is not empty.
     pub(super) fn give_back(&self, segment: u32) -> io::Result<bool> {
         let _one_at_a_time = self.files.lock();
         self.watch.check_files()?;

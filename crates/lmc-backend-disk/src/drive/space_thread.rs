@@ -7,14 +7,14 @@ use super::space::SegmentSpace;
 use super::store::ChunkWriter;
 use super::watch::FileWatch;
 
-/// The thread that makes and gives back segments, and looks at the drive's files from time to time: a
-/// file system may be slow at that, and no store waits for it beyond its deadline.
+/// The thread that makes and removes segments, and checks the drive's files from time to time. A file system
+/// may be slow at that, so no store waits for this thread beyond its deadline.
 #[derive(Debug)]
 pub(super) struct SpaceThread {
     pub(super) space: Arc<SegmentSpace>,
     pub(super) writer: Arc<ChunkWriter>,
     pub(super) watch: Arc<FileWatch>,
-    /// Time between two looks at the files.
+    /// Interval at which the files are checked.
     pub(super) probe_every: Duration,
 }
 
@@ -24,7 +24,7 @@ impl SpaceThread {
         let mut next_look = Instant::now();
         while let Some(is_space_wanted) = self.space.wait_for_work(next_look) {
             if Instant::now() >= next_look {
-                // What it finds is in the drive's condition.
+                // The result is in the drive's condition.
                 let _ = self.watch.check_files();
                 next_look = Instant::now() + self.probe_every;
             }
@@ -34,7 +34,7 @@ impl SpaceThread {
                 self.writer.write_parked();
             }
         }
-        // Their slots are free; the drive answers for them.
+        // Their slots are released; the drive answers these stores.
         let parked = self.writer.take_parked();
         drop(parked);
     }

@@ -1,4 +1,4 @@
-//! The state of a drive that the types of this module share, and the parts of it.
+//! The state of a drive that the types of this module share.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
@@ -22,24 +22,24 @@ use crate::volume::{AlignedBuf, FileId, Kind, Volume};
 /// Settings of a drive. The public form is [`crate::DiskConfig`].
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DriveSettings {
-    /// Bytes that all files together may take.
+    /// Most bytes of all files together.
     pub(crate) capacity: u64,
-    /// Bytes that are left free on the file system.
+    /// Bytes to leave free on the file system.
     pub(crate) keep_free: u64,
     /// Bytes of each log.
     pub(crate) log_bytes: u64,
-    /// Bytes that may be on their way to the drive; beyond, stores are declined.
+    /// Most bytes that may be waiting or being written; further stores are declined.
     pub(crate) max_writing: u64,
-    /// Time between two looks at a drive that was taken out.
+    /// Interval at which a drive that was taken out is probed.
     pub(crate) probe_every: Duration,
-    /// A batch that waits this long for a drive tells of a stall; a shorter one only of an
-    /// impatient caller.
+    /// A batch that has waited this long for a drive shows that the drive stalls. A shorter wait only shows
+    /// that the caller's deadline was short.
     pub(crate) stall: Duration,
     /// Time that a closing drive waits for its threads.
     pub(crate) leave: Duration,
 }
 
-/// A chunk that was written and waits to be made durable.
+/// A chunk that was written and is not durable yet.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ready {
     pub(super) put: PutRecord,
@@ -50,8 +50,8 @@ pub(super) struct Ready {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SegmentFile {
     pub(super) id: FileId,
-    /// Syncs of the file that failed. The kernel reports a lost write with one of them, and the
-    /// next succeeds: a writer whose write began before a failure trusts no sync after it.
+    /// Number of failed syncs of the file. The kernel reports a lost write with one failed sync, and the next
+    /// sync succeeds. So a writer whose write began before a failure does not trust a later sync.
     pub(super) failed_syncs: u32,
 }
 
@@ -64,40 +64,40 @@ impl SegmentFile {
     }
 }
 
-/// A caller that waits for a chunk to be durable: its batch, and the index in it.
+/// A caller that waits for a chunk to be durable: its batch, and the index in the batch.
 pub(super) type StoreWaiter = (Arc<Batch<Result<Stored, BackendError>>>, usize);
-/// A caller that waits for a change to be durable: its batch, and the index in it.
+/// A caller that waits for a change to be durable: its batch, and the index in the batch.
 pub(super) type ChangeWaiter = (Arc<Batch<Option<bool>>>, usize);
 
-/// A chunk on its way.
+/// A chunk that is being written.
 #[derive(Debug, Default)]
 pub(super) struct Writing {
-    /// True if the chunk was removed meanwhile: it will not be found.
+    /// True if the chunk was removed meanwhile, so it must not become findable.
     pub(super) doomed: bool,
     pub(super) first: Option<StoreWaiter>,
-    /// Others who want to store the same.
+    /// Other callers that store the same chunk.
     pub(super) others: Vec<StoreWaiter>,
-    /// Stores that came after the removal: they begin when this one is over.
+    /// Stores that came after the removal: they begin when this write has ended.
     pub(super) again: Vec<(StoreItem, StoreWaiter)>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Queue {
-    /// Changes to log, in their order, and chunks to make durable before.
+    /// Changes to log, in order, with the chunks to make durable before.
     pub(super) changes: Vec<LogChange>,
     /// Chunks that the unlogged changes remove.
     pub(super) gone: Gone,
-    /// Chunks that the changes being written remove, or do not add: the log may not hold these
-    /// changes yet, or their write failed.
+    /// Chunks that the changes being written remove, or do not add: these changes may not be in the log yet,
+    /// or their write failed.
     pub(super) behind: Gone,
     pub(super) stop: Stop,
 }
 
-/// Chunks that are not found, and that a restart might find.
+/// Chunks that are not findable now but that a restart might find.
 #[derive(Debug, Default)]
 pub(super) struct Gone {
     pub(super) keys: HashSet<ChunkKey>,
-    /// True if it may be any chunk: whole segments began their next use, or all was cleared.
+    /// True if it may be any chunk: whole segments began their next use, or all chunks were cleared.
     pub(super) any: bool,
 }
 
@@ -117,7 +117,7 @@ impl Queue {
         self.changes.push(LogChange::Other(record, waiter));
     }
 
-    /// Takes all there is to log.
+    /// Takes all changes that are to be logged.
     pub(super) fn take(&mut self) -> Vec<LogChange> {
         let gone = mem::take(&mut self.gone);
         self.behind.keys.extend(gone.keys);
@@ -134,7 +134,7 @@ impl Queue {
 #[derive(Debug)]
 pub(super) enum LogChange {
     Put(Ready),
-    /// Any other record, with its waiter and the answer for it.
+    /// Another record, with its waiter and the answer for the waiter.
     Other(Record, Option<(ChangeWaiter, bool)>),
 }
 
@@ -142,22 +142,22 @@ pub(super) enum LogChange {
 pub(super) enum Stop {
     #[default]
     No,
-    /// Write what is queued, make a checkpoint, end.
+    /// Write the queued changes, make a checkpoint, then end.
     Orderly,
-    /// End.
+    /// End at once.
     AtOnce,
 }
 
-/// Growth of a drive, as the space thread and the stores see it.
+/// Growth of a drive, shared by the space thread and the stores.
 #[derive(Debug, Default)]
 pub(super) struct Growth {
     /// True if a segment may have to be made or freed.
     pub(super) wanted: bool,
-    /// True once no more space will be asked for.
+    /// True once no more space will be requested.
     pub(super) over: bool,
     /// Chunks that wait for a segment.
     pub(super) parked: VecDeque<StoreItem>,
-    /// No segment could be made. It is tried again from then on.
+    /// Time before which making a segment is not retried, after it failed.
     pub(super) not_before: Option<Instant>,
 }
 
@@ -165,7 +165,7 @@ pub(super) struct Growth {
 #[derive(Debug)]
 pub(super) struct DriveState {
     pub(super) index: Index,
-    /// The clears that the chunks were stored after; the index has the digest.
+    /// The clears after which the chunks were stored; the index has their digest.
     pub(super) clears: Arc<Clears>,
     /// The open file of each segment.
     pub(super) files: Vec<Option<SegmentFile>>,
@@ -173,11 +173,11 @@ pub(super) struct DriveState {
     pub(super) queue: Queue,
     pub(super) growth: Growth,
     pub(super) closed: bool,
-    /// Files of segments that are there.
+    /// Number of segment files that exist.
     pub(super) segments_made: u64,
 }
 
-/// A drive as all types of this module use it; it uses none of them.
+/// The part of a drive that all types of this module use; it uses none of them.
 ///
 /// Lock order: `SegmentSpace::files`, `FileWatch::look`, the writes of a chunk, `state`, the faults in
 /// `condition`.
@@ -187,16 +187,16 @@ pub(super) struct DriveCore {
     pub(super) header: DriveHeader,
     pub(super) settings: DriveSettings,
     pub(super) state: Mutex<DriveState>,
-    /// Wakes the log's thread: the queue has something, or the drive shall stop.
+    /// Wakes the log's thread: the queue has changes, or the drive is to stop.
     pub(super) work: Condvar,
     pub(super) counters: Counters,
     pub(super) condition: Condition,
-    /// Keeps other processes from the folder until the drive and its threads are gone.
+    /// Keeps other processes away from the folder until the drive and its threads are gone.
     pub(super) claim: Option<Claim>,
 }
 
 impl DriveCore {
-    /// Removes a chunk whose bytes are wrong or cannot be read, for good.
+    /// Removes a chunk permanently because its bytes are wrong or unreadable.
     pub(super) fn retire(&self, found: &PutRecord) {
         let mut state = self.state.lock();
         if state.index.retire(found) {
@@ -207,7 +207,7 @@ impl DriveCore {
         }
     }
 
-    /// Carries out an operation of the drive's own and waits for it.
+    /// Runs an operation of the drive's own and waits for it.
     pub(super) fn wait_for(
         &self,
         kind: Kind,

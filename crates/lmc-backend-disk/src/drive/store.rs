@@ -1,4 +1,4 @@
-//! Storing chunks: their waiters, and their writes.
+//! Stores of chunks: their waiters, and their writes.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,20 +20,20 @@ use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op};
 
 /// The two writes of a chunk.
 struct Writes {
-    /// The chunk, with its sum once the second has begun.
+    /// The chunk; its checksum is set once the second write has begun.
     ready: Ready,
     left: u8,
     error: Option<io::Error>,
-    /// True if the pool was lost before the sum was computed, so that it may be of other bytes.
+    /// True if the pool was lost before the sum was computed, so that the sum may be of other bytes.
     lost: bool,
 }
 
-/// Stores of chunks, until the log's thread takes them over.
+/// Stores of chunks, until the log's thread takes over.
 #[derive(Debug)]
 pub(super) struct ChunkWriter {
     core: Arc<DriveCore>,
     space: Arc<SegmentSpace>,
-    /// Bytes of chunks that are on their way to the drive.
+    /// Bytes of chunks that are waiting or being written to the drive.
     writing_bytes: AtomicU64,
 }
 
@@ -46,7 +46,7 @@ impl ChunkWriter {
         }
     }
 
-    /// Starts to store a chunk; the answer goes to `waiter`.
+    /// Starts to store a chunk; `waiter` gets the answer.
     pub(super) fn store(self: &Arc<Self>, item: StoreItem, waiter: StoreWaiter) {
         let len = item.slot.len();
         let refusal = {
@@ -83,12 +83,11 @@ impl ChunkWriter {
         waiter.0.answer(waiter.1, refusal);
     }
 
-    /// Starts to write a stored chunk to another location; the answer goes to `waiter`. `sum` is the
-    /// checksum of its bytes. The chunk is found at the old location until the new one is durable.
+    /// Starts to write a stored chunk to another location; `waiter` gets the answer. `sum` is the checksum of
+    /// its bytes. The chunk is found at the old location until the new one is durable.
     ///
-    /// No other chunk is evicted for it: without free space the answer is [`BackendError::Full`].
-    /// The answer is [`Stored::Declined`] when the chunk is not there any more, or another store
-    /// writes it.
+    /// No other chunk is evicted for it: without free space the answer is [`BackendError::Full`]. The answer
+    /// is [`Stored::Declined`] if the chunk is no longer present, or another store writes it.
     pub(super) fn relocate(self: &Arc<Self>, item: StoreItem, sum: u64, waiter: StoreWaiter) {
         let (key, len) = (item.key, item.slot.len());
         {
@@ -114,8 +113,8 @@ impl ChunkWriter {
         }
     }
 
-    /// Starts to write a chunk that is in `writing`, now or when there is a segment for it. They
-    /// begin in the order in which they came.
+    /// Starts to write a chunk that is in `writing`, now or when there is a segment for it. Writes begin in
+    /// the order of their stores.
     fn write_or_park(self: &Arc<Self>, item: StoreItem) {
         let mut state = self.core.state.lock();
         if state.growth.parked.is_empty() {
@@ -125,7 +124,7 @@ impl ChunkWriter {
         }
     }
 
-    /// Starts to write the chunks that waited, up to the first for which there is no segment.
+    /// Starts to write the waiting chunks, up to the first for which there is no segment.
     pub(super) fn write_parked(self: &Arc<Self>) {
         loop {
             let mut state = self.core.state.lock();
@@ -138,7 +137,7 @@ impl ChunkWriter {
         }
     }
 
-    /// Starts to write a chunk before those that wait. False when it waits now, in front of them.
+    /// Starts to write a chunk ahead of those that wait. Returns false if it now waits, at the front.
     fn write_first(
         self: &Arc<Self>,
         mut state: MutexGuard<'_, DriveState>,
@@ -170,13 +169,13 @@ impl ChunkWriter {
         true
     }
 
-    /// Takes the chunks that wait for a segment, which no thread will write any more.
+    /// Removes and returns the chunks that wait for a segment, because no thread will write them any more.
     pub(super) fn take_parked(&self) -> VecDeque<StoreItem> {
         mem::take(&mut self.core.state.lock().growth.parked)
     }
 
-    /// Writes a chunk's bytes and its header. The sum of the bytes, where it is not known, is made
-    /// while those are on their way.
+    /// Writes a chunk's bytes and its header. A checksum that is not known yet is computed while the bytes
+    /// are being written.
     fn write(
         self: &Arc<Self>,
         item: StoreItem,
@@ -290,7 +289,7 @@ impl ChunkWriter {
             .write_failed(put, &format!("writing: {error}"));
     }
 
-    /// Answers all who wait for a chunk. The argument is false for the first of them.
+    /// Answers all callers that wait for a chunk. `answer` gets false for the first of them.
     pub(super) fn store_ended(
         self: &Arc<Self>,
         key: &ChunkKey,
@@ -299,7 +298,7 @@ impl ChunkWriter {
     ) {
         self.writing_bytes.fetch_sub(len, Ordering::Relaxed);
         let ended = self.core.state.lock().writing.remove(key);
-        // The log's thread may wait for the last of them to stop.
+        // The log's thread may wait for the last store before it stops.
         self.core.work.notify_one();
         let Some(Writing {
             first,

@@ -1,8 +1,8 @@
-//! Files of a drive that other programs remove, replace or cut while the drive is open.
+//! Detection of other programs that remove, replace or truncate files of an open drive.
 //!
-//! The drive's own files stay open, so reads and writes would go on as if nothing had happened, in
-//! files that no start finds again. A look compares the files with what the drive has left: from
-//! time to time, and before files are made or removed.
+//! The drive keeps its files open, so its reads and writes would continue as if nothing had happened, in
+//! files that no later start finds. A check compares the files with the state in which the drive has left
+//! them: from time to time, and before files are made or removed.
 
 use std::io;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::claim::Claim;
 use crate::files::HEADER_NAME;
 use crate::format::BLOCK_LEN;
 
-/// Looks at a drive's files, one at a time.
+/// Checks a drive's files, one check at a time.
 #[derive(Debug)]
 pub(super) struct FileWatch {
     core: Arc<DriveCore>,
@@ -28,18 +28,18 @@ impl FileWatch {
         Self { core, look }
     }
 
-    /// Looks at the drive's files. While they are not as the drive has left them the drive is out.
+    /// Checks the drive's files. While they are not as the drive has left them, the drive is out.
     ///
     /// # Errors
-    /// The files have changed: none is to be made or removed.
+    /// The files have changed: no file may be made or removed.
     pub(super) fn check_files(&self) -> io::Result<()> {
         let _one_at_a_time = self.look.lock();
         let changed = self.core.claim.as_ref().and_then(Claim::changed);
         let changed = changed.or_else(|| self.core.volume.changed()).map(|what| {
             format!(
-                "{what} under the server; the drive takes and serves nothing until its files are as \
+                "{what} under the server; the drive stores and serves no chunks until its files are as \
                  they were: keep other programs away from the folder, and restart the server, which \
-                 goes on with what is left and gives the space of removed files back"
+                 continues with the remaining files and frees the space of removed ones"
             )
         });
         self.core
@@ -48,7 +48,7 @@ impl FileWatch {
         changed.map_or(Ok(()), |changed| Err(io::Error::other(changed)))
     }
 
-    /// Writes the drive's header again if it was removed, so that the next start opens what is left.
+    /// Writes the drive's header again if it was removed, so that the next start opens the remaining files.
     pub(super) fn restore_header(&self) {
         let Some(claim) = &self.core.claim else {
             return;
@@ -58,7 +58,7 @@ impl FileWatch {
         match claim.restore_header(&header) {
             Ok(true) => info!("wrote `{HEADER_NAME}` again, for the next start"),
             Ok(false) => {}
-            // No folder is where the drive's was.
+            // There is no folder at the drive's path.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => warn!(%error, "cannot write `{HEADER_NAME}` again, for the next start"),
         }

@@ -1,4 +1,4 @@
-//! Heap memory that direct I/O can use.
+//! Heap memory that is aligned for direct I/O.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
@@ -8,7 +8,7 @@ use std::slice;
 
 use super::BLOCK;
 
-/// A zeroed piece of heap that begins and ends at a whole [`BLOCK`].
+/// A zeroed range of heap memory that begins and ends at a [`BLOCK`] boundary.
 pub(crate) struct AlignedBuf {
     start: NonNull<u8>,
     len: usize,
@@ -20,7 +20,7 @@ unsafe impl Send for AlignedBuf {}
 unsafe impl Sync for AlignedBuf {}
 
 impl AlignedBuf {
-    /// At least `len` bytes, and at least one block.
+    /// Allocates at least `len` bytes, and at least one block.
     pub(crate) fn new(len: u64) -> Self {
         let len = len.max(1).next_multiple_of(BLOCK) as usize;
         let layout = Self::layout(len);

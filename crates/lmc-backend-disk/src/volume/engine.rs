@@ -1,4 +1,4 @@
-//! The part that the I/O engines share.
+//! Code that the I/O engines share.
 
 use std::fmt;
 use std::io;
@@ -11,34 +11,34 @@ use parking_lot::{Condvar, Mutex};
 use super::FileId;
 use super::task::{Task, stopped};
 
-/// Time that a stop waits for operations of the kernel.
+/// Time that a stop waits for operations in the kernel.
 pub(super) const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Moves the bytes of tasks on threads of its own.
 pub(super) trait Engine: fmt::Debug + Send + Sync {
-    /// Starts tasks. Each is ended on a thread of the engine, or by [`end_aside`] after the stop.
+    /// Starts tasks. Each task is ended on a thread of the engine, or, after the stop, by [`end_aside`].
     fn submit(&self, tasks: Vec<Task>);
 
-    /// Says that no task of this file will come any more.
+    /// Announces that no more tasks of this file will come.
     fn forget(&self, file: FileId);
 
     /// Returns the name and the number of threads.
     fn name(&self) -> String;
 
-    /// Returns further details, beginning with a comma, or an empty text.
+    /// Returns further details that begin with a comma, or an empty text.
     fn details(&self) -> String;
 
-    /// Ends everything; waits for it unless called on a thread of the engine.
+    /// Stops the engine; waits for it unless called on a thread of the engine.
     fn stop(&self);
 }
 
-/// Ends tasks that came after the stop, on a thread: a submitter may hold locks that the
-/// callbacks take.
+/// Ends tasks that came after the stop, on a thread of its own: a submitter may hold locks that the callbacks
+/// take.
 pub(super) fn end_aside(tasks: Vec<Task>) {
     if tasks.is_empty() {
         return;
     }
-    // Where no thread can be had the tasks are dropped here, which ends them too.
+    // If no thread can be started, the tasks are dropped here, which ends them too.
     let _ = thread::Builder::new()
         .name("lmc-disk-ended".to_owned())
         .spawn(move || {
@@ -48,14 +48,14 @@ pub(super) fn end_aside(tasks: Vec<Task>) {
         });
 }
 
-/// Threads that can be waited for with a deadline.
+/// Threads that can be joined with a deadline.
 #[derive(Debug, Default)]
 pub(super) struct Crew {
     left: Arc<(Mutex<usize>, Condvar)>,
     handles: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// Counts a thread out, also when it panics.
+/// Decrements the number of running threads when dropped, also after a panic.
 struct CountOut(Arc<(Mutex<usize>, Condvar)>);
 
 impl Drop for CountOut {
@@ -74,7 +74,7 @@ impl Crew {
         *self.left.0.lock() += 1;
         let count_out = CountOut(Arc::clone(&self.left));
         let handle = thread::Builder::new().name(name).spawn(move || {
-            // Moved in, and dropped after all that `run` holds.
+            // Moved into the thread, and dropped after everything that `run` holds.
             let _count_out = count_out;
             run();
         })?;
@@ -82,8 +82,8 @@ impl Crew {
         Ok(())
     }
 
-    /// Waits until all have ended; false if they have not in that time. A caller that is one of
-    /// them does not wait: it ends after the call.
+    /// Waits until all threads have ended; returns false if they have not ended in that time. If the caller
+    /// is one of the threads, it does not wait for itself.
     pub(super) fn wait(&self, timeout: Duration) -> bool {
         let me = thread::current().id();
         if self
@@ -104,7 +104,7 @@ impl Crew {
         drop(left);
         let handles = std::mem::take(&mut *self.handles.lock());
         for handle in handles {
-            // A panic there was printed, and its tasks were ended as it unwound.
+            // The panic was printed already, and the thread's tasks were ended by the unwinding.
             let _ = handle.join();
         }
         true

@@ -1,4 +1,4 @@
-//! Files that a ring knows by a number of its own, which spares it a look-up at each operation.
+//! Files that are registered with a ring by index, which avoids a look-up at each operation.
 
 use std::collections::HashMap;
 use std::os::fd::AsRawFd;
@@ -8,19 +8,19 @@ use io_uring::Submitter;
 use super::FileId;
 use super::task::Task;
 
-/// Sizes of table to ask for, until one is within the limit on open files.
+/// Sizes of the table to try, until one is within the limit of open files.
 const SIZES: [u32; 3] = [4096, 1024, 256];
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     id: FileId,
-    /// Tasks that name the index.
+    /// Number of tasks that use the index.
     tasks: u32,
     /// True if the file is closed; the entry is cleared after the last task.
     forgotten: bool,
 }
 
-/// The ring's table of files. A index holds its file open in the kernel.
+/// The ring's table of files. An index keeps its file open in the kernel.
 #[derive(Debug)]
 pub(super) struct FixedFiles {
     entries: Vec<Option<Entry>>,
@@ -29,7 +29,7 @@ pub(super) struct FixedFiles {
 }
 
 impl FixedFiles {
-    /// A table where the kernel has one, else one without entries.
+    /// Makes a table if the kernel supports it, otherwise one without entries.
     pub(super) fn new(submitter: &Submitter<'_>) -> Self {
         let size = SIZES
             .into_iter()
@@ -42,13 +42,14 @@ impl FixedFiles {
         }
     }
 
-    /// The index of the task's file, made on first use; to be given back by [`Self::leave`].
+    /// Returns the index of the task's file, registered on first use. The caller must call [`Self::leave`]
+    /// with it.
     pub(super) fn enter(&mut self, task: &Task, submitter: &Submitter<'_>) -> Option<u32> {
         if let Some(&index) = self.by_id.get(&task.id()) {
             self.at(index).tasks += 1;
             return Some(index);
         }
-        // After the close no message comes that would clear the index.
+        // After the close, no message would come that clears the index.
         if task.file().is_closed() {
             return None;
         }
@@ -67,14 +68,14 @@ impl FixedFiles {
         Some(index)
     }
 
-    /// Says that a task with this index has ended.
+    /// Records that a task with this index has ended.
     pub(super) fn leave(&mut self, index: Option<u32>, submitter: &Submitter<'_>) {
         let Some(index) = index else { return };
         self.at(index).tasks -= 1;
         self.clear_if_unused(index, submitter);
     }
 
-    /// Says that the file will not be asked for again.
+    /// Records that the file will not be used again.
     pub(super) fn forget(&mut self, id: FileId, submitter: &Submitter<'_>) {
         let Some(&index) = self.by_id.get(&id) else {
             return;
@@ -100,7 +101,7 @@ impl FixedFiles {
         }
         self.by_id.remove(&id);
         self.entries[index as usize] = None;
-        // A index that cannot be cleared is never used again.
+        // An index that cannot be cleared is never used again.
         if submitter.register_files_update(index, &[-1]).is_ok() {
             self.free.push(index);
         }

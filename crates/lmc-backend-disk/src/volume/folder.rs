@@ -1,4 +1,4 @@
-//! A volume on a real directory.
+//! A volume in a real directory.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
@@ -21,21 +21,20 @@ use super::uring::Uring;
 use super::{AlignedBuf, BLOCK, FileId, Op, Volume, difference, system};
 use crate::DiskIo;
 
-/// Names of files that were made to try direct I/O out and whose maker was killed.
+/// Prefix of the names of files that test direct I/O; a killed process may leave them.
 pub(crate) const PROBE: &str = ".lmc-probe-";
 
 /// Configuration of a folder volume.
 #[derive(Clone, Debug)]
 pub(crate) struct FolderConfig {
-    /// Default: [`DiskIo::Auto`].
+    /// The I/O engine. Default: [`DiskIo::Auto`].
     pub(crate) engine: DiskIo,
-    /// The most operations that the kernel has at a time (io_uring), from 1 to 4096.
-    /// Default: 64.
+    /// Most operations that the kernel is given at a time (io_uring), from 1 to 4096. Default: 64.
     pub(crate) depth: u32,
-    /// Threads of the thread engine, at least 1. Default: 8.
+    /// Number of threads of the thread engine, at least 1. Default: 8.
     pub(crate) threads: usize,
-    /// The pool's memory, to be registered with the ring once its prefault is through; an arena
-    /// without prefault is made present by that. Default: none.
+    /// The pool's memory, which is registered with the ring once its prefault has finished. Registration
+    /// makes an arena without a prefault present. Default: none.
     pub(crate) arena: Option<Arc<Arena>>,
 }
 
@@ -50,7 +49,7 @@ impl Default for FolderConfig {
     }
 }
 
-/// A file as this volume has left it.
+/// A file in the state in which this volume has left it.
 #[derive(Clone, Debug)]
 struct Left {
     len: u64,
@@ -58,7 +57,7 @@ struct Left {
     open: Weak<OpenFile>,
 }
 
-/// A directory whose files go past the page cache where the file system can do that.
+/// A directory whose files bypass the page cache if the file system supports that.
 #[derive(Debug)]
 pub(crate) struct FolderVolume {
     path: PathBuf,
@@ -66,10 +65,10 @@ pub(crate) struct FolderVolume {
     dir: File,
     direct: bool,
     engine: Box<dyn Engine>,
-    /// The reason why the engine is not the one that was wanted; empty if it is.
+    /// Reason why another engine than the configured one is used; empty if there is none.
     instead: String,
     files: Mutex<HashMap<FileId, Arc<OpenFile>>>,
-    /// Files that this volume has opened or read, by their names. A name is not in here while it is
+    /// Files that this volume has opened or read, by name. A name is not in the map while it is being
     /// changed.
     names: Mutex<BTreeMap<String, Left>>,
     next_id: AtomicU32,
@@ -77,9 +76,9 @@ pub(crate) struct FolderVolume {
 }
 
 impl FolderVolume {
-    /// Opens a directory that exists and can be written to, and starts the engine.
+    /// Opens an existing, writable directory, and starts the engine.
     pub(crate) fn open(path: &Path, config: FolderConfig) -> io::Result<Self> {
-        // Kept absolute: the process may change its directory.
+        // Stored as absolute path: the process may change its directory.
         let path = fs::canonicalize(path)?;
         let dir = OpenOptions::new()
             .read(true)
@@ -116,7 +115,7 @@ impl FolderVolume {
         })
     }
 
-    /// The path of a file, if the name is one.
+    /// Returns the path of a file, if the name is valid.
     fn at(&self, name: &str) -> io::Result<PathBuf> {
         if matches!(name, "" | "." | "..") || name.contains(['/', '\0']) {
             let why = format!("{name:?} is not the name of a file in a folder");
@@ -125,7 +124,7 @@ impl FolderVolume {
         Ok(self.path.join(name))
     }
 
-    /// Opens or makes (but never both) a file, past the page cache where that works.
+    /// Opens or creates (but never both) a file, with direct I/O if that works.
     fn open_file(&self, path: &Path, make: bool) -> io::Result<OpenFile> {
         let open = |flags| {
             OpenOptions::new()
@@ -151,7 +150,7 @@ impl FolderVolume {
         Ok(OpenFile::new(file, direct))
     }
 
-    /// Makes a file of `len` allocated bytes, or extends an existing one to that.
+    /// Creates a file of `len` allocated bytes, or extends an existing one to that length.
     fn make_file(&self, path: &Path, len: u64) -> io::Result<OpenFile> {
         let (file, is_new) = match self.open_file(path, true) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -161,7 +160,7 @@ impl FolderVolume {
         };
         if let Err(error) = allocate(&file.file, len) {
             if is_new {
-                // The error that matters is the one that is at hand.
+                // The error to report is the one at hand.
                 let _ = fs::remove_file(path);
             }
             return Err(error);
@@ -185,8 +184,8 @@ fn allocate(file: &File, len: u64) -> io::Result<()> {
     }
 }
 
-/// Returns true if a block can be written and read past the page cache in this directory. Errors
-/// other than a refusal of that are returned.
+/// Returns true if a block can be written and read with direct I/O in this directory. Returns errors other
+/// than a refusal of direct I/O.
 fn can_do_direct(path: &Path) -> io::Result<bool> {
     let file = probe_file(path)?;
     let set = fcntl_setfl(&file, OFlags::DIRECT).map_err(io::Error::from);
@@ -199,14 +198,14 @@ fn can_do_direct(path: &Path) -> io::Result<bool> {
         Ok(_) => Ok(true),
         Err(error) => match error.raw_os_error() {
             Some(libc::EINVAL | libc::EOPNOTSUPP) => Ok(false),
-            // A full drive took the flag, and that is all there is to know.
+            // A full drive accepted the flag, and that is the answer.
             Some(libc::ENOSPC | libc::EDQUOT) => Ok(true),
             _ => Err(error),
         },
     }
 }
 
-/// A file without a name.
+/// Makes a file without a name.
 fn probe_file(path: &Path) -> io::Result<File> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let mut options = OpenOptions::new();
@@ -214,7 +213,7 @@ fn probe_file(path: &Path) -> io::Result<File> {
     if let Ok(file) = options.clone().custom_flags(libc::O_TMPFILE).open(path) {
         return Ok(file);
     }
-    // Not every file system has that; a name for a moment, then.
+    // Not every file system supports that; then the file has a name for a moment.
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     let path = path.join(format!("{PROBE}{}-{count}", std::process::id()));
     let file = options
@@ -230,13 +229,13 @@ impl Volume for FolderVolume {
         let mut names = Vec::new();
         for entry in fs::read_dir(&self.path)? {
             let entry = entry?;
-            // Names that are not text are not ours.
+            // Names that are not UTF-8 are not lmc's.
             let Ok(name) = entry.file_name().into_string() else {
                 continue;
             };
             let is_file = match entry.file_type() {
                 Ok(kind) => kind.is_file(),
-                // Removed meanwhile.
+                // The file was removed meanwhile.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => false,
                 Err(error) => return Err(error),
             };
@@ -269,10 +268,10 @@ impl Volume for FolderVolume {
         // SAFETY: the file is neither written nor cut: the caller says so of this process, and the
         // lock on the directory keeps other servers away.
         let map = unsafe { Mmap::map(&file) }?;
-        // A sector that cannot be read is an error here. Met by a touch it would be a SIGBUS.
+        // An unreadable sector is an error here. At a later access it would be a SIGBUS.
         match map.advise(Advice::PopulateRead) {
             Ok(()) => Ok(Box::new(map)),
-            // Kernels before 5.14 cannot do that, nor can every file system be mapped so.
+            // Kernels before 5.14 do not support this, nor does every file system.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                 Ok(Box::new(fs::read(&path)?))
             }
@@ -301,7 +300,7 @@ impl Volume for FolderVolume {
         let Some(open) = self.files.lock().remove(&file) else {
             return;
         };
-        // In this order: an operation that comes late then leaves no trace in the engine.
+        // In this order, so that a late operation leaves nothing in the engine.
         open.set_closed();
         self.engine.forget(file);
     }

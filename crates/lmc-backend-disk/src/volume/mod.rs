@@ -1,8 +1,8 @@
-//! A drive as the tier sees it: a flat folder of files, with reads and writes that end later.
+//! A drive as the tier uses it: a flat folder of files, with asynchronous reads and writes.
 //!
-//! [`Volume`] is the seam under which a real folder, a crash device and a faulty one stand.
-//! Names and sizes change by calls that wait (they are rare); bytes move by [`Op`]s that end on a
-//! thread of the volume's own.
+//! [`Volume`] is the interface that a real folder, a crashing device and a faulty device implement. Names and
+//! sizes change by blocking calls, which are rare. Bytes are moved by [`Op`]s, which end on a thread of the
+//! volume's own.
 
 mod aligned;
 pub(crate) use aligned::AlignedBuf;
@@ -28,24 +28,24 @@ use std::sync::atomic::AtomicBool;
 use lmc_memory::SealedSlot;
 use thiserror::Error;
 
-/// Offsets, lengths and addresses of all operations are multiples of this many bytes, so that
-/// they can go past the page cache (`O_DIRECT`) on any drive.
+/// Alignment of the offsets, lengths and addresses of all operations in bytes, so that direct I/O
+/// (`O_DIRECT`) works on any drive.
 pub(crate) const BLOCK: u64 = 4096;
 
-/// An open file of a volume. Numbers are never used again.
+/// An open file of a volume. Numbers are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct FileId(pub(crate) u32);
 
-/// Memory that an operation reads into or writes from. The volume owns it until the kernel is
-/// done with it, whatever becomes of the one who asked.
+/// Memory that an operation reads into or writes from. The volume owns it until the kernel has finished with
+/// it, whatever happens to the caller.
 #[derive(Debug)]
 pub(crate) enum Buf {
     /// Memory of the tier's own.
     Own(AlignedBuf),
-    /// A slot of the pool to read into, or a part of one. Padding up to a whole [`BLOCK`] is
-    /// written too.
+    /// A slot of the pool to read into, or a part of one. Its padding up to a whole [`BLOCK`] is overwritten
+    /// too.
     Into(Part),
-    /// A slot of the pool to write from. Its padding up to a whole [`BLOCK`] is written out too.
+    /// A slot of the pool to write from. Its padding up to a whole [`BLOCK`] is written too.
     From(SealedSlot),
 }
 
@@ -54,23 +54,23 @@ pub(crate) enum Buf {
 pub(crate) enum Kind {
     /// Reads `len` bytes at `offset` into the buffer, all of them or none.
     Read,
-    /// Writes `len` bytes of the buffer at `offset`, all of them or an error; after an error any
-    /// part of them may be there.
+    /// Writes `len` bytes of the buffer at `offset`, all of them or with an error; after an error any part of
+    /// them may have been written.
     Write,
-    /// Writes as [`Kind::Write`] does, and ends when those bytes are durable.
+    /// Writes as [`Kind::Write`] does, and ends when the bytes are durable.
     WriteDurably,
-    /// Makes every write of this file that has ended before durable (`fdatasync`). No buffer.
+    /// Makes every ended write of this file durable (`fdatasync`). Has no buffer.
     Sync,
 }
 
-/// A completed operation: its buffer, which nothing uses any more, and its outcome.
+/// A completed operation: its buffer, which nothing else uses any more, and its outcome.
 pub(crate) struct Done {
     pub(crate) buf: Option<Buf>,
     pub(crate) result: io::Result<()>,
 }
 
-/// Is called once, on a thread of the volume (or, by [`Volume::carry_out`], on the one that asks),
-/// and must not wait for anything.
+/// Callback that is called once, on a thread of the volume (or, by [`Volume::carry_out`], on the calling
+/// thread). It must not wait for anything.
 pub(crate) type OnDone = Box<dyn FnOnce(Done) + Send>;
 
 /// One operation on a file.
@@ -81,7 +81,7 @@ pub(crate) struct Op {
     /// Bytes, a multiple of [`BLOCK`]; 0 for a sync.
     pub(crate) len: u64,
     pub(crate) buf: Option<Buf>,
-    /// Set when no caller waits for the operation any more: it then ends without having begun.
+    /// Set when no caller waits for the operation any more: then the operation ends without having begun.
     pub(crate) abandoned: Option<Arc<AtomicBool>>,
     pub(crate) done: OnDone,
 }
@@ -125,51 +125,49 @@ impl fmt::Debug for Op {
 
 /// A flat folder of files on one drive.
 pub(crate) trait Volume: fmt::Debug + Send + Sync {
-    /// The files that are there, in any order.
+    /// Returns the names of the files, in any order.
     fn list(&self) -> io::Result<Vec<String>>;
 
-    /// Returns all bytes of a file that is not being written, by its name.
+    /// Returns all bytes of a file that is not being written.
     fn read_all(&self, name: &str) -> io::Result<Box<dyn AsRef<[u8]>>>;
 
-    /// Opens a file. With a length it is made where it does not exist, and its blocks are allocated
-    /// at once (`fallocate`), so that writing inside it cannot meet a full drive; a file that is
-    /// there is made at least as long.
+    /// Opens a file. With a length, the file is created if it does not exist, and its blocks are allocated at
+    /// once (`fallocate`), so that writing inside it cannot fail on a full drive. An existing file is
+    /// extended to at least this length.
     fn open(&self, name: &str, make: Option<u64>) -> io::Result<FileId>;
 
-    /// Forgets an open file. Operations that are under way end as they would.
+    /// Closes a file. Operations in progress end normally.
     fn close(&self, file: FileId);
 
-    /// Gives a file another name, in place of any that has it.
+    /// Renames a file, and replaces a file that has the new name.
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
 
-    /// Removes a name.
+    /// Removes a file.
     fn remove(&self, name: &str) -> io::Result<()>;
 
-    /// Makes all that was done to names durable.
+    /// Makes all changes of names durable.
     fn sync_names(&self) -> io::Result<()>;
 
-    /// Says which files are not as this volume has left them: removed, replaced or cut short by
-    /// another program. `None` while all are.
+    /// Returns a description of files that are not as this volume has left them: another program has removed,
+    /// replaced or truncated them. `None` if there are none.
     fn changed(&self) -> Option<String>;
 
-    /// Bytes that can still be taken on the drive.
+    /// Returns the bytes that can still be allocated on the drive.
     fn free(&self) -> io::Result<u64>;
 
-    /// Starts operations. They run side by side and end in any order; the caller waits for a
-    /// write before it reads the same offset. Each is done exactly once, also after
-    /// [`Volume::stop`].
+    /// Starts operations. They run concurrently and end in any order; a caller must wait for a write before
+    /// it reads the same offset. Each operation ends exactly once, also after [`Volume::stop`].
     fn submit(&self, ops: Vec<Op>);
 
-    /// Carries out one operation, on the thread that asks where the volume can: it may wait there
-    /// for as long as the drive does not answer. What begins after [`Volume::stop`] ends with an
-    /// error.
+    /// Runs one operation, on the calling thread if the volume can. The call may block for as long as the
+    /// drive does not answer. An operation that begins after [`Volume::stop`] ends with an error.
     fn carry_out(&self, op: Op) {
         self.submit(vec![op]);
     }
 
-    /// Describes the I/O for people: `io_uring` or `threads`, and direct or buffered.
+    /// Describes the I/O for an operator: `io_uring` or `threads`, and direct or buffered.
     fn describe(&self) -> String;
 
-    /// Ends what is under way and stops the threads. Later operations end with an error.
+    /// Ends operations in progress and stops the threads. Later operations end with an error.
     fn stop(&self);
 }

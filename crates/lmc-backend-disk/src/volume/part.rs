@@ -1,4 +1,4 @@
-//! A slot that several reads fill side by side, each its own part.
+//! Parts of a slot that several reads fill concurrently.
 
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -11,12 +11,12 @@ use parking_lot::Mutex;
 
 use super::BLOCK;
 
-/// One part of a slot, the only owner of its bytes. Begins and ends at a whole [`BLOCK`]; the last
-/// has the slot's padding up to one.
+/// One part of a slot, and the only owner of its bytes. Begins and ends at a [`BLOCK`] boundary; the last
+/// part includes the slot's padding up to one.
 pub(crate) struct Part {
     whole: Arc<Whole>,
     offset: u64,
-    /// Without padding.
+    /// Length without padding.
     len: u64,
     padded: u64,
 }
@@ -43,8 +43,8 @@ impl fmt::Debug for Part {
 }
 
 impl Part {
-    /// Splits a slot. It has memory for its bytes up to a whole [`BLOCK`], and at least `count`
-    /// blocks.
+    /// Splits a slot into parts. The slot must have memory for its bytes up to a whole [`BLOCK`], and at
+    /// least `count` blocks.
     pub(crate) fn split(mut slot: ReservedSlot, count: u64) -> Vec<Self> {
         let (len, padded) = (slot.len(), slot.len().next_multiple_of(BLOCK));
         let each = padded / BLOCK / count * BLOCK;
@@ -67,13 +67,13 @@ impl Part {
         (0..count).map(part).collect()
     }
 
-    /// A slot as its one part.
+    /// Makes one part of a whole slot.
     #[cfg(test)]
     pub(crate) fn whole(slot: ReservedSlot) -> Self {
         Self::split(slot, 1).remove(0)
     }
 
-    /// Bytes that may be written, with padding.
+    /// Returns the bytes that may be written, including padding.
     pub(crate) fn capacity(&self) -> u64 {
         self.padded
     }
@@ -83,7 +83,7 @@ impl Part {
         unsafe { self.whole.start.0.as_ptr().add(self.offset as usize) }
     }
 
-    /// The bytes, without padding.
+    /// Returns the bytes, without padding.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: inside the slot, whose memory was zeroed when it was mapped; only the
         // owner of the part writes to these bytes, and the kernel is done with one that came back.
@@ -101,7 +101,7 @@ impl Part {
         unsafe { slice::from_raw_parts_mut(start, self.len as usize) }
     }
 
-    /// The slot, when all of its parts are there.
+    /// Returns the slot, if all of its parts are given.
     pub(crate) fn join(parts: impl IntoIterator<Item = Self>) -> Option<ReservedSlot> {
         let mut parts = parts.into_iter();
         let whole = Arc::clone(&parts.next()?.whole);
@@ -109,9 +109,9 @@ impl Part {
         Arc::into_inner(whole)?.slot.into_inner()
     }
 
-    /// Gives up the slot of a part that the kernel may still write to: it stays in quarantine.
+    /// Abandons a part that the kernel may still write to: its slot stays in quarantine.
     pub(crate) fn abandon(self) {
-        // The others must not free the slot, nor this one its address.
+        // The other parts must not release the slot, nor this one its address.
         let this = ManuallyDrop::new(self);
         if let Some(slot) = this.whole.slot.lock().take() {
             drop(slot.quarantine());

@@ -1,5 +1,5 @@
-//! The pool's memory, registered with a ring: the kernel then looks its pages up once, not at
-//! every operation.
+//! Registration of the pool's memory with a ring: the kernel then looks up its pages once, not at every
+//! operation.
 
 use std::io;
 use std::sync::Arc;
@@ -7,23 +7,23 @@ use std::sync::Arc;
 use io_uring::Submitter;
 use lmc_memory::Arena;
 
-/// Bytes of a registered part: the most that the kernel takes.
+/// Bytes of a registered part: the most that the kernel accepts.
 const PART: u64 = 1 << 30;
 
 /// State of the registration.
 #[derive(Debug)]
 enum State {
-    /// Nothing to register, or not begun.
+    /// There is nothing to register, or registration has not begun.
     Idle,
-    /// An empty table is there, to be filled part by part.
+    /// There is an empty table, which is filled part by part.
     Filling,
     Whole,
     Refused,
 }
 
-/// An arena in parts, of which the first `registered` can be named to the ring.
+/// An arena in parts, of which the first `registered` can be used by the ring.
 ///
-/// Must be dropped after the ring: the kernel knows the addresses until then.
+/// Must be dropped after the ring, because the kernel uses the addresses until then.
 #[derive(Debug)]
 pub(super) struct PoolBuffers {
     arena: Option<Arc<Arena>>,
@@ -45,11 +45,10 @@ impl PoolBuffers {
         }
     }
 
-    /// Registers the next part, if it is time to. Something to tell the user comes back once.
+    /// Registers the next part, if it is time. Returns a message for the operator once.
     ///
-    /// A part at a time, since each takes a while and operations wait meanwhile. Not before the
-    /// prefault is through: registering makes all pages present, and would do so on this one
-    /// thread.
+    /// Registers one part at a time, because each takes a while and operations wait meanwhile. Begins after
+    /// the prefault has finished: registering makes all pages present, and would do so on this one thread.
     pub(super) fn advance(&mut self, submitter: &Submitter<'_>) -> Option<String> {
         if matches!(self.state, State::Whole | State::Refused) {
             return None;
@@ -78,7 +77,7 @@ impl PoolBuffers {
         if matches!(self.state, State::Idle) {
             let parts = u32::try_from(self.parts).map_err(|_| io::ErrorKind::InvalidInput)?;
             if submitter.register_buffers_sparse(parts).is_err() {
-                // Kernels before 5.19 know no empty table: all at once, then.
+                // Kernels before 5.19 do not support an empty table: then all parts are registered at once.
                 let all: Vec<_> = (0..self.parts).map(|part| span(arena, part)).collect();
                 // SAFETY: all of it is the arena's mapping, which lives until after the ring.
                 unsafe { submitter.register_buffers(&all) }?;
@@ -102,7 +101,7 @@ impl PoolBuffers {
         }
     }
 
-    /// The number of the registered part that the memory lies in, if it lies in one.
+    /// Returns the number of the registered part that has this memory, if there is one.
     pub(super) fn index_of(&self, at: *const u8, len: u64) -> Option<u16> {
         let arena = self.arena.as_ref()?;
         let from = (at as u64).checked_sub(arena.base_ptr().as_ptr() as u64)?;

@@ -12,17 +12,17 @@ use rustix::fs::{statfs, statvfs};
 /// The medium behind a file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Medium {
-    /// A drive, or something that lmc does not know.
+    /// A drive, or a file system that lmc does not know.
     Drive,
-    /// Memory: files are gone after a reboot. With its name.
+    /// Memory: files are lost at a reboot. Holds the file system's name.
     Memory(&'static str),
-    /// Nothing: its files are made up by the kernel. With its name.
+    /// No medium: the kernel generates the files. Holds the file system's name.
     Nothing(&'static str),
 }
 
 /// Returns the medium behind the file system of `path`.
 pub(crate) fn medium(path: &Path) -> io::Result<Medium> {
-    // Numbers of linux/magic.h.
+    // Numbers from linux/magic.h.
     Ok(match statfs(path)?.f_type as u32 {
         0x0102_1994 => Medium::Memory("tmpfs"),
         0x8584_58f6 => Medium::Memory("ramfs"),
@@ -37,10 +37,10 @@ pub(crate) fn medium(path: &Path) -> io::Result<Medium> {
     })
 }
 
-/// Free bytes on a file system that has no size, such as one in memory without a limit.
+/// Free bytes of a file system without a size, such as one in memory without a limit.
 pub(crate) const NO_SIZE: u64 = u64::MAX >> 1;
 
-/// Bytes that a user may still take on the file system of `path`.
+/// Returns the bytes that a user may still allocate on the file system of `path`.
 pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
     let stat = statvfs(path)?;
     if stat.f_blocks == 0 {
@@ -49,8 +49,8 @@ pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// Says how the file or folder at a path differs from an open one, or has fewer bytes than `len`.
-/// `None` where it does not.
+/// Describes how the file or folder at a path differs from an open one, or that it has fewer bytes than
+/// `len`. `None` if there is no difference.
 pub(crate) fn difference(open: Option<&File>, path: &Path, len: u64) -> Option<String> {
     let id = |about: &fs::Metadata| (about.dev(), about.ino());
     let now = match fs::symlink_metadata(path) {
@@ -58,11 +58,11 @@ pub(crate) fn difference(open: Option<&File>, path: &Path, len: u64) -> Option<S
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             return Some("was removed or renamed".to_owned());
         }
-        Err(error) => return Some(format!("cannot be looked at ({error})")),
+        Err(error) => return Some(format!("cannot be examined ({error})")),
     };
     let open = open.and_then(|open| open.metadata().ok());
     if open.is_some_and(|open| id(&open) != id(&now)) {
-        return Some("was replaced or covered by another".to_owned());
+        return Some("was replaced, or is hidden by a mount".to_owned());
     }
     (now.len() < len).then(|| format!("was cut from {len} to {} bytes", now.len()))
 }
@@ -82,13 +82,13 @@ impl Wake {
     }
 
     pub(super) fn ring(&self) {
-        // The one error there can be is a full counter, and then it rings already.
+        // The only possible error is a full counter, and then the event is already set.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
     /// Clears the event until the next ring.
     pub(super) fn clear(&self) {
-        // The one error there can be is that it did not ring.
+        // The only possible error is that the event was not set.
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }
 }

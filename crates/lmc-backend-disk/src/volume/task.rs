@@ -1,4 +1,4 @@
-//! One operation on its way through an engine, and what its next step is: no IO in here.
+//! One operation in an engine, and the decision about its next step. Does no I/O itself.
 
 use std::fmt;
 use std::fs::File;
@@ -11,16 +11,16 @@ use std::time::{Duration, Instant};
 
 use super::{BLOCK, Buf, Done, FileId, Kind, OnDone, Op};
 
-/// The most bytes of one operation. Below every limit of the kernel (2 GiB less a page).
+/// Most bytes of one operation. Below every limit of the kernel (2 GiB less a page).
 pub(super) const MAX_LEN: u64 = 1 << 30;
 
-/// Times that an operation that moves nothing is submitted again.
+/// Most times that an operation that moves no bytes is submitted again.
 const MAX_ATTEMPTS: u32 = 16;
 
-/// The longest pause between two attempts.
+/// Longest pause between two attempts.
 const MAX_PAUSE: Duration = Duration::from_millis(64);
 
-/// A file as the engines see it. Open for as long as a task holds it.
+/// A file as the engines use it. Stays open as long as a task holds it.
 #[derive(Debug)]
 pub(super) struct OpenFile {
     pub(super) file: File,
@@ -38,7 +38,7 @@ impl OpenFile {
         }
     }
 
-    /// Marks the file as closed: no operation names it again.
+    /// Marks the file as closed: no later operation uses it.
     pub(super) fn set_closed(&self) {
         self.closed.store(true, Ordering::Release);
     }
@@ -48,29 +48,29 @@ impl OpenFile {
     }
 }
 
-/// Next step of a task after the kernel has answered.
+/// Next step of a task after an answer of the kernel.
 #[derive(Debug)]
 pub(super) enum Step {
     /// The task has ended.
     End(io::Result<()>),
-    /// The rest is asked for at once.
+    /// The rest is submitted at once.
     Again,
     /// The task is submitted again after a pause.
     Later(Duration),
 }
 
-/// An operation with its file and its progress. Its callback runs exactly once: dropping a task
-/// whose callback has not run calls it with the error that the volume has stopped.
+/// An operation with its file and its progress. Its callback runs exactly once: if it has not run when the
+/// task is dropped, it is called with the error that the volume has stopped.
 pub(super) struct Task {
     kind: Kind,
     id: FileId,
-    /// The file, or why the operation is refused.
+    /// The file, or the reason why the operation is refused.
     file: io::Result<Arc<OpenFile>>,
     offset: u64,
     len: u64,
-    /// Bytes that are through.
+    /// Bytes moved so far.
     moved: u64,
-    /// Attempts since something moved.
+    /// Attempts since bytes were last moved.
     attempts: u32,
     buf: Option<Buf>,
     abandoned: Option<Arc<AtomicBool>>,
@@ -96,12 +96,15 @@ impl fmt::Debug for Task {
 }
 
 impl Task {
-    /// Makes a task of an operation. A refused one is a task too, so that its callback runs on the
+    /// Makes a task of an operation. A refused operation becomes a task too, so that its callback runs on the
     /// engine's thread like any other.
     pub(super) fn new(mut op: Op, file: Option<Arc<OpenFile>>) -> Self {
         let file = check(&mut op).and_then(|()| {
             file.ok_or_else(|| {
-                io::Error::new(io::ErrorKind::NotFound, format!("{op:?}: it is not open"))
+                io::Error::new(
+                    io::ErrorKind::NotFound,
+                    format!("{op:?}: the file is not open"),
+                )
             })
         });
         let Op {
@@ -127,7 +130,7 @@ impl Task {
         }
     }
 
-    /// The task if it may run; a refused one is ended here.
+    /// Returns the task if it may run; ends a refused task.
     pub(super) fn unless_refused(mut self) -> Option<Self> {
         let Err(error) = &mut self.file else {
             return Some(self);
@@ -137,7 +140,7 @@ impl Task {
         None
     }
 
-    /// Returns true if nothing has moved yet and no caller waits for the end any more.
+    /// Returns true if no bytes were moved yet and no caller waits for the end any more.
     pub(super) fn is_abandoned(&self) -> bool {
         let abandoned = self.abandoned.as_ref();
         self.moved == 0 && abandoned.is_some_and(|abandoned| abandoned.load(Ordering::Relaxed))
@@ -155,18 +158,18 @@ impl Task {
         self.file.as_ref().expect("a refused task never runs")
     }
 
-    /// Offset in the file where the rest begins.
+    /// Returns the offset in the file at which the rest begins.
     pub(super) fn offset(&self) -> u64 {
         self.offset + self.moved
     }
 
-    /// Bytes of the rest.
+    /// Returns the bytes of the rest.
     pub(super) fn left(&self) -> u64 {
         self.len - self.moved
     }
 
-    /// First byte of the memory for the rest, good for [`Self::left`] bytes while the task
-    /// lives. A write only reads there.
+    /// Returns the first byte of the memory for the rest, valid for [`Self::left`] bytes while the task
+    /// exists. A write only reads there.
     pub(super) fn memory(&mut self) -> *mut u8 {
         let start = match self.buf.as_mut().expect("reads and writes have a buffer") {
             Buf::Own(buf) => buf.as_mut_ptr(),
@@ -176,7 +179,7 @@ impl Task {
         start.wrapping_add(self.moved as usize)
     }
 
-    /// Takes the kernel's answer, in bytes.
+    /// Handles the kernel's answer, in bytes.
     pub(super) fn step(&mut self, answer: io::Result<u64>) -> Step {
         let bytes = match answer {
             Err(error) if is_passing(&error) => return self.pause(error),
@@ -188,8 +191,8 @@ impl Task {
         if moved == self.len {
             return Step::End(Ok(()));
         }
-        // Past the page cache only whole blocks can be asked for: what came of a broken block
-        // is moved again. At the end of the file that moves nothing.
+        // Direct I/O works in whole blocks only: bytes of an incomplete block are moved again. At the end of
+        // the file, this moves nothing.
         let kept = if self.file().direct {
             moved - moved % BLOCK
         } else {
@@ -225,13 +228,13 @@ impl Task {
         Step::Later(pause)
     }
 
-    /// Tells the end, with the buffer.
+    /// Ends the task, and passes on the result with the buffer.
     pub(super) fn end(mut self, result: io::Result<()>) {
         self.tell(result);
     }
 
-    /// Tells the end of a task that the kernel may still be busy with. The buffer is leaked on
-    /// purpose: memory that is lost is better than memory that changes under its next owner.
+    /// Ends a task that the kernel may still be working on. The buffer is leaked on purpose: lost memory is
+    /// better than memory that changes under its next owner.
     pub(super) fn abandon(mut self, error: io::Error) {
         match self.buf.take() {
             Some(Buf::Into(part)) => part.abandon(),
@@ -245,7 +248,7 @@ impl Task {
     fn tell(&mut self, result: io::Result<()>) {
         let Some(done) = self.done.take() else { return };
         let buf = self.buf.take();
-        // A panic there was printed; it is the asker's, and must not end the engine's thread.
+        // The panic was printed. It is the caller's, and must not end the engine's thread.
         let called = catch_unwind(AssertUnwindSafe(|| done(Done { buf, result })));
         if called.is_err() {
             tracing::error!("a callback of the disk tier panicked at the end of {self:?}");
@@ -272,7 +275,8 @@ pub(super) fn is_passing(error: &io::Error) -> bool {
     )
 }
 
-/// Refuses what the kernel would refuse, and what it would take although the memory is too short.
+/// Refuses operations that the kernel would refuse, and those for which the memory is too short although the
+/// kernel would accept them.
 fn check(op: &mut Op) -> io::Result<()> {
     let memory = match op.buf.as_mut() {
         None => None,
@@ -300,7 +304,7 @@ fn check(op: &mut Op) -> io::Result<()> {
             "offset and length must be whole blocks".to_owned()
         }
         Some(_) if end.is_none_or(|end| end > i64::MAX as u64) => {
-            "the end is beyond what a file can have".to_owned()
+            "the end is beyond the largest file size".to_owned()
         }
         Some((at, _)) if !(at.addr() as u64).is_multiple_of(BLOCK) => {
             "the memory must begin at a whole block".to_owned()
@@ -312,7 +316,7 @@ fn check(op: &mut Op) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::InvalidInput, why))
 }
 
-/// Things to come back to after a pause.
+/// Items to return to after a pause.
 #[derive(Debug)]
 pub(super) struct Later<T>(Vec<(Instant, T)>);
 
@@ -325,19 +329,19 @@ impl<T> Later<T> {
         self.0.push((at, thing));
     }
 
-    /// Takes the items that are due at `now`, in the order in which they came.
+    /// Removes and returns the items that are due at `now`, in their order of arrival.
     pub(super) fn take_due(&mut self, now: Instant) -> impl Iterator<Item = T> {
         self.0
             .extract_if(.., move |(at, _)| *at <= now)
             .map(|(_, thing)| thing)
     }
 
-    /// Takes all tasks, due or not.
+    /// Removes and returns all items, due or not.
     pub(super) fn take_all(&mut self) -> impl Iterator<Item = T> {
         self.0.drain(..).map(|(_, thing)| thing)
     }
 
-    /// Returns the instant at which the next is due.
+    /// Returns the time at which the next item is due.
     pub(super) fn next(&self) -> Option<Instant> {
         self.0.iter().map(|(at, _)| *at).min()
     }

@@ -1,4 +1,4 @@
-//! The engine for where io_uring is forbidden: threads that read and write.
+//! The engine for hosts where io_uring is forbidden: threads that read and write.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -39,7 +39,7 @@ struct Queue {
 /// Next action of a thread.
 enum Turn {
     Run(Task),
-    /// Ends a task, since the engine stops.
+    /// End a task, because the engine stops.
     Refuse(Task),
     Leave,
 }
@@ -109,13 +109,13 @@ impl Shared {
         let task = task.unless_refused();
         if let Some((task, pause)) = task.and_then(until_pause) {
             self.queue.lock().later.push(Instant::now() + pause, task);
-            // Other threads must wait no longer than that.
+            // Other threads must not wait longer than that.
             self.more.notify_one();
         }
     }
 }
 
-/// Carries a task out on this thread.
+/// Runs a task on this thread.
 pub(super) fn carry_out(task: Task) {
     let mut next = task.unless_refused();
     while let Some((task, pause)) = next.and_then(until_pause) {
@@ -124,8 +124,8 @@ pub(super) fn carry_out(task: Task) {
     }
 }
 
-/// Works on a task until it has ended; one that is to be gone on with later comes back with the
-/// pause until then.
+/// Works on a task until it has ended. A task that is to be continued later is returned, with the pause until
+/// then.
 fn until_pause(mut task: Task) -> Option<(Task, Duration)> {
     loop {
         let answer = call(&mut task);
@@ -140,7 +140,7 @@ fn until_pause(mut task: Task) -> Option<(Task, Duration)> {
     }
 }
 
-/// One call into the kernel, for all that is left of the task.
+/// Makes one system call for the rest of the task.
 fn call(task: &mut Task) -> io::Result<u64> {
     let (kind, offset, left) = (task.kind(), task.offset(), task.left() as usize);
     if kind == Kind::Sync {

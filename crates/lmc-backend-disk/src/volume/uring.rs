@@ -1,8 +1,8 @@
 //! The engine on io_uring: one ring, owned by one thread.
 //!
-//! Submitters put tasks into an inbox and, where the thread sleeps, ring an eventfd that
-//! the ring polls; the thread sleeps in the kernel and nowhere else. Tasks that the kernel has
-//! lie in [`InFlight`] with their buffers until their completion is there.
+//! Submitters put tasks into an inbox. If the thread sleeps, they signal an eventfd that the ring polls; the
+//! thread sleeps in the kernel only. Tasks that the kernel is working on are in [`InFlight`] with their
+//! buffers until they complete.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -25,7 +25,7 @@ use super::system::Wake;
 use super::task::{Later, Step, Task, is_passing, stopped};
 use super::{FileId, Kind, abandoned_error};
 
-/// Marks the completion of the poll on the eventfd; tasks have their index.
+/// Marks the completion of the poll on the eventfd; the completions of tasks have the task's index.
 const WAKE: u64 = u64::MAX;
 
 /// Bounds of the depth.
@@ -43,16 +43,16 @@ pub(super) struct Uring {
 struct Shared {
     inbox: Mutex<Inbox>,
     wake: Wake,
-    /// Outcome of the pool's registration, for people.
+    /// Result of the pool's registration, for an operator.
     pool: Mutex<String>,
 }
 
 #[derive(Debug, Default)]
 struct Inbox {
     messages: VecDeque<Message>,
-    /// The thread sleeps or is about to: ring.
+    /// True if the thread sleeps or is about to: then the eventfd must be signalled.
     asleep: bool,
-    /// Time since which the engine stops.
+    /// Time at which the engine began to stop.
     stopping: Option<Instant>,
 }
 
@@ -63,7 +63,7 @@ enum Message {
 }
 
 impl Uring {
-    /// Starts a ring with at most `depth` tasks in the kernel, and tries it out.
+    /// Starts a ring with at most `depth` tasks in the kernel, and tests it.
     pub(super) fn start(depth: u32, arena: Option<Arc<Arena>>) -> io::Result<Self> {
         let this = Self {
             shared: Arc::new(Shared {
@@ -78,7 +78,7 @@ impl Uring {
         let depth = this.depth;
         let (send, received) = mpsc::sync_channel(1);
         this.crew.spawn("lmc-disk-uring".to_owned(), move || {
-            // Made here, since a ring may accept submissions from its maker only.
+            // Made on this thread, because a ring may accept submissions from its creator only.
             let ring = match open_ring(depth) {
                 Ok(ring) => ring,
                 Err(error) => return drop(send.send(Err(error))),
@@ -104,16 +104,16 @@ impl Uring {
 /// Checks that this process may use io_uring, by opening a ring and completing one operation.
 ///
 /// # Errors
-/// The kernel, or the sandbox of a container, refuses it.
+/// The kernel, or a container's sandbox, refuses io_uring.
 pub fn check_io_uring() -> io::Result<()> {
     open_ring(DEPTHS.0).map(drop)
 }
 
-/// A ring that has answered once.
+/// Opens a ring, and checks that it answers.
 fn open_ring(depth: u32) -> io::Result<IoUring> {
-    // One more for the poll on the eventfd.
+    // One entry more for the poll on the eventfd.
     let entries = (depth + 1).next_power_of_two();
-    // Completions are then worked off when this thread asks for them, without interrupting it.
+    // Completions are then processed when this thread asks for them, without interrupting it.
     let mut ring = IoUring::builder()
         .setup_single_issuer()
         .setup_defer_taskrun()
@@ -143,10 +143,10 @@ struct Queued {
     file_index: Option<u32>,
 }
 
-/// Tasks that the kernel has, by the number it knows them by.
+/// Tasks that the kernel is working on, by their index.
 ///
-/// Whatever ends the thread, buffers that the kernel may still write to are never freed: what is
-/// in here at its drop is leaked.
+/// However the thread ends, buffers that the kernel may still write to are never freed: tasks that are still
+/// here when this is dropped are leaked.
 struct InFlight {
     tasks: Vec<Option<Queued>>,
     free: Vec<u32>,
@@ -195,7 +195,7 @@ impl Drop for InFlight {
     }
 }
 
-/// State that the thread owns. The ring is first, so it goes before the memory it knows of.
+/// State of the thread. The ring is declared first, so that it is dropped before the memory that it uses.
 struct Ring {
     ring: IoUring,
     pool: PoolBuffers,
@@ -206,7 +206,7 @@ struct Ring {
     later: Later<Queued>,
     wake_armed: bool,
     shared: Arc<Shared>,
-    /// Completions that were taken from the ring, kept for its allocation.
+    /// Completions taken from the ring; a field to reuse its allocation.
     answers: Vec<(u64, i32)>,
     /// Tasks whose callback has yet to run.
     ended: Vec<(Queued, io::Result<()>)>,
@@ -234,7 +234,7 @@ impl Ring {
         }
     }
 
-    /// Works until the stop. An error means that the ring is of no use any more.
+    /// Works until the stop. An error means that the ring is unusable.
     fn run(&mut self) -> io::Result<()> {
         loop {
             let stopping = self.take_inbox();
@@ -261,7 +261,7 @@ impl Ring {
         }
     }
 
-    /// Empties the inbox; submissions from here on wake the thread.
+    /// Empties the inbox; later submissions wake the thread.
     fn take_inbox(&mut self) -> Option<Instant> {
         let mut inbox = self.shared.inbox.lock();
         let messages = mem::take(&mut inbox.messages);
@@ -317,7 +317,8 @@ impl Ring {
         self.wake_armed = true;
     }
 
-    /// Gives the kernel what it has capacity for. A task that no caller waits for any more ends here.
+    /// Gives tasks to the kernel as far as it has capacity. A task that no caller waits for any more ends
+    /// here.
     fn fill(&mut self) {
         let mut unwanted = Vec::new();
         let mut submission = self.ring.submission();
@@ -341,12 +342,12 @@ impl Ring {
         }
     }
 
-    /// Submits, and sleeps until there is a completion or it is time.
+    /// Submits, and sleeps until there is a completion or until `until`.
     fn enter(&mut self, until: Option<Instant>) -> io::Result<()> {
         let entered = match until {
             None => self.ring.submit_and_wait(1),
             Some(until) => {
-                // A bit later, so that what is due is due.
+                // A little longer, so that the next item is due after the sleep.
                 let pause = until.saturating_duration_since(Instant::now());
                 let time = Timespec::from(pause + Duration::from_micros(1));
                 let args = SubmitArgs::new().timespec(&time);
@@ -357,8 +358,8 @@ impl Ring {
             Ok(_) => Ok(()),
             Err(error) if error.raw_os_error() == Some(libc::ETIME) => Ok(()),
             Err(error) if is_passing(&error) => {
-                // The kernel is short of memory or wants its completions taken first. Without
-                // any to take nothing can move, so nothing is held up by this pause.
+                // The kernel is short of memory or wants its completions to be taken first. Without a
+                // completion no task can progress, so this pause delays nothing.
                 if self.ring.completion().is_empty() {
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -385,7 +386,9 @@ impl Ring {
                 continue;
             }
             let Some(mut queued) = self.in_flight.remove(index) else {
-                return Err(io::Error::other("the kernel answered what was not asked"));
+                return Err(io::Error::other(
+                    "the kernel completed an operation that was not submitted",
+                ));
             };
             match queued.task.step(answer) {
                 Step::End(result) => self.ended.push((queued, result)),
@@ -397,8 +400,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Runs the callbacks of ended tasks. A callback may look at every byte, so the kernel gets the
-    /// waiting tasks first.
+    /// Runs the callbacks of ended tasks. A callback may read every byte, so the kernel gets the waiting
+    /// tasks first.
     fn tell_ends(&mut self) -> io::Result<()> {
         if self.ended.is_empty() {
             return Ok(());
@@ -428,7 +431,7 @@ impl Ring {
     }
 }
 
-/// The kernel's order for what is left of a task.
+/// Returns the kernel's submission entry for the rest of a task.
 fn entry(queued: &mut Queued, pool: &PoolBuffers) -> squeue::Entry {
     let task = &mut queued.task;
     let (fd, flags) = match queued.file_index {
@@ -471,7 +474,7 @@ fn entry(queued: &mut Queued, pool: &PoolBuffers) -> squeue::Entry {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // Nothing new may come, however the thread ends. Tasks that are dropped end as stopped.
+        // No new message may come, however the thread ends. Dropped tasks end as stopped.
         let mut inbox = self.shared.inbox.lock();
         inbox.stopping.get_or_insert_with(Instant::now);
         let messages = mem::take(&mut inbox.messages);
@@ -481,7 +484,7 @@ impl Drop for Ring {
 }
 
 impl Uring {
-    /// Puts messages into the inbox; after the stop they come back.
+    /// Puts messages into the inbox; returns them after the stop.
     fn send<M: Iterator<Item = Message>>(&self, messages: M) -> Result<(), M> {
         let mut inbox = self.shared.inbox.lock();
         if inbox.stopping.is_some() {
@@ -510,7 +513,7 @@ impl Engine for Uring {
     }
 
     fn forget(&self, file: FileId) {
-        // The ring's table is gone after the stop.
+        // After the stop, the ring's table no longer exists.
         let _ = self.send([Message::Forget(file)].into_iter());
     }
 
@@ -529,7 +532,7 @@ impl Engine for Uring {
             .stopping
             .get_or_insert_with(Instant::now);
         self.shared.wake.ring();
-        // The thread gives up by itself; a little more, so that it can.
+        // The thread stops waiting by itself; it gets a little more time for that.
         if !self.crew.wait(STOP_TIMEOUT + Duration::from_secs(2)) {
             tracing::warn!("disk ring is still busy; it ends when its operations do");
         }

@@ -6,13 +6,13 @@ use super::{EvictionPolicy, List, Nodes};
 const RECENT: u8 = 0;
 const FREQUENT: u8 = 1;
 
-/// Chunks differ in size and the tier's capacity is in bytes, so the paper's capacity `c` is
-/// the number of entries at the moment.
+/// The ARC policy. Chunks differ in size and the tier's capacity is in bytes, so the paper's capacity `c` is
+/// the current number of entries.
 #[derive(Debug, Default)]
 pub(super) struct Arc {
-    /// Used once (T1 in the paper).
+    /// Entries used once (T1 in the paper).
     recent: List,
-    /// Used again (T2).
+    /// Entries used again (T2).
     frequent: List,
     recent_ghosts: Ghost,
     frequent_ghosts: Ghost,
@@ -90,7 +90,7 @@ impl EvictionPolicy for Arc {
             RECENT => self.recent_ghosts.push(fingerprint),
             _ => self.frequent_ghosts.push(fingerprint),
         }
-        // T1 + B1 <= c and T1 + T2 + B1 + B2 <= 2c, with c the entries before this one left.
+        // T1 + B1 <= c and T1 + T2 + B1 + B2 <= 2c, with c counted before this entry left.
         let capacity = self.entries() as usize + 1;
         self.recent_ghosts
             .trim(capacity.saturating_sub(self.recent.len() as usize).max(1));

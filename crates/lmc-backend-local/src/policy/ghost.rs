@@ -1,11 +1,11 @@
-//! A memory of what was evicted lately.
+//! A record of recently evicted entries.
 
 use std::collections::VecDeque;
 
 use hashbrown::HashTable;
 
-/// The last fingerprints, oldest out first. Two keys may share one of 32 bits: then an entry is
-/// taken for one that was here before, which costs a little memory in the wrong queue.
+/// The most recent fingerprints, dropped oldest first. Two keys may share a fingerprint of 32 bits. Then a
+/// new entry is taken for one that was here before, which costs a little memory in the wrong queue.
 #[derive(Debug, Default)]
 pub(super) struct Ghost {
     /// Entries in the order of arrival, including entries recalled since.
@@ -33,7 +33,7 @@ impl Ghost {
         }
     }
 
-    /// Forgets the fingerprint and says whether it was there.
+    /// Drops the fingerprint and returns whether it was recorded.
     pub(super) fn recall(&mut self, fingerprint: u32) -> bool {
         let found = self
             .present
@@ -41,7 +41,7 @@ impl Ghost {
         found.map(|entry| entry.remove()).is_ok()
     }
 
-    /// Forgets the oldest until at most `max` are left, the recalled ones among them.
+    /// Drops the oldest fingerprints until at most `max` are left, recalled ones included.
     pub(super) fn trim(&mut self, max: usize) {
         while self.order.len() > max {
             if let Some(fingerprint) = self.order.pop_front() {

@@ -2,21 +2,21 @@
 
 use crate::slab::Chunked;
 
-/// No entry.
+/// The index that stands for no entry.
 pub(crate) const NIL: u32 = u32::MAX;
 
-/// Links and marks of one entry. 16 bytes; lies apart from the entry, so that moving an entry's
-/// neighbours does not touch their keys' cache lines.
+/// Links and marks of one entry, 16 bytes. Stored apart from the entry, so that a change of an entry's
+/// neighbours does not touch the cache lines of their keys.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Node {
-    /// Towards the head, the young end.
+    /// Neighbour towards the head, the young end.
     prev: u32,
-    /// Towards the tail, the old end. The slab links its free indices by it.
+    /// Neighbour towards the tail, the old end. The slab also links its free indices by this field.
     pub(crate) next: u32,
     stamp_low: u32,
     stamp_high: u16,
-    /// The policy's queue that the entry is in, or was in when it was popped, in the low four bits.
-    /// Above, the number of recent uses, up to what the policy counts.
+    /// Low four bits: the policy's queue that the entry is in, or was in when it was popped. High bits: the
+    /// number of recent uses, up to the policy's limit.
     queue_and_recent: u8,
     /// Number of uses since the insert, up to 255.
     uses: u8,
@@ -64,8 +64,8 @@ impl Node {
         u64::from(self.stamp_high) << 32 | u64::from(self.stamp_low)
     }
 
-    /// Keeps 48 bits: enough for 8 years of a million uses a second. Beyond, shards are compared
-    /// wrongly for a while, and nothing else depends on it.
+    /// Stores 48 bits of the stamp: enough for 8 years at a million uses a second. After that, shards are
+    /// compared wrongly for a while; nothing else depends on the stamp.
     pub(super) fn set_stamp(&mut self, stamp: u64) {
         self.stamp_low = stamp as u32;
         self.stamp_high = (stamp >> 32) as u16;
@@ -124,7 +124,7 @@ impl List {
         self.len += 1;
     }
 
-    /// Takes out an entry that is in this list.
+    /// Removes an entry that is in this list.
     pub(crate) fn remove(&mut self, nodes: &mut Nodes, id: u32) {
         let Node { prev, next, .. } = nodes[id];
         match prev {

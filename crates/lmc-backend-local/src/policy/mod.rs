@@ -1,8 +1,8 @@
 //! Eviction policies: the rules that choose the next entry to evict.
 //!
-//! A policy orders the entries of one shard and one tenant class by their slab index. It knows
-//! nothing of leases, pins, children or bytes: the shard takes the next entry with
-//! [`EvictionPolicy::pop`], and keeps aside what may not go.
+//! A policy orders the entries of one shard and one tenant class by their slab index. It does not know
+//! leases, pins, children or bytes: the shard takes the next entry with [`EvictionPolicy::pop`], and sets
+//! entries aside that must not be evicted.
 
 use std::fmt;
 
@@ -22,15 +22,16 @@ pub(crate) use list::{List, NIL, Node, Nodes};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PolicyKind {
-    /// The chunk that was not used for the longest time.
+    /// Evicts the least recently used chunk.
     #[default]
     Lru,
-    /// S3-FIFO (Yang et al., SOSP 2023): a small queue that most chunks leave soon, a main queue
-    /// with second chances, and a memory of what left lately. Scans do not flush it.
+    /// S3-FIFO (Yang et al., SOSP 2023): a small queue that most chunks leave soon, a main queue with second
+    /// chances, and a record of recently evicted chunks. Scans do not flush it.
     S3Fifo,
-    /// ARC (Megiddo and Modha, FAST 2003): balances recency and frequency by what it regrets.
+    /// ARC (Megiddo and Modha, FAST 2003): balances recency and frequency by the evictions that turned out to
+    /// be wrong.
     Arc,
-    /// Nothing is ever evicted: a full tier refuses.
+    /// Nothing is ever evicted: a full tier refuses new chunks.
     None,
 }
 
@@ -48,7 +49,7 @@ impl PolicyKind {
         }
     }
 
-    /// The policy with this name.
+    /// Returns the policy with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
@@ -71,35 +72,34 @@ impl fmt::Display for PolicyKind {
 
 /// An order of eviction. Every operation is O(1), amortised.
 ///
-/// An entry is *queued* from `insert` until `remove` or `pop`. A popped entry is out of the order
-/// until `put_back` or `revive` queue it again, or `evicted` ends it; `remove` is not called
-/// for it.
+/// An entry is *queued* from `insert` until `remove` or `pop`. A popped entry is outside the order until
+/// `put_back` or `revive` queues it again, or `evicted` ends it; `remove` is not called for a popped entry.
 ///
-/// Callers insert and touch a batch from the tail of its prefix to the head, so that at equal
+/// Callers insert and touch a batch from the tail of its prefix to the head, so that of entries with the same
 /// age the tail is popped first.
 pub(crate) trait EvictionPolicy: Send {
-    /// Queues a new entry. `fingerprint` tells the key from others for the memory of what left.
+    /// Queues a new entry. `fingerprint` identifies the key in the record of evicted entries.
     fn insert(&mut self, nodes: &mut Nodes, id: u32, fingerprint: u32, stamp: u64);
 
-    /// The entry, which is queued, was used.
+    /// Records that a queued entry was used.
     fn touch(&mut self, nodes: &mut Nodes, id: u32, stamp: u64);
 
-    /// Takes a queued entry out, for another reason than eviction.
+    /// Removes a queued entry, for another reason than eviction.
     fn remove(&mut self, nodes: &mut Nodes, id: u32);
 
-    /// Takes out the entry that should go next.
+    /// Removes and returns the entry to evict next.
     fn pop(&mut self, nodes: &mut Nodes) -> Option<u32>;
 
-    /// Queues a popped entry where `pop` would have it soonest.
+    /// Queues a popped entry at the position that `pop` reaches soonest.
     fn put_back(&mut self, nodes: &mut Nodes, id: u32);
 
-    /// Queues a popped entry as one that was just used.
+    /// Queues a popped entry as one that was used just now.
     fn revive(&mut self, nodes: &mut Nodes, id: u32, stamp: u64);
 
-    /// A popped entry was evicted.
+    /// Records that a popped entry was evicted.
     fn evicted(&mut self, nodes: &Nodes, id: u32, fingerprint: u32);
 
-    /// The stamp of the entry that `pop` would look at first; `None` when nothing is queued.
-    /// Shards are compared by it, so it need not be the one that `pop` returns in the end.
+    /// Returns the stamp of the entry that `pop` would look at first; `None` if nothing is queued. Shards are
+    /// compared by this stamp, so the entry need not be the one that `pop` finally returns.
     fn coldest(&self, nodes: &Nodes) -> Option<u64>;
 }

@@ -5,10 +5,10 @@ use super::{EvictionPolicy, List, Nodes};
 
 const SMALL: u8 = 0;
 const MAIN: u8 = 1;
-/// Uses are counted up to this.
+/// Highest count of uses.
 const MAX_USES: u8 = 3;
 
-/// The small queue holds a tenth of the entries, as in the paper.
+/// The S3-FIFO policy. The small queue holds a tenth of the entries, as in the paper.
 #[derive(Debug, Default)]
 pub(super) struct S3Fifo {
     small: List,
@@ -63,8 +63,8 @@ impl EvictionPolicy for S3Fifo {
         loop {
             if self.small_is_due() {
                 let id = self.small.pop_tail(nodes)?;
-                // As in the paper, one use after the insert is not enough. Letting one do was
-                // tried on the traces: worse on the conversations, better on the synthetic one.
+                // As in the paper, one use after the insert is not enough. Accepting one use was tried on the
+                // traces: worse on the conversations, better on the synthetic one.
                 if nodes[id].recent_uses() <= 1 {
                     return Some(id);
                 }
@@ -87,7 +87,7 @@ impl EvictionPolicy for S3Fifo {
     }
 
     fn revive(&mut self, nodes: &mut Nodes, id: u32, stamp: u64) {
-        // It was used while it was away: that is what moves an entry to the main queue.
+        // The entry was used while it was popped, which moves it to the main queue.
         self.now = stamp;
         self.push(nodes, id, MAIN, stamp);
     }

@@ -5,9 +5,9 @@ use lmc_key::ChunkKey;
 /// Keys with their folded hashes, in an order that visits each shard once.
 pub(super) struct Batch {
     pub(super) folds: Vec<u64>,
-    /// Positions in the batch: shard by shard, and within a shard from the tail to the head.
+    /// Positions in the batch: shard by shard, and within a shard from the prefix's tail to its head.
     order: Vec<u32>,
-    /// End of each shard's part of `order`.
+    /// End of each shard's range in `order`.
     ends: Vec<u32>,
 }
 
@@ -22,13 +22,13 @@ impl Batch {
         Self { folds, order, ends }
     }
 
-    /// Each shard that has keys in the batch, with their positions.
+    /// Returns each shard that has keys in the batch, with the positions of these keys.
     pub(super) fn shards(&self) -> impl Iterator<Item = (usize, &[u32])> {
         parts(&self.order, &self.ends)
     }
 }
 
-/// Counting sort by shard; within a shard, descending.
+/// Groups positions by shard with a counting sort; within a shard they are in descending order.
 pub(super) fn group(
     shard_of: impl DoubleEndedIterator<Item = usize> + ExactSizeIterator + Clone,
     shards: usize,
@@ -50,7 +50,7 @@ pub(super) fn group(
     (order, ends)
 }
 
-/// The parts of what [`group`] made.
+/// Returns the ranges that [`group`] made.
 pub(super) fn parts<'a>(
     order: &'a [u32],
     ends: &'a [u32],

@@ -11,24 +11,24 @@ use crate::Removal;
 use crate::class::{Class, Tenant};
 use crate::shard::Step;
 
-/// Chunks that one reservation may evict. Chunks of one size need one eviction; the bound is for
-/// a large chunk among many small ones.
+/// Most chunks that one reservation may evict. Chunks of one size need one eviction; the limit is for a large
+/// chunk among many small ones.
 const EVICTIONS_PER_RESERVE: u32 = 1024;
-/// Steps without an eviction before an attempt is given up. Each sets up to 256 chunks aside that
-/// are leased, pinned or have children, and none is set aside twice for the same reason.
+/// Steps without an eviction after which an attempt ends. Each step sets up to 256 chunks aside that are
+/// leased, pinned or parents, and no chunk is set aside twice for the same reason.
 const STEPS_PER_EVICTION: u32 = 1024;
 
-/// A reservation that was not granted. Nothing is held, and asking again later may succeed.
+/// A reservation that was refused. Nothing is held, and a later attempt may succeed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ReserveError {
-    /// A chunk has at least one byte.
+    /// The chunk has no bytes.
     #[error("a chunk of 0 bytes cannot be stored")]
     Empty,
-    /// Larger than the pool.
+    /// The chunk is larger than the pool.
     #[error("a chunk of {len} bytes does not fit into a pool of {max}: make the pool larger")]
     TooLarge {
-        /// Bytes asked for.
+        /// Bytes of the chunk.
         len: u64,
         /// Bytes of the pool.
         max: u64,
@@ -41,23 +41,23 @@ pub enum ReserveError {
     Quota {
         /// Tenant whose quota it is.
         tenant: u32,
-        /// Bytes asked for.
+        /// Bytes of the chunk.
         len: u64,
-        /// Bytes it uses, reservations included.
+        /// Bytes that the tenant uses, reservations included.
         used: u64,
-        /// Bytes it may use.
+        /// Quota of the tenant, in bytes.
         quota: u64,
     },
-    /// Nothing free, and nothing that may be evicted: all is leased, pinned, promised to other
-    /// tenants, or in pieces too small.
+    /// No free space, and no chunk that may be evicted: all memory is leased, pinned, promised to other
+    /// tenants, or in pieces that are too small.
     #[error(
         "no space for {len} bytes after evicting {evicted} chunks: the rest is leased, pinned, \
          promised to other tenants, or in pieces too small"
     )]
     NoSpace {
-        /// Bytes asked for.
+        /// Bytes of the chunk.
         len: u64,
-        /// Chunks that were evicted without success.
+        /// Number of chunks that were evicted without success.
         evicted: u32,
     },
 }
@@ -69,31 +69,31 @@ pub struct Maintained {
     pub evicted: u64,
     /// Bytes of the evicted chunks.
     pub bytes: u64,
-    /// True if the call ended at its bound before the low watermark was reached: call again.
+    /// True if the call reached its limit before the low watermark: call again.
     pub more: bool,
 }
 
-/// The tenant whose chunks to evict: `None` stands for all tenants without a quota.
+/// The tenant to evict from; `None` stands for all tenants without a quota.
 type Victim = Option<Arc<Tenant>>;
 
 impl LocalTier {
-    /// Evicts at most `max` chunks when the pool is filled above the high watermark, until it is
-    /// filled to the low one. To be called by a thread of its own every now and then, so that
-    /// reservations find free memory without evicting themselves.
+    /// Evicts chunks, at most `max`, if the pool is filled above the high watermark, until it is filled to
+    /// the low watermark. A thread of its own should call this regularly, so that reservations find free
+    /// memory without evicting.
     ///
-    /// The tenant that uses most of what it is entitled to gives first.
+    /// Evicts first from the tenant with the highest ratio of usage to fair share.
     pub fn maintain(&self, max: usize) -> Maintained {
         self.maintain_besides(max, 0)
     }
 
-    /// As [`LocalTier::maintain`], where `leaving` bytes of the pool belong to chunks that were
-    /// evicted and are only being copied: they come back without another eviction.
+    /// As [`LocalTier::maintain`], where `leaving` bytes of the pool belong to chunks that were already
+    /// evicted and are being copied: this memory becomes free without another eviction.
     pub fn maintain_besides(&self, max: usize, leaving: u64) -> Maintained {
         let inner = &self.0;
         let (high, low) = inner.watermarks;
         let mut done = Maintained::default();
         let used = inner.pool.usage().used.saturating_sub(leaving);
-        // A call that stopped at its bound left the pool between the watermarks.
+        // An earlier call stopped at its limit and left the pool between the watermarks.
         if used <= low || (used <= high && !inner.draining.load(Ordering::Relaxed)) {
             inner.draining.store(false, Ordering::Relaxed);
             return done;
@@ -118,8 +118,8 @@ impl LocalTier {
 }
 
 impl Inner {
-    /// Takes memory for a chunk of a tenant, evicting what must go for it. Never waits, and its
-    /// work is bounded: when all chunks are leased or pinned it fails at once.
+    /// Reserves memory for a chunk of a tenant, and evicts chunks if necessary. Never waits, and does a
+    /// limited amount of work: it fails at once when all chunks are leased or pinned.
     pub(super) fn reserve(
         &self,
         len: u64,
@@ -180,8 +180,8 @@ impl Inner {
         }
     }
 
-    /// Returns the tenants to evict from for a tenant, in this order: those with more than they are
-    /// entitled to, the tenant itself, and the tenants without a quota.
+    /// Returns the tenants to evict from on behalf of a tenant, in this order: tenants above their fair
+    /// share, the tenant itself, the tenants without a quota.
     fn victims(&self, tenant: &Arc<Tenant>) -> Vec<Victim> {
         let by_greed = self.by_greed().into_iter();
         let mut victims: Vec<Victim> = by_greed
@@ -195,8 +195,8 @@ impl Inner {
         victims
     }
 
-    /// All classes that use anything by the part that they use of what they are entitled to, the
-    /// greediest first, with the shared one in any case.
+    /// Returns the size classes in use and the shared class, ordered by used bytes divided by fair share,
+    /// largest ratio first.
     fn by_greed(&self) -> Vec<(Victim, f64)> {
         let with_quota = self.tenants.with_quota();
         if with_quota.is_empty() {
@@ -214,7 +214,7 @@ impl Inner {
         let mut classes = vec![(None, greed(self.shared.bytes(), rest))];
         for tenant in with_quota.iter() {
             let used = tenant.class().bytes();
-            // A quota costs a look at each eviction, and a tenant without chunks no more.
+            // Every quota costs time at each eviction, but a tenant without chunks can be skipped.
             if used > 0 {
                 let greed = greed(used, tenant.quota().unwrap_or(rest));
                 classes.push((Some(Arc::clone(tenant)), greed));
@@ -224,7 +224,7 @@ impl Inner {
         classes
     }
 
-    /// Evicts one chunk from the first class that has one to give.
+    /// Evicts one chunk from the first class that has a candidate.
     fn evict_first(
         &self,
         victims: impl IntoIterator<Item = Victim>,
@@ -235,11 +235,10 @@ impl Inner {
             .find_map(|victim| self.evict_one(&victim, cause))
     }
 
-    /// Evicts the oldest chunk of a class, or a parent where nothing else is left, and says how
-    /// many bytes it had.
+    /// Evicts the oldest chunk of a class, or a parent if no other chunk is left, and returns its bytes.
     ///
-    /// The oldest is looked for among what the shards say of their old ends, which is exact for
-    /// LRU: the index is cut into shards for its locks, not for its order of age.
+    /// The oldest chunk is found by the ages that the shards publish, which is exact for LRU: the index is
+    /// divided into shards for locking, and age is compared across shards.
     fn evict_one(&self, victim: &Victim, cause: Removal) -> Option<u64> {
         let (class, id): (&Class, _) = match victim {
             None => (&self.shared, None),

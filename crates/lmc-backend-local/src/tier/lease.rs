@@ -1,4 +1,4 @@
-//! The right to read a chunk, as a value that gives itself back.
+//! Leases: the right to read a chunk, released on drop.
 
 use std::fmt;
 use std::mem;
@@ -11,11 +11,10 @@ use crate::OwnerId;
 use crate::origin::Origin;
 use crate::shard::Leased;
 
-/// The right to read one chunk. While it exists the chunk is not evicted and its memory is not
-/// used for anything else; removing the chunk makes it unfindable but leaves the bytes to the
-/// lease. It gives itself back when dropped.
+/// The right to read one chunk. While it exists, the chunk is not evicted and its memory is not reused.
+/// Removing the chunk makes it unfindable but leaves the bytes to the lease. Dropping the lease releases it.
 ///
-/// A lease has no deadline: its holder drops it when the owner ends or its time is over.
+/// A lease has no deadline: its holder drops it when the owner ends or the owner's time is over.
 pub struct Lease(Leases);
 
 impl Lease {
@@ -23,17 +22,17 @@ impl Lease {
         Self(Leases::new(tier, owner, vec![leased]))
     }
 
-    /// The chunk's memory.
+    /// Returns the chunk's slot.
     pub fn slot(&self) -> &SealedSlot {
         &self.0.items[0].slot
     }
 
-    /// The chunk's bytes.
+    /// Returns the chunk's bytes.
     pub fn bytes(&self) -> &[u8] {
         self.slot().bytes()
     }
 
-    /// Owner of the lease.
+    /// Returns the owner of the lease.
     pub fn owner(&self) -> OwnerId {
         self.0.owner
     }
@@ -57,8 +56,8 @@ impl fmt::Debug for Lease {
     }
 }
 
-/// Leases of one owner, in the order of the keys that were asked for. Dropping them gives all
-/// back with few locks, the tail of the prefix first.
+/// Leases of one owner, in the order of the requested keys. Dropping them releases all with few locks, the
+/// tail of the prefix first.
 pub struct Leases {
     tier: Arc<Inner>,
     owner: OwnerId,
@@ -81,19 +80,19 @@ impl Leases {
         self
     }
 
-    /// Bytes of the pool under chunks that nothing else held when these leases were taken by
-    /// [`LocalTier::lease_leading`](crate::LocalTier::lease_leading): what they keep from
-    /// eviction. Splitting leaves it with the first part.
+    /// Bytes of the pool used by the chunks that nothing else held when
+    /// [`LocalTier::lease_leading`](crate::LocalTier::lease_leading) leased them: the memory that these
+    /// leases alone keep from eviction. After a split, the first part has the whole number.
     pub fn fresh_bytes(&self) -> u64 {
         self.fresh
     }
 
-    /// Owner of the leases.
+    /// Returns the owner of the leases.
     pub fn owner(&self) -> OwnerId {
         self.owner
     }
 
-    /// Number of leases.
+    /// Returns the number of leases.
     pub fn len(&self) -> usize {
         self.items.len()
     }
@@ -103,12 +102,12 @@ impl Leases {
         self.items.is_empty()
     }
 
-    /// The memory of one chunk.
+    /// Returns the slot of one chunk.
     pub fn get(&self, at: usize) -> Option<&SealedSlot> {
         self.items.get(at).map(|item| &item.slot)
     }
 
-    /// The memory of the chunks, in order.
+    /// Returns the slots of the chunks, in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &SealedSlot> {
         self.items.iter().map(|item| &item.slot)
     }
@@ -118,22 +117,22 @@ impl Leases {
         self.items.iter().map(|item| item.origin)
     }
 
-    /// Keeps the first `at` and returns the rest; all of them when there are fewer.
+    /// Keeps the first `at` leases and returns the rest. Keeps all if there are fewer.
     #[must_use = "dropping the rest gives it back; say so with `truncate`"]
     pub fn split_off(&mut self, at: usize) -> Self {
         let rest = self.items.split_off(at.min(self.items.len()));
         Self::new(&self.tier, self.owner, rest)
     }
 
-    /// Keeps the first `len` and gives the rest back.
+    /// Keeps the first `len` leases and releases the rest.
     pub fn truncate(&mut self, len: usize) {
         drop(self.split_off(len));
     }
 
-    /// Adds the leases of another batch behind these.
+    /// Appends the leases of another batch.
     ///
     /// # Errors
-    /// Returns `other` when it belongs to another owner or another tier.
+    /// Returns `other` if it belongs to another owner or another tier.
     pub fn append(&mut self, mut other: Self) -> Result<(), Self> {
         if other.owner != self.owner || !Arc::ptr_eq(&other.tier, &self.tier) {
             return Err(other);

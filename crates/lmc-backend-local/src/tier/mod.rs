@@ -1,4 +1,4 @@
-//! The tier: shards, and what goes over several of them.
+//! The tier: its shards, and the operations that span several shards.
 
 use std::fmt;
 use std::sync::Arc;
@@ -34,11 +34,11 @@ pub use write::{InFlight, Inserted, MarkId, Write, WriteGrant, WriteStart};
 
 use batch::Batch;
 
-/// The DRAM tier. Clones share it.
+/// The DRAM tier. Clones refer to the same tier.
 ///
-/// Nothing here waits: every call is a few locks, each held for microseconds. Two things hold a
-/// shard for longer, both seldom: the growth of its table, about 10 ms with a million chunks in
-/// one shard, and a change of quotas.
+/// No call waits: each takes a few locks, all of which are held for microseconds. Two rare operations hold a
+/// shard for longer: the growth of its table, about 10 ms with a million chunks in one shard, and a change of
+/// quotas.
 #[derive(Clone)]
 pub struct LocalTier(Arc<Inner>);
 
@@ -48,20 +48,20 @@ pub(crate) struct Inner {
     shards: Box<[Mutex<Shard>]>,
     shared: Arc<Class>,
     tenants: Tenants,
-    /// Leases by owner, and the bytes of their chunks, each counted for each lease.
+    /// Leases by owner, and the bytes of their chunks, counted once for each lease.
     leases: Owners,
     /// Bytes of leased or pinned chunks in each shard, each chunk counted once.
     held: Arc<[AtomicU64]>,
     /// Keys that each owner is writing.
     writes: Owners,
-    /// Numbers uses: a batch takes as many as it has keys, the highest for the head of the prefix.
+    /// Counter of uses: a batch takes as many numbers as it has keys, the highest for the head of the prefix.
     clock: AtomicU64,
-    /// Time by which ages of chunks are counted.
+    /// Current time, from which the ages of chunks are computed.
     seconds: AtomicU32,
     reservations: AtomicU64,
     counters: Counters,
     events: Option<Arc<dyn LocalSink>>,
-    /// Bytes of the pool in use where watermark eviction starts, and where it stops.
+    /// Used bytes of the pool at which watermark eviction starts, and at which it stops.
     watermarks: (u64, u64),
     draining: AtomicBool,
 }
@@ -108,7 +108,7 @@ impl LocalTier {
         }))
     }
 
-    /// The pool that its chunks lie in.
+    /// Returns the pool with the tier's chunks.
     pub fn pool(&self) -> &Pool {
         &self.0.pool
     }
@@ -118,19 +118,19 @@ impl LocalTier {
         self.0.policy
     }
 
-    /// Sets the time, in seconds since any moment, by which ages of chunks are counted. The tier has no
-    /// clock of its own; a time before the last one changes nothing.
+    /// Sets the time, in seconds since any fixed instant, from which the ages of chunks are computed. The
+    /// tier has no clock of its own. A time before the last one is ignored.
     pub fn set_seconds(&self, seconds: u32) {
         self.0.seconds.fetch_max(seconds, Ordering::Relaxed);
     }
 
-    /// Counters since the tier was made.
+    /// Returns the counters since the tier was made.
     pub fn stats(&self) -> LocalStats {
         self.0.counters.snapshot()
     }
 
-    /// Returns the current usage. Locks each shard for a moment; the numbers are of slightly
-    /// different instants.
+    /// Returns the current usage. Locks each shard briefly, one after the other, so the numbers are of
+    /// slightly different instants.
     pub fn usage(&self) -> LocalUsage {
         let inner = &self.0;
         let (mut chunks, mut pinned) = (0, 0);
@@ -151,34 +151,34 @@ impl LocalTier {
         }
     }
 
-    /// Number of leases that exist now.
+    /// Returns the number of leases that exist now.
     pub fn leases(&self) -> u64 {
         self.0.leases.total()
     }
 
-    /// Leases that an owner holds.
+    /// Returns the number of leases of an owner.
     pub fn leases_of(&self, owner: OwnerId) -> u64 {
         self.0.leases.of(owner).count
     }
 
-    /// Bytes of the pool under the chunks that an owner leases, each counted for each lease.
+    /// Returns the bytes of the pool used by the chunks that an owner leases, counted once for each lease.
     pub fn lease_bytes_of(&self, owner: OwnerId) -> u64 {
         self.0.leases.of(owner).bytes
     }
 
-    /// Bytes of the pool under chunks that are leased or pinned, each counted once: what cannot
-    /// be evicted.
+    /// Returns the bytes of the pool used by chunks that are leased or pinned and cannot be evicted, each
+    /// chunk counted once.
     pub fn held_bytes(&self) -> u64 {
         let held = self.0.held.iter();
         held.map(|held| held.load(Ordering::Relaxed)).sum()
     }
 
-    /// Keys that an owner is writing.
+    /// Returns the number of keys that an owner is writing.
     pub fn writes_of(&self, owner: OwnerId) -> u64 {
         self.0.writes.of(owner).count
     }
 
-    /// Returns the owners of leases, with the number of each: to find a leak.
+    /// Returns the owners of leases, with the number of leases of each, to find leaks.
     pub fn lease_owners(&self) -> Vec<(OwnerId, u64)> {
         self.0.leases.all()
     }
@@ -195,11 +195,11 @@ impl LocalTier {
 impl Inner {
     #[inline]
     fn shard_of(&self, fold: u64) -> usize {
-        // The table takes the low bits for the bucket and the top seven for the tag.
+        // The table uses the low bits for the bucket and the top seven for the tag.
         (fold >> 40) as usize & (self.shards.len() - 1)
     }
 
-    /// Bytes of the pool that a chunk of `len` bytes takes.
+    /// Returns the bytes of the pool that a chunk of `len` bytes takes.
     fn taken(&self, len: u64) -> u64 {
         len.next_multiple_of(self.pool.align())
     }
@@ -209,12 +209,12 @@ impl Inner {
         self.seconds.load(Ordering::Relaxed)
     }
 
-    /// The numbers of `n` uses, of which the caller gives the highest to the head.
+    /// Returns the numbers of `n` uses; the caller gives the highest to the head.
     fn stamps(&self, n: usize) -> u64 {
         self.clock.fetch_add(n as u64, Ordering::Relaxed)
     }
 
-    /// Counts an entry that was taken out, under the lock of its shard, and tells the sink.
+    /// Counts an entry that was removed, and reports it to the sink. Called under the lock of its shard.
     fn account(&self, taken: &Taken, cause: Removal) {
         let bytes = taken.slot.len();
         self.counters.count_removal(cause, bytes);
@@ -234,7 +234,7 @@ impl Inner {
         }
     }
 
-    /// Tells the sink of an entry that a clear has left, under the lock of its shard.
+    /// Reports to the sink an entry that a clear has left. Called under the lock of its shard.
     fn report_left(&self, shard: &Shard, index: u32) {
         if let Some(events) = &self.events {
             let (entry, life) = (shard.entry(index), shard.life(index));
@@ -250,8 +250,8 @@ impl Inner {
         }
     }
 
-    /// Frees an entry that was removed, without any lock held: releases its memory, and subtracts it
-    /// from its parent's count.
+    /// Frees an entry that was removed, without any lock held: releases its memory, and subtracts it from its
+    /// parent's count.
     fn free_removed(&self, taken: Taken) {
         let parent = taken.parent;
         drop(taken.slot);
@@ -265,7 +265,7 @@ impl Inner {
     }
 }
 
-/// A tenant's quota and usage.
+/// Quotas and usage of tenants.
 impl LocalTier {
     /// Returns the usage and the quota of a tenant.
     pub fn tenant_usage(&self, tenant: TenantId) -> crate::TenantUsage {
@@ -273,7 +273,7 @@ impl LocalTier {
         known.map(|tenant| tenant.usage()).unwrap_or_default()
     }
 
-    /// Returns the usage and the quota of every tenant. One that uses nothing and has no quota may be missing.
+    /// Returns the usage and the quota of every tenant. Tenants without usage and quota may be missing.
     pub fn tenants(&self) -> Vec<(TenantId, crate::TenantUsage)> {
         let all = self.0.tenants.all();
         let mut all: Vec<_> = all
@@ -284,19 +284,18 @@ impl LocalTier {
         all
     }
 
-    /// Promises a tenant `quota` bytes of chunks, which no other tenant can evict, and which
-    /// it cannot exceed; `None` lets it share what is not promised. What it has above a new quota
-    /// goes with its next reservation, or with [`LocalTier::maintain`].
+    /// Promises a tenant `quota` bytes of chunks, which no other tenant can evict, and which the tenant
+    /// cannot exceed. `None` ends the promise: the tenant shares the memory that is not promised. Chunks
+    /// above a new quota are evicted at the tenant's next reservation, or by [`LocalTier::maintain`].
     ///
-    /// Quotas may add up to more than the pool holds; then the promise cannot be kept by memory
-    /// alone, and tenants evict their own chunks first. Walks the whole index, shard by shard,
-    /// when the tenant had no quota before or has none after.
+    /// The sum of all quotas may exceed the pool. Then memory cannot honour every promise, and tenants evict
+    /// their own chunks first. Walks the whole index, shard by shard, when a tenant gains or loses its quota.
     pub fn set_quota(&self, tenant: TenantId, quota: Option<u64>) {
         let inner = &self.0;
         let tenant = inner.tenants.set_quota(tenant, quota);
         for shard in &inner.shards {
             let mut shard = shard.lock();
-            // Read again under the lock: of two calls at once, the later quota decides.
+            // Read again under the lock: of two concurrent calls, the later quota counts.
             match tenant.quota() {
                 Some(_) => shard.split_off(tenant.id, Arc::clone(tenant.class())),
                 None => shard.join(tenant.id),

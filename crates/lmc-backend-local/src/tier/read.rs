@@ -1,4 +1,4 @@
-//! Finding, leasing, pinning, removing, listing.
+//! Lookups, leases, pins, removals and listings.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::slab::EntryRef;
 use crate::sync::Mutex;
 use crate::{Lease, Leases, OwnerId, Removal};
 
-/// Chunks that a walk over the index takes out under one lock.
+/// Chunks that a walk over the index removes under one lock.
 const AT_ONCE: usize = 256;
 
 /// The chunks that [`LocalTier::clear`] removes.
@@ -25,8 +25,7 @@ pub enum Clear {
     Idle,
     /// Chunks that are not leased; pins end.
     Unleased,
-    /// All chunks. Those that are leased cannot be found any more, and give their memory back
-    /// with their last lease.
+    /// All chunks. A leased chunk becomes unfindable at once; its memory is released with the last lease.
     All,
 }
 
@@ -46,27 +45,27 @@ impl Clear {
 pub struct Cleared {
     /// Chunks that were removed.
     pub removed: u64,
-    /// Chunks that stay.
+    /// Keys of the chunks that remain.
     pub left: Vec<ChunkKey>,
 }
 
-/// A chunk of a list, with its position in its prompts.
+/// A chunk of a listing, with its depth in its prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ListedChunk {
     /// Key of the chunk.
     pub key: ChunkKey,
-    /// The chunk before it, if that is there.
+    /// Key of the chunk before this one in its prompt, if that chunk is present.
     pub parent: Option<ChunkKey>,
     /// Bytes of the chunk.
     pub len: u64,
-    /// Chunks before it, as far as they are there.
+    /// Number of chunks before this one in its prompt, as far as they are present.
     pub depth: u32,
 }
 
 impl LocalTier {
-    /// Returns how many leading keys are present. Takes no leases and does not count as use: for
-    /// answers that are not acted upon.
+    /// Returns the number of leading keys that are present. Takes no leases and does not count as a use; the
+    /// chunks may be gone before the caller acts on the answer.
     pub fn lookup_leading(&self, keys: &[ChunkKey]) -> usize {
         let inner = &self.0;
         let limit = inner.leading_bound(keys);
@@ -107,16 +106,16 @@ impl LocalTier {
         let inner = &self.0;
         let limit = inner.leading_bound(keys);
         let (mut leased, missing, fresh) = inner.lease_each(&keys[..limit], is_use);
-        // A key was missing further to the front: rare, as tails are evicted before heads.
+        // A key nearer to the head was missing: rare, as tails are evicted before heads.
         let surplus = missing.map_or_else(Vec::new, |at| leased.split_off(at));
         inner.give_back(surplus.into_iter().flatten().collect());
-        // Before the first missing key nothing is missing.
+        // No key before the first missing one is missing.
         let leased: Vec<_> = leased.into_iter().flatten().collect();
         inner.count_leases(owner, &leased);
         Leases::new(inner, owner, leased).with_fresh(fresh)
     }
 
-    /// Leases each key that is present, and counts it as used.
+    /// Leases each key that is present, and counts it as a use.
     pub fn lease(&self, owner: OwnerId, keys: &[ChunkKey]) -> Vec<Option<Lease>> {
         let inner = &self.0;
         let (leased, _, _) = inner.lease_each(keys, true);
@@ -127,8 +126,8 @@ impl LocalTier {
         leased.into_iter().map(lease).collect()
     }
 
-    /// Counts the chunks of a prompt that are present as used, the head as the last, and ties
-    /// each to its parent: one may have been stored after the other.
+    /// Counts the chunks of a prompt that are present as used, the head last, and links each to its parent,
+    /// which may have been stored later.
     pub fn touch(&self, prompt: &[(ChunkKey, Option<ChunkKey>)]) {
         let inner = &self.0;
         let batch = inner.batch(prompt.iter().map(|&(key, _)| key));
@@ -148,7 +147,7 @@ impl LocalTier {
         inner.link_all(&names, prompt);
     }
 
-    /// Returns the bytes of each key that is present. Does not count as use, nor as hit or miss.
+    /// Returns the length of each key that is present. Does not count as a use, nor as a hit or miss.
     pub fn contains(&self, keys: &[ChunkKey]) -> Vec<Option<u64>> {
         let inner = &self.0;
         let batch = inner.batch(keys.iter().copied());
@@ -164,9 +163,9 @@ impl LocalTier {
         found
     }
 
-    /// Keeps chunks from being evicted until they are unpinned as often as they were pinned.
-    /// `true` for each key that is present and now pinned. [`LocalTier::remove`] and
-    /// [`Clear::All`] take pinned chunks all the same, and their pins with them.
+    /// Keeps chunks from eviction until they are unpinned as often as they were pinned. Returns true for each
+    /// key that is present and now pinned. [`LocalTier::remove`] and [`Clear::All`] remove pinned chunks
+    /// nevertheless, together with their pins.
     pub fn pin(&self, keys: &[ChunkKey]) -> Vec<bool> {
         let mut pinned = vec![false; keys.len()];
         self.0.visit(keys, |shard, index, position| {
@@ -175,7 +174,7 @@ impl LocalTier {
         pinned
     }
 
-    /// Takes one pin off each key. `true` for each key that was pinned.
+    /// Removes one pin of each key. Returns true for each key that was pinned.
     pub fn unpin(&self, keys: &[ChunkKey]) -> Vec<bool> {
         let mut unpinned = vec![false; keys.len()];
         let stamp = self.0.stamps(1);
@@ -185,8 +184,8 @@ impl LocalTier {
         unpinned
     }
 
-    /// Makes chunks unfindable; `true` for each that was there. What is leased gives its memory
-    /// back with its last lease. A chunk whose write had begun is not found afterwards either.
+    /// Makes chunks unfindable. Returns true for each that was present. The memory of a leased chunk is
+    /// released with its last lease. A chunk whose write had begun is not found afterwards either.
     pub fn remove(&self, keys: &[ChunkKey]) -> Vec<bool> {
         let inner = &self.0;
         let mut removed = vec![false; keys.len()];
@@ -212,8 +211,7 @@ impl LocalTier {
         removed
     }
 
-    /// Removes those of these chunks that are not leased; their pins end. Returns the others that are
-    /// there.
+    /// Removes the given chunks that are not leased; their pins end. Returns the present chunks that remain.
     pub fn remove_unleased(&self, keys: &[ChunkKey]) -> Vec<ChunkKey> {
         let mut left = Vec::new();
         let mut taken = Vec::new();
@@ -232,9 +230,8 @@ impl LocalTier {
         left
     }
 
-    /// Takes many chunks out at once, and reports those that [`Clear::Unleased`] leaves. A chunk whose
-    /// write had begun is not found afterwards either;
-    /// one that begins meanwhile may stay.
+    /// Removes many chunks at once, and reports those that [`Clear::Unleased`] leaves. A chunk whose write
+    /// had begun is not found afterwards either. A chunk whose write begins during the clear may stay.
     pub fn clear(&self, which: Clear) -> Cleared {
         let inner = &self.0;
         let mut cleared = Cleared::default();
@@ -272,8 +269,8 @@ impl LocalTier {
         cleared
     }
 
-    /// Removes all chunks of some spaces and returns their number. One that is leased cannot be found
-    /// from then on, and its memory is released with the last lease. Walks the whole index.
+    /// Removes all chunks of some spaces and returns their number. A leased chunk becomes unfindable at once;
+    /// its memory is released with the last lease. Walks the whole index.
     pub fn remove_spaces(&self, spaces: &HashSet<SpaceId>) -> u64 {
         let mut removed = 0;
         for shard in &self.0.shards {
@@ -304,8 +301,8 @@ impl LocalTier {
         removed
     }
 
-    /// Returns some of the chunks, and where to go on; `None` at the end. Begins at 0. A chunk that
-    /// is there from the first call to the last is listed exactly once.
+    /// Returns some of the chunks, and the position for the next call; `None` at the end. The first position
+    /// is 0. A chunk that is present from the first call to the last is listed exactly once.
     pub fn list(&self, from: u64, limit: usize) -> (Vec<ChunkKey>, Option<u64>) {
         let (mut shard, mut index) = ((from >> 32) as usize, from as u32);
         let mut keys = Vec::new();
@@ -321,16 +318,16 @@ impl LocalTier {
         (keys, None)
     }
 
-    /// Every chunk, with what holds it.
+    /// Returns every chunk, with its leases, pins and children.
     #[cfg(test)]
     pub(crate) fn list_shown(&self) -> Vec<Shown> {
         let shards = self.0.shards.iter();
         shards.flat_map(|shard| shard.lock().list()).collect()
     }
 
-    /// Returns every chunk, the heads of prompts first, then the chunks that follow on them, and so
-    /// on: any part of the list from its start holds whole prefixes. For a stop: the list has an
-    /// entry for each chunk.
+    /// Returns every chunk, the heads of prompts first, then the chunks that follow them, and so on: every
+    /// beginning of the list consists of whole prefixes. For use at shutdown: the list has an entry for each
+    /// chunk.
     pub fn list_heads_first(&self) -> Vec<ListedChunk> {
         let mut shown: Vec<Linked> = Vec::new();
         for shard in &self.0.shards {
@@ -345,7 +342,7 @@ impl LocalTier {
         let mut depths: Vec<Option<u32>> = vec![None; shown.len()];
         let mut path = Vec::new();
         for position in 0..shown.len() {
-            // Down to one whose depth is known, or to a head, and back.
+            // Towards the head, up to a chunk whose depth is known, and back.
             let mut next = Some(position);
             let mut depth = 0;
             while let Some(position) = next {
@@ -353,7 +350,7 @@ impl LocalTier {
                     depth = known + 1;
                     break;
                 }
-                // Marked, so that a ring (there is none) would end here.
+                // Marked, so that a cycle would end here. There is none.
                 depths[position] = Some(0);
                 path.push(position);
                 next = parent(position);
@@ -376,9 +373,9 @@ impl LocalTier {
 }
 
 impl Inner {
-    /// Returns a position before which the first missing key lies: the number of keys when the last one is
-    /// present, else a missing key's, found in a few single looks. Lookups that miss early do not
-    /// pay for all their keys.
+    /// Returns a bound for the position of the first missing key: the number of keys if the last one is
+    /// present, else the position of a missing key, found with a few single probes. So a lookup that misses
+    /// early does not probe all its keys.
     fn leading_bound(&self, keys: &[ChunkKey]) -> usize {
         let there = |position: usize| {
             let (key, fold) = (&keys[position], keys[position].fold());
@@ -407,7 +404,7 @@ impl Inner {
         self.counters.misses.add((asked - found) as u64);
     }
 
-    /// Counts leases that were taken for an owner.
+    /// Counts leases that were granted to an owner.
     pub(super) fn count_leases<'a>(
         &self,
         owner: OwnerId,
@@ -421,8 +418,8 @@ impl Inner {
         self.counters.leased.add(count);
     }
 
-    /// Leases what is present. Returns the index of the first missing key, and the bytes that nothing
-    /// held before.
+    /// Leases each key that is present. Returns the index of the first missing key, and the bytes of chunks
+    /// that nothing held before.
     pub(super) fn lease_each(
         &self,
         keys: &[ChunkKey],
@@ -463,7 +460,7 @@ impl Inner {
         (leased, missing, fresh_bytes)
     }
 
-    /// Gives leases back that an owner was counted for.
+    /// Releases leases and subtracts them from their owner's count.
     pub(crate) fn release(&self, owner: OwnerId, items: Vec<Leased>) {
         let count = items.len() as u64;
         let bytes = items.iter().map(|item| self.taken(item.slot.len())).sum();
@@ -472,7 +469,7 @@ impl Inner {
         self.counters.released.add(count);
     }
 
-    /// Gives leases back.
+    /// Releases leases.
     fn give_back(&self, items: Vec<Leased>) {
         let Some(last) = items.len().checked_sub(1) else {
             return;
@@ -488,11 +485,11 @@ impl Inner {
             }
             shard.publish();
         }
-        // The slots go after the locks: a removed chunk's memory returns to the pool here.
+        // The slots are dropped after the locks: a removed chunk's memory returns to the pool here.
         drop(items);
     }
 
-    /// Does something with each key that is present, under its shard's lock.
+    /// Calls `each` for every key that is present, under its shard's lock.
     fn visit(&self, keys: &[ChunkKey], mut each: impl FnMut(&mut Shard, u32, usize)) {
         let batch = self.batch(keys.iter().copied());
         for (shard, positions) in batch.shards() {

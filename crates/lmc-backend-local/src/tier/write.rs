@@ -1,4 +1,4 @@
-//! Chunks on their way in.
+//! Writes of chunks: reservation, marks and commit.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,37 +19,37 @@ use crate::{Leases, OwnerId, StoredEvent, TenantId};
 pub enum Inserted {
     /// The chunk is in the index now.
     New,
-    /// The key was present with these bytes; the new slot went back to the pool.
+    /// The key was already present with its bytes; the new slot was returned to the pool.
     Present,
-    /// The key was removed, or the tier cleared, after this write had begun: it is not found, and
-    /// its slot went back to the pool.
+    /// The key was removed, or the tier cleared, after this write had begun. The chunk is not found, and its
+    /// slot was returned to the pool.
     Cleared,
 }
 
 /// The answer to [`LocalTier::begin_write`].
 #[derive(Debug)]
 pub enum WriteStart {
-    /// The chunk is there already. Nothing is to be written, and nothing was counted:
-    /// [`LocalTier::touch`] does that for a whole prompt.
+    /// The chunk is already present. Nothing is to be written, and no use was counted: [`LocalTier::touch`]
+    /// does that for a whole prompt.
     Present,
-    /// Another reservation has an exclusive mark on it.
+    /// Another reservation has an exclusive mark on the key.
     Busy,
-    /// Write it.
+    /// The key is marked, and its memory is reserved for the caller to write.
     Reserved(WriteGrant),
 }
 
 /// A key that is marked as being written, and the memory for it.
 #[derive(Debug)]
 pub struct WriteGrant {
-    /// The mark. While it exists and is exclusive, [`LocalTier::begin_write`] answers
-    /// [`WriteStart::Busy`] to all other callers.
+    /// The mark. While it exists and is exclusive, [`LocalTier::begin_write`] answers all other callers with
+    /// [`WriteStart::Busy`].
     pub mark: InFlight,
-    /// The memory. It may go elsewhere meanwhile, such as into a load from a lower tier.
+    /// The reserved memory. It may be passed on, for example to a load from a lower tier.
     pub slot: ReservedSlot,
 }
 
 impl WriteGrant {
-    /// All bytes are in position: makes a chunk of it that can be committed.
+    /// Makes a chunk that can be committed. The caller has written all bytes of the slot.
     pub fn written(self, parent: Option<ChunkKey>) -> Write {
         Write {
             mark: self.mark,
@@ -60,20 +60,19 @@ impl WriteGrant {
     }
 }
 
-/// Names a write mark, without owning it.
+/// The id of a write mark, without ownership of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MarkId {
     key: ChunkKey,
     number: u64,
 }
 
-/// Marks a key as being written by an owner. Dropping it takes the mark off, which is all that is
-/// needed to abort.
+/// Marks a key as being written by an owner. Dropping the mark removes it, which is enough to abort a write.
 ///
-/// A mark is *exclusive* or *shared*. A key has at most one exclusive mark, and any number of
-/// shared ones beyond it: each of them has a slot of its own, the first commit makes the chunk
-/// findable, and a later one answers [`Inserted::Present`]. Marks of both kinds are void after
-/// [`LocalTier::clear`], and after [`LocalTier::remove`] of their key.
+/// A mark is *exclusive* or *shared*. A key has at most one exclusive mark, and any number of shared marks in
+/// addition. Each mark has a slot of its own. The first commit makes the chunk findable, and a later commit
+/// is answered with [`Inserted::Present`]. Marks of both kinds are void after [`LocalTier::clear`], and after
+/// [`LocalTier::remove`] of their key.
 pub struct InFlight {
     tier: Arc<Inner>,
     owner: OwnerId,
@@ -84,12 +83,12 @@ pub struct InFlight {
 }
 
 impl InFlight {
-    /// The key that is being written.
+    /// Returns the key that is being written.
     pub fn key(&self) -> ChunkKey {
         self.key
     }
 
-    /// Names the mark, for [`LocalTier::share_writes`].
+    /// Returns the id of the mark, for [`LocalTier::share_writes`].
     pub fn id(&self) -> MarkId {
         MarkId {
             key: self.key,
@@ -97,12 +96,12 @@ impl InFlight {
         }
     }
 
-    /// Owner that writes the chunk.
+    /// Returns the owner that writes the chunk.
     pub fn owner(&self) -> OwnerId {
         self.owner
     }
 
-    /// Tenant of the chunk.
+    /// Returns the tenant of the chunk.
     pub fn tenant(&self) -> TenantId {
         self.tenant.id
     }
@@ -128,9 +127,10 @@ impl fmt::Debug for InFlight {
 /// A marked chunk whose bytes are complete.
 #[derive(Debug)]
 pub struct Write {
-    /// The mark, which goes when the chunk is findable.
+    /// The mark. It is removed when the chunk is findable.
     pub mark: InFlight,
-    /// The chunk before it in its prompt, which is kept as long as this one where possible.
+    /// Key of the chunk before this one in its prompt. That chunk is kept at least as long as this one where
+    /// possible.
     pub parent: Option<ChunkKey>,
     /// Origin of the chunk.
     pub origin: Origin,
@@ -139,11 +139,11 @@ pub struct Write {
 }
 
 impl LocalTier {
-    /// Marks a key exclusively as being written by `owner` and takes `len` bytes for it, evicting
-    /// what must go. A key that is present, or that another exclusive mark is on, is not reserved.
+    /// Marks a key exclusively as being written by `owner` and reserves `len` bytes for it, evicting chunks
+    /// if necessary. Nothing is reserved if the key is present or has another exclusive mark.
     ///
     /// # Errors
-    /// [`ReserveError`] when there is no memory for it; no mark is left then.
+    /// [`ReserveError`] if there is no memory for the chunk; no mark is left then.
     pub fn begin_write(
         &self,
         owner: OwnerId,
@@ -154,12 +154,12 @@ impl LocalTier {
         self.begin_marked(owner, tenant, key, len, Shard::begin_write)
     }
 
-    /// Marks a key as being written by `owner` among others and takes `len` bytes for it. Never
-    /// answers [`WriteStart::Busy`], so a caller need not wait for the owner of the exclusive
-    /// mark: a read from a lower tier goes on while a worker writes the same chunk.
+    /// Marks a key as being written by `owner`, perhaps among others, and reserves `len` bytes for it. Never
+    /// answers [`WriteStart::Busy`], so the caller need not wait for the owner of the exclusive mark: a read
+    /// from a lower tier continues while a worker writes the same chunk.
     ///
     /// # Errors
-    /// [`ReserveError`] when there is no memory for it; no mark is left then.
+    /// [`ReserveError`] if there is no memory for the chunk; no mark is left then.
     pub fn begin_shared_write(
         &self,
         owner: OwnerId,
@@ -174,7 +174,7 @@ impl LocalTier {
         self.begin_marked(owner, tenant, key, len, mark)
     }
 
-    /// Puts a mark on a key that is not present, if `mark` can, and takes memory for it.
+    /// Marks a key that is not present, if `mark` can, and reserves memory for it.
     fn begin_marked(
         &self,
         owner: OwnerId,
@@ -198,8 +198,8 @@ impl LocalTier {
         }
         let tenant = inner.tenants.get(tenant);
         inner.writes.take(owner, 1, 0);
-        // From here on the mark goes with this value. It counts no bytes yet, so that the quota
-        // is not asked for them twice.
+        // From here on, dropping this value removes the mark. It counts no bytes yet, so that they are not
+        // charged to the quota twice.
         let mut mark = InFlight {
             tier: Arc::clone(inner),
             owner,
@@ -214,9 +214,9 @@ impl LocalTier {
         Ok(WriteStart::Reserved(WriteGrant { mark, slot }))
     }
 
-    /// Turns exclusive marks into shared ones, so that others may write the same chunks into
-    /// slots of their own. For writers of whom no commit is expected soon: their own slots stay
-    /// reserved, and a commit of theirs still counts. Marks that are off are passed over.
+    /// Turns exclusive marks into shared ones, so that other owners may write the same chunks into slots of
+    /// their own. For writers that are not expected to commit soon: their slots stay reserved, and a commit
+    /// of theirs still counts. Marks that no longer exist are ignored.
     pub fn share_writes(&self, marks: &[MarkId]) {
         let inner = self.inner();
         for mark in marks {
@@ -233,18 +233,18 @@ impl LocalTier {
             .is_writing(key)
     }
 
-    /// Makes written chunks findable. One answer for each, in order; a batch is best given in the
-    /// order of the prompt. A write that was begun before [`LocalTier::clear`], or before the
-    /// [`LocalTier::remove`] of its key, is not found after it.
+    /// Makes written chunks findable. Returns one answer for each, in order; a batch should be in the order
+    /// of the prompt. A write that began before [`LocalTier::clear`], or before the [`LocalTier::remove`] of
+    /// its key, is not found after it.
     ///
     /// # Panics
-    /// When one was begun on another tier: its memory is not of this pool.
+    /// If a write began on another tier: its memory is not of this pool.
     pub fn commit(&self, writes: Vec<Write>) -> Vec<Inserted> {
         self.commit_with(writes, None).0
     }
 
-    /// Makes written chunks findable and leases each at once, before anything can evict it. The
-    /// leases are those of the chunks that are found, in order.
+    /// Makes written chunks findable and leases each at once, before it can be evicted. The leases are those
+    /// of the chunks that are findable, in order.
     ///
     /// # Panics
     /// As [`LocalTier::commit`].
@@ -295,7 +295,7 @@ impl LocalTier {
                     }
                     None => {
                         inserted[position] = Inserted::New;
-                        // Before the shard knows of it, as it may be evicted from then on.
+                        // Before the shard has the entry, because it may be evicted from then on.
                         mark.tenant.add(slot.len());
                         let slot = slot.seal();
                         let came = (stamp, inner.seconds());
@@ -324,14 +324,14 @@ impl LocalTier {
             None => OwnerId::default(),
         };
         let leases = Leases::new(inner, owner, leased);
-        // Only now: no lookup finds a key neither present nor being written.
+        // Not earlier: no lookup may find a key that is neither present nor being written.
         drop(marks);
         (inserted, leases)
     }
 }
 
 impl Inner {
-    /// Counts a chunk that was added, under its shard's lock, and reports it to the event sink.
+    /// Counts a chunk that was added, and reports it to the event sink. Called under its shard's lock.
     fn count_insert(
         &self,
         shard: &Shard,
@@ -354,7 +354,7 @@ impl Inner {
         }
     }
 
-    /// Ties chunks to their parents, where both are present. `names` are those of the chunks.
+    /// Links chunks to their parents, where both are present. `names` are those of the chunks.
     pub(super) fn link_all(&self, names: &[EntryRef], prompt: &[(ChunkKey, Option<ChunkKey>)]) {
         for (position, &name) in names.iter().enumerate() {
             let (_, Some(parent)) = prompt[position] else {
@@ -381,9 +381,9 @@ impl Inner {
         found.map_or(EntryRef::NONE, |index| shard.name(index))
     }
 
-    /// Counts a child for its parent, once. One lock after the other, so either may be evicted
-    /// in between: then there is nothing to count. A parent that the child names already and
-    /// that is not this one is gone, as a key has one entry.
+    /// Counts a child for its parent, once. Takes one lock after the other, so either entry may be evicted in
+    /// between: then there is nothing to count. If the child already names another parent, that parent is
+    /// gone, because a key has one entry.
     fn link(&self, child: EntryRef, parent: EntryRef) {
         let linked = |child: EntryRef| self.shards[child.shard()].lock().has_parent(child, parent);
         if child == parent || linked(child) {

@@ -1,4 +1,4 @@
-//! Fingerprints of chunks, and a table of them with 8 bytes an entry. No IO and no clock.
+//! Fingerprints of chunks, and a table of fingerprints with 8 bytes per entry. No I/O and no clock.
 
 use lmc_key::ChunkKey;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
@@ -6,9 +6,9 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 /// Bytes of a fingerprint on the wire.
 pub(super) const FINGERPRINT_BYTES: usize = 6;
 
-/// 48 bits of a chunk's key: what a directory knows of it.
+/// 48 bits of a chunk's key, by which a directory identifies the chunk.
 ///
-/// Two keys with one fingerprint cost a `locate` that finds nothing.
+/// If two keys have the same fingerprint, the cost is a `locate` that finds nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Fingerprint(u64);
 
@@ -18,25 +18,25 @@ impl Fingerprint {
         Self(xxh3_64(&key.to_bytes()) >> 16)
     }
 
-    /// Returns the fingerprint as it is on the wire.
+    /// Returns the bytes of the fingerprint on the wire.
     pub fn to_bytes(self) -> [u8; FINGERPRINT_BYTES] {
         let [a, b, c, d, e, f, ..] = self.0.to_le_bytes();
         [a, b, c, d, e, f]
     }
 
-    /// Reads what [`Self::to_bytes`] wrote.
+    /// Reads the bytes of [`Self::to_bytes`].
     pub fn from_bytes([a, b, c, d, e, f]: [u8; FINGERPRINT_BYTES]) -> Self {
         Self(u64::from_le_bytes([a, b, c, d, e, f, 0, 0]))
     }
 }
 
-/// Number and sum of a set of fingerprints: two sets with the same digest are the same, but for
-/// one chance in 2^48.
+/// Count and combined hash of a set of fingerprints: two sets with the same digest are equal, except with a
+/// probability of 1 in 2^48.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct SetDigest {
     /// Number of fingerprints.
     pub count: u64,
-    /// Hashes of the bucket's entries, combined by exclusive or.
+    /// Hashes of the entries, combined by exclusive or.
     pub xor: u64,
 }
 
@@ -52,25 +52,25 @@ impl SetDigest {
     }
 }
 
-/// Entries of a bucket on average: the scan of one takes about as long as the cache misses that
-/// lead to it.
+/// Average number of entries in a bucket: the scan of a bucket takes about as long as the cache misses to
+/// reach it.
 const BUCKET: usize = 64;
-/// Buckets that are merged at once, at most.
+/// Most buckets that are merged at once.
 const MERGES: usize = 1024;
 
-/// Pairs of a fingerprint and a tag of 16 bits, 8 bytes each, in buckets that are scanned.
+/// Pairs of a fingerprint and a 16-bit tag, 8 bytes each, in buckets that are scanned.
 ///
-/// The table grows and shrinks by one bucket at a time (linear hashing), so that no operation
-/// copies it and little is allocated that is not used. A fingerprint with many tags makes its
-/// bucket longer and no other. The bucket of a fingerprint depends on a seed of this process, so
-/// that no member can fill one bucket.
+/// The table grows and shrinks by one bucket at a time (linear hashing), so that no operation copies it and
+/// little unused memory is allocated. A fingerprint with many tags only makes its own bucket longer. The
+/// bucket of a fingerprint depends on a random seed of this process, so that no member can fill one bucket on
+/// purpose.
 #[derive(Debug)]
 pub(crate) struct Buckets {
     seed: u64,
-    /// Never empty.
+    /// The buckets; there is at least one.
     buckets: Vec<Vec<u64>>,
     len: usize,
-    /// Entries that the buckets have memory for.
+    /// Number of entries for which the buckets have memory.
     capacity: usize,
 }
 
@@ -121,12 +121,12 @@ impl Buckets {
         }
     }
 
-    /// Returns the largest power of two of which there are as many buckets.
+    /// Returns the largest power of two that is at most the number of buckets.
     fn half(&self) -> usize {
         1 << self.buckets.len().ilog2()
     }
 
-    /// Returns the tags of a fingerprint, beginning somewhere that `turn` decides.
+    /// Returns the tags of a fingerprint, starting at a position that `turn` decides.
     pub(crate) fn tags(&self, fingerprint: Fingerprint, turn: u64) -> impl Iterator<Item = u16> {
         let bucket = &self.buckets[self.number_of(fingerprint)];
         let first = (turn % bucket.len().max(1) as u64) as usize;
@@ -136,8 +136,8 @@ impl Buckets {
         of_it.map(|entry| tag_of(*entry))
     }
 
-    /// Brings the buckets of some fingerprints into the cache. Their reads wait for memory together;
-    /// each look-up waits by itself.
+    /// Loads the buckets of some fingerprints into the cache. These reads wait for memory together, while
+    /// separate look-ups would wait one after the other.
     pub(crate) fn touch(&self, fingerprints: &[Fingerprint]) {
         const LINE: usize = 64 / size_of::<u64>();
         let mut sum = 0;
@@ -151,7 +151,7 @@ impl Buckets {
         std::hint::black_box(sum);
     }
 
-    /// Adds an entry. Returns false if it is there already.
+    /// Adds an entry. Returns false if it exists already.
     pub(crate) fn insert(&mut self, fingerprint: Fingerprint, tag: u16) -> bool {
         let (number, entry) = (self.number_of(fingerprint), entry(fingerprint, tag));
         if self.buckets[number].contains(&entry) {
@@ -162,7 +162,7 @@ impl Buckets {
         true
     }
 
-    /// Sets the only tag of a fingerprint. Returns the one before.
+    /// Sets the only tag of a fingerprint. Returns the previous tag.
     pub(crate) fn set(&mut self, fingerprint: Fingerprint, tag: u16) -> Option<u16> {
         let number = self.number_of(fingerprint);
         let mut entries = self.buckets[number].iter_mut();
@@ -177,7 +177,7 @@ impl Buckets {
         Some(before)
     }
 
-    /// Removes an entry. Returns false if it was not there.
+    /// Removes an entry. Returns false if it did not exist.
     pub(crate) fn remove(&mut self, fingerprint: Fingerprint, tag: u16) -> bool {
         let (number, entry) = (self.number_of(fingerprint), entry(fingerprint, tag));
         let position = self.buckets[number].iter().position(|one| *one == entry);
@@ -199,8 +199,8 @@ impl Buckets {
         self.fit(number);
     }
 
-    /// Returns the entries of a bucket. While only [`Self::insert`], [`Self::set`] and
-    /// [`Self::remove`] are called, an entry that stays is seen by a visit of all buckets in order.
+    /// Returns the entries of a bucket. While only [`Self::insert`], [`Self::set`] and [`Self::remove`] are
+    /// called, a visit of all buckets in order sees every entry that stays.
     pub(crate) fn entries(&self, number: usize) -> impl Iterator<Item = (Fingerprint, u16)> {
         let bucket = self.buckets.get(number).into_iter().flatten();
         bucket.map(|&entry| (fingerprint_of(entry), tag_of(entry)))
@@ -217,7 +217,7 @@ impl Buckets {
         self.len += 1;
     }
 
-    /// Gives memory of a bucket back.
+    /// Releases unused memory of a bucket.
     fn fit(&mut self, number: usize) {
         let bucket = &mut self.buckets[number];
         let (len, before) = (bucket.len(), bucket.capacity());
@@ -227,7 +227,7 @@ impl Buckets {
         }
     }
 
-    /// Splits a bucket if there are too few.
+    /// Splits a bucket if there are too few buckets.
     fn grow(&mut self) {
         let count = self.buckets.len();
         if self.len <= count * BUCKET {
@@ -246,7 +246,7 @@ impl Buckets {
         }
     }
 
-    /// Merges some buckets if there are too many. Not while the buckets are visited in order.
+    /// Merges some buckets if there are too many. Must not be called while the buckets are visited in order.
     pub(crate) fn shrink(&mut self) {
         for _ in 0..MERGES {
             if self.buckets.len() == 1 || self.len >= self.buckets.len() * (BUCKET / 4) {

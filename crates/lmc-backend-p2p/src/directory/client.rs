@@ -1,5 +1,5 @@
-//! [`DirectoryClient`]: the member's side of directories. It announces which chunks this daemon can
-//! lend, and asks for members that have the chunks of a prompt.
+//! [`DirectoryClient`]: the member's side of directories. It announces the chunks that this daemon can lend,
+//! and asks for members that have the chunks of a prompt.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -21,45 +21,45 @@ use crate::message::{Reply, Request};
 use crate::peers::{Peer, Peers};
 use crate::session::{AskError, Sessions};
 
-/// Time between two announcements to a directory, at least; what changes meanwhile goes together.
+/// Least time between two announcements to a directory; changes in between are sent together.
 const FLUSH_EVERY: Duration = Duration::from_millis(100);
-/// Time between two announcements to a directory, at most: it learns that this daemon is alive.
+/// Longest time between two announcements to a directory, by which it knows that this daemon is alive.
 const ALIVE_EVERY: Duration = Duration::from_secs(4);
-/// Time between two listings of all chunks, which find what no event said.
+/// Time between two listings of all chunks, which find changes that no event reported.
 const LIST_EVERY: Duration = Duration::from_secs(300);
-/// Chunks listed at a time, and such pages between two announcements.
+/// Number of chunks listed at a time, and number of such pages between two announcements.
 const PAGE: (usize, usize) = (1024, 16);
-/// Keys of chunks that may have changed, at most; above that all chunks are listed.
+/// Most keys of chunks that may have changed; beyond that all chunks are listed.
 const MAX_CHANGED: usize = 1 << 16;
-/// Keys whose state is asked for at once.
+/// Number of keys whose state is looked up at once.
 const STATES_AT_ONCE: usize = 1024;
-/// Time that a directory has for an announcement.
+/// Timeout of an announcement.
 const ANNOUNCE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Pause after an announcement that failed.
+/// Pause after a failed announcement.
 const FAILED_PAUSE: Duration = Duration::from_millis(500);
-/// Time between two generations, at least.
+/// Least time between two generations.
 const BEGIN_EVERY: Duration = Duration::from_secs(2);
 /// Time after which everything is announced again to a directory that was full.
 const FULL_PAUSE: Duration = Duration::from_secs(60);
-/// Time that a connect to a member may take.
+/// Timeout of a connect to a member.
 const DIAL_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time after which a member that could not be connected to is tried again.
+/// Time after which a failed connect to a member is retried.
 const DIAL_AGAIN: Duration = Duration::from_secs(1);
-/// Members that are connected because a directory named them, at most.
+/// Most members that are connected because a directory named them.
 const MAX_DIALED: usize = 64;
-/// Time without a question after which such a member may be disconnected for another.
+/// Time without a request after which such a member may be disconnected in favour of another.
 const DIALED_IDLE: Duration = Duration::from_secs(30);
 
 /// Keys of chunks that may have come or gone.
 #[derive(Debug, Default)]
 pub(crate) struct ChangedKeys {
     pub(crate) keys: Mutex<Vec<ChunkKey>>,
-    /// True if there were too many.
+    /// True if there were too many keys.
     overflowed: AtomicBool,
 }
 
 impl ChangedKeys {
-    /// Notes that a chunk may have come or gone. Quick: it may be called under a lock.
+    /// Records that a chunk may have come or gone. Quick, because it may be called under a lock.
     pub(crate) fn note(&self, key: &ChunkKey) {
         let mut keys = self.keys.lock();
         match keys.len() < MAX_CHANGED {
@@ -79,23 +79,23 @@ impl EventSink for ChangedKeys {
     }
 }
 
-/// Use of a directory by this daemon, since the directory was connected.
+/// Use of a directory by this daemon, since the directory connected.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct DirectoryUse {
-    /// True for the directory that is asked first now.
+    /// True for the directory that is currently asked first.
     pub is_asked: bool,
-    /// Prompts whose holders it was asked for, and answered.
+    /// Prompts whose holders the directory was asked for, and answered.
     pub answered: u64,
-    /// Prompts that the directory was asked for and named a holder of.
+    /// Prompts for which the directory named a holder.
     pub found: u64,
-    /// Prompts for which it gave no answer in time.
+    /// Prompts for which the directory gave no answer in time.
     pub failed: u64,
-    /// Chunks that this daemon can lend, and announces.
+    /// Chunks that this daemon can lend and announces.
     pub chunks: u64,
-    /// True while it does not know all of them.
+    /// True while the directory does not know all of these chunks.
     pub is_behind: bool,
-    /// Limit for which it did not keep all of them.
+    /// Limit because of which the directory did not keep all of these chunks.
     pub limit: Option<u64>,
 }
 
@@ -106,11 +106,11 @@ impl DirectoryUse {
     }
 }
 
-/// Peers that the configuration names, as far as they are connected.
+/// The configured peers that are connected.
 #[derive(Debug, Default)]
 struct Contacts {
     named: HashSet<PeerId>,
-    /// Directories in the order in which they are asked.
+    /// Directories, in the order in which they are asked.
     directories: Vec<PeerId>,
 }
 
@@ -119,7 +119,7 @@ struct Contacts {
 struct Dials {
     under_way: HashSet<PeerId>,
     failed: HashMap<PeerId, Instant>,
-    /// Time of the last question to each.
+    /// Time of the last request to each of these members.
     dialed: HashMap<PeerId, Instant>,
 }
 
@@ -138,7 +138,7 @@ struct Announcing {
 /// Peers to send a `locate` to.
 pub(crate) struct ToAsk {
     pub(crate) peers: Vec<PeerId>,
-    /// The reason for which others may have the chunks, too.
+    /// Reason why other peers may have the chunks too.
     pub(crate) unknown: Option<String>,
 }
 
@@ -152,11 +152,11 @@ pub(crate) struct DirectoryClient<L> {
     pub(crate) changed: Arc<ChangedKeys>,
     /// Use of each connected directory.
     uses: Mutex<HashMap<PeerId, DirectoryUse>>,
-    /// Questions that a directory answered.
+    /// Lookups that a directory answered.
     asked: AtomicU64,
-    /// Questions that no directory answered.
+    /// Lookups that no directory answered.
     failed: AtomicU64,
-    /// Announcements of which a directory did not keep everything.
+    /// Announcements that a directory did not keep completely.
     full: AtomicU64,
 }
 
@@ -204,7 +204,7 @@ impl<L: Link> DirectoryClient<L> {
         *self.contacts.lock() = Contacts { named, directories };
     }
 
-    /// Announces to a directory what this daemon can lend.
+    /// Announces to a directory the chunks that this daemon can lend.
     async fn announce(
         &self,
         directory: &PeerId,
@@ -221,7 +221,7 @@ impl<L: Link> DirectoryClient<L> {
         }
     }
 
-    /// Asks a directory which members have chunks of a prompt.
+    /// Asks a directory for the members that have chunks of a prompt.
     async fn find_at(
         &self,
         directory: &PeerId,
@@ -238,7 +238,7 @@ impl<L: Link> DirectoryClient<L> {
         }
     }
 
-    /// Announces to the directories which chunks this daemon can lend. Runs until it is dropped.
+    /// Announces to the directories the chunks that this daemon can lend. Runs until it is dropped.
     pub(crate) async fn announce_chunks(&self, seed: u64) {
         let mut lendable = Lendable::new(seed);
         let mut announcing: HashMap<PeerId, Announcing> = HashMap::new();
@@ -297,7 +297,7 @@ impl<L: Link> DirectoryClient<L> {
         }
     }
 
-    /// Notes the state of chunks that may have changed. Returns true if there were too many.
+    /// Records the state of chunks that may have changed. Returns true if there were too many.
     async fn note_changed(&self, lendable: &mut Lendable) -> bool {
         let changed = std::mem::take(&mut *self.changed.keys.lock());
         for keys in changed.chunks(STATES_AT_ONCE) {
@@ -309,7 +309,7 @@ impl<L: Link> DirectoryClient<L> {
         self.changed.overflowed.swap(false, Ordering::Acquire)
     }
 
-    /// Notes some chunks of a listing. Returns where it goes on.
+    /// Records some chunks of a listing. Returns the position for the next call.
     async fn list(&self, lendable: &mut Lendable, mut listing: Option<u128>) -> Option<u128> {
         for _ in 0..PAGE.1 {
             let (keys, next) = self.sessions.host.list(listing?, PAGE.0).await;
@@ -368,15 +368,15 @@ impl<L: Link> DirectoryClient<L> {
         match answer {
             Ok(Announced::Full { limit }) if state.again.is_none() => {
                 state.again = Some(now + FULL_PAUSE);
-                tracing::warn!(directory = %peer, limit, "the directory keeps no more chunks, so peers do not find all of this server's; start it with a larger --p2p-directory-entries, or use several directories");
+                tracing::warn!(directory = %peer, limit, "the directory keeps no more chunks, so peers do not find all chunks of this server; start the directory with a larger --p2p-directory-entries, or use several directories");
             }
             Err(error) => tracing::debug!(directory = %peer, %error, "announcement failed"),
             _ => {}
         }
     }
 
-    /// Returns the peers to ask for chunks of a prompt: those that a directory names and those that
-    /// the configuration names, or all where there are no directories.
+    /// Returns the peers to ask for chunks of a prompt: those that a directory names and the configured ones,
+    /// or all peers if there are no directories.
     pub(crate) async fn to_ask(self: &Arc<Self>, keys: &[ChunkKey], deadline: Instant) -> ToAsk {
         let (all, left_out) = self.sessions.peers.lock().to_ask(now());
         let not_asked = |peer: &PeerId| format!("{peer} is not asked now");
@@ -416,7 +416,7 @@ impl<L: Link> DirectoryClient<L> {
         ToAsk { peers, unknown }
     }
 
-    /// Returns the directory that is asked first now.
+    /// Returns the directory that is currently asked first.
     fn asked_directory(&self) -> Option<PeerId> {
         let directories = self.contacts.lock().directories.clone();
         let peers = self.sessions.peers.lock();
@@ -434,7 +434,7 @@ impl<L: Link> DirectoryClient<L> {
             if !answers(&self.sessions.peers.lock(), &peer) {
                 continue;
             }
-            // The other half is for those that it names.
+            // The other half is for the members that it names.
             let half = deadline.saturating_duration_since(now()) / 2;
             let answer = self.find_at(&peer, find.clone(), now() + half).await;
             if let Some(of_it) = self.uses.lock().get_mut(&peer) {
@@ -455,8 +455,8 @@ impl<L: Link> DirectoryClient<L> {
         unsettled
     }
 
-    /// Connects to the candidates that are not connected. Returns for each whether it can be asked;
-    /// waits for half of the time until the deadline if none can.
+    /// Connects to the candidates that are not connected. Returns for each whether it can be asked. If none
+    /// can, waits for half of the time until the deadline.
     async fn connected_of(
         self: &Arc<Self>,
         candidates: Vec<Candidate>,
@@ -516,7 +516,7 @@ impl<L: Link> DirectoryClient<L> {
                 Ok(at) => sessions.link.connect(&peer, &at, deadline).await.is_ok(),
                 Err(_) => false,
             };
-            // It is asked once the hellos are exchanged.
+            // The member can be asked once the hellos are exchanged.
             while connected {
                 let hello = sessions.hello_came.notified();
                 tokio::pin!(hello);
@@ -532,7 +532,7 @@ impl<L: Link> DirectoryClient<L> {
     }
 }
 
-/// Returns true if a directory of this name is connected, and was not left alone after a failure.
+/// Returns true if a directory of this name is connected and not paused after a failure.
 fn answers(peers: &Peers, directory: &PeerId) -> bool {
     let peer = peers.get(directory);
     peer.is_some_and(|peer| peer.is_directory() && peer.can_be_asked(now()))

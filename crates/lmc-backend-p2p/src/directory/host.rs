@@ -1,5 +1,5 @@
-//! [`DirectoryHost`]: the side of a directory that answers its members, without a channel;
-//! [`DirectoryServer`] gives it one.
+//! [`DirectoryHost`]: the side of a directory that answers its members, without a channel.
+//! [`DirectoryServer`] adds the channel.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -30,11 +30,11 @@ use crate::message::{
 const HOUSEKEEPING: Duration = Duration::from_millis(100);
 /// Buckets that are swept under one lock.
 const SWEEP_AT_ONCE: usize = 1024;
-/// Part of the table that one round sweeps, at least.
+/// Least part of the table that one round sweeps: one in 64.
 const SWEEP_PART: usize = 64;
-/// Time after the start in which a chunk that is not found may not have been announced yet.
+/// Time after the start during which a chunk that is not found may not have been announced yet.
 const SETTLING: Duration = Duration::from_secs(10);
-/// Requests of one member in a second, and at once.
+/// Requests that one member may send per second, and at once.
 const MEMBER_RATE: f64 = 2000.0;
 
 macro_rules! counters {
@@ -69,17 +69,17 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Announcements that were noted.
+    /// Announcements that were applied.
     announced,
-    /// Announcements of which not every chunk was kept, because a limit is reached.
+    /// Announcements of which not every chunk was kept, because a limit was reached.
     full,
-    /// Announcements after which the member announces everything again.
+    /// Announcements after which the member has to announce everything again.
     restarted,
-    /// Prompts whose holders were asked for.
+    /// Prompts whose holders members asked for.
     asked,
-    /// Prompts that members asked for and for which a member was named.
+    /// Prompts for which a member was named.
     found,
-    /// Messages that are not of the protocol.
+    /// Messages that are invalid in the protocol.
     malformed,
     /// Requests that were refused, malformed ones included.
     refused,
@@ -89,32 +89,32 @@ counters! {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct DirectoryStatus {
-    /// Members that are connected, or were within the last seconds.
+    /// Members that are connected, or were so within the last seconds.
     pub members: usize,
-    /// Entries, one for each chunk of each member.
+    /// Number of entries: one for each chunk of each member.
     pub entries: usize,
-    /// Entries that fit.
+    /// Largest number of entries.
     pub limit: usize,
-    /// Bytes of memory that entries and members take.
+    /// Bytes of memory of entries and members.
     pub bytes: usize,
     /// Counters since the start.
     pub counters: DirectoryCounters,
 }
 
-/// Requests that a member may still send: a bucket that holds one second's worth.
+/// Requests that a member may still send: a token bucket that holds one second's worth.
 #[derive(Debug)]
 struct Meter {
     left: f64,
     at: Instant,
 }
 
-/// Answers the members of a directory.
+/// A directory that answers its members.
 #[derive(Debug)]
 pub struct DirectoryHost {
     name: String,
     limits: TableLimits,
     table: RwLock<Table>,
-    /// Clears that members have carried out, which are passed on to others, and their digest.
+    /// The clears that members have carried out, which are passed on to other members, and their digest.
     clears: Mutex<(Clears, ClearsId)>,
     meters: Mutex<HashMap<Session, Meter>>,
     counters: Counters,
@@ -122,7 +122,7 @@ pub struct DirectoryHost {
 }
 
 impl DirectoryHost {
-    /// Returns a directory without members. `name` is for people.
+    /// Makes a directory without members. `name` is for an operator.
     ///
     /// # Errors
     /// [`SocketError::Start`]: the system has no random numbers.
@@ -157,7 +157,7 @@ impl DirectoryHost {
         if matches!(reply, Reply::Refused(_)) {
             count(&self.counters.refused);
         }
-        // Every field of a reply is bounded so that it fits.
+        // Every field of a reply is limited so that it fits.
         reply.to_bytes().unwrap_or_default()
     }
 
@@ -181,9 +181,9 @@ impl DirectoryHost {
                 Ok(hello) => Reply::Hello(hello),
                 Err(refusal) => Reply::Refused(refusal),
             },
-            // A member at another digest sees from the answer that it is, and exchanges maps. Its
-            // chunks may be noted all the same: their fingerprints follow from names, which have
-            // the digest in them, so that members at another digest do not ask for them.
+            // A member with another digest sees this from the answer, and exchanges maps. Its chunks may be
+            // recorded nevertheless: their fingerprints come from names that contain the digest, so members
+            // with another digest do not look for them.
             Request::Announce(announce) => match self.announce(session, &announce.message) {
                 Some(answer) => Reply::Announced(self.stamped(answer)),
                 None => Reply::Refused(Refusal::NoHello),
@@ -198,18 +198,18 @@ impl DirectoryHost {
         Stamped::new(self.clears.lock().1, message)
     }
 
-    /// Takes in a page of a member's clears. Returns the page of the same number of those that are
-    /// known here.
+    /// Adds a page of a member's clears. Returns the page with the same number of the clears that are known
+    /// here.
     fn answer_page(&self, theirs: &ClearsPage) -> ClearsPage {
         let (known, id) = &mut *self.clears.lock();
-        // One that holds no more says so by its answer, which does not have the page's entries.
+        // If the map is full, the answer shows it, because it lacks the page's entries.
         if known.join(&theirs.entries) == Ok(true) {
             *id = known.id();
         }
         ClearsPage::of(known, *id, theirs.page)
     }
 
-    /// Takes a member in. A directory has no chunks, so that every chunk size and algorithm fits.
+    /// Adds a member. A directory has no chunks, so it accepts every chunk size and algorithm.
     fn join(&self, session: &Session, theirs: Hello) -> Result<Hello, Refusal> {
         let common = theirs.common_version(OLDEST_VERSION, VERSION);
         common.ok_or(Refusal::Version {
@@ -233,7 +233,7 @@ impl DirectoryHost {
         })
     }
 
-    /// Takes in an announcement. Returns `None` for one that has not joined.
+    /// Applies an announcement. Returns `None` if the sender is not a member.
     pub fn announce(&self, session: &Session, announce: &Announce) -> Option<Announced> {
         let answer = self.table.write().announce(session, announce, now())?;
         count(match answer {
@@ -258,12 +258,12 @@ impl DirectoryHost {
         }
     }
 
-    /// Notes that a member is not connected any more.
+    /// Records that a member is no longer connected.
     pub fn disconnected(&self, session: &Session) {
         self.table.write().disconnected(session);
     }
 
-    /// Removes what members that are gone have announced. Runs until it is dropped.
+    /// Removes the announcements of members that are gone. Runs until it is dropped.
     pub async fn keep_house(&self) {
         loop {
             tokio::time::sleep(HOUSEKEEPING).await;
@@ -306,13 +306,13 @@ fn count(counter: &AtomicU64) {
 pub struct DirectoryServer {
     host: Arc<DirectoryHost>,
     channel: SocketChannel,
-    /// Ends with the server.
+    /// Tasks that end with the server.
     tasks: Option<JoinSet<()>>,
     runtime: Handle,
 }
 
 impl DirectoryServer {
-    /// Starts to listen for members. What the channel answers is set here.
+    /// Starts to listen for members. Sets the channel's handlers.
     ///
     /// # Errors
     /// [`SocketError`].
@@ -321,7 +321,7 @@ impl DirectoryServer {
         mut channel: SocketConfig,
         runtime: Handle,
     ) -> Result<Self, SocketError> {
-        // Members send little, and there are many of them.
+        // Members send little, and there are many members.
         channel.streams = 1;
         channel.channel.max_peers = host.limits.members;
         let (at, on) = (Arc::downgrade(&host), runtime.clone());
@@ -378,7 +378,7 @@ impl fmt::Debug for DirectoryServer {
 
 impl Drop for DirectoryServer {
     fn drop(&mut self) {
-        // Tasks are dropped on their runtime.
+        // Tasks must be dropped on their runtime.
         let _entered = self.runtime.enter();
         drop(self.tasks.take());
     }

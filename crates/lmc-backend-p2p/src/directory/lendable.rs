@@ -1,19 +1,19 @@
-//! The chunks that this daemon can lend, and which of them each directory does not know yet. No IO
-//! and no clock.
+//! The chunks that this daemon can lend, and which of them each directory does not know yet. No I/O and no
+//! clock.
 
 use std::collections::VecDeque;
 
 use super::buckets::{Buckets, Fingerprint, SetDigest};
 use super::message::{Announce, Announced, Fingerprints, MAX_ANNOUNCED};
 
-/// Changes that are kept for directories, at most. A directory that has missed more
-/// begins a generation.
+/// Most changes that are kept for directories. A directory that has missed more changes is sent a new
+/// generation.
 const CHANGES: usize = 1 << 16;
 
-/// The chunks that this daemon can lend, and what has changed lately.
+/// The chunks that this daemon can lend, and the recent changes.
 #[derive(Debug)]
 pub(crate) struct Lendable {
-    /// The chunks, each with the number of the last listing that had it.
+    /// The chunks, each with the number of the last listing that contained it.
     chunks: Buckets,
     digest: SetDigest,
     changes: VecDeque<Fingerprint>,
@@ -38,7 +38,7 @@ impl Lendable {
         self.chunks.len()
     }
 
-    /// Notes that a chunk can be lent, or cannot.
+    /// Records that a chunk can be lent, or cannot.
     pub(crate) fn note(&mut self, fingerprint: Fingerprint, lendable: bool) {
         match lendable {
             true if self.chunks.set(fingerprint, self.listing).is_none() => {
@@ -67,12 +67,12 @@ impl Lendable {
         self.chunks.tags(fingerprint, 0).next().is_some()
     }
 
-    /// Begins a listing: from now on every chunk that can be lent is noted.
+    /// Begins a listing: from now on every chunk that can be lent is recorded.
     pub(crate) fn begin_listing(&mut self) {
         self.listing = self.listing.wrapping_add(1);
     }
 
-    /// Ends a listing: what was not noted since its begin cannot be lent.
+    /// Ends a listing: chunks that were not recorded since its beginning cannot be lent.
     pub(crate) fn end_listing(&mut self) {
         let listing = self.listing;
         for number in 0..self.chunks.buckets() {
@@ -86,7 +86,8 @@ impl Lendable {
         }
     }
 
-    /// Returns the next announcement to a directory: the one before, as long as it has no answer.
+    /// Returns the next announcement to a directory. While the last announcement has no answer, returns it
+    /// again.
     pub(crate) fn next(&self, progress: &mut Progress) -> Announce {
         if let Some((announce, _)) = &progress.pending {
             return announce.clone();
@@ -120,7 +121,7 @@ impl Lendable {
             after.position += changes.len() as u64;
             changes.sort_unstable();
             changes.dedup();
-            // What counts is how it is now: a change that follows says the same.
+            // The current state counts: a change that follows has the same state.
             let (added, removed) = changes.into_iter().partition(|one| self.has(*one));
             let fingerprints =
                 |list: Vec<Fingerprint>| -> Fingerprints { list.into_iter().collect() };
@@ -132,12 +133,12 @@ impl Lendable {
         announce
     }
 
-    /// Returns true if a directory has more to learn than fits into the next announcement.
+    /// Returns true if a directory lacks more changes than fit into the next announcement.
     pub(crate) fn is_ahead_of(&self, progress: &Progress) -> bool {
         progress.at.bucket.is_some() || self.head - progress.at.position > MAX_ANNOUNCED as u64
     }
 
-    /// Returns true if a directory has something to learn.
+    /// Returns true if a directory lacks any change.
     pub(crate) fn has_news(&self, progress: &Progress) -> bool {
         progress.pending.is_some()
             || progress.at.bucket.is_some()
@@ -145,29 +146,29 @@ impl Lendable {
     }
 }
 
-/// Position of a directory: the rest of a generation's begin, bucket by bucket, then changes.
+/// Position of a directory: first the remaining buckets of a new generation, then changes.
 #[derive(Debug, Clone, Copy)]
 struct At {
     /// Next bucket to announce; `None` once all chunks were announced.
     bucket: Option<usize>,
-    /// Number of changes that it knows.
+    /// Number of changes that the directory knows.
     position: u64,
 }
 
-/// Announcements to one directory so far.
+/// State of the announcements to one directory.
 #[derive(Debug)]
 pub(crate) struct Progress {
     generation: u64,
     sequence: u64,
     at: At,
-    /// The announcement under way, and the position after it.
+    /// The announcement that is in progress, and the position after it.
     pending: Option<(Announce, At)>,
-    /// True if the directory did not take everything.
+    /// True if the directory did not keep everything.
     partly: bool,
 }
 
 impl Progress {
-    /// Returns the state of a directory that knows nothing.
+    /// Returns the state for a directory that knows nothing.
     pub(crate) fn nothing() -> Self {
         Self {
             generation: 0,
@@ -181,7 +182,7 @@ impl Progress {
         }
     }
 
-    /// Begins a generation after all that are known: everything is announced again.
+    /// Begins a generation that is newer than all known ones: everything is announced again.
     fn begin(&mut self, known: u64, head: u64) {
         *self = Self {
             generation: self.generation.max(known) + 1,
@@ -193,12 +194,12 @@ impl Progress {
         };
     }
 
-    /// Announces everything again, from the next announcement on.
+    /// Announces everything again, starting with the next announcement.
     pub(crate) fn begin_again(&mut self, lendable: &Lendable) {
         self.begin(self.generation, lendable.head);
     }
 
-    /// Takes in the answer to the announcement under way.
+    /// Applies the answer to the announcement in progress.
     pub(crate) fn answered(&mut self, answer: Announced, lendable: &Lendable) {
         match answer {
             Announced::Applied | Announced::Full { .. } => {

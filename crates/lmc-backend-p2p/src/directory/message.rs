@@ -1,18 +1,18 @@
-//! Messages between a member and a directory, as parts of the peer protocol.
+//! Messages between a member and a directory, as bodies of the peer protocol.
 
 use serde::{Deserialize, Serialize};
 
 use super::buckets::{FINGERPRINT_BYTES, Fingerprint, SetDigest};
 use crate::message::{MAX_KEYS, MAX_TEXT, MessageError, bound};
 
-/// Most fingerprints of one announcement: what a directory does in a fifth of a millisecond.
+/// Most fingerprints of one announcement: a directory needs a fifth of a millisecond for them.
 pub const MAX_ANNOUNCED: usize = 2048;
-/// Generations from this on are refused: there would be none after them.
+/// Generations from this number on are refused, because none could follow them.
 const MAX_GENERATION: u64 = 1 << 48;
 /// Most members that a directory names for a prompt.
 pub const MAX_CANDIDATES: usize = 4;
 
-/// Fingerprints, one behind the other.
+/// A list of fingerprints, encoded without gaps.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprints(Vec<u8>);
 
@@ -46,21 +46,22 @@ impl Fingerprints {
     }
 }
 
-/// Names the chunks that the asking side can lend; without any, says that it is alive.
+/// Announces the chunks that the sender can lend. Without chunks, it shows that the sender is alive.
 ///
-/// A generation names all chunks from the first on. Its announcements are numbered from 1, and a
-/// directory applies each of them once and in order.
+/// A generation announces all chunks from the start. Its announcements are numbered from 1, and a directory
+/// applies each of them once and in order.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Announce {
-    /// Number of the generation; what was announced in earlier ones is gone.
+    /// Number of the generation; announcements of earlier generations are void.
     pub generation: u64,
-    /// Number of the announcement in its generation.
+    /// Number of the announcement within its generation.
     pub sequence: u64,
-    /// Chunks that it can lend from now on.
+    /// Chunks that the sender can lend from now on.
     pub added: Fingerprints,
-    /// Chunks that it cannot lend any more.
+    /// Chunks that the sender can no longer lend.
     pub removed: Fingerprints,
-    /// All that was announced in this generation, this included, if nothing is left to announce.
+    /// Digest of everything announced in this generation, this announcement included, if nothing is left to
+    /// announce.
     pub digest: Option<SetDigest>,
 }
 
@@ -75,19 +76,19 @@ impl Announce {
 /// Answer to an [`Announce`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Announced {
-    /// Noted.
+    /// The announcement was applied.
     Applied,
-    /// The directory does not know what came before it, or knows something else: a generation with
-    /// a higher number than this is expected.
+    /// The directory lacks an earlier announcement, or has other entries: it expects a generation with a
+    /// number above `known`.
     Restart {
-        /// Number of the newest generation that it knows.
+        /// Number of the newest generation that the directory knows.
         known: u64,
     },
-    /// A new generation cannot begin yet, because the one before is still being removed.
+    /// A new generation cannot begin yet, because the previous one is still being removed.
     Busy,
-    /// The directory keeps no more chunks: it took all removals, and not all additions.
+    /// The directory is full: it applied all removals, but not all additions.
     Full {
-        /// Entries that the directory keeps, of this member or in all.
+        /// Most entries that the directory keeps, for this member or in total.
         limit: u64,
     },
 }
@@ -95,7 +96,7 @@ pub enum Announced {
 /// Asks which members have chunks of a prompt.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Find {
-    /// The chunks, in the order of the prompt.
+    /// The chunks, in prompt order.
     pub keys: Fingerprints,
 }
 
@@ -118,10 +119,10 @@ impl Find {
 /// Answer to a [`Find`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Found {
-    /// False while the directory has not been up for long: members may have chunks that they have
-    /// not announced yet.
+    /// False while the directory has only recently started: members may have chunks that they have not
+    /// announced yet.
     pub settled: bool,
-    /// Members that have leading chunks, the best first.
+    /// Members that have leading chunks, the best one first.
     pub candidates: Vec<Candidate>,
 }
 

@@ -1,12 +1,12 @@
-//! The directory: which members have which chunks, and which of them are alive.
+//! The directory: it knows which members have which chunks, and which members are alive.
 //!
-//! A directory advises; the owner's lease is the truth. Members announce to all directories which
-//! chunks they can lend ([`Announce`]), as fingerprints, and ask the first that answers for members
-//! that have the chunks of a prompt ([`Find`]); only those are asked by `locate`. A directory that
-//! is slow, gone or wrong costs a miss.
+//! A directory only advises; the owner's lease is authoritative. Members announce the chunks that they can
+//! lend to all directories ([`Announce`]), as fingerprints. They ask the first directory that answers for
+//! members that have the chunks of a prompt ([`Find`]); `locate` then asks only these members. A directory
+//! that is slow, gone or wrong costs a miss.
 //!
-//! [`Table`] is the directory without IO and clock, [`DirectoryHost`] answers members from it,
-//! [`DirectoryServer`] listens for them.
+//! [`Table`] is the directory without I/O and clock, [`DirectoryHost`] answers members from it, and
+//! [`DirectoryServer`] listens for members.
 
 mod buckets;
 mod client;

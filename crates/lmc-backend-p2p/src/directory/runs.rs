@@ -1,8 +1,8 @@
-//! Choosing the members that together have the longest prefix of a prompt. No IO and no clock.
+//! Selection of the members that together have the longest prefix of a prompt. No I/O and no clock.
 
 use super::message::MAX_CANDIDATES;
 
-/// Members that are compared for one prompt, at most.
+/// Most members that are compared for one prompt.
 const MAX_RUNS: usize = 16;
 
 /// Consecutive chunks of a prompt that a member has.
@@ -10,16 +10,16 @@ const MAX_RUNS: usize = 16;
 struct Run {
     number: u16,
     start: usize,
-    /// Position behind the last.
+    /// Position after the last chunk.
     end: usize,
 }
 
-/// Runs of a prompt whose chunks are noted one after the other.
+/// Runs of a prompt whose chunks are added one after the other.
 pub(super) struct Runs {
     runs: Vec<Run>,
-    /// For each number, one more than the index of its last run; 0 for none.
+    /// For each member number, one more than the index of its last run; 0 if it has none.
     of_number: Vec<u8>,
-    /// Numbers that may begin a run with the chunk that is noted.
+    /// Numbers that may begin a run with the current chunk.
     fresh: Vec<u16>,
 }
 
@@ -32,7 +32,7 @@ impl Runs {
         }
     }
 
-    /// Notes who has the chunk `at`. Returns false if there are none.
+    /// Adds the numbers that have the chunk `at`. Returns false if there are none.
     pub(super) fn note(
         &mut self,
         at: usize,
@@ -66,7 +66,7 @@ impl Runs {
         any
     }
 
-    /// Drops the runs that ended before `end`, but for the best and a few with the first chunk.
+    /// Drops the runs that ended before `end`, except the best and a few that have the first chunk.
     fn forget_ended(&mut self, end: usize) {
         let best = self.cover();
         let mut others = 0;
@@ -83,13 +83,13 @@ impl Runs {
         }
     }
 
-    /// Returns few runs that together have the longest prefix.
+    /// Returns a few runs that together have the longest prefix.
     fn cover(&self) -> Vec<Run> {
         let mut chosen: Vec<Run> = Vec::new();
         let mut covered = 0;
         while chosen.len() < MAX_CANDIDATES {
             let next = self.runs.iter().filter(|run| run.start <= covered);
-            // Of equals the first, which the asker's turn has chosen.
+            // Of equally long runs the first, which the asker's turn has chosen.
             let next = next.rev().max_by_key(|run| run.end);
             let Some(next) = next.filter(|run| run.end > covered) else {
                 break;
@@ -100,7 +100,7 @@ impl Runs {
         chosen
     }
 
-    /// Returns the numbers with the longest prefix together, then others with a prefix.
+    /// Returns the numbers that together have the longest prefix, then other numbers that have a prefix.
     pub(super) fn best(mut self) -> Vec<u16> {
         let mut chosen: Vec<u16> = self.cover().iter().map(|run| run.number).collect();
         chosen.dedup();

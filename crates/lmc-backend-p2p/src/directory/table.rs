@@ -1,5 +1,5 @@
-//! The table of a directory: which members have which chunks, and which of them are alive. No IO
-//! and no clock.
+//! The table of a directory: which members have which chunks, and which members are alive. No I/O and no
+//! clock.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -9,20 +9,20 @@ use super::message::{Announce, Announced, Candidate};
 use super::runs::Runs;
 use crate::link::Session;
 
-/// Keys of a prompt whose buckets are brought into the cache together.
+/// Number of a prompt's keys whose buckets are loaded into the cache together.
 const TOUCHED: usize = 16;
 
-/// Bounds of a [`Table`].
+/// Limits of a [`Table`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TableLimits {
-    /// Entries of all members together, at most. Default: 64 Mi, which take about 0.7 GiB.
+    /// Most entries of all members together. Default: 64 Mi, which take about 0.7 GiB.
     pub entries: usize,
-    /// Entries of one member, at most. Default: a quarter of all.
+    /// Most entries of one member. Default: a quarter of all.
     pub member_entries: usize,
-    /// Members, at most. Default: 8192.
+    /// Most members. Default: 8192.
     pub members: usize,
-    /// Time after which a member that says nothing is taken for dead. Default: 15 s.
+    /// Time after which a silent member counts as dead. Default: 15 s.
     pub silence: Duration,
 }
 
@@ -44,7 +44,7 @@ impl Default for TableLimits {
     }
 }
 
-/// A member, and how far its announcements have come.
+/// A member, and the progress of its announcements.
 #[derive(Debug)]
 struct Member {
     session: Session,
@@ -52,23 +52,23 @@ struct Member {
     heard: Instant,
     generation: u64,
     sequence: u64,
-    /// Answer to the announcement of this number.
+    /// Answer to the last announcement.
     answer: Announced,
     digest: SetDigest,
-    /// Numbers that it had before and that are still swept.
+    /// Number of former numbers of the member that are still being swept.
     retired: usize,
 }
 
-/// Use of one number, which entries name their member by.
+/// State of one number, by which entries refer to their member.
 #[derive(Debug)]
 enum Number {
     Free,
-    /// `answered` is false while the member is silent or not connected.
+    /// The number is in use. `answered` is false while the member is silent or not connected.
     Taken {
         member: Box<Member>,
         answered: bool,
     },
-    /// Entries with this number are swept until the end of this lap.
+    /// The number is not in use; its entries are swept until the end of this lap.
     Retired {
         lap: u64,
         of: Option<Session>,
@@ -77,22 +77,22 @@ enum Number {
 
 /// Table of the chunks that members have.
 ///
-/// An entry is 8 bytes: a fingerprint and the number of its member. A member that is gone, or
-/// begins a new generation, leaves its number behind: entries with that number are not answered
-/// from then on, and are swept in small steps.
+/// An entry has 8 bytes: a fingerprint and the number of its member. When a member is gone, or begins a new
+/// generation, its number is retired: entries with that number are not returned any more, and are swept in
+/// small steps.
 #[derive(Debug)]
 pub struct Table {
     limits: TableLimits,
     entries: Buckets,
     numbers: Vec<Number>,
     by_session: HashMap<Session, u16>,
-    /// Next bucket to sweep, and the laps swept so far.
+    /// Next bucket to sweep, and the number of laps so far.
     sweep: (usize, u64),
     retired: usize,
 }
 
 impl Table {
-    /// Returns a table without members. `seed` is a random number of this process.
+    /// Makes a table without members. `seed` is a random number of this process.
     pub fn new(limits: TableLimits, seed: u64) -> Self {
         Self {
             limits,
@@ -104,7 +104,7 @@ impl Table {
         }
     }
 
-    /// Returns the number of entries, those included that are still swept.
+    /// Returns the number of entries, including those that are still to be swept.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
@@ -135,7 +135,7 @@ impl Table {
             + members
     }
 
-    /// Takes a member in, or its new address. Returns false if there are too many.
+    /// Adds a member, or updates its address. Returns false if there are too many members.
     pub fn join(&mut self, session: &Session, address: &str, now: Instant) -> bool {
         if let Some(member) = self.heard(session, now) {
             address.clone_into(&mut member.address);
@@ -174,7 +174,7 @@ impl Table {
         Some(name)
     }
 
-    /// Returns a member that has said something.
+    /// Marks a member as alive, and returns it.
     fn heard(&mut self, session: &Session, now: Instant) -> Option<&mut Member> {
         let number = *self.by_session.get(session)?;
         let Number::Taken { member, answered } = &mut self.numbers[usize::from(number)] else {
@@ -185,7 +185,7 @@ impl Table {
         Some(member)
     }
 
-    /// Carries out an announcement. Returns `None` for one who is no member.
+    /// Applies an announcement. Returns `None` if the sender is not a member.
     pub fn announce(
         &mut self,
         session: &Session,
@@ -250,7 +250,7 @@ impl Table {
         Some(member.answer)
     }
 
-    /// Gives a member another number: what it announced is swept.
+    /// Gives a member another number, so that its previous announcements are swept.
     fn renumber(&mut self, session: &Session) -> bool {
         let numbers = usize::from(u16::MAX);
         if self.numbers.len() >= numbers && !self.numbers.iter().any(|n| matches!(n, Number::Free))
@@ -265,7 +265,7 @@ impl Table {
         self.take_number(member).is_some()
     }
 
-    /// Takes a member out; what it announced is swept.
+    /// Removes a member; its announcements are swept.
     fn retire(&mut self, session: &Session, stays: bool) -> Option<Box<Member>> {
         let number = self.by_session.remove(session)?;
         let retired = Number::Retired {
@@ -284,7 +284,7 @@ impl Table {
         Some(member)
     }
 
-    /// Notes that a member is not connected: it is not named until it says something.
+    /// Records that a member is not connected: it is not named until it sends something.
     pub fn disconnected(&mut self, session: &Session) {
         let number = self.by_session.get(session).copied();
         if let Some(number) = number
@@ -294,7 +294,7 @@ impl Table {
         }
     }
 
-    /// Takes out members that have been silent for too long.
+    /// Removes members that have been silent for too long.
     pub fn expire(&mut self, now: Instant) {
         let silence = self.limits.silence;
         let silent = |number: &Number| match number {
@@ -324,13 +324,13 @@ impl Table {
                 self.free_numbers();
             }
         }
-        // A merge moves entries towards the first bucket, where this lap has been.
+        // A merge moves entries towards the first bucket, which this lap has already swept.
         if self.sweep.0 == 0 {
             self.entries.shrink();
         }
     }
 
-    /// Frees the numbers whose last entry is gone.
+    /// Frees the numbers whose last entry was swept.
     fn free_numbers(&mut self) {
         for number in 0..self.numbers.len() {
             let Number::Retired { lap, of } = &self.numbers[number] else {
@@ -350,9 +350,9 @@ impl Table {
         }
     }
 
-    /// Returns the members that have leading chunks of a prompt, without the member that asks: first a
+    /// Returns the members that have leading chunks of a prompt, without the asking member. First comes a
     /// member with the longest prefix, then a member that has the chunks after it, and so on, then further
-    /// members with a prefix. Where members are equal, different askers get different ones.
+    /// members with a prefix. Of equal members, different askers get different ones.
     pub fn find(
         &self,
         keys: impl Iterator<Item = Fingerprint>,
@@ -363,7 +363,7 @@ impl Table {
         let mut runs = Runs::new(self.numbers.len());
         let keys: Vec<Fingerprint> = keys.collect();
         for (at, &key) in keys.iter().enumerate() {
-            // Not before the first is found: most prompts that are asked for are known to no member.
+            // Not before the first chunk is found: no member has most of the prompts that are looked up.
             if at % TOUCHED == 1 {
                 let end = keys.len().min(at + TOUCHED);
                 self.entries.touch(&keys[at..end]);
@@ -383,7 +383,7 @@ impl Table {
         runs.best().into_iter().filter_map(candidate).collect()
     }
 
-    /// Returns the member of a number, if it is named to others.
+    /// Returns the member with a number, if it may be named to others.
     fn answering(&self, number: u16) -> Option<&Member> {
         match self.numbers.get(usize::from(number))? {
             Number::Taken {

@@ -1,4 +1,4 @@
-//! Clears in messages: the digest that each side names, and the pages of a map.
+//! Clears in messages: the digest that each side sends, and the pages of a map.
 
 use lmc_backend::{Clears, StartId};
 use lmc_key::ClearsId;
@@ -6,13 +6,13 @@ use serde::{Deserialize, Serialize};
 
 use super::{MessageError, bound};
 
-/// Most entries of one [`ClearsPage`]: with the longest counts a page fits into a body.
+/// Most entries of one [`ClearsPage`]: even with the longest counts, a page fits into a body.
 pub const PAGE_ENTRIES: usize = 2048;
 /// Most pages of a map.
 pub const MAX_PAGES: u16 = Clears::MAX_STARTS.div_ceil(PAGE_ENTRIES) as u16;
 
-/// A message that names chunks, with the digest of the clears that its sender has carried out. Two
-/// sides with different digests pass no chunk.
+/// A message that names chunks, with the digest of the clears that its sender has carried out. Two sides with
+/// different digests pass no chunk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stamped<T> {
     /// Digest of the sender's clears.
@@ -29,10 +29,10 @@ impl<T> Stamped<T> {
     }
 }
 
-/// Some entries of the map of clears that its sender has carried out.
+/// A page of the map of clears that the sender has carried out.
 ///
-/// Entries are ordered by their start ids, [`PAGE_ENTRIES`] to a page. Each page is a map of its
-/// own: joining some of the pages only is sound.
+/// Entries are ordered by their start ids, [`PAGE_ENTRIES`] to a page. Each page is a map of its own, so
+/// joining only some of the pages is valid.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClearsPage {
     /// Digest of the sender's whole map.
@@ -42,17 +42,17 @@ pub struct ClearsPage {
     pub page: u16,
     /// Number of pages of the sender's map; 0 before the first clear.
     pub pages: u16,
-    /// Entries of the page; none behind the last page.
+    /// Entries of the page; none after the last page.
     #[serde(with = "entries")]
     pub entries: Clears,
-    /// True if a restart of the sender may not find all clears that it has carried out. At the end of
-    /// the body; false where that is missing.
+    /// True if a restart of the sender may not find all clears that it has carried out. At the end of the
+    /// body; false if absent.
     #[serde(skip)]
     pub is_volatile: bool,
 }
 
 impl ClearsPage {
-    /// Returns one page of a map, whose digest this is, that a restart finds.
+    /// Returns one page of a map that a restart finds. `clears` is the map's digest.
     pub fn of(map: &Clears, clears: ClearsId, page: u16) -> Self {
         let first = usize::from(page) * PAGE_ENTRIES;
         let entries = map.entries().skip(first).take(PAGE_ENTRIES);
@@ -90,8 +90,7 @@ pub(super) mod digest {
     }
 }
 
-/// A map of clears as the list of its entries. A count of zero and an id that stands there twice are
-/// refused.
+/// A map of clears as the list of its entries. A count of zero and a repeated id are refused.
 mod entries {
     use serde::de::Error;
     use serde::{Deserializer, Serializer};

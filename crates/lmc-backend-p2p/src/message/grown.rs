@@ -1,4 +1,4 @@
-//! Fields that bodies have grown at their end since version 1.
+//! Fields that were added at the end of bodies since version 1.
 
 use postcard::{Result, take_from_bytes, to_extend};
 use serde::{Serialize, de::DeserializeOwned};
@@ -10,25 +10,25 @@ use super::{
     Refusal, Release, Released, Renew, Stamped,
 };
 
-/// Bit of [`Hello::features`]: the side understands a digest of [`LATE_DIGEST`] in
+/// Bit of [`Hello::features`]: the side understands the digest [`LATE_DIGEST`] in
 /// [`ChunkLease::Granted`](super::ChunkLease::Granted).
 pub const FEATURE_LATE_DIGESTS: u64 = 1 << 1;
 
-/// Digest of a chunk that the answer to the lease's release brings: the owner sums the chunk while
-/// it is read.
+/// Stands for a digest that comes with the answer to the lease's release: the owner computes it while the
+/// chunk is read.
 pub const LATE_DIGEST: u64 = 0;
 
-/// Bytes of a request's id, at most; a longer one is not read.
+/// Most bytes of a request's id; a longer id is ignored.
 pub(super) const MAX_REQUEST_ID: usize = 1024;
 
 /// The body of a frame.
 pub(super) trait Body: Serialize + DeserializeOwned {
-    /// Appends the fields that the body has grown.
+    /// Appends the added fields of the body.
     fn write_tail(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
         Ok(bytes)
     }
 
-    /// Reads the fields that the body has grown, as far as they are there.
+    /// Reads the added fields of the body, if present.
     fn read_tail(&mut self, _: &[u8]) -> Result<()> {
         Ok(())
     }
@@ -60,7 +60,7 @@ impl Body for KeyBatch {
     }
 }
 
-/// Writes nothing for false, so that the bytes stay as they were without the field.
+/// Writes nothing for false, so that the bytes are the same as without the field.
 fn write_flag(flag: bool, bytes: Vec<u8>) -> Result<Vec<u8>> {
     match flag {
         true => to_extend(&true, bytes),

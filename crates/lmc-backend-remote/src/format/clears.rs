@@ -1,4 +1,4 @@
-//! The objects that hold maps of clears: one object for all clears, and one in each folder of chunks.
+//! The objects with maps of clears: one object for all clears, and one in each folder of chunks.
 
 use lmc_backend::Clears;
 use thiserror::Error;
@@ -8,49 +8,49 @@ use super::{ChunkFolder, Generation, PROBE_FOLDER};
 
 const MAGIC: [u8; 8] = *b"LMCCLEAR";
 const VERSION: u32 = 2;
-/// Bytes before the entries: magic, version, their number, generation.
+/// Bytes before the entries: magic, version, number of entries, generation.
 const HEAD_LEN: usize = 24;
 /// Most bytes of the object.
 pub const MAX_CLEARS_LEN: usize = HEAD_LEN + Clears::MAX_LEN + 8;
 
-/// A map of clears in a store of a generation.
+/// A map of clears in a store with a generation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClearsRecord {
     /// Generation of the store.
     pub generation: Generation,
-    /// The clears: in `v2/clears` all that were passed on through the store, in the map of a folder
-    /// those that came before its chunks.
+    /// The clears: in `v2/clears` all that were passed on through the store, in a folder's map those that
+    /// came before the folder's chunks.
     pub clears: Clears,
 }
 
-/// The use of a folder of chunks.
+/// Status of a folder of chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Standing {
-    /// Daemons that have carried out all clears use it.
+    /// Daemons that have carried out all clears use the folder.
     Used,
-    /// No daemon asks for its chunks any more: it is of another generation, or from before some of the
-    /// clears.
+    /// No daemon looks for its chunks any more: the folder has another generation, or its chunks are from
+    /// before some of the clears.
     Stale,
-    /// A folder whose clears are not known here.
+    /// The clears of the folder are not known here.
     Unknown,
 }
 
-/// The reason why an object of clears is not used.
+/// Reason why an object of clears is not used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ClearsError {
-    /// A later version.
-    #[error("version {0} of the object of clears is not known")]
+    /// The object has a later version.
+    #[error("unknown version {0} of the object of clears")]
     Version(u32),
-    /// More bytes than this version writes.
-    #[error("an object of clears of {0} bytes is not known")]
+    /// The object has more bytes than this version writes.
+    #[error("an object of clears of {0} bytes is too long for this version")]
     Len(u64),
-    /// Bytes that this layout does not write.
+    /// The bytes are not of this layout.
     #[error("the object of clears is damaged")]
     Damaged,
 }
 
 impl ClearsRecord {
-    /// Returns the folder of the chunks that are computed after all these clears.
+    /// Returns the folder of the chunks that are computed after all of these clears.
     pub fn folder(&self) -> ChunkFolder {
         ChunkFolder {
             generation: self.generation,
@@ -58,8 +58,8 @@ impl ClearsRecord {
         }
     }
 
-    /// Returns the standing of a folder, where this is the record of all clears. `map` is the folder's,
-    /// if it can be read; without it a folder of this generation is not known to be stale.
+    /// Returns the status of a folder, according to this record of all clears. `map` is the folder's map, if
+    /// it can be read; without it, a folder of this generation is never reported as stale.
     pub fn standing(&self, folder: ChunkFolder, map: Option<&Clears>) -> Standing {
         let is_replaced = folder.generation != self.generation;
         match folder {
@@ -91,7 +91,7 @@ impl ClearsRecord {
         let damaged = ClearsError::Damaged;
         let rest = bytes.strip_prefix(&MAGIC).ok_or(damaged)?;
         let (version, rest) = rest.split_first_chunk().ok_or(damaged)?;
-        // A version is believed before the checksum: a later one may have another.
+        // The version is used before the checksum is checked: a later version may have another checksum.
         let version = u32::from_le_bytes(*version);
         if version > VERSION {
             return Err(ClearsError::Version(version));

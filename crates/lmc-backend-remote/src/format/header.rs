@@ -6,16 +6,16 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// Bytes of a header.
 pub const HEADER_LEN: usize = 256;
-/// The codec that leaves a chunk's bytes as they are: the only one so far.
+/// The codec that stores a chunk's bytes unchanged: the only one so far.
 pub const CODEC_RAW: u32 = 0;
-/// Most bytes of a payload that are believed.
+/// Largest payload that is accepted.
 pub const MAX_PAYLOAD_LEN: u64 = 1 << 32;
-/// Greatest offset of a payload that is believed.
+/// Largest payload offset that is accepted.
 const MAX_PAYLOAD_OFFSET: u64 = 1 << 20;
 
 const MAGIC: [u8; 8] = *b"LMCVALUE";
 const VERSION: u32 = 2;
-/// Offset of the checksum of the bytes before it.
+/// Offset of the checksum, which covers the preceding bytes.
 const SUM_AT: usize = HEADER_LEN - 8;
 /// Offset of the bytes that are zero in this version.
 const REST_AT: usize = 124;
@@ -27,9 +27,9 @@ pub struct Header {
     pub key: ChunkKey,
     /// Offset of the payload from the start of the value.
     pub payload_offset: u64,
-    /// Bytes of the payload as it is stored.
+    /// Bytes of the stored payload.
     pub stored_len: u64,
-    /// Checksum of the payload as it is stored.
+    /// Checksum of the stored payload.
     pub stored_sum: u64,
     /// Bytes of the chunk.
     pub plain_len: u64,
@@ -37,17 +37,17 @@ pub struct Header {
     pub plain_sum: u64,
 }
 
-/// The reason why a value is not used.
+/// Reason why a value is not used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// The header has a version that this lmc does not read.
-    #[error("version {0} of the header is not known")]
+    /// The header has a version that this lmc cannot read.
+    #[error("unknown version {0} of the header")]
     Version(u32),
-    /// The payload has a codec that this lmc does not read.
-    #[error("codec {0} is not known")]
+    /// The payload has a codec that this lmc cannot read.
+    #[error("unknown codec {0}")]
     Codec(u32),
-    /// The value is cut off, or a checksum is wrong.
+    /// The value is truncated, or a checksum is wrong.
     #[error("the value is damaged")]
     Damaged,
     /// The value belongs to another key.
@@ -64,14 +64,14 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Returns true for a value that a later lmc may have written, and that is left as it is.
+    /// Returns true if a later lmc may have written the value, so that it must not be changed.
     pub fn is_newer(self) -> bool {
         matches!(self, Self::Version(_) | Self::Codec(_))
     }
 }
 
 impl Header {
-    /// The header of a chunk that is stored as it is.
+    /// Makes the header of a chunk that is stored unchanged.
     pub fn raw(key: ChunkKey, payload_offset: u64, len: u64, checksum: u64) -> Self {
         Self {
             key,
@@ -118,13 +118,13 @@ impl Header {
     /// Reads a header.
     ///
     /// # Errors
-    /// [`Refusal`] for bytes that are not a header that this version writes.
+    /// [`Refusal`] if the bytes are not a header that this version writes.
     pub fn decode(bytes: &[u8; HEADER_LEN]) -> Result<Self, Refusal> {
         let mut reader = Reader(bytes);
         if reader.array() != MAGIC {
             return Err(Refusal::Damaged);
         }
-        // A version is believed before the checksum: a later one may have another.
+        // The version is used before the checksum is checked: a later version may have another checksum.
         let version = reader.u32();
         if version > VERSION {
             return Err(Refusal::Version(version));
@@ -163,7 +163,7 @@ impl Header {
     /// Reads the header of a value of `value_len` bytes that was found under `key`.
     ///
     /// # Errors
-    /// [`Refusal`] also for the header of another key, and for a value that is cut off.
+    /// [`Refusal`] also for the header of another key, and for a truncated value.
     pub fn of_value(
         bytes: &[u8; HEADER_LEN],
         key: &ChunkKey,

@@ -1,8 +1,7 @@
-//! The layout that all stores share: names, the header of a value, the maps of
-//! clears, and the descriptions of spaces.
-//! docs/remote-format.md has the tables.
+//! The layout that all stores share: names, the header of a value, the maps of clears, and the descriptions
+//! of spaces. docs/remote-format.md has the tables.
 //!
-//! Pure: bytes in, values out. Everything read is bounded and checked before it is believed.
+//! Pure functions from bytes to values. Everything read is limited and checked before it is used.
 
 mod clears;
 pub use clears::{ClearsError, ClearsRecord, MAX_CLEARS_LEN, Standing};

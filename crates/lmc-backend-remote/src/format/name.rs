@@ -6,24 +6,25 @@ use std::str::FromStr;
 use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
 use thiserror::Error;
 
-/// Name of the layout, and the first part of every name.
+/// Name of the layout, and first part of every name.
 pub(crate) const ROOT: &str = "v2";
-/// First part of the names that releases before this one gave. Nothing below it is read.
+/// First part of the names in earlier releases. Nothing below it is read.
 pub(crate) const OLD_ROOT: &str = "v1";
-/// Length of the longest name: that of a value with ranks and groups of five digits.
+/// Length of the longest name: a value with a rank and a group of five digits.
 const MAX_LEN: usize = 165;
 
-/// Space of the chunks that `lmc remote check` writes and removes. No engine has it: ids are digests.
+/// Space of the chunks that `lmc remote check` writes and removes. No engine uses it, because ids are
+/// digests.
 pub const PROBE_SPACE: SpaceId = SpaceId::new(*b"lmc probe chunks");
-/// Folder of those chunks: no store has that generation.
+/// Folder of these chunks: no store has this generation.
 pub const PROBE_FOLDER: ChunkFolder = ChunkFolder {
     generation: Generation([0; 8]),
     clears: ClearsId::NONE,
 };
-/// First byte of the hashes of those chunks, so that few names are listed to find them.
+/// First byte of these chunks' hashes, so that few names have to be listed to find the chunks.
 const PROBE_FANOUT: u8 = 0;
 
-/// Returns the name of a probe, of 32 random bytes.
+/// Returns the name of a probe, made of 32 random bytes.
 pub fn probe(mut random: [u8; 32]) -> ValueName {
     random[0] = PROBE_FANOUT;
     PROBE_FOLDER.value(ChunkKey {
@@ -34,19 +35,19 @@ pub fn probe(mut random: [u8; 32]) -> ValueName {
     })
 }
 
-/// Random id that is made together with the object `v2/clears`. Where that object is lost, its
-/// successor has another generation, so that no chunk from before can be named. It has 8 bytes, since
-/// longer names are more than some servers of S3 take.
+/// Random id that is created together with the object `v2/clears`. If that object is lost, its successor has
+/// another generation, so that no chunk from before has a valid name. It has only 8 bytes, because some S3
+/// servers do not accept longer names.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Generation([u8; 8]);
 
 impl Generation {
-    /// Takes 8 bytes as they are.
+    /// Makes a generation of 8 given bytes.
     pub const fn new(bytes: [u8; 8]) -> Self {
         Self(bytes)
     }
 
-    /// Draws a generation.
+    /// Draws a random generation.
     ///
     /// # Errors
     /// The system has no random numbers.
@@ -74,7 +75,7 @@ impl FromStr for Generation {
     fn from_str(text: &str) -> Result<Self, NameError> {
         let number = u64::from_str_radix(text, 16).map_err(|_| NameError)?;
         let generation = Self(number.to_be_bytes());
-        // One generation has one text.
+        // A generation has only one text form.
         (generation.to_string() == text)
             .then_some(generation)
             .ok_or(NameError)
@@ -127,7 +128,7 @@ impl fmt::Display for ValueName {
     }
 }
 
-/// Name of an object. Its text is what the store knows it by, after the prefix of the URL.
+/// Name of an object. Its text form is the object's name in the store, after the prefix of the URL.
 ///
 /// ```
 /// use lmc_backend_remote::format::{ChunkFolder, Generation, Name};
@@ -156,7 +157,7 @@ pub enum Name {
     Map(ChunkFolder),
     /// Description of a space of a folder: `<folder>/spaces/<space>`.
     Space(ChunkFolder, SpaceId),
-    /// All clears, and the generation: `v2/clears`.
+    /// All clears, with the generation: `v2/clears`.
     Clears,
 }
 
@@ -186,10 +187,10 @@ impl From<ValueName> for Name {
     }
 }
 
-/// The names that a listing shows.
+/// Selection of the names in a listing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scope {
-    /// Everything in folders: all but `v2/clears`.
+    /// Everything in folders: all objects but `v2/clears`.
     Folders,
     /// Chunks.
     Values {
@@ -217,14 +218,14 @@ impl Scope {
         space: None,
     };
 
-    /// Chunks that checks have written.
+    /// Chunks that `lmc remote check` has written.
     pub const PROBES: Self = Self::Values {
         folder: Some(PROBE_FOLDER),
         fanout: Some(PROBE_FANOUT),
         space: Some(PROBE_SPACE),
     };
 
-    /// Returns the chunks of a folder.
+    /// Selects the chunks of a folder.
     pub fn values_of(folder: ChunkFolder) -> Self {
         Self::Values {
             folder: Some(folder),
@@ -233,7 +234,7 @@ impl Scope {
         }
     }
 
-    /// Returns the longest start of all names that the scope covers, up to a `/`.
+    /// Returns the longest common prefix of all names in the scope, up to a `/`.
     pub fn prefix(&self) -> String {
         let Self::Values {
             folder: Some(folder),
@@ -250,7 +251,7 @@ impl Scope {
         }
     }
 
-    /// Returns true for the names that the scope covers.
+    /// Returns true if the scope covers a name.
     pub fn covers(&self, name: &Name) -> bool {
         match (*self, name) {
             (
@@ -288,7 +289,7 @@ impl FromStr for Name {
 
     fn from_str(text: &str) -> Result<Self, NameError> {
         let name = parse(text).ok_or(NameError)?;
-        // One object has one name: no capitals, no leading zeros, no signs.
+        // An object has only one name: no capitals, no leading zeros, no signs.
         (name.to_string() == text).then_some(name).ok_or(NameError)
     }
 }

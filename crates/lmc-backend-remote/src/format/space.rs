@@ -10,24 +10,24 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 const VERSION: u32 = 1;
-/// Most bytes of a description, of later versions too.
+/// Most bytes of a description, for later versions too.
 pub const MAX_SPACE_LEN: usize = 16 << 10;
 
-/// The description of a space: all that its id is made of, but for the salt.
+/// The description of a space: everything that its id is derived from, except the salt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpaceRecord {
-    /// Fields of the space; the salt is empty in any case.
+    /// Fields of the space; the salt is always empty.
     fields: KeySpace,
     space: SpaceId,
     tenant: Tenant,
 }
 
-/// The tenant of a space. Its text for people is `none`, `salted`, or the digest.
+/// The tenant of a space. Its text form is `none`, `salted`, or the digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Tenant {
-    /// The one without a salt.
+    /// The tenant without a salt.
     Common,
-    /// One with a salt, of which nothing is known but a digest under a key, where there was a key.
+    /// A tenant with a salt. Only a digest of the salt under a key is known, if there was a key.
     Salted(Option<[u8; 16]>),
 }
 
@@ -41,18 +41,18 @@ impl fmt::Display for Tenant {
     }
 }
 
-/// Returns a digest as an id is written.
+/// Returns a digest in the text form of ids.
 fn hex(digest: [u8; 16]) -> String {
     SpaceId::new(digest).to_string()
 }
 
-/// The reason why a description is not used.
+/// Reason why a description is not used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum SpaceError {
-    /// A later version.
-    #[error("version {0} of the description of a space is not known")]
+    /// The description has a later version.
+    #[error("unknown version {0} of the description of a space")]
     Version(u32),
-    /// Bytes that this layout does not write, or the description of another space.
+    /// The bytes are not of this layout, or describe another space.
     #[error("the description of a space is damaged")]
     Damaged,
 }
@@ -81,7 +81,7 @@ struct Json {
 }
 
 impl SpaceRecord {
-    /// Describes a space. `digest` is that of the salt under a key.
+    /// Describes a space. `digest` is the digest of the salt under a key.
     pub fn new(space: &KeySpace, digest: Option<[u8; 16]>) -> Self {
         let tenant = match space.salt.is_empty() {
             true => Tenant::Common,
@@ -113,8 +113,8 @@ impl SpaceRecord {
         self.tenant
     }
 
-    /// Returns true if the space is that of the tenant with this salt. The space's id decides, so
-    /// that no key is needed and no description can name another tenant.
+    /// Returns true if the space belongs to the tenant with this salt. This is decided by the space's id, so
+    /// no key is needed and no description can claim another tenant.
     pub fn is_of(&self, salt: &Salt) -> bool {
         let salt = salt.clone();
         let fields = KeySpace {
@@ -150,11 +150,11 @@ impl SpaceRecord {
         bytes
     }
 
-    /// Reads the description of the space that keys name `named` after these clears
-    /// ([`SpaceId::after`]). Fields that are not known are ignored.
+    /// Reads the description of the space whose name in keys, after these clears, is `named`
+    /// ([`SpaceId::after`]). Unknown fields are ignored.
     ///
     /// # Errors
-    /// [`SpaceError`]; also for a space without a salt that has another id than the fields give.
+    /// [`SpaceError`]; also if a space without a salt has another id than its fields give.
     pub fn decode(named: SpaceId, clears: ClearsId, bytes: &[u8]) -> Result<Self, SpaceError> {
         if bytes.len() > MAX_SPACE_LEN {
             return Err(SpaceError::Damaged);

@@ -1,10 +1,10 @@
 //! The object of clears in a shared folder: numbered files, of which the last one counts.
 //!
-//! A file is written under a temporary name and linked to the number after the one that was read.
-//! `link(2)` fails where the name is taken, on NFS too, where the server decides: of several writers
-//! that have read one version, one succeeds. `rename(2)` would replace what another has just written,
-//! its flag for that does not exist on NFS, and locks outlive their holders or end under them.
-//! Opening the folder makes an NFS client ask the server for it, so that a reader sees the last file.
+//! A file is written under a temporary name and linked to the number after the one that was read. `link(2)`
+//! fails if the name is taken, also on NFS, where the server decides: of several writers that have read the
+//! same version, one succeeds. `rename(2)` would replace a file that another writer has just written, and its
+//! flag against that does not exist on NFS. Locks may outlive their holders or end too early. Opening the
+//! folder makes an NFS client ask the server for it, so that a reader sees the last file.
 
 use std::io;
 use std::time::Instant;
@@ -19,16 +19,16 @@ use crate::format::Name;
 use crate::store::{StoreError, Version};
 
 impl Values {
-    /// Reads the last version.
+    /// Reads the last version of the object.
     pub(super) fn read_clears(&self, max: usize) -> Result<Option<(Bytes, Version)>, StoreError> {
-        // The clears are read every few seconds.
+        // Acceptable, because the clears are read only every few seconds.
         self.tree.refresh()?;
         for _ in 0..MAX_ATTEMPTS {
             let Some(last) = self.versions()?.pop() else {
                 return Ok(None);
             };
             match self.read_file(&path(last), max) {
-                // It was replaced meanwhile.
+                // The version was replaced meanwhile.
                 Err(StoreError::Io(error)) if is_absent(&error) => {}
                 read => return Ok(Some((read?, version(last)))),
             }
@@ -36,7 +36,7 @@ impl Values {
         Err(changes_too_fast())
     }
 
-    /// Links a new version after the one that was read. Returns false if that is not the last one.
+    /// Links a new version after the one that was read. Returns false if that one is no longer the last.
     pub(super) fn swap_clears(
         &self,
         bytes: &[u8],
@@ -58,12 +58,12 @@ impl Values {
         }
     }
 
-    /// Returns true if the version `next`, which was linked just now, is the successor of `last`, and
-    /// removes the older ones. Otherwise removes that version.
+    /// Returns true if the version `next`, which was just linked, is the successor of `last`; then removes
+    /// the older versions. Otherwise removes `next`.
     fn confirm(&self, last: Option<u64>, next: u64) -> Result<bool, StoreError> {
-        // Others may have replaced the version that was read, and removed it and its successor, whose
-        // number was free again then. Versions are removed in their order, so the one that was read is
-        // gone in that case.
+        // Other daemons may have replaced the version that was read, and then removed it and its successor,
+        // so that the successor's number was free again. Versions are removed in order, so in that case the
+        // version that was read is gone.
         let versions = self.versions()?;
         let is_ours =
             versions.last() == Some(&next) && last.is_none_or(|last| versions.contains(&last));
@@ -77,7 +77,7 @@ impl Values {
         Ok(true)
     }
 
-    /// Removes all versions. Returns false if there was none.
+    /// Removes all versions. Returns false if there were none.
     pub(super) fn remove_clears(&self) -> io::Result<bool> {
         let versions = self.versions()?;
         for &version in &versions {
@@ -87,7 +87,7 @@ impl Values {
         Ok(!versions.is_empty())
     }
 
-    /// Returns the numbers of the versions, in their order.
+    /// Returns the numbers of the versions, in order.
     fn versions(&self) -> io::Result<Vec<u64>> {
         let number = |name: &str| name.parse().ok().filter(|n: &u64| n.to_string() == name);
         let is_version = |name: &str| Ok(number(name).is_some());
@@ -97,8 +97,8 @@ impl Values {
         Ok(versions)
     }
 
-    /// Writes a file, syncs it, and links it to a name, which is synced too: unlike a value, it is not
-    /// made again. Returns false where the name is taken, and `None` if the deadline came before.
+    /// Writes a file, syncs it, and links it to a name, which is synced too: unlike a value, the file cannot
+    /// be computed again. Returns false if the name is taken, and `None` if the deadline passed first.
     fn link(&self, path: &str, bytes: &[u8], deadline: Instant) -> io::Result<Option<bool>> {
         let made = self.tree.made_parent(path);
         let (folder, target) = made.map_err(|error| match error.kind() {
@@ -118,21 +118,21 @@ impl Values {
             let flags = AtFlags::empty();
             match rustix::fs::linkat(&folder, &name, &folder, target, flags) {
                 Ok(()) => Ok(Some(true)),
-                // The answer to a link that was made may be lost, and the question sent again.
+                // The answer to a successful link may be lost, and the request sent again.
                 Err(_) if has_two_names(&file) => Ok(Some(true)),
                 Err(_) if self.tree.stat(path).is_ok() => Ok(Some(false)),
                 Err(error) => Err(io::Error::new(
                     io::Error::from(error).kind(),
                     format!(
-                        "no hard link can be made, by which clears are passed on: {error}; use a file \
-                         system that has hard links"
+                        "cannot make a hard link, which passing clears on requires: {error}; use a file \
+                         system with hard links"
                     ),
                 )),
             }
         };
         let linked = link();
         self.clock.note(&file);
-        // What is left is removed by a collector.
+        // A collector removes what remains.
         let _ = rustix::fs::unlinkat(&folder, &name, AtFlags::empty());
         if matches!(linked, Ok(Some(true))) {
             self.tree.sync_parent(path)?;

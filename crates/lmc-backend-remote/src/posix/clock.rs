@@ -1,4 +1,4 @@
-//! The file server's clock, read off files that were just written.
+//! The file server's clock, read from the times of files that were just written.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -15,7 +15,7 @@ const KEPT: Duration = Duration::from_secs(60);
 pub(super) struct Clock(StoreClock);
 
 impl Clock {
-    /// Reads the clock off a file that was written just now.
+    /// Reads the clock from a file that was just written.
     pub(super) fn note(&self, file: impl AsFd) {
         if self.0.was_set_within(KEPT) {
             return;
@@ -31,7 +31,7 @@ impl Clock {
         self.0.now()
     }
 
-    /// As [`StoreClock::ahead_ms`].
+    /// Returns the clock's lead, as [`StoreClock::ahead_ms`] does.
     pub(super) fn ahead_ms(&self) -> Option<i64> {
         self.0.ahead_ms()
     }
@@ -47,7 +47,7 @@ pub(super) fn modified(stat: &Stat) -> Option<Duration> {
     let seconds = u64::try_from(stat.st_mtime).ok()?;
     let nanos = u32::try_from(stat.st_mtime_nsec).ok()?;
     let modified = Duration::from_secs(seconds) + Duration::from_nanos(u64::from(nanos));
-    // What no clock can show is not used for sums.
+    // A time that no clock can have is not used in calculations.
     UNIX_EPOCH
         .checked_add(modified)
         .map(|_: SystemTime| modified)

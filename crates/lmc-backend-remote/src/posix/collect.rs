@@ -1,9 +1,10 @@
 //! Collection: keeps a tree within its size and age, one folder of the fan-out at a time.
 //!
-//! A tree within its size loses nothing; one beyond it loses chunks of each folder that is collected,
-//! until the whole is within its size: first those that no daemon asks for any more, and then the
-//! oldest ones. What clears that are not known here came before is left alone. Several daemons may collect one tree: each takes the
-//! folders in an order of its own, and what another one has removed is no error.
+//! A tree within its size loses nothing. A tree beyond its size loses chunks of each folder that is
+//! collected, until the whole tree is within its size: first the chunks that no daemon looks for any more,
+//! then the oldest ones. Chunks whose clears are not known here are left alone. Several daemons may collect
+//! one tree: each processes the folders in an order of its own, and a file that another daemon has removed is
+//! not an error.
 
 use std::collections::HashSet;
 use std::io;
@@ -23,25 +24,25 @@ use crate::format::{
 };
 use crate::store::StoreError;
 
-/// Age at which a file that was being written is given up.
+/// Age at which an unfinished file is removed.
 const TEMPORARY_AGE: Duration = Duration::from_secs(3600);
-/// Files of a folder that are looked at in one collection, at most.
+/// Most files of a folder that are examined in one collection.
 const MAX_FILES: usize = 1 << 20;
-/// Folders of the fan-out.
+/// Number of folders of the fan-out.
 const FOLDERS: usize = 256;
-/// Time for the collection of one folder.
+/// Timeout for the collection of one folder.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Limits of a folder, beside its share of the tree's size.
+/// Limits of a folder, in addition to its share of the tree's size.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Limits {
     /// Age at which a chunk is removed. Default: none.
     pub ttl: Option<Duration>,
-    /// Removes nothing, and counts what would be removed. Default: false.
+    /// Removes nothing, and only counts what would be removed. Default: false.
     pub dry_run: bool,
 }
 
-/// The outcome of a collection of one folder.
+/// Outcome of collecting one folder.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Collected {
@@ -53,11 +54,11 @@ pub struct Collected {
     pub evicted: u64,
     /// Bytes of the chunks that were removed.
     pub removed_bytes: u64,
-    /// Number of files removed that were being written an hour ago or earlier.
+    /// Number of unfinished files removed that were at least an hour old.
     pub temporary: u64,
 }
 
-/// Sizes of the folders of a tree when they were last seen, and by them what each may keep.
+/// Sizes of the folders of a tree when they were last examined, from which each folder's share is computed.
 #[derive(Clone, Debug)]
 pub struct Shares {
     most: Option<u64>,
@@ -65,7 +66,7 @@ pub struct Shares {
 }
 
 impl Shares {
-    /// Makes the shares of a tree whose chunks may have this number of bytes; `None` for any number.
+    /// Makes the shares of a tree whose chunks may have `most` bytes; `None` for no limit.
     pub fn of(most: Option<u64>) -> Self {
         Self {
             most,
@@ -73,25 +74,25 @@ impl Shares {
         }
     }
 
-    /// Notes the bytes that the chunks of a folder have.
+    /// Records the bytes of the chunks of a folder.
     fn note(&mut self, fanout: u8, bytes: u64) {
         self.bytes[usize::from(fanout)] = Some(bytes);
     }
 
-    /// Notes that a folder could not be read, which counts with what it had when it was last seen.
+    /// Records that a folder could not be read: it counts with its size when it was last examined.
     pub fn skip(&mut self, fanout: u8) {
         self.bytes[usize::from(fanout)].get_or_insert(0);
     }
 
-    /// Returns the most bytes that a folder may keep; `None` while the whole is within its size, and
-    /// before every folder was seen.
+    /// Returns the most bytes that a folder may keep; `None` while the tree is within its size, and before
+    /// every folder was examined.
     fn share(&self, fanout: u8) -> Option<u64> {
         let all: u128 = (self.bytes.iter())
             .map(|bytes| bytes.map(u128::from))
             .sum::<Option<u128>>()?;
         let own = u128::from(self.bytes[usize::from(fanout)]?);
         let most = u128::from(self.most?);
-        // No more than `most`, since a folder is no larger than the whole.
+        // At most `most`, because a folder is no larger than the whole tree.
         (all > most).then(|| (own * most / all) as u64)
     }
 }
@@ -104,7 +105,7 @@ struct File {
 }
 
 impl Values {
-    /// Collects one folder. With `spaces`, only their chunks count and are removed.
+    /// Collects one folder. With `spaces`, only the chunks of these spaces count and are removed.
     pub(super) fn collect(
         &self,
         fanout: u8,
@@ -136,7 +137,7 @@ impl Values {
             self.collect_others(&chunk_folders, now, limits, &mut collected)?;
         }
         files.sort_by_key(|file| (!file.is_stale, file.modified));
-        // The share is taken of what is there now: chunks that came since the folder was seen last are
+        // The share is of the current content: chunks that came since the last collection of this folder are
         // the youngest.
         shares.note(fanout, collected.bytes);
         let most = shares.share(fanout).unwrap_or(u64::MAX);
@@ -161,7 +162,7 @@ impl Values {
                     }
                 }
                 Ok(false) => {}
-                // Others may be removable; what is not does not keep the folder from its size.
+                // Other files may still be removable, so that the folder reaches its size.
                 Err(error) => {
                     refused.get_or_insert(error);
                     continue;
@@ -176,15 +177,15 @@ impl Values {
         }
     }
 
-    /// Returns the folders of chunks with their standing.
+    /// Returns the folders of chunks with their status.
     fn chunk_folders_by_standing(
         &self,
         deadline: Instant,
     ) -> Result<Vec<(String, Standing)>, StoreError> {
-        // A generation that is listed was in the object of clears before its first chunk. So one that
-        // is not there when that is read afterwards was replaced.
+        // A listed generation was in the object of clears before its first chunk. So if it is not in the
+        // object, which is read afterwards, it was replaced.
         let mut folders = self.chunk_folders(deadline)?;
-        // Probes of a check that runs do not count: it removes them itself.
+        // The probes of a running check do not count: the check removes them itself.
         folders.retain(|folder| *folder != PROBE_FOLDER.to_string());
         let all = self.read_clears(MAX_CLEARS_LEN)?;
         let all = all.and_then(|(bytes, _)| ClearsRecord::decode(&bytes).ok());
@@ -207,7 +208,7 @@ impl Values {
         folders.into_iter().map(with_standing).collect()
     }
 
-    /// Adds the chunks of a folder, and removes what was being written long ago.
+    /// Adds the chunks of a folder, and removes old unfinished files.
     fn files_of(
         &self,
         folder: &str,
@@ -249,8 +250,8 @@ impl Values {
         Ok(())
     }
 
-    /// Removes what was being written long ago beside the folders of the fan-out, and the small objects
-    /// of stale folders without chunks.
+    /// Removes old unfinished files outside the folders of the fan-out, and the small objects of stale
+    /// folders without chunks.
     fn collect_others(
         &self,
         chunk_folders: &[(String, Standing)],
@@ -266,7 +267,8 @@ impl Values {
             match standing {
                 Standing::Unknown => continue,
                 Standing::Stale if is_empty && !limits.dry_run => {
-                    // The map goes last: without it nothing else would be known to be stale.
+                    // The map is removed last: without it, the remaining objects would not be known to be
+                    // stale.
                     for name in self.tree.names(&spaces, |_| Ok(true))? {
                         self.unlink(&format!("{spaces}/{name}"))?;
                     }
@@ -287,7 +289,7 @@ impl Values {
         Ok(())
     }
 
-    /// Removes a file that was being written, if that is long ago.
+    /// Removes an unfinished file, if it is old.
     fn collect_temporary(
         &self,
         path: &str,
@@ -303,7 +305,7 @@ impl Values {
         Ok(())
     }
 
-    /// Removes a file, unless nothing is to be removed. Returns false if it was not there.
+    /// Removes a file, unless this is a dry run. Returns false if the file did not exist.
     fn take_away(&self, path: &str, limits: Limits) -> io::Result<bool> {
         match limits.dry_run {
             true => Ok(true),
@@ -311,7 +313,7 @@ impl Values {
         }
     }
 
-    /// Returns the time of a file's last change and its length; `None` where there is no file.
+    /// Returns the time of a file's last change and its length; `None` if there is no file.
     fn file(&self, path: &str) -> io::Result<Option<(Duration, u64)>> {
         let stat = match self.tree.stat(path) {
             Err(error) if is_absent(&error) => return Ok(None),
@@ -322,7 +324,7 @@ impl Values {
         Ok(modified.map(|modified| (modified, len)))
     }
 
-    /// Returns false for a file that is not there.
+    /// Removes a file. Returns false if it did not exist.
     pub(super) fn unlink(&self, path: &str) -> io::Result<bool> {
         let unlink = || {
             let (folder, name) = self.tree.parent(path)?;
@@ -335,7 +337,7 @@ impl Values {
         }
     }
 
-    /// Reads the file server's clock off a file that is written for that.
+    /// Reads the file server's clock from a file that is written for this purpose.
     pub(super) fn read_clock(&self) -> io::Result<()> {
         let (folder, _) = self.tree.made_parent(&Name::Clears.to_string())?;
         let (file, name) = temporary(&folder, OFlags::WRONLY)?;
@@ -347,7 +349,7 @@ impl Values {
     }
 }
 
-/// Returns the folder of chunks at a path, unless it is that of probes.
+/// Returns the folder of chunks at a path, unless it is the folder of probes.
 fn chunk_folder(path: &str) -> Option<ChunkFolder> {
     let mut names = path.rsplit('/');
     let (clears, generation) = (names.next()?, names.next()?);
@@ -363,7 +365,8 @@ fn chunk_folder(path: &str) -> Option<ChunkFolder> {
 pub(super) struct Collector(Arc<(Mutex<bool>, Condvar)>);
 
 impl Collector {
-    /// Starts to collect a folder after each pause; four pauses are one where that was too large.
+    /// Starts the thread: it collects one folder after each pause. After a collection that evicted chunks it
+    /// waits for a quarter of the pause, after a failed one for four pauses.
     pub(super) fn start(
         values: &Arc<Values>,
         limits: Limits,
@@ -394,7 +397,7 @@ fn run(
 ) {
     let mut wait = pause;
     let mut order = Vec::new();
-    // Folders that could not be collected when that was tried last.
+    // Folders whose last collection failed.
     let mut failed = HashSet::new();
     loop {
         {
@@ -425,8 +428,8 @@ fn run(
                 if failed.is_empty() {
                     tracing::warn!(
                         folder = format_args!("{fanout:02x}"), %error,
-                        "a folder of the remote store is not collected, and may grow; the others are \
-                         collected on: let this user read and write all of it"
+                        "a folder of the remote store cannot be collected, and may grow; the others are \
+                         still collected: allow this user to read and write the whole folder"
                     );
                 }
                 failed.insert(fanout);
@@ -436,8 +439,8 @@ fn run(
     }
 }
 
-/// Returns all folders in an order of chance, so that daemons do not collect the same ones at a time.
-/// Without random numbers the order is that of their names.
+/// Returns all folders in random order, so that daemons do not collect the same folder at the same time.
+/// Without random numbers, returns them in the order of their names.
 fn shuffled() -> Vec<u8> {
     let mut order: Vec<u8> = (0..=u8::MAX).collect();
     let mut chance = [0; FOLDERS];

@@ -13,15 +13,15 @@ use super::value::{Names, Values};
 use crate::format::{Generation, Name, ROOT, Scope};
 use crate::store::{ListPage, ListedObject, StoreError};
 
-/// Names between two looks at the clock.
+/// Number of names between two checks of the deadline.
 const LOOK_AFTER: usize = 256;
-/// Names of a folder that are kept from one reading of it, at least: pages of a large folder do not
-/// each read all its names.
+/// Least number of names of a folder that are kept after one reading, so that not every page of a large
+/// folder reads all names again.
 const READ_AHEAD: usize = if cfg!(test) { 4 } else { 65_536 };
 
 impl Values {
-    /// Lists the objects of a scope whose names come after `token`. Keeps a bounded number of names
-    /// for the next page, however full a folder is.
+    /// Lists the objects of a scope whose names come after `token`. Keeps a limited number of names for the
+    /// next page, however full a folder is.
     pub(super) fn list(
         &self,
         scope: Scope,
@@ -31,8 +31,8 @@ impl Values {
     ) -> Result<ListPage, StoreError> {
         let mut page = ListPage::default();
         let after = token.unwrap_or_default();
-        // Names compare as their paths do, because folders have names of one length. Folders that
-        // other pages are of are not looked into.
+        // Names compare as their paths do, because names of folders have the same length. Folders of other
+        // pages are not read.
         let is_left =
             |folder: &String| after.starts_with(folder.as_str()) || folder.as_str() > after;
         let chunk_folders = match scope {
@@ -94,7 +94,7 @@ impl Values {
         }
     }
 
-    /// Returns the object at a path; `None` where there is none of the scope.
+    /// Returns the object at a path; `None` if there is none in the scope.
     fn listed(&self, path: &str, scope: Scope) -> Result<Option<ListedObject>, StoreError> {
         let Some(name) = path.parse().ok().filter(|name| scope.covers(name)) else {
             return Ok(None);
@@ -120,7 +120,7 @@ impl Values {
         Ok(folders)
     }
 
-    /// Returns the folders of a folder of chunks that a scope is in, in order.
+    /// Returns the folders of a folder of chunks that belong to a scope, in order.
     fn parts(
         &self,
         scope: Scope,
@@ -140,7 +140,7 @@ impl Values {
         })
     }
 
-    /// Returns the folders in a folder whose names are ids, in order.
+    /// Returns the subfolders of a folder whose names are ids, in order.
     pub(super) fn subfolders<I: FromStr + Display>(
         &self,
         folder: &str,
@@ -156,8 +156,8 @@ impl Values {
         Ok(names.into_iter().map(path).collect())
     }
 
-    /// Returns names in a folder after a path: those that the page before has left, or more than
-    /// `limit` that are read.
+    /// Returns names in a folder after a path: those that the previous page has left, or newly read ones,
+    /// more than `limit`.
     fn names_after(
         &self,
         folder: &str,

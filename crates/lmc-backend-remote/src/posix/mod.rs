@@ -30,32 +30,30 @@ use crate::store::{
     Each, GetItem, Got, Head, ListPage, Put, PutItem, Single, Store, StoreError, Version,
 };
 
-/// Objects that one job looks at.
+/// Number of objects that one job processes.
 const NAMES_OF_A_JOB: usize = 8;
 
 /// Settings of a [`FileStore`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct FileConfig {
-    /// The folder. It has to be there: an empty mount point is not taken for the file system.
+    /// The folder. It must exist, so that an empty mount point is not taken for the file system.
     pub root: PathBuf,
-    /// Threads for calls that block, at least 4. Default: 16.
+    /// Number of threads for blocking calls, at least 4. Default: 16.
     pub threads: usize,
-    /// Reads and writes values without the page cache where the file system allows it. Default:
-    /// true.
+    /// Reads and writes values without the page cache if the file system supports that. Default: true.
     pub direct: bool,
-    /// Most bytes of the folder's chunks, all daemons' together; the oldest are removed. Default:
-    /// no limit.
+    /// Most bytes of the folder's chunks, those of all daemons together; the oldest chunks are removed.
+    /// Default: no limit.
     pub max_bytes: Option<u64>,
     /// Age at which a chunk is removed. Default: none.
     pub ttl: Option<Duration>,
-    /// Pause between the collections of two of the 256 folders, where there is a limit. Default:
-    /// 2 s.
+    /// Pause between the collections of two of the 256 folders, if there is a limit. Default: 2 s.
     pub collect_pause: Duration,
 }
 
 impl FileConfig {
-    /// A folder without limits.
+    /// Returns the configuration of a folder without limits.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self {
             root: root.into(),
@@ -70,9 +68,9 @@ impl FileConfig {
 
 /// A folder of a shared file system: NFS, Lustre, Weka, a cluster's scratch.
 ///
-/// A value is a file that was written under another name and renamed, so that no reader sees half
-/// of it. There are no locks and nothing is synced. Files and folders have the permissions that the
-/// umask leaves, and no link below the folder is followed.
+/// A value is a file that is written under another name and then renamed, so that no reader sees an
+/// incomplete one. There are no locks, and values are not synced. Files and folders have the permissions that
+/// the umask leaves, and no link below the folder is followed.
 #[derive(Debug)]
 pub struct FileStore {
     values: Arc<Values>,
@@ -86,7 +84,7 @@ pub struct FileStore {
 const LAST_USE: Duration = Duration::from_secs(3600);
 
 impl FileStore {
-    /// Makes a store. The folder is opened with the first operation.
+    /// Makes a store. The folder is opened at the first operation.
     ///
     /// # Errors
     /// No thread can be started.
@@ -110,11 +108,11 @@ impl FileStore {
         })
     }
 
-    /// Collects one of the 256 folders, and notes its size in `shares`, by which it loses chunks.
-    /// Blocks.
+    /// Collects one of the 256 folders, and records its size in `shares`, which determine how many chunks it
+    /// loses. Blocks.
     ///
-    /// With `spaces`, only their chunks count towards the limits and are removed, and of files that
-    /// were being written only those beside these chunks.
+    /// With `spaces`, only the chunks of these spaces count towards the limits and are removed; of unfinished
+    /// files, only those next to such chunks are removed.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -133,7 +131,7 @@ impl FileStore {
         self.values.is_direct()
     }
 
-    /// Reads the file server's clock off a file that is written for that, so that the ages of files
+    /// Reads the file server's clock from a file that is written for this purpose, so that the ages of files
     /// are known. Blocks.
     ///
     /// # Errors
@@ -143,13 +141,13 @@ impl FileStore {
         read.map_err(|error| store_error(error, 0))
     }
 
-    /// Returns the milliseconds by which the file server's clock is ahead of this host's, negative
-    /// where it is behind; `None` before the first write.
+    /// Returns the milliseconds by which the file server's clock is ahead of this host's, negative if it is
+    /// behind; `None` before the first write.
     pub fn clock_ahead_ms(&self) -> Option<i64> {
         self.values.clock.ahead_ms()
     }
 
-    /// Runs a job on the lane of names.
+    /// Runs a job on the lane for names.
     async fn run<A: Send + 'static, T: Send + 'static>(
         &self,
         arguments: A,
@@ -169,7 +167,7 @@ impl FileStore {
         }
     }
 
-    /// Runs one operation for each of many objects, several of them in one job.
+    /// Runs one operation for each of many objects, several objects per job.
     async fn each<I: Copy + Send + 'static, T: Send + 'static>(
         &self,
         items: &[I],
@@ -230,7 +228,7 @@ impl Store for FileStore {
                 Outcome::Refused(item, reason) => {
                     Got::failed(StoreError::unavailable(reason), item.slot)
                 }
-                // The thread gives the slot back when the call ends.
+                // The thread releases the slot when the call ends.
                 Outcome::Running => Got::Failed {
                     error: StoreError::Deadline,
                     slot: FailedSlot::Quarantined,
@@ -238,7 +236,7 @@ impl Store for FileStore {
             };
             (index, got)
         };
-        // All wait for a thread in the order of the batch, which bounds what is under way.
+        // All reads wait for a thread in the order of the batch, which limits how many are in progress.
         let reads: stream::FuturesUnordered<_> = items.into_iter().enumerate().map(get).collect();
         Box::pin(reads)
     }

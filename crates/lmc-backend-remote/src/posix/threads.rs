@@ -1,4 +1,4 @@
-//! Threads for calls that block, a bounded number however long a call hangs.
+//! Threads for blocking calls; their number is limited, however long a call hangs.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -10,10 +10,10 @@ use std::time::Instant;
 use parking_lot::{Condvar, Mutex};
 use tokio::sync::oneshot;
 
-/// Jobs that may wait, at most.
+/// Most jobs that may wait.
 const MAX_WAITING: usize = 4096;
 
-/// Kinds of jobs. Those of an earlier lane begin first.
+/// Kinds of jobs. Jobs of an earlier lane begin first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lane {
     /// Small reads and changes of names.
@@ -26,7 +26,7 @@ pub(super) enum Lane {
 
 const LANES: usize = 3;
 
-/// The threads. They start with the first jobs.
+/// The threads, which are started with the first jobs.
 pub(super) struct Threads {
     shared: Arc<Shared>,
 }
@@ -47,9 +47,9 @@ struct State {
     is_closed: bool,
 }
 
-/// A job that waits.
+/// A waiting job.
 trait Job: Send {
-    /// Does the work, unless its caller has taken the arguments back.
+    /// Runs the job, unless its caller has taken the arguments back.
     fn run(self: Box<Self>);
     fn is_abandoned(&self) -> bool;
 }
@@ -61,9 +61,9 @@ pub(super) enum Outcome<A, T> {
     Done(T),
     /// The job had not begun by the deadline, and never will.
     Late(A),
-    /// The job cannot begin: too many wait, or the threads have ended.
+    /// The job cannot begin: too many jobs wait, or the threads have ended.
     Refused(A, &'static str),
-    /// The job is under way, and keeps its arguments until it is over.
+    /// The job is in progress, and keeps its arguments until it ends.
     Running,
 }
 
@@ -82,7 +82,7 @@ impl<A: Send, T: Send, F: FnOnce(A) -> T + Send> Job for Work<A, T, F> {
         } = *self;
         let taken = arguments.lock().take();
         if let Some(arguments) = taken {
-            // The caller may have left.
+            // The caller may be gone.
             let _ = answer.send(run(arguments));
         }
     }
@@ -92,7 +92,7 @@ impl<A: Send, T: Send, F: FnOnce(A) -> T + Send> Job for Work<A, T, F> {
     }
 }
 
-/// Takes the arguments of a job back when its caller leaves before it has begun.
+/// Takes the arguments of a job back if its caller is dropped before the job begins.
 struct Arguments<A>(Arc<Mutex<Option<A>>>);
 
 impl<A> Drop for Arguments<A> {
@@ -103,7 +103,7 @@ impl<A> Drop for Arguments<A> {
 }
 
 impl Threads {
-    /// At most `threads` threads; two are left to small reads, and half take no writes.
+    /// Makes at most `threads` threads; two are reserved for small reads, and half do no writes.
     pub(super) fn new(threads: usize) -> Self {
         let threads = threads.max(4);
         let shared = Shared {
@@ -116,7 +116,7 @@ impl Threads {
         }
     }
 
-    /// Runs a job. Dropping the future keeps a job that has not begun from beginning.
+    /// Runs a job. Dropping the future cancels a job that has not begun.
     pub(super) async fn run<A: Send + 'static, T: Send + 'static>(
         &self,
         lane: Lane,
@@ -144,7 +144,7 @@ impl Threads {
         }
     }
 
-    /// Ends the threads that are idle, and each other one when its job is over.
+    /// Ends the idle threads at once, and the others when their jobs end.
     pub(super) fn close(&self) {
         let waiting = {
             let mut state = self.shared.state.lock();
@@ -218,7 +218,8 @@ impl Shared {
             while let Some((lane, job)) = self.next(&mut state) {
                 state.working[lane] += 1;
                 drop(state);
-                // A job that panics drops its arguments, and answers that it is under way.
+                // A job that panics drops its arguments, and its caller is answered that the job is in
+                // progress.
                 let _ = std::panic::catch_unwind(AssertUnwindSafe(|| job.run()));
                 state = self.state.lock();
                 state.working[lane] -= 1;

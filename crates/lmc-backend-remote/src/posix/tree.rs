@@ -1,4 +1,4 @@
-//! Paths below the root folder. No link is followed there: other users may write to it.
+//! Paths below the root folder. Links there are not followed, because other users may write to the folder.
 
 use std::ffi::{CStr, CString};
 use std::io;
@@ -12,12 +12,12 @@ use rustix::fd::{AsFd, OwnedFd};
 use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 
-/// Permissions of new files and folders, less the umask.
+/// Permissions of new files and folders, minus the umask.
 const FILE_MODE: Mode = Mode::from_raw_mode(0o666);
 const FOLDER_MODE: Mode = Mode::from_raw_mode(0o777);
 
-/// The root folder. It is opened with the first operation, so that a file system that hangs holds
-/// a thread of the store and not the start of a server.
+/// The root folder. It is opened at the first operation, so that a file system that hangs blocks a thread of
+/// the store and not the start of a server.
 #[derive(Debug)]
 pub(super) struct Tree {
     root: PathBuf,
@@ -28,7 +28,7 @@ pub(super) struct Tree {
 #[derive(Debug, Default)]
 struct Opened {
     folder: Option<Arc<OwnedFd>>,
-    /// Mount point of the file system that the folder was on when it was opened last.
+    /// Mount point of the file system on which the folder was when it was last opened.
     mount: Option<PathBuf>,
 }
 
@@ -41,7 +41,7 @@ impl Tree {
         }
     }
 
-    /// Returns the path of the root, for people.
+    /// Returns the path of the root, for an operator.
     pub(super) fn root_path(&self) -> &Path {
         &self.root
     }
@@ -64,7 +64,7 @@ impl Tree {
         let mount = mount_point(&self.root)?;
         let mut opened = self.opened.lock();
         match &opened.mount {
-            // What is under the mount point belongs to another file system, such as the host's own.
+            // A folder at the mount point now belongs to another file system, such as the host's own.
             Some(before) if *before != mount && before.starts_with(&mount) => {
                 let (root, before) = (self.root.display(), before.display());
                 return Err(io::Error::other(format!(
@@ -75,7 +75,7 @@ impl Tree {
             None if mount == Path::new("/") && is_empty(&folder) => tracing::warn!(
                 folder = %self.root.display(),
                 "the folder of the shared store is empty and on the root file system of this host, \
-                 whose capacity the chunks take: mount the shared file system there, which is used \
+                 whose capacity the chunks use: mount the shared file system there, which is used \
                  from then on, or set --remote-size"
             ),
             _ => {}
@@ -85,9 +85,9 @@ impl Tree {
         Ok(folder)
     }
 
-    /// Opens the root again where its path leads to another folder by now: it was removed and made
-    /// again, or a file system was mounted there. Without this, what is written would go to a folder
-    /// that no other process sees.
+    /// Opens the root again if its path now leads to another folder, because the folder was removed and
+    /// created again, or a file system was mounted there. Otherwise, files would be written to a folder that
+    /// no other process sees.
     ///
     /// # Errors
     /// The path leads nowhere.
@@ -112,8 +112,8 @@ impl Tree {
         Ok(())
     }
 
-    /// Runs an operation, once more from a new root where the old one is of no use: the server no
-    /// longer knows it, or it was mounted by a process that ended.
+    /// Runs an operation, and once more with a new root if the old one is unusable: the server no longer
+    /// knows it, or the process that had mounted it has ended.
     fn with_root<T>(&self, run: impl Fn(&OwnedFd) -> Result<T, Errno>) -> io::Result<T> {
         let root = self.root()?;
         match run(&root) {
@@ -125,7 +125,7 @@ impl Tree {
         }
     }
 
-    /// Opens what is there. Never waits for the other end of a pipe.
+    /// Opens an existing file or folder. Never waits for the other end of a pipe.
     pub(super) fn open(&self, path: &str, flags: OFlags) -> io::Result<OwnedFd> {
         self.with_root(|root| self.open_below(root, path, flags | OFlags::NONBLOCK))
     }
@@ -148,7 +148,7 @@ impl Tree {
         rustix::fs::openat(folder, name, flags, Mode::empty())
     }
 
-    /// Opens the folder that a path ends in, and returns its last name.
+    /// Opens the folder that contains a path's last name, and returns that name.
     pub(super) fn parent<'a>(&self, path: &'a str) -> io::Result<(OwnedFd, &'a str)> {
         let (folder, name) = path.rsplit_once('/').unwrap_or((".", path));
         let flags = OFlags::PATH | OFlags::DIRECTORY;
@@ -156,7 +156,7 @@ impl Tree {
         Ok((folder, name))
     }
 
-    /// As [`Tree::parent`], and makes the folders that are missing.
+    /// As [`Tree::parent`], but also creates missing folders.
     pub(super) fn made_parent<'a>(&self, path: &'a str) -> io::Result<(OwnedFd, &'a str)> {
         match self.parent(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -173,7 +173,7 @@ impl Tree {
         self.parent(path)
     }
 
-    /// Syncs the folder that a path ends in, so that its names outlive a crash.
+    /// Syncs the folder that contains a path's last name, so that the folder's names survive a crash.
     pub(super) fn sync_parent(&self, path: &str) -> io::Result<()> {
         let (folder, _) = self.parent(path)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -181,8 +181,8 @@ impl Tree {
         Ok(rustix::fs::fsync(folder)?)
     }
 
-    /// Removes a folder and those above it, as far as they are empty. A writer that needs one makes
-    /// it again.
+    /// Removes a folder and those above it, as far as they are empty. A writer that needs such a folder
+    /// creates it again.
     pub(super) fn remove_empty(&self, folder: &str) {
         let mut path = folder;
         loop {
@@ -206,7 +206,7 @@ impl Tree {
         )?)
     }
 
-    /// Lists the names in a folder that pass; none of a folder that is not there.
+    /// Lists the names in a folder that pass a filter; none if the folder does not exist.
     pub(super) fn names(
         &self,
         path: &str,
@@ -231,7 +231,7 @@ impl Tree {
     }
 }
 
-/// Returns the folder that the file system of a path is mounted on.
+/// Returns the mount point of the file system of a path.
 fn mount_point(path: &Path) -> io::Result<PathBuf> {
     let path = path.canonicalize()?;
     let device = path.metadata()?.dev();
@@ -240,7 +240,7 @@ fn mount_point(path: &Path) -> io::Result<PathBuf> {
     Ok(highest.unwrap_or(&path).to_owned())
 }
 
-/// Returns true for a folder that has no names.
+/// Returns true if a folder is empty.
 fn is_empty(folder: &OwnedFd) -> bool {
     let is_name = |name: &CStr| ![c".", c".."].contains(&name);
     Dir::read_from(folder).is_ok_and(|mut names| {
@@ -248,7 +248,7 @@ fn is_empty(folder: &OwnedFd) -> bool {
     })
 }
 
-/// Opens folders one after the other. `None` for the root itself.
+/// Opens nested folders one after the other. `None` for the root itself.
 fn walk(root: &OwnedFd, folders: &str) -> Result<Option<OwnedFd>, Errno> {
     let mut opened: Option<OwnedFd> = None;
     for name in folders.split('/').filter(|name| !name.is_empty()) {
@@ -259,7 +259,7 @@ fn walk(root: &OwnedFd, folders: &str) -> Result<Option<OwnedFd>, Errno> {
     Ok(opened)
 }
 
-/// Makes a new file in a folder under a name that no one else uses.
+/// Creates a file in a folder under a name that is not used yet.
 pub(super) fn temporary(folder: impl AsFd, flags: OFlags) -> io::Result<(OwnedFd, CString)> {
     let mut random = [0; 8];
     getrandom::fill(&mut random).map_err(io::Error::other)?;
@@ -270,11 +270,11 @@ pub(super) fn temporary(folder: impl AsFd, flags: OFlags) -> io::Result<(OwnedFd
     Ok((file, name))
 }
 
-/// Start of the names of files that are being written.
+/// Prefix of the names of unfinished files.
 pub(super) const TEMPORARY: &str = ".tmp-";
 
-/// Returns true for an error that says that a file is not there: a name that is missing, one that
-/// was removed by another host meanwhile, or something else than a file under it.
+/// Returns true for errors that mean that a file does not exist: its name is missing, another host has
+/// removed it meanwhile, or the name is not of a file.
 pub(super) fn is_absent(error: &io::Error) -> bool {
     let errno = error.raw_os_error().map(Errno::from_raw_os_error);
     let absent = [Errno::NOENT, Errno::STALE, Errno::NOTDIR, Errno::LOOP];

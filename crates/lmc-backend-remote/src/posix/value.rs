@@ -17,10 +17,10 @@ use super::tree::{Tree, is_absent, is_file, temporary};
 use crate::format::{HEADER_LEN, Name, Refusal, ValueName};
 use crate::store::{GetItem, Got, Head, HeaderBytes, Put, PutItem, PutMode, StoreError};
 
-/// Attempts to write into a folder that others remove because it is empty.
+/// Most attempts to write into a folder that other daemons remove because it is empty.
 pub(super) const MAX_ATTEMPTS: usize = 4;
 
-/// Bytes of a block, to which direct I/O is aligned, and the offset of the payload.
+/// Bytes of a block: the alignment of direct I/O, and the offset of the payload.
 pub(super) const BLOCK: usize = 4096;
 
 /// A block in memory.
@@ -33,13 +33,13 @@ impl Block {
     }
 }
 
-/// Names of a folder that come after a path, in order.
+/// Names of a folder after a path, in order.
 #[derive(Debug)]
 pub(super) struct Names {
     pub(super) folder: String,
     pub(super) after: String,
     pub(super) paths: VecDeque<String>,
-    /// False where more names may follow.
+    /// False if more names may follow.
     pub(super) is_whole: bool,
 }
 
@@ -48,13 +48,13 @@ pub(super) struct Names {
 pub(super) struct Values {
     pub(super) tree: Tree,
     pub(super) clock: Clock,
-    /// Names of the folder that the last page ended in.
+    /// Remaining names of the folder in which the last page ended.
     pub(super) read_ahead: Mutex<Option<Names>>,
     /// True until the file system refuses direct I/O.
     direct: AtomicBool,
 }
 
-/// A read of a value that is not an answer to its caller yet.
+/// Outcome of reading a value, before the caller is answered.
 enum Read {
     Value { header: Box<HeaderBytes>, len: u64 },
     Refused(Refusal),
@@ -75,8 +75,9 @@ impl Values {
         self.direct.load(Ordering::Relaxed)
     }
 
-    /// Runs an operation with direct I/O, and again without where that is refused. One entry may refuse
-    /// it (a folder, a file of another program): only a file of our own shows that the file system does.
+    /// Runs an operation with direct I/O, and again without it if it is refused. A single entry may refuse
+    /// direct I/O (a folder, a file of another program): only a file written by lmc shows that the file
+    /// system refuses it.
     fn direct_or_not<T>(&self, mut run: impl FnMut(OFlags) -> io::Result<T>) -> io::Result<T> {
         if !self.is_direct() {
             return run(OFlags::empty());
@@ -86,7 +87,7 @@ impl Values {
                 let again = run(OFlags::empty());
                 if again.is_ok() && !self.takes_direct() {
                     tracing::info!(
-                        "remote file system takes no direct I/O; its files go through the page cache"
+                        "remote file system does not support direct I/O; its files go through the page cache"
                     );
                     self.direct.store(false, Ordering::Relaxed);
                 }
@@ -96,7 +97,8 @@ impl Values {
         }
     }
 
-    /// Returns false if the file system refuses direct I/O on a file that is written for that.
+    /// Tests direct I/O with a file that is written for this purpose. Returns false if the file system
+    /// refuses it.
     fn takes_direct(&self) -> bool {
         let probe = || -> io::Result<()> {
             let (folder, _) = self.tree.made_parent(&Name::Clears.to_string())?;
@@ -137,7 +139,7 @@ impl Values {
         let path = item.name.to_string();
         let mut age = None;
         let read = self.direct_or_not(|direct| {
-            // A slot of a pool with another alignment goes through the page cache.
+            // A slot of a pool with another alignment is read through the page cache.
             let is_aligned = item.slot.bytes_mut().as_ptr().addr().is_multiple_of(BLOCK);
             let direct = if is_aligned { direct } else { OFlags::empty() };
             let file = self.tree.open(&path, OFlags::RDONLY | direct)?;
@@ -165,8 +167,8 @@ impl Values {
         }
     }
 
-    /// Reads header and payload of a value of the usual form in one call. Bytes that turn out not
-    /// to be the slot's chunk do no harm there: the slot is the caller's alone.
+    /// Reads header and payload of a value with the usual layout in one call. If the bytes turn out not to be
+    /// the slot's chunk, they do no harm: the slot belongs to the caller alone.
     fn read_value(
         &self,
         file: &OwnedFd,
@@ -201,7 +203,7 @@ impl Values {
             Err(refusal) => return Ok(Read::Refused(refusal)),
         };
         if header.payload_offset != BLOCK as u64 {
-            // Copied from a store of another kind.
+            // The value was copied from a store of another kind.
             if !direct.is_empty() {
                 return Err(Errno::INVAL.into());
             }
@@ -224,7 +226,7 @@ impl Values {
         if item.mode == PutMode::Create {
             match self.tree.stat(&path) {
                 Ok(stat) if is_file(&stat) => return Ok(Put::Present),
-                // Something else than a file is replaced.
+                // An entry that is not a file is replaced.
                 Ok(_) => {}
                 Err(error) if is_absent(&error) => {}
                 Err(error) => return Err(store_error(error, needed)),
@@ -272,8 +274,8 @@ impl Values {
         Ok(bytes.into())
     }
 
-    /// Writes a small object under a temporary name, renames it, and syncs both, so that it outlives
-    /// a crash of the file server: unlike a value, it is not made again.
+    /// Writes a small object under a temporary name, renames it, and syncs both, so that the object survives
+    /// a crash of the file server: unlike a value, it cannot be computed again.
     pub(super) fn write(
         &self,
         name: Name,
@@ -293,7 +295,7 @@ impl Values {
         }
     }
 
-    /// Returns false if the deadline came before the rename.
+    /// Writes and renames a file. Returns false if the deadline passed before the rename.
     fn write_renamed(
         &self,
         path: &str,
@@ -309,7 +311,7 @@ impl Values {
         let mut made = make();
         for _ in 1..MAX_ATTEMPTS {
             match made {
-                // Another has just removed the empty folder.
+                // Another daemon has just removed the empty folder.
                 Err(error) if is_absent(&error) => made = make(),
                 _ => break,
             }
@@ -324,7 +326,7 @@ impl Values {
             Ok(in_time)
         });
         if !matches!(written, Ok(true)) {
-            // What is left is removed by a collector.
+            // A collector removes what remains.
             let _ = rustix::fs::unlinkat(&folder, &name, AtFlags::empty());
         }
         written
@@ -340,7 +342,7 @@ fn is_invalid(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::INVAL.raw_os_error())
 }
 
-/// Makes an error of a store of one of the file system.
+/// Converts an error of the file system to one of a store.
 pub(super) fn store_error(error: io::Error, needed: u64) -> StoreError {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => StoreError::Full { needed },
@@ -352,8 +354,7 @@ pub(super) fn store_error(error: io::Error, needed: u64) -> StoreError {
     }
 }
 
-/// Reads parts that follow on each other, `want` bytes of them. Returns the bytes that were read:
-/// fewer at the end of the file.
+/// Reads `want` bytes into consecutive parts. Returns the number of bytes read: fewer at the end of the file.
 fn read_full(file: &OwnedFd, parts: [&mut [u8]; 3], offset: u64, want: usize) -> io::Result<usize> {
     let mut parts = parts.map(IoSliceMut::new);
     let mut parts = &mut parts[..];
@@ -372,7 +373,7 @@ fn read_full(file: &OwnedFd, parts: [&mut [u8]; 3], offset: u64, want: usize) ->
     Ok(read)
 }
 
-/// Writes parts one after the other from the start of a file.
+/// Writes parts one after the other, from the start of a file.
 pub(super) fn write_full(file: &OwnedFd, parts: [&[u8]; 3]) -> io::Result<()> {
     let mut left: usize = parts.iter().map(|part| part.len()).sum();
     let mut parts = parts.map(IoSlice::new);

@@ -1,5 +1,5 @@
-//! Batches of requests, each at the server that has its key, on connections that one batch uses at a
-//! time.
+//! Batches of requests: each request goes to the server that has its key, on connections that one batch at a
+//! time uses.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -17,13 +17,13 @@ use super::servers::Servers;
 use super::wire::{Address, Answer, Answered, Command, Terms, Wire, refused};
 use crate::store::{GetItem, Got, Put, PutItem, StoreError, until};
 
-/// Times that a key is asked for at another server, where the first one sends us on.
+/// Most times that a request is redirected to another server.
 const MAX_MOVES: usize = 2;
 
-/// Time for which a connection that no request uses is kept.
+/// Time for which an idle connection is kept.
 const IDLE: Duration = Duration::from_secs(30);
 
-/// Connections that no request uses.
+/// Idle connections.
 #[derive(Debug, Default)]
 pub(super) struct Idle(Mutex<State>);
 
@@ -52,7 +52,7 @@ impl Idle {
         wires.pop().map(|(_, wire)| wire)
     }
 
-    /// Keeps a connection, unless all were dropped since `generation`.
+    /// Stores a connection, unless all connections were dropped since `generation`.
     fn put(&self, node: &Address, wire: Wire, generation: Generation, now: Instant) {
         let mut state = self.0.lock();
         if state.generation == generation {
@@ -68,30 +68,30 @@ impl Idle {
     }
 }
 
-/// Most payload bytes that are asked for and not received yet on one connection where values are small.
-/// Four connections with as much fill a link of 10 Gbit/s for 7 ms.
+/// Most payload bytes that are requested and not yet received on one connection with small values. Four
+/// connections with this many bytes fill a link of 10 Gbit/s for 7 ms.
 const MANY_SMALL: usize = 2 << 20;
-/// Most such requests, which fit into the buffers on the way.
+/// Most such requests; this many fit into the buffers along the path.
 const MANY: usize = 256;
 
-/// A value to be read or written, or a question.
+/// A value to read or write, or a query.
 pub(super) trait Job: Sized + Send + Sync {
     type Answer: Send;
-    /// Most requests without an answer on one connection. Jobs with [`Job::answer_bytes`] may have more,
-    /// up to [`MANY_SMALL`] bytes.
+    /// Most unanswered requests on one connection. Jobs with [`Job::answer_bytes`] may have more, up to
+    /// [`MANY_SMALL`] bytes.
     const WINDOW: usize;
 
-    /// Returns the payload bytes of the answer; `None` keeps the job within the window.
+    /// Returns the payload bytes of the answer; `None` keeps the number of such jobs within the window.
     fn answer_bytes(&self) -> Option<usize> {
         None
     }
 
     fn key(&self, store: &RedisStore) -> String;
 
-    /// Returns the bound of connections for such jobs, and of those for one batch and server.
+    /// Returns the limit of connections for such jobs, and the limit for one batch and server.
     fn permits(store: &RedisStore) -> (&Semaphore, usize);
 
-    /// Writes the request; the wire may send it later.
+    /// Writes the request; it may be sent later.
     fn send(
         &self,
         wire: &mut Wire,
@@ -99,7 +99,7 @@ pub(super) trait Job: Sized + Send + Sync {
         terms: Terms,
     ) -> impl Future<Output = io::Result<()>> + Send;
 
-    /// Reads the answer. Leaves the job where it is unless it returns [`Answered::Done`].
+    /// Reads the answer. Leaves the job in its slot unless it returns [`Answered::Done`].
     fn receive(
         job: &mut Option<Self>,
         wire: &mut Wire,
@@ -111,7 +111,7 @@ pub(super) trait Job: Sized + Send + Sync {
 
 impl Job for GetItem {
     type Answer = Got;
-    /// The next request is on the way while the bytes of the first answer arrive.
+    /// The next request is sent while the bytes of the first answer arrive.
     const WINDOW: usize = 2;
 
     fn answer_bytes(&self) -> Option<usize> {
@@ -173,7 +173,7 @@ impl Job for PutItem {
     }
 }
 
-/// Commands about one key, or to one server, with their answers together.
+/// Commands about one key, or to one server, with their joint answers.
 #[derive(Debug)]
 pub(super) struct Question {
     pub(super) key: String,
@@ -182,7 +182,7 @@ pub(super) struct Question {
 
 impl Job for Question {
     type Answer = Result<Vec<Answer>, StoreError>;
-    /// As many fit into the buffers on the way, with their answers.
+    /// This many fit into the buffers along the path, with their answers.
     const WINDOW: usize = 256;
 
     fn key(&self, _store: &RedisStore) -> String {
@@ -217,7 +217,7 @@ struct Queued<J> {
     /// Index in the batch.
     index: usize,
     job: J,
-    /// The key's slot is on its way to the server.
+    /// True if the key's slot is being migrated to this server.
     is_asking: bool,
 }
 
@@ -226,7 +226,7 @@ type Queue<J> = Mutex<VecDeque<Queued<J>>>;
 type Queues<J> = HashMap<Address, VecDeque<Queued<J>>>;
 type Sender<J> = mpsc::UnboundedSender<(usize, <J as Job>::Answer)>;
 
-/// The state that the connections of one batch share.
+/// State that the connections of one batch share.
 struct Batch<'a, J: Job> {
     store: &'a RedisStore,
     servers: Arc<Servers>,
@@ -234,12 +234,12 @@ struct Batch<'a, J: Job> {
     generation: Generation,
     deadline: Instant,
     answers: Sender<J>,
-    /// Jobs that a server has sent on to another.
+    /// Jobs that a server has redirected to another one.
     moved: Mutex<Vec<(Address, Queued<J>)>>,
 }
 
 impl RedisStore {
-    /// Does the jobs of a batch; ends when the stream is dropped.
+    /// Runs the jobs of a batch; ends when the stream is dropped.
     pub(super) fn run<J: Job + 'static>(
         &self,
         jobs: Vec<J>,
@@ -259,7 +259,7 @@ impl RedisStore {
     }
 
     async fn run_all<J: Job>(&self, jobs: Vec<J>, deadline: Instant, answers: Sender<J>) {
-        // The receiver is gone when the caller is, and this with it.
+        // If the caller is gone, the receiver is gone, and this task ends with it.
         let answer = |index, one| drop(answers.send((index, one)));
         let batch = match self.batch(deadline, answers.clone()).await {
             Ok(batch) => batch,
@@ -288,7 +288,7 @@ impl RedisStore {
         batch.run(queues).await;
     }
 
-    /// Asks a server for something that is of no key.
+    /// Sends a server a query that concerns no key.
     pub(super) async fn ask_server(
         &self,
         node: &Address,
@@ -360,7 +360,7 @@ impl<J: Job> Batch<'_, J> {
         let _ = self.answers.send((index, one));
     }
 
-    /// Does the jobs for one server, on several connections.
+    /// Runs the jobs for one server, on several connections.
     async fn serve(&self, node: Address, jobs: VecDeque<Queued<J>>) {
         let (_, connections) = J::permits(self.store);
         let connections = connections.min(jobs.len());
@@ -377,7 +377,7 @@ impl<J: Job> Batch<'_, J> {
         }
     }
 
-    /// Does jobs on one connection until there are none. Returns the error that ended it before.
+    /// Runs jobs on one connection until none is left. Returns the error if the connection ended earlier.
     async fn work(&self, node: &Address, queue: &Queue<J>) -> Option<StoreError> {
         let (permits, _) = J::permits(self.store);
         let permit = permits.acquire();
@@ -388,7 +388,7 @@ impl<J: Job> Batch<'_, J> {
         if queue.lock().is_empty() {
             return None;
         }
-        // The server may have closed a connection that was idle.
+        // The server may have closed an idle connection.
         if let Some(wire) = self.store.idle.take(node, Instant::now()) {
             match self.drive(wire, node, queue).await {
                 Driven::Ended => return None,
@@ -491,14 +491,13 @@ impl<J: Job> Batch<'_, J> {
             }
             (Answered::Moved(to), Some(job)) => move_on(to, job, false),
             (Answered::Ask(to), Some(job)) => move_on(to, job, true),
-            // A job is taken only with `Done`.
+            // Only `Done` takes the job.
             (_, None) => {}
         }
         Ok(true)
     }
 
-    /// Returns the most requests without an answer on this connection: of small values its share of the
-    /// queue.
+    /// Returns the most unanswered requests on this connection: for small values, its share of the queue.
     fn window(&self, queue: &Queue<J>, sent: &VecDeque<Sent<J>>) -> usize {
         let queue = queue.lock();
         let Some(bytes) = queue.front().and_then(|next| next.job.answer_bytes()) else {
@@ -513,8 +512,8 @@ impl<J: Job> Batch<'_, J> {
             .max(J::WINDOW)
     }
 
-    /// Ends the use of a connection that failed: with all that was sent on it, unless the connection
-    /// never worked.
+    /// Ends the use of a failed connection. Its unanswered jobs fail with it; if the connection never worked,
+    /// they are queued again.
     fn give_up(&self, driving: Driving<J>, queue: &Queue<J>, failure: StoreError) -> Driven {
         let jobs = driving.sent.into_iter().filter_map(|sent| {
             Some(Queued {
@@ -530,7 +529,8 @@ impl<J: Job> Batch<'_, J> {
             }
             return Driven::Unused;
         }
-        // A server that answers may need longer than the deadline. Silence is a sign of a cut.
+        // A server that has answered may need longer than the deadline. A server that has never answered may
+        // be cut off.
         if !driving.is_proven || !matches!(failure, StoreError::Deadline) {
             self.store.lose(&self.servers);
         }
@@ -541,27 +541,27 @@ impl<J: Job> Batch<'_, J> {
     }
 }
 
-/// A connection at work.
+/// A connection in use.
 struct Driving<J> {
     wire: Wire,
-    /// Jobs that were sent and are not answered, the oldest first.
+    /// Jobs that were sent and not answered yet, the oldest first.
     sent: VecDeque<Sent<J>>,
     /// True once the server has answered.
     is_proven: bool,
 }
 
-/// A job that was sent.
+/// A job that was sent on a connection.
 struct Sent<J> {
     index: usize,
     job: Option<J>,
     terms: Terms,
 }
 
-/// Outcome of the use of a connection.
+/// Outcome of using a connection.
 enum Driven {
     /// No job is left.
     Ended,
-    /// The connection gave no answer at all, and its jobs are in the queue again.
+    /// The connection gave no answer at all, and its jobs are queued again.
     Unused,
     Failed(StoreError),
 }

@@ -1,4 +1,4 @@
-//! Listings that are under way.
+//! Listings in progress.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -9,12 +9,12 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::format::Name;
 use crate::store::StoreError;
 
-/// Listings that may be under way at a time; the oldest one ends with an error.
+/// Most listings in progress; beyond that, the oldest one ends with an error.
 const MAX_LISTINGS: usize = 16;
-/// Names of one listing that are remembered.
+/// Most names of one listing that are remembered.
 const MAX_NAMES: usize = 1 << 20;
 
-/// The positions of listings, each under the token that goes on from there.
+/// The positions of listings, each under the token with which it continues.
 #[derive(Debug, Default)]
 pub(super) struct Listings(Mutex<(u64, BTreeMap<u64, Position>)>);
 
@@ -25,17 +25,17 @@ pub(super) struct Position {
     pub(super) node: usize,
     /// Cursor of the node's `SCAN`.
     pub(super) cursor: u64,
-    /// Names that were found and not listed yet.
+    /// Names that were found but not listed yet.
     pub(super) found: Vec<Name>,
     pub(super) listed: Names,
 }
 
-/// Names, by their hashes.
+/// A set of names, stored as their hashes.
 #[derive(Debug, Default)]
 pub(super) struct Names(HashSet<u64, FoldState>);
 
 impl Names {
-    /// Adds a name. Returns true if it was not there.
+    /// Adds a name. Returns true if it was not in the set.
     pub(super) fn is_new(&mut self, name: &Name) -> bool {
         let hash = xxh3_64(name.to_string().as_bytes());
         match self.0.len() < MAX_NAMES {
@@ -46,14 +46,14 @@ impl Names {
 }
 
 impl Listings {
-    /// Returns the position of a token, which is of no further use.
+    /// Removes and returns the position of a token; the token is invalid afterwards.
     pub(super) fn take(&self, token: &str) -> Result<Position, StoreError> {
         let number: Option<u64> = token.parse().ok();
         let position = number.and_then(|number| self.0.lock().1.remove(&number));
         position.ok_or_else(|| StoreError::unavailable("the listing is too old: start it again"))
     }
 
-    /// Keeps a position, and returns its token.
+    /// Stores a position, and returns its token.
     pub(super) fn keep(&self, position: Position) -> String {
         let (last, positions) = &mut *self.0.lock();
         *last += 1;

@@ -1,7 +1,7 @@
 //! Chunks in Redis: one server, a cluster, or a master that Sentinels name.
 //!
-//! The servers are asked by RESP2, which all of them and their proxies know. Values go straight
-//! between the socket and the slots; all other answers are bounded before they are stored.
+//! The protocol is RESP2, which all servers and their proxies support. Values are moved directly between the
+//! socket and the slots; all other answers are limited before they are stored.
 
 mod batch;
 mod listing;
@@ -34,42 +34,42 @@ use crate::store::{
 };
 use crate::tls;
 
-/// Connections at a time, to all servers together, on which something other than values is asked for.
+/// Most connections for queries, that is for everything but values, to all servers together.
 const ASKERS: usize = 16;
-/// Most bytes of a page of names: many times those of [`MAX_PAGE`] names, because the server's page
-/// may be longer than it was asked for.
+/// Most bytes of a page of names: many times the bytes of [`MAX_PAGE`] names, because the server's page may
+/// be longer than requested.
 const MAX_SCAN: usize = 4 << 20;
-/// Most bytes of what a server says of itself.
+/// Most bytes of a server's description of itself.
 const MAX_INFO: usize = 64 << 10;
-/// Requests to each server that look for chunks of the old layout.
+/// Number of requests to each server in the search for chunks of the old layout.
 const OLD_SCANS: usize = 16;
-/// Names of a page that are asked for at most.
+/// Most names that are requested for a page.
 const MAX_PAGE: usize = 1000;
-/// Characters of an error's text that are shown.
+/// Characters of an error text that are shown.
 const MAX_REASON: usize = 300;
-/// Characters of a password by which it is found in a text: a server cuts what it repeats off.
+/// Characters of a password that are searched for in a text: a server truncates what it repeats.
 const PASSWORD_START: usize = 16;
-/// Longest value that a server takes, unless its settings say otherwise.
+/// Longest value that a server accepts, unless its settings differ.
 const MAX_VALUE: u64 = 512 << 20;
 
 /// Settings of a [`RedisStore`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RedisConfig {
-    /// The servers, and the login there.
+    /// The servers, and their login.
     pub url: RedisUrl,
-    /// Text before every key, such as `lmc/`. Default: `lmc/`.
+    /// Prefix of every key, such as `lmc/`. Default: `lmc/`.
     pub prefix: String,
-    /// Time after which the server expires a value that was not used. Default: none, and the
-    /// server's `maxmemory-policy` decides.
+    /// Time after which the server expires a value that was not used. Default: none; the server's
+    /// `maxmemory-policy` decides.
     pub ttl: Option<Duration>,
-    /// Connections that values are read on at a time, to all servers together, and as many that
-    /// they are written on. Default: 4.
+    /// Number of connections for reading values, to all servers together, and the same number for writing
+    /// values. Default: 4.
     pub connections: usize,
 }
 
 impl RedisConfig {
-    /// Settings with these defaults.
+    /// Returns the settings with these defaults.
     pub fn new(url: RedisUrl) -> Self {
         Self {
             url,
@@ -80,21 +80,21 @@ impl RedisConfig {
     }
 }
 
-/// The memory of a server, as it says itself.
+/// Memory usage of a server, according to the server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RedisMemory {
-    /// Host and port.
+    /// Host and port of the server.
     pub node: String,
-    /// Bytes in use; `None` where the server does not say.
+    /// Bytes in use; `None` if the server does not report it.
     pub used: Option<u64>,
-    /// Most bytes (`maxmemory`); `None` where there is no limit.
+    /// Most bytes (`maxmemory`); `None` if there is no limit.
     pub max: Option<u64>,
-    /// Behaviour of a full server (`maxmemory-policy`), where the server says it.
+    /// Behaviour of a full server (`maxmemory-policy`), if the server reports it.
     pub policy: Option<String>,
 }
 
-/// The login of connections.
+/// The login for connections.
 struct Login {
     username: Option<String>,
     password: Option<String>,
@@ -102,7 +102,7 @@ struct Login {
     tls: Option<Arc<ClientConfig>>,
 }
 
-/// Leaves the password out.
+/// Omits the password.
 impl fmt::Debug for Login {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Login").finish_non_exhaustive()
@@ -110,7 +110,7 @@ impl fmt::Debug for Login {
 }
 
 impl Login {
-    /// Makes the text of an error fit to be shown. One that may repeat the password is dropped.
+    /// Makes the text of an error safe to show. A text that may contain the password is dropped.
     fn clean(&self, mut error: StoreError) -> StoreError {
         if let StoreError::Unavailable { reason } | StoreError::Denied { reason } = &mut error {
             let start: Option<String> = self
@@ -118,8 +118,8 @@ impl Login {
                 .as_ref()
                 .map(|password| password.chars().take(PASSWORD_START).collect());
             *reason = match start.is_some_and(|start| reason.contains(&start)) {
-                true => "an error that repeats the password".to_owned(),
-                // The server's text may hold anything.
+                true => "an error that contains the password".to_owned(),
+                // The server's text may have any characters.
                 false => {
                     let text = reason.chars().filter(|c| !c.is_control());
                     text.take(MAX_REASON).collect()
@@ -130,13 +130,13 @@ impl Login {
     }
 }
 
-/// Chunks in Redis. Has to be used on a runtime.
+/// Chunks in Redis. Must be used on a runtime.
 #[derive(Debug)]
 pub struct RedisStore {
     config: RedisConfig,
     login: Login,
     servers: Mutex<Option<Arc<Servers>>>,
-    /// One caller finds the servers, others wait for it.
+    /// One caller finds the servers while the others wait for it.
     finding: tokio::sync::Mutex<()>,
     idle: Idle,
     readers: Semaphore,
@@ -147,12 +147,12 @@ pub struct RedisStore {
 }
 
 impl RedisStore {
-    /// Makes the store; connects when it is first used.
+    /// Makes the store; it connects at the first use.
     ///
-    /// With TLS the certificates of the system are trusted, or those that `SSL_CERT_FILE` names.
+    /// With TLS, the system's certificates are trusted, or those in `SSL_CERT_FILE`.
     ///
     /// # Errors
-    /// [`StoreError::Unavailable`] where TLS is asked for and no certificate is trusted here.
+    /// [`StoreError::Unavailable`] if TLS is required and no certificate is trusted on this host.
     pub fn new(config: RedisConfig) -> Result<Self, StoreError> {
         let url = &config.url;
         let login = Login {
@@ -195,7 +195,7 @@ impl RedisStore {
         )
     }
 
-    /// Returns the servers that have the keys; finds them where they are not known.
+    /// Returns the servers that have the keys; finds them if they are not known yet.
     async fn servers(&self, deadline: Instant) -> Result<Arc<Servers>, StoreError> {
         let there = || self.servers.lock().clone();
         if let Some(servers) = there() {
@@ -214,7 +214,7 @@ impl RedisStore {
         Ok(servers)
     }
 
-    /// Gives the servers up with all connections, so that the next caller finds them again.
+    /// Drops the servers and all connections, so that the next caller finds the servers again.
     fn lose(&self, servers: &Arc<Servers>) {
         let mut known = self.servers.lock();
         if known
@@ -239,7 +239,7 @@ impl RedisStore {
         read(answers).ok_or_else(error)
     }
 
-    /// Asks for something of each key.
+    /// Runs a query for each key.
     async fn each<T>(
         &self,
         names: impl IntoIterator<Item = Name>,
@@ -264,7 +264,7 @@ impl RedisStore {
         results
     }
 
-    /// Asks for something of one key.
+    /// Runs a query for one key.
     async fn one<T>(
         &self,
         name: Name,
@@ -280,7 +280,7 @@ impl RedisStore {
         let [start, len, left @ ..] = answers else {
             return None;
         };
-        // A key of another program: no value, and it is replaced by one.
+        // A key of another program: not a value, and a value replaces it.
         if start
             .error()
             .is_some_and(|text| code_of(text) == WRONG_TYPE)
@@ -311,7 +311,7 @@ impl RedisStore {
         }))
     }
 
-    /// Lists what one `SCAN` finds, in the order of the names, but for what the listing had before:
+    /// Lists the result of one `SCAN`, in the order of names, without the names that the listing already had:
     /// `SCAN` repeats names while the server resizes its table.
     async fn scan(
         &self,
@@ -362,7 +362,7 @@ impl RedisStore {
         Ok(ListPage { objects, next })
     }
 
-    /// Asks for some keys by their pattern. Returns the cursor of the next ones, zero at the end.
+    /// Scans some keys with their pattern. Returns the cursor for the next ones, zero at the end.
     async fn scan_once(
         &self,
         node: &Address,
@@ -379,14 +379,14 @@ impl RedisStore {
             let [next, keys] = found.elements()? else {
                 return None;
             };
-            // A key that is no text is of another program.
+            // A key that is not UTF-8 belongs to another program.
             let keys = keys.elements()?.iter().filter_map(Answer::text);
             Some((next.number()?, keys.map(str::to_owned).collect()))
         };
         read().ok_or_else(unexpected)
     }
 
-    /// Returns the prefix of the keys as a pattern.
+    /// Returns the prefix of the keys, escaped for a pattern.
     fn escaped_prefix(&self) -> String {
         let mut pattern = String::new();
         for c in self.config.prefix.chars() {
@@ -425,7 +425,7 @@ impl RedisStore {
         pattern
     }
 
-    /// Writes the object of clears if there is none; also through proxies without `WATCH`.
+    /// Writes the object of clears if there is none; works also through proxies without `WATCH`.
     async fn create(&self, bytes: Bytes, deadline: Instant) -> Result<bool, StoreError> {
         let ask = |key: &str| vec![Command::new([b"SET", key.as_bytes(), &bytes, b"NX"])];
         let read = |answers: &[Answer]| match answers {
@@ -436,8 +436,8 @@ impl RedisStore {
         self.one(Name::Clears, deadline, ask, read).await
     }
 
-    /// Writes the object of clears if it is as it was read. `WATCH` is of a connection, so the write has
-    /// one of its own.
+    /// Writes the object of clears if it is unchanged since it was read. `WATCH` belongs to a connection, so
+    /// each write has a connection of its own.
     async fn swap(
         &self,
         bytes: Bytes,
@@ -463,7 +463,7 @@ impl RedisStore {
         let node = servers.node(&key);
         let node = node.ok_or_else(|| StoreError::unavailable("no node has the clears"))?;
         let mut wire = Wire::connect(node, &self.login, deadline).await?;
-        // One byte more than was read, which shows that there are more.
+        // One byte more than was read, to see whether the object has grown.
         let last = read.len().to_string();
         let found = Command::new(["GETRANGE", &key, "0", &last]).answered_by(read.len() + 1);
         let watch = [Command::new(["WATCH", &key]), found];
@@ -479,13 +479,13 @@ impl RedisStore {
         ];
         match wire.ask(&set, deadline).await?.as_slice() {
             [_, _, Answer::Array(set)] if *set == [Answer::Status] => Ok(true),
-            // The key has changed since `WATCH`.
+            // The key was changed after `WATCH`.
             [_, _, Answer::Null] => Ok(false),
             _ => Err(unexpected()),
         }
     }
 
-    /// Looks at some keys for one of layout v1.
+    /// Samples some keys to find one of layout v1.
     async fn look_for_old_chunks(&self, deadline: Instant) -> Result<Option<String>, StoreError> {
         let pattern = format!("{}{OLD_ROOT}/*", self.escaped_prefix());
         for node in self.servers(deadline).await?.nodes() {
@@ -508,7 +508,7 @@ impl RedisStore {
         Ok(None)
     }
 
-    /// Asks each server with keys for its memory.
+    /// Queries the memory usage of each server that has keys.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -523,7 +523,7 @@ impl RedisStore {
                 Some(lines.find(|(field, _)| *field == name)?.1.trim())
             };
             let number = |name| field(name).and_then(|value| value.parse::<u64>().ok());
-            // The server's word is shown to people.
+            // The server's text is shown to people.
             let is_word =
                 |text: &&str| text.len() < 64 && text.bytes().all(|b| b.is_ascii_graphic());
             nodes.push(RedisMemory {
@@ -536,8 +536,8 @@ impl RedisStore {
         Ok(nodes)
     }
 
-    /// Returns the milliseconds by which the clock of the first server with keys is ahead of this
-    /// host's, negative where it is behind; `None` where it does not say.
+    /// Returns the milliseconds by which the clock of the first server with keys is ahead of this host's,
+    /// negative if it is behind; `None` if the server does not report its time.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -558,7 +558,7 @@ impl RedisStore {
         };
         let micros = Duration::from_micros(micros);
         let time = Duration::from_secs(seconds).checked_add(micros);
-        // The server read its clock about half way.
+        // The server read its clock about half-way through the request.
         let now = time.and_then(|time| time.checked_add(asked.elapsed() / 2));
         Ok(now.and_then(ahead_ms))
     }
@@ -589,7 +589,7 @@ impl Store for RedisStore {
                 Command::new(["GETRANGE", key, "0", &last]).answered_by(HEADER_LEN),
                 Command::new(["STRLEN", key]),
             ];
-            // An age decides nothing unless values expire.
+            // The age is irrelevant unless values expire.
             if self.config.ttl.is_some() {
                 commands.push(Command::new(["PTTL", key]));
             }
@@ -623,7 +623,7 @@ impl Store for RedisStore {
         Box::pin(self.each(names, deadline, ask, is_one))
     }
 
-    /// Lists names. In a listing of more than a million names, some may come twice.
+    /// Lists names. In a listing of more than a million names, some names may be repeated.
     fn list<'a>(
         &'a self,
         scope: Scope,

@@ -7,25 +7,24 @@ use super::url::{RedisUrl, Topology};
 use super::wire::{Address, Answer, Command, Wire};
 use crate::store::StoreError;
 
-/// Slots of a cluster.
+/// Number of slots of a cluster.
 const SLOTS: u16 = 16384;
-/// Most bytes of an answer about the slots of a cluster: as many ranges as slots, with two nodes
-/// each.
+/// Most bytes of an answer about the slots of a cluster: as many ranges as slots, each with two nodes.
 const MAX_SLOTS: usize = 32 << 20;
-/// Most bytes of an answer about one master: the names of its replicas.
+/// Most bytes of an answer about one master, including the names of its replicas.
 const MAX_MASTER: usize = 1 << 20;
 
 /// The servers that have the keys.
 #[derive(Debug)]
 pub(super) enum Servers {
     One(Address),
-    /// First and last slot of each range, and the node that has it.
+    /// First and last slot of each range, with the node that has it.
     Cluster(Vec<(u16, u16, Address)>),
 }
 
 impl Servers {
-    /// Finds the servers of a URL by the first of its nodes that answers, each within an equal part of
-    /// the time that is left.
+    /// Finds the servers of a URL through the first of its nodes that answers. Each node gets an equal part
+    /// of the remaining time.
     pub(super) async fn find(
         url: &RedisUrl,
         login: &Login,
@@ -73,7 +72,7 @@ impl Servers {
         let master = master.ok_or_else(|| {
             StoreError::unavailable(format_args!("the Sentinel knows no master of {service:?}"))
         })?;
-        // A Sentinel may not know yet that another one is the master.
+        // A Sentinel may not know yet that another server is the master.
         let mut wire = Wire::connect(&master, login, deadline).await?;
         let role = Command::new(["ROLE"]).answered_by(MAX_MASTER);
         let role = wire.ask(&[role], deadline).await?;
@@ -81,7 +80,7 @@ impl Servers {
         match role.and_then(|role| role.first()?.text()) {
             Some("master") => Ok(Self::One(master)),
             _ => Err(StoreError::unavailable(
-                "the server that the Sentinel names is no master",
+                "the server that the Sentinel names is not a master",
             )),
         }
     }
@@ -100,7 +99,7 @@ impl Servers {
         })
     }
 
-    /// Returns the server that has a key; `None` where none is known to.
+    /// Returns the server that has a key; `None` if no server is known to have it.
     pub(super) fn node(&self, key: &str) -> Option<&Address> {
         match self {
             Self::One(node) => Some(node),
@@ -114,7 +113,7 @@ impl Servers {
         }
     }
 
-    /// Returns all servers that have keys, in an order that does not change while they stay.
+    /// Returns all servers that have keys, in an order that is stable while they stay.
     pub(super) fn nodes(&self) -> Vec<Address> {
         match self {
             Self::One(node) => vec![node.clone()],
@@ -128,7 +127,7 @@ impl Servers {
     }
 }
 
-/// Reads the address of a server. A node that does not know its own host is the one that was asked.
+/// Reads the address of a server. An empty host stands for the node that was asked.
 fn address(host: &str, port: &Answer, asked: &Address) -> Option<Address> {
     let host = match host {
         "" => &asked.host,
@@ -143,7 +142,7 @@ fn address(host: &str, port: &Answer, asked: &Address) -> Option<Address> {
     })
 }
 
-/// Reads an answer to `CLUSTER SLOTS` of the node that was asked.
+/// Reads a node's answer to `CLUSTER SLOTS`.
 fn ranges(answer: &Answer, asked: &Address) -> Option<Vec<(u16, u16, Address)>> {
     let number = |value: Option<&Answer>| u16::try_from(value?.number()?).ok();
     let range = |row: &Answer| {
@@ -164,7 +163,7 @@ fn ranges(answer: &Answer, asked: &Address) -> Option<Vec<(u16, u16, Address)>> 
     rows.iter().map(range).collect()
 }
 
-/// Returns the slot of a key: of its part in the first braces, where there is one.
+/// Returns the slot of a key: that of the part in the first braces, if there is one.
 fn slot(key: &[u8]) -> u16 {
     let tag = || {
         let open = key.iter().position(|&byte| byte == b'{')? + 1;

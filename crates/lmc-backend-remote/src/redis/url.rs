@@ -11,23 +11,23 @@ use super::wire::Address;
 const PORT: u16 = 6379;
 const SENTINEL_PORT: u16 = 26379;
 
-/// The servers that a URL names.
+/// Kind of the servers in a URL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Topology {
     /// One server.
     Single,
-    /// Nodes of a cluster, which name the others.
+    /// Nodes of a cluster, which name the other nodes.
     Cluster,
     /// Sentinels, which name the master of a service.
     Sentinel,
 }
 
-/// The location of a Redis, and the login there.
+/// The location of a Redis, and the login.
 ///
-/// `redis[s][-cluster|-sentinel]://[[user]:password@]host[:port][,host[:port]…][/path]`. The path
-/// is the number of the database, for sentinels the name of the service and that number, and
-/// nothing for a cluster. `rediss` is TLS. Blanks, quotes, control characters, `,` and `/` in user
-/// and password are percent-encoded.
+/// `redis[s][-cluster|-sentinel]://[[user]:password@]host[:port][,host[:port]…][/path]`. The path is the
+/// number of the database; for sentinels, the name of the service followed by that number; for a cluster,
+/// nothing. `rediss` is TLS. Blanks, quotes, control characters, `,` and `/` in user and password must be
+/// percent-encoded.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RedisUrl {
     pub(super) topology: Topology,
@@ -39,8 +39,7 @@ pub struct RedisUrl {
     pub(super) db: u32,
 }
 
-/// The reason why a text is not the URL of a Redis. Does not repeat the text, which may hold a
-/// password.
+/// Reason why a text is not the URL of a Redis. Does not repeat the text, which may contain a password.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "expected redis://[user:password@]host[:port][/database] (rediss for TLS; redis-cluster://host:port,host:port; redis-sentinel://host:port,host:port/service): {0}"
@@ -48,14 +47,14 @@ pub struct RedisUrl {
 pub struct RedisUrlError(String);
 
 impl RedisUrl {
-    /// Sets the password, for one that the URL does not have.
+    /// Sets the password, if the URL has none.
     #[must_use]
     pub fn with_password(mut self, password: String) -> Self {
         self.password = Some(password);
         self
     }
 
-    /// Returns the kind of servers.
+    /// Returns the kind of the servers.
     pub fn topology(&self) -> Topology {
         self.topology
     }
@@ -67,7 +66,7 @@ impl fmt::Debug for RedisUrl {
     }
 }
 
-/// Leaves the password out.
+/// Omits the password.
 impl fmt::Display for RedisUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let tls = if self.tls { "s" } else { "" };
@@ -118,7 +117,7 @@ impl FromStr for RedisUrl {
             Some((login, rest)) => (Some(login), rest),
             None => (None, rest),
         };
-        // They would end the URL where a text with it is searched for passwords.
+        // Such characters would end the URL when a text is searched for passwords in URLs.
         let is_raw = |c: char| {
             c.is_whitespace() || c.is_control() || matches!(c, '"' | '\'' | '`' | ',' | '/')
         };

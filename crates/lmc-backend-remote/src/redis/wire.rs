@@ -1,5 +1,5 @@
-//! A connection to one Redis server. Values go straight between the socket and slots; of all other
-//! answers no more is taken in than the caller expects.
+//! A connection to one Redis server. Values are moved directly between the socket and slots; of all other
+//! answers, at most the expected length is read.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -15,30 +15,30 @@ use super::Login;
 use crate::format::HEADER_LEN;
 use crate::store::{GetItem, Got, HeaderBytes, Put, PutItem, PutMode, StoreError, until};
 
-/// Longest line that is believed.
+/// Longest line that is accepted.
 const MAX_LINE: u64 = 1024;
-/// Most arrays within each other: a cluster's slots, of one range, its nodes, their metadata.
+/// Deepest nesting of arrays: a cluster's slots, a range, its nodes, their metadata.
 const MAX_DEPTH: usize = 4;
-/// Pause before the kernel asks whether a silent connection still lives.
+/// Pause before the kernel checks whether a silent connection is still alive.
 const KEEPALIVE: Duration = Duration::from_secs(15);
-/// Code of the error of a key that has no string.
+/// Code of the error for a key that is not a string.
 pub(super) const WRONG_TYPE: &str = "WRONGTYPE";
-/// Bytes that are read or written at a time where they do not go to or come from a slot.
+/// Bytes that are read or written at a time, except to and from slots.
 const BUFFER: usize = 16 << 10;
 
 /// An open stream.
 trait Stream: AsyncRead + AsyncWrite + Send + Sync + Unpin {}
 impl<S: AsyncRead + AsyncWrite + Send + Sync + Unpin> Stream for S {}
 
-/// A server's address, by host name and port.
+/// Address of a server: host name and port.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Address {
     pub(super) host: String,
     pub(super) port: u16,
 }
 
-/// A connection whose requests are answered in their order. One on which a request was given up is
-/// of no further use.
+/// A connection whose requests are answered in order. After a request on it was cancelled, the connection is
+/// unusable.
 pub(super) struct Wire {
     stream: BufStream<Box<dyn Stream>>,
 }
@@ -49,7 +49,7 @@ impl std::fmt::Debug for Wire {
     }
 }
 
-/// The first line of a reply: all of it, but for strings with a length and arrays.
+/// The first line of a reply: the whole reply, except for strings with a length and arrays.
 #[derive(Debug, PartialEq, Eq)]
 enum Reply {
     Status,
@@ -71,16 +71,16 @@ pub(super) enum Answer {
     Error(String),
 }
 
-/// A command, and the bound of its answer.
+/// A command, and the limit of its answer.
 #[derive(Clone, Debug)]
 pub(super) struct Command {
     encoded: Vec<u8>,
-    /// Most bytes that the answer takes in memory, beside one line.
+    /// Most bytes of memory for the answer, in addition to one line.
     limit: u64,
 }
 
 impl Command {
-    /// A command that is answered with a line.
+    /// Makes a command that is answered with a line.
     pub(super) fn new<P: AsRef<[u8]>>(parts: impl AsRef<[P]>) -> Self {
         Self {
             encoded: encode(parts.as_ref()),
@@ -88,8 +88,8 @@ impl Command {
         }
     }
 
-    /// Sets the most bytes of the answer: those of its strings, and [`ELEMENT`] for each element of
-    /// its arrays.
+    /// Sets the most bytes of the answer: the bytes of its strings, and [`ELEMENT`] for each element of its
+    /// arrays.
     pub(super) fn answered_by(self, limit: usize) -> Self {
         let limit = limit as u64;
         Self { limit, ..self }
@@ -103,19 +103,18 @@ pub(super) const ELEMENT: usize = size_of::<Answer>();
 #[derive(Debug)]
 pub(super) enum Answered<T> {
     Done(T),
-    /// The server of this address has the key now.
+    /// The server with this address now has the key.
     Moved(Address),
-    /// The server of this address has the key, whose slot is on its way there: this request alone
-    /// goes there.
+    /// The key's slot is being migrated to the server with this address: only this request goes there.
     Ask(Address),
     /// The server refused the request.
     Refused(StoreError),
-    /// The server no longer serves the keys: others have to be found.
+    /// The server no longer serves the keys: the servers have to be found again.
     Lost(StoreError),
 }
 
 impl<T> Answered<T> {
-    /// Changes what was done.
+    /// Converts the result of a completed request.
     pub(super) fn map<U>(self, change: impl FnOnce(T) -> U) -> Answered<U> {
         match self {
             Self::Done(done) => Answered::Done(change(done)),
@@ -127,17 +126,17 @@ impl<T> Answered<T> {
     }
 }
 
-/// Circumstances of a request.
+/// Conditions of a request.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Terms {
-    /// Milliseconds that a value lives, where it expires.
+    /// Time to live of a value in milliseconds, if it expires.
     pub(super) ttl_ms: Option<u64>,
-    /// The key's slot is on its way to the server.
+    /// True if the key's slot is being migrated to the server.
     pub(super) is_asking: bool,
 }
 
 impl Answer {
-    /// Returns the text of an error.
+    /// Returns the text, if the answer is an error.
     pub(super) fn error(&self) -> Option<&str> {
         match self {
             Self::Error(text) => Some(text),
@@ -145,7 +144,7 @@ impl Answer {
         }
     }
 
-    /// Returns a number that is not negative, which some commands answer as text.
+    /// Returns a number that is not negative; some commands answer with numbers as text.
     pub(super) fn number(&self) -> Option<u64> {
         match self {
             Self::Number(number) => u64::try_from(*number).ok(),
@@ -154,7 +153,7 @@ impl Answer {
         }
     }
 
-    /// Returns a text.
+    /// Returns the text of a string answer.
     pub(super) fn text(&self) -> Option<&str> {
         match self {
             Self::Bytes(bytes) => str::from_utf8(bytes).ok(),
@@ -217,7 +216,7 @@ impl Wire {
         let mut commands = Vec::new();
         match (&login.username, &login.password) {
             (Some(user), Some(password)) => commands.push(Command::new(["AUTH", user, password])),
-            // Redis before 6 knows no users.
+            // Redis before version 6 has no users.
             (None, Some(password)) => commands.push(Command::new(["AUTH", password])),
             (_, None) => {}
         }
@@ -252,7 +251,7 @@ impl Wire {
         self.read_answers(commands, terms).await
     }
 
-    /// Sends commands, and returns their answers, of which none is an error.
+    /// Sends commands, and returns their answers. An error among the answers is an error of this call.
     pub(super) async fn ask(
         &mut self,
         commands: &[Command],
@@ -265,7 +264,7 @@ impl Wire {
         }
     }
 
-    /// Sends all that was written.
+    /// Sends everything that was written.
     pub(super) async fn flush(&mut self) -> io::Result<()> {
         self.stream.flush().await
     }
@@ -285,7 +284,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Reads the answers to the oldest commands. On an error the connection is of no further use.
+    /// Reads the answers to the oldest commands. After an error the connection is unusable.
     async fn read_answers(
         &mut self,
         commands: &[Command],
@@ -301,8 +300,8 @@ impl Wire {
         Ok(answers)
     }
 
-    /// Reads the answers to the oldest commands, which are about one key. On an error the connection
-    /// is of no further use.
+    /// Reads the answers to the oldest commands, which concern one key. After an error the connection is
+    /// unusable.
     pub(super) async fn answers(
         &mut self,
         commands: &[Command],
@@ -316,18 +315,18 @@ impl Wire {
         Ok(elsewhere.unwrap_or(Answered::Done(answers)))
     }
 
-    /// Reads an answer of at most `limit` bytes, beside a line.
+    /// Reads an answer of at most `limit` bytes, in addition to a line.
     async fn answer(&mut self, limit: u64) -> Result<Answer, StoreError> {
         let mut free = limit;
         let mut take = move |len: u64| {
             free = free.checked_sub(len).ok_or_else(|| {
                 StoreError::unavailable(format_args!(
-                    "the server's answer has more than the {limit} bytes that are expected"
+                    "the server's answer has more than the expected {limit} bytes"
                 ))
             })?;
             Ok::<_, StoreError>(())
         };
-        // Arrays that are not complete, each with the number of its elements.
+        // Incomplete arrays, each with the number of its elements.
         let mut open: Vec<(u64, Vec<Answer>)> = Vec::new();
         loop {
             let mut answer = match self.reply().await? {
@@ -351,7 +350,7 @@ impl Wire {
                     take(len.saturating_mul(ELEMENT as u64))?;
                     if open.len() == MAX_DEPTH {
                         return Err(StoreError::unavailable(
-                            "the server's answer has arrays in arrays in arrays",
+                            "the server's answer has arrays that are nested too deeply",
                         ));
                     }
                     open.push((len, Vec::new()));
@@ -376,7 +375,7 @@ impl Wire {
         }
     }
 
-    /// Writes the request for a value, and for the time that it has left where values expire.
+    /// Writes the request for a value, and for its remaining time to live if values expire.
     pub(super) async fn ask_for_value(&mut self, name: &str, terms: Terms) -> io::Result<()> {
         let mut request = match terms {
             Terms {
@@ -391,7 +390,8 @@ impl Wire {
         self.stream.write_all(&request).await
     }
 
-    /// Reads the answer to what came before a request. What is wrong with the key is said again.
+    /// Reads the answer to the query for the remaining time, which precedes the request. An error about the
+    /// key is repeated by the next answer.
     async fn left(&mut self) -> Result<Option<u64>, StoreError> {
         match self.reply().await? {
             Reply::Status | Reply::Error(_) => Ok(None),
@@ -400,8 +400,8 @@ impl Wire {
         }
     }
 
-    /// Reads the answer to the oldest request. On an error the connection is of no further use, and
-    /// the item is whole.
+    /// Reads the answer to the oldest request. After an error the connection is unusable, and the item is
+    /// intact.
     pub(super) async fn value(
         &mut self,
         item: &mut Option<GetItem>,
@@ -424,7 +424,7 @@ impl Wire {
         let len = match reply {
             Reply::Null => return Ok(Answered::Done(Got::Absent(take()?.slot))),
             Reply::Bulk(len) => len,
-            // A key of another program instead of a value.
+            // The key belongs to another program and is not a value.
             Reply::Error(text) if code_of(&text) == WRONG_TYPE => {
                 let (slot, refusal) = (take()?.slot, crate::format::Refusal::Damaged);
                 return Ok(Answered::Done(Got::Refused { refusal, slot }));
@@ -464,7 +464,7 @@ impl Wire {
         }))
     }
 
-    /// Writes a value: its header and its slot, without a copy.
+    /// Writes a value, header and slot, without a copy.
     pub(super) async fn send_value(
         &mut self,
         name: &str,
@@ -480,8 +480,7 @@ impl Wire {
         self.stream.write_all_buf(&mut value).await
     }
 
-    /// Reads the answer to the oldest value that was sent. On an error the connection is of no further
-    /// use.
+    /// Reads the answer to the oldest value that was sent. After an error the connection is unusable.
     pub(super) async fn sent(
         &mut self,
         len: u64,
@@ -561,7 +560,7 @@ fn encode<P: AsRef<[u8]>>(parts: &[P]) -> Vec<u8> {
     bytes
 }
 
-/// Returns what goes before and after the bytes of a slot.
+/// Returns the bytes before and after the bytes of a slot.
 fn encode_set(name: &str, item: &PutItem, ttl_ms: Option<u64>) -> (Bytes, Bytes) {
     let mut options: Vec<String> = Vec::new();
     if item.mode == PutMode::Create {
@@ -582,7 +581,7 @@ fn encode_set(name: &str, item: &PutItem, ttl_ms: Option<u64>) -> (Bytes, Bytes)
     (before.into(), after.into())
 }
 
-/// Sorts an error of the server. `needed`: bytes of the value that it was given.
+/// Classifies an error of the server. `needed`: bytes of the value that the server was given.
 fn answer_of<T>(text: &str, needed: u64) -> Answered<T> {
     match code_of(text) {
         // MOVED SLOT HOST:PORT
@@ -594,7 +593,7 @@ fn answer_of<T>(text: &str, needed: u64) -> Answered<T> {
     .unwrap_or_else(|| Answered::Refused(refused(text, needed)))
 }
 
-/// Returns the server that another one names.
+/// Returns the server that a redirection names.
 fn node_of(text: &str) -> Option<Address> {
     let (host, port) = text.split(' ').nth(2)?.rsplit_once(':')?;
     let host = host.trim_matches(['[', ']']).to_owned();
@@ -607,7 +606,7 @@ pub(super) fn code_of(text: &str) -> &str {
     text.split(' ').next().unwrap_or_default()
 }
 
-/// Returns the error that a server's text means. The text is to be cleaned before it is shown.
+/// Converts a server's error text. The text has to be cleaned before it is shown.
 pub(super) fn refused(text: &str, needed: u64) -> StoreError {
     let reason = text.to_owned();
     match code_of(text) {

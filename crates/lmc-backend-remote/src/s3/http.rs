@@ -1,4 +1,5 @@
-//! HTTP under `object_store`, over hyper: bounded answers, errors without secrets, the store's clock.
+//! The HTTP layer under `object_store`, with hyper: limited answers, errors without secrets, the store's
+//! clock.
 
 use std::error::Error;
 use std::fmt;
@@ -26,15 +27,15 @@ use crate::clock::StoreClock;
 use crate::store::StoreError;
 use crate::tls;
 
-/// Time to connect. An instance's metadata service answers at once or is not there.
+/// Timeout of a connect. An instance's metadata service answers at once or does not exist.
 const CONNECT: Duration = Duration::from_secs(1);
-/// Time for which a connection that nothing uses is kept: less than S3 keeps it.
+/// Time for which an idle connection is kept: less than S3 keeps it.
 const IDLE: Duration = Duration::from_secs(15);
-/// Pause before the kernel asks whether a silent connection still lives.
+/// Pause before the kernel checks whether a silent connection is still alive.
 const KEEPALIVE: Duration = Duration::from_secs(15);
-/// Bytes of an answer that is not an object: a page of a listing has at most 1,000 keys.
+/// Most bytes of an answer that is not an object: a page of a listing has at most 1,000 keys.
 const MAX_ANSWER: usize = 8 << 20;
-/// Bytes of an error that are read.
+/// Most bytes of an error answer that are read.
 const MAX_ERROR: usize = 64 << 10;
 /// Host of the metadata service of an instance.
 const METADATA: &str = "169.254.169.254";
@@ -53,10 +54,10 @@ impl fmt::Debug for Connector {
 }
 
 impl Connector {
-    /// Trusts the certificates of the system, or those that `SSL_CERT_FILE` names.
+    /// Makes a connector that trusts the system's certificates, or those in `SSL_CERT_FILE`.
     ///
     /// # Errors
-    /// [`StoreError::Unavailable`] where there are none, unless `is_plain_http`.
+    /// [`StoreError::Unavailable`] if there are none, unless `is_plain_http`.
     pub fn new(is_plain_http: bool) -> Result<Self, StoreError> {
         Ok(Self {
             tls: tls::config(!is_plain_http)?,
@@ -118,7 +119,7 @@ impl Service {
             if !has_sound_range(&parts.headers) {
                 return Err(HttpError::new(HttpErrorKind::Decode, Refused::garbled()));
             }
-            // An answer to a query is not an object: it is collected before it is parsed.
+            // The answer to a query is not an object: it is collected before it is parsed.
             let body = match uri.query() {
                 None => HttpResponseBody::new(body.map_err(|error| lost(&error))),
                 Some(_) => HttpResponseBody::new(
@@ -128,7 +129,7 @@ impl Service {
             return Ok(HttpResponse::from_parts(parts, body));
         }
         let refused = Refused::read(status, body).await;
-        // `object_store` knows the meaning of these.
+        // `object_store` interprets these itself.
         let is_known = match status {
             StatusCode::NOT_FOUND => refused.code != "NoSuchBucket",
             StatusCode::PRECONDITION_FAILED | StatusCode::NOT_MODIFIED => true,
@@ -142,7 +143,7 @@ impl Service {
     }
 }
 
-/// Returns false for the range of an object that cannot be so large.
+/// Returns false if the range is of an object that is impossibly large.
 fn has_sound_range(headers: &HeaderMap) -> bool {
     let Some(range) = headers.get(CONTENT_RANGE) else {
         return true;
@@ -152,8 +153,8 @@ fn has_sound_range(headers: &HeaderMap) -> bool {
     numbers.all(|number| number.len() < 16)
 }
 
-/// Returns the error of a request that got no answer. It is sent again: no request of ours does
-/// harm when it takes effect twice.
+/// Returns the error of a request without an answer. The request is sent again: lmc's requests do no harm if
+/// they take effect twice.
 fn unreached(uri: &Uri, error: &hyper_util::client::legacy::Error) -> HttpError {
     let reason = cause(error);
     if uri.host() == Some(METADATA) {
@@ -187,8 +188,8 @@ pub(super) fn cause(error: &(dyn Error + 'static)) -> String {
 #[derive(Debug)]
 pub(super) struct Refused {
     status: StatusCode,
-    /// S3's code of the error, such as `SlowDown`. The error's message is dropped: it repeats the
-    /// request, with the session's token.
+    /// S3's code of the error, such as `SlowDown`. The error's message is dropped, because it repeats the
+    /// request with the session's token.
     code: String,
 }
 
@@ -220,11 +221,11 @@ impl Refused {
     fn garbled() -> Self {
         Self {
             status: StatusCode::OK,
-            code: "with a range that cannot be".to_owned(),
+            code: "with an impossible range".to_owned(),
         }
     }
 
-    /// Returns the kind by which `object_store` decides whether to send the request again.
+    /// Returns the kind, by which `object_store` decides whether to send the request again.
     fn kind(&self) -> HttpErrorKind {
         let is_passing = match self.status {
             StatusCode::NOT_IMPLEMENTED | StatusCode::INSUFFICIENT_STORAGE => false,
@@ -242,7 +243,7 @@ impl Refused {
         self.status == StatusCode::RANGE_NOT_SATISFIABLE
     }
 
-    /// Returns true where the store does not know something that was asked for.
+    /// Returns true if the store does not support a part of the request.
     pub(super) fn is_unknown(&self) -> bool {
         self.status == StatusCode::NOT_IMPLEMENTED || self.code == "NotImplemented"
     }
@@ -263,7 +264,7 @@ impl Refused {
     }
 }
 
-/// The store's clock, by the newest answer.
+/// The store's clock, from the newest answer.
 #[derive(Debug, Default)]
 pub(super) struct Clock(StoreClock);
 
@@ -276,7 +277,7 @@ impl Clock {
         }
     }
 
-    /// As [`StoreClock::ahead_ms`], to a second.
+    /// Returns the clock's lead as [`StoreClock::ahead_ms`] does, accurate to a second.
     pub(super) fn ahead_ms(&self) -> Option<i64> {
         self.0.ahead_ms()
     }

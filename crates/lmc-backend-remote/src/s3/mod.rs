@@ -1,10 +1,10 @@
 //! Chunks in S3, and in stores that speak its protocol.
 //!
-//! The crate `object_store` signs requests, finds credentials and repeats what failed; hyper moves
-//! the bytes. A value goes out from its slot without a copy, and comes in with one: from the
-//! buffers of the connection into the slot. An object is written by one request: a part has to have
-//! 5 MiB, which is more than most values, and each upload in parts takes two requests more, while
-//! values of a batch go side by side anyway.
+//! The crate `object_store` signs requests, finds credentials and retries failed requests; hyper moves the
+//! bytes. A value is written from its slot without a copy, and read with one copy: from the buffers of the
+//! connection into the slot. An object is written with one request. Multipart uploads would not help: a part
+//! must have 5 MiB, which is more than most values, each such upload takes two more requests, and values of a
+//! batch are moved concurrently anyway.
 
 mod error;
 mod http;
@@ -44,17 +44,17 @@ use crate::store::{
     StoreError, Version, until,
 };
 
-/// Requests under way at a time that are not for values.
+/// Most concurrent requests that do not move values.
 const REQUESTS: usize = 64;
-/// Values that are written again at a time: they are in memory for that.
+/// Most values that are written again at a time: each is in memory meanwhile.
 const REWRITES: usize = 2;
-/// Objects that one request removes or lists at most.
+/// Most objects that one request removes or lists.
 const MAX_BATCH: usize = 1000;
-/// Longest position of a listing that is believed.
+/// Longest position of a listing that is accepted.
 const MAX_TOKEN: usize = 4096;
-/// Repetitions of a request that a passing error has met.
+/// Number of retries after transient errors.
 const RETRIES: usize = 3;
-/// Pause before the first repetition, and the longest one.
+/// Pause before the first retry, and longest pause.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(30), Duration::from_millis(500));
 
 /// Settings of an [`S3Store`].
@@ -63,25 +63,25 @@ const PAUSE: (Duration, Duration) = (Duration::from_millis(30), Duration::from_m
 pub struct S3Config {
     /// The bucket, and the prefix of all keys there.
     pub url: S3Url,
-    /// Values that are read at a time, and as many that are written. Default: 32.
+    /// Number of values that are read at a time, and the same number for writing. Default: 32.
     pub values_at_once: usize,
-    /// Time after which the bucket's lifecycle removes a value. Default: none is known.
+    /// Time after which the bucket's lifecycle rule removes a value. Default: none known.
     pub ttl: Option<Duration>,
     access: Access,
 }
 
 impl S3Config {
-    /// Settings with these defaults. Endpoint, region and credentials come from variables such as
-    /// those of [`std::env::vars`], by the names that the AWS tools read: `AWS_ENDPOINT_URL_S3`,
-    /// `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_DEFAULT_REGION`, `AWS_ACCESS_KEY_ID`,
-    /// `AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, and those of web identities and containers. What
-    /// they leave open comes from the profile `AWS_PROFILE` of `~/.aws/credentials` and
-    /// `~/.aws/config`, or of the files that `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE` name;
-    /// `~` is `HOME`. Without credentials the instance's metadata service is asked.
+    /// Returns the settings with these defaults. Endpoint, region and credentials come from `variables`, such
+    /// as those of [`std::env::vars`], with the names that the AWS tools use: `AWS_ENDPOINT_URL_S3`,
+    /// `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_DEFAULT_REGION`, `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`,
+    /// `AWS_SESSION_TOKEN`, and those of web identities and containers. Settings that the variables lack come
+    /// from the profile `AWS_PROFILE` of `~/.aws/credentials` and `~/.aws/config`, or of the files in
+    /// `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE`; `~` is `HOME`. Without credentials, the
+    /// instance's metadata service is asked.
     ///
     /// # Errors
-    /// [`S3UrlError`] for an endpoint that is not one, for a profile that is not there, and for a
-    /// file that cannot be read.
+    /// [`S3UrlError`] for an invalid endpoint, for a profile that does not exist, and for a file that cannot
+    /// be read.
     pub fn new(
         url: S3Url,
         variables: impl IntoIterator<Item = (String, String)>,
@@ -94,10 +94,10 @@ impl S3Config {
         })
     }
 
-    /// Makes a client of the bucket, without a connection.
+    /// Makes a client for the bucket, without connecting.
     ///
     /// # Errors
-    /// [`StoreError::Unavailable`] for settings that do not fit together.
+    /// [`StoreError::Unavailable`] if the settings contradict each other.
     pub fn client(&self, connector: Connector) -> Result<AmazonS3, StoreError> {
         let backoff = BackoffConfig {
             init_backoff: PAUSE.0,
@@ -110,15 +110,15 @@ impl S3Config {
             ..RetryConfig::default()
         };
         let builder = self.access.builder(&self.url.bucket);
-        // The header has the checksum of a payload. SHA-256 for the signature would take half a
-        // second for each GB, on a core with instructions for it, and again at the server.
+        // The header has the checksum of the payload. SHA-256 for the signature would take half a second per
+        // GB, on a core with instructions for it, and again at the server.
         let builder = builder.with_unsigned_payload(true).with_retry(retry);
         let client = builder.with_http_connector(connector).build();
         client.map_err(|error| StoreError::unavailable(cause(&error)))
     }
 }
 
-/// Chunks in a bucket. Has to be used on a runtime with I/O and time.
+/// Chunks in a bucket. Must be used on a runtime with I/O and time.
 pub struct S3Store {
     config: S3Config,
     client: Mutex<Option<AmazonS3>>,
@@ -127,11 +127,11 @@ pub struct S3Store {
     writers: Semaphore,
     rewriters: Semaphore,
     requests: Semaphore,
-    /// Set where no object can be written again without harm to one that is newer.
+    /// Set if no object can be rewritten without the risk of replacing a newer one.
     keeps_age: AtomicBool,
 }
 
-/// Leaves the client out.
+/// Omits the client.
 impl fmt::Debug for S3Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("S3Store")
@@ -151,11 +151,11 @@ enum Read {
 }
 
 impl S3Store {
-    /// Makes the store; connects when it is first used.
+    /// Makes the store; it connects at the first use.
     ///
     /// # Errors
-    /// [`StoreError::Unavailable`] for settings that do not fit together, and where TLS is needed
-    /// and no certificate is trusted here.
+    /// [`StoreError::Unavailable`] if the settings contradict each other, or if TLS is needed and no
+    /// certificate is trusted on this host.
     pub fn new(config: S3Config) -> Result<Self, StoreError> {
         let connector = Connector::new(config.access.is_plain_http())?;
         let values = config.values_at_once.max(1);
@@ -174,8 +174,8 @@ impl S3Store {
         })
     }
 
-    /// Returns the milliseconds by which the store's clock is ahead of this host's, to a second,
-    /// negative where it is behind; `None` before the first answer.
+    /// Returns the milliseconds by which the store's clock is ahead of this host's, accurate to a second,
+    /// negative if it is behind; `None` before the first answer.
     pub fn clock_ahead_ms(&self) -> Option<i64> {
         self.clock.ahead_ms()
     }
@@ -285,7 +285,7 @@ impl S3Store {
         }
     }
 
-    /// Removes objects by one request. S3 does not say which of them were there.
+    /// Removes objects with one request. S3 does not report which of them existed.
     async fn remove_batch(
         &self,
         names: &[Name],
@@ -293,12 +293,12 @@ impl S3Store {
         let _permit = permit(&self.requests).await?;
         let paths: Vec<_> = names.iter().map(|name| Ok(self.path(*name))).collect();
         let removing = self.client()?.delete_stream(stream::iter(paths).boxed());
-        // An answer about objects that were not asked for is a panic in there.
+        // `object_store` panics on an answer about objects that were not named in the request.
         let removing = AssertUnwindSafe(removing.collect::<Vec<_>>()).catch_unwind();
         let wrong = |_| StoreError::unavailable("an answer about other objects");
         let mut removed = removing.await.map_err(wrong)?;
         if removed.len() != names.len() {
-            // The request as a whole has one error.
+            // A failure of the whole request yields one error.
             let error = removed.pop().and_then(Result::err);
             let missing = || StoreError::unavailable("answers are missing");
             return Err(error.map_or_else(missing, |error| failed(&error, 0)));
@@ -311,8 +311,8 @@ impl S3Store {
         Ok(removed.into_iter().map(outcome).collect())
     }
 
-    /// Writes a value again as it is, which makes it new for the bucket's lifecycle: S3 has no
-    /// other way, and its own copy of an object onto itself needs another header than can be sent.
+    /// Writes a value again unchanged, which resets its age for the bucket's lifecycle rule. S3 has no other
+    /// way: its own copy of an object onto itself needs a header that cannot be sent here.
     async fn rewrite(&self, name: ValueName) -> Result<bool, StoreError> {
         if self.keeps_age.load(Ordering::Relaxed) {
             return Ok(false);
@@ -340,7 +340,7 @@ impl S3Store {
             .try_collect()
             .await
             .map_err(|error| failed(&error, 0))?;
-        // What was replaced meanwhile is new.
+        // If the object was replaced meanwhile, it is new.
         let mode = object_store::PutMode::Update(version);
         let put = client.put_opts(&path, PutPayload::from_iter(parts), mode.into());
         match put.await {
@@ -353,12 +353,12 @@ impl S3Store {
         }
     }
 
-    /// Makes no value young from now on. Returns false: none was.
+    /// Stops resetting the age of values. Returns false, because no age was reset.
     fn keep_age(&self, why: &str) -> bool {
         if !self.keeps_age.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 why,
-                "S3 store cannot make chunks young that are in use: they expire; use a longer lifecycle rule"
+                "S3 store cannot reset the age of chunks in use, so they expire; use a longer lifecycle rule"
             );
         }
         false
@@ -392,7 +392,9 @@ impl S3Store {
         let next = listed.page_token.filter(|token| !token.is_empty());
         match next.as_ref().is_none_or(|token| token.len() <= MAX_TOKEN) {
             true => Ok(ListPage { objects, next }),
-            false => Err(StoreError::unavailable("a position of a listing too long")),
+            false => Err(StoreError::unavailable(
+                "the position of a listing is too long",
+            )),
         }
     }
 
@@ -430,7 +432,7 @@ impl S3Store {
             Err(
                 object_store::Error::AlreadyExists { .. }
                 | object_store::Error::Precondition { .. }
-                // What was read was removed meanwhile.
+                // The object that was read was removed meanwhile.
                 | object_store::Error::NotFound { .. },
             ) => Ok(false),
             Err(error) if refused(&error).is_some_and(Refused::is_unknown) => {
@@ -453,7 +455,7 @@ impl S3Store {
         Ok((!listed.result.objects.is_empty()).then_some(command))
     }
 
-    /// Does something for each item of a batch, [`REQUESTS`] at a time.
+    /// Runs an operation for each item of a batch, [`REQUESTS`] at a time.
     async fn each<I, T, F: Future<Output = Result<T, StoreError>>>(
         &self,
         items: impl IntoIterator<Item = I>,
@@ -475,7 +477,7 @@ impl S3Store {
 struct Start {
     header: [u8; HEADER_LEN],
     len: usize,
-    /// Bytes after them, which came with their last part.
+    /// Further bytes that came with the last part of the header.
     rest: Bytes,
 }
 
@@ -515,7 +517,7 @@ async fn permit(of: &Semaphore) -> Result<tokio::sync::SemaphorePermit<'_>, Stor
     permit.map_err(|_| StoreError::unavailable("closed"))
 }
 
-/// Returns the error of a store that cannot pass clears on.
+/// Returns the error of a store through which clears cannot be passed on.
 fn no_conditional_writes(why: &str) -> StoreError {
     StoreError::unavailable(format!(
         "clears are passed on by conditional writes (If-Match, If-None-Match), which this store does \
@@ -523,7 +525,7 @@ fn no_conditional_writes(why: &str) -> StoreError {
     ))
 }
 
-/// Returns the answer of the store in an error.
+/// Returns the store's answer in an error.
 fn refused(error: &object_store::Error) -> Option<&Refused> {
     let mut error: &(dyn std::error::Error + 'static) = error;
     loop {
@@ -585,7 +587,7 @@ impl Store for S3Store {
 
     /// Reads a value and writes it again.
     fn touch<'a>(&'a self, names: &'a [ValueName], deadline: Instant) -> Each<'a, bool> {
-        // Without a permit of `requests`: lookups would wait for it.
+        // Without a permit of `requests`: otherwise lookups would wait for it.
         let rewrites = names
             .iter()
             .map(move |&name| until(deadline, self.rewrite(name)));

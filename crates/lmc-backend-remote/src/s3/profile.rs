@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use super::error::S3UrlError;
 
-/// Most bytes of a file that are read.
+/// Most bytes of a file that are accepted.
 const MAX_FILE: u64 = 1 << 20;
-/// Keys by which a profile takes credentials from somewhere else.
+/// Keys with which a profile takes its credentials from another source.
 const ELSEWHERE: [&str; 6] = [
     "role_arn",
     "sso_session",
@@ -20,8 +20,8 @@ const ELSEWHERE: [&str; 6] = [
 
 type Section = HashMap<String, String>;
 
-/// The sections of a file by their names. Lines below a key that has no value of its own, as in
-/// `s3 =`, are keys named `s3.endpoint_url`.
+/// The sections of a file by name. Lines below a key without a value, as in `s3 =`, become keys such as
+/// `s3.endpoint_url`.
 type Sections = HashMap<String, Section>;
 
 /// The settings of one profile.
@@ -33,17 +33,16 @@ pub(super) struct Profile {
     pub(super) region: Option<String>,
     /// Access key id, secret access key and session token.
     pub(super) keys: Option<(String, String, Option<String>)>,
-    /// Set where the profile takes its credentials from somewhere else: the name of that setting.
+    /// Name of the setting with which the profile takes its credentials from another source, if it does.
     pub(super) elsewhere: Option<&'static str>,
 }
 
 impl Profile {
-    /// Reads the profile that these variables name, in the files that they name. `Profile` without
-    /// settings where there are no files.
+    /// Reads the profile that these variables name, in the files that they name. Returns a `Profile` without
+    /// settings if there are no files.
     ///
     /// # Errors
-    /// [`S3UrlError`] for a file that cannot be read, and for a profile that is named and is in
-    /// none of them.
+    /// [`S3UrlError`] for a file that cannot be read, and for a named profile that is in neither file.
     pub(super) fn read(variables: &HashMap<String, String>) -> Result<Self, S3UrlError> {
         let variable = |name: &str| variables.get(name).filter(|value| !value.is_empty());
         let home = variable("HOME").map(PathBuf::from);
@@ -75,16 +74,16 @@ impl Profile {
         }
     }
 
-    /// Takes the settings of a profile from both files; `None` where it is in neither.
+    /// Returns the settings of a profile from both files; `None` if it is in neither.
     fn of(credentials: &Sections, config: &Sections, name: &str) -> Option<Self> {
         let own = credentials.get(name);
         let other = config.get(&format!("profile {name}"));
-        // Without the word only for the default.
+        // Only the default profile may be named without the word `profile`.
         let other = other.or_else(|| config.get(name).filter(|_| name == "default"));
         if own.is_none() && other.is_none() {
             return None;
         }
-        // What both have is that of the credentials.
+        // The credentials file has precedence.
         let sections = || own.into_iter().chain(other);
         let value = |key: &str| {
             let found = sections().find_map(|section| section.get(key));
@@ -92,7 +91,7 @@ impl Profile {
         };
         let services = value("services").and_then(|name| config.get(&format!("services {name}")));
         let of_s3 = services.and_then(|services| services.get("s3.endpoint_url").cloned());
-        // The keys of one file, never one of each.
+        // Both keys from the same file, never one from each.
         let keys = sections().find_map(|section| {
             let value = |key: &str| section.get(key).filter(|value| !value.is_empty()).cloned();
             let pair = (value("aws_access_key_id")?, value("aws_secret_access_key")?);
@@ -108,8 +107,8 @@ impl Profile {
     }
 }
 
-/// Reads a file; nothing where there is none. A file that no variable names is left out with a
-/// warning where this user may not read it. Errors repeat nothing of the file.
+/// Reads a file; returns nothing if it does not exist. A file that no variable names is ignored with a
+/// warning if this user must not read it. Errors repeat nothing from the file.
 fn read(path: &Path, is_named: bool) -> Result<Sections, S3UrlError> {
     let mut text = String::new();
     let wrong = |reason: &str| {
@@ -118,7 +117,7 @@ fn read(path: &Path, is_named: bool) -> Result<Sections, S3UrlError> {
             reason: reason.to_owned(),
         })
     };
-    // A byte more tells that the file is longer.
+    // One byte more, to detect that the file is longer.
     let read = std::fs::File::open(path)
         .and_then(|file| file.take(MAX_FILE + 1).read_to_string(&mut text));
     match read {
@@ -135,7 +134,7 @@ fn read(path: &Path, is_named: bool) -> Result<Sections, S3UrlError> {
             tracing::warn!(
                 path = %path.display(),
                 reason = %error,
-                "a file of the AWS tools cannot be read and is left out"
+                "a file of the AWS tools cannot be read and is ignored"
             );
             Ok(Sections::new())
         }
@@ -143,13 +142,13 @@ fn read(path: &Path, is_named: bool) -> Result<Sections, S3UrlError> {
     }
 }
 
-/// Reads sections. A line that is none of a section is skipped, and a later value replaces an
-/// earlier one, as the AWS tools do it.
+/// Parses sections. A line outside a section is skipped, and a later value replaces an earlier one, as in the
+/// AWS tools.
 fn parse(text: &str) -> Sections {
     let mut sections = Sections::new();
     let mut section: Option<String> = None;
     let mut outer: Option<String> = None;
-    // Blanks before the last key that is no part of another key's value.
+    // Indentation of the last key that does not belong to another key's value.
     let mut key_indent: Option<usize> = None;
     for line in text.lines() {
         let text = without_comment(line);
@@ -171,7 +170,7 @@ fn parse(text: &str) -> Sections {
         let indent = line.len() - line.trim_start().len();
         let key = match (key_indent.is_some_and(|of_key| indent > of_key), &outer) {
             (true, Some(outer)) => format!("{outer}.{key}"),
-            // A line that continues a value.
+            // The line continues a value.
             (true, None) => continue,
             (false, _) => {
                 key_indent = Some(indent);
@@ -185,7 +184,7 @@ fn parse(text: &str) -> Sections {
     sections
 }
 
-/// Returns a line without a comment: it begins the line, or follows a blank.
+/// Returns a line without its comment, which begins the line or follows a blank.
 fn without_comment(line: &str) -> &str {
     let text = line.trim();
     if text.starts_with(['#', ';']) {
@@ -196,7 +195,7 @@ fn without_comment(line: &str) -> &str {
     text[..end.unwrap_or(text.len())].trim_end()
 }
 
-/// Returns the name of a section: `profile name`, also where it was `profile "name"`.
+/// Returns the name of a section: `profile name`, also for `profile "name"`.
 fn section_name(name: &str) -> String {
     let words = name.split_whitespace();
     let words: Vec<&str> = words.map(|word| word.trim_matches(['"', '\''])).collect();

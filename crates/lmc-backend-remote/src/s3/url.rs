@@ -1,5 +1,4 @@
-//! URLs of S3, and what environment and files of the AWS tools say of an endpoint and of
-//! credentials.
+//! URLs of S3, and the endpoint and credentials from the environment and files of the AWS tools.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -12,14 +11,14 @@ use object_store::path::Path;
 use super::error::S3UrlError;
 use super::profile::Profile;
 
-/// Longest prefix: keys of S3 have at most 1,024 bytes, and a name needs 128 of them.
+/// Longest prefix: keys of S3 have at most 1,024 bytes, and a name needs up to 165 of them.
 const MAX_PREFIX: usize = 768;
 
 /// A bucket and the prefix of all keys there: `s3://bucket[/prefix]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct S3Url {
     pub(super) bucket: String,
-    /// Empty, or the end of a folder: `lmc/`.
+    /// Prefix of all keys: empty, or ending with a slash, such as `lmc/`.
     pub(super) prefix: String,
 }
 
@@ -62,14 +61,14 @@ impl FromStr for S3Url {
     }
 }
 
-/// Endpoint, region and credentials, as the AWS tools take them from environment and files.
+/// Endpoint, region and credentials, found as the AWS tools find them in environment and files.
 #[derive(Clone, Default)]
 pub(super) struct Access {
     options: Vec<(AmazonS3ConfigKey, String)>,
     endpoint: Option<Uri>,
 }
 
-/// Leaves the values out.
+/// Omits the values.
 impl fmt::Debug for Access {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Access").finish_non_exhaustive()
@@ -77,8 +76,8 @@ impl fmt::Debug for Access {
 }
 
 impl Access {
-    /// Reads variables whose names begin with `AWS_`, and the files of the AWS tools for what those
-    /// leave open; other variables but `HOME` are ignored, and so are empty ones.
+    /// Reads variables whose names begin with `AWS_`, and for the remaining settings the files of the AWS
+    /// tools. Ignores other variables except `HOME`, and empty ones.
     pub(super) fn of(
         variables: impl IntoIterator<Item = (String, String)>,
     ) -> Result<Self, S3UrlError> {
@@ -89,7 +88,7 @@ impl Access {
         let mut this = Self::default();
         for (name, value) in &variables {
             match name.to_ascii_lowercase().parse() {
-                // The bucket is the URL's, and the endpoint is looked for below.
+                // The bucket comes from the URL, and the endpoint is determined below.
                 Ok(
                     AmazonS3ConfigKey::Bucket
                     | AmazonS3ConfigKey::Endpoint
@@ -101,7 +100,7 @@ impl Access {
         }
         let profile = Profile::read(&variables)?;
         let variable = |name: &str| variables.get(name).cloned();
-        // The endpoint for S3 alone comes first.
+        // The endpoint for S3 alone has precedence.
         let endpoint = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"];
         let endpoint = endpoint.into_iter().find_map(variable);
         let endpoint = endpoint.or_else(|| profile.endpoint.clone());
@@ -114,7 +113,7 @@ impl Access {
         Ok(this)
     }
 
-    /// Takes from a profile the region and the keys that the variables do not have.
+    /// Takes from a profile the region and the keys that the variables lack.
     fn complete(&mut self, profile: Profile, has_web_identity: bool) {
         use AmazonS3ConfigKey as Key;
         let has = |key| self.options.iter().any(|(found, _)| *found == key);
@@ -126,7 +125,7 @@ impl Access {
         match (profile.keys, profile.elsewhere) {
             _ if has_keys => {}
             (Some((id, secret, token)), _) => {
-                // One that belongs to other keys.
+                // A session token that belongs to other keys.
                 self.options.retain(|(key, _)| *key != Key::Token);
                 self.options.push((Key::AccessKeyId, id));
                 self.options.push((Key::SecretAccessKey, secret));
@@ -134,7 +133,7 @@ impl Access {
             }
             (None, Some(setting)) => tracing::warn!(
                 setting,
-                "the AWS profile takes its credentials from elsewhere, which lmc does not do; container and instance are asked: give the profile keys, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+                "the AWS profile takes its credentials from another source, which lmc does not support; the metadata services of container and instance are asked instead: give the profile keys, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             ),
             (None, None) => {}
         }
@@ -145,8 +144,8 @@ impl Access {
         endpoint.is_some_and(|endpoint| endpoint.scheme_str() == Some("http"))
     }
 
-    /// Returns a builder with the settings. Without an endpoint of its own, a bucket has its own
-    /// host at AWS, unless its name has dots, which no certificate covers.
+    /// Returns a builder with these settings. Without a configured endpoint, a bucket has its own host at
+    /// AWS, unless its name has dots, which no certificate covers.
     pub(super) fn builder(&self, bucket: &str) -> AmazonS3Builder {
         let has_own_host = self.endpoint.is_none() && !bucket.contains('.');
         let mut builder = AmazonS3Builder::new()

@@ -1,4 +1,4 @@
-//! A store as all types of the tier use it: with the health of its paths, and with their tasks.
+//! Access of the tier's types to the store, with the health of its paths, and their tasks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,8 +14,8 @@ use super::counters::Counters;
 use super::refusals::Refusals;
 use crate::store::{Store, StoreError};
 
-/// A store, with its health by the outcomes of all requests. All types of the tier use it, and it uses
-/// none of them.
+/// A store, with its health according to the outcomes of all requests. All types of the tier use it, and it
+/// uses none of them.
 #[derive(Debug)]
 pub(super) struct StoreAccess {
     pub(super) store: Arc<dyn Store>,
@@ -24,7 +24,7 @@ pub(super) struct StoreAccess {
     pub(super) refusals: Refusals,
     pub(super) counters: Counters,
     runtime: Handle,
-    /// Tasks that run to their end although their caller has left.
+    /// Tasks that run to their end even if their caller is gone.
     tasks: TaskTracker,
     is_closed: AtomicBool,
 }
@@ -64,7 +64,7 @@ impl StoreAccess {
         self.tasks.spawn_on(task, &self.runtime);
     }
 
-    /// Notes the outcome of a batch: one success shows that the path works.
+    /// Records the outcome of a batch: a single success shows that the path works.
     pub(super) fn note<T>(&self, mut attempt: Attempt, results: &[Result<T, StoreError>]) {
         if results.iter().any(Result::is_ok) {
             attempt.succeeded();
@@ -79,8 +79,8 @@ impl StoreAccess {
         }
     }
 
-    /// Notes the failure of a write of `len` bytes. A refusal does not take writes out: the next one may
-    /// be smaller, or find capacity.
+    /// Records the failure of a write of `len` bytes. A refusal does not take the path of writes out of use:
+    /// the next write may be smaller, or find free capacity.
     pub(super) fn note_failed_write(&self, attempt: &mut Attempt, error: &StoreError, len: u64) {
         match error.is_refusal() {
             true => {
@@ -91,7 +91,7 @@ impl StoreAccess {
         }
     }
 
-    /// Notes the outcome of requests that prove nothing of any path, such as removals.
+    /// Records the outcome of requests that prove nothing about any path, such as removals.
     pub(super) fn note_aside<T>(&self, results: &[Result<T, StoreError>]) {
         for error in results.iter().filter_map(|result| result.as_ref().err()) {
             self.counters.failed.add(1);
@@ -117,7 +117,7 @@ impl StoreAccess {
         }
     }
 
-    /// Lets no further operation begin.
+    /// Closes the tier for further operations.
     pub(super) fn set_closed(&self) {
         self.is_closed.store(true, Ordering::Release);
     }
@@ -125,7 +125,7 @@ impl StoreAccess {
     /// Waits for the tracked tasks, and closes the store.
     pub(super) async fn close(&self, deadline: Instant) -> Result<(), BackendError> {
         self.tasks.close();
-        // What still runs then was not acknowledged.
+        // Tasks that still run then were not acknowledged.
         let ended = tokio::time::timeout_at(deadline.into(), self.tasks.wait()).await;
         self.store.close(deadline).await;
         ended.map_err(|_| BackendError::Deadline)
@@ -137,7 +137,7 @@ pub(super) fn each<T>(len: usize, error: &BackendError) -> Vec<Result<T, Backend
     (0..len).map(|_| Err(same(error))).collect()
 }
 
-/// Returns an error again that stops a whole batch.
+/// Returns a copy of an error that ends a whole batch.
 pub(super) fn same(error: &BackendError) -> BackendError {
     match error {
         BackendError::Deadline => BackendError::Deadline,

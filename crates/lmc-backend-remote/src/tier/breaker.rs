@@ -1,4 +1,4 @@
-//! Circuit breakers: each takes out one path of the store, which fails or hangs, and no other.
+//! Circuit breakers: each takes one path of the store out of use if it fails or hangs, and no other path.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,16 +8,17 @@ use parking_lot::Mutex;
 use super::config::RemoteConfig;
 use crate::store::StoreError;
 
-/// Failures without a success in between after which a path is out.
+/// Failures in a row after which a path is out.
 const MAX_FAILURES: u32 = 5;
-/// Longest pauses after which a path that no request has tried again is not called faulty any more, nor
-/// a store whose refusals are not repeated.
+/// Number of longest pauses after which a path that no request has tried again no longer counts as faulty.
+/// The same applies to a store whose refusals are not repeated.
 pub(super) const IDLE_PAUSES: u32 = 4;
 
-/// A kind of requests. Success of one says nothing of another: a store may answer small requests at once
-/// and move no value.
+/// A kind of requests. Success of one kind shows nothing about another: a store may answer small requests at
+/// once and move no value.
 ///
-/// The clears are a path as well. Not failures take it out, but the age of the last reading (`Known`).
+/// The clears are a path as well. It is taken out not by failures, but by the age of the last reading
+/// (`Known`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Path {
     /// Reads of headers.
@@ -37,7 +38,7 @@ impl Path {
         }
     }
 
-    /// Returns the name of the counter of the times that the path was taken out.
+    /// Returns the name of the counter of how often the path was taken out.
     fn counter(self) -> &'static str {
         match self {
             Self::Lookups => "lookups_taken_out",
@@ -54,7 +55,7 @@ impl Path {
     }
 }
 
-/// The paths of a store that are taken out by failures in a row.
+/// The paths of a store that failures in a row take out of use.
 #[derive(Debug)]
 pub(super) struct Paths {
     pub(super) lookups: Arc<Breaker>,
@@ -81,12 +82,12 @@ impl Paths {
     }
 }
 
-/// The decision whether a path of the store answers well enough to be used.
+/// Decides whether a path of the store answers well enough to be used.
 #[derive(Debug)]
 pub(super) struct Breaker {
     path: Path,
     timeout: Duration,
-    /// Pause before a path that is out is tried again: at first, and at most.
+    /// Pause before a path that is out is tried again: the first one, and the longest one.
     pauses: (Duration, Duration),
     state: Mutex<State>,
 }
@@ -98,13 +99,13 @@ struct State {
     trips: u64,
 }
 
-/// A path that is out.
+/// State of a path that is out.
 #[derive(Debug)]
 struct Out {
     reason: String,
     pause: Duration,
     retry_at: Instant,
-    /// Begin of the request that tries the path.
+    /// Start of the request that tries the path.
     tried_since: Option<Instant>,
 }
 
@@ -136,8 +137,7 @@ impl Breaker {
         self.state.lock().check(now)
     }
 
-    /// Begins a request of this path. While the path is out, one request at a time may try it, after a
-    /// pause.
+    /// Begins a request of this path. While the path is out, one request at a time may try it, after a pause.
     pub(super) fn begin(self: &Arc<Self>, now: Instant) -> Result<Attempt, StoreError> {
         let mut state = self.state.lock();
         state.check(now)?;
@@ -151,8 +151,8 @@ impl Breaker {
         })
     }
 
-    /// Returns the reason why the path is out; `None` also where no request has tried it for a while:
-    /// of a path that is not used nothing is known.
+    /// Returns the reason why the path is out. Returns `None` also if no request has tried it for a while,
+    /// because nothing is known about an unused path.
     pub(super) fn fault(&self, now: Instant) -> Option<String> {
         let state = self.state.lock();
         let out = state.out.as_ref()?;
@@ -164,7 +164,7 @@ impl Breaker {
         let state = &mut *self.state.lock();
         let pause = match &state.out {
             Some(out) if out.tried_since == Some(begun) => self.pauses.1.min(2 * out.pause),
-            // It began before the path was taken out.
+            // The request began before the path was taken out.
             Some(_) => return,
             None => {
                 state.failures += 1;
@@ -195,7 +195,7 @@ impl Breaker {
     }
 }
 
-/// A request of one path. One that ends without an outcome says nothing of the path.
+/// A request of one path. If it ends without an outcome, it shows nothing about the path.
 #[derive(Debug)]
 pub(super) struct Attempt {
     breaker: Arc<Breaker>,
@@ -204,7 +204,7 @@ pub(super) struct Attempt {
 }
 
 impl Attempt {
-    /// Notes that the store did what this path is for: the path is used again.
+    /// Records a success: the path is in use again.
     pub(super) fn succeeded(&self) {
         let mut state = self.breaker.state.lock();
         state.failures = 0;
@@ -214,8 +214,8 @@ impl Attempt {
         }
     }
 
-    /// Notes a failure. Returns false for one that does not count: an error of one object, a further
-    /// failure of a batch, or a deadline that left the store less than half of its time.
+    /// Records a failure. Returns false if it does not count: an error of one object, a further failure of a
+    /// batch, or a deadline that left the store less than half of its time.
     pub(super) fn failed(&mut self, error: &StoreError, now: Instant) -> bool {
         let is_brief = matches!(error, StoreError::Deadline)
             && now.saturating_duration_since(self.begun) < self.breaker.timeout / 2;

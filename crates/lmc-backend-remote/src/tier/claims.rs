@@ -1,4 +1,4 @@
-//! The order of writes and removals of one key.
+//! Ordering of the writes and removals of one key.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -8,16 +8,16 @@ use lmc_key::{ChunkKey, FoldState};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-/// The keys that are being written or removed. A write that a caller has left runs on to its end or
-/// its deadline, and what follows on the same key waits for it. A write that was late may still
-/// take effect after that, in a store that hangs.
+/// The keys that are being written or removed. A write whose caller is gone continues to its end or its
+/// deadline, and later operations on the same key wait for it. In a store that hangs, a write that was late
+/// may still take effect after that.
 #[derive(Debug, Default)]
 pub(super) struct Claims {
     claimed: Mutex<HashSet<ChunkKey, FoldState>>,
     ended: Notify,
 }
 
-/// The right to write or remove a key, until it is dropped.
+/// The right to write or remove a key, until this is dropped.
 #[derive(Debug)]
 pub(super) struct Claim {
     key: ChunkKey,
@@ -25,10 +25,10 @@ pub(super) struct Claim {
 }
 
 impl Claims {
-    /// Moves those items out of `items` whose key is free, and claims them; waits while none is.
-    /// The keys of `items` are different. Returns nothing once the deadline has come.
+    /// Removes from `items` those whose key is free, and claims and returns them; waits while there are none.
+    /// The keys of `items` must be different. Returns nothing once the deadline has passed.
     ///
-    /// A caller must not hold claims of its own.
+    /// The caller must not hold claims of its own.
     pub(super) async fn take<I>(
         self: &Arc<Self>,
         items: &mut Vec<I>,

@@ -1,4 +1,4 @@
-//! Clears: those that are known here, and the object by which daemons pass them on.
+//! Clears: those known here, and the object through which daemons pass them on.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,37 +13,38 @@ use crate::format::{
 };
 use crate::store::{Store, StoreError, until};
 
-/// Attempts to write the object where others write it too.
+/// Most attempts to write the object while other daemons write it too.
 const MAX_ATTEMPTS: usize = 8;
-/// Time for one reading of the object, whatever other operations are given.
+/// Timeout for one reading of the object, whatever timeout other operations have.
 const READ_TIMEOUT: Duration = Duration::from_secs(2);
-/// Intervals for which the clears that were read count as all that there are.
+/// Number of intervals for which the clears that were read count as complete.
 const LEASE: u32 = 3;
-/// Intervals after which an object that was lost gets a new generation.
+/// Number of intervals after which a lost object gets a new generation.
 const GRACE: u32 = 2;
-/// Pause before the object is written again as it is, so that a lifecycle rule spares it: at first, and
-/// from then on.
+/// Pause before the object is rewritten unchanged, so that a lifecycle rule does not remove it: the first
+/// pause, and all later ones.
 const REWRITES: (Duration, Duration) = (Duration::from_secs(3600), Duration::from_secs(24 * 3600));
-/// Names that one request lists to see whether there are any.
+/// Number of names that one request lists to find out whether there are any.
 const PAGE: usize = 1000;
 
-/// Clears and generation as they are known here. All times are of the boot clock.
+/// Clears and generation as known here. All times are of the boot clock.
 #[derive(Debug)]
 struct Known {
     /// The clears that the engine has carried out.
     current: Arc<Clears>,
-    /// The clears of `current`, and all that the store has passed on.
+    /// The clears of `current`, and all clears that the store has passed on.
     all: Arc<Clears>,
-    /// True while the store has passed on clears that the engine has not carried out.
+    /// True if the store has passed on clears that the engine has not carried out yet.
     is_behind: bool,
-    /// The folder of the chunks that are stored and asked for, once the generation is known.
+    /// The folder in which chunks are stored and looked up, once the generation is known.
     folder: Option<ChunkFolder>,
-    /// Time before the last reading that found the object, unless it is not understood by now.
+    /// Time of the last reading that found the object, taken before the reading; `None` if the object is no
+    /// longer understood.
     read_at: Option<Duration>,
-    /// Time of the first reading since then that did not find it.
+    /// Time of the first reading since then that did not find the object.
     lost_at: Option<Duration>,
     rewrite_at: Duration,
-    /// The reason why the last reading failed.
+    /// Reason why the last reading failed.
     fault: Option<String>,
 }
 
@@ -61,10 +62,9 @@ impl Known {
         }
     }
 
-    /// Takes in the clears that the engine has carried out by now.
+    /// Adds the clears that the engine has carried out by now.
     ///
-    /// Two clears of one engine may come here in any order: an older map than the one of now changes
-    /// nothing.
+    /// Two clears of one engine may arrive in any order: an older map than the current one changes nothing.
     fn carried_out(&mut self, clears: Arc<Clears>) -> Result<(), TooManyClears> {
         if self.current.contains(&clears) {
             return Ok(());
@@ -78,9 +78,9 @@ impl Known {
         Ok(())
     }
 
-    /// Takes in the object, as it was read after `now`.
+    /// Adds the content of the object, which was read after `now`.
     fn found(&mut self, object: &ClearsRecord, now: Duration) -> Result<(), TooManyClears> {
-        // What cannot be taken in is not known.
+        // Until the content was added, the clears are not known.
         self.read_at = None;
         if !self.all.contains(&object.clears) {
             Arc::make_mut(&mut self.all).join(&object.clears)?;
@@ -94,8 +94,8 @@ impl Known {
         Ok(())
     }
 
-    /// Returns the object that is written in place of a lost one, after a reading that began at `now`;
-    /// `None` before that is known.
+    /// Returns the object to write in place of a lost one, after a reading that began at `now`; `None` while
+    /// that is undecided.
     fn successor(
         &mut self,
         now: Duration,
@@ -104,7 +104,7 @@ impl Known {
     ) -> Result<Option<ClearsRecord>, getrandom::Error> {
         let lost_at = *self.lost_at.get_or_insert(now);
         let generation = match self.folder {
-            // No other daemon has made a new one yet.
+            // No other daemon has made a new generation yet.
             Some(folder) if self.is_read(now, interval) => folder.generation,
             _ if is_empty || now.saturating_sub(lost_at) >= GRACE * interval => {
                 Generation::random()?
@@ -120,7 +120,7 @@ impl Known {
         age.is_some_and(|age| age <= LEASE * interval)
     }
 
-    /// Returns the folder of chunks, or the reason why none may be used.
+    /// Returns the folder of chunks, or the reason why no folder may be used.
     fn folder(&self, now: Duration, interval: Duration) -> Result<ChunkFolder, Unavailable> {
         let Some(folder) = self.folder.filter(|_| self.is_read(now, interval)) else {
             let fault = self
@@ -145,14 +145,14 @@ impl Known {
     }
 }
 
-/// The clears as they are known here, kept in step with the object in the store.
+/// The clears as known here, kept in step with the object in the store.
 ///
 /// Lock order: `syncing`, `known`, `mapped`.
 #[derive(Debug)]
 pub(super) struct ClearsSync {
     access: Arc<StoreAccess>,
     known: Mutex<Known>,
-    /// One reader and writer of the object at a time.
+    /// Limits the object to one reader and writer at a time.
     syncing: tokio::sync::Mutex<()>,
     /// True once the object was read.
     was_read: watch::Sender<bool>,
@@ -186,16 +186,14 @@ impl ClearsSync {
         let _ = self.was_read.subscribe().wait_for(|&read| read).await;
     }
 
-    /// Returns the folder of the chunks that may be stored and asked for now, or the reason why no chunk
-    /// may.
+    /// Returns the folder in which chunks may be stored and looked up now, or the reason why there is none.
     pub(super) fn folder(&self) -> Result<ChunkFolder, Unavailable> {
         let config = &self.access.config;
         let now = config.boot_clock.now();
         self.known.lock().folder(now, config.clears_interval)
     }
 
-    /// Returns the folder of the chunks of an operation that begins now, or the reason why none can
-    /// begin on any path.
+    /// Returns the folder for an operation that begins now, or the reason why none can begin on any path.
     pub(super) fn check(&self) -> Result<ChunkFolder, BackendError> {
         self.access.check_open()?;
         Ok(self.folder()?)
@@ -234,7 +232,7 @@ impl ClearsSync {
         }
     }
 
-    /// Takes in the clears that the engine has carried out, and passes them on.
+    /// Adds the clears that the engine has carried out, and passes them on.
     pub(super) async fn clear(
         self: &Arc<Self>,
         clears: Arc<Clears>,
@@ -258,8 +256,8 @@ impl ClearsSync {
         }
     }
 
-    /// Joins the clears of the store with those known here, and writes them where the store does not
-    /// have them all. Returns the refusal of a write where the store may be read.
+    /// Joins the clears of the store with those known here, and writes them if the store lacks any. Returns
+    /// the refusal of the write if the store can still be read.
     pub(super) async fn sync(&self, deadline: Instant) -> Result<Option<StoreError>, StoreError> {
         let syncing = async { Ok::<_, StoreError>(self.syncing.lock().await) };
         let _syncing = until(deadline, syncing).await?;
@@ -331,8 +329,8 @@ impl ClearsSync {
         ))
     }
 
-    /// Takes in the object, as it was read or written after `now`. Returns the one that is to be
-    /// written instead, if it lacks clears or is old.
+    /// Adds the content of the object, which was read or written after `now`. Returns the object to write
+    /// instead, if it lacks clears or is old.
     fn note_object(
         &self,
         object: &ClearsRecord,
@@ -354,7 +352,7 @@ impl ClearsSync {
         }))
     }
 
-    /// Returns the object that is written in place of one that is absent or damaged.
+    /// Returns the object to write in place of an absent or damaged one.
     async fn successor(
         &self,
         now: Duration,
@@ -380,24 +378,24 @@ impl ClearsSync {
                 Name::Clears
             ))
         })?;
-        tracing::warn!(generation = %next.generation, "{} of the remote store is {what}, and is written", Name::Clears);
+        tracing::warn!(generation = %next.generation, "{} of the remote store is {what}; writing it", Name::Clears);
         if !is_damaged && let Ok(Some(command)) = self.access.store.old_chunks(deadline).await {
             tracing::warn!(
-                "chunks of an older lmc lie in the remote store, and are not read; to remove them: {command}"
+                "the remote store has chunks of an older lmc, which are not read; to remove them: {command}"
             );
         }
         Ok(next)
     }
 
-    /// Gives up what is known: a later lmc passes clears on by this object, which are not known here. It
-    /// is not overwritten.
+    /// Discards what is known: a later lmc passes clears on through this object, and those are not known
+    /// here. The object is not overwritten.
     fn not_understood(&self, error: ClearsError) -> StoreError {
         self.known.lock().read_at = None;
         StoreError::unavailable(format!("{error}: use one release of lmc with one store"))
     }
 
-    /// Writes the map of a folder, unless that was done before. To be called before the first chunk.
-    /// Returns false if the engine has cleared meanwhile, so that no lookup will ask for the folder.
+    /// Writes the map of a folder, unless that was done before. Called before the first chunk. Returns false
+    /// if the engine has cleared meanwhile, so that no lookup will use the folder.
     pub(super) async fn write_map(
         &self,
         folder: ChunkFolder,
@@ -422,7 +420,7 @@ impl ClearsSync {
     }
 }
 
-/// Returns true for a store that shows no chunk, map or description.
+/// Returns true if a store has no visible chunk, map or description.
 async fn has_nothing(store: &dyn Store, deadline: Instant) -> bool {
     let mut token = None::<String>;
     loop {
@@ -434,11 +432,11 @@ async fn has_nothing(store: &dyn Store, deadline: Instant) -> bool {
     }
 }
 
-/// Returns a pause between three and five quarters of the one given, so that daemons which lost
-/// a store at one time do not all probe it at one time.
+/// Returns a random pause between three and five quarters of the given one, so that daemons that lost a store
+/// at the same time do not all probe it at the same time.
 pub(super) fn jittered(pause: Duration) -> Duration {
     let mut byte = [128];
-    // Without random numbers the pause is as given.
+    // Without random numbers, the pause is as given.
     let _ = getrandom::fill(&mut byte);
     pause * (384 + u32::from(byte[0])) / 512
 }

@@ -10,26 +10,26 @@ use crate::clock::BootClock;
 pub struct RemoteConfig {
     /// Name of the tier in logs and metrics. Default: `remote`.
     pub name: String,
-    /// Time for which a key that the store does not have is not asked for again. Default: 2 s.
+    /// Time for which a key that the store lacks is not looked up again. Default: 2 s.
     pub absent_ttl: Duration,
-    /// Keys that are remembered as absent, at most. Default: 65,536.
+    /// Most keys that are remembered as absent. Default: 65,536.
     pub max_absent: usize,
-    /// Time that the store has to answer before that counts as a failure, also when the caller
-    /// waits for less. Default: 2 s.
+    /// Time after which a missing answer of the store counts as a failure, even if the caller waits for less.
+    /// Default: 2 s.
     pub timeout: Duration,
-    /// Pause between two reads of the clears that other daemons have passed on. The store is used
-    /// only while they were read within three of it. Default: 2 s.
+    /// Pause between two reads of the clears that other daemons have passed on. The store is used only if the
+    /// last read was within three such pauses. Default: 2 s.
     pub clears_interval: Duration,
-    /// Clock that says how long ago they were read. Default: `CLOCK_BOOTTIME`.
+    /// Clock for the time since that read. Default: `CLOCK_BOOTTIME`.
     pub boot_clock: BootClock,
-    /// Pause before the clears are read again after a failure, and before a request tries a path of the
-    /// store that was taken out: at first, and at most. Default: 250 ms and 15 s.
+    /// Pause before the clears are read again after a failure, and before a request tries a path of the store
+    /// that was taken out: the first pause, and the longest one. Default: 250 ms and 15 s.
     pub probe_pause: (Duration, Duration),
 }
 
 impl RemoteConfig {
-    /// Returns the settings of the nth store of a program, counted from 0: named `remote`, `remote2`,
-    /// `remote3`.
+    /// Returns the settings of the nth store of a program, counted from 0. The stores are named `remote`,
+    /// `remote2`, `remote3`.
     pub fn nth(number: usize) -> Self {
         let mut this = Self::default();
         if number > 0 {

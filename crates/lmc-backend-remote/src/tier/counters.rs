@@ -6,14 +6,14 @@ use crate::format::Refusal;
 
 macro_rules! counters {
     ($($(#[doc = $doc:literal])* $name:ident,)*) => {
-        /// Counts of what happened since the tier was made.
+        /// Counters since the tier was made.
         #[derive(Debug, Default)]
         pub(super) struct Counters {
             $($(#[doc = $doc])* pub(super) $name: Counter,)*
         }
 
         impl Counters {
-            /// Returns the counts under the names of their fields.
+            /// Returns the counters with the names of their fields.
             pub(super) fn named(&self) -> Vec<(&'static str, u64)> {
                 vec![$((stringify!($name), self.$name.get()),)*]
             }
@@ -22,30 +22,29 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Keys that were not asked for, because they were absent a short while ago.
+    /// Keys that were not looked up, because they were absent a short time ago.
     known_absent,
-    /// Values that were not used because they were cut off or a checksum was wrong.
+    /// Values that were not used because they were truncated or a checksum was wrong.
     damaged,
     /// Values that were not used because they belong to another key.
     other_key,
     /// Values that were not used because a later lmc wrote them.
     unknown_format,
-    /// Values that were made as young as new ones, because they were read at more than half of
-    /// their age.
+    /// Values whose age was reset because they were read after more than half of their lifetime.
     touched,
-    /// Lookups that were not begun because too many were under way.
+    /// Lookups that were refused because too many were in progress.
     lookups_refused,
-    /// Operations of a batch or of a single object that the store failed.
+    /// Operations, on a batch or on a single object, that the store failed.
     failed,
-    /// Attempts to read or write the object of clears that failed, or found it of no use.
+    /// Attempts to read or write the object of clears that failed, or found it unusable.
     clears_unread,
-    /// Values that were deleted on an operator's order, because no daemon asks for them any more.
+    /// Values that were deleted on an operator's order, because no daemon looks for them any more.
     stale_deleted,
     /// Attempts to describe a space that failed.
     spaces_undescribed,
 }
 
-/// A count.
+/// A counter.
 #[derive(Debug, Default)]
 pub(super) struct Counter(AtomicU64);
 
@@ -60,7 +59,7 @@ impl Counter {
 }
 
 impl Counters {
-    /// Counts a value that was not used. A slot of another length is no fault of the value.
+    /// Counts a value that was not used. A slot of another length is not a fault of the value.
     pub(super) fn refused(&self, refusal: Refusal) {
         match refusal {
             Refusal::Damaged => self.damaged.add(1),

@@ -1,4 +1,4 @@
-//! Listings: the positions of a store are texts, those of a tier are numbers.
+//! Listings: a store's positions are texts, a tier's positions are numbers.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use super::clears::ClearsSync;
 use crate::format::{ChunkFolder, Scope, ValueName};
 use crate::store::StoreError;
 
-/// Listings that may be under way at a time; the oldest one ends with an error.
+/// Most listings in progress; beyond that, the oldest one ends with an error.
 const MAX_LISTINGS: usize = 16;
-/// Chunks of a page, at most.
+/// Most chunks of a page.
 const MAX_PAGE: usize = 1000;
 
-/// The listings that are under way.
+/// The listings in progress.
 #[derive(Debug)]
 pub(super) struct Listings {
     access: Arc<StoreAccess>,
@@ -52,7 +52,7 @@ impl Listings {
         Ok(Some(token.ok_or_else(lost)?))
     }
 
-    /// Replaces the position of a listing by the next one.
+    /// Replaces the position of a listing with the next one.
     fn advance(&self, from: Cursor, next: Option<String>) -> Option<Cursor> {
         let state = &mut *self.tokens.lock();
         state.tokens.remove(&from.raw());

@@ -40,13 +40,13 @@ use self::write::ValueWriter;
 use crate::format::SpaceRecord;
 use crate::store::Store;
 
-/// Time for which a value that was found damaged counts as absent, and most keys of such values.
+/// Time for which a damaged value counts as absent, and most keys of such values.
 const DAMAGED: (Duration, usize) = (Duration::from_secs(60), 4096);
 
 /// A shared store as a tier of the engine.
 ///
-/// Every operation runs as a task of the runtime that the tier was started on, so that it may be
-/// awaited on any other.
+/// Every operation runs as a task of the runtime on which the tier was started, so that it may be awaited on
+/// any runtime.
 #[derive(Debug)]
 pub struct RemoteTier {
     access: Arc<StoreAccess>,
@@ -55,13 +55,12 @@ pub struct RemoteTier {
     reader: Arc<ValueReader>,
     writer: Arc<ValueWriter>,
     listings: Arc<Listings>,
-    /// The task that keeps the clears in step, and the one that describes spaces; they end with the
-    /// tier.
+    /// The task that keeps the clears in step, and the task that describes spaces. They end with the tier.
     minders: Mutex<Vec<AbortOnDropHandle<()>>>,
 }
 
 impl RemoteTier {
-    /// Starts a tier, with the clears that the daemon has carried out. It answers
+    /// Starts a tier, with the clears that the daemon has carried out. It answers with
     /// [`BackendError::Unavailable`] until the clears of other daemons were read from the store.
     pub fn start(
         config: RemoteConfig,
@@ -78,7 +77,7 @@ impl RemoteTier {
         this
     }
 
-    /// Returns a tier without its tasks.
+    /// Makes a tier without its tasks.
     fn new(
         config: RemoteConfig,
         store: Arc<dyn Store>,
@@ -103,9 +102,10 @@ impl RemoteTier {
         }
     }
 
-    /// Describes the spaces that chunks are stored in, in the background, by a function that knows
-    /// their fields. It is given the name of a space in keys ([`SpaceId::after`]), and the digest of
-    /// the clears that is in there. Only the first call counts; without one no space is described.
+    /// Sets the function that returns the description of a space; spaces in which chunks are stored are then
+    /// described in the background. The function is given the name of a space in keys ([`SpaceId::after`]),
+    /// and the digest of the clears in that name. Only the first call has an effect; without it, no space is
+    /// described.
     pub fn describe_spaces(
         &self,
         describe: impl Fn(SpaceId, ClearsId) -> Option<SpaceRecord> + Send + Sync + 'static,
@@ -113,13 +113,12 @@ impl RemoteTier {
         self.spaces.describe_by(Box::new(describe));
     }
 
-    /// Deletes the chunks in the store that no daemon asks for any more: chunks of other generations, and
-    /// chunks from before a clear. Works page by page, and reports its progress after each. Ends with its
-    /// caller.
+    /// Deletes the chunks in the store that no daemon looks for any more: chunks of other generations, and
+    /// chunks from before a clear. Works page by page, and reports its progress after each page. Ends with
+    /// its caller.
     ///
     /// # Errors
-    /// [`BackendError`] at the first page that the store fails; what was deleted until then was
-    /// reported.
+    /// [`BackendError`] at the first page that fails; deletions before that were reported.
     pub async fn delete_stale(
         &self,
         progress: impl Fn(StaleDeleted) + Send + Sync + 'static,
@@ -130,8 +129,8 @@ impl RemoteTier {
         deleted.unwrap_or(Err(BackendError::Closed))
     }
 
-    /// Waits until the store has answered once, so that the clears of others are known. Returns
-    /// false if the deadline came first.
+    /// Waits until the store has answered once, so that the clears of other daemons are known. Returns false
+    /// if the deadline passed first.
     pub async fn ready(&self, deadline: Instant) -> bool {
         let clears = Arc::clone(&self.clears);
         let wait = async move {
@@ -174,8 +173,8 @@ impl Backend for RemoteTier {
         self.reader.load(items, deadline)
     }
 
-    /// Passes the clears on to the daemons that use the store. They count here at once, whether the
-    /// store answers or not, and are passed on as soon as it does.
+    /// Passes the clears on to the daemons that use the store. They take effect here at once, even if the
+    /// store does not answer, and are passed on as soon as it does.
     fn clear(
         &self,
         clears: Arc<Clears>,

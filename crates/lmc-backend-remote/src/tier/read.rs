@@ -20,11 +20,11 @@ use super::recent::{Asked, RecentKeys};
 use crate::format::{ChunkFolder, Header, Refusal, ValueName};
 use crate::store::{GetItem, Got, Head, StoreError};
 
-/// Lookups that may be under way at a time.
+/// Most lookups in progress.
 const MAX_LOOKUPS: usize = 64;
-/// Keys that are remembered as touched.
+/// Most keys that are remembered as touched.
 const MAX_TOUCHED: usize = 65_536;
-/// Time before a key is touched again, where its store keeps it for twice as long or longer.
+/// Time before a key is touched again, if its store keeps values for at least twice this time.
 const TOUCH_PAUSE: Duration = Duration::from_secs(3600);
 
 type Heads = Vec<Result<Option<Head>, StoreError>>;
@@ -34,11 +34,11 @@ type Heads = Vec<Result<Option<Head>, StoreError>>;
 pub(super) struct ValueReader {
     access: Arc<StoreAccess>,
     clears: Arc<ClearsSync>,
-    /// Keys that the store does not have; the writer takes those out that it stores.
+    /// Keys that the store lacks; the writer removes the keys that it stores.
     absent: Arc<RecentKeys>,
-    /// Keys whose value was found damaged: absent as well, unless they are stored here again.
+    /// Keys whose value was damaged: they count as absent too, until they are stored here again.
     damaged: Arc<RecentKeys>,
-    /// Keys that were touched.
+    /// Keys that were touched recently.
     touched: RecentKeys,
     lookups: Semaphore,
     rate: ReadRate,
@@ -68,7 +68,7 @@ impl ValueReader {
         deadline: Instant,
     ) -> Vec<Result<Located, BackendError>> {
         let now = now();
-        // A chunk that cannot be loaded is not offered, except to the load that tries it.
+        // A chunk that cannot be loaded is not reported as present, except to the load that tries the path.
         let checked = self.clears.check().and_then(|folder| {
             self.access.paths.loads.check(now)?;
             Ok(folder)
@@ -91,7 +91,7 @@ impl ValueReader {
             Err(error) => each(asked.len(), &error.into()),
         }
         .into_iter();
-        // The keys that were asked for stand in the order of the batch.
+        // The looked-up keys are in the order of the batch.
         let mut asked = asked.into_iter().peekable();
         let answer = |key: &ChunkKey| match asked.next_if_eq(key) {
             Some(_) => found.next().unwrap_or(Err(BackendError::Deadline)),
@@ -104,8 +104,8 @@ impl ValueReader {
         self.absent.contains(key, now) || self.damaged.contains(key, now)
     }
 
-    /// Asks the store for headers. The question runs to its end, so that the answer to a caller
-    /// that waits for less than the store takes is known to the next one.
+    /// Reads headers from the store. The request continues to its end even if its caller waits for less time,
+    /// so that the answer is known to the next caller.
     async fn ask(
         self: &Arc<Self>,
         attempt: Attempt,
@@ -128,7 +128,7 @@ impl ValueReader {
             let names: Vec<ValueName> = keys.iter().map(|&key| folder.value(key)).collect();
             let mut heads = this.access.store.heads(&names, until);
             let in_time = tokio::time::timeout_at(deadline.into(), &mut heads).await;
-            // The caller may have left: its answers are of use to the next one.
+            // The caller may be gone: the answers are useful to the next one.
             match in_time {
                 Ok(heads) => {
                     let _ = answer.send(this.located(attempt, &keys, &asked, heads));
@@ -144,7 +144,7 @@ impl ValueReader {
         answered.await.unwrap_or_else(closed)
     }
 
-    /// Notes and judges the headers of values.
+    /// Records and checks the headers of values.
     fn located(
         &self,
         attempt: Attempt,
@@ -176,8 +176,8 @@ impl ValueReader {
         Located::Present(Location::new(header.plain_len).with_cost(cost))
     }
 
-    /// Loads a batch. The store reads several values at a time; each is verified on a task of its
-    /// own, while the next are on the way, and is answered then.
+    /// Loads a batch. The store reads several values at a time. Each value is verified on a task of its own
+    /// while the next ones are being read, and then answered.
     pub(super) fn load(
         self: &Arc<Self>,
         items: Vec<LoadItem>,
@@ -230,10 +230,10 @@ impl ValueReader {
             match &got {
                 Got::Value { .. } => attempt.succeeded(),
                 Got::Failed { error, .. } => self.access.note_failure(&mut attempt, error),
-                // Answered by the header, or without one.
+                // The header, or its absence, was the answer.
                 Got::Absent(_) | Got::Refused { .. } => {}
             }
-            // The receiver is gone when the caller is, and this task with it.
+            // If the caller is gone, the receiver is gone, and this task ends with it.
             let answer = |loaded| drop(answers.send((index, loaded)));
             match got {
                 Got::Value { header, slot, age } => {
@@ -279,8 +279,7 @@ impl ValueReader {
         }
     }
 
-    /// Returns true for a value that has lived for more than half of its time and was not touched
-    /// lately.
+    /// Returns true if a value has lived for more than half of its lifetime and was not touched recently.
     fn is_aging(&self, key: &ChunkKey, age: Option<Duration>) -> bool {
         let (Some(age), Some(touch_age)) = (age, self.access.store.touch_age()) else {
             return false;
@@ -288,8 +287,8 @@ impl ValueReader {
         age > touch_age && !self.touched.contains(key, now())
     }
 
-    /// Makes values that are read as young as new ones: otherwise age would take the shared heads
-    /// of prompts first, and leave tails that no prompt reaches.
+    /// Resets the age of values that are read. Otherwise the shared heads of prompts would expire first, and
+    /// leave tails that no prompt can reach.
     async fn touch(&self, names: Vec<ValueName>) {
         let now = now();
         if self.access.paths.writes.check(now).is_err() {
@@ -303,7 +302,7 @@ impl ValueReader {
         self.access.note_aside(&touched);
         for (name, touched) in names.iter().zip(&touched) {
             if touched.as_ref().is_err_and(|error| !error.is_refusal()) {
-                // The next hit tries it again, before the value expires.
+                // The next hit tries again, before the value expires.
                 self.touched.stored(&name.key);
             }
         }
@@ -311,7 +310,7 @@ impl ValueReader {
         self.access.counters.touched.add(done.count() as u64);
     }
 
-    /// Compares a payload with its header. `asked`: of the damaged keys, before the read.
+    /// Compares a payload with its header. `asked`: state of the damaged keys before the read.
     fn verify(&self, header: &Header, slot: ReservedSlot, asked: Option<Asked>) -> Loaded {
         let slot = slot.written();
         let sum = checksum(slot.bytes());
@@ -335,13 +334,13 @@ fn failed(error: BackendError, slot: ReservedSlot) -> Loaded {
     Loaded::Failed { error, slot }
 }
 
-/// Returns the time before a key of a store is touched again. A value is touched from `touch_age` on,
-/// which is at most half of its time, so a pause of that length lets none expire that is read later.
+/// Returns the time before a key of a store is touched again. A value is touched from the age `touch_age` on,
+/// which is at most half of its lifetime. With a pause of that length, no value that is read again expires.
 fn touch_pause(touch_age: Option<Duration>) -> Duration {
     touch_age.map_or(TOUCH_PAUSE, |age| TOUCH_PAUSE.min(age))
 }
 
-/// The time in which a batch is read, for estimates.
+/// Measures the time in which a batch is read, for estimates.
 struct Reading<'a> {
     rate: &'a ReadRate,
     bytes: u64,

@@ -1,5 +1,5 @@
-//! Keys of which something is known for a short while: that the store does not have them, that
-//! their value is damaged, or that they were touched.
+//! Sets of keys that are remembered for a short time: keys that the store lacks, keys whose value is damaged,
+//! and keys that were touched.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use lmc_key::{ChunkKey, FoldState};
 use parking_lot::Mutex;
 
-/// Counters of stores, for keys by their fold.
+/// Number of counters of stores; a key's fold selects one.
 const STRIPES: usize = 256;
 
-/// Keys that were noted a short while ago. Bounded in entries; the oldest goes first.
+/// Keys that were inserted a short time ago. Bounded in entries; the oldest is dropped first.
 #[derive(Debug)]
 pub(super) struct RecentKeys {
     state: Mutex<State>,
@@ -21,12 +21,12 @@ pub(super) struct RecentKeys {
 #[derive(Debug)]
 struct State {
     until: HashMap<ChunkKey, Instant, FoldState>,
-    /// The keys with their ends, oldest first. An entry whose end is not that of `until` is void.
+    /// The keys with their ends, oldest first. An entry whose end differs from that in `until` is void.
     order: VecDeque<(Instant, ChunkKey)>,
     stores: Vec<u64>,
 }
 
-/// Counter of the stores of a key's stripe, read before the store was asked for the key.
+/// Value of the counter for a key's stripe, read before the store was asked for the key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Asked(u64);
 
@@ -47,18 +47,18 @@ impl RecentKeys {
         }
     }
 
-    /// Returns true for a key that was noted a short while ago.
+    /// Returns true if a key was inserted a short time ago.
     pub(super) fn contains(&self, key: &ChunkKey, now: Instant) -> bool {
         let state = self.state.lock();
         state.until.get(key).is_some_and(|&until| now < until)
     }
 
-    /// Notes that the store is about to be asked for a key.
+    /// Records that the store is about to be asked for a key.
     pub(super) fn asking(&self, key: &ChunkKey) -> Asked {
         Asked(self.state.lock().stores[stripe(key)])
     }
 
-    /// Notes a key, unless it was stored here since the store was asked.
+    /// Inserts a key, unless it was stored here since the store was asked.
     pub(super) fn insert(&self, key: ChunkKey, asked: Asked, now: Instant) {
         let state = &mut *self.state.lock();
         if self.ttl.is_zero() || self.max_keys == 0 || state.stores[stripe(&key)] != asked.0 {
@@ -68,7 +68,7 @@ impl RecentKeys {
         if state.until.insert(key, until) != Some(until) {
             state.order.push_back((until, key));
         }
-        // Void entries count too, so that the order is bounded.
+        // Void entries count too, so that the length of the list is bounded.
         while let Some(&(until, key)) = state.order.front() {
             if state.order.len() <= self.max_keys && now < until {
                 break;
@@ -80,7 +80,7 @@ impl RecentKeys {
         }
     }
 
-    /// Notes that a key was stored here.
+    /// Records that a key was stored here.
     pub(super) fn stored(&self, key: &ChunkKey) {
         let mut state = self.state.lock();
         state.stores[stripe(key)] += 1;

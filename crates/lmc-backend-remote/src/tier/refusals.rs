@@ -1,4 +1,4 @@
-//! Writes that a store refuses although it may be read.
+//! Refusals of writes by a store that can be read.
 
 use std::time::{Duration, Instant};
 
@@ -8,13 +8,14 @@ use super::breaker::IDLE_PAUSES;
 use super::config::RemoteConfig;
 use crate::store::StoreError;
 
-/// The knowledge that a store refuses writes.
+/// Knowledge that a store refuses writes.
 ///
-/// A write as large as the refused one ends it at once. A smaller one says nothing of larger ones, unless
-/// none was refused for a while: perhaps no chunk as large is ever written again.
+/// A successful write at least as large as the refused one ends the fault at once. A smaller write shows
+/// nothing about larger ones, unless no write was refused for a while: perhaps no chunk of that size is ever
+/// written again.
 #[derive(Debug)]
 pub(super) struct Refusals {
-    /// Time from the last refusal until any write ends the fault.
+    /// Time after the last refusal from which any successful write ends the fault.
     known_for: Duration,
     largest: Mutex<Option<Refused>>,
 }
@@ -36,7 +37,7 @@ impl Refusals {
         }
     }
 
-    /// Notes that the store refused a write of `len` bytes and may be read.
+    /// Records that the store, which can be read, refused a write of `len` bytes.
     pub(super) fn refused(&self, error: &StoreError, len: u64, now: Instant) {
         let Some(remedy) = error.remedy_of_write() else {
             return;
@@ -60,12 +61,12 @@ impl Refusals {
         });
     }
 
-    /// Notes that the store took a write of `len` bytes.
+    /// Records that the store accepted a write of `len` bytes.
     pub(super) fn written(&self, len: u64, now: Instant) {
         let ends =
             |refused: &mut Refused| refused.len <= len || now >= refused.last + self.known_for;
         if self.largest.lock().take_if(ends).is_some() {
-            tracing::info!("remote store takes writes again");
+            tracing::info!("remote store accepts writes again");
         }
     }
 

@@ -1,4 +1,4 @@
-//! Descriptions of the spaces that chunks are stored in, written in the background.
+//! Descriptions of the spaces in which chunks are stored, written in the background.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -16,22 +16,22 @@ use crate::format::{ChunkFolder, Name, SpaceError, SpaceRecord, Tenant};
 use crate::small::read_description;
 use crate::store::StoreError;
 
-/// Spaces whose description is known to be in the store.
+/// Most spaces whose description is known to be in the store.
 const MAX_KNOWN: usize = 4096;
-/// Spaces that wait to be described; further ones wait for the next store into them.
+/// Most spaces that wait for a description; further spaces have to wait for another store of a chunk.
 const MAX_WAITING: usize = 1024;
-/// Time after which the store is asked again whether it still has a description: an operator, a
-/// lifecycle rule or an eviction may have removed it.
+/// Time after which the store is checked again for a description: an operator, a lifecycle rule or an
+/// eviction may have removed it.
 const KNOWN_FOR: Duration = Duration::from_secs(600);
 
-/// Knows the fields of spaces, by their names in keys after clears; `None` for one of which it knows
-/// the name alone.
+/// A function that returns the description of a space, by its name in keys after clears; `None` if only the
+/// name is known.
 type Describe = Box<dyn Fn(SpaceId, ClearsId) -> Option<SpaceRecord> + Send + Sync>;
 
-/// A space that chunks of a folder are of, by its name in keys.
+/// A space with chunks in a folder, by its name in keys.
 type Space = (ChunkFolder, SpaceId);
 
-/// The spaces that chunks were stored in, with the task that describes them in the store.
+/// The spaces in which chunks were stored, and the task that describes them in the store.
 pub(super) struct SpaceDescriptions {
     access: Arc<StoreAccess>,
     clears: Arc<ClearsSync>,
@@ -42,7 +42,7 @@ pub(super) struct SpaceDescriptions {
 
 #[derive(Default)]
 struct State {
-    /// Spaces whose description was in the store then.
+    /// Time at which a space's description was known to be in the store.
     known: HashMap<Space, Instant>,
     waiting: VecDeque<Space>,
 }
@@ -64,13 +64,13 @@ impl SpaceDescriptions {
         }
     }
 
-    /// Describes spaces by a function from now on. Only the first call counts.
+    /// Sets the function that returns descriptions. Only the first call has an effect.
     pub(super) fn describe_by(&self, describe: Describe) {
         let _ = self.describe.set(describe);
         self.changed.notify_one();
     }
 
-    /// Notes that a chunk of a space is in the store. Never waits.
+    /// Records that the store has a chunk of a space. Never waits.
     pub(super) fn note(&self, space: Space) {
         let mut state = self.state.lock();
         let known = state.known.get(&space);
@@ -85,8 +85,8 @@ impl SpaceDescriptions {
         self.changed.notify_one();
     }
 
-    /// Returns the next space to describe. One whose fields are not known is left out: it is noted
-    /// again with the next store into it.
+    /// Returns the next space to describe. A space with unknown fields is skipped; it is recorded again when
+    /// another chunk of it is stored.
     fn next(&self) -> Option<(Space, SpaceRecord)> {
         let describe = self.describe.get()?;
         loop {
@@ -105,8 +105,8 @@ impl SpaceDescriptions {
         state.known.insert(space, now());
     }
 
-    /// Describes the spaces that are noted, one at a time. A failure is counted, and does not count
-    /// against the store.
+    /// Describes the recorded spaces, one at a time. A failure is counted, but does not count against the
+    /// store's health.
     pub(super) async fn describe_all(self: Arc<Self>) {
         let pause = self.access.config.probe_pause.1;
         let mut is_failing = false;
@@ -132,7 +132,7 @@ impl SpaceDescriptions {
         }
     }
 
-    /// Writes a description, unless the store has one that says as much.
+    /// Writes a description, unless the store has an equivalent one.
     async fn write_description(
         &self,
         (folder, space): Space,

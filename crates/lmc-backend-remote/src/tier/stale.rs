@@ -1,4 +1,4 @@
-//! Deletion of what no daemon asks for any more, on an operator's order.
+//! Deletion of chunks that no daemon looks for any more, on an operator's order.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::clears::ClearsSync;
 use crate::format::{ChunkFolder, Name, Scope};
 use crate::small::StaleFolders;
 
-/// Objects of a page, and time for it.
+/// Number of objects of a page. The next constant is the page's timeout.
 const PAGE: usize = 4096;
 const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -19,14 +19,14 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StaleDeleted {
-    /// Chunks that were looked at.
+    /// Chunks examined.
     pub seen: u64,
-    /// Chunks that were deleted.
+    /// Chunks deleted.
     pub deleted: u64,
 }
 
-/// Deletes what is in stale folders. Ends at the first page with a failure, which does not count
-/// against the store.
+/// Deletes the objects of stale folders. Ends at the first page with a failure, which does not count against
+/// the store's health.
 pub(super) async fn delete_stale(
     access: Arc<StoreAccess>,
     clears: Arc<ClearsSync>,
@@ -55,7 +55,7 @@ pub(super) async fn delete_stale(
                 continue;
             }
             match object.name {
-                // Without its map, nothing else of a folder would be known to be stale.
+                // Without its map, the other objects of a folder would not be known to be stale.
                 Name::Map(_) => _ = emptied.insert(folder),
                 name => names.push(name),
             }

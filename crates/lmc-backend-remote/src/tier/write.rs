@@ -18,18 +18,19 @@ use super::spaces::SpaceDescriptions;
 use crate::format::{ChunkFolder, Header, MAX_PAYLOAD_LEN, Name, ValueName};
 use crate::store::{Head, Put, PutItem, PutMode, StoreError};
 
-/// Values, and bytes, with which a store begins while the checksums of those after them are made.
+/// Number of values, and bytes, of a group: the store begins with a group while the checksums of the next one
+/// are computed.
 const GROUP: (usize, u64) = (4, 1 << 20);
 
-/// The answers to a batch, in which a key may stand more than once.
+/// The answers to a batch in which a key may occur more than once.
 struct Batch {
     answers: mpsc::UnboundedSender<(usize, Result<Stored, BackendError>)>,
-    /// Further indices of keys that stand in the batch more than once.
+    /// Further indices of keys that occur more than once in the batch.
     twins: HashMap<usize, Vec<usize>>,
 }
 
 impl Batch {
-    /// Answers an item and its twins. They find what the first has written.
+    /// Answers an item and its twins. The twins get the answer that the chunk is present.
     fn answer(&self, index: usize, result: Result<Stored, BackendError>) {
         let twins = self.twins.get(&index).into_iter().flatten();
         for &twin in twins {
@@ -38,7 +39,7 @@ impl Batch {
                 Ok(other) => Ok(*other),
                 Err(error) => Err(same(error)),
             };
-            // The receiver is gone when the caller is.
+            // If the caller is gone, so is the receiver.
             let _ = self.answers.send((twin, result));
         }
         let _ = self.answers.send((index, result));
@@ -49,7 +50,7 @@ impl Batch {
     }
 }
 
-/// The treatment of a chunk.
+/// Decision about a chunk.
 enum Decision {
     Answer(Result<Stored, BackendError>),
     Put(PutMode),
@@ -61,7 +62,7 @@ pub(super) struct ValueWriter {
     access: Arc<StoreAccess>,
     clears: Arc<ClearsSync>,
     spaces: Arc<SpaceDescriptions>,
-    /// Keys that the reader has not found, and those whose value it found damaged.
+    /// Keys that the reader has not found, and keys whose value it found damaged.
     absent: Arc<RecentKeys>,
     damaged: Arc<RecentKeys>,
     claims: Arc<Claims>,
@@ -98,14 +99,13 @@ impl ValueWriter {
             return ready([]);
         }
         let (answers, mut answered) = mpsc::unbounded_channel();
-        // What the store was given runs to its end: it would not be known to be over otherwise.
+        // Requests that the store was given run to their end; otherwise it would not be known when they end.
         self.access
             .spawn_tracked(Arc::clone(self).write(folder, items, deadline, answers));
         Box::pin(stream::poll_fn(move |context| answered.poll_recv(context)))
     }
 
-    /// Returns the folder of the chunks of a store or a removal that begins now, or the reason why none
-    /// can begin.
+    /// Returns the folder for a store or a removal that begins now, or the reason why none can begin.
     fn check_writes(&self) -> Result<ChunkFolder, BackendError> {
         let folder = self.clears.check()?;
         self.access.paths.writes.check(now())?;
@@ -153,7 +153,7 @@ impl ValueWriter {
         deadline: Instant,
     ) {
         let begun = now();
-        // What a lookup has just not found is written without another look.
+        // Chunks that a lookup has just not found are written without another lookup.
         let is_absent =
             |(_, (_, item)): &(Claim, (usize, StoreItem))| self.absent.contains(&item.key, begun);
         let (absent, unknown): (Vec<_>, Vec<_>) = claimed.into_iter().partition(is_absent);
@@ -201,18 +201,18 @@ impl ValueWriter {
                     attempt.succeeded();
                     self.access.refusals.written(len, now());
                 }
-                // The store may have looked, and taken no value.
+                // The store may have found a value, and kept it.
                 Ok(Put::Present) => {}
                 Err(error) => self.access.note_failed_write(&mut attempt, error, len),
             }
-            // After an error the chunk may be there, too.
+            // After an error the chunk may be present too.
             self.absent.stored(&item.key);
             if put.is_ok() {
                 self.spaces.note((folder, item.key.space));
             }
             let stored = match put {
                 Ok(_) if item.slot.arena().is_lost() => {
-                    // What was written may be the zeroes that came after the loss.
+                    // The written bytes may be the zeroes that follow the loss.
                     let name = folder.value(item.key).into();
                     self.access.store.remove(&[name], deadline).await;
                     Err(std::io::Error::other("the slot's memory was lost").into())
@@ -233,7 +233,7 @@ impl ValueWriter {
         }
     }
 
-    /// Reads the headers of chunks that are to be written.
+    /// Reads the headers of chunks that are about to be written.
     async fn heads_for_writes(
         &self,
         names: &[ValueName],
@@ -251,8 +251,8 @@ impl ValueWriter {
         heads
     }
 
-    /// Begins to write values, the largest of `len` bytes, by the map of their folder. `None` for a folder
-    /// that no lookup asks for.
+    /// Begins to write values, the largest of `len` bytes, by writing the map of their folder. Returns `None`
+    /// for a folder that no lookup uses.
     async fn begin_writes(
         &self,
         folder: ChunkFolder,
@@ -301,8 +301,8 @@ impl ValueWriter {
         }
     }
 
-    /// Writes values. Their headers, with their checksums where those are not known yet, are made on
-    /// a thread, while values before them are on the way to the store.
+    /// Writes values. Their headers, with checksums that are not known yet, are computed on a thread while
+    /// earlier values are being sent to the store.
     fn put(
         &self,
         folder: ChunkFolder,
@@ -327,7 +327,7 @@ impl ValueWriter {
                     continue;
                 }
                 let next = first + group.len();
-                // The receiver is gone when the writer is.
+                // If the writer is gone, so is the receiver.
                 if groups.send((first, std::mem::take(&mut group))).is_err() {
                     return;
                 }
@@ -362,7 +362,7 @@ impl ValueWriter {
             let removed = this
                 .remove_all(folder, &batch, deadline, is_abandoned)
                 .await;
-            // The receiver is gone when the caller is.
+            // If the caller is gone, so is the receiver.
             let _ = answer.send(removed);
         });
         let removed = answered.await;
@@ -382,7 +382,7 @@ impl ValueWriter {
         left.dedup();
         while !left.is_empty() {
             let claimed = self.claims.take(&mut left, |key| *key, deadline).await;
-            // What its caller left before it began would overtake what the caller does next.
+            // A removal whose caller left before it began could overtake the caller's next operation.
             if claimed.is_empty() || is_abandoned() {
                 break;
             }
@@ -398,7 +398,7 @@ impl ValueWriter {
         let answer = |key: &ChunkKey| match results.get_mut(key) {
             None => Err(BackendError::Deadline),
             Some(Err(error)) => Err(same(error)),
-            // The second of two equal keys finds that the first was removed.
+            // The second of two equal keys finds that the first one was removed.
             Some(Ok(removed)) => Ok(std::mem::take(removed)),
         };
         keys.iter().map(answer).collect()

@@ -1,4 +1,4 @@
-//! An executor for one future of a test. That of `lmc-transfer` is part of its
+//! An executor for one future of a test. The similar function of `lmc-transfer` is part of that crate's
 //! interface, and yields before it parks.
 
 use std::pin::pin;

@@ -44,10 +44,10 @@ pub fn lens_of(
     located.map(|located| located.map(len)).collect()
 }
 
-/// Clears: counts one more clear than the tier knows of. Returns the number of chunks removed.
+/// Carries out one more clear than the tier knows of. Returns the number of chunks removed.
 ///
 /// # Errors
-/// [`BackendError`] of the tier.
+/// [`BackendError`] of the tier's `clear`.
 pub fn clear_all(backend: &dyn Backend, deadline: Instant) -> Result<u64, BackendError> {
     let mut clears = Clears::clone(&backend.clears());
     let start = StartId::random().expect("a test machine has random numbers");

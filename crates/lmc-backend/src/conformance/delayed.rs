@@ -1,4 +1,4 @@
-//! A tier that takes its time.
+//! A tier that answers after a delay.
 
 use std::sync::Arc;
 use std::task::{Poll, Waker};
@@ -14,7 +14,7 @@ use crate::{
     Stored, WriteBackend, ready,
 };
 
-/// Waits until a moment, on a thread of its own.
+/// Waits until a point in time, on a thread of its own.
 pub(super) async fn sleep_until(end: Instant) {
     let waker: Arc<Mutex<Option<Waker>>> = Arc::default();
     let mut alarmed = false;
@@ -38,7 +38,7 @@ pub(super) async fn sleep_until(end: Instant) {
     .await;
 }
 
-/// Wraps a tier so that it has to be asked, and answers lookups, loads and stores after a delay.
+/// Wraps a tier so that it has no local index, and answers lookups, loads and stores after a delay.
 #[derive(Debug)]
 pub struct Delayed<B> {
     inner: B,
@@ -47,7 +47,7 @@ pub struct Delayed<B> {
 }
 
 impl<B: Backend> Delayed<B> {
-    /// A slow tier: answers after `delay`, or with [`BackendError::Deadline`] at the deadline.
+    /// Makes a slow tier: it answers after `delay`, or with [`BackendError::Deadline`] at the deadline.
     pub fn slow(inner: B, delay: Duration) -> Self {
         Self {
             inner,
@@ -56,7 +56,7 @@ impl<B: Backend> Delayed<B> {
         }
     }
 
-    /// A tier that breaks the contract: answers after `delay`, whatever the deadline was.
+    /// Makes a tier that breaks the contract: it answers after `delay`, whatever the deadline is.
     pub fn late(inner: B, delay: Duration) -> Self {
         Self {
             inner,

@@ -20,7 +20,7 @@ use crate::{
 /// Frequency of each fault, in thousandths of the keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
-    /// Errors. Half of the failed stores and removals have taken effect nevertheless.
+    /// Errors. Half of the failed stores and removals take effect nevertheless.
     pub errors: u16,
     /// Errors that say the deadline passed.
     pub deadlines: u16,
@@ -28,12 +28,12 @@ pub struct Faults {
     pub misses: u16,
     /// Stores that are declined.
     pub declined: u16,
-    /// Operations that are not ready at once, but after up to 8 polls.
+    /// Operations that are not ready at once, but only after up to 8 polls.
     pub delays: u16,
 }
 
 impl Faults {
-    /// Some of everything.
+    /// Some of every fault.
     pub fn some() -> Self {
         Self {
             errors: 60,
@@ -102,7 +102,7 @@ impl<B: Backend> Faulty<B> {
         }
     }
 
-    /// Returns answers in an order that is not that of the batch.
+    /// Returns answers in another order than that of the batch.
     fn shuffled<T: Send + 'static>(
         &self,
         answers: Vec<T>,
@@ -138,7 +138,7 @@ fn injected() -> Unavailable {
     }
 }
 
-/// Puts the answers of the keys that went through back between those that did not.
+/// Merges the injected answers with the answers of the keys that were passed on to the inner tier.
 fn merge<T>(faults: Vec<Option<T>>, through: Vec<Option<T>>) -> Vec<T> {
     let mut through = through.into_iter();
     let answer = |fault: Option<T>| {
@@ -191,8 +191,8 @@ impl<B: WriteBackend> Backend for Faulty<B> {
                 };
                 faults.push(match self.fault() {
                     Fault::Error(true) => {
-                        // As a device would that may still write: it is proven idle at once
-                        // here, but the caller does not get it back.
+                        // As after a failure of a device that may still write: the slot is proven idle at
+                        // once here, but the caller does not get it back.
                         item.slot.quarantine().release_proven_quiet();
                         Some(Loaded::Failed {
                             error: injected().into(),

@@ -1,4 +1,4 @@
-//! Methods of a tier that wraps another.
+//! A macro that forwards methods of a tier that wraps another tier.
 
 /// Implements methods of [`Backend`](crate::Backend) and [`WriteBackend`](crate::WriteBackend) by the same
 /// call on a field:

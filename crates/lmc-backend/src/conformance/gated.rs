@@ -1,4 +1,4 @@
-//! A tier that can be made to wait.
+//! A tier whose operations a test can hold.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -35,8 +35,8 @@ pub enum Operation {
     Close,
 }
 
-/// Wraps a tier in a gate. Operations that are held wait at it before they begin, until their
-/// deadline at most. Everything else passes.
+/// Wraps a tier in a gate. Operations that are held wait at the gate before they begin, at most until their
+/// deadline. All other operations pass.
 #[derive(Debug, Default)]
 pub struct Gated<B> {
     inner: B,
@@ -53,7 +53,7 @@ struct Gate {
 }
 
 impl<B: Backend> Gated<B> {
-    /// The gate stands open.
+    /// Makes a tier with an open gate.
     pub fn new(inner: B) -> Self {
         Self {
             inner,
@@ -75,12 +75,12 @@ impl<B: Backend> Gated<B> {
         self.gate.lock().held.push(operation);
     }
 
-    /// Lets an operation through that was held.
+    /// Releases an operation that was held.
     pub fn release(&self, operation: Operation) {
         self.hold_only(|held| held != operation);
     }
 
-    /// Lets all calls through, those that wait and those that come later.
+    /// Lets all calls through, both waiting and later ones.
     pub fn open(&self) {
         self.hold_only(|_| false);
     }
@@ -91,23 +91,23 @@ impl<B: Backend> Gated<B> {
         gate.waiting.drain(..).for_each(Waker::wake);
     }
 
-    /// Chunks that loads have asked for so far, at the gate or through it.
+    /// Returns the number of chunks that loads have asked for so far, at the gate or through it.
     pub fn loads(&self) -> u64 {
         self.loads.load(Ordering::Relaxed)
     }
 
-    /// Chunks that were to be stored so far, at the gate or through it.
+    /// Returns the number of chunks that stores were given so far, at the gate or through it.
     pub fn stores(&self) -> u64 {
         self.stores.load(Ordering::Relaxed)
     }
 
-    /// Calls of an operation, other than loads and stores, that have ended so far, in order or at
-    /// their deadline.
+    /// Returns the number of calls of an operation, other than loads and stores, that have ended so far, with
+    /// their own answer or at their deadline.
     pub fn ended(&self, operation: Operation) -> u64 {
         self.ended[operation as usize].load(Ordering::Relaxed)
     }
 
-    /// Waits until an operation is not held. Returns false if the deadline came first.
+    /// Waits until an operation is not held. Returns false if the deadline passed first.
     async fn pass(&self, operation: Operation, deadline: Instant) -> bool {
         let opened = poll_fn(|context| {
             let mut gate = self.gate.lock();

@@ -18,16 +18,15 @@ use crate::{
 };
 use futures_util::{FutureExt, StreamExt};
 
-/// The promise of the tier under test.
+/// The guarantee of the tier under test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guarantee {
-    /// A stored chunk is there until it is removed, and nothing fails. A tier that evicts
-    /// promises this too as long as it has more capacity than the kit fills:
-    /// [`Conformance::bytes_needed`].
+    /// A stored chunk is present until it is removed, and nothing fails. A tier that evicts gives this
+    /// guarantee too as long as it has more capacity than the kit fills: [`Conformance::bytes_needed`].
     Exact,
-    /// A chunk may vanish and an operation may fail at any time; what is read is right, and
-    /// what was removed or never stored is not found, unless a store of it has failed before: a
-    /// server may carry that out after the removal, as when its answer was cut off.
+    /// A chunk may vanish and an operation may fail at any time. Bytes that are read are right. A chunk that
+    /// was removed or never stored is not found, unless a store of it failed before: a server may carry out
+    /// such a store after the removal, for example when only its answer was cut off.
     Lossy,
 }
 
@@ -36,7 +35,7 @@ const KEYS: u64 = 48;
 /// Bytes of the largest chunk.
 const MAX_LEN: u64 = 20_000;
 
-/// The kit. `Default:` values stand with each setter.
+/// The kit. The doc comment of each setter names its default.
 #[derive(Clone, Debug)]
 pub struct Conformance {
     guarantee: Guarantee,
@@ -64,7 +63,7 @@ pub struct Tally {
     pub cancelled: u64,
 }
 
-/// The model's knowledge of a key that may be there.
+/// The model's knowledge of a key that may be present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Known {
     /// The chunk was stored, and not removed since.
@@ -74,7 +73,7 @@ enum Known {
 }
 
 impl Conformance {
-    /// A kit with a fresh seed, or the one in the variable `LMC_SEED`.
+    /// Makes a kit with a fresh seed, or with the seed in the environment variable `LMC_SEED`.
     pub fn new(guarantee: Guarantee) -> Self {
         let fresh = || {
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
@@ -96,26 +95,26 @@ impl Conformance {
         self
     }
 
-    /// Number of batches. Default: 500.
+    /// Sets the number of batches. Default: 500.
     pub fn with_operations(mut self, operations: usize) -> Self {
         self.operations = operations;
         self
     }
 
-    /// Sets the time that slots of cancelled operations may stay away, and by which an operation may
-    /// end after its deadline. Default: 30 s.
+    /// Sets the time for which slots of cancelled operations may stay away, and by which an operation may
+    /// overrun its deadline. Default: 30 s.
     pub fn with_tolerance(mut self, tolerance: Duration) -> Self {
         self.tolerance = tolerance;
         self
     }
 
-    /// Sets the memory of the slots; all of it must be free. Default: memory of its own.
+    /// Sets the memory of the slots; all of it must be free. Default: memory of the kit's own.
     pub fn with_arena(mut self, arena: Arc<Arena>) -> Self {
         self.arena = Some(arena);
         self
     }
 
-    /// The most that the kit stores at one time, each chunk rounded up to 4,096 bytes.
+    /// Returns the most bytes that the kit stores at one time, each chunk rounded up to 4,096 bytes.
     pub fn bytes_needed(&self) -> u64 {
         KEYS * MAX_LEN.next_multiple_of(4096)
     }
@@ -133,8 +132,8 @@ impl Conformance {
         self.run_beside(backend, backend)
     }
 
-    /// Runs the operations on a tier that only reads, and closes it. What is stored with `writer`, or
-    /// removed there, the tier finds from then on, or does not find.
+    /// Runs the operations on a tier that only reads, and closes it. The tier must find what the kit stores
+    /// with `writer`, and must not find what the kit removes with it.
     ///
     /// # Panics
     /// If the tier breaks its contract; the seed is printed first.
@@ -142,7 +141,7 @@ impl Conformance {
         let run = AssertUnwindSafe(|| block_on(Run::new(self, backend, writer).all()));
         catch_unwind(run).unwrap_or_else(|panic| {
             let (name, seed) = (backend.name(), self.seed);
-            eprintln!("conformance of {name} failed; again with LMC_SEED={seed}");
+            eprintln!("conformance of {name} failed; rerun with LMC_SEED={seed}");
             resume_unwind(panic)
         })
     }
@@ -594,8 +593,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Clears while a store is under way, which ends or is dropped afterwards. What it stores has
-    /// names from before the clear.
+    /// Clears while a store is in progress; the store ends or is dropped afterwards. Its chunks have names
+    /// from before the clear.
     async fn clear(&mut self) {
         let items = self.items_to_store();
         let keys: Vec<_> = items.iter().map(|item| item.key).collect();
@@ -695,7 +694,7 @@ impl<'a> Run<'a> {
 
     async fn close(&mut self) {
         let deadline = self.deadline();
-        // A tier that holds nothing has nothing to close and goes on answering with misses.
+        // A tier without chunks has nothing to close, and continues to answer with misses.
         let holds_nothing = self.tally.written == 0;
         for round in 0..2 {
             let closed = self.backend.close(deadline).await;

@@ -1,4 +1,4 @@
-//! The kit that every tier passes, and what tests of tiers are made of.
+//! The kit that every tier passes, and wrappers of tiers for tests.
 //!
 //! [`Conformance`] runs random operations from a printed seed against a tier and a map. Every
 //! value is derived from its key, so a wrong read shows itself. [`Faulty`] wraps a tier in seeded

@@ -1,5 +1,5 @@
-//! Reproducible randomness. The kit of `lmc-transfer` has the same: neither crate lies below the
-//! other, and a kit may not use helpers of this repository's tests.
+//! Reproducible randomness. The kit of `lmc-transfer` has the same code: neither crate depends on the other,
+//! and a kit may not use the helpers of this repository's tests.
 
 /// SplitMix64 (Steele, Lea, Flood 2014): small, seeded, good enough to choose operations.
 #[derive(Clone, Debug)]
@@ -11,7 +11,7 @@ impl Rng {
         Self(seed)
     }
 
-    /// 64 random bits.
+    /// Returns 64 random bits.
     pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -20,12 +20,12 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// A number below `bound`, which is not 0.
+    /// Returns a number below `bound`, which is not 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 
-    /// True in `per_mille` of 1000 cases.
+    /// Returns true in `per_mille` of 1000 cases.
     pub fn chance(&mut self, per_mille: u16) -> bool {
         self.below(1000) < u64::from(per_mille)
     }

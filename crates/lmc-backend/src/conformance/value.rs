@@ -1,28 +1,28 @@
-//! Keys by number, and bytes that name their key. Those of the kit of `lmc-transfer` name a batch
-//! and an object, since channels know no keys.
+//! Keys by number, and values that encode their key. The values in the kit of `lmc-transfer` encode a batch
+//! and an object instead, since channels know no keys.
 
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use thiserror::Error;
 
 use super::Rng;
 
-/// Bytes that do not belong to the key they were found under.
+/// Bytes that do not belong to the key that they were found under.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{key:?} of {len} bytes: byte {at} is {found:#04x}, expected {expected:#04x}")]
 pub struct Mismatch {
     /// The key.
     pub key: ChunkKey,
-    /// Bytes looked at.
+    /// Number of bytes checked.
     pub len: usize,
-    /// The first wrong byte.
+    /// Offset of the first wrong byte.
     pub at: usize,
-    /// Byte that belongs there.
+    /// Byte that belongs at this offset.
     pub expected: u8,
     /// Byte that was found.
     pub found: u8,
 }
 
-/// The hash with number `n`.
+/// Returns the hash with number `n`.
 pub fn test_hash(n: u64) -> ChunkHash {
     let mut rng = Rng::new(n);
     let mut hash = [0; 32];
@@ -32,8 +32,8 @@ pub fn test_hash(n: u64) -> ChunkHash {
     ChunkHash::new(hash)
 }
 
-/// The key with number `n`: every field depends on it, and keys that differ only in rank or
-/// group are among the neighbours.
+/// Returns the key with number `n`. Every field depends on `n`, and some neighbouring keys differ only in
+/// rank or group.
 pub fn test_key(n: u64) -> ChunkKey {
     ChunkKey {
         space: SpaceId::new([(n / 4 % 3) as u8; 16]),
@@ -43,7 +43,7 @@ pub fn test_key(n: u64) -> ChunkKey {
     }
 }
 
-/// The stream of bytes that belongs to a key and a length.
+/// Returns the stream of bytes that belongs to a key and a length.
 fn words(key: &ChunkKey, len: usize) -> impl Iterator<Item = [u8; 8]> + use<> {
     let mut seed = len as u64;
     for part in key.to_bytes().chunks(8) {
@@ -55,7 +55,7 @@ fn words(key: &ChunkKey, len: usize) -> impl Iterator<Item = [u8; 8]> + use<> {
     std::iter::repeat_with(move || rng.next_u64().to_le_bytes())
 }
 
-/// Writes the bytes that belong to `key` at this length.
+/// Fills `bytes` with the value that belongs to `key` at this length.
 pub fn fill_value(key: &ChunkKey, bytes: &mut [u8]) {
     let words = words(key, bytes.len());
     for (part, word) in bytes.chunks_mut(8).zip(words) {
@@ -66,7 +66,7 @@ pub fn fill_value(key: &ChunkKey, bytes: &mut [u8]) {
 /// Checks every byte against [`fill_value`].
 ///
 /// # Errors
-/// [`Mismatch`] names the first wrong byte.
+/// [`Mismatch`] for the first wrong byte.
 pub fn check_value(key: &ChunkKey, bytes: &[u8]) -> Result<(), Mismatch> {
     let words = words(key, bytes.len());
     for (n, (part, word)) in bytes.chunks(8).zip(words).enumerate() {

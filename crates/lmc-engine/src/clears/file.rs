@@ -1,4 +1,4 @@
-//! The state file: the map of clears outside of all tiers.
+//! The state file: a copy of the map of clears outside all tiers.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
@@ -14,21 +14,21 @@ use parking_lot::Mutex;
 use thiserror::Error;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Folder of the files in a state folder.
+/// Subfolder of a state folder that has the files.
 const FOLDER: &str = "clears";
 const MAGIC: [u8; 8] = *b"LMCCLRST";
 const VERSION: u32 = 1;
 const HEAD_LEN: usize = 16;
 const UNFINISHED: &str = ".unfinished";
 const LOCK: &str = ".lock";
-/// Longest wait for a write. A file system that hangs must not hold up a clear.
+/// Longest wait for a write. A file system that hangs must not block a clear.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Reason why it is not known what was cleared.
+/// Reason why the clears are not known.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum StateFileError {
-    /// Another process of this name runs.
+    /// Another process with this name is running.
     #[error(
         "{} is locked by another process: give each daemon of this host a --state-dir of its own",
         path.display()
@@ -37,25 +37,25 @@ pub enum StateFileError {
         /// The file.
         path: PathBuf,
     },
-    /// The file or its folder cannot be read or made.
+    /// The file or its folder cannot be read or created.
     #[error("{}: {source}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// The reason.
+        /// Cause of the failure.
         source: io::Error,
     },
-    /// The file is not what lmc writes.
+    /// The file does not have the format of lmc.
     #[error(
-        "{} is damaged or of another lmc: remove it, and run `lmc clear` once the server runs unless \
-         nothing was ever cleared",
+        "{} is damaged or from another version of lmc: remove it, and run `lmc clear` once the \
+         server runs unless nothing was ever cleared",
         path.display()
     )]
     Damaged {
         /// The file.
         path: PathBuf,
     },
-    /// The files together have more clears than a map holds.
+    /// The files together have more clears than a map can hold.
     #[error(transparent)]
     TooMany(#[from] TooManyClears),
 }
@@ -69,17 +69,17 @@ impl StateFileError {
     }
 }
 
-/// The file of one daemon. It is made at the first clear, and locked from then on.
+/// The state file of one daemon. Created at the first clear, and locked from then on.
 #[derive(Debug)]
 pub(super) struct StateFile {
-    /// The thread that writes, which ends with this.
+    /// Channel to the writing thread, which ends when this sender is dropped.
     writes: SyncSender<(Arc<Clears>, SyncSender<io::Result<()>>)>,
     lock: Arc<Mutex<Option<File>>>,
     path: PathBuf,
 }
 
 impl StateFile {
-    /// Opens the file, and reads it and those of its name in other folders.
+    /// Opens the file, and reads it and the files of the same name in other folders.
     pub(super) fn open(
         folder: &Path,
         name: &str,
@@ -99,7 +99,7 @@ impl StateFile {
             .name("lmc-state".to_owned())
             .spawn(move || {
                 for (clears, done) in asked {
-                    // The caller may have given up.
+                    // The caller may have stopped waiting.
                     let _ = done.send(write(&to, &mut held.lock(), &clears));
                 }
             })
@@ -107,7 +107,7 @@ impl StateFile {
         Ok((Self { writes, lock, path }, clears))
     }
 
-    /// Writes the map durably. Returns false, with a line of the log, if that failed.
+    /// Writes the map durably. Returns false, and logs a line, if that failed.
     pub(super) fn write(&self, clears: &Arc<Clears>) -> bool {
         let (done, written) = mpsc::sync_channel(1);
         let asked = self.writes.try_send((Arc::clone(clears), done));
@@ -122,7 +122,7 @@ impl StateFile {
             tracing::warn!(
                 path = %self.path.display(),
                 %error,
-                "a clear is not in the state file: a restart may serve what drives and stores had before it; make the folder writable and clear again"
+                "a clear is not in the state file: a restart may serve chunks that drives and stores have from before the clear; make the folder writable and clear again"
             );
         }
         written.is_ok()
@@ -130,7 +130,7 @@ impl StateFile {
 }
 
 impl Drop for StateFile {
-    /// Lets the next daemon of the name have the file, unless a write hangs.
+    /// Unlocks the file for the next daemon of the name, unless a write hangs.
     fn drop(&mut self) {
         if let Some(mut lock) = self.lock.try_lock_for(WRITE_TIMEOUT) {
             *lock = None;
@@ -138,7 +138,7 @@ impl Drop for StateFile {
     }
 }
 
-/// Makes a folder that a server of another user can read: there is nothing secret in it.
+/// Creates a folder that a server of another user can read: its content is not secret.
 fn make(folder: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o755).create(folder)
 }
@@ -150,11 +150,12 @@ pub(super) fn read_all(name: &str, folders: &[PathBuf]) -> Result<Clears, StateF
         let path = folder.join(FOLDER).join(name);
         match read(&path) {
             Ok(theirs) => _ = clears.join(&theirs)?,
-            // The home of another user, say: what its servers have cleared is not this one's.
+            // For example the home of another user: the clears of that user's servers do not concern this
+            // one.
             Err(StateFileError::Io { source, .. })
                 if source.kind() == io::ErrorKind::PermissionDenied =>
             {
-                tracing::warn!(path = %path.display(), "this state file cannot be read, and is not");
+                tracing::warn!(path = %path.display(), "no permission to read this state file; its clears are ignored");
             }
             Err(error) => return Err(error),
         }
@@ -167,7 +168,7 @@ fn is_absent(error: &io::Error) -> bool {
     matches!(error.kind(), NotFound | NotADirectory)
 }
 
-/// Returns the clears of a file; none where there is no file.
+/// Returns the clears in a file; none if the file does not exist.
 fn read(path: &Path) -> Result<Clears, StateFileError> {
     let bytes = match fs::read(path) {
         Ok(bytes) => bytes,
@@ -203,14 +204,14 @@ fn take_lock(path: &Path) -> Result<File, StateFileError> {
     }
 }
 
-/// Replaces the file by one with this map, also where the folder was removed meanwhile.
+/// Replaces the file with one that has this map, even if the folder was removed meanwhile.
 fn write(path: &Path, lock: &mut Option<File>, clears: &Clears) -> io::Result<()> {
     let folder = path.parent().expect("the file lies in a folder");
     if !folder.is_dir() {
         make(folder)?;
-        // Its lock went with it.
+        // The lock was removed with the folder.
         *lock = None;
-        // The folder's own name must be as durable as the file.
+        // The folder's own directory entry must be as durable as the file.
         for folder in folder.ancestors().skip(1).take(2) {
             if let Ok(folder) = File::open(folder) {
                 folder.sync_all()?;
@@ -221,7 +222,7 @@ fn write(path: &Path, lock: &mut Option<File>, clears: &Clears) -> io::Result<()
         *lock = Some(take_lock(path).map_err(io::Error::other)?);
     }
     let unfinished = with_end(path, UNFINISHED);
-    // One that a kill has left, or a link that is not ours.
+    // A leftover of a killed process, or a link of someone else.
     match fs::remove_file(&unfinished) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -237,8 +238,8 @@ fn write(path: &Path, lock: &mut Option<File>, clears: &Clears) -> io::Result<()
     File::open(folder)?.sync_all()
 }
 
-/// Returns the bytes of the file: magic (8), version (4), 0 (4), the map, and a checksum (8) of all
-/// before it.
+/// Returns the bytes of the file: magic (8), version (4), zero (4), the map, and a checksum (8) of all
+/// preceding bytes.
 fn encode(clears: &Clears) -> Vec<u8> {
     let mut bytes = Vec::from(MAGIC);
     bytes.extend(VERSION.to_le_bytes());

@@ -1,4 +1,4 @@
-//! The end of an engine's service: it takes no chunks, and its tiers get what DRAM holds.
+//! Draining and closing: the engine accepts no chunks, and DRAM is written back to the tiers.
 
 use std::sync::atomic::Ordering;
 use std::thread;
@@ -12,35 +12,35 @@ use crate::lower::{LowerTiers, Offer, POLL, Tiers};
 use crate::policy::WritePolicy;
 
 impl CacheEngine {
-    /// Takes no chunks from now on, from engines and from peers; lookups and reads go on. What was
-    /// reserved before can be committed.
+    /// Stops accepting chunks from engines and peers; lookups and reads continue. Reservations made before
+    /// can still be committed.
     pub fn begin_drain(&self) {
-        // A store that has not seen it counts as under way already.
+        // A store that has not seen the flag is already counted as in progress.
         self.0.is_draining.store(true, Ordering::SeqCst);
         self.host().events().report_host();
     }
 
-    /// Takes chunks again, and ends [`Self::write_back`].
+    /// Accepts chunks again, and ends [`Self::write_back`].
     pub fn end_drain(&self) {
         self.0.is_draining.store(false, Ordering::SeqCst);
         self.0.unoffered.store(NOT_BEGUN, Ordering::Relaxed);
         self.host().events().report_host();
     }
 
-    /// Returns the number of chunks that callers of [`Self::store`] were granted and have neither committed
-    /// nor given back.
+    /// Returns the number of chunks that callers of [`Self::store`] have reserved and neither committed nor
+    /// dropped.
     pub fn stores_under_way(&self) -> u64 {
         self.0.storing.load(Ordering::SeqCst)
     }
 
-    /// Returns true while no chunks are taken.
+    /// Returns true while the engine accepts no chunks.
     pub fn is_draining(&self) -> bool {
         self.0.is_draining.load(Ordering::SeqCst)
     }
 
-    /// Gives all that DRAM holds to the tiers with [`WritePolicy::Back`], the heads of prompts first,
-    /// while the engine drains. Returns when each has taken all, or the drain has ended; they are still
-    /// writing then, as [`Self::unwritten_bytes`] says.
+    /// Offers all chunks in DRAM to the tiers with [`WritePolicy::Back`] while the engine drains, the heads
+    /// of prompts first. Returns when each tier has been offered all chunks, or when the drain has ended. The
+    /// tiers may still be writing then, as [`Self::unwritten_bytes`] shows.
     pub fn write_back(&self) {
         if let Some(lower) = self.0.written_back().filter(|_| !self.pool_is_lost()) {
             self.write_all_back(lower, || !self.is_draining());
@@ -50,9 +50,9 @@ impl CacheEngine {
         }
     }
 
-    /// Waits until queued writes have ended and closes the lower tiers. To those with
-    /// [`WritePolicy::Back`] all that DRAM holds is written first, the heads of prompts before what
-    /// follows on them. Returns what could not be done by the deadline.
+    /// Waits until queued writes have ended, and closes the lower tiers. First writes all chunks in DRAM to
+    /// the tiers with [`WritePolicy::Back`], the heads of prompts before the chunks that follow them. Returns
+    /// what could not be done by the deadline.
     pub fn close(&self, deadline: Instant) -> CloseReport {
         let Some(lower) = &self.0.lower else {
             return CloseReport::default();
@@ -60,7 +60,7 @@ impl CacheEngine {
         let before = lower.tiers().unwritten();
         let mut late = 0;
         if self.0.written_back().is_some() && !self.pool_is_lost() {
-            // The rest of the time is for the writes that are under way then.
+            // The rest of the time is for writes that are then in progress.
             let left = deadline.saturating_duration_since(now());
             let deadline = deadline - (left / 4).min(CLOSE_MARGIN);
             late = self.write_all_back(lower, || now() >= deadline);
@@ -74,13 +74,13 @@ impl CacheEngine {
         }
     }
 
-    /// Offers every chunk to the tiers that are written back to, to each when its queue has capacity
-    /// for it, however full those of the others are, until `is_over` returns true. Returns the number of
-    /// chunks for which there was no time, counted for each tier.
+    /// Offers every chunk to each tier with [`WritePolicy::Back`], as soon as that tier's queue has capacity
+    /// for it, independently of the other tiers' queues. Stops when `is_over` returns true. Returns the
+    /// number of chunks for which there was no time, counted once for each tier.
     fn write_all_back(&self, lower: &LowerTiers, is_over: impl Fn() -> bool) -> u64 {
         let tiers = lower.tiers();
         let chunks = self.0.tier.list_heads_first();
-        // For each tier the chunk that comes next, and the bytes of it and those after it.
+        // For each tier: the next chunk, and the bytes of this and all later chunks.
         let all: u64 = chunks.iter().map(|chunk| chunk.len).sum();
         let of_tier = |tier| (tier, 0, all);
         let mut next: Vec<_> = tiers.written(WritePolicy::Back).map(of_tier).collect();
@@ -110,8 +110,8 @@ impl CacheEngine {
             .sum()
     }
 
-    /// Offers a chunk to a tier that is written back to, if it is still in DRAM. Returns false if it has to
-    /// be offered again: what is evicted meanwhile goes to the same queue.
+    /// Offers a chunk to a tier with [`WritePolicy::Back`], if the chunk is still in DRAM. Returns false if
+    /// it has to be offered again: evicted chunks go to the same queue and may fill it.
     fn offer_leaving(&self, tiers: &Tiers, tier: usize, chunk: &ListedChunk) -> bool {
         let _held = tiers.block_removal();
         let leases = self.0.tier.lease_uncounted(WRITER, &[chunk.key]);
@@ -127,9 +127,10 @@ impl CacheEngine {
         offers.all(|is_taken| is_taken)
     }
 
-    /// Bytes of chunks that lower tiers may lack if the process ends now: copies on their way and,
-    /// where only what is evicted is copied ([`WritePolicy::Back`]), what [`Self::write_back`] or
-    /// [`Self::close`] has not offered yet, or before them all that DRAM holds.
+    /// Returns the bytes of chunks that lower tiers may lack if the process ends now: queued writes and
+    /// writes in progress. For tiers that store chunks on eviction only ([`WritePolicy::Back`]), also the
+    /// bytes that [`Self::write_back`] or [`Self::close`] has not offered yet; before these calls, all bytes
+    /// in DRAM.
     pub fn unwritten_bytes(&self) -> u64 {
         let Some(lower) = &self.0.lower else {
             return 0;

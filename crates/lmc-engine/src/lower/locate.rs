@@ -1,4 +1,4 @@
-//! Finding out which tier has the chunks of a prompt.
+//! Location of a prompt's chunks in the tiers.
 
 use std::collections::BTreeSet;
 use std::mem;
@@ -12,20 +12,18 @@ use lmc_key::{ChunkKey, ClearsId};
 use super::{Tiers, count};
 use crate::misses::{Miss, MissReason};
 
-/// Time between two questions about chunks that are being written, at first and at most.
+/// Time between two lookups of chunks that are being written: at first, and at most.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(10));
-/// Part of the time for which a prompt has waited for its sources that it waits for until the next
-/// question, from a second on.
+/// The pause before the next lookup is this fraction (one part of 50) of the time that a prompt has already
+/// waited for its sources, if that is longer.
 const ASK_AGAIN_PART: u32 = 50;
-/// Time that a tier has to answer at least where the prompt waits for its sources: they may be busy
-/// with the prompt.
+/// Least timeout of a tier when the prompt waits for its sources: they may be busy with the prompt.
 const BUSY: Duration = Duration::from_millis(250);
 
-/// Time that nearer tiers have to answer once others are known to have all chunks; a timer may make
-/// twice of it. Longer than what a peer or a store nearby takes, and shorter than what a prompt
-/// would notice.
+/// Time that nearer tiers have left to answer once other tiers are known to have all chunks; a timer may
+/// double it. Longer than a nearby peer or store takes to answer, and shorter than a prompt would notice.
 const GRACE: Duration = Duration::from_millis(1);
-/// Time for which a tier that was late has no such time.
+/// Time for which a late tier is not waited for at all.
 pub(super) const LATE: Duration = Duration::from_millis(100);
 
 /// The tier that a chunk is read from.
@@ -41,13 +39,13 @@ pub(crate) enum Source {
         len: u64,
         /// Estimated time to load the chunk.
         cost: Duration,
-        /// Knowledge of the tier about the chunk.
+        /// Handle of the chunk from the tier.
         handle: Option<Handle>,
     },
 }
 
 impl Source {
-    /// Returns the bytes that a promotion would read.
+    /// Returns the bytes that a promotion of the chunk would read.
     pub(crate) fn bytes(&self) -> u64 {
         match self {
             Self::Dram => 0,
@@ -73,46 +71,46 @@ impl Source {
 /// Sources of the leading keys of a prompt.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Sources {
-    /// Source of each key, as far as they are found.
+    /// Source of each leading key that was found.
     pub(crate) found: Vec<Source>,
-    /// False if a tier that has to be asked may have the next key.
+    /// False if a tier that is still to be asked may have the next key.
     pub(crate) is_final: bool,
 }
 
 impl Sources {
-    /// Returns the bytes that a promotion would read.
+    /// Returns the bytes that a promotion of the chunks would read.
     pub(crate) fn bytes(&self) -> u64 {
         self.found.iter().map(Source::bytes).sum()
     }
 }
 
-/// The answer of the asked tiers about one key.
+/// Combined answer of the asked tiers about one key.
 #[derive(Debug, Clone, Default)]
 enum Answer {
     Found(Source),
-    /// An engine is writing it to the tier; a push brings it to DRAM where none is given.
+    /// An engine is writing the chunk to this tier; `None`: a push is bringing it to DRAM.
     Pending(Option<usize>),
-    /// A source of the tier may write it.
+    /// A source of this tier may write the chunk.
     Expected(usize),
-    /// No tier is known to have it, and one has not answered.
+    /// No tier is known to have the chunk, and at least one has not answered.
     Unknown(Miss),
     #[default]
     Absent,
 }
 
-/// The waits of a prompt for chunks that no tier has yet.
+/// Time limits of a prompt's waits for chunks that no tier has yet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Waits {
     /// End of the wait for chunks that are being written.
     pub(crate) written_until: Instant,
     /// End of the wait for chunks that sources may write.
     pub(crate) expected_until: Instant,
-    /// The clears that the keys are named after: after others, nothing more comes under these names.
+    /// The clears in the names of the keys: after another clear, no more chunks come under these names.
     pub(crate) clears: ClearsId,
 }
 
 impl Waits {
-    /// Returns waits that are over.
+    /// Returns waits that have ended.
     pub(crate) fn over(self) -> Self {
         let now = now();
         Self {
@@ -122,10 +120,10 @@ impl Waits {
         }
     }
 
-    /// Returns the end of the wait for a chunk; `None` for one that is not waited for.
+    /// Returns the end of the wait for a chunk; `None` if it is not waited for.
     fn end_for(self, answer: &Answer) -> Option<Instant> {
         match answer {
-            // A source that the prompt waits for may write for long.
+            // A source that the prompt waits for may take long to write.
             Answer::Pending(_) => Some(self.written_until.max(self.expected_until)),
             Answer::Expected(_) => Some(self.expected_until),
             Answer::Found(_) | Answer::Unknown(_) | Answer::Absent => None,
@@ -133,7 +131,7 @@ impl Waits {
     }
 }
 
-/// Tiers to ask, of those that have to be asked.
+/// Selection of the tiers that have no local index.
 #[derive(Debug, Clone, Copy)]
 enum Asked<'a> {
     All,
@@ -152,7 +150,7 @@ impl Asked<'_> {
 }
 
 impl Tiers {
-    /// Returns the leading keys that are not being removed.
+    /// Returns the leading keys, up to the first that is being removed.
     fn not_removing<'a>(&self, keys: &'a [ChunkKey]) -> &'a [ChunkKey] {
         let removing = self.removing.lock();
         if removing.is_empty() {
@@ -168,14 +166,14 @@ impl Tiers {
         self.not_removing(std::slice::from_ref(key)).is_empty()
     }
 
-    /// Returns true if a tier has to be asked for such chunks.
+    /// Returns true if a tier has no local index and is asked for chunks of this size.
     fn is_asked(&self, index: usize, parts: Parts) -> bool {
         let tier = &self.tiers[index];
         tier.backend.index().is_none() && (parts == Parts::WHOLE || tier.policy.asks_for_parts)
     }
 
-    /// Finds the sources of the leading keys in DRAM and in the tiers whose index is in this
-    /// process, as far as the chunks have this length.
+    /// Finds the sources of the leading keys in DRAM and in the tiers with a local index. Chunks of another
+    /// length do not count.
     pub(crate) fn locate_now(
         &self,
         keys: &[ChunkKey],
@@ -185,7 +183,7 @@ impl Tiers {
         let known = self.not_removing(keys);
         let has_to_ask = (0..self.tiers.len()).any(|index| self.is_asked(index, parts));
         let is_final = known.len() < keys.len() || !has_to_ask;
-        // Most prompts that DRAM does not know are known to no tier.
+        // Most prompts that DRAM does not know are in no tier.
         let found = match known {
             [] => Vec::new(),
             [first, _, ..] if self.each_now(&[*first], chunk_bytes, None)[0].is_none() => {
@@ -201,8 +199,8 @@ impl Tiers {
         Sources { found, is_final }
     }
 
-    /// Finds the source of each key in DRAM and in the tiers whose index is in this process but for
-    /// one, up to the first key that is being removed, as far as the chunks have this length.
+    /// Finds the source of each key in DRAM and in the tiers with a local index except one, up to the first
+    /// key that is being removed. Chunks of another length do not count.
     pub(crate) fn sources_now(
         &self,
         keys: &[ChunkKey],
@@ -212,8 +210,7 @@ impl Tiers {
         self.each_now(self.not_removing(keys), chunk_bytes, except)
     }
 
-    /// Returns the reason of a miss where a fault keeps a tier whose index is in this process from a chunk
-    /// that it may have.
+    /// Returns the reason of a miss if a tier with a local index may have the chunk but is faulty.
     pub(crate) fn fault_of(&self, key: &ChunkKey) -> Option<Miss> {
         let mut tiers = self.tiers.iter().enumerate();
         tiers.find_map(|(tier, known)| {
@@ -222,7 +219,7 @@ impl Tiers {
         })
     }
 
-    /// Returns true if a tier has chunks that were stored under other settings than those of now.
+    /// Returns true if a tier has chunks that were stored under other settings than the current ones.
     pub(crate) fn has_unreachable(&self) -> bool {
         let mut tiers = self.tiers.iter();
         tiers.any(|tier| tier.backend.has_unreachable())
@@ -233,8 +230,7 @@ impl Tiers {
         self.tiers.len()
     }
 
-    /// Lists some chunks of a tier that is written to and whose index is in this process; none of any
-    /// other.
+    /// Lists some chunks of a tier with a local index that can be written to; lists none of other tiers.
     pub(crate) async fn list_now(
         &self,
         tier: usize,
@@ -251,7 +247,7 @@ impl Tiers {
         let page = writer.list(Cursor::from_raw(from), limit, deadline);
         let page = match page.await {
             Ok(page) => page,
-            // No end of the listing, at which what was not listed counts as gone.
+            // Not the end of the listing: at the end, chunks that were not listed count as gone.
             Err(BackendError::Deadline) => return (Vec::new(), Some(from)),
             Err(_) => return (Vec::new(), None),
         };
@@ -273,7 +269,7 @@ impl Tiers {
         except: Option<usize>,
     ) -> Vec<Option<Source>> {
         let local = self.local.contains(keys).into_iter();
-        // One in DRAM is read from no tier, whatever its length.
+        // A chunk in DRAM is read from no tier, whatever its length.
         let in_dram = |len: u64| fits(len, chunk_bytes).then_some(Source::Dram);
         let mut found: Vec<Option<Option<Source>>> = local.map(|len| len.map(in_dram)).collect();
         for (index, tier) in self.tiers.iter().enumerate() {
@@ -293,8 +289,8 @@ impl Tiers {
         found.into_iter().map(Option::flatten).collect()
     }
 
-    /// Returns the source of a chunk that a tier has, unless it is of another length than it has to
-    /// be, or of one that no slot has.
+    /// Returns the source of a chunk that a tier has; `None` if its length is not the expected one or no slot
+    /// can have that length.
     fn source(&self, index: usize, location: Location, chunk_bytes: Option<u64>) -> Option<Source> {
         let pool = self.local.pool().arena().len() as u64;
         if !fits(location.len, chunk_bytes) || location.len > pool {
@@ -309,13 +305,15 @@ impl Tiers {
         })
     }
 
-    /// Finds the sources of the leading keys in all tiers, `known` of which are known. Asks first
-    /// about the first key that no index in this process has, and about as many after it as cost
-    /// about as much: if no tier has one of them, the rest is not asked for. Where each key is a
-    /// question of its own, asks about the last key too: a tier that has both is assumed to have the
-    /// chunks between them. Waits for chunks that are written, pushed or expected; where the prompt waits for its
-    /// sources, for the first one alone, so that it is read while the next is computed. Returns with the
-    /// sources the reason why the next key has none, where a tier shows one.
+    /// Finds the sources of the leading keys in all tiers; `known` has those found so far. Asks first about
+    /// the first key that no local index has, together with the keys after it that one request covers at
+    /// about the same cost. If one of these is in no tier, the rest is not asked for. If each key costs a
+    /// request of its own, also asks about the last key: a tier that has both is assumed to have the chunks
+    /// between them.
+    ///
+    /// Waits for chunks that are being written, pushed or expected. If the prompt waits for its sources,
+    /// waits for the first chunk only, so that it is read while the next one is computed. Also returns the
+    /// reason why the next key has no source, if a tier's answer shows one.
     pub(crate) async fn locate(
         &self,
         keys: &[ChunkKey],
@@ -370,7 +368,7 @@ impl Tiers {
                 found.extend(is_whole.then_some(last));
                 break;
             }
-            // Meanwhile an engine may have begun to write what was absent before.
+            // An engine may meanwhile have begun to write a chunk that was absent before.
             let goes_on = has_waited && found.len() > before;
             if found.len() < before + part.len() && !goes_on {
                 break;
@@ -380,8 +378,8 @@ impl Tiers {
         (found, miss)
     }
 
-    /// Returns the last of these keys, if a question about the first one is to name it too: others lie
-    /// between the two, their length is known, and no index in this process has it.
+    /// Returns the last of these keys if a request for the first one should name it too: there are keys
+    /// between the two, their length is known, and no local index has the last key.
     fn last_to_ask(&self, keys: &[ChunkKey], hint: &LocateHint) -> Option<ChunkKey> {
         let last = keys.last().filter(|_| keys.len() > 2)?;
         hint.chunk_bytes?;
@@ -389,9 +387,9 @@ impl Tiers {
         matches!(known[..], [None]).then_some(*last)
     }
 
-    /// Asks the tiers about keys. The first `needed` of them are waited for; about the others it takes what
-    /// is answered in that time. Waits for needed chunks that an engine is writing to a tier or a peer
-    /// pushes, and returns true with the answers if it did.
+    /// Asks the tiers about keys. Waits for answers about the first `needed` keys; uses the answers about the
+    /// other keys that arrive by then. Waits for needed chunks that an engine is writing to a tier or a peer
+    /// is pushing, and then returns true with the answers.
     async fn ask_until_known(
         &self,
         keys: &[ChunkKey],
@@ -415,7 +413,7 @@ impl Tiers {
         let begun = now();
         let mut pause = ASK_AGAIN.0;
         loop {
-            // A chunk after one that is absent is of no use.
+            // A chunk after an absent one is useless.
             if let Some(end) = answers.iter().position(is_absent) {
                 first_absent = answers.drain(end..).next();
             }
@@ -423,7 +421,7 @@ impl Tiers {
             let is_awaited = |n: &usize| waits.end_for(&answers[*n]).is_some();
             let mut pending: Vec<usize> = (0..answers.len()).filter(is_awaited).collect();
             if hint.wait.is_some() {
-                // The next ones come after the first one.
+                // The next chunks are computed after the first one.
                 pending.retain(|&n| n == 0 && self.clears.id() == waits.clears);
             }
             let first = pending.first().map(|&n| &answers[n]);
@@ -455,7 +453,7 @@ impl Tiers {
         (answers, has_waited)
     }
 
-    /// Returns true if a chunk is neither in DRAM nor being brought there: another tier may have it then.
+    /// Returns true if a chunk is neither in DRAM nor being pushed there: then another tier may have it.
     fn push_has_failed(&self, keys: &[ChunkKey], chunk_bytes: Option<u64>) -> bool {
         let arriving = self.pushed.are_receiving(keys).into_iter();
         let there = self.each_in_dram(keys, chunk_bytes);
@@ -464,10 +462,11 @@ impl Tiers {
             .any(|(arriving, there)| !arriving && !there)
     }
 
-    /// Finds which of these chunks have come to DRAM since the tiers were asked about them, and which of
-    /// those that no tier has a push brings there. A push (`hint.sources_only`) does not wait for itself.
+    /// Checks which of these chunks have arrived in DRAM since the tiers were asked, and which of the absent
+    /// chunks are being pushed. A lookup on behalf of a push (`hint.sources_only`) does not wait for pushes,
+    /// because it would wait for itself.
     fn look_at_dram(&self, answers: &mut [Answer], keys: &[ChunkKey], hint: &LocateHint) {
-        // What a push has brought is in DRAM before it ends.
+        // Pushed chunks are in DRAM before the push ends.
         let arriving = match hint.sources_only {
             true => vec![false; keys.len()],
             false => self.pushed.are_receiving(keys),
@@ -483,7 +482,7 @@ impl Tiers {
         }
     }
 
-    /// Asks all tiers but one about keys, once.
+    /// Asks all tiers except one about keys, once.
     pub(super) async fn ask_others(
         &self,
         keys: &[ChunkKey],
@@ -496,10 +495,10 @@ impl Tiers {
         answers.into_iter().map(Answer::source).collect()
     }
 
-    /// Asks all tiers that have no index in this process at once, each under its deadline. Ends when
-    /// all needed chunks, the first ones, are found, and the nearer tiers have answered or are late. The
-    /// others are named to tiers that are asked about each key on its own. A tier that fails is
-    /// counted, and cannot be used for this prompt.
+    /// Asks all tiers without a local index at the same time, each with its own deadline. Ends when all
+    /// needed chunks, the first `needed` ones, are found and the nearer tiers have answered or are late. Only
+    /// tiers that look up each key on its own are also asked about the other keys. A failure of a tier is
+    /// counted, and the tier is not used for this prompt.
     async fn ask(
         &self,
         keys: &[ChunkKey],
@@ -526,7 +525,7 @@ impl Tiers {
                 }
                 let deadline = now() + timeout;
                 let located = tier.backend.locate(keys, hint, deadline);
-                // A tier that breaks its contract must not hold the prompt up.
+                // A tier that breaks its contract must not delay the prompt.
                 let located = tokio::time::timeout(timeout, located).await;
                 let failed = || keys.iter().map(|_| Err(BackendError::Deadline)).collect();
                 (index, keys.len(), located.unwrap_or_else(|_| failed()))
@@ -559,8 +558,8 @@ impl Tiers {
                 };
                 *answer = mem::take(answer).or(located);
             }
-            // Once all are found, only nearer tiers can have anything better, and cheaper where that
-            // decides whether it is read at all.
+            // Once all chunks are found, only nearer tiers can have a better source. With a recompute time,
+            // also a cheaper source is better, because the cost decides whether the chunks are read at all.
             let is_any_read = self.limits.recompute_time.is_none();
             if let Some(farthest) = farthest(&answers[..needed]).filter(|_| is_any_read) {
                 grace.get_or_insert_with(|| tokio::time::Instant::now() + GRACE);
@@ -578,9 +577,9 @@ impl Tiers {
         answers
     }
 
-    /// Cuts off the chunks of several ranks that are recomputed faster than they are read. Returns
-    /// the number of leading chunks to read, of `reach` that are somewhere; the first `resident`
-    /// of them are in DRAM for every rank.
+    /// Decides whether chunks of several ranks are read or recomputed, by which is faster. Returns the number
+    /// of leading chunks to use: `reach`, or only `resident`, the number of leading chunks that are in DRAM
+    /// for every rank.
     pub(crate) fn worth_reading(
         &self,
         ranks: &[&[Source]],
@@ -618,7 +617,7 @@ impl Answer {
         }
     }
 
-    /// Returns the reason why the chunk is not found, where the answer shows one.
+    /// Returns the reason why the chunk is not found, if the answer shows one.
     fn miss(&self) -> Option<Miss> {
         match self {
             Self::Found(_) | Self::Absent => None,
@@ -628,7 +627,7 @@ impl Answer {
         }
     }
 
-    /// Returns the tier that the chunk is written to or expected by.
+    /// Returns the tier that the chunk is being written to or expected in.
     fn expected_by(&self) -> Option<usize> {
         match self {
             Self::Pending(tier) => *tier,
@@ -637,7 +636,7 @@ impl Answer {
         }
     }
 
-    /// Returns the tier that the chunk is found in.
+    /// Returns the tier that has the chunk.
     fn tier(&self) -> Option<usize> {
         match self {
             Self::Found(source) => source.tier(),
@@ -645,7 +644,7 @@ impl Answer {
         }
     }
 
-    /// Joins the answers of two tiers: the nearer of those that have the chunk counts.
+    /// Combines the answers of two tiers: of two tiers that have the chunk, the nearer one counts.
     fn or(self, other: Self) -> Self {
         match (self, other) {
             (Self::Found(one), Self::Found(other)) => Self::Found(if one.tier() <= other.tier() {
@@ -664,8 +663,8 @@ impl Answer {
     }
 }
 
-/// Returns the source to assume for the chunks between two: one tier has both, and gave no handle for
-/// either.
+/// Returns the source to assume for the chunks between two located ones, if one tier has both and gave no
+/// handles.
 fn assumed_between(first: &Source, last: &Source) -> Option<Source> {
     let both = (first, last);
     let (
@@ -686,13 +685,13 @@ fn assumed_between(first: &Source, last: &Source) -> Option<Source> {
     (index == of_last).then(|| last.clone())
 }
 
-/// Returns the farthest of the tiers that the chunks are found in; `None` if one is not found.
+/// Returns the farthest tier among the sources of the chunks; `None` if a chunk is not found.
 fn farthest(answers: &[Answer]) -> Option<usize> {
     let mut tiers = answers.iter().map(Answer::tier);
     tiers.try_fold(0, |farthest, tier| Some(farthest.max(tier?)))
 }
 
-/// Returns true if this is the length that a chunk has to have, as far as that is known.
+/// Returns true if a chunk has the expected length, or if none is known.
 pub(crate) fn fits(len: u64, chunk_bytes: Option<u64>) -> bool {
     chunk_bytes.is_none_or(|bytes| bytes == len)
 }

@@ -1,7 +1,7 @@
-//! The tiers below DRAM: what is written to them, and what is promoted from them.
+//! The lower tiers: writes to them, and promotion from them.
 //!
-//! Everything here runs on a runtime, behind the caller's back: a store never waits for a write to
-//! a lower tier, and a lookup learns later what was promoted.
+//! All of this runs on a runtime in the background: a store never waits for a write to a lower tier, and a
+//! lookup gets its promoted chunks later.
 
 mod locate;
 mod permits;
@@ -39,18 +39,18 @@ use uses::Uses;
 use write_queue::WriteQueue;
 pub(crate) use write_queue::{Moment, Offer, POLL};
 
-/// Time at the end of a close that writes leave to the tiers, at most.
+/// Longest time at the end of a close that is reserved for closing the tiers, after the writes.
 const CLOSING: Duration = Duration::from_secs(1);
 
-/// Time beyond a deadline for tiers to say how far they came.
+/// Time after a deadline in which tiers can still report their progress.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// Time that a tier has to note clears that the engine learned of from elsewhere.
+/// Timeout of a tier for noting clears that the engine learned from elsewhere.
 const LEARN_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time between two looks at the clears that shared tiers know of.
+/// Interval at which the clears known to shared tiers are checked.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
-/// Content of a lower tier, and the chunks moved to it and from it since the engine was made.
+/// Content of a lower tier, and the chunks moved to and from it since the engine was made.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct LowerStatus {
@@ -60,9 +60,9 @@ pub struct LowerStatus {
     pub chunks: u64,
     /// Payload bytes of the chunks that the tier holds.
     pub bytes: u64,
-    /// Payload bytes that the tier may hold; none where there is no limit or none is known.
+    /// Payload bytes that the tier may hold; none if there is no limit or it is unknown.
     pub capacity: Option<u64>,
-    /// Payload bytes that wait to be written to the tier or are being written.
+    /// Payload bytes that are queued for writing to the tier or being written.
     pub queued_bytes: u64,
     /// Chunks written to the tier.
     pub written: u64,
@@ -78,8 +78,8 @@ pub struct LowerStatus {
     pub promoted: u64,
     /// Payload bytes of the chunks promoted from the tier.
     pub promoted_bytes: u64,
-    /// Chunks that the tier was said to have and did not have, or not as they had been stored, or
-    /// with another length than chunks of their space have.
+    /// Chunks that the tier was said to have but did not have, or had with damaged bytes or another length
+    /// than their space's chunks.
     pub promote_missed: u64,
     /// Chunks that could not be read, or not in time.
     pub promote_failed: u64,
@@ -144,11 +144,11 @@ fn count(counter: &AtomicU64, n: u64) {
 struct Tier {
     backend: Arc<dyn Backend>,
     policy: TierPolicy,
-    /// Counts of uses, for admission; `None` where every chunk is admitted.
+    /// Counts of uses, for admission; `None` if every chunk is admitted.
     uses: Option<Uses>,
     queue: WriteQueue,
     counters: Counters,
-    /// Until then no prompt waits for the tier whose chunks other tiers have.
+    /// Time until which no prompt waits for this tier if other tiers have its chunks.
     late_until: Mutex<Option<Instant>>,
     _kept: Option<Arc<dyn fmt::Debug + Send + Sync>>,
 }
@@ -169,20 +169,20 @@ pub(crate) struct Tiers {
     clears: ClearLog,
     limits: Limits,
     permits: Permits,
-    /// Chunks that prompts promote now.
+    /// Chunks that prompts are promoting.
     promoting: Mutex<HashSet<ChunkKey, FoldState>>,
-    /// Chunks that peers have pushed, and those that they push now.
+    /// Chunks that peers have pushed or are pushing.
     pushed: Arc<PushedChunks>,
-    /// Locked for writing while DRAM and the queues of writes remove chunks, so that nothing is
+    /// Locked for writing while chunks are removed from DRAM and the write queues, so that no chunk is
     /// offered that DRAM no longer has.
     removal: RwLock<()>,
-    /// Chunks that are being removed from all tiers, and are not promoted meanwhile.
+    /// Chunks that are being removed from all tiers, and must not be promoted meanwhile.
     removing: Mutex<Vec<Arc<HashSet<ChunkKey>>>>,
-    /// Set when clears were made elsewhere, which have to be passed on to the tiers.
+    /// Notified when clears were learned from elsewhere and have to be passed on to the tiers.
     learned: Notify,
     promotion_time: Histogram,
     first_chunk_time: Histogram,
-    /// Lookups that went on in the tiers, and the chunks that those asked for.
+    /// Number of lookups that continued in lower tiers. The next field counts the chunks that they looked up.
     lookups: AtomicU64,
     lookup_chunks: AtomicU64,
 }
@@ -190,20 +190,20 @@ pub(crate) struct Tiers {
 /// Chunks that were not written to a tier.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Unwritten {
-    /// Number of chunks for which there was no time.
+    /// Number of chunks for which there was not enough time.
     pub(crate) late: u64,
     /// Number of chunks that a tier declined.
     pub(crate) declined: u64,
-    /// Number of chunks whose write failed, or that found the queue full.
+    /// Number of chunks whose write failed, or that were dropped because the queue was full.
     pub(crate) failed: u64,
 }
 
-/// The lower tiers with the tasks that serve them, which end with this.
+/// The lower tiers, and the tasks that serve them. The tasks end when this is dropped.
 pub(crate) struct LowerTiers {
     tiers: Arc<Tiers>,
     tasks: Mutex<JoinSet<()>>,
     handle: Handle,
-    /// The runtime, if it is the engine's own. `None` while being dropped.
+    /// The runtime, if the engine started its own. `None` while this is being dropped.
     runtime: Option<Runtime>,
 }
 
@@ -283,7 +283,7 @@ impl LowerTiers {
             }
         }
         this.spawn(Arc::clone(&this.tiers).pass_clears_on());
-        // A tier may not have noted all clears that the others know of.
+        // A tier may not have noted all clears that the other tiers know.
         this.tiers.pass_on_clears();
         if this.tiers.has_shared() {
             this.spawn(Arc::clone(&this.tiers).follow_clears());
@@ -291,7 +291,7 @@ impl LowerTiers {
         Ok(this)
     }
 
-    /// Runs a task that ends with these tiers.
+    /// Runs a task that ends when these tiers are dropped.
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
         let mut tasks = self.tasks.lock();
         while tasks.try_join_next().is_some() {}
@@ -335,7 +335,7 @@ impl LowerTiers {
                 promote_failed: read(&counters.promote_failed),
                 promote_skipped: read(&counters.promote_skipped),
                 locate_failed: read(&counters.locate_failed),
-                // Ends first: no more have ended than have begun.
+                // Read first, so that no more batches have ended than begun.
                 write_batches_ended: read(&counters.write_batches_ended),
                 write_batches: read(&counters.write_batches),
                 write_given: read(&counters.write_given),
@@ -351,8 +351,8 @@ impl LowerTiers {
         self.tiers.tiers.iter().map(status).collect()
     }
 
-    /// Tells all tiers at once of clears. Waits for their answers, at most until the deadline, and
-    /// returns each with the tier's name.
+    /// Passes clears to all tiers at the same time. Waits for their answers, at most until the deadline, and
+    /// returns each answer with the tier's name.
     pub(crate) fn clear(
         &self,
         clears: Arc<Clears>,
@@ -370,12 +370,12 @@ impl LowerTiers {
         names.map(str::to_owned).zip(answers).collect()
     }
 
-    /// Removes chunks from every tier, and from DRAM by `remove_dram`, which is called first. A
-    /// chunk that is being written or read meanwhile is not found afterwards. Waits for the tiers,
-    /// at most until the deadline.
+    /// Removes chunks from every tier, and from DRAM by `remove_dram`, which is called first. A chunk that is
+    /// being written or read meanwhile is not found afterwards. Waits for the tiers, at most until the
+    /// deadline.
     ///
-    /// Returns the result of `remove_dram`, whether each chunk was in any tier, and whether every
-    /// tier has removed them all.
+    /// Returns the result of `remove_dram`, whether each chunk was in any tier, and whether every tier has
+    /// removed all chunks.
     pub(crate) fn remove<T>(
         &self,
         keys: &[ChunkKey],
@@ -409,25 +409,24 @@ impl LowerTiers {
         (done, found, all)
     }
 
-    /// Drops queued writes of some spaces.
+    /// Drops the queued writes of some spaces.
     pub(crate) fn drop_writes_of(&self, spaces: &HashSet<SpaceId>) {
         self.tiers.drop_writes_of(spaces);
     }
 
-    /// Returns the bytes of memory that queued writes hold.
+    /// Returns the bytes of memory held by queued writes.
     pub(crate) fn queued(&self) -> u64 {
-        // One slot may wait for several tiers.
+        // One slot may be queued for several tiers.
         let queued = self.tiers.tiers.iter().map(|tier| tier.queue.bytes());
         queued.max().unwrap_or(0)
     }
 
-    /// Waits until all writes have ended, then closes the tiers. Returns the names of the tiers that
-    /// could not be closed, each with the reason, and the chunks not written since the engine was
-    /// made.
+    /// Waits until all writes have ended, then closes the tiers. Returns the names of tiers that could not be
+    /// closed, each with the reason, and the number of chunks not written since the engine was made.
     pub(crate) fn close(&self, deadline: Instant) -> (Vec<(String, String)>, Unwritten) {
         let tiers = Arc::clone(&self.tiers);
         let left = deadline.saturating_duration_since(now());
-        // The rest of the time is for the tiers to make what was written durable.
+        // The rest of the time is for the tiers to make the written chunks durable.
         let writes_until = deadline - (left / 8).min(CLOSING);
         let closed = self.wait(deadline + ANSWER, async move {
             let closed = tiers.tiers.iter();
@@ -452,7 +451,7 @@ impl LowerTiers {
         })
     }
 
-    /// Runs a future on the runtime and waits for it. Returns `None` if the deadline came first.
+    /// Runs a future on the runtime and waits for it. Returns `None` if the deadline passed first.
     fn wait<T: Send + 'static>(
         &self,
         deadline: Instant,
@@ -460,7 +459,7 @@ impl LowerTiers {
     ) -> Option<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
         let task = self.spawn(async move {
-            // The receiver may have given up.
+            // The caller may have stopped waiting.
             let _ = sender.send(work.await);
         });
         let left = deadline.saturating_duration_since(now());
@@ -473,7 +472,7 @@ impl LowerTiers {
 }
 
 impl Tier {
-    /// Notes that the tier did not answer in the time that it has where others have all chunks.
+    /// Marks the tier as late: it did not answer within the grace time although other tiers have all chunks.
     fn note_late(&self) {
         count(&self.counters.locate_failed, 1);
         *self.late_until.lock() = Some(now() + locate::LATE);
@@ -483,13 +482,13 @@ impl Tier {
         self.late_until.lock().is_some_and(|until| now() < until)
     }
 
-    /// Removes chunks, also those that are being written. Returns for each whether it was there, and
-    /// whether none of them is there now.
+    /// Removes chunks, also those that are being written. Returns for each whether it was present, and
+    /// whether all of them are gone.
     async fn remove(&self, keys: &[ChunkKey], deadline: Instant) -> (Vec<bool>, bool) {
         let Some(writer) = self.backend.writer() else {
             return (vec![false; keys.len()], true);
         };
-        // A tier that breaks its contract does not hold up the answers of the others.
+        // A tier that breaks its contract must not delay the answers of the others.
         let until = tokio::time::Instant::from_std(deadline + ANSWER / 2);
         let remove = || async {
             let removed = tokio::time::timeout_at(until, writer.remove(keys, deadline));
@@ -502,15 +501,15 @@ impl Tier {
         let found = removed.iter().map(is_found).collect();
         let mut all = true;
         if writes {
-            // A chunk that was being written is there once its write has ended.
+            // A chunk that was being written is present once its write has ended.
             all = self.queue.settled(deadline).await;
             removed = remove().await;
         }
         (found, all && removed.iter().all(Result::is_ok))
     }
 
-    /// Waits for the writes, at most until `writes_until`, then closes the tier. Returns also the
-    /// number of chunks that were not written for lack of time.
+    /// Waits for the writes, at most until `writes_until`, then closes the tier. Also returns the number of
+    /// chunks that were not written for lack of time.
     async fn close(
         &self,
         writes_until: Instant,
@@ -518,10 +517,10 @@ impl Tier {
     ) -> (Result<(), BackendError>, u64) {
         self.queue.idle(writes_until).await;
         let late = self.queue.drop_queued();
-        // A tier that breaks its contract has the others' time to answer.
+        // A tier that breaks its contract gets the same time to answer as the others.
         let until = tokio::time::Instant::from_std(deadline + ANSWER / 2);
         let closed = tokio::time::timeout_at(until, self.backend.close(deadline)).await;
-        // A tier that is closed answers the writes that it was given.
+        // A closed tier still answers the writes that it was given.
         self.queue.idle(now() + ANSWER / 4).await;
         let closed = closed.unwrap_or(Err(BackendError::Deadline));
         (closed, late + self.queue.left())
@@ -529,13 +528,13 @@ impl Tier {
 }
 
 impl Tiers {
-    /// Counts a lookup that goes on in the tiers, with the chunks that DRAM lacks.
+    /// Counts a lookup that continues in lower tiers, with the number of chunks that DRAM lacks.
     pub(crate) fn count_lookup(&self, chunks: usize) {
         count(&self.lookups, 1);
         count(&self.lookup_chunks, chunks as u64);
     }
 
-    /// Returns the number of lookups that went on in the tiers, and that of the chunks that they asked for.
+    /// Returns the number of lookups that continued in lower tiers, and of the chunks that they looked up.
     pub(crate) fn lookups(&self) -> (u64, u64) {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         (read(&self.lookups), read(&self.lookup_chunks))
@@ -546,7 +545,7 @@ impl Tiers {
         self.promotion_time.record(took);
     }
 
-    /// Returns the times of promotions, and those to their first chunks.
+    /// Returns the times of promotions, and the times to the first chunks.
     pub(crate) fn times(&self) -> (HistogramSnapshot, HistogramSnapshot) {
         let first_chunk = self.first_chunk_time.snapshot();
         (self.promotion_time.snapshot(), first_chunk)
@@ -571,12 +570,12 @@ impl Tiers {
         let limits = &self.limits;
         let locate = self.tiers.iter().map(|tier| tier.policy.locate_timeout);
         let locate = locate.max().unwrap_or_default();
-        // Each of two questions, one more for what fails to load, and the wait for chunks that are
-        // being written.
+        // Two rounds of asking, one more for chunks that fail to load, and the wait for chunks that are being
+        // written.
         3 * locate + limits.pending_timeout + limits.promotion_timeout
     }
 
-    /// Returns the indices of the tiers that chunks are written to at this time.
+    /// Returns the indices of the tiers that chunks are written to under this policy.
     pub(crate) fn written(&self, when: WritePolicy) -> impl Iterator<Item = usize> {
         let tiers = self.tiers.iter().enumerate();
         let is_written =
@@ -586,7 +585,7 @@ impl Tiers {
             .map(|(index, _)| index)
     }
 
-    /// Returns true if there is a tier that chunks are written to at this time.
+    /// Returns true if there is a tier that chunks are written to under this policy.
     pub(crate) fn has_written(&self, when: WritePolicy) -> bool {
         self.written(when).next().is_some()
     }
@@ -596,28 +595,28 @@ impl Tiers {
         self.tiers[tier].queue.has_capacity(bytes)
     }
 
-    /// Returns true if what is promoted is offered to a tier, or counts as used there.
+    /// Returns true if a tier is offered promoted chunks, or counts promotions as uses.
     fn takes_promoted(&self) -> bool {
         self.counts_uses() || self.tiers.iter().any(|tier| tier.policy.fill)
     }
 
-    /// Returns true if there is a tier that is given only what is used again.
+    /// Returns true if there is a tier that stores chunks on reuse only.
     pub(crate) fn counts_uses(&self) -> bool {
         self.tiers.iter().any(|tier| tier.uses.is_some())
     }
 
-    /// Keeps chunks from being removed until the guard is dropped. Held by a caller that offers
-    /// chunks, from finding or committing them to the offer.
+    /// Blocks the removal of chunks until the guard is dropped. A caller that offers chunks holds the guard
+    /// from finding or committing them until the offer.
     pub(crate) fn block_removal(&self) -> RwLockReadGuard<'_, ()> {
         self.removal.read()
     }
 
-    /// Returns a weak handle, for a holder that offers chunks and must not keep the tiers alive.
+    /// Returns a weak handle, for callers that offer chunks and must not keep the tiers alive.
     pub(crate) fn downgrade(self: &Arc<Self>) -> Weak<Self> {
         Arc::downgrade(self)
     }
 
-    /// Returns the chunks not written since the engine was made.
+    /// Returns the number of chunks not written since the engine was made.
     pub(crate) fn unwritten(&self) -> Unwritten {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let mut unwritten = Unwritten::default();
@@ -635,7 +634,7 @@ impl Tiers {
         }
     }
 
-    /// Returns for each layout whether the tiers reach others that have it, as
+    /// Returns for each layout whether the tiers reach other processes that use it, as
     /// [`Backend::has_layouts`] does.
     pub(crate) fn have_layouts(
         &self,
@@ -653,7 +652,7 @@ impl Tiers {
         found
     }
 
-    /// Returns true if a prompt promotes the chunk now.
+    /// Returns true if a prompt is promoting the chunk.
     pub(crate) fn is_promoting(&self, key: &ChunkKey) -> bool {
         self.promoting.lock().contains(key)
     }
@@ -667,13 +666,13 @@ impl Tiers {
         tiers.any(|tier| tier.backend.push(run.clone(), to))
     }
 
-    /// Returns true if there is a tier through which other processes may pass clears on.
+    /// Returns true if there is a tier through which other processes may pass on clears.
     pub(crate) fn has_shared(&self) -> bool {
         let mut tiers = self.tiers.iter();
         tiers.any(|tier| tier.backend.sharing() == Sharing::Shared)
     }
 
-    /// Empties the queues of writes, and DRAM by `empty_dram`: nothing is offered in between.
+    /// Empties the write queues, and DRAM by `empty_dram`. No chunk is offered in between.
     pub(crate) fn empty<T>(&self, empty_dram: impl FnOnce() -> T) -> T {
         let _alone = self.removal.write();
         for tier in &self.tiers {
@@ -682,18 +681,18 @@ impl Tiers {
         empty_dram()
     }
 
-    /// Passes clears that were learned on to all tiers, in the background.
+    /// Passes learned clears on to all tiers, in the background.
     pub(crate) fn pass_on_clears(&self) {
         self.learned.notify_one();
     }
 
-    /// Tells all tiers at once of clears.
+    /// Passes clears to all tiers at the same time.
     async fn tell(
         &self,
         clears: Arc<Clears>,
         deadline: Instant,
     ) -> Vec<Result<Cleared, BackendError>> {
-        // A tier that breaks its contract must not hold up the answers of the others.
+        // A tier that breaks its contract must not delay the answers of the others.
         let late = tokio::time::Instant::from_std(deadline + ANSWER / 2);
         let noted = self.tiers.iter().map(|tier| {
             let noted = tier.backend.clear(Arc::clone(&clears), deadline);
@@ -704,17 +703,17 @@ impl Tiers {
         noted.into_iter().map(answer).collect()
     }
 
-    /// Passes clears that were learned on to all tiers, until the task is aborted. No lookup waits
-    /// for it: what a tier has from before them has other names.
+    /// Passes learned clears on to all tiers, until the task is aborted. No lookup waits for this: a tier's
+    /// chunks from before the clears have other names.
     async fn pass_clears_on(self: Arc<Self>) {
         loop {
             self.learned.notified().await;
-            // An error is seen in the tier's health.
+            // An error shows in the tier's health.
             self.tell(self.clears.clears(), now() + LEARN_TIMEOUT).await;
         }
     }
 
-    /// Takes in the clears that the shared tiers learn of, until the task is aborted.
+    /// Carries out the clears that shared tiers learn of, until the task is aborted.
     async fn follow_clears(self: Arc<Self>) {
         loop {
             for tier in &self.tiers {
@@ -725,12 +724,12 @@ impl Tiers {
                 if clears.clears().contains(&learned) {
                     continue;
                 }
-                // It blocks for the state file.
+                // Blocks until the state file is written.
                 let from = tier.backend.name().to_owned();
                 let learning = move || clears.learn(&learned, &from);
                 let learning = tokio::task::spawn_blocking(learning);
                 if let Ok(Err(error)) = learning.await {
-                    tracing::error!(tier = tier.backend.name(), %error, "clears are not taken in");
+                    tracing::error!(tier = tier.backend.name(), %error, "clears of other daemons are not carried out");
                 }
             }
             tokio::time::sleep(LOOK_EVERY).await;
@@ -750,8 +749,8 @@ impl Drop for LowerTiers {
         let Some(runtime) = self.runtime.take() else {
             return;
         };
-        // The last handle may be dropped on one of the runtime's own threads, at the end of a
-        // promotion: that thread cannot wait for itself.
+        // The last handle may be dropped on one of the runtime's own threads, at the end of a promotion. Such
+        // a thread cannot wait for its own runtime.
         if Handle::try_current().is_ok() {
             runtime.shutdown_background();
         } else {

@@ -1,4 +1,4 @@
-//! Permits to promote a bounded number of bytes at a time: a share for each tier, handed out fairly.
+//! Permits that limit the bytes being promoted: each tier has a share, and owners take turns.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -10,31 +10,31 @@ use lmc_testkit::interleave::Mutex;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-/// Units that owners take for tiers and give back.
+/// Units that owners acquire for tiers and release.
 ///
-/// Half of all are shares that each tier has for itself; the rest is for all of them. A single tier
-/// has all. However much one tier holds and does not give back, every other tier has its share. A
-/// tier of which nothing is in use is given one request of any size. Requests for the same tiers are
-/// served in turns of their owners, for each owner in the order in which it asked.
+/// Half of the units are divided into a share for each tier; the other half is common to all tiers. A single
+/// tier has all units. However many units one tier uses without releasing them, every other tier still has
+/// its share. A tier with no units in use is granted one request of any size. Requests for the same tiers are
+/// served by owner in turn, and each owner's requests in their order.
 #[derive(Debug, Clone)]
 pub(super) struct Permits(Arc<Mutex<State>>);
 
 #[derive(Debug)]
 struct State {
-    /// Units that each tier has for itself.
+    /// Units reserved for each tier.
     share: u32,
-    /// Units that any tier may use besides its share.
+    /// Units that any tier may use in addition to its share.
     common: u32,
-    /// Units in use of each tier.
+    /// Units in use, for each tier.
     used: Vec<u32>,
-    /// Requests that wait, in the order in which they are served next.
+    /// Waiting requests, in the order in which they are considered.
     queues: VecDeque<Queue>,
 }
 
-/// The requests that wait for units of the same tiers.
+/// Requests that wait for units of the same tiers.
 #[derive(Debug)]
 struct Queue {
-    /// A bit for each tier.
+    /// Set of tiers, one bit for each.
     tiers: u64,
     waiting: HashMap<OwnerId, VecDeque<Waiting>>,
     /// Owners that wait, the next one first.
@@ -47,7 +47,7 @@ struct Waiting {
     granted: oneshot::Sender<Vec<Permit>>,
 }
 
-/// Units of one tier that were taken. Dropping it gives them back.
+/// Acquired units of one tier. Dropping the permit releases them.
 #[derive(Debug)]
 pub(super) struct Permit {
     permits: Permits,
@@ -61,7 +61,7 @@ fn bits(units: &[u32]) -> u64 {
 }
 
 impl State {
-    /// Returns true if a request can be given its units of each tier now.
+    /// Returns true if a request for these units of each tier can be granted now.
     fn fits(&self, units: &[u32]) -> bool {
         let over = |(used, units): (&u32, &u32)| (used + units).saturating_sub(self.share);
         let over: Vec<u32> = self.used.iter().zip(units).map(over).collect();
@@ -69,8 +69,8 @@ impl State {
         over.iter().sum::<u32>() <= self.common || (0..units.len()).all(has_own)
     }
 
-    /// Returns the tiers that requests which came first wait for. Those for several tiers hold up
-    /// nothing: one of these tiers may hang.
+    /// Returns the tiers that earlier requests wait for. Requests for several tiers block no others, because
+    /// one of their tiers may hang.
     fn awaited(&self) -> u64 {
         let single = self
             .queues
@@ -84,7 +84,7 @@ impl State {
         used.for_each(|(used, units)| *used += units);
     }
 
-    /// Takes the next request that can be granted out of its queue, with its units.
+    /// Removes the next request that can be granted from its queue, and takes its units.
     fn next(&mut self) -> Option<Waiting> {
         self.queues.iter_mut().for_each(Queue::skip_closed);
         self.queues.retain(|queue| !queue.turns.is_empty());
@@ -108,7 +108,7 @@ impl Queue {
         self.waiting.get(self.turns.front()?)?.front()
     }
 
-    /// Takes the next request, and gives the next owner its turn.
+    /// Removes the next request, and moves its owner to the end of the turns.
     fn pop(&mut self) -> Option<Waiting> {
         let owner = self.turns.pop_front()?;
         let queue = self.waiting.get_mut(&owner)?;
@@ -121,7 +121,7 @@ impl Queue {
         next
     }
 
-    /// Removes requests at the front whose callers gave up. Their owners keep their turns.
+    /// Removes requests at the front whose callers no longer wait. Their owners keep their turns.
     fn skip_closed(&mut self) {
         while let Some(owner) = self.turns.front() {
             let Some(queue) = self.waiting.get_mut(owner) else {
@@ -152,12 +152,12 @@ impl Permits {
         })))
     }
 
-    /// Returns the units that each tier has for itself.
+    /// Returns the units reserved for each tier.
     pub(super) fn share(&self) -> u32 {
         self.0.lock().share
     }
 
-    /// Takes units of each tier if they are free and no request that came first waits for them.
+    /// Acquires units of each tier if they are free and no earlier request waits for them.
     pub(super) fn try_acquire(&self, units: &[u32]) -> Option<Vec<Permit>> {
         let mut state = self.0.lock();
         if state.awaited() & bits(units) != 0 || !state.fits(units) {
@@ -167,7 +167,7 @@ impl Permits {
         Some(self.permits(units))
     }
 
-    /// Waits for units of each tier.
+    /// Waits for the units of each tier and acquires them.
     pub(super) async fn acquire(&self, owner: OwnerId, units: Vec<u32>) -> Option<Vec<Permit>> {
         if let Some(permits) = self.try_acquire(&units) {
             return Some(permits);
@@ -206,9 +206,9 @@ impl Permits {
         taken.map(permit).collect()
     }
 
-    /// Grants waiting requests as far as units are free.
+    /// Grants waiting requests while units are free.
     fn grant(&self) {
-        // A permit whose receiver is gone comes back through its own drop, after the lock.
+        // If a receiver is gone, dropping its permits releases them, after the lock.
         let mut refused = Vec::new();
         let mut state = self.0.lock();
         while let Some(Waiting { units, granted }) = state.next() {

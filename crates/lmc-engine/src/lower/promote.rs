@@ -1,4 +1,4 @@
-//! Promotion: reading chunks from lower tiers into DRAM.
+//! Promotion of chunks from lower tiers to DRAM.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::mem;
@@ -27,35 +27,35 @@ use crate::misses::{Miss, MissReason};
 
 /// Bytes that one permit stands for.
 pub(super) const UNIT: u64 = 4096;
-/// Bytes that are read in one batch. A longer prompt has several under way.
+/// Bytes that are read in one batch. A longer prompt has several batches in flight.
 const WINDOW: u64 = 64 << 20;
-/// Batches of one prompt under way at a time.
+/// Most batches of one prompt in flight.
 const WINDOWS: usize = 3;
-/// Chunks that are committed together if they have arrived together.
+/// Most chunks that are committed together when they arrive together.
 const COMMIT_TOGETHER: usize = 32;
 /// Time between two checks of a chunk that another prompt promotes or a worker writes.
 const POLL: Duration = Duration::from_millis(1);
-/// Longest wait for a worker that writes a chunk that a lower tier has. A worker may take any
-/// time to commit, and may never do so.
+/// Longest wait for a worker that is writing a chunk that a lower tier has. A worker may take arbitrarily
+/// long to commit, or never commit.
 const WRITER_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// A chunk that is read: its index in the prompt, its write mark, and the slot for its bytes.
 type Load = (usize, InFlight, LoadItem);
-/// A way to mark a chunk as being written and to take memory for it.
+/// A function that marks a chunk as being written and reserves memory for it.
 type Begin = fn(&LocalTier, OwnerId, TenantId, ChunkKey, u64) -> Result<WriteStart, ReserveError>;
 
 /// A range of a prompt that is being read.
 struct Window {
     /// Indices of the chunks.
     range: Range<usize>,
-    /// Leases of the chunks that are resident. Held until the whole range is leased, so that
-    /// nothing of it is evicted before.
+    /// Leases of the resident chunks. Held until the whole range is leased, so that no chunk of it is evicted
+    /// earlier.
     kept: Arc<Mutex<Vec<Leases>>>,
     /// The chunks to read next from each tier.
     loads: Vec<Vec<Load>>,
-    /// Chunks that another prompt promotes or a worker writes.
+    /// Chunks that another prompt promotes or that a worker writes.
     rest: Vec<Rest>,
-    /// The chunks that are read here, so that other prompts wait for them.
+    /// The chunks that are read here; other prompts wait for them.
     promoting: Promoting,
 }
 
@@ -64,16 +64,16 @@ struct Window {
 struct Rest {
     /// Index of the chunk in the prompt.
     index: usize,
-    /// Source of the chunk, if that is a tier that had to be asked.
+    /// Source of the chunk, if it is a tier without a local index.
     asked: Option<Source>,
-    /// The tier that had it, and failed to load it or had no permit for it.
+    /// The tier that has the chunk, but failed to load it or had no permit for it.
     failed: Option<usize>,
 }
 
-/// Chunks that are read from another tier than the one that they were located in, by their index.
+/// Chunks that are read from another tier than first located, by their index.
 type Elsewhere = HashMap<usize, Rest>;
 
-/// Bytes of each tier that permits allow to read.
+/// Bytes of each tier that may be read with the acquired permits.
 struct Allowed(Vec<u64>);
 
 impl Allowed {
@@ -85,7 +85,7 @@ impl Allowed {
         Self(bytes)
     }
 
-    /// Takes the bytes of a chunk. Returns false where the permit of its tier is for fewer.
+    /// Subtracts the bytes of a chunk. Returns false if the permit of its tier does not cover them.
     fn take(&mut self, source: &Source) -> bool {
         let Source::Tier { index, len, .. } = source else {
             return true;
@@ -96,7 +96,7 @@ impl Allowed {
     }
 }
 
-/// Chunks that one prompt promotes. Other prompts wait for them until this is dropped.
+/// Chunks that one prompt promotes. Other prompts wait for these chunks until this is dropped.
 struct Promoting {
     tiers: Arc<Tiers>,
     keys: HashSet<ChunkKey, FoldState>,
@@ -110,7 +110,7 @@ impl Promoting {
         }
     }
 
-    /// Adds a chunk, if it was not. Returns false when another prompt promotes it.
+    /// Adds a chunk, if it is not there yet. Returns false if another prompt promotes it.
     fn add(&mut self, key: ChunkKey) -> bool {
         if self.keys.contains(&key) {
             return true;
@@ -128,7 +128,7 @@ impl Promoting {
         self.keys.remove(key);
     }
 
-    /// Removes the chunks that a condition does not pick.
+    /// Removes the chunks for which `pick` returns false.
     fn retain(&mut self, pick: impl Fn(&ChunkKey) -> bool) {
         let mut promoting = self.tiers.promoting.lock();
         for key in self.keys.extract_if(|key| !pick(key)) {
@@ -146,7 +146,7 @@ impl Drop for Promoting {
     }
 }
 
-/// A task that is aborted with its owner.
+/// A task that is aborted when its owner drops it.
 struct Task(JoinHandle<Leases>);
 
 impl Drop for Task {
@@ -155,7 +155,7 @@ impl Drop for Task {
     }
 }
 
-/// Counts a batch of reads as under way until it is dropped.
+/// Counts a batch of reads as in progress until it is dropped.
 struct UnderWay<'a> {
     counters: &'a Counters,
     bytes: u64,
@@ -179,15 +179,15 @@ impl Drop for UnderWay<'_> {
     }
 }
 
-/// The chunks of one rank of a prompt, to be promoted.
+/// The chunks of one rank of a prompt that are to be promoted.
 #[derive(Debug)]
 pub(crate) struct Prompt {
     pub(crate) owner: OwnerId,
     pub(crate) tenant: TenantId,
-    /// The chunk before the first one, where it is known.
+    /// Key of the chunk before the first one, if known.
     pub(crate) before: Option<ChunkKey>,
     pub(crate) keys: Vec<ChunkKey>,
-    /// Advice for tiers that have to be asked. `None` where they are not to be asked.
+    /// Hints for tiers that are asked; `None` if no tier is to be asked.
     pub(crate) hint: Option<LocateHint>,
     /// Sources of `keys` from index `first` on.
     pub(crate) sources: Vec<Source>,
@@ -195,22 +195,22 @@ pub(crate) struct Prompt {
     /// Start of the reads.
     pub(crate) begun: Instant,
     pub(crate) deadline: Instant,
-    /// Number of leading chunks that every rank of the prompt may still have. A rank that ends earlier
-    /// lowers it; the ranks share it.
+    /// Number of leading chunks that every rank of the prompt may still get. Shared by the ranks; a rank that
+    /// ends earlier lowers it.
     pub(crate) reach: Arc<AtomicUsize>,
-    /// Time from which other tiers are asked for chunks that wait for permits.
+    /// Time after which other tiers are asked for chunks that wait for permits.
     pub(crate) half: tokio::time::Instant,
-    /// Indices of the chunks that were read for this prompt, each with its tier's.
+    /// Indices of the chunks that were read for this prompt, each with the index of its tier.
     pub(crate) read: Mutex<Vec<(usize, usize)>>,
-    /// Indices of the chunks that were not read, each with a reason; one that failed at several tiers
-    /// has several.
+    /// Indices of the chunks that were not read, each with a reason. A chunk that failed at several tiers has
+    /// several entries.
     pub(crate) misses: Mutex<Vec<(usize, Miss)>>,
 }
 
 impl Tiers {
-    /// Promotes the chunks of a prompt in its order. Returns the leases of the leading ones that
-    /// are in DRAM then. `held` are the leases of the keys before the first source. Ends at the
-    /// prompt's deadline with what is there.
+    /// Promotes the chunks of a prompt in order. Returns the leases of the leading chunks that are then in
+    /// DRAM. `held` are the leases of the keys before the first source. Ends at the prompt's deadline with
+    /// the chunks read by then.
     pub(crate) async fn promote(
         self: &Arc<Self>,
         prompt: &Arc<Prompt>,
@@ -220,7 +220,7 @@ impl Tiers {
         let mut next = prompt.first;
         let mut under_way: VecDeque<(usize, Task)> = VecDeque::new();
         loop {
-            // What follows a gap, here or in another rank, is of no use to this prompt.
+            // Chunks after a gap, here or in another rank, are useless to this prompt.
             let end = wanted.min(prompt.reach.load(Ordering::Relaxed));
             if held.len() >= end {
                 break;
@@ -243,7 +243,7 @@ impl Tiers {
                     .eq(units.into_iter().filter(|n| *n > 0));
                 let len = range.len();
                 next = range.end;
-                // In the prompt's order: its tail must not take the memory of its head.
+                // In prompt order: the tail of a prompt must not take the memory of its head.
                 let window = self.prepare(prompt, range, &permits, &elsewhere);
                 if window.range.len() < len {
                     next = wanted;
@@ -266,7 +266,7 @@ impl Tiers {
                 break;
             }
         }
-        // Its tasks end here.
+        // The prompt's tasks end here.
         let before = prompt.reach.fetch_min(held.len(), Ordering::Relaxed);
         if held.len() < before {
             prompt.note_end(held.len());
@@ -274,7 +274,7 @@ impl Tiers {
         held
     }
 
-    /// Returns the units of each tier that chunks of these sources take.
+    /// Returns the units of each tier that reading these sources takes.
     fn units<'a>(&self, sources: impl IntoIterator<Item = &'a Source>) -> Vec<u32> {
         let mut bytes = vec![0; self.tiers.len()];
         for source in sources {
@@ -286,9 +286,9 @@ impl Tiers {
         bytes.into_iter().map(units).collect()
     }
 
-    /// Takes permits for the chunks of each tier that has them free. Where none has, waits for the tier
-    /// of the first chunk until the deadline, and returns `None` then. When half of the time is over,
-    /// asks the other tiers, and returns at once what is to be read from them.
+    /// Acquires permits for the chunks of each tier that has free ones. If none has, waits for the tier of
+    /// the first chunk until the deadline, and then returns `None`. After half of the time, asks the other
+    /// tiers and returns at once with the chunks to read from them.
     async fn permits(
         &self,
         prompt: &Prompt,
@@ -314,7 +314,7 @@ impl Tiers {
         if let Ok(granted) = tokio::time::timeout_at(prompt.half, &mut granted).await {
             return granted;
         }
-        // What failed at one tier, or was asked for, is asked for no more.
+        // A chunk that failed at one tier, or that other tiers were asked for, is not asked for again.
         let waits = |(one, source): &(Rest, Source)| {
             let waits = one.failed.is_none() && source.tier() == Some(first);
             waits.then_some((one.index, first))
@@ -332,8 +332,8 @@ impl Tiers {
         tokio::time::timeout_at(deadline, granted).await.ok()?
     }
 
-    /// Returns the source that a chunk had when the prompt was located, if that is a tier that had to
-    /// be asked: it is not asked again.
+    /// Returns the source that a chunk had when the prompt was located, if it is a tier without a local
+    /// index: such a tier is not asked again.
     fn asked_source(&self, prompt: &Prompt, index: usize) -> Option<Source> {
         let source = prompt.sources.get(index.checked_sub(prompt.first)?)?;
         match source {
@@ -344,7 +344,7 @@ impl Tiers {
         }
     }
 
-    /// Finds out where the leading chunks of a range are now. Those that were in DRAM when the prompt
+    /// Finds the current sources of the leading chunks of a range. Chunks that were in DRAM when the prompt
     /// was located may have been evicted for its head, and the other way round.
     fn located(
         &self,
@@ -366,8 +366,8 @@ impl Tiers {
         })
     }
 
-    /// Leases the resident chunks of a range, and reserves slots for the others. Chunks without a permit
-    /// are read last.
+    /// Leases the resident chunks of a range, and reserves slots for the others. Chunks without a permit are
+    /// read last.
     fn prepare(
         self: &Arc<Self>,
         prompt: &Prompt,
@@ -375,7 +375,7 @@ impl Tiers {
         permits: &[Permit],
         elsewhere: &Elsewhere,
     ) -> Window {
-        // A chunk that is located now is marked before it can be removed, which voids the mark.
+        // A chunk that is located now is marked before a removal can begin, and the removal voids the mark.
         let _held = self.block_removal();
         let start = range.start;
         let wanted: Vec<_> = self.located(prompt, range).collect();
@@ -401,8 +401,8 @@ impl Tiers {
         window
     }
 
-    /// Leases chunks that are resident, and reserves slots for the others. Returns the index of the
-    /// first chunk for which there is no memory, or the window's end. The caller blocks removal.
+    /// Leases resident chunks, and reserves slots for the others. Returns the index of the first chunk for
+    /// which there is no memory, or the window's end. The caller must block removal.
     fn reserve(
         &self,
         prompt: &Prompt,
@@ -427,7 +427,8 @@ impl Tiers {
                 window.kept.lock().push(lease);
                 continue;
             };
-            // Before its slot is reserved: what is promoted is never taken for what a worker writes.
+            // Before the slot is reserved, so that a promoted chunk is never mistaken for one that a worker
+            // writes.
             if !window.promoting.add(key) {
                 window.rest.push(rest);
                 continue;
@@ -450,10 +451,10 @@ impl Tiers {
         end
     }
 
-    /// Reads a range of a prompt, and leases its leading chunks.
+    /// Reads a range of a prompt, and leases the leading chunks of the range.
     async fn read(&self, prompt: &Prompt, mut window: Window, permits: Vec<Permit>) -> Leases {
         let writers_until = prompt.deadline.min(now() + WRITER_TIMEOUT);
-        // Two prompts that wait for each other's chunks both read their own first.
+        // Two prompts that wait for each other's chunks first read their own.
         self.read_anywhere(prompt, &mut window, permits).await;
         while !window.rest.is_empty() && now() < prompt.deadline {
             let mut rest = mem::take(&mut window.rest);
@@ -469,8 +470,8 @@ impl Tiers {
         self.lease_uncounted(prompt.owner, keys, prompt.chunk_bytes())
     }
 
-    /// Leases the leading chunks in DRAM that have the length of their space, as far as it is known. Not
-    /// a lookup of its own, and no second use: the lookup that asked for them was counted.
+    /// Leases the leading chunks in DRAM that have the length of their space's chunks, if that is known.
+    /// Counts neither as a lookup nor as a use: the lookup that caused this was counted.
     pub(crate) fn lease_uncounted(
         &self,
         owner: OwnerId,
@@ -478,16 +479,15 @@ impl Tiers {
         chunk_bytes: Option<u64>,
     ) -> Leases {
         let mut leases = self.local.lease_uncounted(owner, keys);
-        // A chunk in DRAM may have another length: its tier was not asked about it.
+        // A chunk in DRAM may have another length, because its tier was not asked about it.
         let is_wrong = |slot: &SealedSlot| !fits(slot.len(), chunk_bytes);
         let wrong = leases.iter().position(is_wrong);
         leases.truncate(wrong.unwrap_or(leases.len()));
         leases
     }
 
-    /// Reads the chunks that have slots. Chunks whose load has failed, and chunks that are missing when half
-    /// of the prompt's time is over, are read once more from the next tiers that have them; the first
-    /// answer counts.
+    /// Reads the chunks that have slots. If a load fails, or a chunk is missing after half of the prompt's
+    /// time, the chunk is read once more from the next tier that has it; the first answer counts.
     async fn read_anywhere(&self, prompt: &Prompt, window: &mut Window, permits: Vec<Permit>) {
         let of_tiers = window.loads.iter().enumerate();
         let of_tiers =
@@ -522,14 +522,14 @@ impl Tiers {
         window.promoting.retain(|_| false);
     }
 
-    /// Reads chunks that their tiers failed to load from the next tiers that have them.
+    /// Reads chunks whose loads failed from the next tiers that have them.
     async fn read_elsewhere(
         &self,
         prompt: &Prompt,
         window: &mut Window,
         failed: Vec<(usize, usize)>,
     ) {
-        // Other prompts wait for them until they are read from elsewhere.
+        // Other prompts wait for these chunks until they are read from elsewhere.
         let keys = failed.iter().map(|(index, _)| prompt.keys[*index]);
         let keys: HashSet<_, FoldState> = keys.collect();
         window.promoting.retain(|key| keys.contains(key));
@@ -546,7 +546,7 @@ impl Tiers {
         }
     }
 
-    /// Waits for chunks that are probably findable soon.
+    /// Waits for chunks that will probably be findable soon.
     async fn wait_for(&self, prompt: &Prompt, busy: &[Rest], writers_until: Instant) {
         for one in busy {
             let key = &prompt.keys[one.index];
@@ -556,13 +556,13 @@ impl Tiers {
         }
     }
 
-    /// Returns true if a chunk is probably findable soon: another prompt promotes it, or, until
-    /// `writers_until`, a worker writes it.
+    /// Returns true if a chunk will probably be findable soon: another prompt promotes it, or, before
+    /// `writers_until`, a worker is writing it.
     fn is_awaited(&self, key: &ChunkKey, writers_until: Instant) -> bool {
         self.promoting.lock().contains(key) || (self.local.is_writing(key) && now() < writers_until)
     }
 
-    /// Asks the other tiers for chunks whose load failed; each is given with the tier that failed.
+    /// Asks the other tiers for chunks whose load failed. Each index comes with the tier that failed.
     async fn locate_elsewhere(&self, prompt: &Prompt, failed: &[(usize, usize)]) -> Vec<Rest> {
         let of_tiers = failed.chunk_by(|a, b| a.1 == b.1);
         let located = of_tiers.map(|of_tier| async move {
@@ -582,16 +582,16 @@ impl Tiers {
         join_all(located).await.into_iter().flatten().collect()
     }
 
-    /// Returns the source of a chunk now; none while it is being removed.
+    /// Returns the current source of a chunk; none while it is being removed.
     fn source_of(&self, prompt: &Prompt, rest: &Rest) -> Option<Source> {
         let key = [prompt.keys[rest.index]];
         let now = self.sources_now(&key, prompt.chunk_bytes(), rest.failed);
         now.into_iter().next()?.or_else(|| rest.asked.clone())
     }
 
-    /// Takes permits and memory for the first of these chunks, at most as many as a tier has for itself,
-    /// to read them beside others who write them. Leaves the others in `rest`. Returns `None` if there
-    /// are no permits by the deadline.
+    /// Acquires permits and memory for the first of these chunks, at most one tier's share, to read them at
+    /// the same time as others write them. Leaves the other chunks in `rest`. Returns `None` if there are no
+    /// permits by the deadline.
     async fn reserve_rest(
         &self,
         prompt: &Prompt,
@@ -619,20 +619,20 @@ impl Tiers {
         let mut allowed = Allowed::of(&permits, self.tiers.len());
         let later = wanted.extract_if(.., |(_, source)| !allowed.take(source));
         rest.extend(later.map(|(one, _)| moved(one, &elsewhere)));
-        // As for `prepare`: meanwhile a removal may have begun.
+        // As in `prepare`: a removal may have begun meanwhile.
         let _held = self.block_removal();
         wanted.retain(|(one, _)| !self.is_removing(&prompt.keys[one.index]));
         self.reserve(prompt, window, wanted, LocalTier::begin_shared_write);
         Some(permits)
     }
 
-    /// Returns the bytes that a prompt reads from tiers at a time.
+    /// Returns the most bytes that one batch of a prompt reads.
     fn most(&self) -> u64 {
         WINDOW.min(u64::from(self.permits.share()) * UNIT)
     }
 
-    /// Reads the chunks that have slots from all tiers at once. Returns those whose load failed, with
-    /// their tiers; once it is overtaken, those that have not arrived count as failed.
+    /// Reads the chunks that have slots from all tiers at the same time. Returns the chunks whose load
+    /// failed, with their tiers. When `overtaken` ends, chunks that have not arrived count as failed.
     fn load_all<'a>(
         &'a self,
         prompt: &'a Prompt,
@@ -644,7 +644,7 @@ impl Tiers {
         let loads = loads.filter(|(_, loads)| !loads.is_empty());
         let loads: Vec<_> = loads
             .map(|(tier, loads)| {
-                // Each tier's units come back with its last chunk, however slow the others are.
+                // The units of each tier are released with its last chunk, however slow the other tiers are.
                 let permit = permits
                     .extract_if(.., |permit| permit.tier() == tier)
                     .next();
@@ -659,8 +659,8 @@ impl Tiers {
         async { join_all(loads).await.concat() }
     }
 
-    /// Reads chunks from one tier, and commits each when it has arrived. Returns those whose load
-    /// failed, as [`Self::load_all`] does.
+    /// Reads chunks from one tier, and commits each when it arrives. Returns the chunks whose load failed, as
+    /// [`Self::load_all`] does.
     async fn load(
         &self,
         prompt: &Prompt,
@@ -681,7 +681,7 @@ impl Tiers {
         let answers = tier.backend.load(items, deadline);
         let answers = answers.take_until(overtaken.notified());
         let mut answers = pin!(answers.ready_chunks(COMMIT_TOGETHER));
-        // A tier that breaks its contract keeps no prompt from its head.
+        // A tier that breaks its contract must not keep a prompt from its head.
         let until = tokio::time::Instant::from_std(deadline + ANSWER);
         while let Ok(Some(arrived)) = tokio::time::timeout_at(until, answers.next()).await {
             let mut writes = Vec::with_capacity(arrived.len());
@@ -702,7 +702,7 @@ impl Tiers {
                     }
                     Loaded::Miss(_) => {
                         count(&counters.promote_missed, 1);
-                        // It may only have been assumed to be there.
+                        // The chunk may only have been assumed to be in the tier.
                         prompt.note(index, Miss::probable(MissReason::TierLost(tier_index)));
                         failed.push((index, tier_index));
                     }
@@ -714,7 +714,7 @@ impl Tiers {
                 }
             }
             if self.local.pool().arena().is_lost() {
-                // The bytes may have gone into memory that is no longer the pool's.
+                // The bytes may have been written to memory that no longer belongs to the pool.
                 count(&counters.promote_failed, writes.len() as u64);
                 writes.clear();
             }
@@ -748,8 +748,8 @@ impl Tiers {
         failed
     }
 
-    /// Makes chunks that were read findable, and offers them to the other tiers. Returns their
-    /// leases; a chunk that was removed meanwhile is not found.
+    /// Makes chunks that were read findable, and offers them to the other tiers. Returns the leases of the
+    /// findable chunks; a chunk that was removed meanwhile is not findable.
     fn commit_promoted(&self, owner: OwnerId, writes: Vec<Write>) -> Leases {
         if !self.takes_promoted() {
             return self.local.commit_leased(owner, writes).1;
@@ -760,13 +760,13 @@ impl Tiers {
 }
 
 impl Prompt {
-    /// Returns the first part of a range that is read in one batch, of at most `most` bytes.
+    /// Returns the first part of a range that one batch reads, of at most `most` bytes.
     fn window(&self, range: Range<usize>, most: u64) -> Range<usize> {
         let sources = self.sources(&range).iter();
         range.start..range.start + leading(sources, most)
     }
 
-    /// Returns the payload bytes that each chunk has, where that is known.
+    /// Returns the payload bytes of each chunk, if known.
     fn chunk_bytes(&self) -> Option<u64> {
         self.hint.as_ref()?.chunk_bytes
     }
@@ -775,20 +775,20 @@ impl Prompt {
         &self.sources[range.start - self.first..range.end - self.first]
     }
 
-    /// Notes a reason why a chunk is not read.
+    /// Records a reason why a chunk is not read.
     fn note(&self, index: usize, miss: Miss) {
         self.misses.lock().push((index, miss));
     }
 
-    /// Returns the last reason why a chunk was not read; `None` where none is known.
+    /// Returns the last recorded reason why a chunk was not read; `None` if there is none.
     pub(crate) fn miss_at(&self, index: usize) -> Option<Miss> {
         let misses = self.misses.lock();
         let of_it = misses.iter().rev().find(|(of, _)| *of == index);
         of_it.map(|(_, miss)| *miss)
     }
 
-    /// Notes why the prompt ends before a chunk that a tier has, where no read of it has failed: the prompt
-    /// may have waited for permits of its own lookups, so its tier is only probably the reason.
+    /// Records why the prompt ends before a chunk that a tier has, if no read of the chunk failed. The prompt
+    /// may have waited for permits of its own lookups, so the tier is only the probable reason.
     fn note_end(&self, index: usize) {
         let source = index.checked_sub(self.first);
         let source = source.and_then(|index| self.sources.get(index));
@@ -796,7 +796,7 @@ impl Prompt {
         if let Some(tier) = tier.filter(|_| self.miss_at(index).is_none()) {
             let miss = match now() >= self.deadline {
                 true => Miss::probable(MissReason::TierLate(Some(tier))),
-                // Or a removal, or the end of the engine, came in between.
+                // Or a removal, or the close of the engine, came in between.
                 false => Miss::probable(MissReason::TierLost(tier)),
             };
             self.note(index, miss);
@@ -811,20 +811,19 @@ impl Prompt {
     }
 }
 
-/// Returns the chunk as it is read from elsewhere, if it is.
+/// Returns the chunk with its other source, if it is read from elsewhere.
 fn moved(one: Rest, elsewhere: &Elsewhere) -> Rest {
     elsewhere.get(&one.index).cloned().unwrap_or(one)
 }
 
-/// Returns the time when half of what is left until a deadline is over.
+/// Returns the time at which half of the time until a deadline is over.
 pub(crate) fn half_of(deadline: Instant) -> tokio::time::Instant {
     let now = tokio::time::Instant::now();
     let left = tokio::time::Instant::from_std(deadline).saturating_duration_since(now);
     now + left / 2
 }
 
-/// Returns how many of these sources, at least one where there is one, have at most `most` bytes
-/// together.
+/// Returns how many leading sources have at most `most` bytes in total; at least one, unless there are none.
 fn leading<'a>(sources: impl ExactSizeIterator<Item = &'a Source>, most: u64) -> usize {
     let mut bytes = 0;
     let all = sources.len();

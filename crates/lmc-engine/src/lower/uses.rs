@@ -1,4 +1,4 @@
-//! Counts of the uses of chunks, for tiers that are given only what is used again.
+//! Counters of chunk uses, for tiers that store chunks on reuse only.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -7,22 +7,22 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::policy::Admission;
 
-/// Chunks whose uses are counted: 1 MiB of counters.
+/// Number of counters: 1 MiB in total.
 const COUNTERS: usize = 1 << 18;
-/// Bits of a counter; the others of its 32 name the chunk.
+/// Highest count; the other bits of the 32-bit counter identify the chunk.
 const COUNT: u32 = 31;
 
-/// Counts uses of the latest chunks, up to 31 each, in a table where a later chunk replaces an
-/// earlier one. Where two are mixed up, a chunk is written that need not be, and no more.
+/// Counts uses of recent chunks, up to 31 each, in a table in which a later chunk replaces an earlier one. If
+/// two chunks are mistaken for each other, the only effect is that a chunk is written too early.
 #[derive(Debug)]
 pub(super) struct Uses {
     counters: Box<[AtomicU32]>,
-    /// Uses of a chunk that is admitted, its computation among them.
+    /// Uses after which a chunk is admitted, its computation included.
     pub(super) least: u32,
 }
 
 impl Uses {
-    /// `None` where every chunk is admitted.
+    /// Makes the counters for an admission policy; `None` if every chunk is admitted.
     pub(super) fn of_policy(admit: Admission) -> Option<Self> {
         let Admission::Reused(reuses) = admit else {
             return None;
@@ -34,7 +34,7 @@ impl Uses {
         })
     }
 
-    /// Counts a use, and returns the number of uses with it.
+    /// Counts a use, and returns the number of uses including it.
     pub(super) fn add(&self, key: &ChunkKey) -> u32 {
         let (counter, name) = self.counter(key);
         let add = |value: u32| {
@@ -49,7 +49,7 @@ impl Uses {
         add(before.unwrap_or_else(|value| value)) & COUNT
     }
 
-    /// Returns the number of uses.
+    /// Returns the number of uses of a chunk.
     pub(super) fn of(&self, key: &ChunkKey) -> u32 {
         let (counter, name) = self.counter(key);
         let value = counter.load(Ordering::Relaxed);
@@ -60,7 +60,7 @@ impl Uses {
         }
     }
 
-    /// Returns a chunk's counter, and the bits that name the chunk in it.
+    /// Returns a chunk's counter, and the bits that identify the chunk in it.
     fn counter(&self, key: &ChunkKey) -> (&AtomicU32, u32) {
         let hash = xxh3_64_with_seed(&key.to_bytes(), 0);
         let name = (hash >> 32) as u32 & !COUNT;

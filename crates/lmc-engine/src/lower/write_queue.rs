@@ -1,4 +1,4 @@
-//! Writes that wait for a tier.
+//! Queues of writes to lower tiers.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem;
@@ -17,9 +17,10 @@ use tokio::sync::{Notify, Semaphore};
 use super::{Tier, Tiers, count};
 use crate::policy::WritePolicy;
 
-/// Chunks of one batch.
+/// Most chunks of one batch.
 const BATCH: usize = 64;
-/// Batches that a tier is given at a time, so that it works on the next while it makes a batch durable.
+/// Most batches that a tier works on at a time, so that it writes the next one while it makes a batch
+/// durable.
 const BATCHES: usize = 4;
 /// Time between two checks of whether all writes have ended.
 pub(crate) const POLL: Duration = Duration::from_millis(1);
@@ -28,32 +29,32 @@ pub(crate) const POLL: Duration = Duration::from_millis(1);
 #[derive(Debug, Clone)]
 pub(crate) struct Offer {
     pub(crate) key: ChunkKey,
-    /// The chunk before it in its prompt, where that is known.
+    /// Key of the chunk before this one in its prompt, if known.
     pub(crate) parent: Option<ChunkKey>,
     pub(crate) origin: Origin,
     pub(crate) slot: SealedSlot,
 }
 
-/// The event for which chunks are offered to lower tiers.
+/// The event on which a chunk is offered to lower tiers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Moment {
-    /// Computed, and committed.
+    /// The chunk was computed and committed.
     Computed,
-    /// Promoted from a tier.
+    /// The chunk was promoted from a tier.
     Promoted,
-    /// Found in DRAM.
+    /// The chunk was found in DRAM.
     Found,
-    /// Evicted above the high watermark, or the engine is closed.
+    /// The chunk was evicted above the high watermark, or the engine is being closed or drained.
     Leaving,
 }
 
-/// The writes that wait for one tier, bounded in bytes. Each holds its chunk's memory until it has
-/// ended, also when the chunk is evicted meanwhile.
+/// The queued writes for one tier, bounded in bytes. Each write holds its chunk's memory until it has ended,
+/// even if the chunk is evicted meanwhile.
 #[derive(Debug)]
 pub(super) struct WriteQueue {
     queue: Mutex<Queue>,
     arrived: Notify,
-    /// Bytes in the queue and in batches under way.
+    /// Bytes in the queue and in batches in progress.
     bytes: AtomicU64,
     max_bytes: u64,
 }
@@ -61,7 +62,7 @@ pub(super) struct WriteQueue {
 #[derive(Debug, Default)]
 struct Queue {
     waiting: VecDeque<StoreItem>,
-    /// The batches under way by number, with the chunks of each that have not ended.
+    /// Batches in progress by number, with the number of unfinished chunks of each.
     batches: BTreeMap<u64, usize>,
     /// Number of the last batch.
     last_batch: u64,
@@ -77,13 +78,13 @@ impl WriteQueue {
         }
     }
 
-    /// Returns the bytes that wait or are being written.
+    /// Returns the bytes that are queued or being written.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Returns true if the queue has capacity for `bytes` bytes. A chunk larger than the queue counts as
-    /// fitting: it is dropped, and waiting would not help.
+    /// Returns true if the queue has capacity for `bytes` bytes. Also true for a chunk larger than the queue:
+    /// it is dropped, and waiting would not help.
     pub(super) fn has_capacity(&self, bytes: u64) -> bool {
         bytes > self.max_bytes || self.bytes() + bytes <= self.max_bytes
     }
@@ -103,7 +104,7 @@ impl WriteQueue {
         true
     }
 
-    /// Takes the next batch, and returns its number; waits while there is none.
+    /// Waits for the next batch, and returns it with its number.
     async fn next(&self) -> (u64, Vec<StoreItem>) {
         loop {
             {
@@ -123,7 +124,7 @@ impl WriteQueue {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Notes that one chunk of a batch has ended.
+    /// Records that the write of one chunk of a batch has ended.
     fn ended(&self, batch: u64, bytes: u64) {
         if let Some(left) = self.queue.lock().batches.get_mut(&batch) {
             *left = left.saturating_sub(1);
@@ -131,14 +132,14 @@ impl WriteQueue {
         self.release(bytes);
     }
 
-    /// Drops the writes that have not begun, and returns their number.
+    /// Drops the writes that have not begun, and returns the number of them.
     pub(super) fn drop_queued(&self) -> u64 {
         let dropped = mem::take(&mut self.queue.lock().waiting);
         self.release(dropped.iter().map(|item| item.slot.len()).sum());
         dropped.len() as u64
     }
 
-    /// Drops queued writes of the chunks that a condition picks.
+    /// Drops the queued writes of the chunks for which `pick` returns true.
     pub(super) fn drop_queued_of(&self, pick: impl Fn(&ChunkKey) -> bool) {
         let mut queue = self.queue.lock();
         let waiting = mem::take(&mut queue.waiting);
@@ -149,13 +150,14 @@ impl WriteQueue {
         self.release(dropped.iter().map(|item| item.slot.len()).sum());
     }
 
-    /// Returns true if the tier has been given a batch that it has not answered, or is about to be.
+    /// Returns true if the tier has been given a batch that it has not answered yet, or is about to be given
+    /// one.
     pub(super) fn is_writing(&self) -> bool {
         !self.queue.lock().batches.is_empty()
     }
 
-    /// Waits until the batches that are under way now have ended, however many begin meanwhile.
-    /// Returns false if the deadline came first.
+    /// Waits until the batches that are in progress now have ended; later batches do not count. Returns false
+    /// if the deadline passed first.
     pub(super) async fn settled(&self, deadline: Instant) -> bool {
         let last = self.queue.lock().last_batch;
         let under_way = || {
@@ -172,14 +174,14 @@ impl WriteQueue {
         true
     }
 
-    /// Waits until nothing waits or is being written, or until the deadline.
+    /// Waits until no chunk is queued or being written, or until the deadline.
     pub(super) async fn idle(&self, deadline: Instant) {
         while self.bytes() > 0 && now() < deadline {
             tokio::time::sleep(POLL).await;
         }
     }
 
-    /// Returns the number of chunks that wait or are being written.
+    /// Returns the number of chunks that are queued or being written.
     pub(super) fn left(&self) -> u64 {
         let queue = self.queue.lock();
         (queue.waiting.len() + queue.batches.values().sum::<usize>()) as u64
@@ -187,7 +189,7 @@ impl WriteQueue {
 }
 
 impl Tiers {
-    /// Makes written chunks findable, leases each, and offers those that are new. The caller blocks
+    /// Makes written chunks findable, leases each, and offers those that are new. The caller must block
     /// removal, so that no chunk is offered that a clear has removed.
     pub(crate) fn commit_and_offer(
         &self,
@@ -212,11 +214,11 @@ impl Tiers {
         (inserted, leases)
     }
 
-    /// Offers chunks to every tier but the one that they came from, which takes them by its
-    /// policy. Never waits: what finds a queue full is dropped and counted.
+    /// Offers chunks to every tier except the one that they came from; each tier's policy decides whether the
+    /// chunk is queued. Never waits: a chunk that finds a queue full is dropped and counted.
     pub(crate) fn offer(&self, offers: &[Offer], moment: Moment) {
         for offer in offers {
-            // What a clear has left here for its readers goes to no tier.
+            // A chunk that a clear has left here for its readers is not written to any tier.
             let Some(space) = self.clears.current_space_of(offer.key.space) else {
                 continue;
             };
@@ -229,7 +231,7 @@ impl Tiers {
     }
 
     /// Offers a chunk to one tier, as [`Self::offer`] does to all. Returns false if its queue is full: the
-    /// chunk can be offered later. One that is larger than the queue is dropped and counted.
+    /// chunk can be offered later. A chunk that is larger than the queue is dropped and counted.
     pub(crate) fn offer_leaving_to(&self, index: usize, offer: &Offer) -> bool {
         let Some(space) = self.clears.current_space_of(offer.key.space) else {
             return true;
@@ -241,7 +243,7 @@ impl Tiers {
         is_taken || is_too_large
     }
 
-    /// Returns false if the tier wants a chunk and its queue is full.
+    /// Returns false if the tier's policy takes the chunk but the queue is full.
     fn offer_to(&self, index: usize, space: SpaceId, offer: &Offer, moment: Moment) -> bool {
         let tier = &self.tiers[index];
         if offer.origin.is_tier(index)
@@ -258,14 +260,14 @@ impl Tiers {
 }
 
 impl Tier {
-    /// Returns true if the tier's policy is to write a chunk now. `is_from_after`: it came from a
-    /// tier after this one.
+    /// Returns true if the tier's policy is to write a chunk now. `is_from_after`: the chunk came from a tier
+    /// after this one.
     fn takes(&self, key: &ChunkKey, moment: Moment, is_from_after: bool) -> bool {
         let is_through = self.policy.write == WritePolicy::Through;
         let is_time = match moment {
             Moment::Computed => is_through,
             Moment::Promoted => is_through && self.policy.fill && is_from_after,
-            // What is admitted at once was written before.
+            // Without use counts, the chunk was already written when it was computed.
             Moment::Found => is_through && self.uses.is_some(),
             Moment::Leaving => !is_through,
         };
@@ -277,7 +279,7 @@ impl Tier {
             _ => uses.add(key),
         };
         if moment == Moment::Found {
-            // Without an index here it costs a request to see that the tier has the chunk.
+            // Without a local index, finding out whether the tier already has the chunk costs a request.
             let is_new = used == uses.least || self.backend.index().is_some();
             return is_time && used >= uses.least && is_new;
         }
@@ -288,10 +290,10 @@ impl Tier {
     }
 }
 
-/// Writes what waits for one tier, until the task is aborted.
+/// Writes the queued chunks of one tier, until the task is aborted.
 pub(super) async fn serve(tiers: Arc<Tiers>, index: usize) {
     let batches = Arc::new(Semaphore::new(BATCHES));
-    // Aborted with this task.
+    // The writes are aborted with this task.
     let mut writing = tokio::task::JoinSet::new();
     loop {
         let Ok(permit) = Arc::clone(&batches).acquire_owned().await else {
@@ -336,7 +338,7 @@ async fn write(tiers: &Tiers, index: usize, batch: u64, items: Vec<StoreItem>) {
         }
         tier.queue.ended(batch, len);
     }
-    // A tier that left any out breaks its contract.
+    // A tier that omitted an answer breaks its contract.
     for len in lens.into_iter().flatten() {
         count(&counters.write_failed, 1);
         tier.queue.ended(batch, len);

@@ -8,7 +8,7 @@ use super::map::{HUGE_PAGE, Mapping};
 use super::shared_file::{self, SharedFile};
 use crate::sigbus::Guard;
 
-/// Bytes that are made present together, and noted together.
+/// Bytes that are made present, and recorded as present, together.
 const PART: u64 = HUGE_PAGE as u64;
 
 /// The memory or file behind an arena.
@@ -18,7 +18,7 @@ pub(super) enum Behind {
     Nothing,
     /// A segment of `/dev/shm`.
     Named(SharedFile),
-    /// A file without a name, which cannot be cut short.
+    /// A sealed file without a name, which cannot be truncated.
     Sealed(File),
 }
 
@@ -36,15 +36,15 @@ impl Behind {
 /// then the file with its name.
 #[derive(Debug)]
 pub(super) struct Backing {
-    /// Guard of a shared file, of which another process can take the pages away.
+    /// Guard of a shared file, whose pages another process can remove.
     guard: Option<Guard>,
     map: Mapping,
     behind: Behind,
-    /// Parts of a shared file whose pages were taken from the file system, a bit each. A process
-    /// that maps the file can still punch holes into it; touching such a hole when the file
-    /// system is full is a fault that the guard survives.
+    /// Parts of a shared file whose pages were allocated in the file system, one bit for each part. A process
+    /// that maps the file can still punch holes into it. If the file system is full, touching such a hole
+    /// faults, and the guard survives the fault.
     present: Box<[AtomicU64]>,
-    /// True if pages of the file are to be huge.
+    /// True if the file should have huge pages.
     huge: bool,
 }
 
@@ -68,13 +68,12 @@ impl Backing {
         })
     }
 
-    /// Returns true once bytes were lost: another process cut the file short, or the file system
-    /// had no page.
+    /// Returns true once bytes were lost: another process truncated the file, or the file system had no page.
     pub(super) fn is_lost(&self) -> bool {
         self.guard.as_ref().is_some_and(Guard::is_lost)
     }
 
-    /// Compares the file's size with the mapping's, and marks all as lost if it is shorter.
+    /// Compares the file's size with the mapping's, and marks the memory as lost if the file is shorter.
     pub(super) fn check_size(&self) {
         let (Some(file), Some(guard)) = (self.behind.file(), &self.guard) else {
             return;
@@ -85,10 +84,10 @@ impl Backing {
         }
     }
 
-    /// Asks for huge pages, where the file system is mounted with `huge=advise`.
+    /// Requests huge pages, if the file system is mounted with `huge=advise`.
     pub(super) fn advise_huge(&mut self) -> io::Result<()> {
         self.map.advise_huge_pages()?;
-        // No bytes: whether the kernel knows the call at all.
+        // With a length of zero: checks only whether the kernel knows the call.
         self.map.try_populate(0, 0)?;
         self.huge = true;
         Ok(())
@@ -106,29 +105,30 @@ impl Backing {
         self.map.len()
     }
 
-    /// Makes a part present without changing its bytes. For shared memory the pages are taken
-    /// from the file system first: that fails with an error where touching would kill.
+    /// Makes a part present without changing its bytes. For shared memory the pages are allocated in the file
+    /// system first, which returns an error where touching them would kill the process.
     pub(super) fn make_present(&self, offset: u64, len: u64) -> io::Result<()> {
         self.ensure(offset, len)?;
         self.map.populate(offset as usize, len as usize)
     }
 
-    /// Takes pages for a part of shared memory from the file system, where that was not done
-    /// before: a process that touches them afterwards, this one or another, cannot be killed because
-    /// the file system is full. Anonymous memory has no such error.
+    /// Allocates the pages of a part of shared memory in the file system, if that was not done before. After
+    /// that, a full file system cannot kill this or another process that touches the pages. Anonymous memory
+    /// does not have this problem.
     pub(super) fn ensure(&self, offset: u64, len: u64) -> io::Result<()> {
         let Some(file) = self.behind.file() else {
             return Ok(());
         };
         for part in offset / PART..(offset + len).div_ceil(PART) {
             let (word, bit) = (&self.present[part as usize / 64], 1 << (part % 64));
-            // The bit orders nothing: it only says that the pages exist.
+            // The bit orders nothing: it only records that the pages exist.
             if word.load(Ordering::Relaxed) & bit == 0 {
                 let start = part * PART;
                 let len = PART.min(self.len() as u64 - start);
                 if self.huge && shared_file::has_space(file, len) {
-                    // The advice is heeded where memory is touched, and not by the file system
-                    // itself. What this does not bring is taken in small pages, or fails there.
+                    // The kernel follows the advice when memory is touched; the file system itself ignores
+                    // it. Pages that this call does not provide are allocated as small pages below, or fail
+                    // there.
                     let _ = self.map.try_populate(start as usize, len as usize);
                 }
                 shared_file::reserve(file, start, len)?;

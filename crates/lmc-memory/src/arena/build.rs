@@ -10,15 +10,15 @@ use super::prefault::Prefaulter;
 use super::shared_file::SharedFile;
 use super::{Arena, ArenaConfig, ArenaError, ArenaReport, Demand, Prefault, host, memfd};
 
-/// Largest arena: half of what an address space has.
+/// Largest arena: half of the address space.
 const MAX_BYTES: usize = 1 << 46;
 
 impl ArenaConfig {
-    /// Checks everything and makes the arena. Takes no time that depends on the size: pages
-    /// become present on first touch, or by the prefault behind.
+    /// Checks the configuration and makes the arena. The time does not depend on the size: pages become
+    /// present on first touch, or by the background prefault.
     ///
     /// # Errors
-    /// [`ArenaError`]; each message names the remedy.
+    /// [`ArenaError`]; each message has the remedy.
     pub fn build(self) -> Result<Arena, ArenaError> {
         if self.bytes == 0 || self.bytes > MAX_BYTES {
             return Err(ArenaError::Size {
@@ -51,7 +51,7 @@ impl ArenaConfig {
             Kind::Sealed => sealed(bytes, self.huge_pages, &mut report)?,
             Kind::Shared(naming) => shared(naming, bytes, self.huge_pages, &mut report)?,
         };
-        // Before any page is present, so that every page comes from the node.
+        // Before any page is present, so that all pages come from the node.
         if let Some(node) = self.numa_node {
             bind(backing.map(), node)?;
         }
@@ -87,7 +87,7 @@ fn anonymous(bytes: usize, huge: Demand, report: &mut ArenaReport) -> Result<Map
         return Mapping::anonymous(bytes, false).map_err(map_error(bytes));
     }
     let need = bytes / HUGE_PAGE;
-    // Reserved huge pages first: they are promised at once and never split.
+    // Reserved huge pages first: they are guaranteed at once and are never split.
     if let Ok(map) = Mapping::anonymous(bytes, true) {
         report.huge_pages = true;
         return Ok(map);

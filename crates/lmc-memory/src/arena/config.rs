@@ -6,25 +6,25 @@ use thiserror::Error;
 
 use crate::{NameError, SharedName};
 
-/// Degree to which a property is wanted: off, preferred or required.
+/// Demand for a property: off, preferred or required.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Demand {
-    /// The property is not wanted.
+    /// The property is not used.
     #[default]
     Off,
-    /// Wanted if it can be had; if not, [`ArenaReport::notes`] says why not.
+    /// The property is used if available; if not, [`ArenaReport::notes`] has the reason.
     Auto,
-    /// An error if it cannot be had.
+    /// Building fails if the property is not available.
     Required,
 }
 
-/// Policy that makes pages present before they are first used.
+/// Policy for making pages present before their first use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Prefault {
-    /// The first touch of each page pays for it.
+    /// Each page becomes present on first touch.
     #[default]
     None,
-    /// Threads named `lmc-prefault-{i}` walk the range while it is already in use.
+    /// Threads named `lmc-prefault-{i}` walk the range while it is already being used.
     Background {
         /// Number of threads; at least 1.
         threads: usize,
@@ -42,7 +42,7 @@ pub(super) enum Kind {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Naming {
     Exact(String),
-    /// The label and an unpredictable suffix.
+    /// The label with an unpredictable suffix.
     Unique(String),
 }
 
@@ -70,79 +70,80 @@ impl ArenaConfig {
         }
     }
 
-    /// Private memory of `bytes` bytes, rounded up to whole pages.
+    /// Returns the configuration of private memory of `bytes` bytes, rounded up to whole pages.
     pub fn anonymous(bytes: usize) -> Self {
         Self::new(Kind::Anonymous, bytes)
     }
 
-    /// POSIX shared memory under `name` (such as `lmc_5555`), mode 0600, `bytes` bytes.
+    /// Returns the configuration of POSIX shared memory of `bytes` bytes under `name` (such as `lmc_5555`),
+    /// mode 0600.
     ///
-    /// The free space of `/dev/shm` is checked when the arena is made, but only pages that are
-    /// present are sure to stay: if something else fills the file system first, a client that
-    /// touches the next page is killed by SIGBUS, and in this process the arena is lost
-    /// ([`crate::Arena::is_lost`]). [`Prefault::Background`] takes the
-    /// pages from the file system by `fallocate`, which fails with an error instead
-    /// ([`PrefaultProgress::error`]); once it is through, no touch can fail.
+    /// The free space of `/dev/shm` is checked when the arena is made, but only pages that are present are
+    /// guaranteed. If other files fill the file system first, a client that touches the next page is killed
+    /// by SIGBUS, and in this process the arena is lost ([`crate::Arena::is_lost`]). [`Prefault::Background`]
+    /// allocates the pages with `fallocate`, which returns an error instead ([`PrefaultProgress::error`]);
+    /// once it has finished, no touch can fail.
     pub fn shared(name: impl Into<String>, bytes: usize) -> Self {
         Self::new(Kind::Shared(Naming::Exact(name.into())), bytes)
     }
 
-    /// As [`ArenaConfig::shared`], under the name `<label>_<16 hexadecimal digits>`, which other
-    /// users cannot predict and so cannot take first; [`crate::Arena::shared_name`] returns it.
+    /// As [`ArenaConfig::shared`], under the name `<label>_<16 hexadecimal digits>`. Other users cannot
+    /// predict the name, so they cannot create it first. [`crate::Arena::shared_name`] returns it.
     ///
-    /// An error while a running server of this user has a segment of the same label. Segments of
-    /// killed servers are left to [`crate::reclaim_stale_segments`].
+    /// Building fails while a running server of this user has a segment with the same label. Segments of
+    /// killed servers are not removed; [`crate::reclaim_stale_segments`] does that.
     pub fn shared_unique(label: impl Into<String>, bytes: usize) -> Self {
         Self::new(Kind::Shared(Naming::Unique(label.into())), bytes)
     }
 
-    /// Shared memory without a name, `bytes` bytes, sealed so that no process can cut it short or
-    /// lengthen it (a `memfd`); processes that map it get [`crate::Arena::shared_file`].
+    /// Returns the configuration of shared memory of `bytes` bytes without a name, sealed so that no process
+    /// can resize it (a `memfd`). Processes that map it are passed [`crate::Arena::shared_file`].
     ///
-    /// Huge pages are not supported: [`Demand::Required`] is an error, [`Demand::Auto`] a note.
+    /// Huge pages are not supported: [`Demand::Required`] is an error, [`Demand::Auto`] adds a note to the
+    /// report.
     pub fn sealed(bytes: usize) -> Self {
         Self::new(Kind::Sealed, bytes)
     }
 
-    /// Sets the use of huge pages. Default: [`Demand::Off`].
+    /// Sets whether huge pages are used. Default: [`Demand::Off`].
     pub fn with_huge_pages(mut self, demand: Demand) -> Self {
         self.huge_pages = demand;
         self
     }
 
-    /// Sets the locking of pages into memory as they become present. Default: [`Demand::Off`].
+    /// Sets whether pages are locked into memory when they become present. Default: [`Demand::Off`].
     pub fn with_lock(mut self, demand: Demand) -> Self {
         self.lock = demand;
         self
     }
 
-    /// Sets the NUMA node to bind to; an error if that fails. Default: none.
+    /// Sets the NUMA node to bind the memory to; building fails if that is not possible. Default: none.
     pub fn with_numa_node(mut self, node: Option<u32>) -> Self {
         self.numa_node = node;
         self
     }
 
-    /// Sets the policy that makes pages present in the background. Default: [`Prefault::None`].
+    /// Sets the policy for making pages present in the background. Default: [`Prefault::None`].
     pub fn with_prefault(mut self, prefault: Prefault) -> Self {
         self.prefault = prefault;
         self
     }
 }
 
-/// Properties that an arena obtained, of those that were asked for.
+/// Properties that an arena has, of the requested ones.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaReport {
     /// Bytes of the range, rounded up to whole pages.
     pub bytes: usize,
-    /// True if huge pages back the arena (or may back it, for transparent ones).
+    /// True if huge pages back the arena (or may back it, for transparent huge pages).
     pub huge_pages: bool,
-    /// True if pages are locked once present.
+    /// True if pages are locked when they become present.
     pub locked: bool,
     /// NUMA node that the arena is bound to.
     pub numa_node: Option<u32>,
     /// True if a stale segment of the same name was reclaimed.
     pub reclaimed: bool,
-    /// Properties that were not obtained, and other notes for an operator; one sentence each.
+    /// Notes for an operator, such as properties that are not available; one sentence each.
     pub notes: Vec<String>,
 }
 
@@ -151,31 +152,31 @@ pub struct ArenaReport {
 pub struct PrefaultProgress {
     /// Bytes made present.
     pub done: u64,
-    /// Bytes to make present; 0 when no prefault was asked for.
+    /// Bytes to make present; 0 without a prefault.
     pub total: u64,
-    /// The reason why it waits, if it does: there is no memory. It tries again every second.
+    /// Reason why the prefault waits for memory, if it does. It retries every second.
     pub error: Option<String>,
 }
 
-/// Memory that cannot be had as asked.
+/// Memory that is not available as configured.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ArenaError {
-    /// A size of zero or beyond the address space.
+    /// The size is zero or beyond the address space.
     #[error("an arena of {bytes} bytes cannot be made: ask for at least 1 and at most {max}")]
     Size {
-        /// Bytes asked for.
+        /// Bytes in the configuration.
         bytes: usize,
-        /// The most accepted.
+        /// Largest accepted size.
         max: usize,
     },
-    /// Prefault with no thread.
+    /// The prefault has no threads.
     #[error("prefault needs at least one thread: use Prefault::None to disable it")]
     PrefaultThreads,
-    /// The name of a shared arena is not acceptable.
+    /// The name of a shared arena is invalid.
     #[error(transparent)]
     Name(#[from] NameError),
-    /// Another process holds the name.
+    /// Another process uses the name.
     #[error(
         "shared memory {name} is held by a running process ({owner}): stop that server or \
          choose another shared-memory name"
@@ -183,11 +184,10 @@ pub enum ArenaError {
     Held {
         /// The name.
         name: SharedName,
-        /// Process that holds the name, such as `pid 1234`.
+        /// Process that uses the name, such as `pid 1234`.
         owner: String,
     },
-    /// The file beside the segment, which would say who owns it, cannot be trusted. It was not
-    /// touched.
+    /// The owner record next to the segment cannot be trusted. It was not touched.
     #[error(
         "{} is {what}, so shared memory {name} cannot be owned by this server: choose another \
          name, or let the file's owner remove it", name.owner_path().display()
@@ -198,7 +198,7 @@ pub enum ArenaError {
         /// Kind of the file.
         what: &'static str,
     },
-    /// A segment of that name exists and lmc did not make it.
+    /// A segment with this name exists, and lmc did not create it.
     #[error(
         "shared memory {name} exists and was not made by lmc: choose another name, or remove \
          {} if nothing uses it", name.path().display()
@@ -213,18 +213,18 @@ pub enum ArenaError {
          smaller, or enlarge it (mount -o remount,size=… /dev/shm; in a container --shm-size)"
     )]
     Space {
-        /// Bytes asked for.
+        /// Bytes needed.
         need: u64,
         /// Bytes free.
         available: u64,
     },
-    /// Huge pages were required and cannot be had.
+    /// Huge pages were required and are not available.
     #[error("huge pages are required but {why}")]
     HugePages {
         /// Cause and remedy.
         why: String,
     },
-    /// Locking was required and cannot be had.
+    /// Locking was required and is not possible.
     #[error("cannot lock {bytes} bytes in memory: {source}; {remedy}")]
     Lock {
         /// Bytes to lock.
@@ -237,12 +237,12 @@ pub enum ArenaError {
     /// The memory cannot be bound to the node.
     #[error("cannot bind memory to NUMA node {node}: {why}")]
     Numa {
-        /// The node asked for.
+        /// Node in the configuration.
         node: u32,
         /// Cause and remedy.
         why: String,
     },
-    /// A system call failed in a way that has no better name.
+    /// Another system call failed.
     #[error("{what} failed: {source}")]
     System {
         /// The call and its object.

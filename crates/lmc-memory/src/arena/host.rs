@@ -4,7 +4,7 @@ use std::fs;
 
 use rustix::process::{Resource, getrlimit};
 
-/// A number from `/proc/meminfo`-like text: the first word after `key:`.
+/// Returns a number from text like `/proc/meminfo`: the first word after `key:`.
 fn field(text: &str, key: &str) -> Option<u64> {
     let line = text
         .lines()
@@ -12,7 +12,8 @@ fn field(text: &str, key: &str) -> Option<u64> {
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// Free and reserved-for-others huge pages of the default size: `(usable, total)`.
+/// Returns the huge pages of the default size that are free and not reserved by others, and their total:
+/// `(usable, total)`.
 pub(super) fn huge_pages() -> (u64, u64) {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let get = |key| field(&text, key).unwrap_or(0);
@@ -22,7 +23,7 @@ pub(super) fn huge_pages() -> (u64, u64) {
     )
 }
 
-/// The word in brackets of a choice such as `always [madvise] never`.
+/// Returns the word in brackets of a choice such as `always [madvise] never`.
 fn chosen(text: &str) -> Option<&str> {
     text.split_once('[')?
         .1
@@ -30,7 +31,7 @@ fn chosen(text: &str) -> Option<&str> {
         .map(|(word, _)| word)
 }
 
-/// The kernel's setting for transparent huge pages of private memory.
+/// Returns the kernel's setting for transparent huge pages of private memory.
 pub(super) fn transparent_huge_pages() -> String {
     let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
     text.ok()
@@ -40,7 +41,7 @@ pub(super) fn transparent_huge_pages() -> String {
         .to_owned()
 }
 
-/// The `huge=` option of the file system at `/dev/shm`; `never` when it has none.
+/// Returns the `huge=` option of the file system at `/dev/shm`; `never` if it has none.
 pub(super) fn shm_huge_option() -> String {
     let text = fs::read_to_string("/proc/mounts").unwrap_or_default();
     huge_option(&text).to_owned()
@@ -62,7 +63,7 @@ fn huge_option(mounts: &str) -> &str {
         .unwrap_or("never")
 }
 
-/// Returns true if a NUMA node is online, with the list of those that are.
+/// Returns whether a NUMA node is online, and the list of online nodes.
 pub(super) fn numa_node(node: u32) -> (bool, String) {
     let list = fs::read_to_string("/sys/devices/system/node/has_memory")
         .or_else(|_| fs::read_to_string("/sys/devices/system/node/online"))
@@ -71,7 +72,7 @@ pub(super) fn numa_node(node: u32) -> (bool, String) {
     (in_list(&list, node), list)
 }
 
-/// Returns true if a list such as `0-1,4` contains a number.
+/// Returns true if a list such as `0-1,4` has a number.
 fn in_list(list: &str, number: u32) -> bool {
     list.split(',').any(|part| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -82,7 +83,7 @@ fn in_list(list: &str, number: u32) -> bool {
     })
 }
 
-/// The limit of locked memory in bytes; `None` when there is none.
+/// Returns the limit of locked memory in bytes; `None` if there is none.
 pub(super) fn lock_limit() -> Option<u64> {
     getrlimit(Resource::Memlock).current
 }

@@ -10,23 +10,22 @@ use rustix::io::Errno;
 use rustix::mm::{MlockFlags, mlock_with};
 pub(crate) use rustix::param::page_size;
 
-/// A transparent or explicit huge page on the machines we serve.
+/// Size of a huge page, transparent or explicit, on supported machines.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
-/// A mapping, unmapped on drop. Owners of addresses (slots, copies) hold the arena or segment
-/// alive.
+/// A mapping, unmapped on drop. Holders of addresses in it (slots, copies) keep the arena or segment alive.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     map: MmapRaw,
-    /// Bytes before the first that is used.
+    /// Unused bytes at the start of the mapping.
     head: usize,
     len: usize,
 }
 
 impl Mapping {
-    /// Private, zero-filled memory. With `huge`, from the reserved huge pages (which are then
-    /// reserved at once, so that a later touch cannot fail); without, aligned to a huge page
-    /// so that transparent ones fit from the first byte.
+    /// Maps private, zero-filled memory. With `huge`, it comes from the reserved huge pages, which are then
+    /// reserved at once, so that a later touch cannot fail. Otherwise it is aligned to a huge page, so that
+    /// transparent huge pages fit from the first byte.
     pub(crate) fn anonymous(len: usize, huge: bool) -> io::Result<Self> {
         let mut options = MmapOptions::new();
         if huge {
@@ -50,10 +49,10 @@ impl Mapping {
         Ok(Self { map, head, len })
     }
 
-    /// The first `len` bytes of a file, shared with every process that maps it.
+    /// Maps the first `len` bytes of a file, shared with every process that maps the file.
     ///
     /// # Errors
-    /// Those of the system, and `EINVAL` for no bytes at all.
+    /// Errors of the system, and `EINVAL` if `len` is 0.
     pub(crate) fn shared(file: &File, len: usize) -> io::Result<Self> {
         if len == 0 {
             return Err(Errno::INVAL.into());
@@ -62,30 +61,30 @@ impl Mapping {
         Ok(Self { map, head: 0, len })
     }
 
-    /// First byte.
+    /// Returns the first byte.
     pub(crate) fn base(&self) -> NonNull<u8> {
         let base = self.map.as_mut_ptr().wrapping_add(self.head);
         NonNull::new(base).expect("mmap never maps address 0 unasked")
     }
 
-    /// Bytes mapped.
+    /// Returns the number of bytes mapped.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Asks for transparent huge pages in the whole mapping.
+    /// Requests transparent huge pages for the whole mapping.
     pub(crate) fn advise_huge_pages(&self) -> io::Result<()> {
         self.map.advise_range(Advice::HugePage, self.head, self.len)
     }
 
-    /// Locks every page as it becomes present; does not make any present now.
+    /// Locks every page when it becomes present; makes none present now.
     pub(crate) fn lock_on_fault(&self) -> io::Result<()> {
         let start = self.base().as_ptr().cast();
         // SAFETY: the range is this mapping; locking changes no byte.
         Ok(unsafe { mlock_with(start, self.len, MlockFlags::ONFAULT) }?)
     }
 
-    /// Lets pages of the mapping come from one NUMA node only.
+    /// Binds the pages of the mapping to one NUMA node.
     pub(crate) fn bind(&self, node: u32) -> io::Result<()> {
         const BITS: usize = libc::c_ulong::BITS as usize;
         const MPOL_BIND: libc::c_ulong = 2;
@@ -112,7 +111,7 @@ impl Mapping {
         }
     }
 
-    /// Makes the pages of a part present and writable without changing a byte.
+    /// Makes the pages of a part present and writable without changing any byte.
     pub(crate) fn populate(&self, offset: usize, len: usize) -> io::Result<()> {
         match self.try_populate(offset, len) {
             // Linux before 5.14 does not know the advice.
@@ -124,7 +123,7 @@ impl Mapping {
         }
     }
 
-    /// Makes pages present where the kernel can report a lack of memory as an error.
+    /// Makes pages present, if the kernel can report a lack of memory as an error.
     pub(crate) fn try_populate(&self, offset: usize, len: usize) -> io::Result<()> {
         self.check(offset, len);
         let start = self.head + offset;
@@ -136,8 +135,8 @@ impl Mapping {
         }
     }
 
-    /// Returns true if all pages of a part are in memory, though perhaps not in the page table of
-    /// this process.
+    /// Returns true if all pages of a part are in memory, even if they are not in the page table of this
+    /// process.
     pub(crate) fn is_in_memory(&self, offset: usize, len: usize) -> io::Result<bool> {
         self.check(offset, len);
         let mut pages = vec![0_u8; len.div_ceil(page_size())];
@@ -149,8 +148,8 @@ impl Mapping {
         }
     }
 
-    /// Makes pages present by writing to each what it already holds. The write is one atomic
-    /// instruction, so it cannot undo a byte that is written at the same time.
+    /// Makes pages present by writing to each the value that it already has. The write is one atomic
+    /// instruction, so it cannot undo a concurrent write.
     pub(crate) fn touch(&self, offset: usize, len: usize) {
         self.check(offset, len);
         let part = self.base().as_ptr().wrapping_add(offset);
@@ -161,7 +160,7 @@ impl Mapping {
         }
     }
 
-    /// Checks that a part lies inside.
+    /// Checks that a part lies inside the mapping.
     fn check(&self, offset: usize, len: usize) {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
@@ -171,11 +170,11 @@ impl Mapping {
     }
 }
 
-/// Lets the memory of this thread, and of those that it starts, come from any NUMA node, also where
-/// this process was started with a policy (`numactl`).
+/// Lets the memory of this thread, and of threads that it starts, come from any NUMA node, even if this
+/// process was started with a policy (`numactl`).
 ///
 /// # Errors
-/// The system refuses it, as a container may.
+/// The system refuses, as in some containers.
 pub fn use_all_nodes() -> io::Result<()> {
     const MPOL_DEFAULT: libc::c_long = 0;
     // SAFETY: the policy has no mask, and changes no memory that is there.

@@ -1,4 +1,4 @@
-//! Ranges of memory.
+//! Arenas: ranges of memory.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -25,33 +25,33 @@ use crate::SharedName;
 
 /// One range of memory, usable from the moment it is built.
 ///
-/// Memory of a shared arena is zero-filled and mode 0600. Its name goes when the arena is
-/// dropped; processes that have it mapped keep their mapping.
+/// Memory of a shared arena is zero-filled and has mode 0600. Its name is removed when the arena is dropped;
+/// processes that have mapped the arena keep their mapping.
 #[derive(Debug)]
 pub struct Arena {
-    /// Joined before the memory goes, since it is declared first.
+    /// Declared first, so that its threads are joined before the memory is unmapped.
     prefault: Option<Prefaulter>,
     backing: Arc<Backing>,
     report: ArenaReport,
 }
 
 impl Arena {
-    /// Bytes of the range, rounded up to whole pages.
+    /// Returns the bytes of the range, rounded up to whole pages.
     pub fn len(&self) -> usize {
         self.backing.len()
     }
 
-    /// Never true: an empty arena is refused.
+    /// Returns false: there are no empty arenas.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// First byte of the range.
+    /// Returns the first byte of the range.
     pub fn base_ptr(&self) -> NonNull<u8> {
         self.backing.map().base()
     }
 
-    /// The name under which other processes map it; `None` for anonymous memory.
+    /// Returns the name under which other processes map the arena; `None` for anonymous memory.
     pub fn shared_name(&self) -> Option<&SharedName> {
         match self.backing.behind() {
             Behind::Named(file) => Some(file.name()),
@@ -59,24 +59,23 @@ impl Arena {
         }
     }
 
-    /// The file behind a shared or sealed arena, for a process that shall map it: send the
-    /// descriptor over a Unix socket (`SCM_RIGHTS`). `None` for anonymous memory.
+    /// Returns the file behind a shared or sealed arena, for a process that is to map it: send the descriptor
+    /// over a Unix socket (`SCM_RIGHTS`). `None` for anonymous memory.
     pub fn shared_file(&self) -> Option<BorrowedFd<'_>> {
         self.backing.behind().file().map(AsFd::as_fd)
     }
 
-    /// Returns true once bytes of a shared arena were lost: another process cut its file short, or
-    /// punched a hole that the file system has no page for. Bytes that were read before this
-    /// returned `false` are the ones written; from the loss on, reads give zeroes. Costs one atomic
-    /// load.
+    /// Returns true once bytes of a shared arena were lost: another process truncated its file, or punched a
+    /// hole for which the file system has no page. Bytes that were read before this returned `false` are the
+    /// bytes written; after the loss, reads return zeroes. Costs one atomic load.
     ///
-    /// It stays so for good: the arena's owner must stop using what lies in it.
+    /// A loss is permanent: the arena's owner must stop using its content.
     pub fn is_lost(&self) -> bool {
         self.backing.is_lost()
     }
 
-    /// As [`Arena::is_lost`], and asks the system whether the file has been cut short while no
-    /// byte was touched. For a look from time to time.
+    /// As [`Arena::is_lost`], but also asks the system whether the file was truncated without any byte being
+    /// touched. To be called from time to time.
     pub fn check_lost(&self) -> bool {
         self.backing.check_size();
         self.is_lost()
@@ -95,12 +94,12 @@ impl Arena {
             .unwrap_or_default()
     }
 
-    /// Ensures that touching a range cannot kill the process for lack of memory in `/dev/shm`. A
-    /// pool does that for the slots it hands out; code that touches offsets named by a peer calls
-    /// this first. Later calls for the same range cost next to nothing.
+    /// Ensures that touching a range cannot kill the process for lack of memory in `/dev/shm`. A pool does
+    /// that for the slots that it hands out; code that touches offsets named by a peer must call this first.
+    /// Later calls for the same range cost almost nothing.
     ///
     /// # Errors
-    /// There is no memory for the range, with what to do about it, or it lies outside of the arena.
+    /// There is no memory for the range (the error has the remedy), or the range is outside the arena.
     pub fn ensure(&self, offset: u64, len: u64) -> io::Result<()> {
         let inside = offset
             .checked_add(len)
@@ -113,10 +112,10 @@ impl Arena {
         self.backing.ensure(offset, len).map_err(explained)
     }
 
-    /// Takes the name of a shared arena away at once; the memory stays mapped until drop.
+    /// Removes the name of a shared arena at once; the memory stays mapped until drop.
     ///
-    /// A server calls this on a clean stop, where a leaked (quarantined) slot would keep the
-    /// arena, and so its name, alive to the end of the process.
+    /// A server calls this on a clean stop: a leaked (quarantined) slot keeps the arena, and so its name,
+    /// alive until the process ends.
     pub fn unlink(&self) {
         if let Behind::Named(file) = self.backing.behind() {
             file.unlink();

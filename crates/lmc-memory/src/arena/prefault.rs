@@ -1,4 +1,4 @@
-//! Making pages present in the background.
+//! The background prefault: threads that make pages present.
 
 use std::fs;
 use std::io;
@@ -12,11 +12,11 @@ use parking_lot::{Condvar, Mutex};
 use super::PrefaultProgress;
 use super::backing::Backing;
 
-/// Time between two attempts to get memory that was not to be had.
+/// Time between two attempts to get memory that is not available.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Bytes that a thread takes at a time: some ten milliseconds, which bounds how long a drop
-/// waits, and a multiple of every page size.
+/// Bytes that a thread takes at a time: about ten milliseconds of work, which limits how long a drop waits,
+/// and a multiple of every page size.
 const PIECE: u64 = 32 << 20;
 
 /// State that the prefault threads share.
@@ -26,12 +26,12 @@ struct Work {
     next: AtomicU64,
     done: AtomicU64,
     stop: AtomicBool,
-    /// The reason why a thread waits for memory, and what wakes it when all ends.
+    /// Reason why a thread waits for memory. The next field wakes the thread at the end.
     error: Mutex<Option<String>>,
     wake: Condvar,
 }
 
-/// Threads that walk an arena. Stopped and joined on drop.
+/// The prefault threads of an arena. Stopped and joined on drop.
 #[derive(Debug)]
 pub(super) struct Prefaulter {
     work: Arc<Work>,
@@ -80,7 +80,7 @@ impl Drop for Prefaulter {
             self.work.wake.notify_all();
         }
         for thread in self.threads.drain(..) {
-            // A panic there has been printed; the arena is usable without the prefault.
+            // The panic was printed already; the arena is usable without the prefault.
             let _ = thread.join();
         }
     }
@@ -115,11 +115,11 @@ impl Work {
     }
 }
 
-/// Names the remedy of the failures that an operator can do something about.
+/// Describes a failure, with the remedy if an operator can do something about it.
 pub(super) fn explain(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::ENOSPC) => format!(
-            "/dev/shm is full ({error}), so that a part of the pool cannot be used: free some of \
+            "/dev/shm is full ({error}), so a part of the pool cannot be used: free some of \
              it, enlarge it (mount -o remount,size=… /dev/shm), or make the pool smaller"
         ),
         Some(libc::ENOMEM | libc::EFAULT) => {

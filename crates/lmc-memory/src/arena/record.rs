@@ -1,8 +1,8 @@
 //! Owner records: which process owns a shared segment, and which segments are stale.
 //!
-//! Beside the segment `/dev/shm/<name>` lies `/dev/shm/<name>.lmc-owner`, which holds the
-//! owner's pid and the name in text: `pid 1234 <name>`. The owner keeps an exclusive `flock` on it for life, and the kernel
-//! drops the lock with the process, however it dies. So:
+//! Next to the segment `/dev/shm/<name>` there is a file `/dev/shm/<name>.lmc-owner`. It has the owner's pid
+//! and the name as text: `pid 1234 <name>`. The owner holds an exclusive `flock` on the file for life, and
+//! the kernel releases the lock when the process ends, in whatever way. So:
 //!
 //! | record | lock | segment | meaning |
 //! |---|---|---|---|
@@ -11,11 +11,11 @@
 //! | absent | – | there | not made by lmc: error, never touched |
 //! | any | free | absent | the name is free |
 //!
-//! Every user may create names in `/dev/shm`, so a record counts only if it is a regular file
-//! of this user that names its own segment: where `fs.protected_hardlinks` is 0, another user can
-//! link a record of this user to a second name. A stale one must have one link, too. A record gets its name by a
-//! rename that replaces nothing, when it is locked and complete; an existing file is only ever
-//! opened with `O_NOFOLLOW` and never written.
+//! Every user may create names in `/dev/shm`. So a record counts only if it is a regular file of this user
+//! that has the name of its own segment: where `fs.protected_hardlinks` is 0, another user can link a record
+//! of this user to a second name. A stale record must also have only one link. A new record is locked and
+//! complete before a rename, which replaces no file, gives it its name. An existing file is only opened with
+//! `O_NOFOLLOW`, and never written.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
@@ -29,42 +29,42 @@ use rustix::process::geteuid;
 use super::ArenaError;
 use crate::SharedName;
 
-/// Attempts when another process wins a race for the record.
+/// Most attempts when other processes win the race for the record.
 const ATTEMPTS: usize = 16;
 
 /// Longest record, in bytes: a name has up to 255.
 const MAX_RECORD: u64 = 320;
 
-/// A segment whose owner was killed. Its name is removed; its pages are freed on drop, which
-/// takes about a tenth of a second per GiB.
+/// A segment whose owner was killed. Its name is removed; its pages are freed on drop, which takes about a
+/// tenth of a second per GiB.
 #[derive(Debug)]
 pub struct StaleSegment {
     name: SharedName,
     owner: String,
     bytes: u64,
-    /// Keeps the pages until drop.
+    /// Keeps the pages allocated until drop.
     _file: Option<File>,
 }
 
 impl StaleSegment {
-    /// The name that the segment had.
+    /// Returns the name that the segment had.
     pub fn name(&self) -> &SharedName {
         &self.name
     }
 
-    /// The process that owned it, such as `pid 1234`.
+    /// Returns the process that owned the segment, such as `pid 1234`.
     pub fn owner(&self) -> &str {
         &self.owner
     }
 
-    /// Bytes that it takes from the file system until drop.
+    /// Returns the bytes that the segment takes from the file system until drop.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 }
 
-/// Removes the segments of this user in `/dev/shm` whose lmc server was killed, whatever their
-/// name. What cannot be removed is left for the next call.
+/// Removes the segments of this user in `/dev/shm` whose lmc server was killed, whatever their name. Segments
+/// that cannot be removed are left for the next call.
 pub fn reclaim_stale_segments() -> Vec<StaleSegment> {
     let reclaim = |name: SharedName| match look(&name) {
         Ok(Found::Stale(record)) => reclaim(&name, record).ok(),
@@ -73,7 +73,7 @@ pub fn reclaim_stale_segments() -> Vec<StaleSegment> {
     recorded_names().filter_map(reclaim).collect()
 }
 
-/// A record that this process made and locked.
+/// A record that this process created and locked.
 #[derive(Debug)]
 pub(super) struct Record {
     path: PathBuf,
@@ -85,11 +85,11 @@ const NOT_A_RECORD: &str = "not the record of an lmc server for this name";
 /// State of the file at a record's path.
 enum Found {
     Absent,
-    /// The owner runs, such as `pid 1234`.
+    /// The owner is running, such as `pid 1234`.
     Held(String),
-    /// The owner is dead; the record is locked by this process now.
+    /// The owner is dead; this process has locked the record.
     Stale(StaleRecord),
-    /// Not a record of this user.
+    /// The file is not a record of this user.
     Foreign(&'static str),
 }
 
@@ -103,14 +103,14 @@ pub fn own_uid() -> u32 {
     geteuid().as_raw()
 }
 
-/// 16 hexadecimal digits that other users cannot predict.
+/// Returns 16 hexadecimal digits that other users cannot predict.
 pub(super) fn unpredictable() -> io::Result<String> {
     let mut bytes = [0; 8];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(format!("{:016x}", u64::from_ne_bytes(bytes)))
 }
 
-/// Opens a file of this user without following links or waiting for a pipe.
+/// Opens a file of this user without following links or blocking on a pipe.
 fn open_plain(path: &Path) -> io::Result<File> {
     OpenOptions::new()
         .read(true)
@@ -118,7 +118,7 @@ fn open_plain(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Looks at the record of a name without changing it.
+/// Examines the record of a name without changing it.
 fn look(name: &SharedName) -> io::Result<Found> {
     let path = name.owner_path();
     let file = match open_plain(&path) {
@@ -147,7 +147,7 @@ fn look(name: &SharedName) -> io::Result<Found> {
         (Err(TryLockError::WouldBlock), None) => return Ok(Found::Foreign(NOT_A_RECORD)),
         (Err(TryLockError::Error(error)), _) => return Err(error),
     }
-    // The last owner may have removed the record before this process got its lock.
+    // The previous owner may have removed the record before this process got its lock.
     if !is_at(&path, &file).unwrap_or(false) {
         return Ok(Found::Absent);
     }
@@ -160,7 +160,7 @@ fn look(name: &SharedName) -> io::Result<Found> {
     })
 }
 
-/// Returns the owner that a record of a segment names, such as `pid 1234`.
+/// Returns the owner in the record of a segment, such as `pid 1234`.
 fn owner(record: &File, name: &SharedName) -> Option<String> {
     let mut text = String::new();
     record.take(MAX_RECORD).read_to_string(&mut text).ok()?;
@@ -168,19 +168,19 @@ fn owner(record: &File, name: &SharedName) -> Option<String> {
     (owner.starts_with("pid ") && segment == name.as_str()).then(|| owner.to_owned())
 }
 
-/// Returns true if a path leads to an open file, links not followed.
+/// Returns true if a path leads to an open file, without following links.
 pub(super) fn is_at(path: &Path, file: &File) -> io::Result<bool> {
     let (there, ours) = (fs::symlink_metadata(path)?, file.metadata()?);
     Ok((there.dev(), there.ino()) == (ours.dev(), ours.ino()))
 }
 
-/// The names for which there is a record.
+/// Returns the names for which there is a record.
 fn recorded_names() -> impl Iterator<Item = SharedName> {
     let entries = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
     entries.filter_map(|entry| SharedName::of_record(entry.file_name().to_str()?))
 }
 
-/// The running server of this user whose segment has the name `label`, or was named for it.
+/// Returns the running server of this user whose segment has the name `label`, or that label with a suffix.
 pub(super) fn holder(label: &SharedName) -> Option<(SharedName, String)> {
     let mut names = recorded_names().filter(|name| name.is_named_for(label));
     names.find_map(|name| match look(&name) {
@@ -189,21 +189,21 @@ pub(super) fn holder(label: &SharedName) -> Option<(SharedName, String)> {
     })
 }
 
-/// Removes a stale segment and then its record, whose lock this process has.
+/// Removes a stale segment and then its record, which this process has locked.
 fn reclaim(name: &SharedName, record: StaleRecord) -> io::Result<StaleSegment> {
     let path = name.path();
     let own = |file: &File| {
         let meta = file.metadata();
         meta.is_ok_and(|meta| meta.is_file() && meta.uid() == own_uid())
     };
-    // While it is open, removing its name frees no page and takes no time.
+    // While the segment is open, removing its name frees no page and takes no time.
     let segment = open_plain(&path).ok().filter(own);
     if let Some(segment) = &segment
         && is_at(&path, segment).unwrap_or(false)
     {
         fs::remove_file(&path)?;
     }
-    // The record goes last: a segment without one would look as if lmc had not made it.
+    // The record is removed last: a segment without a record would look as if lmc had not made it.
     fs::remove_file(name.owner_path())?;
     drop(record.file);
     let bytes = segment.as_ref().and_then(|segment| segment.metadata().ok());
@@ -252,7 +252,8 @@ impl Record {
         })
     }
 
-    /// Makes a locked record with this process's pid and gives it its name, replacing nothing.
+    /// Creates a locked record with this process's pid, and then links it to its name without replacing a
+    /// file.
     fn link(path: &Path, name: &SharedName) -> io::Result<Self> {
         let new = path.with_file_name(format!(".lmc-{}", unpredictable()?));
         let mut file = OpenOptions::new()
@@ -277,8 +278,8 @@ impl Record {
         })
     }
 
-    /// Returns true while the record has its name: after an operator's `rm` another server may have
-    /// taken it.
+    /// Returns true while the record has its name: after an operator's `rm`, another server may have taken
+    /// the name.
     pub(super) fn is_in_place(&self) -> bool {
         is_at(&self.path, &self.file).unwrap_or(false)
     }

@@ -1,4 +1,4 @@
-//! The file behind a shared arena: made once, owned by one process.
+//! The file behind a shared arena: created and owned by one process.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -14,28 +14,27 @@ use super::config::Naming;
 use super::record::{self, Record, StaleSegment};
 use crate::SharedName;
 
-/// A segment that this process made and owns. Its name and its record are removed on drop.
+/// A segment that this process created and owns. Its name and its record are removed on drop.
 #[derive(Debug)]
 pub(super) struct SharedFile {
     name: SharedName,
     file: File,
     id: FileId,
-    /// Holds the lock; closed last.
+    /// Holds the lock, and is therefore closed last.
     record: Record,
 }
 
 /// Device and inode of a file.
 type FileId = (u64, u64);
 
-/// The segments that this process owns, so that none is mapped as an engine's memory under
-/// another name.
+/// Segments that this process owns, so that none of them is mapped as an engine's memory under another name.
 static OWN: Mutex<Vec<FileId>> = Mutex::new(Vec::new());
 
 fn system(what: String) -> impl FnOnce(io::Error) -> ArenaError {
     move |source| ArenaError::System { what, source }
 }
 
-/// Opens a segment, or makes a new one, as `shm_open` does.
+/// Opens a segment, or creates one, as `shm_open` does.
 pub(crate) fn open(name: &SharedName, make: bool) -> io::Result<File> {
     OpenOptions::new()
         .read(true)
@@ -46,8 +45,8 @@ pub(crate) fn open(name: &SharedName, make: bool) -> io::Result<File> {
         .open(name.path())
 }
 
-/// Returns true if an open segment is the pool of an lmc process: of this process under any name, or of a
-/// process of the same user, by its record.
+/// Returns true if an open segment is the pool of an lmc process: of this process under any name, or, by its
+/// record, of another process of the same user.
 pub(crate) fn is_pool(name: &SharedName, file: &File) -> io::Result<bool> {
     let meta = file.metadata()?;
     if OWN.lock().contains(&(meta.dev(), meta.ino())) {
@@ -59,8 +58,8 @@ pub(crate) fn is_pool(name: &SharedName, file: &File) -> io::Result<bool> {
 }
 
 impl SharedFile {
-    /// Makes the segment with `len` bytes, none of them backed by a page yet, and returns a
-    /// description of the stale segment that it replaced.
+    /// Creates the segment with `len` bytes, with no pages allocated yet. Also returns a description of the
+    /// stale segment that it replaced.
     pub(super) fn create(naming: &Naming, len: u64) -> Result<(Self, Option<String>), ArenaError> {
         let name = match naming {
             Naming::Exact(name) => SharedName::new(name)?,
@@ -105,7 +104,7 @@ impl SharedFile {
             let fits = check_space(&this.file, len).is_ok();
             let freeing = free_pages(stale);
             if let Some(freeing) = freeing.filter(|_| !fits) {
-                // Closing a file does not panic.
+                // The thread only closes a file, which does not panic.
                 let _ = freeing.join();
             }
         }
@@ -115,25 +114,25 @@ impl SharedFile {
         Ok((this, note))
     }
 
-    /// The segment.
+    /// Returns the file of the segment.
     pub(super) fn file(&self) -> &File {
         &self.file
     }
 
-    /// Name of the segment.
+    /// Returns the name of the segment.
     pub(super) fn name(&self) -> &SharedName {
         &self.name
     }
 
-    /// Removes both names, if they are still those of this segment: after an operator's `rm`
-    /// or an earlier call another server may have taken the name.
+    /// Removes both names, if they still belong to this segment: after an operator's `rm` or an earlier call,
+    /// another server may have taken the name.
     pub(super) fn unlink(&self) {
         if self.record.is_in_place() {
             let path = self.name.path();
             if record::is_at(&path, &self.file).unwrap_or(false) {
                 let _ = fs::remove_file(path);
             }
-            // The record goes last: a segment without one would look as if lmc had not made it.
+            // The record is removed last: a segment without a record would look as if lmc had not made it.
             self.record.remove();
         }
     }
@@ -146,14 +145,14 @@ impl Drop for SharedFile {
     }
 }
 
-/// Checks that a file system has `need` bytes of free space. A page that it has no space for kills
-/// a process that touches it (SIGBUS), so this is checked while the segment is still empty.
+/// Checks that a file system has `need` bytes of free space. Touching a page for which it has no space kills
+/// a process (SIGBUS), so this is checked while the segment is still empty.
 fn check_space(file: &File, need: u64) -> Result<(), ArenaError> {
     let stat = fstatvfs(file).map_err(|error| {
         let what = "statvfs of shared memory".to_owned();
         system(what)(error.into())
     })?;
-    // No blocks at all means that the mount has no limit of its own.
+    // A mount without blocks has no limit of its own.
     let available = stat.f_bavail.saturating_mul(stat.f_frsize);
     if stat.f_blocks > 0 && available < need {
         return Err(ArenaError::Space { need, available });
@@ -166,15 +165,15 @@ pub(super) fn has_space(file: &File, need: u64) -> bool {
     check_space(file, need).is_ok()
 }
 
-/// Takes pages for a part of a file from its file system now, so that touching it cannot fail
-/// later. Keeps bytes that are there.
+/// Allocates the pages of a part of a file in its file system, so that touching them cannot fail later.
+/// Existing bytes are kept.
 pub(super) fn reserve(file: &File, offset: u64, len: u64) -> io::Result<()> {
     let add_pages = || fallocate(file, FallocateFlags::empty(), offset, len);
     Ok(retry_on_intr(add_pages)?)
 }
 
-/// Frees the pages of a stale segment in the background, which a server with enough free space
-/// need not wait for. `None` when no thread could be started and they were freed here.
+/// Frees the pages of a stale segment in the background, so that a server with enough free space need not
+/// wait. `None` if no thread could be started and the pages were freed in this call.
 fn free_pages(stale: StaleSegment) -> Option<JoinHandle<()>> {
     let thread = thread::Builder::new()
         .name("lmc-reclaim".to_owned())

@@ -1,4 +1,4 @@
-//! The core that a thread runs on.
+//! The core that the current thread runs on.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
@@ -12,9 +12,9 @@ pub(super) fn current() -> usize {
 
 /// Moves this thread off a core, if it runs there and may run elsewhere.
 ///
-/// A thread that is woken on the core of its waker can wait for milliseconds until the kernel
-/// moves it to one that is idle: in a virtual machine a core that is halted does not count as
-/// idle when a thread is woken. The thread may run on the core again afterwards.
+/// A thread that is woken on its waker's core can wait for milliseconds until the kernel moves it to an idle
+/// core: in a virtual machine, a halted core does not count as idle when a thread is woken. The thread may
+/// run on the core again afterwards.
 pub(super) fn leave(core: usize) {
     if cfg!(miri) || current() != core || core >= CpuSet::MAX_CPU {
         return;
@@ -24,7 +24,7 @@ pub(super) fn leave(core: usize) {
     };
     let mut others = allowed;
     others.unset(core);
-    // A refusal changes nothing.
+    // If the kernel refuses, nothing changes.
     if others.count() > 0 && sched_setaffinity(None, &others).is_ok() {
         let _ = sched_setaffinity(None, &allowed);
     }

@@ -1,25 +1,25 @@
-//! Chunks of several ranks, and the chunk that they are together on an engine with fewer ranks.
+//! Division of a chunk between ranks, and merging the ranks' chunks into one chunk.
 
 use super::kv_group::{ChunkOrder, KvOrder};
 use crate::GroupLayout;
 
-/// A chunk order divided between ranks that hold an equal number of heads each.
+/// A chunk order divided between ranks with an equal number of heads each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Division {
     /// Order of the chunk of each rank.
     pub order: ChunkOrder,
-    /// Bytes of each rank that lie together in the whole chunk, which is the first run of each rank,
-    /// in the order of the ranks, then the second run of each, and so on.
+    /// Contiguous bytes of each rank in the whole chunk. The whole chunk has the first run of each rank, in
+    /// the order of the ranks, then the second run of each, and so on.
     pub run_bytes: u64,
 }
 
 impl ChunkOrder {
-    /// Divides the heads of a chunk between ranks, as tensor parallelism does: each has consecutive
-    /// heads. `None` where the heads do not divide, where the elements are smaller than two bytes, which
-    /// may have scales beside them, and for impossible orders.
+    /// Divides the heads of a chunk between ranks, as tensor parallelism does: each rank has consecutive
+    /// heads. `None` if the heads do not divide evenly, if the elements are smaller than two bytes (there may
+    /// be scales next to them), or if the order is impossible.
     ///
-    /// An order of tokens does not say how many heads a token has: a division of it that splits a head,
-    /// or a latent vector, describes chunks that no engine makes.
+    /// An order of tokens does not contain the number of heads: a division of it that splits a head, or a
+    /// latent vector, describes chunks that no engine makes.
     pub fn divide(self, ranks: u32) -> Option<Division> {
         let whole = match self {
             Self::Tokens(layout) | Self::Blocks { blocks: layout, .. } => layout,
@@ -69,8 +69,9 @@ impl ChunkOrder {
     }
 }
 
-/// Makes a whole chunk of the chunks of several ranks, of which runs of `run_bytes` lie together in it
-/// ([`Division::run_bytes`]). Returns false, and leaves the chunk as it is, where the lengths do not fit.
+/// Merges the chunks of several ranks into a whole chunk, in which each rank's runs of `run_bytes` are
+/// contiguous ([`Division::run_bytes`]). Returns false, and leaves `whole` unchanged, if the lengths do not
+/// fit.
 pub fn interleave(run_bytes: u64, ranks: &[&[u8]], whole: &mut [u8]) -> bool {
     let Ok(run) = usize::try_from(run_bytes) else {
         return false;

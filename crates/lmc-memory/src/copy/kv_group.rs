@@ -1,4 +1,4 @@
-//! vLLM's layouts of a paged KV cache: the shapes that are known, and what chunks of them hold.
+//! vLLM's layouts of a paged KV cache: the known shapes, and the content of their chunks.
 
 use super::paged::{KvSegments, PagedError, PagedKv, PlaneBase};
 use crate::{DType, GroupLayout, Planes};
@@ -6,13 +6,13 @@ use crate::{DType, GroupLayout, Planes};
 /// Order of tokens and heads within a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvOrder {
-    /// Tokens, then heads (vLLM's `NHD`, and `BLNHC`).
+    /// Tokens, then heads (vLLM's `NHD` and `BLNHC`).
     TokensFirst,
-    /// Heads, then tokens (vLLM's `HND`, and `BLHNC`; what vLLM's CPU attention uses).
+    /// Heads, then tokens (vLLM's `HND` and `BLHNC`; vLLM's CPU attention uses it).
     HeadsFirst,
 }
 
-/// One KV tensor of an engine, as it lies in its segment.
+/// One KV tensor of an engine, in its segment.
 #[derive(Clone, Copy, Debug)]
 pub struct KvTensor<'a> {
     /// Type of the elements.
@@ -25,16 +25,15 @@ pub struct KvTensor<'a> {
     pub storage_offset: u64,
 }
 
-/// The layout of one KV group, read off its tensors.
+/// The layout of one KV group, derived from its tensors.
 ///
-/// A block of each layer (and of K and V each, where those lie apart) must be contiguous, and is
-/// copied whole: a chunk holds an engine's blocks with their bytes in the engine's order.
-/// The known shapes, outermost axis first, are `[2, blocks, …]`, `[blocks, 2, …]` and
-/// `[blocks, …]` with `tokens, heads, size` or `heads, tokens, size` within a block, and
-/// `[blocks, tokens, size]` (MLA).
+/// A block of each layer (and of K and V each, if they are separate) must be contiguous, and is copied whole:
+/// a chunk holds an engine's blocks with their bytes in the engine's order. The known shapes, outermost axis
+/// first, are `[2, blocks, …]`, `[blocks, 2, …]` and `[blocks, …]` with `tokens, heads, size` or `heads,
+/// tokens, size` within a block, and `[blocks, tokens, size]` (MLA).
 #[derive(Clone, Debug)]
 pub struct KvGroup {
-    /// A chunk whose rows are blocks.
+    /// Layout of a chunk whose rows are blocks.
     layout: GroupLayout,
     order: ChunkOrder,
     is_latent: bool,
@@ -48,20 +47,20 @@ pub struct KvGroup {
     starts: Vec<u64>,
 }
 
-/// The order in which a chunk of a KV group holds its elements.
+/// The order of the elements in a chunk of a KV group.
 ///
-/// Chunks of two groups mean the same exactly if their orders are equal.
+/// Two groups can read each other's chunks exactly if their orders are equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ChunkOrder {
-    /// `[planes, layers, tokens, hidden]`, as engine-driven workers write chunks.
+    /// `[planes, layers, tokens, hidden]`, the order in which engine-driven workers write chunks.
     Tokens(GroupLayout),
-    /// Blocks as the engine has them.
+    /// Blocks in the engine's own order.
     Blocks {
-        /// A chunk whose rows are blocks.
+        /// Layout of a chunk whose rows are blocks.
         blocks: GroupLayout,
-        /// Heads of a token; 1 where tokens have a latent vector.
+        /// Heads of a token; 1 if tokens have a latent vector.
         heads: u64,
-        /// Tokens of a block, by the tensor's shape.
+        /// Tokens of a block, according to the tensor's shape.
         block_tokens: u64,
         /// 2 if K and V both lie within a block on an axis of their own, else 1.
         inner_planes: u64,
@@ -85,16 +84,16 @@ fn narrow(value: u64) -> Result<u32, PagedError> {
 }
 
 impl KvGroup {
-    /// Reads the layout off the tensors of a group's layers.
+    /// Derives the layout from the tensors of a group's layers.
     ///
-    /// Sizes do not distinguish tokens from heads, so `order` decides.
-    /// `tokens_per_block` is what the engine says that a block id covers, if it says so; it may
-    /// be a multiple of the tokens of a block (compressed caches).
+    /// Sizes do not distinguish tokens from heads, so `order` decides. `tokens_per_block` is the number of
+    /// tokens that a block id covers according to the engine, if the engine states it. It may be a multiple
+    /// of the tokens of a block (compressed caches).
     ///
     /// # Errors
-    /// [`PagedError::Unsupported`] for tensors that differ, have an unknown shape or are not
-    /// contiguous within a block, and for blocks that do not divide `chunk_tokens`;
-    /// [`PagedError::Layout`] for a chunk beyond the bounds of [`GroupLayout`].
+    /// [`PagedError::Unsupported`] if the tensors differ, have an unknown shape or are not contiguous within
+    /// a block, or if the blocks do not divide `chunk_tokens`. [`PagedError::Layout`] if a chunk is beyond
+    /// the limits of [`GroupLayout`].
     pub fn describe(
         tensors: &[KvTensor<'_>],
         order: KvOrder,
@@ -142,9 +141,9 @@ impl KvGroup {
         let dtype = first.dtype;
         let hidden = narrow(block_elements)?;
         let layout = GroupLayout::new(planes, layers, blocks_per_chunk, hidden, dtype)?;
-        // One token after another, with nothing between: the same bytes as in token order.
-        // Bytes of a page may be anything: fp8 pages of DSA end with their scales. So may those of a
-        // head: vLLM's CPU attention has the keys of all of a block's tokens before the values there.
+        // Tokens without gaps between them: the same bytes as in token order. The bytes of a page have no
+        // known meaning: fp8 pages of DSA end with their scales. Nor do the bytes of a head: vLLM's CPU
+        // attention stores the keys of all of a block's tokens before the values there.
         let is_in_token_order = dtype != DType::UInt8
             && inner_planes == 1
             && block_tokens == tokens_per_block
@@ -174,14 +173,14 @@ impl KvGroup {
         })
     }
 
-    /// Returns the cache that lies in these segments. `tensor_segments` names the segment of each
-    /// layer, in the order of the tensors.
+    /// Returns the cache in these segments. `tensor_segments` has the index of each layer's segment, in the
+    /// order of the tensors.
     ///
     /// # Errors
-    /// [`PagedError`] if a block lies outside its segment.
+    /// [`PagedError`] if a block is outside its segment.
     ///
     /// # Panics
-    /// If `tensor_segments` has another length than the described tensors.
+    /// If the length of `tensor_segments` is not the number of described tensors.
     pub fn open(
         &self,
         tensor_segments: &[usize],
@@ -208,38 +207,38 @@ impl KvGroup {
         PagedKv::new(self.layout, blocks, stride, planes, segments)
     }
 
-    /// Bytes of one chunk of this group.
+    /// Returns the bytes of one chunk of this group.
     pub fn chunk_bytes(&self) -> u64 {
         self.layout.chunk_bytes()
     }
 
-    /// Order of the elements in a chunk, which is a part of the chunk's identity.
+    /// Returns the order of the elements in a chunk, which is a part of the chunk's identity.
     pub fn order(&self) -> ChunkOrder {
         self.order
     }
 
-    /// Type of the elements.
+    /// Returns the type of the elements.
     pub fn dtype(&self) -> DType {
         self.layout.dtype()
     }
 
-    /// Returns true if tokens have one latent vector instead of heads: rank 3, as vLLM lays out MLA.
+    /// Returns true if tokens have one latent vector instead of heads: rank 3, vLLM's layout for MLA.
     pub fn is_latent(&self) -> bool {
         self.is_latent
     }
 
-    /// Tokens that one block id covers.
+    /// Returns the number of tokens that one block id covers.
     pub fn tokens_per_block(&self) -> u64 {
         self.tokens_per_block
     }
 
-    /// Blocks of one chunk.
+    /// Returns the number of blocks in one chunk.
     pub fn blocks_per_chunk(&self) -> u64 {
         u64::from(self.layout.rows())
     }
 }
 
-/// Returns the elements along the axes from `first` on, which must be contiguous.
+/// Returns the number of elements along the axes from `first` on, which must be contiguous.
 fn contiguous(shape: &[u64], strides: &[u64], first: usize) -> Result<u64, PagedError> {
     let mut elements = 1u64;
     for axis in (first..shape.len()).rev() {

@@ -1,21 +1,21 @@
-//! Detects scatters of which two copies could write the same byte of an engine's memory.
+//! Detection of scatters in which two copies could write the same byte of an engine's memory.
 //!
-//! Threads share out the copies of a plan, so no two of them may write one byte. Engines choose
-//! strides, offsets and block ids freely, so this is checked: where it cannot be shown, a
-//! scatter runs on one thread.
+//! Threads divide the copies of a plan among themselves, so no two copies may write the same byte. Engines
+//! choose strides, offsets and block ids freely, so this is checked: unless the check succeeds, a scatter
+//! runs on one thread.
 
-/// Pairs of planes that are compared at most; what has more counts as overlapping.
+/// Most pairs of planes that are compared; a cache with more pairs counts as overlapping.
 const MAX_PAIRS: usize = 1 << 18;
 
-/// Returns true if no byte of a cache belongs to two blocks of its planes, which begin at the
-/// addresses `starts`.
+/// Returns true if no byte of a cache belongs to two blocks of its planes. `starts` are the addresses at
+/// which the planes begin.
 pub(super) fn is_disjoint(
     blocks: u32,
     block_bytes: u64,
     block_stride: u64,
     mut starts: Vec<u64>,
 ) -> bool {
-    // A single block has no stride to go wrong.
+    // The stride of a single block is never used.
     let stride = if blocks > 1 {
         block_stride
     } else {
@@ -26,8 +26,8 @@ pub(super) fn is_disjoint(
         return false;
     }
     let extent = (blocks - 1) * stride + block_bytes;
-    // Returns true if two planes, of which the second begins `delta` bytes after the first, share
-    // a byte. A block can only meet the two blocks of the other plane that begin nearest to it.
+    // Returns true if two planes share a byte; the second one begins `delta` bytes after the first. A block
+    // can only overlap the two blocks of the other plane that begin nearest to it.
     let meet = |delta: i128| {
         let nearest = delta.div_euclid(stride);
         [nearest, nearest + 1]
@@ -51,7 +51,7 @@ pub(super) fn is_disjoint(
     true
 }
 
-/// Returns true if no block is named twice.
+/// Returns true if no block occurs twice.
 pub(super) fn are_distinct(blocks: &mut [u32]) -> bool {
     blocks.sort_unstable();
     !blocks.windows(2).any(|pair| pair[0] == pair[1])

@@ -9,7 +9,7 @@ use super::overlap;
 use crate::cuda::{DeviceMemory, Gpu};
 use crate::{GroupLayout, KvMemory, LayoutError};
 
-/// The memory that the tensors of a KV group lie in, all of one kind.
+/// The memory of a KV group's tensors, all of one kind.
 #[derive(Clone, Debug)]
 pub enum KvSegments {
     /// Memory that this process maps.
@@ -20,7 +20,7 @@ pub enum KvSegments {
 }
 
 impl KvSegments {
-    /// Returns address and size in bytes of a segment.
+    /// Returns the address and the size in bytes of a segment.
     fn range(&self, segment: usize) -> Option<(u64, u64)> {
         match self {
             Self::Host(segments) => {
@@ -43,7 +43,7 @@ impl KvSegments {
         }
     }
 
-    /// Returns true if segments lie on several GPUs.
+    /// Returns true if segments are on several GPUs.
     #[cfg(feature = "cuda")]
     fn spans_gpus(&self) -> bool {
         match self {
@@ -57,7 +57,7 @@ impl KvSegments {
     }
 }
 
-/// The first byte of one plane of one layer.
+/// The start of one plane of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PlaneBase {
     /// Index of the segment.
@@ -66,20 +66,20 @@ pub(super) struct PlaneBase {
     pub(super) offset: u64,
 }
 
-/// A KV cache that cannot be served, or does not fit its segments.
+/// A KV cache that is not supported, or does not fit its segments.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PagedError {
     /// The tensors have no known layout, or contradict each other.
     #[error("{why}")]
     Unsupported {
-        /// Cause, with what was expected and found.
+        /// Cause, with the expected and the found value.
         why: String,
     },
-    /// A chunk beyond the bounds of a layout.
+    /// A chunk is beyond the limits of a layout.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// A block outside its segment.
+    /// A block is outside its segment.
     #[error("plane {plane} needs {end} bytes of segment {segment}, which has {len}")]
     Outside {
         /// Index of the plane, in chunk order.
@@ -93,9 +93,9 @@ pub enum PagedError {
     },
 }
 
-/// An engine's paged KV cache of one group, checked against the segments it lies in.
+/// An engine's paged KV cache of one group, checked against its segments.
 ///
-/// Made by [`KvGroup::open`](crate::KvGroup::open). Clones share the same description.
+/// Made by [`KvGroup::open`](crate::KvGroup::open). Clones share one description.
 #[derive(Clone, Debug)]
 pub struct PagedKv {
     inner: Arc<Inner>,
@@ -103,7 +103,7 @@ pub struct PagedKv {
 
 #[derive(Debug)]
 struct Inner {
-    /// A chunk whose rows are blocks.
+    /// Layout of a chunk whose rows are blocks.
     layout: GroupLayout,
     blocks: u32,
     /// Bytes from one block to the next.
@@ -115,10 +115,10 @@ struct Inner {
 }
 
 impl PagedKv {
-    /// Checks that every byte of every block lies inside its segment.
+    /// Checks that every byte of every block is inside its segment.
     ///
-    /// The rows of `layout` are blocks. `planes` is in chunk order: all layers of K, then all
-    /// layers of V (or just the layers for [`Planes::Fused`](crate::Planes::Fused)).
+    /// The rows of `layout` are blocks. `planes` is in chunk order: all layers of K, then all layers of V (or
+    /// only the layers for [`Planes::Fused`](crate::Planes::Fused)).
     pub(super) fn new(
         layout: GroupLayout,
         blocks: u32,
@@ -129,7 +129,7 @@ impl PagedKv {
         let expected = layout.planes().count() as usize * layout.layers() as usize;
         assert_eq!(planes.len(), expected, "planes of the layout");
         if blocks == 0 {
-            let why = "a KV cache of no blocks".to_owned();
+            let why = "a KV cache without blocks".to_owned();
             return Err(PagedError::Unsupported { why });
         }
         #[cfg(feature = "cuda")]
@@ -137,7 +137,7 @@ impl PagedKv {
             let why = "the tensors of a KV cache lie on several GPUs".to_owned();
             return Err(PagedError::Unsupported { why });
         }
-        // Factors below 2^32 and 2^64: u128 cannot overflow.
+        // The factors are below 2^32 and 2^64, so u128 cannot overflow.
         let extent =
             u128::from(blocks - 1) * u128::from(block_stride) + u128::from(layout.row_bytes());
         for (plane, base) in planes.iter().enumerate() {
@@ -152,7 +152,7 @@ impl PagedKv {
                 });
             }
         }
-        // Segments may overlap: each tensor of a worker is one of its own.
+        // Segments may overlap: each tensor of a worker is a segment of its own.
         let start = |plane: &PlaneBase| {
             let range = segments.range(plane.segment);
             range.expect("checked above").0 + plane.offset
@@ -171,55 +171,54 @@ impl PagedKv {
         })
     }
 
-    /// The GPU whose memory it lies in.
+    /// Returns the GPU whose memory has the cache.
     #[cfg(feature = "cuda")]
     pub fn gpu(&self) -> Option<&Arc<Gpu>> {
         self.inner.segments.gpu()
     }
 
-    /// Bytes of its blocks.
+    /// Returns the bytes of all blocks.
     pub fn bytes(&self) -> u64 {
         let planes = self.inner.planes.len() as u64;
         planes * u64::from(self.inner.blocks) * self.block_bytes()
     }
 
-    /// Number of blocks.
+    /// Returns the number of blocks.
     pub fn blocks(&self) -> u32 {
         self.inner.blocks
     }
 
-    /// Blocks of one chunk.
+    /// Returns the number of blocks in one chunk.
     pub fn blocks_per_chunk(&self) -> u64 {
         u64::from(self.inner.layout.rows())
     }
 
-    /// Bytes of one chunk.
+    /// Returns the bytes of one chunk.
     pub fn chunk_bytes(&self) -> u64 {
         self.inner.layout.chunk_bytes()
     }
 
-    /// Bytes of one block in one plane of one layer, which are contiguous.
+    /// Returns the bytes of one block in one plane of one layer, which are contiguous.
     pub(super) fn block_bytes(&self) -> u64 {
         self.inner.layout.row_bytes()
     }
 
-    /// Bytes from one block to the next.
+    /// Returns the bytes from one block to the next.
     pub(super) fn block_stride(&self) -> u64 {
         self.inner.block_stride
     }
 
-    /// The planes, in chunk order.
+    /// Returns the planes, in chunk order.
     pub(super) fn planes(&self) -> &[PlaneBase] {
         &self.inner.planes
     }
 
-    /// Returns true if no byte belongs to two of its blocks. It is false for an engine whose
-    /// layers share one cache.
+    /// Returns true if no byte belongs to two blocks. False for an engine whose layers share one cache.
     pub(super) fn is_disjoint(&self) -> bool {
         self.inner.disjoint
     }
 
-    /// The segments that the planes lie in.
+    /// Returns the segments of the planes.
     pub(super) fn segments(&self) -> &KvSegments {
         &self.inner.segments
     }

@@ -5,44 +5,45 @@ use thiserror::Error;
 use super::overlap;
 use crate::PagedKv;
 
-/// Longest single run: longer ones are cut so that several cores can share them.
+/// Longest single run: longer runs are cut so that several cores can share them.
 const MAX_RUN: u64 = 1 << 20;
 
-/// The chunks of one copy, by the blocks that they are made of.
+/// The chunks of one copy, described by their blocks.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanRequest<'a> {
-    /// The request's block table: ids of the engine's blocks, in the order of its tokens.
+    /// Block table of the request: ids of the engine's blocks, in token order.
     pub block_ids: &'a [u32],
     /// Index of each chunk's first block in the block table.
     pub first_blocks: &'a [u64],
-    /// Blocks at the start of the block table that are left out (the engine has them already).
+    /// Number of blocks at the start of the block table that are skipped, because the engine has them
+    /// already.
     pub skip_blocks: u64,
-    /// Id of blocks that have no memory (sliding windows) and are left out.
+    /// Id of blocks without memory (sliding windows), which are skipped.
     pub null_block: Option<u32>,
 }
 
-/// A request that cannot be carried out; nothing has been copied.
+/// A request that is invalid; nothing has been copied.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// A block id beyond the engine's cache.
+    /// A block id is beyond the engine's cache.
     #[error("block id {id} at position {position} is outside the {blocks} registered blocks")]
     Block {
-        /// The id.
+        /// The block id.
         id: u32,
         /// Index in the block table.
         position: usize,
         /// Blocks of the engine's cache.
         blocks: u32,
     },
-    /// The block table ends before the chunk does.
+    /// The block table ends before the chunk.
     #[error("chunk {chunk} needs blocks up to {end}, but the block table has {found}")]
     Short {
         /// Index of the chunk.
         chunk: usize,
-        /// Index of the first block beyond the chunk; `u64::MAX` when it cannot be counted.
+        /// Index of the first block after the chunk; `u64::MAX` if it overflows.
         end: u64,
-        /// Blocks of the block table.
+        /// Number of blocks in the block table.
         found: u64,
     },
 }
@@ -60,7 +61,7 @@ pub(super) struct Op {
     pub(super) chunk: u32,
 }
 
-/// Bytes of a chunk that a plan leaves out.
+/// Bytes of a chunk that a plan does not copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hole {
     pub(super) chunk: u32,
@@ -68,11 +69,10 @@ pub(super) struct Hole {
     pub(super) len: u64,
 }
 
-/// The copies of one gather or scatter: checked against the engine's memory, and merged, so
-/// that blocks which are neighbours on both sides are one run.
+/// The copies of one gather or scatter, checked against the engine's memory. Blocks that are adjacent on both
+/// sides are merged into one run.
 ///
-/// A plan holds the engine's memory mapped, and can be carried out in either direction by
-/// [`crate::CopyPool`].
+/// A plan keeps the engine's memory mapped. [`crate::CopyPool`] carries it out, in either direction.
 #[derive(Clone, Debug)]
 pub struct CopyPlan {
     pub(super) paged: PagedKv,
@@ -85,10 +85,10 @@ pub struct CopyPlan {
 }
 
 impl CopyPlan {
-    /// Works out the copies between a paged cache and its chunks.
+    /// Computes the copies between a paged cache and its chunks.
     ///
     /// # Errors
-    /// [`PlanError`]: a block outside the cache, or a block table too short.
+    /// [`PlanError`]: a block is outside the cache, or the block table is too short.
     pub fn new(paged: &PagedKv, request: &PlanRequest<'_>) -> Result<Self, PlanError> {
         let blocks = paged.blocks();
         if let Some((position, &id)) = request
@@ -131,8 +131,8 @@ impl CopyPlan {
         Ok(plan)
     }
 
-    /// Adds all planes of one chunk, in the order of the chunk's bytes. `None` in the table
-    /// stands for a block that is left out.
+    /// Adds all planes of one chunk, in the order of the chunk's bytes. `None` in the table stands for a
+    /// skipped block.
     fn add_chunk(&mut self, chunk: u32, table: &[Option<u32>]) {
         let paged = self.paged.clone();
         let len = paged.block_bytes();
@@ -162,7 +162,7 @@ impl CopyPlan {
         }
     }
 
-    /// Adds a copy, or lengthens the last one if they touch on both sides.
+    /// Adds a copy, or extends the last one if they are adjacent on both sides.
     fn add_op(&mut self, mut op: Op) {
         if let Some(last) = self.ops.last_mut()
             && (last.segment, last.chunk) == (op.segment, op.chunk)
@@ -198,22 +198,23 @@ impl CopyPlan {
         self.holes.push(hole);
     }
 
-    /// Bytes of each chunk.
+    /// Returns the bytes of each chunk.
     pub(crate) fn chunk_bytes(&self) -> u64 {
         self.paged.chunk_bytes()
     }
 
-    /// Number of chunks.
+    /// Returns the number of chunks.
     pub(super) fn chunks(&self) -> usize {
         self.chunks
     }
 
-    /// Bytes that will be copied.
+    /// Returns the number of bytes to copy.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Copies after merging: one for each run. Runs longer than 1 MiB count once for each MiB.
+    /// Returns the number of copies after merging: one for each run. A run longer than 1 MiB counts once for
+    /// each MiB.
     pub fn copies(&self) -> usize {
         self.ops.len()
     }

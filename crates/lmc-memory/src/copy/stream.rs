@@ -1,10 +1,9 @@
-//! Copies that go around the cache.
+//! Copies that bypass the cache.
 //!
-//! An ordinary store to a line that is not cached first reads the line from memory, so a copy
-//! moves three bytes for each byte copied; a non-temporal store of a whole line moves two.
-//! Chunks are far larger than a core's caches and are not read again soon, so this is worth
-//! 1.6 times the rate (`examples/copy_speed.rs`); the C library does the same for copies of
-//! many megabytes, but the runs of paged memory are too short for it to notice.
+//! An ordinary store to a line that is not cached first reads the line from memory, so a copy moves three
+//! bytes for each byte copied. A non-temporal store of a whole line moves two. Chunks are far larger than a
+//! core's caches and are not read again soon, so this is 1.6 times as fast (`examples/copy_speed.rs`). The C
+//! library does the same for copies of many megabytes, but the runs of paged memory are too short for that.
 
 use std::ptr;
 #[cfg(target_arch = "x86_64")]
@@ -14,17 +13,17 @@ use std::sync::OnceLock;
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 64;
 
-/// Makes a copy; which kind is chosen once for a whole gather or scatter.
+/// A kind of copy, chosen once for a whole gather or scatter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Store {
     /// Through the cache.
     Plain,
-    /// With non-temporal stores, which go around it.
+    /// With non-temporal stores, which bypass the cache.
     #[cfg(target_arch = "x86_64")]
     Around(Width, Order),
 }
 
-/// Width of the instructions.
+/// Width of the copy instructions.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Width {
@@ -40,16 +39,16 @@ pub(super) enum Width {
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
-    /// One after another.
+    /// One line after another.
     Ascending,
-    /// Four pages side by side, so that the hardware prefetches four streams. Faster on some Intel
-    /// processors, and 2 to 3 times slower on AMD's Milan.
+    /// Four pages interleaved, so that the hardware prefetches four streams. Faster on some Intel processors,
+    /// and 2 to 3 times slower on AMD's Milan.
     FourPages,
 }
 
 impl Store {
-    /// The best that this machine has for going around the cache. The first call measures, which
-    /// takes some 10 ms.
+    /// Returns the fastest kind of copy on this machine that bypasses the cache. The first call measures,
+    /// which takes about 10 ms.
     pub(super) fn around_the_cache() -> Self {
         #[cfg(target_arch = "x86_64")]
         {
@@ -69,13 +68,13 @@ impl Store {
         Self::Plain
     }
 
-    /// Copies a run of `len` bytes, and meanwhile prefetches as many bytes from `ahead`, which
-    /// need not exist: blocks lie far apart, and the hardware's prefetchers lose their track at
-    /// the start of each one.
+    /// Copies a run of `len` bytes, and meanwhile prefetches as many bytes from `ahead`. The memory at
+    /// `ahead` need not exist. Blocks are far apart, and the hardware's prefetchers have to start again at
+    /// each one.
     ///
     /// # Safety
-    /// Both sides have the run and do not overlap. Before another thread may see the bytes, this
-    /// one calls [`Store::finish`].
+    /// Both sides have the run and do not overlap. This thread calls [`Store::finish`] before another thread
+    /// may read the bytes.
     pub(super) unsafe fn copy(self, from: *const u8, to: *mut u8, len: usize, ahead: *const u8) {
         match self {
             // SAFETY: by the caller's promise.
@@ -95,8 +94,8 @@ impl Store {
         }
     }
 
-    /// Makes this thread's copies visible to others before whatever it does next. Ordinary
-    /// synchronisation does not order stores that go around the cache.
+    /// Makes this thread's copies visible to others before anything that it does next. Ordinary
+    /// synchronisation does not order stores that bypass the cache.
     pub(super) fn finish(self) {
         #[cfg(target_arch = "x86_64")]
         if self != Self::Plain {
@@ -117,10 +116,10 @@ mod x86 {
 
     use super::{LINE, Order, Store, Width};
 
-    /// Lines of a page: the prefetchers follow one stream in each page.
+    /// Lines of a page: the prefetchers follow one stream per page.
     const PAGE: usize = 4096 / LINE;
 
-    /// Measures the orders on memory that is not cached.
+    /// Measures both orders on memory that is not cached.
     pub(super) fn faster_order(width: Width) -> Order {
         const BYTES: usize = 4 << 20;
         const ROUNDS: usize = 3;
@@ -145,7 +144,7 @@ mod x86 {
             ascending = ascending.min(time(Order::Ascending));
             four_pages = four_pages.min(time(Order::FourPages));
         }
-        // Other traffic slows both orders; the margin keeps noise from choosing the wrong one.
+        // Other traffic slows down both orders; the margin prevents a wrong choice because of noise.
         if four_pages.mul_f64(1.1) < ascending {
             Order::FourPages
         } else {
@@ -158,8 +157,8 @@ mod x86 {
             $run:ident, $lines:ident, $line:ident,
             $feature:literal, $load:ident, $stream:ident, $width:literal
         ) => {
-            /// Copies a run that need not start or end with a line: part of a line would be
-            /// written to memory on its own, so the ends go through the cache.
+            /// Copies a run that need not start or end at a line boundary. Partial lines would be written to
+            /// memory on their own, so the ends go through the cache.
             ///
             /// # Safety
             /// Both sides have the run and do not overlap, and the CPU has the feature.

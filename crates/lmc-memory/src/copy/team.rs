@@ -1,4 +1,4 @@
-//! A team of threads that share a loop with the thread that asks.
+//! A team of threads that share the steps of a loop with the calling thread.
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,17 +11,17 @@ use parking_lot::{Condvar, Mutex};
 
 use super::cpu;
 
-/// The body of a loop, borrowed from the thread that asks.
+/// The body of a loop, borrowed from the calling thread.
 type Body<'a> = dyn Fn(usize) + Sync + 'a;
 
 /// One loop in progress.
 struct Loop {
-    /// Only called between joining (under the team's lock, while the loop is in the queue) and
-    /// leaving; the asker takes the loop out of the queue and waits until all have left before
-    /// the body's real lifetime ends.
+    /// Called only between joining (under the team's lock, while the loop is in the queue) and leaving. The
+    /// calling thread removes the loop from the queue and waits until all threads have left it before the
+    /// body's real lifetime ends.
     body: &'static Body<'static>,
     steps: usize,
-    /// Core of the thread that asks, when it asked.
+    /// Core of the calling thread, at the time of the call.
     core: usize,
     next: AtomicUsize,
     panicked: AtomicBool,
@@ -79,8 +79,8 @@ impl Team {
         self.threads.len()
     }
 
-    /// Calls `body` once for each step, on this thread and on those of the team that are free.
-    /// Returns when all steps are done.
+    /// Calls `body` once for each step, on this thread and on the free threads of the team. Returns when all
+    /// steps are done.
     pub(super) fn run(&self, steps: usize, body: &Body<'_>) {
         if steps <= 1 || self.threads.is_empty() {
             (0..steps).for_each(body);
@@ -122,13 +122,13 @@ impl Drop for Team {
         self.shared.queue.lock().closed = true;
         self.shared.arrived.notify_all();
         for thread in self.threads.drain(..) {
-            // A helper catches the panics of loop bodies, so there is nothing to pass on.
+            // A helper catches the panics of loop bodies, so none is passed on here.
             let _ = thread.join();
         }
     }
 }
 
-/// Ends a loop for the thread that asked, whether it returns or unwinds.
+/// Ends a loop for the calling thread, whether it returns or unwinds.
 struct Leave<'a> {
     shared: &'a Shared,
     work: &'a Arc<Loop>,
@@ -136,7 +136,7 @@ struct Leave<'a> {
 
 impl Drop for Leave<'_> {
     fn drop(&mut self) {
-        // Steps that have not begun do not begin after an unwinding either.
+        // After an unwinding, no further steps begin.
         self.work.next.store(self.work.steps, Ordering::Relaxed);
         self.shared
             .queue
@@ -150,7 +150,7 @@ impl Drop for Leave<'_> {
     }
 }
 
-/// Runs on each thread of the team: joins the oldest loop that has steps left.
+/// Loop of each thread of the team: joins the oldest loop that has steps left.
 fn help(shared: &Shared) {
     let mut queue = shared.queue.lock();
     loop {

@@ -12,16 +12,16 @@ use super::stream::Store;
 use super::team::Team;
 use crate::SegmentError;
 
-/// Bytes that a thread takes at a time: long enough that taking costs nothing, short enough
-/// that the last one to finish is not waited for. A copy that is stopped writes no more than
-/// one share (or one run, if that is longer) for each thread.
+/// Bytes that a thread takes at a time: enough that taking a share costs nothing, and so few that the caller
+/// does not wait for the last thread. A stopped copy writes at most one share (or one run, if that is longer)
+/// more for each thread.
 const SHARE: u64 = 512 << 10;
 
-/// Bytes from which on copies go around the cache.
+/// Size from which copies bypass the cache.
 const LARGE: u64 = 1 << 20;
 
-/// Bytes of a run up to which the next one is prefetched meanwhile; longer runs keep the
-/// hardware's prefetchers busy by themselves.
+/// Length of a run up to which the next run is prefetched meanwhile; longer runs keep the hardware's
+/// prefetchers busy.
 const AHEAD: u64 = 64 << 10;
 
 /// The direction of a copy.
@@ -33,43 +33,43 @@ pub(crate) enum Direction {
     Scatter,
 }
 
-/// A gather or scatter that was not carried out, or whose result cannot be used.
+/// A gather or scatter that was not carried out, or whose result must not be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum CopyError {
-    /// Another number of chunks than planned; nothing has been copied.
+    /// The number of chunks is not as planned; nothing has been copied.
     #[error("the plan has {expected} chunks, {found} were given")]
     Chunks {
-        /// Chunks planned.
+        /// Chunks in the plan.
         expected: usize,
-        /// Chunks given.
+        /// Chunks passed.
         found: usize,
     },
-    /// A chunk of another length than planned; nothing has been copied.
+    /// The length of a chunk is not as planned; nothing has been copied.
     #[error("chunk {chunk} must have {expected} bytes, found {found}")]
     ChunkBytes {
         /// Index of the chunk.
         chunk: usize,
-        /// Bytes planned.
+        /// Bytes in the plan.
         expected: u64,
-        /// Bytes given.
+        /// Bytes of the chunk.
         found: u64,
     },
-    /// The engine's memory went away. What a gather left in the chunks is not to be used.
+    /// The engine's memory was lost. The chunks' bytes after a gather must not be used.
     #[error(transparent)]
     Segment(#[from] SegmentError),
-    /// The GPU could not copy. What a gather left in the chunks is not to be used.
+    /// The GPU could not copy. The chunks' bytes after a gather must not be used.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Cuda(#[from] crate::cuda::CudaError),
-    /// The caller stopped the copy. A part of the bytes has been copied.
+    /// The caller stopped the copy. A part of the bytes was copied.
     #[error("the copy was stopped before its end")]
     Stopped,
 }
 
-/// Named threads (`lmc-copy-{i}`) that copy together with the thread that asks.
+/// Threads (`lmc-copy-{i}`) that copy together with the calling thread.
 ///
-/// Several threads may ask at once; they are served in turn, each with its own core at least.
+/// Several threads may call at once; they are served in turn, each with at least its own core.
 pub struct CopyPool {
     team: Team,
 }
@@ -103,32 +103,32 @@ impl CopyPool {
         })
     }
 
-    /// Threads besides the caller.
+    /// Returns the number of threads besides the caller.
     pub fn workers(&self) -> usize {
         self.team.threads()
     }
 
-    /// Returns how copies of 1 MiB and more are made. The first call in a process, or the first such copy,
-    /// measures it in some 10 ms.
+    /// Returns the kind of copy that is used from 1 MiB on. The first call in a process, or the first such
+    /// copy, measures it in about 10 ms.
     pub fn large_copies() -> impl fmt::Debug {
         Store::around_the_cache()
     }
 
-    /// Copies paged memory into chunks; `chunks[i]` is the plan's i-th. Bytes of blocks that
-    /// the plan leaves out are set to zero, so that nothing of a slot's former content stays.
+    /// Copies paged memory into chunks; `chunks[i]` is the i-th chunk of the plan. Bytes of skipped blocks
+    /// are set to zero, so that no former content of a slot remains.
     ///
     /// # Errors
-    /// [`CopyError`]; after [`CopyError::Segment`] the chunks' bytes are not to be used.
+    /// [`CopyError`]; after [`CopyError::Segment`] the chunks' bytes must not be used.
     pub fn gather(&self, plan: &CopyPlan, chunks: &mut [&mut [u8]]) -> Result<(), CopyError> {
         self.gather_while(plan, chunks, &|| true)
     }
 
-    /// Copies as [`Self::gather`] does, as long as `proceed` returns true. Each thread asks it
-    /// before each share of at most 1 MiB.
+    /// Copies as [`Self::gather`] does, as long as `proceed` returns true. Each thread calls it before each
+    /// share of at most 1 MiB.
     ///
     /// # Errors
-    /// [`CopyError`]; after [`CopyError::Stopped`] and [`CopyError::Segment`] the chunks' bytes
-    /// are not to be used.
+    /// [`CopyError`]; after [`CopyError::Stopped`] and [`CopyError::Segment`] the chunks' bytes must not be
+    /// used.
     pub fn gather_while(
         &self,
         plan: &CopyPlan,
@@ -144,7 +144,7 @@ impl CopyPool {
         self.copy(plan, Direction::Gather, chunks, proceed)
     }
 
-    /// Copies chunks into paged memory; `chunks[i]` is the plan's i-th.
+    /// Copies chunks into paged memory; `chunks[i]` is the i-th chunk of the plan.
     ///
     /// # Errors
     /// [`CopyError`].
@@ -152,8 +152,8 @@ impl CopyPool {
         self.scatter_while(plan, chunks, &|| true)
     }
 
-    /// Copies as [`Self::scatter`] does, as long as `proceed` returns true. Each thread asks it
-    /// before each share of at most 1 MiB; after the first refusal no thread begins another one.
+    /// Copies as [`Self::scatter`] does, as long as `proceed` returns true. Each thread calls it before each
+    /// share of at most 1 MiB; after the first false, no thread begins another share.
     ///
     /// # Errors
     /// [`CopyError`]; after [`CopyError::Stopped`] a part of the paged memory has been written.
@@ -224,7 +224,7 @@ impl CopyPool {
             store.finish();
         };
         let shares = plan.ops.len().div_ceil(step);
-        // A gather writes chunks, whose copies are always disjoint.
+        // A gather writes chunks; its copies are always disjoint there.
         if direction == Direction::Gather || plan.disjoint {
             self.team.run(shares, &copy_share);
         } else {
@@ -240,8 +240,9 @@ impl CopyPool {
     }
 }
 
-/// Copies between a GPU's memory and chunks. The GPU carries out the copies of a launch in any order:
-/// two that write one byte write the same value, since the engine's layers share one cache then.
+/// Copies between a GPU's memory and chunks. The GPU carries out the copies of a launch in any order. Two
+/// copies write the same byte only if the engine's layers share one cache, and then they write the same
+/// value.
 #[cfg(feature = "cuda")]
 fn on_device(
     plan: &CopyPlan,
@@ -280,7 +281,7 @@ fn carry_out(
         }
     };
     let from = source(op);
-    // Only ever prefetched.
+    // Used for prefetching only.
     let ahead = match next {
         Some(next) if op.len <= AHEAD => source(next),
         _ => from,
@@ -304,7 +305,7 @@ fn carry_out(
     }
 }
 
-/// Returns how many copies make about one share; the copies of a plan have similar sizes.
+/// Returns about how many copies make up one share; the copies of a plan have similar sizes.
 fn ops_of_a_share(plan: &CopyPlan) -> usize {
     let average = (plan.bytes() / plan.ops.len().max(1) as u64).max(1);
     (SHARE / average).max(1) as usize

@@ -1,4 +1,4 @@
-//! Counters of the storages that PyTorch shares.
+//! Reference counters of the storages that PyTorch shares.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -6,13 +6,13 @@ use crate::{MappedSegment, SegmentError, SharedName};
 
 /// Bytes before the first counter: PyTorch counts the users of the file itself there.
 const HEADER: u64 = 64;
-/// Most counters of one file, as PyTorch makes them.
+/// Number of counters in one file, as PyTorch creates it.
 const COUNTERS: u64 = 10_000;
 
-/// A receiver's part in the counter of one storage: the drop decrements the counter.
+/// A receiver's reference in the counter of one storage. Dropping it decrements the counter.
 ///
-/// The process that shares a storage keeps the memory until the counters say that every receiver is
-/// done.
+/// The process that shares a storage keeps the memory until the counter shows that every receiver has
+/// finished.
 #[derive(Debug)]
 pub struct StorageCounter {
     file: MappedSegment,
@@ -20,7 +20,7 @@ pub struct StorageCounter {
 }
 
 impl StorageCounter {
-    /// Opens counter `number` of a file in `/dev/shm` that a user owns.
+    /// Opens counter `number` of a file in `/dev/shm` that `user` owns.
     ///
     /// # Errors
     /// [`SegmentError`].

@@ -1,9 +1,9 @@
-//! Looks at a number in device memory.
+//! Reading a number in device memory.
 
 use super::driver::{Event, HostBuffer, Result, Stream};
 use super::lane::Wait;
 
-/// A stream of its own, so that a look waits for no other work.
+/// A reader with a stream of its own, so that a read waits for no other work.
 #[derive(Debug)]
 pub(super) struct CountReader {
     stream: Stream,
@@ -12,7 +12,7 @@ pub(super) struct CountReader {
 }
 
 impl CountReader {
-    /// The caller has entered a context, here and below.
+    /// Makes a reader. The caller must have entered a context, also for the functions below.
     pub(super) fn new() -> Result<Self> {
         Ok(Self {
             stream: Stream::new()?,
@@ -21,7 +21,7 @@ impl CountReader {
         })
     }
 
-    /// Returns the number of 8 bytes at `address`.
+    /// Returns the 8-byte number at `address`.
     ///
     /// # Safety
     /// The bytes are device memory until the call ends.
@@ -31,8 +31,8 @@ impl CountReader {
         let marked = given.and_then(|()| self.stream.record(&self.done));
         let copied = marked.and_then(|()| wait(&|| self.done.is_done()));
         if copied.is_err() {
-            // The copy may be under way all the same, so the stream is asked. An error of the stream is
-            // that of a broken context, which does no work any more.
+            // The copy may be in progress nevertheless, so the stream is polled. An error of the stream means
+            // a broken context, which does no more work.
             let _ = wait(&|| self.stream.is_idle());
         }
         // SAFETY: the buffer has 8 bytes, and the copy has ended.

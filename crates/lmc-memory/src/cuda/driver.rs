@@ -1,4 +1,4 @@
-//! The CUDA driver, loaded when the first engine with device memory registers. Nothing is linked.
+//! The CUDA driver, loaded when the first engine with device memory registers. lmc is not linked to it.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::marker::PhantomData;
@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
 use thiserror::Error;
 
-/// The functions that are called. Their absence means a driver that is too old; the bindings would
-/// panic at the first call.
+/// The driver functions that are called. If one is missing, the driver is too old; without this check, the
+/// bindings would panic at the first call.
 pub(super) const FUNCTIONS: [&str; 34] = [
     "cuCtxGetCurrent",
     "cuCtxSetCurrent",
@@ -52,24 +52,24 @@ pub(super) const FUNCTIONS: [&str; 34] = [
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// No driver on this host.
+    /// This host has no driver.
     #[error(
         "no CUDA driver was found: libcuda.so.1 belongs to the driver, and a container sees it \
          only when it is started with the host's GPUs"
     )]
     NoDriver,
-    /// A driver without a function that is needed.
+    /// The driver lacks a function that is needed.
     #[error("the CUDA driver is too old: it has no {function}; driver 525 or later is needed")]
     Old {
         /// Name of the function.
         function: &'static str,
     },
-    /// The driver sees no GPU of this id.
+    /// The driver sees no GPU with this id.
     #[error("GPU {uuid} is not visible to this process, which sees {visible}")]
     NotVisible {
-        /// Id of the GPU, as the engine names it.
+        /// Id of the GPU, as given by the engine.
         uuid: String,
-        /// Ids of the GPUs that are visible, for a message.
+        /// Ids of the visible GPUs, for the message.
         visible: String,
     },
     /// A call of the driver failed.
@@ -77,28 +77,28 @@ pub enum CudaError {
     Call {
         /// Name of the function.
         call: &'static str,
-        /// Name of the error, as the driver spells it.
+        /// Name of the error in the driver.
         name: String,
         /// Number of the error.
         code: u32,
     },
-    /// Memory that ends before the described range does.
+    /// The described range ends beyond the memory.
     #[error("bytes {start} to {end} lie outside of an allocation of {len} bytes")]
     Outside {
         /// First byte of the range.
         start: u64,
-        /// First byte beyond it.
+        /// First byte after the range.
         end: u64,
         /// Bytes of the allocation.
         len: u64,
     },
-    /// A handle of memory that is open for another engine. The driver would give the memory of that one.
+    /// The handle is open as memory of another engine, and the driver would return that engine's memory.
     #[error(
         "memory with the same handle is open for another engine, which may have ended: its memory is \
          closed within seconds, so register again"
     )]
     InUse,
-    /// A copy on the device did not end in time; nothing more is copied there until it does.
+    /// A copy on the device did not end in time; no more copies are made there until it does.
     #[error(
         "a copy on GPU {uuid} did not end within {seconds} s: no more copies are made there until \
          it does"
@@ -106,14 +106,14 @@ pub enum CudaError {
     Hung {
         /// Id of the GPU.
         uuid: String,
-        /// Time that it was given.
+        /// Timeout of the copy.
         seconds: u64,
     },
 }
 
 pub(super) type Result<T, E = CudaError> = std::result::Result<T, E>;
 
-/// Names the error of a call, if it failed.
+/// Converts the result of a call to an error, if it failed.
 fn check(call: &'static str, result: CUresult) -> Result<()> {
     if result == CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -136,7 +136,7 @@ fn check(call: &'static str, result: CUresult) -> Result<()> {
     })
 }
 
-/// Returns the answer of a call that asks whether work is done.
+/// Returns the answer of a call that asks whether work has finished.
 fn is_ready(call: &'static str, result: CUresult) -> Result<bool> {
     match result {
         CUresult::CUDA_ERROR_NOT_READY => Ok(false),
@@ -159,8 +159,7 @@ macro_rules! call {
 /// Loads the driver. Later calls cost little.
 ///
 /// # Errors
-/// [`CudaError::NoDriver`], [`CudaError::Old`], or the driver's own error, such as that it sees no
-/// GPU.
+/// [`CudaError::NoDriver`], [`CudaError::Old`], or the driver's own error, for example that it sees no GPU.
 pub(super) fn load() -> Result<()> {
     // SAFETY: looks for the library and runs its constructors, as any program with CUDA does.
     if !unsafe { sys::is_culib_present() } {
@@ -182,12 +181,12 @@ pub(super) fn load() -> Result<()> {
 #[derive(Clone, Debug)]
 pub(super) struct Gpu {
     pub(super) ordinal: c_int,
-    /// Id as PyTorch spells it: 8-4-4-4-12 hexadecimal digits.
+    /// Id in PyTorch's form: 8-4-4-4-12 hexadecimal digits.
     pub(super) uuid: String,
     pub(super) name: String,
 }
 
-/// Returns the GPUs that the driver sees. [`load`] comes first, here and below.
+/// Returns the GPUs that the driver sees. [`load`] must be called first, also for the functions below.
 pub(super) fn gpus() -> Result<Vec<Gpu>> {
     let mut count = 0;
     call!(cuDeviceGetCount(&mut count))?;
@@ -221,8 +220,8 @@ fn spell(uuid: [u8; 16]) -> String {
     text
 }
 
-/// The primary context of a GPU, which all libraries of a process share. The context takes some
-/// hundred megabytes of the GPU's memory until the drop.
+/// The primary context of a GPU, which all libraries of a process share. It takes several hundred megabytes
+/// of the GPU's memory until it is dropped.
 #[derive(Debug)]
 pub(super) struct Context {
     context: sys::CUcontext,
@@ -244,8 +243,8 @@ impl Context {
         })
     }
 
-    /// Makes this context the one of the thread's calls until the result is dropped: the thread may be
-    /// one of an engine. Meanwhile another thread's capture of a graph forbids no call of this one.
+    /// Makes this context the current one of the thread until the result is dropped; the thread may belong to
+    /// an engine. During this time, a graph capture of another thread forbids no call of this thread.
     pub(super) fn enter(&self) -> Result<Entered> {
         let mut before = ptr::null_mut();
         call!(cuCtxGetCurrent(&mut before))?;
@@ -263,7 +262,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // Nothing is left to do with a context that cannot be released.
+        // An error is ignored: nothing can be done about a context that cannot be released.
         let _ = call!(cuDevicePrimaryCtxRelease_v2(self.device));
     }
 }
@@ -273,7 +272,7 @@ fn exchange_capture_mode(mut mode: CUstreamCaptureMode) -> Result<CUstreamCaptur
     Ok(mode)
 }
 
-/// The context of a thread's calls, and what captures forbid it; the drop restores those before.
+/// The thread's current context and capture mode. Dropping it restores the previous ones.
 #[derive(Debug)]
 pub(super) struct Entered {
     before: sys::CUcontext,
@@ -283,7 +282,7 @@ pub(super) struct Entered {
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        // Nothing is left to do where the former state cannot be restored.
+        // An error is ignored: nothing can be done if the former state cannot be restored.
         if let Some(mode) = self.mode {
             let _ = exchange_capture_mode(mode);
         }
@@ -291,8 +290,8 @@ impl Drop for Entered {
     }
 }
 
-/// Opens the memory behind a handle of another process. Returns its first address and its size in
-/// bytes. The caller has entered a context, and closes it once.
+/// Opens the memory behind a handle of another process. Returns its first address and its size in bytes. The
+/// caller must have entered a context, and must close the memory once.
 pub(super) fn open_memory(handle: &[u8; 64]) -> Result<(u64, u64)> {
     let handle = sys::CUipcMemHandle {
         reserved: handle.map(|byte| byte as c_char),
@@ -303,7 +302,7 @@ pub(super) fn open_memory(handle: &[u8; 64]) -> Result<(u64, u64)> {
     let (mut start, mut len) = (0, 0);
     let measured = call!(cuMemGetAddressRange_v2(&mut start, &mut len, base));
     match measured {
-        // A handle of memory within a larger allocation opens behind its start.
+        // A handle of memory inside a larger allocation opens at an offset from its start.
         Ok(()) => Ok((base, (len as u64).saturating_sub(base - start))),
         Err(error) => {
             close_memory(base);
@@ -313,11 +312,11 @@ pub(super) fn open_memory(handle: &[u8; 64]) -> Result<(u64, u64)> {
 }
 
 pub(super) fn close_memory(base: u64) {
-    // Nothing is left to do with memory that cannot be closed.
+    // An error is ignored: nothing can be done about memory that cannot be closed.
     let _ = call!(cuIpcCloseMemHandle(base));
 }
 
-/// An event: a point on a stream of work, of this process or another.
+/// An event: a point in a stream's work, in this process or another.
 #[derive(Debug)]
 pub(super) struct Event(sys::CUevent);
 
@@ -344,24 +343,24 @@ impl Event {
         Ok(Self(event))
     }
 
-    /// Marks the end of the work that a stream has been given so far.
+    /// Records the end of the work that a stream has been given so far.
     ///
     /// # Safety
-    /// `stream` is a `CUstream` of the current context, or 0 for the one that every context has.
+    /// `stream` is a `CUstream` of the current context, or 0 for the default stream of every context.
     pub(super) unsafe fn record(&self, stream: u64) -> Result<()> {
         let stream = ptr::with_exposed_provenance_mut(stream as usize);
         call!(cuEventRecord(self.0, stream))
     }
 
-    /// Returns true once the work before the event is done, which never happens when the process that
-    /// recorded the event was killed before. So no stream waits for an event of another process: a
-    /// thread asks, until its time is over.
+    /// Returns true once the work before the event is done. This never happens if the process that recorded
+    /// the event was killed first. So no stream waits for an event of another process: a thread polls
+    /// instead, until its time is over.
     pub(super) fn is_done(&self) -> Result<bool> {
         // SAFETY: the event exists until drop.
         is_ready("cuEventQuery", unsafe { sys::cuEventQuery(self.0) })
     }
 
-    /// Waits until the work before the event is done. Returns false as soon as `proceed` does.
+    /// Waits until the work before the event is done. Returns false as soon as `proceed` returns false.
     pub(super) fn wait(&self, proceed: &dyn Fn() -> bool) -> Result<bool> {
         wait(&|| self.is_done(), &|_| proceed())
     }
@@ -369,13 +368,13 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // Nothing is left to do with an event that cannot be destroyed.
+        // An error is ignored: nothing can be done about an event that cannot be destroyed.
         let _ = call!(cuEventDestroy_v2(self.0));
     }
 }
 
-/// Asks until work is done: without a pause at first, then after longer ones, up to a millisecond.
-/// Returns false as soon as `go_on` does, which is given the time since the start.
+/// Polls until work is done: at first without a pause, then with longer ones, up to a millisecond. Returns
+/// false as soon as `go_on` returns false; `go_on` is given the time since the start.
 pub(super) fn wait(
     is_done: &dyn Fn() -> Result<bool>,
     go_on: &dyn Fn(Duration) -> bool,
@@ -396,7 +395,7 @@ pub(super) fn wait(
     Ok(true)
 }
 
-/// Host memory that belongs to the driver.
+/// Host memory allocated by the driver.
 #[derive(Debug)]
 pub(super) struct HostBuffer {
     pub(super) base: *mut u8,
@@ -416,12 +415,12 @@ impl HostBuffer {
 
 impl Drop for HostBuffer {
     fn drop(&mut self) {
-        // Nothing is left to do with memory that cannot be freed.
+        // An error is ignored: nothing can be done about memory that cannot be freed.
         let _ = call!(cuMemFreeHost(self.base.cast()));
     }
 }
 
-/// Memory of the GPU.
+/// Memory of the GPU, allocated by this process.
 #[derive(Debug)]
 pub(super) struct DeviceBuffer(pub(super) u64);
 
@@ -435,12 +434,12 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        // Nothing is left to do with memory that cannot be freed.
+        // An error is ignored: nothing can be done about memory that cannot be freed.
         let _ = call!(cuMemFree_v2(self.0));
     }
 }
 
-/// Registers host memory, so that the GPUs reach it.
+/// Registers host memory, so that the GPUs can access it.
 ///
 /// # Safety
 /// The range stays mapped until [`unregister`] is called for it, or until its context has ended.
@@ -450,11 +449,11 @@ pub(super) unsafe fn register(base: *mut u8, len: usize) -> Result<()> {
 }
 
 pub(super) fn unregister(base: *mut u8) {
-    // Nothing is left to do with memory that cannot be unregistered.
+    // An error is ignored: nothing can be done about memory that cannot be unregistered.
     let _ = call!(cuMemHostUnregister(base.cast()));
 }
 
-/// One run of a copy, as the kernel reads it.
+/// One run of a copy, in the format of the kernel.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Run {
@@ -490,12 +489,12 @@ impl Kernel {
 
 impl Drop for Kernel {
     fn drop(&mut self) {
-        // Nothing is left to do with a module that cannot be unloaded.
+        // An error is ignored: nothing can be done about a module that cannot be unloaded.
         let _ = call!(cuModuleUnload(self.module));
     }
 }
 
-/// Work on the GPU that is done in order.
+/// A stream: work on the GPU that is done in order.
 #[derive(Debug)]
 pub(super) struct Stream(sys::CUstream);
 
@@ -510,11 +509,11 @@ impl Stream {
         Ok(Self(stream))
     }
 
-    /// Copies the runs within the device's memory, by `blocks` blocks of threads.
+    /// Copies runs within the device's memory, with `blocks` thread blocks.
     ///
     /// # Safety
-    /// Until the work is done, `runs` lies in a [`HostBuffer`] and is not changed, and each run lies in
-    /// device memory, on both sides.
+    /// Until the work is done, `runs` is in a [`HostBuffer`] and is not changed, and each run is in device
+    /// memory on both sides.
     pub(super) unsafe fn copy_runs(
         &self,
         kernel: &Kernel,
@@ -544,18 +543,18 @@ impl Stream {
         ))
     }
 
-    /// Copies bytes of the device to the host.
+    /// Copies bytes from the device to the host.
     ///
     /// # Safety
-    /// Both ranges exist until the work is done, and nothing else uses the host's.
+    /// Both ranges exist until the work is done, and nothing else uses the host range.
     pub(super) unsafe fn copy_to_host(&self, from: u64, to: *mut u8, len: usize) -> Result<()> {
         call!(cuMemcpyDtoHAsync_v2(to.cast(), from, len, self.0))
     }
 
-    /// Copies bytes of the host to the device.
+    /// Copies bytes from the host to the device.
     ///
     /// # Safety
-    /// Both ranges exist until the work is done, and nothing writes the host's.
+    /// Both ranges exist until the work is done, and nothing writes to the host range.
     pub(super) unsafe fn copy_to_device(&self, from: *const u8, to: u64, len: usize) -> Result<()> {
         call!(cuMemcpyHtoDAsync_v2(to, from.cast(), len, self.0))
     }
@@ -566,7 +565,7 @@ impl Stream {
         is_ready("cuStreamQuery", unsafe { sys::cuStreamQuery(self.0) })
     }
 
-    /// Marks the end of the work so far.
+    /// Records the end of the work so far.
     pub(super) fn record(&self, done: &Event) -> Result<()> {
         call!(cuEventRecord(done.0, self.0))
     }
@@ -574,7 +573,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // Nothing is left to do with a stream that cannot be destroyed.
+        // An error is ignored: nothing can be done about a stream that cannot be destroyed.
         let _ = call!(cuStreamDestroy_v2(self.0));
     }
 }

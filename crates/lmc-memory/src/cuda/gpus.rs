@@ -1,7 +1,7 @@
-//! The GPUs of this host that engines have memory on.
+//! The GPUs of this host on which engines have memory.
 //!
-//! A server opens the memory of its engines by handles; in a worker the memory is that of its own
-//! process, and the pool that of the server.
+//! A server opens its engines' memory by handles. In a worker, the memory belongs to the worker's own
+//! process, and the pool to the server.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -22,36 +22,36 @@ use super::pinned::{HostPool, Pinned};
 use crate::copy::Direction;
 use crate::{Arena, MappedSegment};
 
-/// The GPUs that engines have memory on, and the pool of this process, if it has one.
+/// The GPUs on which engines have memory, and the pool of this process, if it has one.
 ///
-/// The driver is not called before the first [`Gpus::open`]. When the last [`Gpu`] has gone, the driver
-/// and the GPUs have everything back.
+/// The driver is not called before the first [`Gpus::open`]. When the last [`Gpu`] is dropped, all resources
+/// are returned to the driver and the GPUs.
 #[derive(Debug)]
 pub struct Gpus {
     arena: Option<Arc<Arena>>,
-    /// Held by the one call that opens a GPU, for seconds at times.
+    /// Held by the call that opens a GPU, sometimes for seconds.
     opening: Mutex<()>,
-    /// Locked for moments only: a [`Gpu`] may be dropped by any thread.
+    /// Locked only briefly: any thread may drop a [`Gpu`].
     state: Arc<Mutex<Usage>>,
 }
 
 /// Number of users, and the devices that are open for them.
 #[derive(Debug, Default)]
 struct Usage {
-    /// Number of [`Gpu`] values, and of calls that make one.
+    /// Number of [`Gpu`] values, and of calls that are making one.
     users: usize,
     open: OpenDevices,
-    /// Pools that copies meet, this process's own among them.
+    /// Registered pools that copies can use, this process's own pool among them.
     pools: Vec<Weak<Pinned>>,
-    /// Threads that give back what was dropped.
+    /// Threads that release dropped resources.
     closing: Vec<JoinHandle<()>>,
 }
 
-/// Devices that are open while at least one GPU is in use, and the own pool's registration.
+/// Devices that are open while at least one GPU is in use, and the registration of this process's pool.
 #[derive(Debug, Default)]
 struct OpenDevices {
     devices: HashMap<String, Arc<Device>>,
-    /// Made with the first device, for all of them.
+    /// Registered with the first device, for all devices.
     own_pool: Option<Arc<Pinned>>,
 }
 
@@ -63,13 +63,13 @@ struct Device {
     to_host: Mutex<Option<Lane>>,
     to_device: Mutex<Option<Lane>>,
     opened: Mutex<HashMap<[u8; 64], OpenAllocation>>,
-    /// Locked for one look: a device that hangs stops one thread that waits for a count.
+    /// Locked for one read at a time: a device that hangs blocks one thread that waits for a count.
     counts: Mutex<Option<CountReader>>,
     is_hung: AtomicBool,
 }
 
-/// An allocation of another process. It is opened once for all users: older drivers close it for all
-/// of them at the first close.
+/// An allocation of another process. It is opened once for all users, because older drivers close it for all
+/// users at the first close.
 #[derive(Debug)]
 struct OpenAllocation {
     engine: u64,
@@ -78,18 +78,18 @@ struct OpenAllocation {
     users: usize,
 }
 
-/// Memory of another process, as that process names it.
+/// Memory of another process, identified as that process does.
 #[derive(Clone, Copy, Debug)]
 pub struct SharedMemory {
-    /// The `CUipcMemHandle` of the allocation. A process that has ended and a later one may have the same
-    /// handle for their memory.
+    /// The `CUipcMemHandle` of the allocation. The memory of a later process may have the same handle as the
+    /// memory of a process that has ended.
     pub handle: [u8; 64],
-    /// Number of the process, which no other one has.
+    /// Unique number of the process.
     pub engine: u64,
 }
 
 impl Gpus {
-    /// The GPUs of this host, with the pool of this process. Costs nothing.
+    /// Makes the set of this host's GPUs, with the pool of this process. Costs nothing.
     pub fn new(arena: Arc<Arena>) -> Self {
         Self {
             arena: Some(arena),
@@ -97,7 +97,7 @@ impl Gpus {
         }
     }
 
-    /// The GPUs of this host, for pools of other processes: see [`Gpu::register`]. Costs nothing.
+    /// Makes the set of this host's GPUs, for pools of other processes: see [`Gpu::register`]. Costs nothing.
     pub fn without_pool() -> Self {
         Self {
             arena: None,
@@ -106,24 +106,24 @@ impl Gpus {
         }
     }
 
-    /// Waits until all that was dropped is given back to the driver.
+    /// Waits until all dropped resources are released to the driver.
     pub fn wait_until_given_back(&self) {
         let closing = mem::take(&mut self.state.lock().closing);
         for thread in closing {
-            // The thread does nothing that panics.
+            // The thread does not panic.
             let _ = thread.join();
         }
     }
 
-    /// Returns the GPU with this id, spelled as PyTorch does (`19d82a72-11d8-…`). The first call
-    /// loads the driver and takes some hundred megabytes of the GPU's memory, 66 MiB of them for
-    /// copies; it takes up to some seconds.
+    /// Returns the GPU with this id, in PyTorch's form (`19d82a72-11d8-…`). The first call loads the driver
+    /// and takes several hundred megabytes of the GPU's memory, 66 MiB of them for copies. It may take
+    /// several seconds.
     ///
     /// # Errors
     /// [`CudaError`].
     pub fn open(&self, uuid: &str) -> Result<Arc<Gpu>> {
         let _opening = self.opening.lock();
-        // Counted from now on, so that nothing is given back meanwhile.
+        // Counted from now on, so that nothing is released meanwhile.
         let mut gpu = Gpu {
             device: None,
             state: Arc::clone(&self.state),
@@ -144,7 +144,8 @@ impl Gpus {
                     && let Some(arena) = &self.arena
                 {
                     let (pool, context) = (Arc::clone(arena), Arc::clone(&device.context));
-                    // Copies to and from what is not registered go on, at the slower rate.
+                    // If registration fails, copies to and from the unregistered memory still work, at the
+                    // slower rate.
                     let pinned = Pinned::start(HostPool::Own(pool), context, |_| ());
                     state.open.own_pool = Some(state.add_pool(pinned));
                 }
@@ -157,7 +158,8 @@ impl Gpus {
         Ok(Arc::new(gpu))
     }
 
-    /// Bytes of the pool that are registered with the driver; the others are copied more slowly.
+    /// Returns the bytes of the pool that are registered with the driver; the other bytes are copied more
+    /// slowly.
     pub fn pinned_bytes(&self) -> u64 {
         let state = self.state.lock();
         let pinned = state.open.own_pool.as_ref();
@@ -166,7 +168,7 @@ impl Gpus {
 }
 
 impl Usage {
-    /// Makes a pool known to copies, until it is dropped.
+    /// Registers a pool for copies, until it is dropped.
     fn add_pool(&mut self, pinned: Pinned) -> Arc<Pinned> {
         let pinned = Arc::new(pinned);
         self.pools.retain(|pool| pool.strong_count() > 0);
@@ -174,7 +176,8 @@ impl Usage {
         pinned
     }
 
-    /// Drops registrations on a thread, since that takes 20 ms a GiB; without the thread, here.
+    /// Drops registrations on a thread of their own, because that takes 20 ms per GiB. If the thread cannot
+    /// be started, drops them here.
     fn give_back<T: Send + 'static>(&mut self, value: T) {
         let spawned = thread::Builder::new()
             .name("lmc-gpu-close".to_owned())
@@ -185,7 +188,7 @@ impl Usage {
 }
 
 impl Device {
-    /// Opens a GPU, with all that copies need there.
+    /// Opens a GPU, with everything that copies need there.
     fn open(uuid: &str) -> Result<Self> {
         let gpus = driver::gpus()?;
         let Some(gpu) = gpus.iter().find(|gpu| gpu.uuid == uuid) else {
@@ -216,7 +219,7 @@ impl Device {
 }
 
 impl Device {
-    /// Fails while a copy does not end.
+    /// Returns an error while a copy hangs.
     fn check_hung(&self) -> Result<()> {
         match self.is_hung.load(Ordering::Relaxed) {
             false => Ok(()),
@@ -231,8 +234,7 @@ impl Device {
         }
     }
 
-    /// Locks what one thread uses at a time. Returns none soon after `proceed` has
-    /// returned false.
+    /// Locks a resource that one thread uses at a time. Returns `None` soon after `proceed` returns false.
     fn turn<'a, T>(
         &self,
         what: &'a Mutex<T>,
@@ -249,8 +251,8 @@ impl Device {
         }
     }
 
-    /// Does work that waits for copies. The others fail once one of its waits is late, until it ends;
-    /// then it fails itself.
+    /// Runs work that waits for copies. If a wait is late, other calls fail until the copy has ended, and
+    /// then this call fails too.
     fn within_time<T>(&self, work: impl FnOnce(&Wait<'_>) -> Result<T>) -> Result<T> {
         let is_late = Cell::new(false);
         let late = || {
@@ -261,7 +263,7 @@ impl Device {
         if !is_late.get() {
             return done;
         }
-        // The copy ended after all, too late for its caller.
+        // The copy has ended after all, but too late for its caller.
         self.is_hung.store(false, Ordering::Relaxed);
         done.and_then(|_| Err(self.hung()))
     }
@@ -269,7 +271,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // Where no context can be entered, the driver is beyond use.
+        // If no context can be entered, the driver is unusable.
         let _entered = self.context.enter();
         *self.to_host.get_mut() = None;
         *self.to_device.get_mut() = None;
@@ -277,10 +279,10 @@ impl Drop for Device {
     }
 }
 
-/// A GPU in use. The drop of the last one gives everything back, in the background.
+/// A GPU in use. Dropping the last one releases everything, in the background.
 #[derive(Debug)]
 pub struct Gpu {
-    /// Absent only while the GPU is opened or dropped.
+    /// `None` only while the GPU is being opened or dropped.
     device: Option<Arc<Device>>,
     state: Arc<Mutex<Usage>>,
 }
@@ -288,7 +290,7 @@ pub struct Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         let mut state = self.state.lock();
-        // Before the lock goes: the thread below has the last handle then.
+        // Dropped before the lock is released: then the thread below has the last handle.
         self.device = None;
         state.users -= 1;
         if state.users > 0 || state.open.devices.is_empty() {
@@ -299,18 +301,18 @@ impl Drop for Gpu {
     }
 }
 
-/// A pool of another process, registered with the driver. The drop takes the registration back, in the
-/// background, when the copies that have begun are done with it.
+/// A pool of another process, registered with the driver. Dropping it ends the registration in the
+/// background, when the copies that have begun no longer need it.
 #[derive(Debug)]
 pub struct Registration {
-    /// Absent only while it is dropped.
+    /// `None` only while this is being dropped.
     pinned: Option<Arc<Pinned>>,
     state: Arc<Mutex<Usage>>,
 }
 
 #[cfg(test)]
 impl Registration {
-    /// Bytes that are registered.
+    /// Returns the bytes that are registered.
     pub(super) fn bytes(&self) -> u64 {
         let pinned = self.pinned.as_ref();
         pinned.map_or(0, |pinned| pinned.done() as u64)
@@ -335,18 +337,18 @@ impl Gpu {
         self.device.as_ref().expect("set by `Gpus::open`")
     }
 
-    /// Id of the GPU.
+    /// Returns the id of the GPU.
     pub fn uuid(&self) -> &str {
         &self.device().uuid
     }
 
-    /// Opens `len` bytes of another process's memory on this GPU, `offset` bytes into the allocation.
-    /// The allocation stays open, and so its bytes stay allocated, until the value is dropped; then
-    /// `counter` is decremented.
+    /// Opens `len` bytes of another process's memory on this GPU, `offset` bytes into the allocation. The
+    /// allocation stays open, and its bytes stay allocated, until the value is dropped; then `counter` is
+    /// decremented.
     ///
     /// # Errors
-    /// [`CudaError::Outside`] if the allocation is shorter; [`CudaError::Call`] for a handle that the
-    /// driver does not know; [`CudaError::InUse`] for one that is open for another process.
+    /// [`CudaError::Outside`] if the allocation is shorter; [`CudaError::Call`] for a handle that the driver
+    /// does not know; [`CudaError::InUse`] for a handle that is open for another process.
     pub fn memory(
         self: &Arc<Self>,
         SharedMemory { handle, engine }: SharedMemory,
@@ -382,7 +384,7 @@ impl Gpu {
         };
         match fits {
             true => Ok(memory),
-            // Dropping it closes what was opened for it.
+            // Dropping it closes the memory that was opened for it.
             false => Err(CudaError::Outside {
                 start: offset,
                 end,
@@ -391,9 +393,8 @@ impl Gpu {
         }
     }
 
-    /// Waits until the work before another process's event is done. `handle` is a
-    /// `CUipcEventHandle`. Returns false as soon as `proceed` does, which is asked every
-    /// millisecond or more often.
+    /// Waits until the work before another process's event is done. `handle` is a `CUipcEventHandle`. Returns
+    /// false as soon as `proceed` returns false; `proceed` is called every millisecond or more often.
     ///
     /// # Errors
     /// [`CudaError::Call`] for a handle that the driver does not know, and for a broken GPU.
@@ -403,7 +404,7 @@ impl Gpu {
         event.wait(proceed)
     }
 
-    /// Takes memory of this process on this GPU, such as the tensors of an engine.
+    /// Wraps memory of this process on this GPU, such as the tensors of an engine.
     ///
     /// # Safety
     /// From `base` on, `len` bytes of the GPU's memory stay allocated until the value is dropped.
@@ -417,9 +418,9 @@ impl Gpu {
         }
     }
 
-    /// Registers a pool of another process, from its first byte on and in the background, as its pages
-    /// are there. Copies to and from other memory go on, at the slower rate. `failed` is called if a
-    /// part cannot be registered, after which no more is.
+    /// Registers a pool of another process in the background, from its first byte on, as its pages become
+    /// present. Copies to and from other memory still work, at the slower rate. `failed` is called if a part
+    /// cannot be registered; after that, no more parts are registered.
     pub fn register(
         &self,
         pool: Arc<MappedSegment>,
@@ -433,8 +434,8 @@ impl Gpu {
         }
     }
 
-    /// Marks the end of the work that one of this process's streams has been given so far. It takes
-    /// some microseconds, and waits for nothing.
+    /// Marks the end of the work that one of this process's streams has been given so far. Takes a few
+    /// microseconds, and waits for nothing.
     ///
     /// # Errors
     /// [`CudaError::Call`] for a broken GPU.
@@ -452,7 +453,7 @@ impl Gpu {
         })
     }
 
-    /// Copies all runs, as long as `proceed` returns true. Returns false after it did not.
+    /// Copies all runs, as long as `proceed` returns true. Returns false if it returned false.
     pub(crate) fn copy(
         &self,
         direction: Direction,
@@ -479,28 +480,28 @@ impl Gpu {
         let pieces = runs.map(|(device, host, len)| Piece { device, host, len });
         let copied = device.within_time(|wait| this.copy(pieces, &pools, proceed, wait));
         if this.is_broken() {
-            // The next copy begins with new objects of the driver.
+            // The next copy creates new objects of the driver.
             *lane = None;
         }
         copied
     }
 }
 
-/// Time for which a thread waits for another one's copy or look, before it asks whether it is still
+/// Time that a thread waits for another thread's copy or read before it checks again whether its own is still
 /// wanted.
 const TURN: Duration = Duration::from_millis(20);
 
-/// A point in the work of a stream of this process.
+/// A point in the work of one of this process's streams.
 #[derive(Debug)]
 pub struct Mark {
     gpu: Arc<Gpu>,
-    /// Taken by the drop.
+    /// `None` once the drop has taken it.
     event: Option<Event>,
 }
 
 impl Mark {
-    /// Waits until the work before the point is done. Returns false as soon as `proceed` does, which
-    /// is asked every millisecond or more often.
+    /// Waits until the work before the point is done. Returns false as soon as `proceed` returns false;
+    /// `proceed` is called every millisecond or more often.
     ///
     /// # Errors
     /// [`CudaError::Call`] for a broken GPU.
@@ -512,7 +513,7 @@ impl Mark {
 
 impl Drop for Mark {
     fn drop(&mut self) {
-        // Where no context can be entered, the driver is beyond use.
+        // If no context can be entered, the driver is unusable.
         let _entered = self.gpu.device().context.enter();
         self.event = None;
     }
@@ -522,35 +523,35 @@ impl Drop for Mark {
 #[derive(Debug)]
 pub struct DeviceMemory {
     gpu: Arc<Gpu>,
-    /// Handle of the allocation, where it is that of another process.
+    /// Handle of the allocation, if it belongs to another process.
     opened: Option<[u8; 64]>,
     base: u64,
     len: u64,
-    /// Counted off after the memory is closed.
+    /// Decremented after the memory is closed.
     _counter: Option<StorageCounter>,
 }
 
 impl DeviceMemory {
-    /// The GPU.
+    /// Returns the GPU.
     pub fn gpu(&self) -> &Arc<Gpu> {
         &self.gpu
     }
 
-    /// First byte, as the GPU addresses it.
+    /// Returns the first byte, as the GPU addresses it.
     pub(crate) fn base(&self) -> u64 {
         self.base
     }
 
-    /// Number of bytes.
+    /// Returns the number of bytes.
     pub(crate) fn len(&self) -> u64 {
         self.len
     }
 
-    /// Waits until the number of 8 bytes at offset `at` is `least` or more: engines count what a stream
-    /// has done there. Returns false soon after `proceed` has.
+    /// Waits until the 8-byte number at offset `at` is at least `least`: engines count the work of a stream
+    /// there. Returns false soon after `proceed` returns false.
     ///
     /// # Errors
-    /// [`CudaError::Outside`] if the memory ends before; [`CudaError::Call`] for a broken GPU;
+    /// [`CudaError::Outside`] if the memory ends before the number; [`CudaError::Call`] for a broken GPU;
     /// [`CudaError::Hung`].
     pub fn wait_for_count(&self, at: u64, least: u64, proceed: &dyn Fn() -> bool) -> Result<bool> {
         let end = at.saturating_add(8);
@@ -593,7 +594,7 @@ impl Drop for DeviceMemory {
         };
         known.users -= 1;
         if known.users == 0 {
-            // Where no context can be entered, the driver is beyond use.
+            // If no context can be entered, the driver is unusable.
             let _entered = device.context.enter();
             driver::close_memory(known.base);
             opened.remove(&handle);

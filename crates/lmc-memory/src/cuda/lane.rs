@@ -1,9 +1,9 @@
 //! Copies in one direction on one GPU.
 //!
-//! A kernel gathers runs into one range of the GPU's memory, and a copy engine of the GPU moves that
-//! range to the host; a scatter does the two in the other order. So the link runs at its full rate
-//! whatever the length of the runs. The kernels of two processes take turns on a GPU, and those of
-//! the engine wait for microseconds only.
+//! A kernel gathers runs into one range of the GPU's memory, and a copy engine of the GPU moves that range to
+//! the host. A scatter does the same in the opposite order. So the link runs at its full rate, whatever the
+//! length of the runs. Kernels of two processes take turns on a GPU; the engine's kernels wait only
+//! microseconds.
 
 use std::iter::Peekable;
 use std::panic::{self, AssertUnwindSafe};
@@ -14,16 +14,15 @@ use super::driver::{self, DeviceBuffer, Event, HostBuffer, Kernel, Result, Run, 
 use super::pinned::Pinned;
 use crate::copy::Direction;
 
-// The limits are small in tests, where short copies are to have several launches.
+// In tests the limits are small, so that short copies take several launches.
 
-/// Longest run of the kernel's table: a longer one is cut, so that several blocks of threads share
-/// it.
+/// Longest run in the kernel's table: a longer run is cut, so that several thread blocks share it.
 const RUN: u64 = if cfg!(test) { 4 << 10 } else { 64 << 10 };
 /// Most runs of one launch.
 const RUNS: usize = if cfg!(test) { 32 } else { 8192 };
-/// Most bytes of one launch, which is what a copy that is stopped still writes: 0.3 ms at 55 GB/s.
+/// Most bytes of one launch. A stopped copy still writes this much: 0.3 ms at 55 GB/s.
 const SLICE: usize = if cfg!(test) { 32 << 10 } else { 16 << 20 };
-/// Blocks of threads of the kernel: about one for each multiprocessor of a large GPU.
+/// Thread blocks of the kernel: about one for each multiprocessor of a large GPU.
 const BLOCKS: u32 = 128;
 
 /// A run between device memory and a chunk.
@@ -40,12 +39,12 @@ pub(super) struct Lane {
     direction: Direction,
     launches: [Launch; 2],
     kernel: Kernel,
-    /// True after an error of a stream: copies need new objects of the driver.
+    /// True after an error of a stream: then copies need new objects of the driver.
     is_broken: bool,
 }
 
-/// One launch of the kernel, with the copies before or after it. The other launch is on another
-/// stream: the GPU works at both at a time.
+/// One launch of the kernel, with the copies before or after it. The other launch is on another stream, so
+/// the GPU works on both at the same time.
 #[derive(Debug)]
 struct Launch {
     stream: Stream,
@@ -69,16 +68,16 @@ impl Lane {
         })
     }
 
-    /// Returns true if the lane can copy nothing more.
+    /// Returns true if the lane cannot copy any more.
     pub(super) fn is_broken(&self) -> bool {
         self.is_broken
     }
 
-    /// Copies all pieces, as long as `proceed` returns true, which is asked before each launch.
-    /// Returns false after it did not.
+    /// Copies all pieces, as long as `proceed` returns true; it is called before each launch. Returns false
+    /// if it returned false.
     ///
-    /// The pieces are lent for this call: no launch is under way any more when it ends, also by an error
-    /// or by a panic of `proceed`.
+    /// The pieces are lent for this call: when it ends, even with an error or a panic of `proceed`, no launch
+    /// is in progress.
     pub(super) fn copy(
         &mut self,
         pieces: impl Iterator<Item = Piece>,
@@ -94,8 +93,8 @@ impl Lane {
             Ok(proceeded)
         }));
         if !matches!(ended, Ok(Ok(_))) {
-            // The event of a launch that failed may not be recorded, so the streams are asked. An error
-            // of a stream is that of a broken context, which does no work any more.
+            // The event of a failed launch may not be recorded, so the streams are polled. An error of a
+            // stream means a broken context, which does no more work.
             for launch in &mut self.launches {
                 self.is_broken |= wait(&|| launch.stream.is_idle()).is_err();
                 launch.is_pending = false;
@@ -139,7 +138,7 @@ impl Lane {
     }
 }
 
-/// Cuts a piece where the kernel's runs end.
+/// Cuts a piece into runs of the kernel's maximum length.
 fn cut(piece: Piece) -> impl Iterator<Item = Piece> {
     (0..piece.len)
         .step_by(RUN as usize)
@@ -162,7 +161,7 @@ impl Launch {
         })
     }
 
-    /// Waits until the launch is done, if one is pending.
+    /// Waits until the launch is done, if one is in progress.
     fn finish(&mut self, wait: &Wait<'_>) -> Result<()> {
         if self.is_pending {
             wait(&|| self.done.is_done())?;
@@ -171,8 +170,8 @@ impl Launch {
         Ok(())
     }
 
-    /// Fills the table with the next runs, and `parts` with what crosses the link for them. Returns the
-    /// number of runs.
+    /// Fills the table with the next runs, and `parts` with the byte ranges to move across the link for them.
+    /// Returns the number of runs.
     fn load(
         &mut self,
         pieces: &mut Peekable<impl Iterator<Item = Piece>>,
@@ -195,7 +194,7 @@ impl Launch {
             count += 1;
             at += len;
             match parts.last_mut() {
-                // Parts follow each other in the range.
+                // The parts are consecutive in the range.
                 Some(last) if last.host.wrapping_add(last.len as usize) == piece.host => {
                     last.len += len;
                 }
@@ -225,7 +224,7 @@ impl Launch {
             while done < part.len {
                 let host = part.host.wrapping_add(done as usize);
                 let left = (part.len - done) as usize;
-                // A buffer outside of a pool lies outside of it as a whole.
+                // A buffer outside a pool is outside it as a whole.
                 let alike = pinned.iter().find_map(|pool| pool.alike(host, left));
                 let len = alike.unwrap_or(left);
                 let device = part.device + done;
@@ -244,14 +243,14 @@ impl Launch {
     }
 }
 
-/// Time after which a launch counts as hung: it takes about a millisecond.
+/// Time after which a launch counts as hung. A launch takes about a millisecond.
 pub(super) const HUNG: Duration = Duration::from_secs(20);
 
-/// Waits until a question about the GPU's work is answered with true.
+/// A function that waits until a question about the GPU's work is answered with true.
 pub(super) type Wait<'a> = dyn Fn(&dyn Fn() -> Result<bool>) -> Result<()> + 'a;
 
-/// Waits for launches. `late` is called when they count as hung; the wait goes on until the GPU is done
-/// or broken, because an answer before would give blocks away that are still written.
+/// Waits for launches. `late` is called when they count as hung. The wait continues until the GPU is done or
+/// broken: returning earlier would release blocks that are still being written.
 pub(super) fn wait_for(is_done: &dyn Fn() -> Result<bool>, late: &dyn Fn()) -> Result<()> {
     driver::wait(is_done, &|elapsed| {
         if elapsed > HUNG {

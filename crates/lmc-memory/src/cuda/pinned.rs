@@ -1,5 +1,5 @@
-//! The pool's memory, registered with the GPUs in the background, from its first byte on. Bytes that
-//! are not registered yet are copied all the same, at a fifth of the rate.
+//! Registration of the pool's memory with the GPUs, in the background and from the first byte on. Bytes that
+//! are not registered yet are copied too, at a fifth of the rate.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -9,26 +9,26 @@ use std::time::Duration;
 use super::driver::{self, Context, CudaError, Result};
 use crate::{Arena, MappedSegment};
 
-/// Bytes that are registered at a time: long enough to cost 45 ms a GiB, as one call for all does.
+/// Bytes that are registered at a time: enough to cost 45 ms per GiB, as a single call for all bytes does.
 /// Tests have many pieces in a small pool.
 const PIECE: usize = if cfg!(test) { 16 << 10 } else { 256 << 20 };
 
-/// Pause before pages that are not there yet are looked for again.
+/// Pause before missing pages are checked again.
 const AGAIN: Duration = if cfg!(test) {
     Duration::from_millis(1)
 } else {
     Duration::from_secs(1)
 };
-/// Bytes of another process's pool that are entered into the page table at a time: threads of this
-/// process that map memory wait meanwhile.
+/// Bytes of another process's pool that are entered into the page table at a time: meanwhile, threads of this
+/// process that map memory wait.
 const ENTERED: u64 = if cfg!(test) { 4 << 10 } else { 256 << 10 };
 
-/// Memory that chunks lie in.
+/// The memory that chunks are in.
 #[derive(Debug)]
 pub(super) enum HostPool {
-    /// The pool of this process, which gets its pages where it has none yet.
+    /// The pool of this process. Missing pages are made present here.
     Own(Arc<Arena>),
-    /// The pool of another process, which gets the pages by itself.
+    /// The pool of another process, which makes its pages present itself.
     Mapped(Arc<MappedSegment>),
 }
 
@@ -47,7 +47,7 @@ impl HostPool {
         }
     }
 
-    /// Returns true if a part has its pages; `None` if it gets none.
+    /// Returns whether a part has its pages; `None` if it will not get them.
     fn is_there(&self, start: u64, len: u64) -> Option<bool> {
         match self {
             Self::Own(arena) => arena.ensure(start, len).ok().map(|()| true),
@@ -64,26 +64,26 @@ impl HostPool {
     }
 }
 
-/// A pool that is registered by a thread, and unregistered on drop.
+/// A pool that a thread registers. Unregistered on drop.
 #[derive(Debug)]
 pub(super) struct Pinned {
     shared: Arc<Registration>,
     thread: Option<JoinHandle<()>>,
-    /// Context of the registrations, which are good in all other contexts while this one lives.
+    /// Context of the registrations, which are valid in all other contexts while this one exists.
     context: Arc<Context>,
 }
 
 #[derive(Debug)]
 struct Registration {
     pool: HostPool,
-    /// Bytes from the start of the pool that are registered.
+    /// Registered bytes, from the start of the pool.
     done: AtomicUsize,
     stopped: AtomicBool,
 }
 
 impl Pinned {
-    /// Begins to register a pool, in this context and for all others. `failed` is called if a part
-    /// cannot be registered, after which no more is.
+    /// Starts to register a pool, in this context and for all others. `failed` is called if a part cannot be
+    /// registered; after that, no more parts are registered.
     pub(super) fn start(
         pool: HostPool,
         context: Arc<Context>,
@@ -112,15 +112,16 @@ impl Pinned {
         }
     }
 
-    /// Returns how many of these bytes are registered, or not, by one call: the driver copies no range
-    /// that is registered in part, or by two calls. `None`: they lie outside of the pool.
+    /// Returns how many of these bytes are either all unregistered, or all registered by one call. The driver
+    /// cannot copy a range that is registered in part, or by two calls. `None` if the bytes are outside the
+    /// pool.
     pub(super) fn alike(&self, base: *const u8, len: usize) -> Option<usize> {
         let pool = &self.shared.pool;
         let at = base.addr().checked_sub(pool.base().addr())?;
         (at < pool.len()).then(|| len.min(PIECE - at % PIECE))
     }
 
-    /// Bytes that are registered.
+    /// Returns the bytes that are registered.
     pub(super) fn done(&self) -> usize {
         self.shared.done.load(Ordering::Acquire)
     }
@@ -143,8 +144,8 @@ impl Registration {
         Ok(())
     }
 
-    /// Waits until a piece has its pages. Returns false if it does not get them, or nothing is to be
-    /// registered any more.
+    /// Waits until a piece has its pages. Returns false if it will not get them, or if the registration is to
+    /// stop.
     fn wait_for(&self, start: usize, len: usize) -> bool {
         loop {
             let is_there = self.pool.is_there(start as u64, len as u64);
@@ -164,10 +165,10 @@ impl Drop for Pinned {
         self.shared.stopped.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            // The thread does nothing that panics.
+            // The thread does not panic.
             let _ = thread.join();
         }
-        // Where no context can be entered, the driver is beyond use.
+        // If no context can be entered, the driver is unusable.
         let _entered = self.context.enter();
         for start in (0..self.done()).step_by(PIECE) {
             driver::unregister(self.shared.pool.base().wrapping_add(start));

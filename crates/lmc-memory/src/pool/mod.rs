@@ -1,4 +1,4 @@
-//! Slots of an arena.
+//! A pool: slots of an arena.
 
 use std::io;
 use std::sync::Arc;
@@ -37,25 +37,24 @@ impl Default for PoolConfig {
 }
 
 impl PoolConfig {
-    /// Alignment and granularity of slots in bytes, a power of two from 64 to 2 MiB.
-    /// Default: 4096.
+    /// Sets the alignment and granularity of slots in bytes, a power of two from 64 to 2 MiB. Default: 4096.
     pub fn with_align(mut self, align: usize) -> Self {
         self.align = align;
         self
     }
 }
 
-/// A pool that cannot be made.
+/// A pool that cannot be created.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// Not a power of two, or outside its bounds.
+    /// The alignment is not a power of two, or outside its limits.
     #[error("a pool's alignment must be a power of two from 64 to 2097152, found {found}")]
     Align {
-        /// Bytes asked for.
+        /// Alignment in the configuration.
         found: usize,
     },
-    /// The arena holds no slot at all, or more than can be numbered.
+    /// The arena is too small for one slot, or has more slots than can be numbered.
     #[error(
         "an arena of {bytes} bytes cannot be a pool with alignment {align}: \
          it must hold between 1 and 4294967294 aligned units"
@@ -71,26 +70,26 @@ pub enum PoolError {
 /// Usage of a pool, in bytes and slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolUsage {
-    /// Bytes that can be handed out in all.
+    /// Total bytes that can be handed out.
     pub capacity: u64,
-    /// Bytes handed out, rounded up to the alignment; quarantined ones included.
+    /// Bytes handed out, rounded up to the alignment; quarantined bytes included.
     pub used: u64,
-    /// Slots handed out, quarantined ones included.
+    /// Slots handed out, quarantined slots included.
     pub slots: u64,
-    /// The largest slot that fits now, in bytes. Exact while no more than 64 free ranges share
-    /// the largest size class, else up to 1/16 too small.
+    /// Size of the largest slot that fits now, in bytes. Exact if at most 64 free ranges are in the largest
+    /// size class, otherwise up to 1/16 too small.
     pub largest_free: u64,
     /// Bytes in quarantine.
     pub quarantined_bytes: u64,
     /// Slots in quarantine.
     pub quarantined_slots: u64,
-    /// Bytes that the system had no memory for when they were to be handed out: `/dev/shm` is
-    /// full. [`Pool::recover`] tries them again.
+    /// Bytes that the system had no memory for when they were about to be handed out: `/dev/shm` is full.
+    /// [`Pool::recover`] retries them.
     pub withheld_bytes: u64,
 }
 
-/// Hands out slots of an arena, in O(1) and without touching their bytes.
-/// Clones share the same pool.
+/// A pool that hands out slots of an arena, in O(1) and without touching their bytes. Clones refer to the
+/// same pool.
 #[derive(Clone, Debug)]
 pub struct Pool {
     inner: Arc<Inner>,
@@ -102,9 +101,9 @@ struct Inner {
     arena: Arc<Arena>,
     align_bits: u32,
     units: u32,
-    /// Owners of each slot.
+    /// Number of owners of each slot.
     counts: PerSlot<AtomicU32>,
-    /// Checksums of slots, 0 where none is known: then it is computed again.
+    /// Checksums of slots; 0 stands for an unknown one, which is then computed again.
     sums: PerSlot<AtomicU64>,
     state: Mutex<State>,
 }
@@ -115,20 +114,20 @@ struct State {
     slots: u64,
     quarantined_units: u64,
     quarantined_slots: u64,
-    /// Nodes that there was no memory for, with their first units.
+    /// Nodes for which there was no memory, with their first units.
     withheld: Vec<(u32, u32)>,
-    /// The reason why they are withheld.
+    /// Reason why these nodes are withheld.
     fault: Option<String>,
 }
 
-/// Ranges without memory that one reservation may meet.
+/// Most ranges without memory that one reservation tries.
 const WITHHELD_PER_RESERVE: u32 = 8;
 
 impl Pool {
-    /// A pool over all of an arena.
+    /// Makes a pool over a whole arena.
     ///
     /// # Errors
-    /// [`PoolError`] for an alignment that is no power of two or an arena too small or large.
+    /// [`PoolError`] if the alignment is not a power of two, or the arena is too small or large.
     pub fn new(arena: Arc<Arena>, config: PoolConfig) -> Result<Self, PoolError> {
         let align = config.align;
         if !align.is_power_of_two() || !(64..=2 << 20).contains(&align) {
@@ -160,21 +159,21 @@ impl Pool {
         })
     }
 
-    /// The arena under it.
+    /// Returns the pool's arena.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.inner.arena
     }
 
-    /// Alignment and granularity of slots, in bytes.
+    /// Returns the alignment and granularity of slots, in bytes.
     pub fn align(&self) -> u64 {
         1 << self.inner.align_bits
     }
 
-    /// Reserves a slot of `len` bytes, with the content that its memory had before. Returns `None`
-    /// when nothing large enough is free or `len` is 0. O(1), touches no byte of the slot.
+    /// Reserves a slot of `len` bytes, with the former content of its memory. Returns `None` if no free range
+    /// is large enough or `len` is 0. O(1), touches no byte of the slot.
     ///
-    /// Memory of a shared arena is taken from the file system the first time, so that a full
-    /// `/dev/shm` is an error here, and does not kill the process that writes to the slot.
+    /// Memory of a shared arena is allocated in the file system the first time, so that a full `/dev/shm`
+    /// fails here instead of killing the process that writes to the slot.
     pub fn reserve(&self, len: u64) -> Option<ReservedSlot> {
         let units = u32::try_from(len.div_ceil(self.align())).ok()?;
         let take = |_| self.take(units);
@@ -183,8 +182,8 @@ impl Pool {
         Some(ReservedSlot(Handle::new(&self.inner, node, unit, len)))
     }
 
-    /// A range to hand out; `Some(None)` when none is free, `None` when the one found has no
-    /// memory and another may.
+    /// Takes a range to hand out. `Some(None)`: no range is free. `None`: the range found has no memory, but
+    /// another range may.
     fn take(&self, units: u32) -> Option<Option<(u32, u32)>> {
         let (node, unit) = {
             let mut state = self.inner.state.lock();
@@ -204,7 +203,7 @@ impl Pool {
         None
     }
 
-    /// Tries again to get memory for what is withheld. To be called from time to time.
+    /// Retries to get memory for the withheld ranges. To be called from time to time.
     pub fn recover(&self) {
         loop {
             let (node, unit, units) = {
@@ -226,7 +225,7 @@ impl Pool {
         }
     }
 
-    /// The reason why a part of the memory cannot be used, and what to do about it; `None` while all can.
+    /// Returns the reason why a part of the memory cannot be used, with the remedy; `None` if all of it can.
     pub fn fault(&self) -> Option<String> {
         let fault = self.inner.state.lock().fault.clone();
         fault.or_else(|| self.arena().prefault_progress().error)
@@ -254,7 +253,7 @@ impl Pool {
 }
 
 impl Inner {
-    /// Notes that the bytes of a slot are about to change.
+    /// Drops the checksum of a slot, because the slot's bytes are about to change.
     fn forget_sum(&self, node: u32) {
         if let Some(sum) = self.sums.get(node) {
             sum.store(0, Ordering::Relaxed);
@@ -266,7 +265,7 @@ impl Inner {
         self.arena.ensure(bytes(unit), bytes(units))
     }
 
-    /// Takes back the range of a slot whose last owner went.
+    /// Frees the range of a slot whose last owner is gone.
     fn give(&self, node: u32) {
         let mut state = self.state.lock();
         state.fit.give(node);

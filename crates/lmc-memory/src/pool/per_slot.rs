@@ -2,13 +2,13 @@
 
 use std::sync::OnceLock;
 
-/// Values of the first segment; each further one has twice as many.
+/// Values of the first segment; each further segment has twice as many.
 const FIRST: usize = 1024;
-/// Segments until every `u32` has its value.
+/// Number of segments that cover every `u32`.
 const SEGMENTS: usize = 23;
 
-/// A table that grows without moving, so that readers need no lock. Has no memory for values that
-/// were never asked for.
+/// A table that grows without moving its values, so that readers need no lock. Segments that were never
+/// accessed have no memory.
 #[derive(Debug)]
 pub(super) struct PerSlot<T> {
     segments: [OnceLock<Box<[T]>>; SEGMENTS],
@@ -22,7 +22,7 @@ impl<T> Default for PerSlot<T> {
     }
 }
 
-/// Returns the segment of a value, and its index there.
+/// Returns the segment of a value, and its index in the segment.
 fn locate(index: u32) -> (usize, usize) {
     let shifted = index as usize + FIRST;
     let segment = (shifted.ilog2() - FIRST.ilog2()) as usize;
@@ -30,7 +30,7 @@ fn locate(index: u32) -> (usize, usize) {
 }
 
 impl<T: Default> PerSlot<T> {
-    /// The value of a slot.
+    /// Returns the value of a slot.
     pub(super) fn at(&self, index: u32) -> &T {
         let (segment, offset) = locate(index);
         let values = self.segments[segment]
@@ -38,7 +38,7 @@ impl<T: Default> PerSlot<T> {
         &values[offset]
     }
 
-    /// The value of a slot, if its segment has memory.
+    /// Returns the value of a slot, if its segment has memory.
     pub(super) fn get(&self, index: u32) -> Option<&T> {
         let (segment, offset) = locate(index);
         Some(&self.segments[segment].get()?[offset])

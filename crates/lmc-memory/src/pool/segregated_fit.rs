@@ -1,24 +1,24 @@
 //! Two-level segregated fit over a range of units, with all metadata outside the range.
 //!
-//! Free ranges hang in lists by size class: the power of two of the size, cut into 16 steps.
-//! Two bitmaps find a non-empty class that is large enough with two bit scans, so that taking
-//! and freeing are O(1) whatever the number of slots. Ranges that touch are joined on free.
+//! Free ranges are in lists by size class: each power of two is divided into 16 classes. Two bitmaps find a
+//! non-empty class that is large enough with two bit scans, so that taking and freeing are O(1), whatever the
+//! number of slots. Adjacent free ranges are joined on free.
 
-/// No node.
+/// The index that stands for no node.
 const NIL: u32 = u32::MAX;
-/// Stands in [`Node::link_prev`] of a node that is handed out.
+/// Value of [`Node::link_prev`] in a node that is handed out.
 const TAKEN: u32 = u32::MAX - 1;
-/// Stands in [`Node::link_prev`] of a node that describes nothing.
+/// Value of [`Node::link_prev`] in an unused node.
 const VACANT: u32 = u32::MAX - 2;
 
-/// Steps within a power of two, as a power of two.
+/// Base-2 logarithm of the number of classes in a power of two.
 const STEP_BITS: u32 = 4;
 const STEPS: usize = 1 << STEP_BITS;
-/// Powers of two that a `u32` size can have.
+/// Number of powers of two in a `u32` size.
 const LEVELS: usize = 32;
 /// Ranges of the exact class that are examined before a larger class is used.
 const PROBES: usize = 8;
-/// Ranges of a class that are examined for a last resort or a report.
+/// Ranges of a class that are examined as a last resort or for a report.
 const LAST_PROBES: usize = 64;
 /// Nodes of one block of storage.
 const NODES: usize = 1024;
@@ -28,7 +28,7 @@ const NODES: usize = 1024;
 struct Node {
     offset: u32,
     size: u32,
-    /// Neighbours by address.
+    /// Nodes of the adjacent ranges by address.
     before: u32,
     after: u32,
     /// Neighbours in the list of the size class, or a state.
@@ -36,20 +36,20 @@ struct Node {
     link_next: u32,
 }
 
-/// The allocator. Sizes and offsets count units.
+/// The allocator. Sizes and offsets are in units.
 #[derive(Debug)]
 pub(super) struct SegregatedFit {
     levels: u32,
     steps: [u16; LEVELS],
     heads: [[u32; STEPS]; LEVELS],
-    /// Blocks of nodes: growing one never moves another and wastes at most one block.
+    /// Blocks of nodes: growing never moves a node, and wastes at most one block.
     nodes: Vec<Box<[Node; NODES]>>,
     made: u32,
     vacant: u32,
     free_units: u32,
 }
 
-/// The class that holds free ranges of `size`.
+/// Returns the class of free ranges of `size`.
 fn class_of(size: u32) -> (usize, usize) {
     let level = size.ilog2();
     let step = if level >= STEP_BITS {
@@ -61,7 +61,7 @@ fn class_of(size: u32) -> (usize, usize) {
     (level as usize, step as usize)
 }
 
-/// The lowest class whose every range holds `size`; `None` beyond the last class.
+/// Returns the lowest class whose ranges all have at least `size`; `None` beyond the last class.
 fn class_above(size: u32) -> Option<(usize, usize)> {
     let level = size.ilog2();
     if level < STEP_BITS {
@@ -72,7 +72,7 @@ fn class_above(size: u32) -> Option<(usize, usize)> {
 }
 
 impl SegregatedFit {
-    /// An allocator over `units` free units, at most `u32::MAX - 1`.
+    /// Makes an allocator over `units` free units, at most `u32::MAX - 1`.
     pub(super) fn new(units: u32) -> Self {
         let mut fit = Self {
             levels: 0,
@@ -135,8 +135,8 @@ impl SegregatedFit {
         self.vacant = node;
     }
 
-    /// Puts a free range at the head of its class: the range freed last is used first, while
-    /// its bytes may still be in a CPU cache.
+    /// Adds a free range at the head of its class: the range freed last is used first, because its bytes may
+    /// still be in a CPU cache.
     fn link(&mut self, node: u32) {
         let size = self.at(node).size;
         let (level, step) = class_of(size);
@@ -178,7 +178,7 @@ impl SegregatedFit {
         self.free_units -= size;
     }
 
-    /// Looks through the first `probes` ranges of the class that `size` falls in.
+    /// Examines the first `probes` ranges of the class of `size`.
     fn probe(&self, size: u32, probes: usize) -> Option<u32> {
         let (level, step) = class_of(size);
         let mut node = self.heads[level][step];
@@ -201,8 +201,8 @@ impl SegregatedFit {
 
     /// Finds a free range of at least `size` units.
     fn find(&self, size: u32) -> Option<u32> {
-        // Caches hold few sizes, so the exact class nearly always has a range that was freed
-        // by a slot of this very size; taking it leaves no remainder.
+        // Caches have few sizes, so the exact class nearly always has a range that was freed by a slot of the
+        // same size; taking it leaves no remainder.
         if let Some(node) = self.probe(size, PROBES) {
             return Some(node);
         }
@@ -224,7 +224,7 @@ impl SegregatedFit {
         self.probe(size, LAST_PROBES)
     }
 
-    /// Takes `size` units: the node and its offset, or `None`.
+    /// Takes `size` units. Returns the node and its offset, or `None`.
     pub(super) fn take(&mut self, size: u32) -> Option<(u32, u32)> {
         if size == 0 {
             return None;
@@ -258,7 +258,7 @@ impl SegregatedFit {
         Some((node, offset))
     }
 
-    /// Gives a node back and joins it with free neighbours. Returns its units.
+    /// Frees a node and joins it with free neighbours. Returns the node's units.
     pub(super) fn give(&mut self, node: u32) -> u32 {
         let Node {
             mut offset,
@@ -306,17 +306,17 @@ impl SegregatedFit {
         freed
     }
 
-    /// Units not handed out.
+    /// Returns the number of free units.
     pub(super) fn free_units(&self) -> u32 {
         self.free_units
     }
 
-    /// Units of a range that is handed out.
+    /// Returns the units of a range that is handed out.
     pub(super) fn units_of(&self, node: u32) -> u32 {
         self.at(node).size
     }
 
-    /// The largest free range, as exact as [`LAST_PROBES`] ranges of the top class tell.
+    /// Returns the size of the largest free range, as far as [`LAST_PROBES`] ranges of the top class show it.
     pub(super) fn largest_free(&self) -> u32 {
         if self.levels == 0 {
             return 0;
@@ -335,7 +335,7 @@ impl SegregatedFit {
         largest
     }
 
-    /// Bytes of heap that the metadata takes.
+    /// Returns the heap bytes of the metadata.
     #[cfg(test)]
     pub(super) fn heap_bytes(&self) -> usize {
         self.nodes.len() * size_of::<[Node; NODES]>() + self.nodes.capacity() * size_of::<usize>()
