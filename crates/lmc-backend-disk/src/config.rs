@@ -36,19 +36,6 @@ const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Smallest size of a drive in bytes.
 const MIN_SIZE: u64 = 4 << 20;
 
-/// I/O engine that moves bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum DiskIo {
-    /// Uses io_uring if the kernel allows it, otherwise threads.
-    #[default]
-    Auto,
-    /// Uses io_uring, or fails to open.
-    Uring,
-    /// Uses threads with blocking calls.
-    Threads,
-}
-
 /// Configuration of a disk tier. The doc comment of each setter names its default.
 #[derive(Clone, Debug)]
 pub struct DiskConfig {

@@ -38,7 +38,7 @@ mod timer;
 mod volume;
 
 pub use backend::DiskBackend;
-pub use config::{DiskConfig, DiskIo, usable_bytes};
+pub use config::{DiskConfig, usable_bytes};
 pub use counters::DiskStats;
 pub use error::DiskError;
 pub use format::VERSION as FORMAT_VERSION;
@@ -46,7 +46,7 @@ pub use inspect::Compacted;
 pub use set::SetMember;
 pub use spaces::{SpaceUsage, Unreachable};
 pub use status::{DriveStatus, SegmentStatus};
-pub use volume::check_io_uring;
+pub use volume::{DiskIo, check_io_uring};
 
 /// Name of the tier.
 const TIER: &str = "disk";

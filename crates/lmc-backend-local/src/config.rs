@@ -6,9 +6,9 @@ use std::thread;
 use lmc_memory::Pool;
 use thiserror::Error;
 
-use crate::{LocalSink, LocalTier, PolicyKind};
+use crate::{LocalSink, PolicyKind};
 
-/// Configuration of a [`LocalTier`].
+/// Configuration of a [`crate::LocalTier`].
 #[derive(Clone, Debug)]
 pub struct LocalConfig {
     pub(crate) pool: Pool,
@@ -67,7 +67,7 @@ impl LocalConfig {
         self
     }
 
-    /// Sets the watermarks: [`LocalTier::maintain`] starts to evict when more than `high` of the pool is
+    /// Sets the watermarks: [`crate::LocalTier::maintain`] starts to evict when more than `high` of the pool is
     /// used, and stops at `low`. Default: 0.95 and 0.90.
     pub fn with_watermarks(mut self, high: f64, low: f64) -> Self {
         (self.high, self.low) = (high, low);
@@ -78,21 +78,5 @@ impl LocalConfig {
     pub fn with_events(mut self, events: Arc<dyn LocalSink>) -> Self {
         self.events = Some(events);
         self
-    }
-
-    /// Makes the tier.
-    ///
-    /// # Errors
-    /// [`LocalConfigError`] names the value that is out of range.
-    pub fn build(self) -> Result<LocalTier, LocalConfigError> {
-        let found = self.shards;
-        if !found.is_power_of_two() || found > 128 {
-            return Err(LocalConfigError::Shards { found });
-        }
-        let Self { high, low, .. } = self;
-        if !(0.0 < low && low <= high && high <= 1.0) {
-            return Err(LocalConfigError::Watermarks { high, low });
-        }
-        Ok(LocalTier::new(self))
     }
 }

@@ -38,6 +38,7 @@
 mod class;
 pub use class::{TenantId, TenantUsage};
 
+mod chunked;
 mod config;
 pub use config::{LocalConfig, LocalConfigError};
 

@@ -22,9 +22,12 @@ use thiserror::Error;
 
 use crate::directory::{Announce, Announced, Find, Found};
 
+pub(crate) mod bounds;
 mod clears;
 mod grown;
 
+use bounds::bound;
+pub use bounds::{MAX_BODY, MAX_KEYS, MAX_TEXT, MessageError};
 pub use clears::{ClearsPage, MAX_PAGES, PAGE_ENTRIES, Stamped};
 use grown::Body;
 pub use grown::{FEATURE_LATE_DIGESTS, LATE_DIGEST};
@@ -33,16 +36,10 @@ pub use grown::{FEATURE_LATE_DIGESTS, LATE_DIGEST};
 pub const VERSION: u16 = 2;
 /// Oldest protocol version that this crate speaks.
 pub const OLDEST_VERSION: u16 = VERSION;
-/// Most keys of one message.
-pub const MAX_KEYS: usize = 1024;
-/// Most bytes of a body.
-pub const MAX_BODY: usize = 60 << 10;
 /// Most spaces that a [`Hello`] describes.
 pub const MAX_SPACES: usize = 64;
 /// Most holders that an owner without capacity names.
 pub const MAX_HOLDERS: usize = 4;
-/// Most bytes of a text: a name, an address, a reason.
-pub const MAX_TEXT: usize = 256;
 /// Feature bit of a [`Hello`]: the side is a directory, and has no chunks.
 pub const FEATURE_DIRECTORY: u64 = 1 << 8;
 /// Bit that is set in the kind of a reply.
@@ -53,31 +50,6 @@ const REFUSED: u16 = 0xfffe;
 /// Kind of [`Reply::Unsupported`].
 const UNSUPPORTED: u16 = 0xffff;
 const HEADER: usize = 6;
-
-/// Bytes that are not a frame of the protocol.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum MessageError {
-    /// The bytes end before the frame does, or continue after it.
-    #[error("expected a frame of {expected} bytes, found {found} bytes")]
-    Length {
-        /// Bytes of the frame.
-        expected: usize,
-        /// Bytes found.
-        found: usize,
-    },
-    /// The body is longer than [`MAX_BODY`].
-    #[error("a body of {0} bytes is longer than accepted")]
-    TooLong(usize),
-    /// The kind does not exist in this version.
-    #[error("unknown kind {0:#x}")]
-    Kind(u16),
-    /// The body is invalid for its kind.
-    #[error("the body of kind {0:#x} cannot be parsed")]
-    Body(u16),
-    /// A field is out of its limits.
-    #[error("{0} is out of bounds")]
-    Bounds(&'static str),
-}
 
 /// Chunks of one prompt: keys that differ only in their hashes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -612,10 +584,6 @@ fn check_spaces(spaces: &[SpaceNote]) -> Result<(), MessageError> {
 fn check_texts(texts: [&String; 3]) -> Result<(), MessageError> {
     let short = |text: &String| text.len() <= MAX_TEXT;
     bound(texts.into_iter().all(short), "text")
-}
-
-pub(crate) fn bound(within: bool, field: &'static str) -> Result<(), MessageError> {
-    within.then_some(()).ok_or(MessageError::Bounds(field))
 }
 
 impl Hello {

@@ -1,19 +1,15 @@
 //! The `Backend` trait: the contract of every tier below DRAM.
 
 use std::fmt;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
 use lmc_key::{ChunkKey, LayoutFingerprint};
 
 use crate::{
-    Answers, BackendError, ChunkRun, Cleared, Clears, Cursor, Health, LoadItem, Loaded, LocateHint,
-    Located, Page, Sharing, StoreItem, Stored, Usage,
+    Answers, BackendError, BoxFuture, ChunkRun, Cleared, Clears, Cursor, Health, LoadItem, Loaded,
+    LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage,
 };
-
-/// A boxed future that may move between threads.
-pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// A tier below DRAM: a disk, the memory of peers, a remote store.
 ///

@@ -46,7 +46,7 @@ mod answers;
 pub use answers::{Answers, in_order, ready};
 
 mod backend;
-pub use backend::{Backend, BoxFuture, LocalIndex, WriteBackend};
+pub use backend::{Backend, LocalIndex, WriteBackend};
 
 mod clears;
 pub use clears::{Clears, ClearsDamaged, StartId, TooManyClears};
@@ -82,6 +82,9 @@ pub use read_rate::ReadRate;
 
 #[cfg(feature = "conformance")]
 pub mod conformance;
+
+/// A boxed future that may move between threads.
+pub type BoxFuture<'a, T> = std::pin::Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// The README's examples, compiled and run with the doctests.
 #[cfg(doctest)]

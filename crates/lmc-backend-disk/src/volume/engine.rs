@@ -14,6 +14,19 @@ use super::task::{Task, stopped};
 /// Time that a stop waits for operations in the kernel.
 pub(super) const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// I/O engine that moves bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DiskIo {
+    /// Uses io_uring if the kernel allows it, otherwise threads.
+    #[default]
+    Auto,
+    /// Uses io_uring, or fails to open.
+    Uring,
+    /// Uses threads with blocking calls.
+    Threads,
+}
+
 /// Moves the bytes of tasks on threads of its own.
 pub(super) trait Engine: fmt::Debug + Send + Sync {
     /// Starts tasks. Each task is ended on a thread of the engine, or, after the stop, by [`end_aside`].

@@ -7,6 +7,7 @@
 mod aligned;
 pub(crate) use aligned::AlignedBuf;
 mod engine;
+pub use engine::DiskIo;
 mod fixed_files;
 mod folder;
 pub(crate) use folder::{FolderConfig, FolderVolume, PROBE};

@@ -1,6 +1,6 @@
 //! Doubly linked lists over slab indices.
 
-use crate::slab::Chunked;
+use crate::chunked::Chunked;
 
 /// The index that stands for no entry.
 pub(crate) const NIL: u32 = u32::MAX;

@@ -13,7 +13,9 @@ use crate::shard::{Shard, Taken};
 use crate::slab::EntryRef;
 use crate::stats::Counters;
 use crate::sync::Mutex;
-use crate::{LocalConfig, LocalSink, LocalStats, LocalUsage, OwnerId, PolicyKind, Removal};
+use crate::{
+    LocalConfig, LocalConfigError, LocalSink, LocalStats, LocalUsage, OwnerId, PolicyKind, Removal,
+};
 use crate::{RemovedEvent, TenantId};
 
 mod batch;
@@ -74,6 +76,24 @@ impl fmt::Debug for LocalTier {
             .field("shards", &inner.shards.len())
             .field("usage", &self.usage())
             .finish_non_exhaustive()
+    }
+}
+
+impl LocalConfig {
+    /// Makes the tier.
+    ///
+    /// # Errors
+    /// [`LocalConfigError`] names the value that is out of range.
+    pub fn build(self) -> Result<LocalTier, LocalConfigError> {
+        let found = self.shards;
+        if !found.is_power_of_two() || found > 128 {
+            return Err(LocalConfigError::Shards { found });
+        }
+        let Self { high, low, .. } = self;
+        if !(0.0 < low && low <= high && high <= 1.0) {
+            return Err(LocalConfigError::Watermarks { high, low });
+        }
+        Ok(LocalTier::new(self))
     }
 }
 

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::buckets::{FINGERPRINT_BYTES, Fingerprint, SetDigest};
-use crate::message::{MAX_KEYS, MAX_TEXT, MessageError, bound};
+use crate::message::bounds::{MAX_KEYS, MAX_TEXT, MessageError, bound};
 
 /// Most fingerprints of one announcement: a directory needs a fifth of a millisecond for them.
 pub const MAX_ANNOUNCED: usize = 2048;

@@ -16,6 +16,13 @@ pub use division::{Division, interleave};
 pub use kv_group::{ChunkOrder, KvGroup, KvOrder, KvTensor};
 pub use paged::{KvSegments, PagedError, PagedKv};
 pub use plan::{CopyPlan, PlanError, PlanRequest};
-#[cfg(feature = "cuda")]
-pub(crate) use workers::Direction;
 pub use workers::{CopyError, CopyPool};
+
+/// The direction of a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    /// Copies go from paged memory into chunks.
+    Gather,
+    /// Copies go from chunks into paged memory.
+    Scatter,
+}

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use thiserror::Error;
 
+use super::Direction;
 use super::paged::KvSegments;
 use super::plan::{CopyPlan, Op};
 use super::stream::Store;
@@ -23,15 +24,6 @@ const LARGE: u64 = 1 << 20;
 /// Length of a run up to which the next run is prefetched meanwhile; longer runs keep the hardware's
 /// prefetchers busy.
 const AHEAD: u64 = 64 << 10;
-
-/// The direction of a copy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Direction {
-    /// Copies go from paged memory into chunks.
-    Gather,
-    /// Copies go from chunks into paged memory.
-    Scatter,
-}
 
 /// A gather or scatter that was not carried out, or whose result must not be used.
 #[derive(Debug, Error)]
